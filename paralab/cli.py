@@ -1,4 +1,4 @@
-"""`paralab run`, `predict`, `program`, `observe`, `check`, `show`: a notebook's cells in a shell.
+"""`paralab run`, `predict`, `dry-run`, `program`, `observe`, `check`, `show`, `doctor`: in a shell.
 
 Every field of ``ModelSpec`` and ``Plan`` is an option of the same name (options.py). Under torchrun
 the same command is one rank of a job that may span machines: it writes its part of the report into
@@ -311,6 +311,9 @@ def _program(given: argparse.Namespace) -> int:
     settings, chosen = _own(given, *lines), settings_of(given, *lines)
     with _refusals(given.parser):
         model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
+        if given.all and other is not None:
+            why = "a difference has every line that differs"
+            raise illegal("all", True, why, "--all without --diff-…")
         shown = program(model, plan, **settings).filter(**chosen)
         if other is not None:
             shown = shown.diff(program(model, other, **settings).filter(**chosen))

@@ -128,6 +128,13 @@ def test_below_the_crossover_the_tree_wins_and_above_it_the_ring(n):
     assert math.isclose(ring, tree, rel_tol=1e-3)
 
 
+def test_a_link_that_is_none_and_one_that_is_not_used_are_refused():
+    with pytest.raises(ValueError, match="link=3.0: not a link"):
+        theory.crossover(4, 3.0)
+    with pytest.raises(ValueError, match="inter=.*: ring_all_reduce knows no nodes; legal: None"):
+        theory.seconds("ring_all_reduce", 4, 1000, INTRA, inter=INTER)
+
+
 def test_two_and_three_members_have_no_crossover():
     for n in (2, 3):
         assert theory.crossover(n, INTRA) == 0.0

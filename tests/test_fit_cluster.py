@@ -70,6 +70,25 @@ def test_what_the_runs_say_nothing_about_stays_as_stated():
     assert fit.cluster.flops < TRUE.flops and len(fit.errors) == 3
 
 
+def test_products_in_16_bits_that_were_stated_apart_are_fitted_too():
+    """Faster products of 16 bits than those of fp32, as a calibration states them."""
+    rates = {"bf16": tuple(2 * rate for rate in [TRUE.flops] * 3)}
+    apart = TRUE.replace(products_16bit=rates)
+    rows = [(model, plan, pl.predict(model, plan, apart, steps=1).step_time)
+            for model, plan, _ in log(SMALL, LARGE)]  # fmt: skip
+    half = apart.replace(flops=apart.flops / 2, products_16bit={"bf16": (TRUE.flops,) * 3})
+    found = pl.fit_cluster(rows, half)
+    assert max(map(abs, found.inside)) < 0.05
+    assert found.cluster.products_16bit["bf16"][0] > 1.4 * TRUE.flops
+
+
+def test_a_run_of_sgd_is_fitted_as_one():
+    sgd = [pl.predict(model, plan, TRUE, steps=1, optimizer="sgd", detail="actions")
+           for model, plan, _ in log(SMALL)]  # fmt: skip
+    fit = pl.fit_cluster(sgd, TRUE)
+    assert max(map(abs, fit.inside)) < 1e-6
+
+
 def test_reports_and_tables_by_model_are_runs_too():
     rows = log(SMALL)
     reports = [pl.predict(model, plan, TRUE, steps=1, detail="actions") for model, plan, _ in rows]
@@ -87,6 +106,8 @@ def test_reports_and_tables_by_model_are_runs_too():
         ([], "no run"),
         (3, "no run"),
         ([(SMALL, PLANS[0])], "run 0 is refused"),
+        ({SMALL: (PLANS[0], 1.0)}, "not a list of pairs; legal: {model"),
+        ({SMALL: 1.0}, "not a list of pairs"),
         ([(SMALL, PLANS[0], -1.0)], "seconds"),
         ([(SMALL.replace(heads=2), PLANS[1], 1.0)], "tp"),
         ([(SMALL, pl.Plan(tp=3), 1.0)], "tp"),

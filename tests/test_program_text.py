@@ -132,6 +132,12 @@ def test_messages_name_the_ranks_of_the_asking_ranks_pipeline():
     assert {what.partition(" to ")[2].split(",")[0] for what in sent} == {"rank 5", "rank 2"}
 
 
+def test_a_split_backward_counts_by_its_compute_too():
+    plan = pl.Plan(dp=2, pp=2, microbatches=4, schedule="zb-h1", zero_stage=3)
+    shown = repr(pl.program(SPEC.replace(layers=8), plan))
+    assert "BACKWARD_INPUT   blocks.i " in shown and "BACKWARD_INPUT   blocks.i+1" not in shown
+
+
 def test_what_a_worker_does_names_its_lane():
     shown = pl.program(SPEC, pl.Plan(dp=2, zero_stage=2, offload="cpu"))
     whats = {ins.lane: shown.names.what(ins) for _, ins in shown if ins.op != WAIT}
@@ -198,6 +204,9 @@ def test_filters_choose_lines_and_keep_their_positions():
     ("asked", "words"),
     [
         ({"op": "gather"}, "op='GATHER': unknown choice; legal: 'ADD'"),
+        ({"op": 3}, "op='3': unknown choice; legal: 'ADD'"),
+        ({"microbatch": 1}, "microbatch=1: out of range"),
+        ({"microbatch": "0"}, "microbatch='0': not a whole number"),
         ({"lane": "tp"}, "lane='tp': no instruction runs there; legal: compute, dp"),
     ],
 )
@@ -307,6 +316,7 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
     [
         (["program", "--rank", "7"], "rank=7: out of range"),
         (["program", "--lane", "tp"], "lane='tp': no instruction runs there"),
+        (["program", "--all", "--diff-dp", "2"], "all=True: a difference has every line"),
         (["program", "--diff-pp", "40"], "pp=40: pp*virtual_stages is 40 stages"),
         (["predict", "--cluster", "abacus"], "preset='abacus': unknown cluster"),
         (["predict", "--nodes", "2"], "nodes=2: this machine is one; legal: --cluster NAME"),

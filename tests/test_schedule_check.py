@@ -203,3 +203,9 @@ def test_many_mutants_each_run_or_are_refused(mutant):
     assert 0 <= got.bubble_rate < 1
     for ahead in (0, 1, 100):
         check_lowered(lower(rows, ahead=ahead))
+
+
+def test_numbers_of_numpy_are_numbers_in_a_fault_too():
+    row = [Action(np.int64(0), "F", np.int64(0)), Action(np.int64(0), "B", np.int64(1))]
+    with pytest.raises(ScheduleError, match="comes before 0F1"):
+        validate([row])

@@ -434,6 +434,22 @@ def test_a_value_may_be_an_array_of_numpy():
     assert set(listed.table["dp"]) == {2, 4}
 
 
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize("limit", [4_214_276, 4_000_000, 4_400_000])
+def test_the_best_is_a_plan_that_was_compiled_also_where_the_first_ones_do_not_fit(top, limit):
+    model, cluster = pl.ModelSpec.preset("laptop"), pl.Cluster.preset("dgx-a100", nodes=1)
+    found = pl.plan_search(model, cluster, global_batch=64, top=top, memory=limit)
+    assert found.fits[0] and np.isfinite(found.simulated[0])
+    assert "nan" not in found._repr_html_().lower()
+
+
+def test_whole_numbers_of_numpy_are_stated_like_others():
+    asked = {"dp": 2, "microbatches": 2, "microbatch_size": 1}
+    found = [pl.plan_search(SMALL, LAPTOP, devices=8, top=1, **{k: to(v) for k, v in asked.items()})
+             for to in (int, np.int64)]  # fmt: skip
+    assert len(found[0].plans) == len(found[1].plans) > 0
+
+
 def test_what_takes_seconds_to_compile_is_compiled_only_where_nothing_else_fits(monkeypatch):
     monkeypatch.setattr("paralab.programs.search.LARGE", 0)
 

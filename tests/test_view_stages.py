@@ -90,6 +90,15 @@ def test_several_reports_stand_beside_one_another():
     assert theme.scaled(float(metrics.traffic(expect)["bytes"].mean()), "B") in links.finding
 
 
+def test_reports_on_one_clock_are_told_apart_by_their_plans():
+    one, other = (predicted(dp=2, zero_stage=stage) for stage in (0, 1))
+    peaks = [bars(stage_memory(report))["device"] for report in (one, other)]
+    both = bars(stage_memory(one, other))
+    assert list(both.values()) == peaks and len(both) == 2
+    sent = [a.y for a in link_traffic(one, other).layout.annotations]
+    assert len(sent) == len(set(sent)) == 2
+
+
 def test_of_many_stages_the_fullest_first_and_last_are_drawn():
     report = pl.predict(MODEL.replace(layers=8), pl.Plan(pp=8, microbatches=8), CLUSTER, steps=1)
     chart = stage_memory(report)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from paralab.programs.instructions import COMPUTE
+
 # What stands before a number: the letter for it, and what one counts with it.
 KINDS = {"blocks.": ("i", "blocks"), "mb ": ("k", "micro-batches"), "bucket ": ("j", "buckets")}
 NUMBER = re.compile(rf"\b({'|'.join(map(re.escape, KINDS))})(\d+)")
@@ -103,7 +105,7 @@ class Fold:
         """{kind: (letter, value in the first stretch)} of what moves here. The value is that of the
         compute, if there is any, so a gather ahead of it is of "blocks.i+1".
         """
-        lines = sorted(self.lines, key=lambda line: "WARD\t" not in line.text)
+        lines = sorted(self.lines, key=lambda line: line.text.partition("\t")[0] not in COMPUTE)
         first = dict(reversed([number for line in lines for number in line.numbers]))
         return {kind: (KINDS[kind][0], first[kind]) for kind, step in self.moves.items() if step}
 

@@ -26,6 +26,7 @@ from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.differences import Difference
 from paralab.interpret.folding import Fold, Item, Line, fold
 from paralab.interpret.memory import Memory, memory
+from paralab.interpret.predict import OPTIMIZERS
 from paralab.interpret.quick import on, states
 from paralab.interpret.traffic import Calls
 from paralab.programs.checks import check
@@ -86,11 +87,12 @@ class ProgramText(RankProgram):
         op    "all_gather", or several; lane: "compute" for the rank's own thread, else the axis of
               a group, or "h2d", "d2h", "disk", "host"
         """
-        ops = {choice("op", name.upper(), tuple(sorted(OPS))) for name in _several(op)}
+        ops = {choice("op", str(name).upper(), tuple(sorted(OPS))) for name in _several(op)}
         lanes, known = set(_several(lane)), set(map(lane_of, self.lines))
         for name in lanes - known:
             raise illegal("lane", name, "no instruction runs there", ", ".join(sorted(known)))
-        batches = set(_several(microbatch))
+        last = self.plan.microbatches - 1
+        batches = {whole("microbatch", k, at_least=0, at_most=last) for k in _several(microbatch)}
         found = copy(self)
         found.shown = [
             (position, ins)
@@ -135,7 +137,8 @@ class ProgramText(RankProgram):
     @cached_property
     def _weighed(self) -> Memory:
         index = self.plan.place(self.rank).dp % self.program.shards
-        return memory(self._alone, self.pp, index=index, samples=False)
+        gloo = device_of_run(self.plan.world_size) != "cuda"
+        return memory(self._alone, self.pp, index=index, gloo=gloo, samples=False)
 
     @property
     def _alone(self) -> Program:
@@ -241,9 +244,11 @@ def program(
     plan.validate(model)
     model = model.resolved(gpus=device_of_run(plan.world_size) == "cuda")
     rank = whole("rank", rank, at_least=0, at_most=plan.world_size - 1)
-    choice("optimizer", optimizer, ("adamw", "sgd"))
-    clips = clip_norm is not None and real("clip_norm", clip_norm, above=0.0) > 0
+    choice("optimizer", optimizer, OPTIMIZERS)
+    if clip_norm is not None:
+        real("clip_norm", clip_norm, above=0.0)
     at = plan.place(rank).pp
+    clips = clip_norm is not None
     made = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
     return ProgramText(made, rank, made.codes[at])
 

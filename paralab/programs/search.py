@@ -18,6 +18,7 @@ parallelism. They are not built in here: they come out.
 from __future__ import annotations
 
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ import numpy as np
 from paralab.checks import choice, illegal, num_bytes, whole
 from paralab.interpret.deep import Deep
 from paralab.interpret.memory import memory
-from paralab.interpret.predict import check_cluster, rows_of_a_pipeline
+from paralab.interpret.predict import OPTIMIZERS, check_cluster, rows_of_a_pipeline
 from paralab.interpret.time import time
 from paralab.programs import search_words as words
 from paralab.programs.compile import compiled
@@ -99,12 +100,12 @@ def plan_search(
             f"{cluster.name!r} has {there}",
             f"up to {there}, or cluster.replace(nodes=...)",
         )
-    choice("optimizer", optimizer, ("adamw", "sgd"))
+    choice("optimizer", optimizer, OPTIMIZERS)
     top = whole("top", top, at_least=1, at_most=MAX_TOP)
     room = cluster.memory if memory is None else num_bytes("memory", memory)
     if global_batch is None:
         sizes = {name: fixed.get(name) for name in ("dp", "microbatches", "microbatch_size")}
-        stated = all(isinstance(value, int) for value in sizes.values())
+        stated = all(isinstance(value, Integral) for value in sizes.values())
         global_batch = Plan(**sizes).global_batch if stated else PER_DEVICE * devices
     batch = whole("global_batch", global_batch, at_least=1, at_most=MAX_BATCH)
     found = space(model, cluster, devices, batch, fixed)
@@ -166,15 +167,20 @@ class Search:
         self.serial = estimate.serial
         self.simulated = np.full(len(plans), np.nan)
         self.fits = SPARE * self.memory <= memory_limit
-        # Whatever may fit, by time; if nothing of that does, what needs least.
+        # Whatever may fit, by time; if none of the first does, what fits by the estimate; if none
+        # of that does, what needs least.
         likely = np.flatnonzero(self.memory <= SPARE * memory_limit)
-        self._simulate(likely[np.argsort(self.closed[likely], kind="stable")], top)
-        if not self.fits.any():
+        by_time = likely[np.argsort(self.closed[likely], kind="stable")]
+        self._simulate(by_time, top)
+        known = np.isfinite(self.simulated)
+        if not (known & self.fits).any():
+            self._simulate(by_time[self.fits[by_time] & ~known[by_time]], top)
+        if not (np.isfinite(self.simulated) & self.fits).any():
             self._simulate(np.argsort(self.memory, kind="stable"), 1)
-        if not self.fits.any():
+        known = np.isfinite(self.simulated)
+        if not (known & self.fits).any():
             raise words.what_helps(self)
         # Of those that fit the simulated come first, then by time; last what does not fit.
-        known = np.isfinite(self.simulated)
         seconds = np.where(known, self.simulated, self.closed)
         order = np.lexsort((seconds, ~known & self.fits, ~self.fits))
         self.plans = plans.kept(order)

@@ -16,10 +16,14 @@ from paralab.report.tables import Tables
 from paralab.spec.links import Reach
 from paralab.theory.traffic import BOOKKEEPING, most_sent
 
+COLUMNS = ["op", "axis", "members", "nodes", "near", "payload_bytes", "calls", "algorithm"]
+COLUMNS += ["latency_s", "moving_s", "otherwise_s"]
+
 
 def algorithms(report: Tables) -> pd.DataFrame:
     """One row per kind of call: op, axis, where its group is, payload, and how it is done.
 
+    members          ranks of the group
     nodes, near      nodes that the group is on, and members on one of them
     calls            of all ranks and steps
     algorithm        "ring", "tree", "pairwise" or "direct"
@@ -41,7 +45,8 @@ def algorithms(report: Tables) -> pd.DataFrame:
         if where.members > 1:
             kind = row.op, row.axis, where, row.payload_bytes
             count[kind] = count.get(kind, 0) + 1
-    return pd.DataFrame([_row(cluster, *kind, number) for kind, number in count.items()])
+    rows = [_row(cluster, *kind, number) for kind, number in count.items()]
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _row(cluster: Any, op: str, axis: str, where: Reach, payload: int, calls: int) -> dict:

@@ -62,6 +62,8 @@ def seconds(
     for name, value in (("link", link), ("inter", link if inter is None else inter)):
         instance(name, value, Link, "pl.Link(alpha=seconds, bandwidth=bytes_per_s)", "link")
     phases = _phases(algorithm, n, _elements(nbytes), node_size)
+    if inter is not None and node_size is None:
+        raise illegal("inter", inter, f"{algorithm} knows no nodes", "None")
     return sum(
         times * each.seconds(count * ITEM)
         for (times, count), each in zip(phases, (link, inter or link), strict=True)
@@ -97,6 +99,7 @@ def crossover(n: int, link: Link) -> float:
         S = alpha / beta (n-1-L) / (L - (n-1)/n)
     """
     n = whole("n", n, at_least=2)
+    instance("link", link, Link, "pl.Link(alpha=seconds, bandwidth=bytes_per_s)", "link")
     saved = n - 1 - _rounds(n)
     return link.alpha * link.bandwidth * saved / (_rounds(n) - (n - 1) / n)
 

@@ -46,6 +46,7 @@ class Run(NamedTuple):
     model: ModelSpec
     plan: Plan
     seconds: float
+    optimizer: str = "adamw"
 
 
 def _links(cluster: Cluster, alpha: float, inside: float, between: float) -> dict[str, Any]:
@@ -64,9 +65,15 @@ def _memory(cluster: Cluster, by: float) -> dict[str, Any]:
     return {name: getattr(cluster, name) * by for name in names}
 
 
+def _products(cluster: Cluster, by: float) -> dict[str, Any]:
+    half = cluster.products_16bit
+    rates = {name: tuple(rate * by for rate in some) for name, some in (half or {}).items()}
+    return {"flops": cluster.flops * by} | ({"products_16bit": rates} if half else {})
+
+
 # What each factor changes, and the figure that it is shown by, with its unit.
 FACTORS: dict[str, tuple[Callable[[Cluster, float], dict[str, Any]], str, str]] = {
-    "products": (lambda c, by: {"flops": c.flops * by}, "flops", "FLOP/s"),
+    "products": (_products, "flops", "FLOP/s"),
     "memory": (_memory, "memory_bandwidth", "bytes/s"),
     "launch": (lambda c, by: {"launch_overhead": c.launch_overhead * by}, "launch_overhead", "s"),
     "inside": (lambda c, by: _links(c, 1, by, 1), "intra.bandwidth", "bytes/s"),
@@ -137,8 +144,8 @@ def fit_cluster(
 ) -> ClusterFit:
     """The cluster that predicts these iterations best, and how well it predicts others.
 
-    model_runs  (model, plan, seconds per iteration), a handful or many; or {model: (plan, seconds)
-                of each run}; or reports of runs
+    model_runs  (model, plan, seconds per iteration), a handful or many; or
+                {model: [(plan, seconds), ...]}; or reports of runs
     cluster     what is known of the machine: a preset, or stated
     by          what runs have in common that are left out together; default: their model
 
@@ -172,15 +179,23 @@ def _figure(cluster: Cluster, at: str) -> float:
 def _runs(rows: Any) -> list[Run]:
     """Raises ValueError naming the row that is none."""
     if isinstance(rows, Mapping):
+        for several in rows.values():
+            pairs = several if isinstance(several, Sequence) else [None]
+            if not all(isinstance(row, Sequence) for row in pairs):
+                legal = "{model: [(plan, seconds per iteration), ...]}"
+                raise illegal("model_runs", several, "not a list of pairs", legal)
         rows = [(model, *row) for model, several in rows.items() for row in several]
     found = []
     for number, row in enumerate(rows if isinstance(rows, Sequence) else ()):
         if hasattr(row, "step_time"):  # a report
+            how = row.meta.get("optimizer", "adamw")
             row = (row.model, row.plan, row.step_time)
+        else:
+            how = "adamw"
         try:
             model, plan, seconds = row
             plan.validate(model)
-            found.append(Run(model, plan, real("seconds", seconds, above=0.0)))
+            found.append(Run(model, plan, real("seconds", seconds, above=0.0), how))
         except (TypeError, AttributeError, ValueError) as error:
             why = f"run {number} is refused: {error}"
             raise illegal("model_runs", row, why, "(model, plan, seconds per iteration)") from error
@@ -203,9 +218,9 @@ def _off(runs: Sequence[Run], cluster: Cluster) -> Any:
     import numpy as np
 
     took = []
-    for model, plan, _ in runs:
+    for model, plan, _, optimizer in runs:
         model = model.resolved(gpus=cluster.gpus)
-        took.append(totals(model, plan, cluster, "adamw")[0])
+        took.append(totals(model, plan, cluster, optimizer)[0])
     return np.log(took) - np.log([run.seconds for run in runs])
 
 

@@ -2,7 +2,7 @@
 
 Bytes per parameter are a recipe, never a constant: each names what is kept, and how wide.
 
-    fp32            4 + 4 + 8                 what paralab trains with
+    fp32            4 + 4 + 8        = 16     what paralab trains with, if precision says no other
     zero-fp16       2 + 2 + 12       = 16     ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.1:
                                               16-bit weights and gradients; master weights and
                                               AdamW's two moments in 32 bits (K = 12)

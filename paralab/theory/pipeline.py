@@ -165,10 +165,12 @@ def simulate(
     seconds = table[order.kind, order.stage]
     delay, both = delay[order.stage], {}
     texts = [str(order.action(node)) for node in range(len(seconds))] if pairs else []
+    real("overlapped", overlapped, at_least=0.0)
     for first, second in pairs:
-        node = texts.index(first)
+        node = texts.index(first) if first in texts else len(texts)
         if second not in texts[node + 1 : node + 2]:
-            raise illegal("pairs", (first, second), "not after one another", "of one list")
+            why = f"{second} does not follow {first} in a rank's list"
+            raise illegal("pairs", (first, second), why, "an action, and the next one of its rank")
         seconds[node : node + 2] *= overlapped / seconds[node : node + 2].sum()
         delay[node] += seconds[node + 1]
         both[node] = int(order.source[node + 1])

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from math import inf
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ def checked(
     lists = actions(schedule)
     if not lists:
         raise illegal("schedule", schedule, "no rank does anything", "one list per rank")
+    busy = sum(map(bool, lists))
     for rank, row in enumerate(lists):
         if not row:
             raise ScheduleError(
@@ -105,7 +107,7 @@ def checked(
                 -1,
                 "everything",
                 f"rank {rank} has nothing to do",
-                f"a stage for every rank, or {len(lists) - 1} lists",
+                "an action for every rank" + f", or {busy} lists" * (busy > 0),
             )
     if stages is not None and whole("stages", stages, at_least=1) % len(lists):
         raise illegal(
@@ -195,12 +197,10 @@ def _first_fault(
     p = len(lists)
     every = [action for row in lists for action in row]
     if stages is None:
-        last = max((a.stage for a in every if type(a.stage) is int), default=0)
+        last = max((a.stage for a in every if _is_number(a.stage)), default=0)
         stages = -(-(last + 1) // p) * p
     if microbatches is None:
-        microbatches = 1 + max(
-            (a.microbatch for a in every if type(a.microbatch) is int), default=0
-        )
+        microbatches = 1 + max((a.microbatch for a in every if _is_number(a.microbatch)), default=0)
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(lists):
         for at, action in enumerate(row):
@@ -233,6 +233,11 @@ def _first_fault(
     raise AssertionError("no fault in a schedule without an order")
 
 
+def _is_number(value: Any) -> bool:
+    """A schedule may be made with NumPy's whole numbers, too."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _fault_of(
     action: Action, rank: int, p: int, stages: int, microbatches: int, folded: bool
 ) -> tuple[str, str] | None:
@@ -241,7 +246,7 @@ def _fault_of(
     if type(kind) is not str or kind not in KINDS:
         return f"kind {kind!r} is unknown", ", ".join(f"{k} ({v})" for k, v in KINDS.items())
     for name, value, count in (("stage", stage, stages), ("micro-batch", microbatch, microbatches)):
-        if type(value) is not int or not 0 <= value < count:
+        if not _is_number(value) or not 0 <= value < count:
             return f"there is no {name} {value}", f"{name} 0 to {count - 1}"
     place = home(stage, p, folded)
     if place != rank:

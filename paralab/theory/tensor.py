@@ -14,9 +14,8 @@ For Y = X W with X (M, K), W (K, N), all ranks of a tp group together, in elemen
     3d      any            (q-1) (M K + K N + M N)          (q-1) (M K + K N + M N)
 
 P = tp; 2d: P = q^2, 2.5d: d q^2, 3d: q^3. Per rank they are a P-th of that: `linear_elements`. The
-logits of "2d" and "2.5d" come from a weight that lies the other way: there it is M N, not M K. The
-sources of the formulas are those of the paradigms' files; 3d's K N is not part of a weight's
-gradient alone but of what forward brings together and backward sums.
+logits of "2d" and "2.5d" come from a weight that lies the other way: there it is M N, not M K. In
+3d, K N is sent twice: forward gathers the weight, backward reduce-scatters its gradient.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ def bytes_per_device(params: float, devices: int, stage: int, recipe: str = "zer
 def as_printed(num_bytes: float) -> str:
     """Gigabytes as ZeRO's table 1 prints them: 10^9 bytes; from 100 on cut off, below rounded.
 
-    Three digits, at most two of them behind the point: 4187.5 is "4187", 41.25 "41.3", 1.875
-    "1.88".
+    From 100 on whole gigabytes, else three digits: 4187.5 is "4187", 41.25 "41.3", 1.875 "1.88".
     """
     gigabytes = Decimal(repr(float(num_bytes))) / 10**9
     if gigabytes >= 100:

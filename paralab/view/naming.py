@@ -6,7 +6,7 @@ As the papers name them, and as short as tells two plans apart; plain text, for 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from paralab.report.tables import Tables
 from paralab.spec import OWN_FORM, Plan
@@ -106,3 +106,14 @@ def common(subjects: list[str]) -> list[str]:
     """The parts that all of the names have."""
     parts = [_SEPARATORS.split(subject) for subject in subjects]
     return [part for part in parts[0] if all(part in other for other in parts[1:])]
+
+
+def apart(reports: Sequence[Tables]) -> list[str]:
+    """The shortest names that tell the reports apart: subject, clock, both, or those numbered."""
+    subjects = told_apart([subject(report) for report in reports])
+    clocks = [report.clock for report in reports]
+    both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
+    for names in (clocks, subjects, both):
+        if len(set(names)) == len(reports) and (names is not clocks or len(set(subjects)) == 1):
+            return names
+    return [f"{i}: {name}" for i, name in enumerate(both, 1)]

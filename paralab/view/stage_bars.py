@@ -2,7 +2,7 @@
 
 A bar for the highest peak of each pipeline rank: ranks of one stage differ in nothing but what a
 grid does not divide. What was offloaded is on the host or in files and has bars of its own. Of
-many stages the highest peak, the first, the last and some between are drawn.
+many stages the highest peak, the first, the last, and the highest of the others are drawn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from paralab.checks import illegal
 from paralab.report.metrics import Peak, once, peak
 from paralab.report.tables import TIERS, Tables
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.memory import TIER_NAME, bytes_bars, share_of
 from paralab.view.memory_curves import capacity, not_sampled
@@ -50,16 +50,17 @@ def stage_memory(*reports: Tables) -> Chart:
     bars: dict[str, dict[str, int]] = {}
     limits: dict[str, float] = {}
     drawn = 0
-    for report in reports:
+    names = naming.apart(reports)
+    for name, report in zip(names, reports, strict=True):
         found = peaks(report)
         shown = _chosen({pp: one.total for (pp, tier), one in found.items() if tier == "device"})
         drawn = max(drawn, len(shown))
         for (pp, tier), one in found.items():
             if pp in shown:
-                bars[_label(report, pp, tier, many=len(reports) > 1)] = one.held
+                bars[_label(report, pp, tier, name * (len(reports) > 1))] = one.held
         if (limit := capacity(report)) is not None:
             limits[limit[0]] = limit[1]
-    chart = bytes_bars(bars, limits, title=_finding(reports))
+    chart = bytes_bars(bars, limits, title=_finding(reports, names))
     said = ["peak of a step"]
     if drawn < reports[0].plan.pp:
         said.append(f"{drawn} of {reports[0].plan.pp} stages drawn")
@@ -76,19 +77,19 @@ def _chosen(totals: dict[int, int]) -> set[int]:
     return set(list(wanted)[:MAX_STAGES])
 
 
-def _label(report: Tables, pp: int, tier: str, *, many: bool) -> str:
+def _label(report: Tables, pp: int, tier: str, name: str) -> str:
     parts = [row_name(report.plan, pp)] if report.plan.pp > 1 else []
     parts += [TIER_NAME[tier]] * (tier != "device" or not parts)
-    return ", ".join([*parts, *[report.clock] * many])
+    return ", ".join([*parts, *[name] * bool(name)])
 
 
-def _finding(reports: tuple[Tables, ...]) -> str:
+def _finding(reports: tuple[Tables, ...], names: list[str]) -> str:
     """Whether it fits, with the numbers; of several reports how far apart they are."""
     report, worst = reports[0], peak(reports[0])
     who = _who(report, worst) if report.plan.pp > 1 else "A device"
     said = f"{who} needs {theme.scaled(worst.total, 'B')}"
-    for other in reports[1:]:
-        said += f", {other.clock} {theme.scaled(peak(other).total, 'B')}"
+    for name, other in zip(names[1:], reports[1:], strict=True):
+        said += f", {name} {theme.scaled(peak(other).total, 'B')}"
     if (limit := capacity(report)) is None:
         return said
     if worst.total > limit[1]:

@@ -26,7 +26,7 @@ LONG = 0.015  # of a step: a rank that is idle that long is seen to be
 SHOWN = 2e-3  # of a stretch or of a step: less than that has no pixel
 HEIGHT = 0.84  # of a row, or less where its messages stand beneath
 MESSAGES = 0.18
-LANE = "comm:dp"  # whose calls those are
+LANES = ("comm:dp", "comm:replica", "comm:secondary")  # whose calls those are
 IN_SECONDS = 10.0  # a step from which on the axis is in seconds
 ORDER = (*(kind for kind in KINDS if kind not in ("comm", "wait")), "within", "wait")
 OTHER = 3  # of the phases
@@ -91,7 +91,7 @@ def _read(
     found = [s for r in ranks for s in _of_rank(r, work[work["rank"] == r], end - zero)]
     calls = {
         rank: metrics.union((mine[["start", "end"]] - zero).itertuples(index=False, name=None))
-        for rank, mine in spans[spans["lane"] == LANE].groupby("rank")
+        for rank, mine in spans[spans["lane"].isin(LANES)].groupby("rank")
     }
     return found, calls, end - zero
 
@@ -210,7 +210,7 @@ def _causes(report: Tables) -> list[str]:
 def _messages(
     calls: dict[int, list[metrics.Interval]], rows: dict[int, float], per: float
 ) -> dict[str, Any]:
-    name, fill = box_traces.name_and_fill("comm", LANE)
+    name, fill = box_traces.name_and_fill("comm", LANES[0])
     flat = []
     for rank, low, high in ((rank, *one) for rank, some in calls.items() for one in some):
         said = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"

@@ -80,7 +80,7 @@ def timelines(
     many labels as reports.
     """
     _check(reports, labels)
-    names = [str(label) for label in labels] if labels is not None else _labels(reports)
+    names = [str(label) for label in labels] if labels is not None else naming.apart(reports)
     known = [metrics.reported_ranks(report) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
     sections = [
@@ -111,17 +111,6 @@ def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
             raise illegal("reports", report, "not a report", "what pl.run or pl.predict returns")
     if labels is not None and len(labels) != len(reports):
         raise illegal("labels", labels, f"there are {len(reports)} reports", "one label for each")
-
-
-def _labels(reports: Sequence[Tables]) -> list[str]:
-    """The shortest names that tell the reports apart: subject, clock, both, or those numbered."""
-    subjects = naming.told_apart([naming.subject(report) for report in reports])
-    clocks = [report.clock for report in reports]
-    both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]
-    for names in (clocks, subjects, both):
-        if len(set(names)) == len(reports) and (names is not clocks or len(set(subjects)) == 1):
-            return names
-    return [f"{i}: {name}" for i, name in enumerate(both, 1)]
 
 
 # ---- the finding ---------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def link_traffic(*reports: Tables) -> Chart:
         raise illegal("reports", reports, "nothing to draw", "one report or several")
     many = len(reports) > 1
     found = [
-        (NAMES[flow.link] + f", {report.clock}" * many, report.clock, flow)
-        for report in reports
+        (NAMES[flow.link] + f", {name}" * many, report, flow)
+        for name, report in zip(naming.apart(reports), reports, strict=True)
         for flow in flows(report)
     ]
     found.sort(key=lambda one: (*LEVELS, *WAYS).index(one[2].link))
@@ -100,7 +100,7 @@ def link_traffic(*reports: Tables) -> Chart:
     biggest = max(tops.values(), default=0.0) or 1.0
     (unit, per), end = theme.unit_of(biggest), ROOM * biggest
     copies = any(flow.link in WAYS for *_, flow in found)
-    own = [name for name, clock, _ in found if clock == reports[0].clock]
+    own = [label for label, report, _ in found if report is reports[0]]
     fig = figure(
         _busiest(list(dict.fromkeys(own)), tops, took),
         "one step, mean of the ranks · seconds: the bytes alone, by their group's ports · a call "
@@ -125,7 +125,7 @@ def link_traffic(*reports: Tables) -> Chart:
     return fig.explained(
         f"traffic of {naming.subject(reports[0])} by link, {clocks}: {len(tops)} "
         f"bar{'s' * (len(tops) != 1)}",
-        (" ".join(("clock", *Flow._fields)), [(clock, *flow) for _, clock, flow in found]),
+        (" ".join(("clock", *Flow._fields)), [(report.clock, *flow) for _, report, flow in found]),
     )
 
 
