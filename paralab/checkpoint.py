@@ -22,7 +22,7 @@ The messages that this takes are no part of a step, and are not in the report's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,12 @@ def saving(
             save(trainer, Path(folder), step=step)
 
     first = folder is not None and dist.get_rank() == 0
-    with checkpoints.locked(Path(folder)) if first else nullcontext():
+    with ExitStack() as held:
+        try:
+            if first:
+                held.enter_context(checkpoints.locked(Path(folder)))
+        except ValueError as error:
+            raise Refused(str(error)) from None
         yield save_if_due
 
 

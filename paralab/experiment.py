@@ -27,6 +27,7 @@ from paralab.ranks.errors import OutOfMemory, Stopped
 from paralab.ranks.started import variable
 from paralab.report import checkpoints, scratch
 from paralab.report.report import Report, save_part
+from paralab.report.storage import check_part
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import available_cores
 from paralab.theory.offload import file_bytes
@@ -215,6 +216,7 @@ def run_under_torchrun(
     checked = Settings.check(model, plan, **settings)
     timeout = real("timeout", timeout, above=0.0)
     choice("device", device, (None, "cpu", "cuda"))
+    check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:
         why = f"the plan needs {plan.world_size} ranks, torchrun started {world}"

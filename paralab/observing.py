@@ -32,6 +32,7 @@ from paralab import checks
 from paralab.checks import choice, illegal, whole
 from paralab.launch import launch_program, torchrun_context
 from paralab.report.report import Report, save_part
+from paralab.report.storage import check_part
 from paralab.spec import Plan
 from paralab.trace import name_of, part_of, places
 from paralab.version import __version__
@@ -68,13 +69,20 @@ def observe(
                   it. The first step lacks what optimizers make in it, so there are two
     launch        timeout, device, live, stop: as in `pl.launch`
 
-    ``report.losses`` are what ``fn`` returns if that is one number per step; ``report.results`` are
-    the returned values in rank order, tensors as NumPy arrays. Raises ValueError before a process
-    starts, or where steps cannot be told apart; RankError, RankTimeout or OutOfMemory after.
+    ``report.losses`` are what ``fn`` returns if that is one number per step, the mean of the ranks
+    that return some; ``report.results`` are the returned values in rank order, tensors as NumPy
+    arrays. Raises ValueError before a process starts, or where steps cannot be told apart;
+    RankError, RankTimeout or OutOfMemory after.
     """
     __tracebackhide__ = True
     settings = _settings(steps, memory_steps)
+    if unknown := set(launch) - {"timeout", "device", "live", "stop"}:
+        raise TypeError(f"observe() got an unexpected keyword argument {min(unknown)!r}")
     if fn is None:
+        if launch or args or (ranks, nodes) != (4, 1):
+            legal = "with a function or a script, which is observed on ranks of its own"
+            why = "without a function this process is observed, as it is"
+            raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
     run, what = (_function, fn) if callable(fn) else (_launched_script, _script_file(fn))
     node_of, program = places(what, ranks, args, nodes), functools.partial(_program, run, what)
@@ -95,7 +103,9 @@ def observe_under_torchrun(
 
     The ranks meet before the script lets them, so that parts have one name and clocks one zero.
     """
-    script, checked, context = _script_file(path), _settings(**settings), torchrun_context()
+    script, checked = _script_file(path), _settings(**settings)
+    check_part(folder)
+    context = torchrun_context()
     from paralab.comm import everyone
     from paralab.instruments.clocks import measure_offset
 
@@ -251,6 +261,13 @@ class _Seen:
 def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
     import torch
 
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size()
+    if ranks > 1:
+        why = f"this process is one of {ranks} ranks, and the report would be of one process"
+        legal = "pl.observe(fn, ranks=N), or torchrun ... -m paralab observe FILE"
+        raise illegal("fn", None, why, legal)
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     seen, who = _Seen(), SimpleNamespace(rank=0, world_size=1, device=device, nodes=(0,))
     with _observed(who, {**settings, "existing": True}) as observer:

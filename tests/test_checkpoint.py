@@ -319,7 +319,7 @@ def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
     victim.unlink()
     with pytest.raises(ValueError, match="rank-1.safetensors': the file is missing.*") as caught:
         run(deep, resume=folder)
-    assert str(caught.value).endswith(f"or the checkpoint before it, {folder / 'step-00000001'}")
+    assert str(caught.value).endswith(f"or the other checkpoint there, {folder / 'step-00000001'}")
     rest = run(deep, PLANS["one device"], steps=1, resume=folder / "step-00000001")
     assert rest.meta["first_step"] == 1
 
@@ -500,6 +500,13 @@ def test_one_run_at_a_time_saves_into_a_folder(tmp_path, monkeypatch):
         raise AssertionError("two runs in one folder")
     with checkpoints.locked(tmp_path):
         pass
+
+
+def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(deep, run, tmp_path):
+    with checkpoints.locked(tmp_path):
+        with pytest.raises(ValueError, match="^save=.*another run saves there; legal: ") as said:
+            run(deep, save=tmp_path)
+        assert "Traceback" not in str(said.value)
 
 
 # ---- a full disk --------------------------------------------------------------------------------

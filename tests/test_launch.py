@@ -213,6 +213,16 @@ def test_a_rank_that_prints_megabytes_neither_blocks_nor_floods_the_notebook(cap
     assert out.startswith("[rank 0] 000000 ") and "059999 xx" in out[-200:]
 
 
+def test_a_rank_whose_lines_are_shown_as_they_come_shows_all_of_them(capsys) -> None:
+    def flood() -> None:
+        for line in range(60_000):
+            print(f"{line:06d} " + "x" * 92)
+
+    pl.launch(flood, ranks=1, live=True)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 60_000 and "left out" not in out
+
+
 def test_progress_is_called_in_the_launching_thread_and_the_last_step_always_arrives() -> None:
     def program(context) -> None:
         for done in range(20_001):

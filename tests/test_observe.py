@@ -321,6 +321,103 @@ def test_what_never_steps_is_one_step(fn, phase):
     assert set(report.collectives["phase"]) == {phase} and report.traffic()["bytes"].sum() == 2400
 
 
+def marks():
+    import torch
+
+    for _ in range(3):
+        torch.randn(64, 64) @ torch.randn(64, 64)
+        pl.step()
+
+
+def test_where_steps_are_marked_each_mark_ends_one_whatever_is_between():
+    assert pl.observe(marks, 2, steps="marked").steps["step"].tolist() == [0, 1, 2] * 2
+
+
+def catches():
+    """The first of four steps raises, as one with a bad loss scale may; the program goes on."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def bad():
+        raise RuntimeError("no loss")
+
+    for step in range(4):
+        parameter.sum().backward()
+        with contextlib.suppress(RuntimeError):
+            optimizer.step(bad if step == 0 else None)
+
+
+def test_an_optimizer_whose_step_raised_ends_later_ones():
+    assert len(pl.observe(catches, 1).steps) == 3
+
+
+def hooked():
+    """Packs per step of hooks on saved tensors that the program has put around its steps."""
+    import torch
+
+    model, packs = torch.nn.Linear(8, 8), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def pack(tensor):
+        packs[-1] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for _ in range(4):
+            packs.append(0)
+            model(torch.ones(2, 8)).relu().sum().backward()
+            optimizer.step()
+    return packs
+
+
+def test_hooks_of_the_program_stay_when_the_ledger_goes():
+    [packs] = pl.observe(hooked, 1, memory_steps=2).results
+    assert packs == hooked() and len(set(packs)) == 1
+
+
+def one_knows_the_loss():
+    import torch
+    import torch.distributed as dist
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer, losses = torch.optim.SGD([parameter], lr=0.1), []
+    for _ in range(2):
+        parameter.sum().backward()
+        dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(1.0)
+    return losses if dist.get_rank() == 1 else None
+
+
+def test_losses_are_those_of_the_ranks_that_return_some():
+    assert pl.observe(one_knows_the_loss, 2).losses == [1.0, 1.0]
+
+
+def shuffles():
+    """Rank 0 has unequal parts, rank 1 equal ones, of one all-to-all."""
+    import torch
+    import torch.distributed as dist
+
+    gives, gets = ([400, 100], [400, 100]) if dist.get_rank() == 0 else ([100, 100], [100, 100])
+    parameter = torch.nn.Parameter(torch.ones(sum(gives)))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(2):
+        parameter.sum().backward()
+        dist.all_to_all_single(torch.empty(sum(gets)), parameter.grad, gets, gives)
+        optimizer.step()
+
+
+def test_an_all_to_all_of_unequal_parts_is_its_messages_on_every_rank():
+    report = pl.observe(shuffles, 2)
+    assert set(report.collectives["op"]) == {"send", "recv"}
+    assert set(report.collectives["payload_bytes"]) == {400}
+    assert report.replay(CLUSTER).step_time > 0
+    said = " ".join(str(report.explain()).split())
+    assert "an exchange of unequal parts" in said
+
+
 # ---- failures ---------------------------------------------------------------------------------
 def fails(how):
     import os
@@ -360,7 +457,21 @@ def test_settings_are_refused_before_a_process_starts():
             pl.observe(ddp, **settings)
     with pytest.raises(ValueError, match="fn='x'"):
         pl.observe("x")  # no such script
+    with pytest.raises(TypeError, match=r"^observe\(\) got an unexpected keyword argument 'bogus'"):
+        pl.observe(ddp, 2, bogus=1)
+    with pytest.raises(ValueError, match="without a function this process is observed, as it is"):
+        pl.observe(ranks=7)
     pl.step()  # without an observation nothing happens
+
+
+def in_a_rank():
+    with pl.observe():
+        pass
+
+
+def test_one_of_several_ranks_is_not_observed_as_a_process_of_its_own():
+    with pytest.raises(pl.RankError, match=r"one of 2 ranks.*legal: pl.observe\(fn, ranks=N\)"):
+        pl.launch(in_a_rank, ranks=2)
 
 
 # ---- in this process ----------------------------------------------------------------------------
@@ -468,6 +579,10 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch):
     report = pl.load(tmp_path / "parts")
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2 and report.world_size == 2
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
+    (tmp_path / "occupied").write_text("a file")
+    words = [*words, "observe", "--out", "occupied", "train.py", "4", "0"]
+    refused = shell(*words, folder=tmp_path)
+    assert refused.returncode != 0 and "out='occupied': no folder can be made" in refused.stderr
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
     refused = shell("-m", "paralab", "observe", "--ranks", "2", "train.py", "1", folder=tmp_path)
     assert refused.returncode != 0 and "ranks='2'" in refused.stderr

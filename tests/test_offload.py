@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -291,6 +292,20 @@ def test_what_a_late_write_left_behind_goes_with_the_next_run(tmp_path):
     (late / "states-1").write_bytes(b"written after its folder was emptied")
     with scratch.folder(on(tmp_path).tiers) as mine:
         assert os.listdir(tmp_path) == [os.path.basename(mine)]
+
+
+def test_a_folder_of_another_user_is_left_alone(tmp_path, monkeypatch):
+    theirs, exists = tmp_path / f"{scratch.NAME}theirs", Path.exists
+    theirs.mkdir()
+
+    def refused(path, **more):
+        if theirs in path.parents:
+            raise PermissionError(13, "Permission denied")
+        return exists(path, **more)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with scratch.folder(on(tmp_path).tiers):
+        assert theirs.is_dir()
 
 
 # ---- lanes ------------------------------------------------------------------------------------

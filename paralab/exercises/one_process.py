@@ -1,7 +1,7 @@
 """What one process arrives at: the steps of SGD that answers on several ranks are held against.
 
 SGD hides no wrong factor. Several ranks with m micro-batches each equal one process with all of
-their micro-batches, in the same order (CONVENTIONS.md, "equal").
+their micro-batches, in the same order.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paralab.checks import illegal
 from paralab.instruments.foreign_calls import CALLS, Calls, is_control, payload
@@ -86,6 +85,7 @@ class Observer:
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
+        self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
         self._numbers: Counter[Any] = Counter()  # a module's forwards, and backwards, in this step
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._held: Any = None  # the last call's Work, until its caller has it
@@ -130,8 +130,8 @@ class Observer:
         self._optimizer = None  # its states would stay in memory as long as what was observed
 
     def _close_ledger(self) -> None:
-        """The ledger goes, unless the program has put a dispatch mode of its own above it."""
-        if self.ledger is not None and _get_current_dispatch_mode() is self.ledger:
+        """The ledger goes, unless the program has put a mode or hooks of its own above it."""
+        if self.ledger is not None and self.ledger.on_top:
             self.ledger.__exit__(None, None, None)
             self.ledger = None
 
@@ -227,6 +227,8 @@ class Observer:
         self._by_storage.clear()
         if self.step >= self.memory_steps:
             self._close_ledger()
+        if self.marked:  # all that follows belongs to the next one, until it is marked
+            self._begin()
 
     @contextlib.contextmanager
     def _part(self, kind: str, counted: Any) -> Iterator[None]:
@@ -276,6 +278,11 @@ class Observer:
 
     def _update(self, optimizer: Any, *_: Any) -> None:
         """Before an optimizer's step; within it, an inner one's."""
+        if id(optimizer) in self._stepping:  # its last step raised, and the program went on
+            self._stepping.clear()
+            self.inside = [one for one in self.inside if one != "optimizer"]
+            self.recorder.leave()
+        self._stepping.append(id(optimizer))
         if "optimizer" not in self.inside:
             first = self._optimizer or optimizer
             if not self.marked and ("backward" in self.inside or first is not optimizer):
@@ -294,6 +301,7 @@ class Observer:
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
         self.inside.pop()
+        self._stepping.pop()
         if self.ledger is not None:
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:

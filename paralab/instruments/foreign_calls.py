@@ -114,8 +114,13 @@ class Calls:
         outwards = [("send", r) for r in others] if self.rank == peer else [("recv", peer)]
         if op in ("gather", "scatter"):
             return [(side, size, r) for side, r in (inwards if op == "gather" else outwards)]
-        if op == "all_to_all" and (uneven := _uneven(given, sent, where)):
-            return [("send", uneven[r], r) for r in others]
+        if op == "all_to_all" and (parts := _parts(given, sent)):
+            return [
+                (side, size, r)
+                for side, sizes in zip(("send", "recv"), parts, strict=True)
+                for r, size in zip(where.ranks, sizes, strict=True)
+                if r != self.rank
+            ]
         if op == "reduce" and where.gloo:
             part = size // len(where.ranks)
             return [("reduce_scatter", size, -1), *((side, part, r) for side, r in inwards)]
@@ -136,10 +141,18 @@ def is_control(sent: list[Tensor]) -> bool:
     return few or (not numbers and sum(t.nbytes for t in sent) <= INDICES)
 
 
-def _uneven(given: dict[str, Any], sent: list[Tensor], where: Where) -> dict[int, int]:
-    """{rank: bytes for it} of an all-to-all whose parts are not alike; {} if they are."""
-    splits = given.get("input_split_sizes") or [1]
-    parts = [sent[0].nbytes * split // max(sum(splits), 1) for split in splits]
+def _parts(given: dict[str, Any], sent: list[Tensor]) -> tuple[list[int], list[int]] | None:
+    """Bytes for each rank, and from each, of an all-to-all whose call states its parts: other ranks
+    may have others. None if it is one tensor in equal parts, as on all ranks.
+    """
+    came = tensors(next(iter(given.values())))
     if len(sent) > 1:
-        parts = [t.nbytes for t in sent]
-    return {} if len(set(parts)) == 1 else dict(zip(where.ranks, parts, strict=True))
+        return [t.nbytes for t in sent], [t.nbytes for t in came]
+    splits = given.get("input_split_sizes"), given.get("output_split_sizes")
+    if not any(splits):
+        return None
+    found = []
+    for tensor, some in zip((sent[0], came[0]), splits, strict=True):
+        some = some or [1] * max(map(len, filter(None, splits)))
+        found.append([tensor.nbytes * split // max(sum(some), 1) for split in some])
+    return found[0], found[1]

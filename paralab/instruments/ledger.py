@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paralab.instruments.memory import Life, Storages
 from paralab.instruments.samples import CATEGORIES, Sample
@@ -82,6 +83,13 @@ class Ledger(Storages):
             self._listen(reference())
         self.recorder.ledger = self
         return self
+
+    @property
+    def on_top(self) -> bool:
+        """Whether neither a dispatch mode nor hooks on saved tensors were put above its own."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        own = self._hooks and hooks is not None and hooks[0] is self._hooks[0].pack_hook
+        return bool(own) and _get_current_dispatch_mode() is self
 
     def __exit__(self, *error: Any) -> None:
         self.recorder.ledger = None

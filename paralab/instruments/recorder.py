@@ -2,7 +2,7 @@
 
 Always on and nearly free: entering or leaving a span reads two clocks and appends one tuple; on a
 GPU it records one CUDA event, and nothing waits for the device until the step is over. The columns
-are the public contract (CONVENTIONS: lanes, clocks); times are seconds of ``time.perf_counter``,
+are the public contract (`report.tables.Tables`); times are seconds of ``time.perf_counter``,
 which on one machine all processes share.
 
 The compute lane is flat: one thing happens at a time. Entering a span inside another (a wait inside

@@ -2,8 +2,8 @@
 
 Autograd computes its gradients and torch.optim updates its weights. It shares nothing with the ops
 that ranks run but its random numbers: initial weights and dropout masks are those of draws.py. So a
-plan that trains the same model arrives at the same losses, gradients and weights (CONVENTIONS.md,
-"equal"), and code of your own can start from it, on any rank:
+plan that trains the same model arrives at the same losses, gradients and weights, and code of
+your own can start from it, on any rank:
 
     spec = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
     gpt = pl.reference.GPT(spec)

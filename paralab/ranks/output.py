@@ -1,7 +1,8 @@
 """What ranks print: whole lines, tagged by rank, bounded.
 
 A rank's file descriptors 1 and 2 are one pipe, so lines of C++ libraries arrive as well. A rank
-that prints without end is shown by its first and last half megabyte, and the gap is stated.
+that prints without end is shown by its first and last half megabyte, and the gap is stated, unless
+its lines are shown as they come.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ KEEP_BYTES = 500_000  # of the beginning, and as much of the end
 
 
 class RankOutput:
-    """The output of one rank. ``live``: lines are shown as they come, not at the end."""
+    """The output of one rank. ``live``: all lines are shown as they come, not at the end."""
 
     def __init__(self, rank: int, *, live: bool) -> None:
         self._tag, self._live = f"[rank {rank}] ", live
@@ -48,7 +49,7 @@ class RankOutput:
         # A progress bar overwrites its line; what it ended with is what one would have seen.
         text = raw.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
         line = f"{self._tag}{text}\n"
-        if self._head_left > 0:
+        if self._live or self._head_left > 0:
             self._head_left -= len(line)
             self._head.append(line)
             return

@@ -123,8 +123,8 @@ def _why_they_did_not_meet(error: Exception, seconds: float) -> str:
         return "the port is taken by another program; give torchrun another --master-port"
     if "timed out" in said.lower() or "timeout" in said.lower():
         return (
-            f"no rank of this job answered within {seconds:g} s; start all nodes with the same "
-            "--master-addr and --master-port, a port that no other program uses"
+            f"not all ranks of this job answered within {seconds:g} s; start all nodes with the "
+            "same --master-addr and --master-port, a port that no other program uses"
         )
     return f"{said}; check --master-addr and --master-port"
 

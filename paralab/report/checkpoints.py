@@ -179,7 +179,7 @@ def damaged(file: Path, why: str) -> NoReturn:
     others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
     legal = f"another copy of {file.parent}"
     if others:
-        legal += f", or the checkpoint before it, {file.parent.with_name(others[-1])}"
+        legal += f", or the other checkpoint there, {file.parent.with_name(others[-1])}"
     raise illegal("resume", str(file), f"{why}: the checkpoint is damaged", legal)
 
 
@@ -271,6 +271,10 @@ def locked(folder: Path) -> Iterator[None]:
                     why, legal = "another run saves there", "another folder, or wait for its end"
                     raise illegal("save", str(folder), why, legal) from None
                 time.sleep(0.05)
+            except OSError as error:
+                why = f"cannot be locked: {error.strerror}"
+                legal = "a folder on a file system that has flock"
+                raise illegal("save", str(folder), why, legal) from None
         yield
 
 

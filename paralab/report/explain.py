@@ -79,6 +79,9 @@ def _collectives(calls: pd.DataFrame, steps: int) -> str:
     return "\n".join(lines)
 
 
+LIKE = "a pipeline, a ring made by hand, or an exchange of unequal parts"
+
+
 def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     lines = []
     for axis, rows in calls[~calls["op"].isin(POINT_TO_POINT)].groupby("axis"):
@@ -86,7 +89,8 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
-        lines.append(f"axis {axis}: messages per step {said}: a pipeline, or a ring made by hand")
+        said += f" and {len(pairs) - 2 * NAMED} pairs more" * (len(pairs) > 2 * NAMED)
+        lines.append(f"axis {axis}: messages per step {said}: {LIKE}")
     return "\n".join(lines)
 
 
@@ -255,7 +259,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
             "follows its last all-reduce in a backward counts as the wait."
         )
-    if counted:
+    if counted and counted[-1] < report.steps["step"].max():
         said.append(f"Memory after step {counted[-1]}: bytes were counted in steps {counted}.")
     return "\n".join(said)
 

@@ -145,6 +145,7 @@ def _losses(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     fsum is the correctly rounded sum, so the mean does not depend on how the micro-batches were
     distributed over ranks (and not on the Python version, as the built-in sum does).
     """
+    by_rank = [losses for losses in by_rank if losses]  # an observed program's may return none
     lengths = {len(losses) for losses in by_rank}
     if len(lengths) > 1:
         raise ValueError(

@@ -83,10 +83,10 @@ def _base(tiers: Offload) -> Path:
 def _sweep(base: Path) -> None:
     """Remove what processes that are gone have left."""
     for found in [*base.glob(f"{NAME}*"), *base.glob(f"{_UNLOCKED}*")]:
-        if found.name.startswith(NAME) and not (found / _LOCK).exists():
-            shutil.rmtree(found, ignore_errors=True)  # removed once, while a rank still wrote
-            continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another user's folder may not even be looked into
+            if found.name.startswith(NAME) and not (found / _LOCK).exists():
+                shutil.rmtree(found, ignore_errors=True)  # removed once, while a rank still wrote
+                continue
             file = os.open(found / _LOCK, os.O_RDWR)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives

@@ -51,6 +51,16 @@ def load_report(path: Path, kind: type[Some]) -> Some:
     return read(path, REPORT, lambda body: kind(**_report(body)))
 
 
+def check_part(folder: str | os.PathLike[str]) -> None:
+    """Raise ``ValueError``, before a training, if no rank's part can be written there."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"no folder can be made there: {error.strerror}"
+        raise checks.illegal("out", str(folder), why, "a new folder, or one of parts") from None
+    written.check("out", Path(folder) / "rank-00000.json")
+
+
 def save_part(
     folder: str | os.PathLike[str],
     part: Mapping[str, Any],

@@ -252,7 +252,7 @@ class Tables:
     clock        "measured" | "replayed" | "predicted" | "dry run", which has rows of one rank alone
                  (meta["rank"]), and in place of times the numbers of what happens, in order
     model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
-                 model is None for a traced function (`pl.trace`), which trains nothing
+                 model is None for a traced function or an observed program (`pl.trace`, `observe`)
     spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
                  lane: compute, comm:<axis>, h2d, d2h, disk, host (the host's processor at work for
                  the rank: an optimizer that was offloaded). kind: forward, backward, weight_grad,
@@ -268,7 +268,8 @@ class Tables:
     memory       rank, step, time, tier, category, bytes. Per rank one sample at every span's
                  beginning and end and one at the peak between; a sample is one row for
                  every category (parameters, gradients, optimizer, activations, buffers, workspace,
-                 other) that there is or has been. Measured in step 0, with a memory_limit in all
+                 other) that there is or has been. Measured in step 0, with a memory_limit in all,
+                 by `pl.observe` in the first ``memory_steps``
     steps        rank, step, start, end, beside: processor seconds of the rank's other threads,
                  which carry its messages
     allocator    rank, step, allocated, active, reserved, largest_free. On GPUs, one row per rank
@@ -278,7 +279,7 @@ class Tables:
                  that is reserved and not in use
     losses       one per step: mean over the global batch, nats per token
     weights, gradients  {name in the single-device model: full NumPy array}, or None
-    results      what a traced function returned on every rank, or None; not saved to a file
+    results      what a traced or observed function returned on every rank, or None; not saved
     meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node
     """
 
