@@ -79,7 +79,8 @@ def saving(
 def save(trainer: Any, folder: Path, *, step: int) -> None:
     """Write the state after ``step`` steps into ``folder``; every rank calls this.
 
-    Raises ``OSError`` on all ranks if one could not write: the checkpoint before is whole then.
+    Raises ``OSError`` on all ranks if one could not write; if rank 0 cannot make or publish the
+    folder, on rank 0, and the job ends with it. The checkpoint before is whole then.
     """
     rank, written = dist.get_rank(), checkpoints.scratch(folder, step)
     trainer.settle()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
+import torch
+
+from paralab.instruments.clocks import measure_offset
 from paralab.instruments.recorder import Recorder
 
 
@@ -93,3 +97,38 @@ def test_work_of_other_threads_is_written_down_beside_the_step_and_own_work_is_n
     recorder.end_step()
     own, helped = recorder.tables()["steps"]["beside"]
     assert own < 0.01 <= helped < 0.05
+
+
+# ---- clocks -------------------------------------------------------------------------------------
+class Late:
+    """A group whose messages arrive when time passes, not when a wait returns: as with NCCL."""
+
+    def __init__(self, rank: int) -> None:
+        self.ranks, self.sent, self.here = (0, 1), [], 0.0
+        self.context = SimpleNamespace(rank=rank, nodes=(0, 1), device="cpu")
+
+    def send(self, stamp, *, to, phase):
+        self.sent.append(stamp.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, stamp, *, source, phase):
+        self.here = time.perf_counter() + 0.002
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_clocks_are_read_when_a_message_is_here_not_when_its_wait_returns(monkeypatch):
+    group, value = Late(0), torch.Tensor.item
+
+    def item(tensor):
+        while time.perf_counter() < group.here:
+            pass
+        return value(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", item)
+    measure_offset(group, rounds=3)
+    assert group.sent[-1][0] >= 0.002  # the shortest trip
+    group, arrived = Late(1), []
+    send = group.send
+    group.send = lambda *what, **more: (arrived.append(group.here), send(*what, **more))[1]
+    measure_offset(group, rounds=3)
+    assert all(stamp >= here for stamp, here in zip(group.sent, arrived, strict=True))
