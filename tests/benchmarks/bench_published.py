@@ -96,7 +96,7 @@ def errors(runs: Sequence[Run], cluster: pl.Cluster) -> list[float]:
 def one_rate(runs: Sequence[Run], rate: float) -> list[float]:
     """The errors of so many FLOP/s per GPU, whatever the plan."""
     found = []
-    for model, plan, took in runs:
+    for model, plan, took, _ in runs:
         flops = step_flops(model, plan.global_batch, recompute=plan.recompute)
         found.append(flops / plan.world_size / rate / took - 1)
     return found
