@@ -131,6 +131,9 @@ def test_losses_of_unequal_numbers_of_steps_are_refused():
     parts[1]["losses"] = parts[1]["losses"][:-1]
     with pytest.raises(ValueError, match="losses of"):
         Report.from_parts(parts, model=MODEL, plan=plan, meta={})
+    parts[1]["losses"] = []  # a rank of an observed program may have none, one of a run may not
+    with pytest.raises(ValueError, match="losses of"):
+        Report.from_parts(parts, model=MODEL, plan=plan, meta={})
 
 
 # ---- tables -------------------------------------------------------------------------------------

@@ -120,8 +120,8 @@ def first_fit(found: Sequence[Storage], *, apart: int | None = None) -> Space:
     long = [one for one in found if apart is not None and one.died - one.born > apart]
     blocks: list[tuple[int, int, Storage]] = []
     extent = 0
-    apart_from = set(long)
-    for region in (long, [one for one in found if one not in apart_from]):
+    lasting = set(long)
+    for region in (long, [one for one in found if one not in lasting]):
         blocks += [(extent + start, extent + end, one) for start, end, one in _placed(region)]
         extent = max((end for _, end, _ in blocks), default=0)
     alive = max((allocated for _, allocated in _alive(found)), default=0)

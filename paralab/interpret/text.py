@@ -247,8 +247,7 @@ def program(
     choice("optimizer", optimizer, OPTIMIZERS)
     if clip_norm is not None:
         real("clip_norm", clip_norm, above=0.0)
-    at = plan.place(rank).pp
-    clips = clip_norm is not None
+    at, clips = plan.place(rank).pp, clip_norm is not None
     made = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
     return ProgramText(made, rank, made.codes[at])
 

@@ -14,7 +14,7 @@ tokens. What one of the two does in forward, the other does in backward.
     f           nothing           all-reduce        f-bar       all-gather        reduce-scatter
     g           all-reduce        nothing           g-bar       reduce-scatter    all-gather
 
-(Korthikanti+ 2022 call these, from left to right and down, f, f-bar, g and g-bar.)
+(Korthikanti+ 2022 call the first pair f and f-bar, the second g and g-bar.)
 
 Elements sent, x = b s h: per block and micro-batch two all-reduces of x forward and two backward,
 so 4 * 2 (t-1)/t x by each rank. Sequence parallelism (Korthikanti+ 2022, arXiv:2205.05198,

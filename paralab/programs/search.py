@@ -172,15 +172,14 @@ class Search:
         likely = np.flatnonzero(self.memory <= SPARE * memory_limit)
         by_time = likely[np.argsort(self.closed[likely], kind="stable")]
         self._simulate(by_time, top)
-        known = np.isfinite(self.simulated)
-        if not (known & self.fits).any():
-            self._simulate(by_time[self.fits[by_time] & ~known[by_time]], top)
-        if not (np.isfinite(self.simulated) & self.fits).any():
+        if not self._one_fits():
+            self._simulate(by_time[self.fits[by_time]], top)
+        if not self._one_fits():
             self._simulate(np.argsort(self.memory, kind="stable"), 1)
-        known = np.isfinite(self.simulated)
-        if not (known & self.fits).any():
+        if not self._one_fits():
             raise words.what_helps(self)
         # Of those that fit the simulated come first, then by time; last what does not fit.
+        known = np.isfinite(self.simulated)
         seconds = np.where(known, self.simulated, self.closed)
         order = np.lexsort((seconds, ~known & self.fits, ~self.fits))
         self.plans = plans.kept(order)
@@ -192,6 +191,10 @@ class Search:
             {name: column[order] for name, column in columns.items()}
             for columns in (self.terms, self.categories)
         )
+
+    def _one_fits(self) -> bool:
+        """Whether one of the plans that were simulated fits."""
+        return bool((np.isfinite(self.simulated) & self.fits).any())
 
     def _simulate(self, order: np.ndarray, top: int) -> None:
         """The first plans in this order, until ``top`` of them fit, or it seems in vain. Those that

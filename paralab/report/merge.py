@@ -51,12 +51,14 @@ def merge(
             for column, values in table.items():
                 shift = (offset - zero) if column in tables.TIMES else 0
                 merged[name][column] += [v + shift for v in values] if shift else values
-    merged["losses"] = _losses([part["losses"] for part in ordered])
     merged["meta"] = {**meta, "clock_offsets": {"offset_s": offsets, "uncertainty_s": uncertain}}
     for state in ("weights", "gradients"):
         held = {p["rank"]: p[state] for p in ordered if p.get(state) is not None}
         merged[state] = whole_model(held, plan, model)
     about = [part.get("meta", {}).get("observed") for part in ordered]
+    # A rank of an observed program may return no losses.
+    told = [p["losses"] for p, seen in zip(ordered, about, strict=True) if p["losses"] or not seen]
+    merged["losses"] = _losses(told)
     if any(about):  # what pl.observe found each rank's program to be made of
         merged["meta"]["observed"] = about
     if any("result" in part for part in ordered):  # of a traced function
@@ -145,7 +147,6 @@ def _losses(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     fsum is the correctly rounded sum, so the mean does not depend on how the micro-batches were
     distributed over ranks (and not on the Python version, as the built-in sum does).
     """
-    by_rank = [losses for losses in by_rank if losses]  # an observed program's may return none
     lengths = {len(losses) for losses in by_rank}
     if len(lengths) > 1:
         raise ValueError(

@@ -13,8 +13,8 @@ from typing import Any
 from paralab.checks import Description, choice, count, illegal, real
 from paralab.spec.forms import block_shapes, check_block, form_name
 
-# Of an element, by precision. In 16 bits AdamW keeps a 4-byte master copy as well.
 TIED = ("embedding.token.weight", "head.output.weight")  # one weight, where a model is tied
+# Of an element, by precision. In 16 bits AdamW keeps a 4-byte master copy as well.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 MAX_WEIGHTS = 2**52  # of one kind; at up to 12 * 16 bytes each, which are counted in 63 bits
 
