@@ -1,6 +1,7 @@
 """The same code on CUDA, for whoever has GPUs: `make gpu` runs it and writes one table, gpu.md.
 
-    one GPU      every pairwise plan, its ranks sharing the GPU through staged calls; offload
+    one GPU      every pairwise plan, its ranks sharing the GPU through staged calls; offload;
+                 every paradigm over NCCL, on ranks that it takes for machines of their own
     two, eight   every paradigm on NCCL with a GPU per rank; the bubbles of 1F1B and interleaving
                  next to their formulas; the share of ZeRO-3's gathers that hides; a kill, a hang,
                  an out-of-memory
@@ -18,11 +19,13 @@ from typing import Any
 
 import pytest
 
+import one_gpu
 import paralab as pl
 from equality import TOLERANCE, worst
 from pairwise import cover
 from paralab.instruments.calibrate import DRIVERS
 from paralab.instruments.measure import OPS
+from patience import HANG_S
 
 DEVICE = os.environ.get("PARALAB_GPU_TESTS_ON", "cuda")
 REHEARSAL = DEVICE == "cpu"
@@ -159,19 +162,70 @@ ON_NCCL = [
 ]  # fmt: skip
 
 
+def as_plan(n: int, settings: dict[str, Any]) -> pl.Plan:
+    """Of n ranks: those that no other axis takes are data parallel."""
+    axes = {axis: settings.get(axis, 1) for axis in ("tp", "pp")}
+    left = n // (axes["tp"] * axes["pp"])
+    return pl.Plan(**{"microbatch_size": 2, **settings, "dp": left})
+
+
 @pytest.mark.parametrize(
     ("n", "name", "settings"),
     [pytest.param(*one, marks=with_gpus(one[0]), id=f"{one[1]} on {one[0]}") for one in ON_NCCL],
 )
 def test_gpu_paradigm_on_nccl_trains_what_one_rank_does(run, alone, figures, n, name, settings):
-    taken = settings.get("tp", 1) * settings.get("pp", 1)
-    plan = pl.Plan(**{"microbatch_size": 2, "dp": n // taken, **settings})
+    plan = as_plan(n, settings)
     report = run(EVEN, plan, **SGD)
     found, allowed = gap(alone(EVEN, plan, **SGD), report), ROUNDING[plan.precision]
     figures.append(("largest difference", name, n, f"{found:.1e}", f"{allowed:.0e}"))
     assert found <= allowed
     assert report.meta["backend"] == OWN
     assert not report.meta["shared_gpu"]
+
+
+# Without a GPU per rank: as many machines, each with the same one.
+ON_MACHINES = [
+    *((2, name, settings) for name, settings in PARADIGMS.items()),
+    *((4, name, settings) for name, settings in OF_EIGHT.items() if settings.get("tp", 1) <= 4),
+]
+
+
+@pytest.fixture(scope="module")
+def on_machines(text, tmp_path_factory):
+    """{name: report} of all of ON_MACHINES that have so many ranks, and what these printed."""
+    known: dict[int, tuple[dict[str, pl.Report], str]] = {}
+
+    def trained(n: int) -> tuple[dict[str, pl.Report], str]:
+        if n not in known:
+            mine = [(name, as_plan(n, more)) for ranks, name, more in ON_MACHINES if ranks == n]
+            settings = {name: value for name, value in SGD.items() if name != "device"}
+            found, said = one_gpu.reports(
+                [(EVEN, plan, settings) for _, plan in mine],
+                tmp_path_factory.mktemp("machines"),
+                data=text,
+                device=DEVICE,
+                seconds=HANG_S,
+            )
+            known[n] = {name: r for (name, _), r in zip(mine, found, strict=False)}, said
+        return known[n]
+
+    return trained
+
+
+@pytest.mark.skipif(NUM_GPUS > 1 and not REHEARSAL, reason="ranks have a GPU each here")
+@pytest.mark.parametrize(
+    ("n", "name"), [pytest.param(*one[:2], id=f"{one[1]} on {one[0]}") for one in ON_MACHINES]
+)
+def test_gpu_paradigm_over_nccl_on_machines_that_share_one(on_machines, alone, figures, n, name):
+    """Nor does the host wait for the device inside a step."""
+    found, said = on_machines(n)
+    assert name in found, said
+    report = found[name]
+    gap_, allowed = gap(alone(EVEN, report.plan, **SGD), report), ROUNDING[report.plan.precision]
+    figures.append((f"largest difference, {OWN}", name, n, f"{gap_:.1e}", f"{allowed:.0e}"))
+    assert gap_ <= allowed
+    assert report.meta["backend"] == OWN and report.meta["nodes"] == list(range(n))
+    assert report.meta["meetings"] == [[]] * n
 
 
 # ---- overlap, as it is ---------------------------------------------------------------------------

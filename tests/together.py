@@ -12,7 +12,7 @@ import ast
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,22 +167,29 @@ def reports(
 # ---- on the ranks --------------------------------------------------------------------------------
 def in_turn(context: Any, jobs: Sequence[tuple[Any, pl.Plan, dict]], around: Any = None) -> list:
     """A rank's part of each training. around(number): a context manager that each runs in."""
+    return list(one_by_one(context, jobs, around))
+
+
+def one_by_one(
+    context: Any, jobs: Sequence[tuple[Any, pl.Plan, dict]], around: Any = None
+) -> Iterator[dict[str, Any]]:
+    """The same, each part as soon as it is there."""
     import torch.distributed as dist
 
     from paralab.interpret.train import train
 
-    groups, found = remembered(dist.new_group), []
+    groups = remembered(dist.new_group)
     for number, (model, plan, settings) in enumerate(jobs):
         dist.new_group = groups()
         store = dist.PrefixStore(str(number), context.store)  # strict mode counts its calls there
         own = dataclasses.replace(context, store=store)
         with around(number) if around else contextlib.nullcontext():
             try:
-                found.append(train(own, model, plan, **settings))
+                part = train(own, model, plan, **settings)
             except Exception as error:
                 error.add_note(f"job {number}: {model} {plan}")
                 raise
-    return found
+        yield part
 
 
 def remembered(new_group: Any) -> Callable[[], Callable]:
