@@ -21,6 +21,7 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from paralab import theory
+from paralab.default_device import set_default_device
 from paralab.dry_run import dry_run
 from paralab.experiment import run
 from paralab.interpret.predict import predict
@@ -63,6 +64,7 @@ __all__ = [
     "program",
     "reference",
     "run",
+    "set_default_device",
     "step",
     "theory",
     "trace",

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paralab.checks import choice, illegal, instance, real, shown, whole
+from paralab.default_device import default_device
 from paralab.ranks.code import pickled
 from paralab.ranks.errors import Nested, Stopped
 from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
@@ -177,7 +178,7 @@ def launch_program(
     payload = _pickled(name, program, tuple(args))
     task = {
         "ranks": ranks,
-        "device": device,
+        "device": device or default_device(),
         "strict": strict,
         "with_context": told,
         # One rank's output extends the time of all, so gloo's own, per call, has to be far longer:

@@ -24,7 +24,7 @@ KINDS = ("forward", "input", "weight")  # of matrix products
 LINK = pl.Link(alpha=2e-4, bandwidth=2e9)
 CLUSTER = pl.Cluster(
     name="local", flops=1e11, memory_bandwidth=3e10, devices_per_node=64, intra=LINK, cores=2,
-    products_16bit={"bf16": (7e9, 1.5e9, 16e9)},
+    products={"bf16": (7e9, 1.5e9, 16e9)},
 )  # fmt: skip
 
 GPUS = CLUSTER.replace(name="local GPUs", devices_per_node=2, cores=None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
 import paralab as pl
+from paralab.instruments import calibrate
 from paralab.launch import launch_program
 
 MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
@@ -88,3 +90,42 @@ def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
     }.items():
         with pytest.raises(ValueError, match=f"{what} needs what each rank computed"):
             ask()
+
+
+def told(context):
+    import os
+
+    return os.environ["PARALAB_DEVICE"]
+
+
+def test_the_default_device_is_what_runs_and_predictions_that_name_none_take(monkeypatch):
+    monkeypatch.setattr(calibrate, "gpus", lambda: (("one", 8 * 10**9),) * 8)
+    monkeypatch.setenv("PARALAB_DEVICE", "")
+    assert calibrate.device_of_run(8) == "cuda"
+    pl.set_default_device("cpu")
+    assert calibrate.device_of_run(1) == "cpu"
+    assert launch_program(told, 1, ()) == ["cpu"]
+    pl.set_default_device("cuda")
+    with pytest.raises(ValueError, match="torch sees no GPU here"):
+        pl.launch(print, 1)
+    assert launch_program(told, 1, (), device="cpu") == ["cpu"]  # what is named goes first
+    pl.set_default_device(None)
+    assert "PARALAB_DEVICE" not in os.environ and calibrate.device_of_run(8) == "cuda"
+    monkeypatch.setenv("PARALAB_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="PARALAB_DEVICE='gpu'"):
+        pl.launch(print, 1)
+    with pytest.raises(ValueError, match="device='gpu'"):
+        pl.set_default_device("gpu")
+
+
+def test_a_rank_knows_its_device_and_starts_no_process_to_ask():
+    """Where there is a GPU, as an exercise does that makes programs on its ranks."""
+    program = "pl.program(pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8), pl.Plan(dp=2))"
+    assert launch_program(predicts, 1, (program,), device="cpu", timeout=60) == [True]
+
+
+def predicts(context, what):
+    from paralab.instruments import calibrate
+
+    calibrate.DRIVERS = ("/",)
+    return len(repr(eval(what))) > 0

@@ -73,13 +73,13 @@ def test_what_the_runs_say_nothing_about_stays_as_stated():
 def test_products_in_16_bits_that_were_stated_apart_are_fitted_too():
     """Faster products of 16 bits than those of fp32, as a calibration states them."""
     rates = {"bf16": tuple(2 * rate for rate in [TRUE.flops] * 3)}
-    apart = TRUE.replace(products_16bit=rates)
+    apart = TRUE.replace(products=rates)
     rows = [(model, plan, pl.predict(model, plan, apart, steps=1).step_time)
             for model, plan, _ in log(SMALL, LARGE)]  # fmt: skip
-    half = apart.replace(flops=apart.flops / 2, products_16bit={"bf16": (TRUE.flops,) * 3})
+    half = apart.replace(flops=apart.flops / 2, products={"bf16": (TRUE.flops,) * 3})
     found = pl.fit_cluster(rows, half)
     assert max(map(abs, found.inside)) < 0.05
-    assert found.cluster.products_16bit["bf16"][0] > 1.4 * TRUE.flops
+    assert found.cluster.products["bf16"][0] > 1.4 * TRUE.flops
 
 
 def test_a_run_of_sgd_is_fitted_as_one():

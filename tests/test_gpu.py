@@ -56,6 +56,7 @@ MODEL = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
 EVEN = pl.ModelSpec(layers=16, hidden=64, heads=8, seq_len=32, vocab=256)
 WIDE = pl.ModelSpec(layers=16, hidden=1024, heads=16, seq_len=512, vocab=256, attention="sdpa")
 SGD = {"steps": 2, "optimizer": "sgd", "lr": 0.1, "keep_state": True, "device": DEVICE}
+THREE = SGD | {"steps": 3}  # the first warms up, the last keeps its gradients
 # Kernels of other shapes add up in another order; in 16 bits both sides are rounded, step by step.
 ROUNDING = {"fp32": 1e-3, **{name: 3 * TOLERANCE[name] for name in ("bf16", "fp16")}}
 
@@ -198,7 +199,7 @@ def on_machines(text, tmp_path_factory):
     def trained(n: int) -> tuple[dict[str, pl.Report], str]:
         if n not in known:
             mine = [(name, as_plan(n, more)) for ranks, name, more in ON_MACHINES if ranks == n]
-            settings = {name: value for name, value in SGD.items() if name != "device"}
+            settings = {name: value for name, value in THREE.items() if name != "device"}
             found, said = one_gpu.reports(
                 [(EVEN, plan, settings) for _, plan in mine],
                 tmp_path_factory.mktemp("machines"),
@@ -221,7 +222,7 @@ def test_gpu_paradigm_over_nccl_on_machines_that_share_one(on_machines, alone, f
     found, said = on_machines(n)
     assert name in found, said
     report = found[name]
-    gap_, allowed = gap(alone(EVEN, report.plan, **SGD), report), ROUNDING[report.plan.precision]
+    gap_, allowed = gap(alone(EVEN, report.plan, **THREE), report), ROUNDING[report.plan.precision]
     figures.append((f"largest difference, {OWN}", name, n, f"{gap_:.1e}", f"{allowed:.0e}"))
     assert gap_ <= allowed
     assert report.meta["backend"] == OWN and report.meta["nodes"] == list(range(n))
@@ -397,7 +398,7 @@ def test_gpu_calibration_is_as_a_gpu_could_be_and_is_what_predictions_take():
     cluster = pl.Cluster.local(device="cuda", refresh=True)
     assert cluster.num_devices == NUM_GPUS and cluster.cores is None
     assert 1e12 < cluster.flops < 1e15 and 0 <= cluster.half_rate_tokens < 1e4
-    assert all(rate > cluster.flops / 2 for rate in cluster.products_16bit["fp16"])
+    assert all(rate > cluster.flops / 2 for rate in cluster.products["fp16"])
     assert 1e11 < cluster.memory_bandwidth < 2e13 and 1e-7 < cluster.op_overhead < 1e-3
     assert 0 <= cluster.host.alpha < 1e-3 and 2e9 < cluster.host.bandwidth < 1e12
     assert set(cluster.collectives) == (set(OPS) if NUM_GPUS > 1 else set())

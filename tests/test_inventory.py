@@ -22,7 +22,7 @@ FIELDS = {
     "grad_sync bucket_bytes prefetch passes secondary_shard",
     pl.Cluster: "name nodes devices_per_node flops peak_flops half_rate_tokens memory_bandwidth "
     "op_overhead call_overhead wait_overhead memory intra inter host disk host_bandwidth "
-    "collectives products_16bit cores ports algorithm operand_bandwidth elements fused "
+    "collectives products cores ports algorithm operand_bandwidth elements fused "
     "launch_overhead",
 }
 ARGUMENTS = {

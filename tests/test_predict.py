@@ -204,15 +204,28 @@ def test_steps_without_overlap_cost_compute_plus_alpha_and_bytes():
 def test_products_in_16_bits_take_their_own_rates_and_other_kernels_as_long_as_in_fp32():
     plain = Work(flops=5e9, bytes=3e8, kernels=10, products=(1e9, 2e9, 1e9))
     rates = {"bf16": (1e10, 2e9, 5e9)}
-    slow, machine = cluster(products_16bit=rates, cores=2), cluster()
+    slow, machine = cluster(products=rates, cores=2), cluster()
     rest = 3e8 / machine.memory_bandwidth + 10 * machine.op_overhead
     assert plain.seconds(slow) == plain.seconds(machine) == pytest.approx(5e9 / 1e11 + rest)
     assert plain.seconds(slow, "bf16") == pytest.approx(0.1 + 1.0 + 0.2 + 1e9 / 1e11 + rest)
     halved = rest - 1.5e8 / machine.memory_bandwidth
     assert plain.seconds(slow, "fp16") == pytest.approx(5e9 / 1e11 + halved)
     # On a GPU other kernels move half as much.
-    own = plain.seconds(cluster(products_16bit=rates), "bf16")
+    own = plain.seconds(cluster(products=rates), "bf16")
     assert own == pytest.approx(0.1 + 1.0 + 0.2 + 1e9 / 1e11 + halved)
+
+
+def test_with_tf32_products_take_its_rates_and_other_kernels_move_what_they_did():
+    rates = {"tf32": (2e11, 4e11, 8e11)}
+    plain, low = (
+        predict(MODEL, pl.Plan(tf32=tf32), cluster(products=rates), steps=1)
+        for tf32 in (False, True)
+    )
+    works = (half for op in compiled(MODEL, pl.Plan()).model.ops for half in op.work)
+    products = sum(works, Work()).products
+    less = sum(n / 1e11 - n / rate for n, rate in zip(products, rates["tf32"], strict=True))
+    assert plain.step_time - low.step_time == pytest.approx(less) and less > 0
+    assert plain.step_time == predict(MODEL, pl.Plan(tf32=True), cluster(), steps=1).step_time
 
 
 @pytest.mark.parametrize("attention", ["explicit", "sdpa"])
@@ -251,7 +264,7 @@ def test_a_tensor_parallel_step_is_longer_by_what_its_waits_cost():
                                    {"bf16": (1e9, 0, 1e9)}])  # fmt: skip
 def test_rates_that_are_none_are_refused(rates):
     with pytest.raises(ValueError, match="legal: "):
-        cluster(products_16bit=rates)
+        cluster(products=rates)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

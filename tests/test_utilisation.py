@@ -84,7 +84,7 @@ def test_products_on_few_tokens_are_slower_by_hockneys_rule(detail, precision):
     fast = {"bf16": (1e13, 2e13, 3e13)}
 
     def seconds(half: float, size: int) -> float:
-        cluster = PRODUCTS.replace(half_rate_tokens=half, products_16bit=fast)
+        cluster = PRODUCTS.replace(half_rate_tokens=half, products=fast)
         plan = pl.Plan(microbatches=2, microbatch_size=size, precision=precision)
         return pl.predict(MODEL, plan, cluster, steps=1, detail=detail).step_time
 

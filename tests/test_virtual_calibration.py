@@ -20,7 +20,11 @@ STATED = pl.Cluster(
     half_rate_tokens=48,
     memory_bandwidth=4e9,
     op_overhead=5e-6,
-    products_16bit={"bf16": (4e11, 3e11, 2e11), "fp16": (3e11, 2e11, 1e11)},
+    products={
+        "tf32": (9e10, 8e10, 7e10),
+        "bf16": (4e11, 3e11, 2e11),
+        "fp16": (3e11, 2e11, 1e11),
+    },
     intra=pl.Link(alpha=9e-5, bandwidth=9e8),
     host=pl.Link(alpha=1e-5, bandwidth=5e8),
     collectives={
@@ -30,10 +34,11 @@ STATED = pl.Cluster(
 )
 WANTED = measure.Asked(
     models=((1, 32, 2, 16, 1),),
-    precisions=("fp32", "bf16", "fp16"),
+    precisions=("fp32", "tf32", "bf16", "fp16"),
     products=((32, 64, 192), (64, 64, 64), (128, 128, 256), (512, 96, 96)),
     messages=(2**10, 2**14, 2**17),
     tiers=(2**14, 2**16, 2**18),
+    kernels=(2**10, 2**14, 2**18),
     ahead=2**10,
 )
 RATES = ("flops", "half_rate_tokens", "memory_bandwidth", "op_overhead")
@@ -63,8 +68,8 @@ def test_virtual_calibration_finds_what_is_stated(virtual_gpus):
     found = pl.Cluster.local(device="cuda")
     for name in RATES:
         assert getattr(found, name) == pytest.approx(getattr(STATED, name), rel=0.01), name
-    for precision, rates in STATED.products_16bit.items():
-        assert found.products_16bit[precision] == pytest.approx(rates, rel=0.01)
+    for precision, rates in STATED.products.items():
+        assert found.products[precision] == pytest.approx(rates, rel=0.01)
     for op in measure.OPS:
         assert same(found.link(op, "intra"), STATED.link(op, "intra")), op
     assert same(found.host, STATED.host) and found.intra == found.collectives["send"]

@@ -366,7 +366,8 @@ class Machine:
             return cluster.op_overhead + size / cluster.memory_bandwidth
         a, b = [t for t in args if isinstance(t, Tensor)][-2:]
         kind = 0 if b.stride(-2) == 1 else 2 if a.stride(-2) == 1 else 1  # x W^T, g W, g^T x
-        rates = cluster.products_16bit.get(PRECISIONS.get(a.dtype, ""), (cluster.flops,) * 3)
+        low = "tf32" if torch.backends.cuda.matmul.allow_tf32 else ""
+        rates = cluster.products.get(PRECISIONS.get(a.dtype, low), (cluster.flops,) * 3)
         few = 1 + cluster.half_rate_tokens / a.shape[-1 if kind == 2 else -2]
         return cluster.op_overhead + 2 * a.numel() * b.shape[-1] * few / rates[kind]
 

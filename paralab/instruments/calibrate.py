@@ -16,8 +16,10 @@ imports torch):
             are the same chips; files, written and read past the page cache; AdamW steps
 
 GPUs are measured by the same code, one rank on each, with CUDA events and NCCL. There products in
-fp32 say F, and all products at how many tokens they reach half of their rate; copies inside a GPU's
-memory say B and o; the host is page-locked memory. A single GPU has no links but that.
+fp32 say F, and all products at how many tokens they reach half of their rate; kernels that only
+read and write say B and o, and how long the host takes to ask for one is
+`Cluster.launch_overhead`. Posting a call runs ahead of the device as a launch does. The host is
+page-locked memory. A single GPU has no links but that.
 
 How well they fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
 for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks. What was
@@ -45,9 +47,11 @@ from statistics import median
 from typing import Any
 
 from paralab.checks import choice, illegal
+from paralab.default_device import default_device
 from paralab.instruments.measure import (
     measure_calls,
     measure_device,
+    measure_kernels,
     measure_links,
     measure_products,
     measure_tiers,
@@ -63,7 +67,7 @@ from paralab.theory.work import on_processor
 from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
-FORMAT = 6  # of the cache file; files of another format are measured again
+FORMAT = 7  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
@@ -109,7 +113,7 @@ def _seen(visible: str | None) -> tuple[tuple[str, int], ...]:
 
 def device_of_run(ranks: int) -> str:
     """What `pl.run` takes for so many ranks if no device is named: ranks/process.py decides."""
-    return "cuda" if ranks <= len(gpus()) else "cpu"
+    return default_device() or ("cuda" if ranks <= len(gpus()) else "cpu")
 
 
 def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str, Any]:
@@ -146,13 +150,14 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
 
 def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any]]]:
     """The measured points, rows each with its seconds and the fit's: {"links", "calls", "device",
-    "products", "tiers": rows}.
+    "products", "tiers", "kernels": rows}.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     calls   what, seconds: "post"; "forward", "backward"; either "after a wait": how much more
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
     products  precision, what (forward, input, weight), tokens, flops, seconds, fitted
-    tiers   op (host, disk, optimizer; of a GPU device), payload_bytes, wire_bytes, seconds, fitted
+    tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
+    kernels  of a GPU: op (kernel, launch), payload_bytes, wire_bytes, seconds, fitted
     """
     return calibration(refresh=refresh)["points"]
 
@@ -260,9 +265,10 @@ def _measure(device: str) -> dict[str, Any]:
     ranks = len(found) or max(2, min(4, cores))
     programs = {
         measure_device: 0 if found else ranks,
-        measure_calls: ranks,
+        measure_calls: 0 if found else ranks,
         measure_products: ranks,
-        measure_tiers: 1,
+        measure_tiers: ranks if found else 1,  # GPUs share their host, and what leads to it
+        measure_kernels: ranks if found else 0,
         measure_links: ranks if ranks > 1 else 0,
     }
     measured: dict[Any, list[list[dict[str, Any]]]] = {program: [] for program in programs}
@@ -273,8 +279,9 @@ def _measure(device: str) -> dict[str, Any]:
     stolen = stolen_since(before)
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
     links = _from_last_launch(_pooled(measured.pop(measure_links), ranks))
-    models, calls, products, tiers = map(_typical, measured.values())
-    post, wait = overheads(calls)
+    models, calls, products, tiers, kernels = map(_typical, measured.values())
+    post, wait = (0.0, 0.0) if found else overheads(calls)
+    launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
     accuracy: dict[str, dict[str, float]] = {}
     collectives, between = _links(links, accuracy), _links(tiers, accuracy)
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -287,8 +294,8 @@ def _measure(device: str) -> dict[str, Any]:
         rates[precision].append(rate)
     if found:
         flops = 3 / sum(1 / rate for rate in rates.pop("fp32"))  # as many of each kind
-        # A copy reads and writes what was counted.
-        bandwidth, overhead = 2 * between["device"].bandwidth, between["device"].alpha
+        own, accuracy["device"] = fit_link([row for row in kernels if row["op"] == "kernel"])
+        bandwidth, overhead = own.bandwidth, own.alpha
     else:
         (flops, bandwidth, overhead), accuracy["device"] = fit_device(models)
     cluster = Cluster(
@@ -298,6 +305,7 @@ def _measure(device: str) -> dict[str, Any]:
         half_rate_tokens=half or 0.0,
         memory_bandwidth=bandwidth,
         op_overhead=overhead,
+        launch_overhead=launch,
         elements={} if found else on_processor(flops),
         call_overhead=post,
         wait_overhead=wait,
@@ -308,7 +316,7 @@ def _measure(device: str) -> dict[str, Any]:
         disk=between["disk"],
         # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py.
         host_bandwidth=7 * between["optimizer"].bandwidth,
-        products_16bit=rates,
+        products=rates,
         cores=None if found else cores,
     )
     return {
@@ -320,6 +328,7 @@ def _measure(device: str) -> dict[str, Any]:
             "calls": calls,
             "products": products,
             "tiers": tiers,
+            "kernels": kernels,
         },
         "accuracy": accuracy,
         "busy": max(busy, processors_busy()),

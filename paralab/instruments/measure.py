@@ -7,7 +7,8 @@ all repetitions of a few.
 [Note: devices] One code measures processors and GPUs. The rank's context says where tensors are;
 the recorder's clock (instruments/marks.py) says what something cost: CPU seconds of the thread, or
 device time between two events. Groups are gloo's or NCCL's. A GPU first fills ``ahead`` bytes, so
-that the host has launched what is timed before the device comes to it.
+that the host has launched what is timed before the device comes to it. What the host takes to ask
+for a kernel is its own time, and passes while the device computes.
 
 Called by instruments/calibrate.py, which turns the seconds into a Cluster. Torch is imported
 inside the functions: the caller of a calibration reads the shapes and sizes without it.
@@ -34,6 +35,7 @@ class Asked(NamedTuple):
     products    (tokens, inputs, outputs) of blocks of several widths, in these ``precisions``
     messages    payload bytes
     tiers       bytes of a copy, a file, or what the optimizer updates
+    kernels     bytes that a kernel of a GPU reads, and writes
     ahead       bytes; see [Note: devices]
     """
 
@@ -42,6 +44,7 @@ class Asked(NamedTuple):
     precisions: tuple[str, ...]
     messages: tuple[int, ...]
     tiers: tuple[int, ...]
+    kernels: tuple[int, ...] = ()
     ahead: int = 0
 
 
@@ -66,9 +69,10 @@ ASKED = {
     "cuda": Asked(
         models=((2, 256, 4, 64, 1),),
         products=((256, 2048, 2048), (1024, 2048, 8192), (4096, 4096, 4096), (8192, 8192, 2048)),
-        precisions=("fp32", "bf16", "fp16"),
+        precisions=("fp32", "tf32", "bf16", "fp16"),
         messages=tuple(2**k for k in (10, 14, 18, 20, 22, 24, 26, 28)),
         tiers=tuple(2**k for k in (16, 20, 22, 24, 26)),
+        kernels=tuple(2**k for k in (10, 14, 18, 26, 28)),  # 50 MB would stay in its caches
         ahead=2**29,
     ),
 }
@@ -144,10 +148,6 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
 
     rounds  over the models, of which the first warms up. See [Note: rounds]
     """
-    from paralab.interpret.costs import small
-    from paralab.programs.instructions import UPDATE
-    from paralab.theory.work import Work
-
     shapes = asked(context).models
     ranks = [_one_rank(shape, context.device) for shape in shapes]
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -159,18 +159,63 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
     points = []
     for number, (rank, _, _) in enumerate(ranks):
         shape = dict(zip(SHAPE, shapes[number], strict=True))
-        ops, nothing = rank.model.ops, Work()
-        updates = [ins for ins in rank.code if ins.op == UPDATE]
-        works = {
-            "forward": sum((op.work[0] for op in ops), nothing),
-            "backward": sum((half for op in ops for half in op.work[1:]), nothing),
-            "optimizer": sum((small(rank.program, 0, ins) for ins in updates), nothing),
-        }
-        for what, work in works.items():
+        for what, work in _works(rank).items():
             asks = {"flops": work.arithmetic, "bytes": work.bytes, "kernels": work.kernels}
             took = median(seconds[number, what][1:])
             points.append({**shape, "what": what, **asks, "seconds": took})
     return points
+
+
+def _works(rank: Any) -> dict[str, Any]:
+    """What a step of this rank asks of the device, as theory has it."""
+    from paralab.interpret.costs import small
+    from paralab.programs.instructions import UPDATE
+    from paralab.theory.work import Work
+
+    ops, nothing = rank.model.ops, Work()
+    updates = [ins for ins in rank.code if ins.op == UPDATE]
+    return {
+        "forward": sum((op.work[0] for op in ops), nothing),
+        "backward": sum((half for op in ops for half in op.work[1:]), nothing),
+        "optimizer": sum((small(rank.program, 0, ins) for ins in updates), nothing),
+    }
+
+
+def measure_kernels(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
+    """In a rank on a GPU: median seconds of kernels that only read and write, by size, op "kernel";
+    and, op "launch", of the host for each kernel of a small GPT's step. The first round warms up.
+    """
+    import torch
+
+    wanted, count = asked(context), 16
+    rank, text, spent = _one_rank(wanted.models[0], context.device)
+    kernels = sum(work.kernels for work in _works(rank).values())
+    clock = rank.recorder.clock
+    ahead, largest = torch.zeros(wanted.ahead // 4, device=context.device), wanted.kernels[-1]
+    whole = torch.zeros(largest // 4, device=context.device)
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        clock.anchor()
+        began = clock.now()
+        rank.step(lambda k: text)
+        found["launch", 0].append((clock.now() - began) / kernels)
+        spent.clear()
+        marks = {}
+        for size in wanted.kernels:
+            values = whole[: size // 4]
+            ahead.zero_()
+            ahead.zero_()
+            began = clock.mark()
+            for _ in range(count):
+                torch.neg(values)
+            marks[size] = began, clock.mark()
+        for size, pair in marks.items():
+            found["kernel", 2 * size].append(clock.cost(*pair) / count)
+        clock.resolve()
+    return [
+        {"op": op, "payload_bytes": size, "wire_bytes": size, "seconds": median(seconds[1:])}
+        for (op, size), seconds in found.items()
+    ]
 
 
 def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any]]:
@@ -187,7 +232,7 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
     ahead, rows = torch.zeros(wanted.ahead // 4, device=context.device), []
     linear = torch.nn.functional.linear
     for precision in wanted.precisions:
-        how = {"dtype": DTYPES[precision], "device": context.device}
+        how = {"dtype": DTYPES.get(precision, torch.float32), "device": context.device}
         for tokens, inputs, outputs in wanted.products:
             x, g, w = (
                 torch.randn(size, **how)
@@ -203,7 +248,8 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
         clock.anchor()
         ahead.zero_()
         marks = []
-        for _, multiply in rows:
+        for row, multiply in rows:
+            torch.backends.cuda.matmul.allow_tf32 = row["precision"] == "tf32"
             began = clock.mark()
             multiply()
             marks.append((began, clock.mark()))
@@ -317,8 +363,7 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     optimizer on the host's processor.
 
     One row for each op ("host" for a copy either way, "disk" for a file written, or read, past the
-    page cache, "optimizer", of a GPU "device" for a copy inside its memory) and size. A GPU's
-    copies are timed on their stream. See [Note: rounds]
+    page cache, "optimizer") and size. A GPU's copies are timed on their stream. See [Note: rounds]
     """
     import tempfile
 
@@ -327,16 +372,18 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
 
     from paralab.instruments.recorder import Recorder
     from paralab.interpret.files import Files
+    from paralab.interpret.host import host_threads
     from paralab.interpret.lanes import Lane
+    from paralab.spec.cluster import available_cores
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
-    link = Lane("h2d", recorder, device=context.device)
-    host, disk, clock = Lane("host", recorder), Lane("disk", recorder), recorder.clock
+    link, threads = Lane("h2d", recorder, device=context.device), available_cores()
+    host = Lane("host", recorder, threads=host_threads(context, threads))
+    disk, clock = Lane("disk", recorder), recorder.clock
     sizes, cuda = asked(context).tiers, link.stream is not None
     there = torch.zeros(sizes[-1] // 4, device=context.device)
     here = torch.empty(sizes[-1] // 4, pin_memory=cuda).zero_()
     states = torch.zeros(3, sizes[-1] // 4)
-    memory = torch.zeros(2, sizes[-1] * cuda, device=context.device)  # more than its caches hold
     rows: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def timed(lane: Lane, op: str, size: int, work: Any) -> None:
@@ -378,9 +425,6 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
             clock.resolve()
             for size in sizes:
                 to, values, name = there[: size // 4], here[: size // 4], str(size)
-                if cuda:
-                    a, b = memory[:, :size]
-                    timed(link, "device", 4 * size, lambda a=a, b=b: a.copy_(b))
                 for a, b in ((to, values), (values, to)):
                     timed(link, "host", size, lambda a=a, b=b: a.copy_(b, non_blocking=True))
                 timed(host, "optimizer", size, lambda size=size: update(size // 4))

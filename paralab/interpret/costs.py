@@ -111,6 +111,7 @@ class Costs:
         # How many times longer products take than on infinitely many tokens.
         tokens = self.plan.microbatch_size * program.spec.seq_len
         self.slower = 1 + cluster.half_rate_tokens / tokens
+        self.precision = "tf32" if self.plan.tf32 else self.plan.precision
         self._known: dict[tuple, Cost] = {}
         self._reaches: dict[tuple, Reach] = {}
 
@@ -133,7 +134,7 @@ class Costs:
             return Job(ins.lane, self._job(pp, ins), self.cluster.wait_overhead)
         if ins.lane:
             return self._message(pp, ins)
-        precision = "fp32" if ins.op == UPDATE else self.plan.precision
+        precision = "fp32" if ins.op == UPDATE else self.precision
         return Compute(self.seconds(small(self.program, pp, ins), precision))
 
     # ---- the device ------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class Costs:
         if self.slower > 1:
             products = tuple(flops * self.slower for flops in work.products)
             work = replace(work, flops=work.flops * self.slower, products=products)
-        return work.seconds(self.cluster, precision or self.plan.precision)
+        return work.seconds(self.cluster, precision or self.precision)
 
     def _compute(self, pp: int, ins: Instr) -> Compute:
         """Blocks are alike: what one takes is worked out for the first."""

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from paralab.checks import illegal
+from paralab.default_device import VARIABLE
 from paralab.ranks.errors import RankError
 from paralab.ranks.failure import Failure, Refused, describe
 from paralab.ranks.notes import Notebook
@@ -220,6 +221,7 @@ def _work(
         chosen = choose_device(task["device"], rank, cards)
     except ValueError as error:
         raise Refused(str(error)) from None
+    os.environ[VARIABLE] = chosen.device.partition(":")[0]  # for what this rank predicts
     if chosen.why and rank == 0:
         print(f"paralab: {chosen.why}")
     with open(os.path.join(folder, "payload"), "rb") as file:

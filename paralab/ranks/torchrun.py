@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paralab.default_device import VARIABLE, default_device
 from paralab.ranks.errors import RankError
 from paralab.ranks.process import RankContext, card, choose_device, keep_pages
 from paralab.ranks.started import started
@@ -44,6 +45,7 @@ def torchrun_context(
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     os.environ["PARALAB_RANK"] = str(rank)
     keep_pages()
+    device = device or default_device()
     mine = "" if device == "cpu" else card(local_rank)
 
     def meet() -> tuple[dist.Store, list[tuple[int, str]]]:
@@ -67,6 +69,7 @@ def torchrun_context(
     with or_unmet():
         store, everyone = _within(join_timeout, meet)
     chosen = choose_device(device, local_rank, everyone)
+    os.environ[VARIABLE] = chosen.device.partition(":")[0]
     if chosen.why and rank == 0:
         print(f"paralab: {chosen.why}")
     with or_unmet():

@@ -55,8 +55,8 @@ class Cluster(Description):
     host_bandwidth    bytes/s at which a device's share of the host's processor updates states
     collectives       links measured per operation inside a node, alpha per message; they go before
                       `intra`
-    products_16bit    {"bf16" or "fp16": FLOP/s of products x W^T, g W, g^T x} where they differ
-                      from fp32's: theory/work.py; empty: `flops` in any precision
+    products          {"bf16", "fp16" or "tf32": FLOP/s of products x W^T, g W, g^T x} where they
+                      differ from fp32's: theory/work.py; empty: `flops` in any precision
     cores             processor cores that this cluster's devices share; None where each device
                       computes on its own (a laptop's ranks share cores, GPUs do not)
     """
@@ -82,7 +82,7 @@ class Cluster(Description):
     disk: Link | None = None
     host_bandwidth: float | None = None
     collectives: Mapping[str, Link] = field(default_factory=dict)
-    products_16bit: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    products: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     cores: int | None = count(None, at_most=2**20)
     peak_flops: float | None = None
     half_rate_tokens: float = 0.0
@@ -122,12 +122,10 @@ class Cluster(Description):
             for op, v in self.collectives.items()
         }
         object.__setattr__(self, "collectives", measured)
-        if not isinstance(self.products_16bit, Mapping):
-            raise illegal(
-                "products_16bit", self.products_16bit, "not a table", '{"bf16": (7e9, 1.5e9, 16e9)}'
-            )
-        rates = {name: _three(name, of) for name, of in self.products_16bit.items()}
-        object.__setattr__(self, "products_16bit", rates)
+        if not isinstance(self.products, Mapping):
+            raise illegal("products", self.products, "not a table", '{"bf16": (7e9, 1.5e9, 16e9)}')
+        rates = {name: _three(name, of) for name, of in self.products.items()}
+        object.__setattr__(self, "products", rates)
         instance("elements", self.elements, Mapping, '{"exp": 1e-9}', "table")
         seconds = {
             choice("elements", name, ELEMENTS): real(f"elements[{name!r}]", of, at_least=0.0)
@@ -201,8 +199,8 @@ class Cluster(Description):
 
 
 def _three(precision: str, rates: Any) -> tuple[float, ...]:
-    choice("precision", precision, ("bf16", "fp16"))
-    name = f"products_16bit[{precision!r}]"
+    choice("precision", precision, ("bf16", "fp16", "tf32"))
+    name = f"products[{precision!r}]"
     if not isinstance(rates, (tuple, list)) or len(rates) != 3:
         raise illegal(name, rates, "not three rates", "FLOP/s of x W^T, g W and g^T x")
     return tuple(real(name, rate, above=0.0) for rate in rates)

@@ -66,9 +66,9 @@ def _memory(cluster: Cluster, by: float) -> dict[str, Any]:
 
 
 def _products(cluster: Cluster, by: float) -> dict[str, Any]:
-    half = cluster.products_16bit
+    half = cluster.products
     rates = {name: tuple(rate * by for rate in some) for name, some in (half or {}).items()}
-    return {"flops": cluster.flops * by} | ({"products_16bit": rates} if half else {})
+    return {"flops": cluster.flops * by} | ({"products": rates} if half else {})
 
 
 # What each factor changes, and the figure that it is shown by, with its unit.

@@ -15,7 +15,7 @@ depend on how the operands lie in memory: measured on one core of an AMD EPYC, 6
 fp32, and in bf16 1.3 to 10 of x W^T, 1 to 2.6 of g W and 7 to 20 of g^T x. So a cluster may state
 these three rates for each precision, and then they take the place of ``flops``. A GPU states them
 because its 16-bit products are the faster ones; there other kernels gain too: their bytes are half
-as many.
+as many. With tf32 its products gain and nothing else does.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class Work:
         return self.flops + sum(map(mul, self.elements, ARITHMETIC.values()))
 
     def seconds(self, cluster: Cluster, precision: str = "fp32") -> float:
-        """Time on one device of ``cluster``.
+        """Time on one device of ``cluster``. precision: of a plan, or "tf32".
 
-        In 16 bits bytes are half as many. Where a cluster states `products_16bit`, every kind of
+        In 16 bits bytes are half as many. Where a cluster states `products`, every kind of
         product has a rate of its own, and on processors other kernels take as long as in fp32.
         """
-        rates = cluster.products_16bit.get(precision)
+        rates = cluster.products.get(precision)
         able = rates is None or cluster.gpus  # computes in 16 bits
-        wide = (BYTES_PER_ELEMENT[precision] if able else ITEM) / ITEM
+        wide = (BYTES_PER_ELEMENT.get(precision, ITEM) if able else ITEM) / ITEM
         rest, taken = self.flops, 0.0
         if rates is not None:
             taken = sum(flops / fast for flops, fast in zip(self.products, rates, strict=True))

@@ -30,11 +30,12 @@ MODELS = {
     "laptop": pl.ModelSpec(layers=8, hidden=256, heads=8, seq_len=128),
     "25 M": pl.ModelSpec(layers=8, hidden=512, heads=8, seq_len=512),
     "gpt2": pl.ModelSpec.preset("gpt2"),
+    "gpt2 padded": pl.ModelSpec.preset("gpt2").replace(vocab=50304),
     "350 M": pl.ModelSpec(layers=24, hidden=1024, heads=16, seq_len=1024),
     "1.3 B": pl.ModelSpec(layers=24, hidden=2048, heads=16, seq_len=1024),
 }
-SIZES = {"tiny": 1, "laptop": 4, "25 M": 8, "gpt2": 8, "350 M": 8, "1.3 B": 4}
-STEPS = {"tiny": 8, "laptop": 8, "25 M": 4, "gpt2": 2, "350 M": 2, "1.3 B": 1}
+SIZES = {"tiny": 1, "laptop": 4, "25 M": 8, "gpt2": 8, "gpt2 padded": 8, "350 M": 8, "1.3 B": 4}
+STEPS = {"tiny": 8, "laptop": 8, "25 M": 4, "gpt2": 2, "gpt2 padded": 2, "350 M": 2, "1.3 B": 1}
 
 
 DEVICE = os.environ.get("PARALAB_GPU_TESTS_ON", "cuda")
@@ -86,16 +87,15 @@ def turns(context: Any, name: str, precision: str, tf32: bool, pairs: int) -> di
 
 def speed(pairs: int = 8) -> list[dict]:
     rows = []
-    for name in MODELS:
-        for precision, tf32 in (("fp32", False), ("fp32", True), ("bf16", False)):
-            if name in ("350 M", "1.3 B") and not (tf32 or precision == "bf16"):
-                continue
+    for name, forms in COMPARED.items():
+        for form in forms.split(", "):
+            precision, tf32 = FORMS[form].get("precision", "fp32"), form == "tf32"
             args = (name, precision, tf32, pairs)
             [one] = launch_program(turns, 1, args, timeout=120, device=DEVICE)
             ratios = [a / b for a, b in zip(one["ours"], one["theirs"], strict=True)]
             middle, low, high = median_interval(ratios)
             ours, theirs = (statistics.median(one[side]) for side in ("ours", "theirs"))
-            rows.append({"what": "speed", "model": name, "precision": "tf32" if tf32 else precision,
+            rows.append({"what": "speed", "model": name, "precision": form,
                          "paralab_s": ours, "peer_s": theirs, "ratio": middle, "low": low,
                          "high": high})  # fmt: skip
             print(rows[-1], flush=True)
@@ -103,30 +103,39 @@ def speed(pairs: int = 8) -> list[dict]:
 
 
 # ---- predictions ---------------------------------------------------------------------------------
-def plans() -> list[tuple[str, pl.Plan]]:
-    found = []
-    for name, size in SIZES.items():
-        forms = {
-            "fp32": {},
-            "tf32": {"tf32": True},
-            "bf16": {"precision": "bf16"},
-            "recomputed": {"precision": "bf16", "recompute": "full"},
-            "four micro-batches": {"precision": "bf16", "microbatches": 4},
-        }
-        if name in ("gpt2", "25 M"):
-            forms["offload"] = {"precision": "bf16", "zero_stage": 3, "offload": "cpu"}
-        if name in ("350 M", "1.3 B"):
-            del forms["fp32"], forms["tf32"]
-        found += [(f"{name}, {how}", pl.Plan(microbatch_size=size, **more))
-                  for how, more in forms.items()]  # fmt: skip
-    return found
+FORMS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {"tf32": True},
+    "bf16": {"precision": "bf16"},
+    "recomputed": {"precision": "bf16", "recompute": "full"},
+    "4 micro-batches": {"precision": "bf16", "microbatches": 4},
+    "offload": {"precision": "bf16", "zero_stage": 3, "offload": "cpu"},
+}
+ROWS = {
+    "tiny": "fp32, bf16",
+    "laptop": "fp32, bf16",
+    "25 M": "fp32, tf32, bf16, 4 micro-batches, offload",
+    "gpt2": "fp32, bf16",
+    "gpt2 padded": "tf32, bf16, recomputed, offload",
+    "350 M": "bf16, recomputed, 4 micro-batches",
+    "1.3 B": "bf16",
+}
+
+
+COMPARED = {"laptop": "fp32, bf16", "25 M": "tf32, bf16", "gpt2 padded": "bf16", "350 M": "bf16"}
+
+
+def plans() -> list[tuple[str, str, pl.Plan]]:
+    """(model, form, plan)"""
+    return [(name, form, pl.Plan(microbatch_size=SIZES[name], **FORMS[form]))
+            for name, forms in ROWS.items() for form in forms.split(", ")]  # fmt: skip
 
 
 def predicted() -> list[dict]:
     cluster, rows = pl.Cluster.local(device=DEVICE, refresh=True), []
     print(json.dumps(cluster.to_dict()), flush=True)
-    for name, plan in plans():
-        model = MODELS[name.partition(",")[0]]
+    for name, form, plan in plans():
+        model = MODELS[name]
         report = pl.run(model, plan, steps=8, device=DEVICE, progress=False)
         guess = pl.predict(model, plan, cluster)
         found = (
@@ -135,7 +144,7 @@ def predicted() -> list[dict]:
             else {"allocated": pd.Series([0]), "reserved": pd.Series([0])}
         )
         rows.append({
-            "what": "predicted", "plan": name, "measured_s": report.step_time,
+            "what": "predicted", "plan": f"{name}, {form}", "measured_s": report.step_time,
             "replayed_s": report.replay(cluster).step_time, "predicted_s": guess.step_time,
             "ledger": report.peak_memory, "predicted_peak": guess.peak_memory,
             "allocated": int(found["allocated"].iloc[0]),
@@ -170,7 +179,7 @@ def observed() -> list[dict]:
     import torch
 
     rows = []
-    for name in list(MODELS)[1:5]:
+    for name in ("laptop", "25 M", "gpt2 padded", "350 M"):
         plain_training(name, 3)
         truth = 0
         if DEVICE == "cuda":
@@ -235,7 +244,7 @@ def graphed(context: Any, name: str, pairs: int) -> dict[str, Any]:
 
 def graphs(pairs: int = 24) -> list[dict]:
     rows = []
-    for name in ("tiny", "laptop", "25 M", "gpt2"):
+    for name in ("laptop", "25 M", "gpt2 padded"):
         try:
             [one] = launch_program(graphed, 1, (name, pairs), timeout=120, device=DEVICE)
         except pl.RankError as error:

@@ -27,6 +27,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import needs
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 GB = 10**9  # decimal, as device makers count
 large = pl.ModelSpec.preset("ptdp-7.5b")
 weights, states = 2 * large.num_params, needs.model_states(large, "zero-fp16")

@@ -26,6 +26,7 @@
 import paralab as pl
 from paralab import view
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 view.ring(4)
 
 # %% [markdown]

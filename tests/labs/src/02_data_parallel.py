@@ -27,6 +27,7 @@
 import paralab as pl
 from paralab import view
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
 plan = pl.Plan(dp=4, microbatch_size=4, bucket_bytes=2**20)
 link = pl.Link(alpha=200e-6, bandwidth=0.6e9)

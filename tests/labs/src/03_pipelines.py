@@ -33,6 +33,7 @@ from paralab import view
 from paralab.parallel import schedules
 from paralab.theory import pipeline
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpipe(4, 4)})
 
 # %% [markdown]

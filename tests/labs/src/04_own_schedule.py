@@ -34,6 +34,7 @@ from paralab import view
 from paralab.parallel import schedules
 from paralab.theory import pipeline
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 view.schedules({"1F1B": schedules.one_f_one_b(4, 8), "ZB-H1": schedules.zb_h1(4, 8)})
 
 # %% [markdown]

@@ -26,6 +26,7 @@
 import paralab as pl
 from paralab import view
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 model = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit", tied=False)
 view.zero_shards(model, 4)
 

@@ -31,6 +31,7 @@ import pandas as pd
 import paralab as pl
 from paralab import view
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 model = pl.ModelSpec(layers=6, hidden=128, heads=4, seq_len=128, attention="explicit")
 report = pl.run(model, pl.Plan(microbatch_size=8), steps=4, progress=False)
 report.memory_chart()

@@ -28,6 +28,7 @@ import pandas as pd
 import paralab as pl
 from paralab import view
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 columns = pl.Plan(tp=4, microbatch_size=4)
 view.blocks(columns, role="up")
 

@@ -30,6 +30,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import tensor, tensor_costs
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 grid = pl.Plan(tp=4, tp_mode="2d", microbatch_size=4)
 view.blocks(grid)
 

@@ -31,6 +31,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import offload, offload_costs
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit")
 plan = pl.Plan(microbatches=2, microbatch_size=2, bucket_bytes=2**20)
 view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))

@@ -27,6 +27,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import needs
 
+pl.set_default_device("cpu")  # with a GPU for every rank: None
 model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64, attention="explicit", tied=False)
 cube = pl.Plan(dp=2, tp=2, pp=2, zero_stage=1, microbatches=4, microbatch_size=2)
 view.mesh(cube, rank=0)
