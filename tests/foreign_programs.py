@@ -11,6 +11,7 @@ PSI = LAYERS * 2 * DIN * DOUT * 4  # bytes of parameters
 BATCH, MICROBATCHES, CHUNKS = 24, 4, 2
 SEQ = 480
 TP_BYTES = SEQ * DIN * 4  # an activation of one sample
+SURPLUS = "gloo surplus"  # a reduce-scatter of gloo gathers what it has scattered
 MESSAGE = 1152 * DIN * 4  # what a stage hands to the next for one micro-batch
 
 
@@ -78,7 +79,7 @@ def tensor(n):
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (n,), mesh_dim_names=("tp",))
     model = blocks()
     for block in model:
         plan = {
@@ -106,7 +107,7 @@ def pipeline(n, kind="ScheduleGPipe"):
 
     rank, chunks = dist.get_rank(), CHUNKS if "Interleaved" in kind else 1
     parts = [nn.Linear(DIN, DIN, bias=False) for _ in range(chunks)]
-    device = torch.device("cpu")
+    device = torch.get_default_device()
     stages = [PipelineStage(p, rank + i * n, chunks * n, device) for i, p in enumerate(parts)]
     parameters = [p for part in parts for p in part.parameters()]
     optimizer = torch.optim.SGD(parameters, 0.1)
@@ -165,13 +166,18 @@ PROGRAMS = {
 }
 
 
-def theory(name, n):
-    """{(operation, phase): bytes that all ranks send in a step}, on gloo."""
+def theory(name, n, backend="gloo"):
+    """{(operation, phase): bytes that all ranks send in a step}."""
+    found = _on_gloo(name, n)
+    return {key: size for key, size in found.items() if backend == "gloo" or SURPLUS not in key}
+
+
+def _on_gloo(name, n):
     of = n - 1  # all n ranks together: n (n-1)/n S
     reduced = {("all_reduce", "backward"): 2 * of * PSI}
     scattered = {
         ("reduce_scatter", "backward"): of * PSI,
-        ("all_gather", "gloo surplus"): of * PSI,
+        ("all_gather", SURPLUS): of * PSI,
     }
     sent = (CHUNKS * n if name == "interleaved" else n) - 1  # boundaries between stages
     activations = LAYERS * of * TP_BYTES
@@ -186,7 +192,7 @@ def theory(name, n):
             ("reduce_scatter", "forward"): activations,
             ("all_gather", "backward"): activations,
             ("reduce_scatter", "backward"): activations,
-            ("all_gather", "gloo surplus"): 2 * activations,
+            ("all_gather", SURPLUS): 2 * activations,
         },
         "ring": {("send", "data"): 2 * of * n * 300_000 * 4},
     }.get(name, {("send", "data"): 2 * sent * MICROBATCHES * MESSAGE})

@@ -49,7 +49,7 @@ def reports(
             made.append((model, plan, {**checked, "offload_folder": away}))
         (folder / "jobs").write_bytes(pickle.dumps((device, made)))
         ranks = jobs[0][1].world_size
-        said = _started(folder, ranks, seconds)
+        said = started([__file__, str(folder)], folder, ranks, seconds)
     found = []
     for number, (model, plan, settings) in enumerate(made):
         files = [folder / f"{number}.{rank}" for rank in range(ranks)]
@@ -64,8 +64,10 @@ def reports(
     return found, said
 
 
-def _started(folder: Path, ranks: int, seconds: float) -> str:
-    """Be torchrun on as many machines as there are ranks, until they end or the time is over."""
+def started(words: Sequence[str], folder: Path, ranks: int, seconds: float) -> str:
+    """Be torchrun on as many machines as there are ranks, for ``python words``, until they end or
+    the time is over; what they printed, which is in ``folder`` too.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
@@ -78,7 +80,7 @@ def _started(folder: Path, ranks: int, seconds: float) -> str:
             with open(output, "w") as file:
                 running.append(
                     subprocess.Popen(
-                        [sys.executable, __file__, str(folder)],
+                        [sys.executable, *words],
                         env={**os.environ, **NCCL, "GLOO_SOCKET_IFNAME": "lo", **alike, **own},
                         stdout=file,
                         stderr=subprocess.STDOUT,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import pytest
 import one_gpu
 import paralab as pl
 from equality import TOLERANCE, worst
+from foreign_programs import PROGRAMS, theory
 from pairwise import cover
 from paralab.instruments.calibrate import DRIVERS
 from paralab.instruments.measure import OPS
@@ -227,6 +229,28 @@ def test_gpu_paradigm_over_nccl_on_machines_that_share_one(on_machines, alone, f
     assert gap_ <= allowed
     assert report.meta["backend"] == OWN and report.meta["nodes"] == list(range(n))
     assert report.meta["meetings"] == [[]] * n
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("observed")
+    script = str(Path(__file__).with_name("foreign_on_gpu.py"))
+    words = ["-m", "paralab", "observe", "--steps", "marked", "--out", str(folder / "parts")]
+    said = one_gpu.started([*words, script, *PROGRAMS], folder, 2, HANG_S)
+    assert len(list((folder / "parts").glob("rank-*"))) == 2, said
+    return pl.load(folder / "parts")
+
+
+@pytest.mark.skipif(NUM_GPUS > 1 and not REHEARSAL, reason="ranks have a GPU each here")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gpu_observed_bytes_over_nccl_are_the_closed_form(observed, figures, name):
+    rows = observed.collectives[observed.collectives["step"] == 2 * list(PROGRAMS).index(name) + 1]
+    rows = rows[~rows["phase"].isin(("control", "setup")) & (rows["wire_bytes"] > 0)]
+    expected = theory(name, 2, OWN)
+    found = rows.groupby(["op", "phase"])["wire_bytes"].sum().to_dict()
+    figures.append(("bytes observed", f"torch, {name}", 2, sum(found.values()),
+                    sum(expected.values())))  # fmt: skip
+    assert found == expected
 
 
 # ---- overlap, as it is ---------------------------------------------------------------------------
