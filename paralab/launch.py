@@ -61,7 +61,7 @@ def launch(
     """
     __tracebackhide__ = True
     how = {"timeout": timeout, "device": device, "live": live, "stop": stop}
-    return launch_program(fn, ranks, args, told=False, **how)
+    return launch_program(fn, ranks, args, told=False, any_tensor=True, **how)
 
 
 def warm_up() -> None:
@@ -146,6 +146,7 @@ def launch_program(
     args: Sequence[Any] = (),
     *,
     told: bool = True,
+    any_tensor: bool = False,
     timeout: float = 120.0,
     device: str | None = None,
     live: bool = False,
@@ -156,6 +157,8 @@ def launch_program(
     """`launch` for a program that is told who it is: ``program(context, *args)``.
 
     told         False for `launch`, whose ``fn`` is not
+    any_tensor   the process group carries what it is given: where ranks have a GPU each, tensors of
+                 the host too, over gloo. Otherwise NCCL is all there is
     on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
     strict       carried to ``context.strict``
     """
@@ -181,6 +184,7 @@ def launch_program(
         "device": device or default_device(),
         "strict": strict,
         "with_context": told,
+        "any_tensor": any_tensor,
         # One rank's output extends the time of all, so gloo's own, per call, has to be far longer:
         # the error that says who waits for whom comes from here.
         "group_timeout": 10 * timeout + 60,

@@ -11,7 +11,7 @@
     torchrun --nproc-per-node 2 -m paralab observe train.py       # one part per rank, for pl.load
 
 A step ends where an optimizer's ``step`` ends, or where the program calls `step`. What instruments
-see, and what they cost, is in instruments/foreign.py. Torch-free.
+see, on which device, and what they cost, is in instruments/foreign.py. Torch-free.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def observe(
                   it. The first step lacks what optimizers make in it, so there are two
     launch        timeout, device, live, stop: as in `pl.launch`
 
+    The device is the program's own, and ``report.meta["device"]`` says which: times and bytes are a
+    GPU's from the first tensor that ``fn`` has there, and the CPU's if it has none.
     ``report.losses`` are what ``fn`` returns if that is one number per step, the mean of the ranks
     that return some; ``report.results`` are the returned values in rank order, tensors as NumPy
     arrays. Raises ValueError before a process starts, or where steps cannot be told apart;
@@ -86,7 +88,8 @@ def observe(
         return _here(settings)
     run, what = (_function, fn) if callable(fn) else (_launched_script, _script_file(fn))
     node_of, program = places(what, ranks, args, nodes), functools.partial(_program, run, what)
-    parts = launch_program(program, ranks, (node_of, settings, *args), **launch)
+    arguments = (node_of, settings, *args)
+    parts = launch_program(program, ranks, arguments, any_tensor=True, **launch)
     return _report(what.name if isinstance(what, Path) else name_of(what), parts)
 
 
@@ -167,14 +170,13 @@ def _program(
 
 @contextlib.contextmanager
 def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
-    """who  has its rank, world_size, device and nodes"""
+    """who  has its rank, world_size and nodes; the device is the program's own"""
     __tracebackhide__ = True
     from paralab.instruments.foreign import Observer
     from paralab.instruments.recorder import Recorder
 
-    recorder = Recorder(rank=who.rank, world_size=who.world_size, device=who.device)
-    device = who.device.partition(":")[0]
-    with Observer(recorder, nodes=who.nodes, device=device, **settings) as observer:
+    recorder = Recorder(rank=who.rank, world_size=who.world_size)
+    with Observer(recorder, nodes=who.nodes, **settings) as observer:
         _observers.append(observer)
         try:
             yield observer
@@ -186,7 +188,8 @@ def _part(observer: Any, who: Any, result: Any) -> dict[str, Any]:
     tables = observer.part()
     if observer.saw_nothing and result is None:
         raise illegal("program", observer.step, NOTHING, "a program that trains in its ranks")
-    part = part_of(who, tables, result, observed=observer.about)
+    used = {"device": observer.device, "backend": observer.calls.backend(observer.device)}
+    part = part_of(who, tables, result, observed=observer.about, **used)
     result = part["result"]
     if isinstance(result, (list, tuple)) and len(result) == len(tables["steps"]["step"]):
         with contextlib.suppress(TypeError, ValueError):
@@ -268,8 +271,7 @@ def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
         why = f"this process is one of {ranks} ranks, and the report would be of one process"
         legal = "pl.observe(fn, ranks=N), or torchrun ... -m paralab observe FILE"
         raise illegal("fn", None, why, legal)
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    seen, who = _Seen(), SimpleNamespace(rank=0, world_size=1, device=device, nodes=(0,))
+    seen, who = _Seen(), SimpleNamespace(rank=0, world_size=1, device="cpu", nodes=(0,))
     with _observed(who, {**settings, "existing": True}) as observer:
         yield seen
         part = _part(observer, who, ())

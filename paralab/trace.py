@@ -101,7 +101,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def part_of(who: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dict[str, Any]:
-    """What a rank hands back. ``who`` has its rank, device and nodes."""
+    """What a rank hands back. ``who`` has its rank, device and nodes, if ``meta`` does not say."""
     import torch
 
     said = {"device": who.device, "nodes": list(who.nodes), "torch": str(torch.__version__)}

@@ -1,7 +1,8 @@
 """The same code on CUDA, for whoever has GPUs: `make gpu` runs it and writes one table, gpu.md.
 
     one GPU      every pairwise plan, its ranks sharing the GPU through staged calls; offload;
-                 every paradigm over NCCL, on ranks that it takes for machines of their own
+                 every paradigm over NCCL, on ranks that it takes for machines of their own;
+                 observed programs of the CPU and of the GPU
     two, eight   every paradigm on NCCL with a GPU per rank; the bubbles of 1F1B and interleaving
                  next to their formulas; the share of ZeRO-3's gathers that hides; a kill, a hang,
                  an out-of-memory
@@ -276,6 +277,36 @@ def test_gpu_hidden_share_of_gathers_is_written_down(run, figures, n, prefetch):
     figures.append(("communication that hides", said(plan), n, f"{hidden:.0f} %", ""))
     figures.append(("step", said(plan), n, f"{step:.4g} ms", ""))
     assert 0.0 <= hidden <= 100.0
+
+
+# ---- an observed program -------------------------------------------------------------------------
+def trains_on(device: str) -> None:
+    """AdamW on one layer; its gradients are summed on its device, and a flag on the host."""
+    import torch
+    import torch.distributed as dist
+
+    model = torch.nn.Linear(256, 256, bias=False).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(64, 256).to(device)).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        dist.all_reduce(torch.ones(300))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("n", [pytest.param(n, marks=with_gpus(n)) for n in (1, 2, 8)])
+@pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
+def test_gpu_observed_program_is_of_the_device_that_it_has_its_tensors_on(n, device):
+    report = pl.observe(trains_on, n, (device,), timeout=HANG_S)
+    on_gpu = device == "cuda"
+    assert report.meta["device"] == ("cuda:0" if on_gpu else "cpu")
+    assert report.meta["backend"] == ("nccl" if on_gpu else "gloo")
+    most, size = report.memory.groupby("category")["bytes"].max(), 4 * 256 * 256
+    assert most["parameters"] == most["gradients"] == size
+    assert most["optimizer"] == 2 * size + 4 * (not on_gpu)  # the count of steps is on the host
+    assert len(report.allocator) == 3 * n * on_gpu
+    assert set(report.memory["step"]) == {0, 1}
 
 
 # ---- faults --------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ have had time.
 [Note: ends] A collective of gloo or NCCL says when it ends; gloo's sends, receives and
 reduce-scatters do not. Their span ends when the rank has waited for them. The reducer of
 DistributedDataParallel waits in C++: what follows its last launch in a backward counts as the wait.
+
+[Note: device] A program's device is the program's own: where there are GPUs it may well compute on
+the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
+of a module or an optimizer. From then on times are that GPU's, and bytes those on GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from torch.optim import optimizer as optimizers
 from paralab.checks import illegal
 from paralab.instruments.foreign_calls import CALLS, Calls, is_control, payload
 from paralab.instruments.foreign_hooks import around, stand_before
-from paralab.instruments.foreign_ledger import ForeignLedger
+from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.memory import tensors
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
@@ -69,15 +73,15 @@ class Observer:
         recorder: Recorder,
         *,
         nodes: Sequence[int],
-        device: str = "cpu",
         memory_steps: int = 2,
         marked: bool = False,
         existing: bool = False,
     ) -> None:
-        self.recorder, self.device, self.memory_steps = recorder, device, memory_steps
+        self.recorder, self.memory_steps = recorder, memory_steps
         self.marked, self.existing = marked, existing
-        self.calls = Calls(recorder.rank, nodes, device)
-        self.ledger = ForeignLedger(recorder, device=device) if memory_steps else None
+        self.device, self._looks = "cpu", torch.cuda.is_available()  # see [Note: device]
+        self.calls = Calls(recorder.rank, nodes)
+        self.ledger = ForeignLedger(recorder) if memory_steps else None
         self.step = 0  # the step that is open, or comes next
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
         self.raw = False  # the program has none of these: its first step is all that it did
@@ -117,6 +121,8 @@ class Observer:
         undo.callback(optimizers.register_optimizer_step_post_hook(self._updated).remove)
         if self.ledger is not None:
             self.ledger.before_each = functools.partial(setattr, self, "_held", None)
+            if self._looks:
+                self.ledger.elsewhere = self._shows
             self.ledger.__enter__()
             if self.existing:
                 self.ledger.adopt(gc.get_objects())
@@ -139,20 +145,36 @@ class Observer:
         """Whether this thread is the program's, or one on which the engine works for it."""
         return threading.get_ident() == self._thread or "backward" in self.inside
 
+    def _shows(self, *seen: Tensor) -> bool:
+        """Whether one of these is the program's first tensor on a GPU: see [Note: device]."""
+        inner = (t for tensor in seen for t in plain(tensor)) if self._looks else ()
+        first = next((t for t in inner if t.is_cuda), None)
+        if first is None:
+            return False
+        self._looks, self.device = False, f"cuda:{first.get_device()}"
+        self.recorder.moves_to(self.device)
+        self._describe()
+        self._seen.clear()  # where their parameters are now is looked up at their next call
+        return True
+
     # ---- collectives --------------------------------------------------------------------------
     def _called(self, op: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
-        recorder, sent = self.recorder, payload(op, given)
+        recorder, sent, used = self.recorder, payload(op, given), tensors(given)
+        if of_program := self._is_program():
+            self._shows(*used)
         if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
             self._begin()
-        after = recorder.cut() if self._is_program() else ()
+        after = recorder.cut() if of_program else ()
         if op == "barrier":
             return own()
-        where = self.calls.where(dist.ProcessGroup.unbox(given["process_group"]))
-        span = recorder.launch(f"comm:{where.axis}", after, recorder.clock.mark())
+        where = self.calls.where(dist.ProcessGroup.unbox(given["process_group"]), used[0].device)
+        on_gpu = any(tensor.is_cuda for tensor in used)
+        start = recorder.clock.mark() if on_gpu else recorder.clock.host()
+        span = recorder.launch(f"comm:{where.axis}", after, start)
         for row in self.calls.rows(op, given, sent, where, self._phase(sent)):
             recorder.call((*row, span))
-        for tensor in tensors(given):
+        for tensor in used:
             self._by_storage[tensor.untyped_storage()._cdata] = span
             if self.ledger is not None:
                 self.ledger.carries(tensor)
@@ -162,7 +184,7 @@ class Observer:
         self._works[work] = span
         if "backward" in self.inside:
             self._flying[span] = weakref.ref(work)
-        if self.device == "cpu":
+        if not on_gpu:
             with contextlib.suppress(RuntimeError):  # not all calls say it: [Note: ends]
                 future = work.get_future()
                 future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
@@ -255,7 +277,9 @@ class Observer:
                 self._seen.add(module)
                 kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
                 self.about["modules"] = sorted(WRAPPERS & kinds.union(self.about["modules"]))
-                self.recorder.owns("parameters", *module.parameters(), *module.buffers())
+                own = [*module.parameters(), *module.buffers()]
+                self._shows(*own)
+                self.recorder.owns("parameters", *own)
             yield
 
     @contextlib.contextmanager
@@ -296,6 +320,8 @@ class Observer:
             self._describe()
             if self.ledger is not None:
                 self.ledger.find_gradients(optimizer)
+            elif self._looks:
+                self._shows(*(p for group in optimizer.param_groups for p in group["params"]))
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 

@@ -40,7 +40,7 @@ INDICES = 4096  # bytes of whole numbers that are bookkeeping
 
 
 class Where(NamedTuple):
-    """A process group: its axis, its global ranks, whether it is gloo's."""
+    """A process group: its axis, its global ranks, whether gloo carries these tensors."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -50,10 +50,11 @@ class Where(NamedTuple):
 class Calls:
     """The calls of one rank. ``nodes``: index of the node that each rank runs on."""
 
-    def __init__(self, rank: int, nodes: Sequence[int], device: str) -> None:
-        self.rank, self.nodes, self.device = rank, nodes, torch.device(device)
-        self.made: Counter[Where] = Counter()
-        self._groups: dict[str, Where] = {}
+    def __init__(self, rank: int, nodes: Sequence[int]) -> None:
+        self.rank, self.nodes = rank, nodes
+        self.made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # of an axis and its ranks
+        self.backends: dict[str, str] = {}  # what carried the tensors of a kind of device
+        self._groups: dict[tuple[str, str], Where] = {}
         self._meshes: list[Any] = []
 
     @contextlib.contextmanager
@@ -63,18 +64,25 @@ class Calls:
         self._meshes.append(weakref.ref(mesh))
         self._groups.clear()
 
-    def where(self, group: Any) -> Where:
+    def where(self, group: Any, device: torch.device) -> Where:
         """The group's axis: the name of its mesh dimension, of the group, or its ranks."""
-        name = group.group_name
-        if name not in self._groups:
+        name, kind = of = group.group_name, device.type
+        if of not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             axis = self._mesh_dimension(name) or group.group_desc.removeprefix("mesh_")
             if axis in ("default_pg", "undefined", "default", ""):
                 every = len(ranks) == len(self.nodes)
                 axis = "world" if every else f"ranks {','.join(map(str, ranks))}"
-            gloo = group._get_backend(self.device).name() == "gloo"
-            self._groups[name] = Where(axis, ranks, gloo)
-        return self._groups[name]
+            self.backends[kind] = _backend(group, device)
+            self._groups[of] = Where(axis, ranks, self.backends[kind] == "gloo")
+        return self._groups[of]
+
+    def backend(self, device: str) -> str:
+        """What carried tensors of this device; if none were sent, what the default group has."""
+        kind = torch.device(device).type
+        if kind not in self.backends and dist.is_initialized():
+            return _backend(dist.group.WORLD, torch.device(kind))
+        return self.backends.get(kind, "")
 
     def _mesh_dimension(self, group: str) -> str:
         """Of several dimensions with this group the latest: the first is often all ranks."""
@@ -93,7 +101,8 @@ class Calls:
     ) -> Iterator[tuple]:
         """Of one call: number, op, axis, ranks, peer, level, phase, payload and wire bytes."""
         axis, ranks, _ = where
-        number, self.made[where] = self.made[where], self.made[where] + 1
+        number = self.made[axis, ranks]
+        self.made[axis, ranks] += 1
         for name, size, peer in self._sent(op, given, sent, where):
             ends = (self.rank, peer) if name in POINT_TO_POINT and peer >= 0 else ranks
             root = ranks.index(peer) if name in ROOTED else 0
@@ -127,6 +136,13 @@ class Calls:
         if op == "reduce_scatter" and where.gloo and others:
             return [(op, size, -1), ("all_gather", size, -1)]
         return [(op, size, peer)]
+
+
+def _backend(group: Any, device: torch.device) -> str:
+    """Its name; "" where the group has none for tensors of this device: torch refuses the call."""
+    with contextlib.suppress(RuntimeError):
+        return group._get_backend(device).name()
+    return ""
 
 
 def payload(op: str, given: dict[str, Any]) -> list[Tensor]:

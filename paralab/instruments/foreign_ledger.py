@@ -26,10 +26,15 @@ from paralab.instruments.memory import Life, tensors
 
 
 class ForeignLedger(Ledger):
-    """``before_each()`` is called before every operation."""
+    """``before_each()`` is called before every operation.
+
+    elsewhere(tensor)  is asked of what it does not count, and calls `moves_to` where that says that
+                       another kind of device is the program's: if so, it is true
+    """
 
     born_in = Ledger.born_in | {"compute": "other"}  # the program's own work outside the spans
     before_each: Callable[[], None] = staticmethod(lambda: None)
+    elsewhere: Callable[[Tensor], bool] = staticmethod(lambda tensor: False)
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
@@ -53,7 +58,18 @@ class ForeignLedger(Ledger):
         life = None
         for inner in plain(tensor):
             life = super()._meet(inner) or life
+        if life is None and self.elsewhere(tensor):
+            return self._meet(tensor)
         return life
+
+    def moves_to(self, device: str) -> None:
+        """Storages on this device count from now on, and no longer those met so far."""
+        self._settle()
+        for life in self._known.values():
+            self._count(life, 0)  # whoever still has it moves nothing
+        self._known.clear()
+        self.counts_on(device)
+        self._most = 0
 
     def _saved(self, tensor: Tensor) -> Tensor:
         root = tensor if tensor._base is None else tensor._base

@@ -123,8 +123,8 @@ class _CudaClock(_Clock):
         self._free.append(event)
 
     def seconds(self, mark: Any) -> float:
-        if isinstance(mark, float):  # a host time: gloo on a shared GPU ends on the host
-            return mark
+        if not isinstance(mark, _Mark):  # a host time, where gloo ends; or an earlier CPU clock's
+            return mark if isinstance(mark, float) else mark[0]
         if mark.event is not None:
             mark.event.synchronize()
             self._read(mark)

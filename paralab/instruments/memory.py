@@ -60,8 +60,7 @@ class Storages(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.device = torch.device(device).type
-        self._here = operator.attrgetter(f"is_{self.device}")  # half the time of tensor.device
+        self.counts_on(device)
         self.live = 0
         self._known: dict[int, Life] = {}  # by address, which may be given to the next
         self._dead: deque[Life] = deque()
@@ -69,6 +68,11 @@ class Storages(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and the guard would cost more than the counting
+
+    def counts_on(self, device: str) -> None:
+        """Storages on this kind of device count from now on."""
+        self.device = torch.device(device).type
+        self._here = operator.attrgetter(f"is_{self.device}")  # half the time of tensor.device
 
     def _born(self, storage: torch.UntypedStorage) -> str | None:
         """Category of a storage that was not known; None: it was there before, and counts zero."""

@@ -55,6 +55,17 @@ class Recorder:
         self.samples: list[Sample] = []
         self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes not on the device
 
+    def moves_to(self, device: str) -> None:
+        """What is recorded turns out to compute on this GPU: from now on the times are its, and so
+        are the bytes. Earlier marks stay what they are, moments of the host; earlier samples go.
+        """
+        self.clock, self.allocator = clock_of(device), Allocator(device)
+        self.allocator.begin()
+        self.samples.clear()
+        if self.ledger is not None:
+            self.ledger.moves_to(device)
+        self._sample(self.clock.mark())
+
     # ---- memory -------------------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
         """From now on the storages of these tensors count as ``category``; see ledger.py.

@@ -228,8 +228,8 @@ def _work(
         function, args = _load(file.read())
     notes.write("in init_process_group")
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    # A bare function may well use host tensors on a machine with GPUs: give it both.
-    both = chosen.backend == "nccl" and not task["with_context"]
+    # A user's own program may well use host tensors on a machine with GPUs: give it both.
+    both = chosen.backend == "nccl" and task["any_tensor"]
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if both else chosen.backend,
         store=store,

@@ -1,0 +1,317 @@
+"""The device of an observed program is its own, not the machine's: shown without a GPU.
+
+In a rank of these tests tensors of float64 are on a GPU, and all others on the CPU: what they hold,
+send and save is real, and ``model.double()`` is ``model.to("cuda")``. torch.cuda is that of the
+virtual device (virtual_cuda.py). What NCCL does with two kinds of tensors only a GPU shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+import paralab as pl
+from paralab import observing
+from paralab.launch import launch_program
+
+PSI = 4 * (2 * 256 * 512 + 512 + 256)  # bytes of the model where it was made; twice as many here
+STEP_COUNTS = 4 * 4  # AdamW's, which it keeps on the host
+SETTINGS = {"marked": False, "memory_steps": 2}
+
+
+def with_a_gpu():
+    import torch
+
+    import virtual_cuda
+
+    virtual_cuda.install(0)
+    torch.cuda.is_current_stream_capturing = lambda: False  # optimizers ask, in a build for CUDA
+    gpu = property(lambda tensor: tensor.dtype is torch.float64)
+    host = property(lambda tensor: tensor.dtype is not torch.float64)
+    index = property(lambda tensor: lambda: 0 if tensor.is_cuda else -1)
+    for name, value in {"is_cuda": gpu, "is_cpu": host, "get_device": index}.items():
+        setattr(torch.Tensor, name, value)
+
+
+def in_a_rank(context, program, args, settings):
+    with_a_gpu()
+    context = dataclasses.replace(context, device="cuda:0", backend="nccl")  # as pl.launch chooses
+    with observing._observed(context, settings) as observer:
+        return observing._part(observer, context, program(*args))
+
+
+def observed(program, *args, ranks=1, **settings) -> pl.Report:
+    """What `pl.observe` returns where every rank has a GPU."""
+    given = (program, args, SETTINGS | settings)
+    parts = launch_program(in_a_rank, ranks, given, device="cpu", timeout=60)
+    return observing._report("program", parts)
+
+
+def training(to, how="plain"):
+    """AdamW on a model that is made on the host, as all are, and moved to ``to``."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    if how == "tried before":
+        model(torch.randn(64, 256)).sum().backward()
+        model.zero_grad()
+    model.to(to)
+    if how == "parallel":
+        model = DistributedDataParallel(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters()), []
+    for _ in range(3):
+        loss = model(torch.randn(64, 256).to(to)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def on_the_cpu():
+    import torch
+
+    return training(torch.float32)
+
+
+def on_the_gpu(how):
+    import torch
+
+    return training(torch.float64, how)
+
+
+def beside(report: pl.Report) -> Any:
+    """Seconds of each span that computes which are not its cost."""
+    spans = report.spans[report.spans["kind"].isin(["forward", "backward", "optimizer"])]
+    return (spans["end"] - spans["start"] - spans["cost"]).abs()
+
+
+# ---- whose device --------------------------------------------------------------------------------
+def test_a_program_of_the_cpu_is_one_where_there_are_gpus_too():
+    report = observed(on_the_cpu, ranks=2)
+    assert report.meta["device"] == "cpu" and report.meta["backend"] == "gloo"
+    held = report.peaks()["measured"]
+    assert held["parameters"] == held["gradients"] == PSI
+    assert held["optimizer"] == 2 * PSI + STEP_COUNTS
+    assert set(report.memory["step"]) == {0, 1} and not len(report.allocator)
+    assert beside(report).max() > 0  # a processor's time is not the wall's
+    plain = pl.observe(on_the_cpu, 2, timeout=60)
+    assert plain.meta["device"] == "cpu" and plain.meta["backend"] == "gloo"
+    assert plain.peaks()["measured"].to_dict() == held.to_dict()
+
+
+@pytest.mark.parametrize("how", ["plain", "parallel", "tried before"])
+def test_a_model_that_is_moved_to_the_gpu_makes_it_a_program_of_the_gpu(how):
+    report = observed(on_the_gpu, how, ranks=2)
+    assert report.meta["device"] == "cuda:0"
+    most = report.memory.groupby("category")["bytes"].max()
+    assert most["parameters"] == most["gradients"] == 2 * PSI
+    assert most["optimizer"] == 4 * PSI  # and not the steps' counts
+    assert ("buffers" in most) == (how == "parallel")
+    total = report.peaks()["measured"]["total"] - most.get("buffers", 0)
+    assert total <= 10.1 * PSI  # nothing is left of what was on the host
+    assert (report.memory["bytes"] >= 0).all() and set(report.memory["step"]) == {0, 1}
+    assert report.allocator["step"].tolist() == [0, 1, 2] * 2
+    assert beside(report).max() < 1e-9  # events say both
+    assert len(report.losses) == 3 and report.bubble >= 0
+    link = pl.Link(alpha=1e-5, bandwidth=1e9)
+    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link)
+    assert report.replay(cluster).step_time > 0
+    assert "parameters 2.1 MB" in report.explain()["What does the peak of memory consist of?"]
+
+
+def its_own_update():
+    """No module, no ledger: an optimizer alone."""
+    import torch
+
+    weights = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True), weights], 0.1)
+    for _ in range(2):
+        weights.grad = torch.ones_like(weights)
+        optimizer.step()
+
+
+def its_module(used):
+    import torch
+
+    model = torch.nn.BatchNorm1d(8, affine=False)  # has nothing but buffers
+    model(torch.ones(2, 8))
+    model = torch.nn.Sequential(model, torch.nn.Linear(8, 8).double() if used else model)
+    model[0].double()
+    model(torch.ones(2, 8, dtype=torch.float64))
+
+
+def its_messages():
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.ones(8)
+    dist.all_reduce(flag)
+    dist.all_reduce(torch.ones(8, dtype=torch.float64))
+    flag.untyped_storage().resize_(4000)
+
+
+def its_arithmetic():
+    """One span, in which there is a lot on the host before there is a little on the GPU."""
+    import torch
+
+    torch.ones(4_000_000)
+    kept = [torch.ones(8, dtype=torch.float64) for _ in range(4)]
+    del kept
+    return torch.ones(2_000_000).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [(its_own_update, ()), (its_module, (False,)), (its_module, (True,)), (its_messages, ())],
+)
+def test_without_a_ledger_modules_optimizers_and_messages_say_it(program, args):
+    report = observed(program, *args, memory_steps=0)
+    assert report.meta["device"] == "cuda:0" and not len(report.memory)
+    assert (report.steps["end"] > report.steps["start"]).all()
+    assert (report.spans["end"] >= report.spans["start"]).all()
+
+
+@pytest.mark.parametrize(
+    ("program", "most"), [(its_own_update, 3), (its_messages, 1), (its_arithmetic, 4)]
+)
+def test_with_a_ledger_nothing_counts_that_is_on_the_host(program, most):
+    report = observed(program)
+    assert report.meta["device"] == "cuda:0"
+    held = report.memory.groupby("time")["bytes"].sum()
+    assert {size % 64 for size in held} == {0} and 64 <= held.max() <= most * 64
+    if program is its_arithmetic:
+        assert held.max() == 4 * 64 and len(held) >= 4  # as fine as the GPU's own bytes ask for
+        [peak] = report.allocator["allocated"]
+        assert peak < 9_000_000  # of what came later: the virtual device has all tensors
+
+
+def both_kinds():
+    """A program of the GPU whose ranks tell each other something on the host, too."""
+    import torch
+    import torch.distributed as dist
+
+    import virtual_cuda
+
+    late = virtual_cuda.Event.elapsed_time  # the device is a second behind the host
+    virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
+    big = torch.ones(4096, dtype=torch.float64)
+    for _ in range(3):
+        dist.all_reduce(big)
+        flag = torch.ones(300)
+        dist.all_reduce(flag)
+        if dist.get_rank() == 0:
+            dist.send(flag, 1)
+        else:
+            dist.recv(flag, 0)
+        dist.barrier()
+    return [flag.sum().item()]
+
+
+def test_messages_of_the_host_do_not_disturb_a_program_of_the_gpu():
+    report = observed(both_kinds, ranks=2)
+    assert report.meta["device"] == "cuda:0" and report.results == [[600.0]] * 2
+    calls = report.collectives.query("rank == 0 and op == 'all_reduce'")
+    assert calls["payload_bytes"].tolist() == [8 * 4096, 1200] * 3
+    assert calls["call"].tolist() == [0, 1, 3, 4, 6, 7]
+    spans = report.spans.set_index("id").loc[calls["span"]]
+    took = (spans["end"] - spans["start"]).tolist()
+    assert min(took) >= 0 and max(took[1::2]) < 0.5  # the host's own say when they begin and end
+    assert set(report.memory["category"]) == {"buffers"}
+    assert report.memory["bytes"].max() == 8 * 4096
+
+
+def before_the_block(*kinds):
+    import torch
+
+    import paralab
+
+    with_a_gpu()
+    models = [torch.nn.Linear(16, 16, bias=False, dtype=getattr(torch, kind)) for kind in kinds]
+    with paralab.observe() as seen:
+        on_the_cpu()
+    first = seen.memory[seen.memory["time"] == seen.memory["time"].min()]
+    held = dict(zip(first["category"], first["bytes"], strict=True))
+    return len(models), seen.meta["device"], held
+
+
+def test_what_a_process_has_on_the_gpu_before_the_block_decides():
+    a, b = ("cuda:0", {"parameters": 8 * 256}), ("cpu", {"parameters": 4 * 256})
+    for kinds, (device, held) in ((("float32", "float64"), a), (("float32",), b)):
+        [(_, found, first)] = pl.launch(before_the_block, 1, kinds, device="cpu")
+        assert found == device and first["parameters"] == held["parameters"]
+
+
+# ---- what carries its messages -------------------------------------------------------------------
+def of_one_backend():
+    import torch
+    import torch.distributed as dist
+
+    from paralab.instruments.foreign_calls import Calls
+
+    calls, group = Calls(0, (0,)), dist.new_group([0], backend="cpu:gloo")
+    found = [calls.where(group, torch.device(kind)) for kind in ("cuda", "cpu")]
+    flag = [torch.ones(1)]
+    numbers = [row[0] for w in found for row in calls.rows("all_reduce", {}, flag, w, "data")]
+    names = calls.backends, calls.backend("cuda:0"), Calls(0, (0,)).backend("cpu")
+    return [where.gloo for where in found], numbers, *names
+
+
+def test_a_group_that_has_nothing_for_a_device_is_no_error():
+    [found] = pl.launch(of_one_backend, 1, device="cpu")
+    assert found == ([False, True], [0, 1], {"cuda": "", "cpu": "gloo"}, "", "gloo")
+
+
+CALLS = {
+    pl.observe: "cpu:gloo,cuda:nccl",
+    pl.launch: "cpu:gloo,cuda:nccl",
+    pl.trace: "nccl",
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("own", [True, False])
+def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch, tmp_path):
+    from paralab.ranks import process, watch
+
+    class Seen(Exception):
+        pass
+
+    def started(run, ranks, task, payload, **how):
+        (tmp_path / "payload").write_bytes(payload)
+        raise Seen(pickle.loads(task))
+
+    def joined(backend, **how):
+        raise Seen(backend)
+
+    monkeypatch.setattr(watch.Run, "start", started)
+    with pytest.raises(Seen) as told:
+        call(its_messages, 2)
+    chosen = process.Chosen("cuda:0", "nccl") if own else process.Chosen("cpu", "gloo")
+    monkeypatch.setattr(process, "choose_device", lambda *given: chosen)
+    monkeypatch.setattr(process.dist, "init_process_group", joined)
+    notes = type("Notes", (), {"write": lambda self, text: None})()
+    with pytest.raises(Seen) as found:
+        process._work(0, told.value.args[0], str(tmp_path), None, notes)
+    assert found.value.args[0] == (CALLS[call] if own else "gloo")
+
+
+def test_a_gpus_clock_reads_what_the_cpus_has_marked():
+    def on_a_rank():
+        from paralab.instruments.marks import clock_of
+
+        earlier = clock_of("cpu")
+        marks = [earlier.mark(), earlier.host()]
+        with_a_gpu()
+        clock = clock_of("cuda:0")
+        marks += [clock.mark(), clock.host()]
+        return [clock.seconds(mark) for mark in marks], clock.cost(marks[0], marks[2])
+
+    [(seconds, cost)] = pl.launch(on_a_rank, 1, device="cpu")
+    assert seconds == pytest.approx(sorted(seconds), abs=1e-3)  # an event is tied to the wall
+    assert cost == seconds[2] - seconds[0] > 0
