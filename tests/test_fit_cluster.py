@@ -87,6 +87,7 @@ def test_a_run_of_sgd_is_fitted_as_one():
            for model, plan, _ in log(SMALL)]  # fmt: skip
     fit = pl.fit_cluster(sgd, TRUE)
     assert max(map(abs, fit.inside)) < 1e-6
+    assert pl.fit_cluster(fit.runs, TRUE).inside == fit.inside  # what was fitted is a log too
 
 
 def test_reports_and_tables_by_model_are_runs_too():

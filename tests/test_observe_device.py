@@ -191,6 +191,39 @@ def test_with_a_ledger_nothing_counts_that_is_on_the_host(program, most):
         assert peak < 9_000_000  # of what came later: the virtual device has all tensors
 
 
+def sums_at_once(aside):
+    """As NCCL makes it: what is waited for at once is on the caller's stream, without a Work."""
+    import torch
+    import torch.distributed as dist
+
+    unboxed = dist.Work.unbox
+
+    def waited(work):
+        unboxed(work).wait()
+
+    gradient = torch.ones(8, dtype=torch.float64)
+    model = torch.nn.Linear(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dist.Work.unbox = waited
+    for _ in range(2):
+        model(gradient.view(1, 8)).sum().backward()
+        with torch.cuda.stream(torch.cuda.Stream() if aside else torch.cuda.current_stream()):
+            dist.all_reduce(gradient)
+        optimizer.step()
+    dist.Work.unbox = unboxed
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_call_that_nccl_makes_at_once_is_a_wait_where_the_program_computes(aside):
+    report = observed(sums_at_once, aside, ranks=2)
+    calls = report.collectives
+    assert calls["op"].tolist() == ["all_reduce"] * 4 and (calls["end"] >= calls["start"]).all()
+    waits = report.spans[report.spans["kind"] == "wait"]
+    waited = {span for after in waits["after"] for span in after}
+    assert set(calls["span"]) <= waited or aside
+    assert not (aside and waited)
+
+
 def both_kinds():
     """A program of the GPU whose ranks tell each other something on the host, too."""
     import torch

@@ -23,6 +23,10 @@ have had time.
 reduce-scatters do not. Their span ends when the rank has waited for them. The reducer of
 DistributedDataParallel waits in C++: what follows its last launch in a backward counts as the wait.
 
+[Note: at once] What its caller waits for at once NCCL runs on the caller's stream, and hands out no
+Work. On the program's own stream that is a wait; on another one, as FSDP2 has them, the program
+goes on computing.
+
 [Note: device] A program's device is the program's own: where there are GPUs it may well compute on
 the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
 of a module or an optimizer. From then on times are that GPU's, and bytes those on GPUs.
@@ -80,6 +84,7 @@ class Observer:
         self.recorder, self.memory_steps = recorder, memory_steps
         self.marked, self.existing = marked, existing
         self.device, self._looks = "cpu", torch.cuda.is_available()  # see [Note: device]
+        self._stream: Any = None  # that the program computes on
         self.calls = Calls(recorder.rank, nodes)
         self.ledger = ForeignLedger(recorder) if memory_steps else None
         self.step = 0  # the step that is open, or comes next
@@ -152,6 +157,7 @@ class Observer:
         if first is None:
             return False
         self._looks, self.device = False, f"cuda:{first.get_device()}"
+        self._stream = torch.cuda.current_stream()
         self.recorder.moves_to(self.device)
         self._describe()
         self._seen.clear()  # where their parameters are now is looked up at their next call
@@ -165,11 +171,12 @@ class Observer:
             self._shows(*used)
         if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
             self._begin()
-        after = recorder.cut() if of_program else ()
+        on_gpu = any(tensor.is_cuda for tensor in used)
+        own_stream = not on_gpu or torch.cuda.current_stream() == self._stream
+        after = recorder.cut() if of_program and own_stream else ()
         if op == "barrier":
             return own()
         where = self.calls.where(dist.ProcessGroup.unbox(given["process_group"]), used[0].device)
-        on_gpu = any(tensor.is_cuda for tensor in used)
         start = recorder.clock.mark() if on_gpu else recorder.clock.host()
         span = recorder.launch(f"comm:{where.axis}", after, start)
         for row in self.calls.rows(op, given, sent, where, self._phase(sent)):
@@ -178,9 +185,19 @@ class Observer:
             self._by_storage[tensor.untyped_storage()._cdata] = span
             if self.ledger is not None:
                 self.ledger.carries(tensor)
-        result = own()
+        at_once = on_gpu and of_program and own_stream and given.get("async_op") is False
+        if at_once:
+            recorder.enter("wait", after=(span,))
+        try:
+            result = own()
+        finally:
+            if at_once:
+                recorder.leave()
         last = result[-1] if isinstance(result, (tuple, list)) else result
         work = self._held = dist.Work.unbox(last)
+        if work is None:  # [Note: at once]
+            self._settle((span,))
+            return result
         self._works[work] = span
         if "backward" in self.inside:
             self._flying[span] = weakref.ref(work)

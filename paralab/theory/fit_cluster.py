@@ -187,14 +187,12 @@ def _runs(rows: Any) -> list[Run]:
         rows = [(model, *row) for model, several in rows.items() for row in several]
     found = []
     for number, row in enumerate(rows if isinstance(rows, Sequence) else ()):
-        optimizer = "adamw"
         if hasattr(row, "step_time"):  # a report
-            optimizer = row.meta.get("optimizer", optimizer)
-            row = (row.model, row.plan, row.step_time)
+            row = (row.model, row.plan, row.step_time, row.meta.get("optimizer", "adamw"))
         try:
-            model, plan, seconds = row
-            plan.validate(model)
-            found.append(Run(model, plan, real("seconds", seconds, above=0.0), optimizer))
+            run = Run(*row)
+            run.plan.validate(run.model)
+            found.append(run._replace(seconds=real("seconds", run.seconds, above=0.0)))
         except (TypeError, AttributeError, ValueError) as error:
             why = f"run {number} is refused: {error}"
             raise illegal("model_runs", row, why, "(model, plan, seconds per iteration)") from error
