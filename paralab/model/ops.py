@@ -541,11 +541,11 @@ class Loss(Op):
             self.scratch = (8 * (4 + part.q) * tokens, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
-        # Of 16 bits, whose bytes count half, it is a copy in fp32 that all this is done with.
-        forward, backward = (36, 44) if low else (12, 16)
+        # What has 16 bits, and counts half, is copied to fp32 before and from it behind: 18 bytes.
+        moved = (36 if low else 12) * logits
         self.work = (
-            elementwise(exp=logits) + Work(0, forward * logits, 4 + 8 * bool(axis)),
-            elementwise(exp=logits) + Work(0, backward * logits, 5),
+            elementwise(exp=logits) + Work(0, moved, 4 + 8 * bool(axis)),
+            elementwise(exp=logits) + Work(0, moved, 5),
             Work(),
         )
 

@@ -229,8 +229,8 @@ def _dgx(
         "devices_per_node": devices,
         "peak_flops": peak,
         "flops": products,
-        "memory_bandwidth": 0.64e9 * memory_gbs,
-        "operand_bandwidth": 0.64e9 * memory_gbs,
+        "memory_bandwidth": 0.65e9 * memory_gbs,
+        "operand_bandwidth": 0.65e9 * memory_gbs,
         "fused": True,
         "op_overhead": 5e-6,
         "launch_overhead": 30e-6,
@@ -255,7 +255,7 @@ def _dgx(
 # where the model computes too (VIA-Research/vTrain, its table and its setting); 0.96 of the ports,
 # 192 of 200 GB/s between DGX A100s (NVIDIA, NCCL issue 812).
 #
-# Fitted, to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 64 %
+# Fitted, to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 65 %
 # of the memory's bandwidth, and 30 us of Megatron-LM's host program for a kernel.
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
     "dgx-v100": {
