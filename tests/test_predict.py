@@ -221,20 +221,26 @@ def test_with_tf32_products_take_its_rates_and_other_kernels_move_what_they_did(
         predict(MODEL, pl.Plan(tf32=tf32), cluster(products=rates), steps=1)
         for tf32 in (False, True)
     )
-    works = (half for op in compiled(MODEL, pl.Plan()).model.ops for half in op.work)
+    ops = compiled(MODEL.resolved(gpus=True), pl.Plan()).model.ops
+    works = (half for op in ops for half in op.work)
     products = sum(works, Work()).products
     less = sum(n / 1e11 - n / rate for n, rate in zip(products, rates["tf32"], strict=True))
     assert plain.step_time - low.step_time == pytest.approx(less) and less > 0
     assert plain.step_time == predict(MODEL, pl.Plan(tf32=True), cluster(), steps=1).step_time
 
 
-@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
-def test_every_matrix_product_has_its_kind(attention):
+@pytest.mark.parametrize(
+    ("attention", "precision"), [("explicit", "fp32"), ("sdpa", "fp32"), ("sdpa", "bf16")]
+)
+def test_every_matrix_product_has_its_kind(attention, precision):
+    """But for those of torch's fused kernel in fp32, which has one rate whatever the others do."""
     model = MODEL.replace(attention=attention, tied=False)
-    ops = compiled(model, pl.Plan(microbatch_size=3)).model.ops
+    ops = compiled(model, pl.Plan(microbatch_size=3, precision=precision)).model.ops
     forward, input_, weight = (sum((op.work[half] for op in ops), Work()) for half in range(3))
     attended = model.layers * 4 * 3 * model.seq_len**2 * model.hidden
     linear = flops.forward_flops(model, 3) - attended
+    assert forward.flops == linear + attended and input_.flops == linear + 2 * attended
+    attended *= (attention, precision) != ("sdpa", "fp32")
     assert forward.products == (linear, attended, 0)
     assert input_.products == (0, linear + 2 * attended, 0)
     assert weight.products == (0, 0, linear)
