@@ -763,8 +763,10 @@ for cap in (1, 25):
 # --overlap-grad-reduce --ddp-bucket-size 40000000
 # ```
 #
-# **On your GPUs** the same cells take a GPU per rank, and NCCL carries the messages. That has not
-# been run for this lab.
+# **On your GPUs** write `pl.set_default_device(None)` in the first cell. Where every rank has a GPU
+# the library trains on them, and NCCL carries the messages; your own code stays where its tensors
+# are. The naive and the overlapped form were run with NCCL on one GPU that two ranks shared, not
+# yet on several GPUs.
 #
 # ## Read on
 # * Li and others 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704): sec. 3.2 has the

@@ -758,8 +758,9 @@ for stage in (1, 2, 3):
 # --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 # ```
 #
-# **On your GPUs** the same cells take a GPU per rank; the ledger then counts device memory, and
-# `memory_limit` caps the allocator. That has not been run for this lab.
+# **On your GPUs**, with `pl.set_default_device(None)` in the first cell, the library takes a GPU
+# per rank; the ledger then counts device memory, and `memory_limit` caps the allocator. All three
+# stages were run with NCCL on one GPU that two ranks shared, not yet on several GPUs.
 #
 # ## Read on
 # * Rajbhandari and others 2020, [ZeRO](https://arxiv.org/abs/1910.02054): figure 1 and table 1 for

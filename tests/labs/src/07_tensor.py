@@ -867,9 +867,11 @@ saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms 
 # In torchtitan's configuration the degree is `tensor_parallel_degree`, in DeepSpeed's JSON it is
 # `{"tensor_parallel": {"autotp_size": 8}}`. Neither was run here.
 #
-# **On your GPUs**: the same cells use NCCL, one rank per GPU. They have not been run on several
-# GPUs. In `report.timeline()` look at the gaps between two products, and make `hidden` larger
-# until they no longer matter: the work of a block grows with h², its messages with h.
+# **On your GPUs** write `pl.set_default_device(None)` in the first cell: the library's ranks take a
+# GPU each, with NCCL between them. Tensor and sequence parallelism were run so on one GPU that two
+# ranks shared, not yet on several. In `report.timeline()` look at the gaps between two products,
+# and make `hidden` larger until they no longer matter: the work of a block grows with h², its
+# messages with h.
 #
 # ## Read on
 # * Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3: columns, rows,

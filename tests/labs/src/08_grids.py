@@ -599,9 +599,10 @@ dtensor.reveal(2, "These are the calls 4 and 5; then every rank multiplies once.
 # comparison.) Megatron-LM and DeepSpeed have no grid for one layer; their “2D” and “3D” mean
 # tensor × data (× pipeline) parallelism, the subject of lab 10.
 #
-# **On your GPUs**: the same cells with NCCL; they have not been run on several GPUs. Watch
-# `report.timeline()`: SUMMA's broadcasts are many and small, and where latency counts for more
-# than bytes, the few large all-reduces of 1D win even where they carry more.
+# **On your GPUs** write `pl.set_default_device(None)` in the first cell. The 2D form was run with
+# NCCL on one GPU that four ranks shared; on several GPUs nothing was run yet. Watch
+# `report.timeline()`: SUMMA's broadcasts are many and small, and where latency counts for more than
+# bytes, the few large all-reduces of 1D win even where they carry more.
 #
 # ## Read on
 # * Van de Geijn and Watts 1997, SUMMA (linked above). Cannon 1969, *A cellular computer to

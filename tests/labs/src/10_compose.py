@@ -514,7 +514,7 @@ from_m.reveal(2, "With m = 2 most of the pipeline's step is its bubble.")
 # communication grows with $m$. The bubble stays the same number of seconds while the computation
 # grows, so its share shrinks. Where memory and the batch allow many micro-batches, a pipeline is
 # the faster one inside a node, too. Where they do not, as with $m = 2$, it is the slower one. (The
-# issue measured over 30 %, with BERT models. The prediction has 26 % with $m = 8$, and more than
+# issue measured over 30 %, with BERT models. The prediction has 25 % with $m = 8$, and more than
 # 100 % with $m = 128$: trust its direction, not its factor.)
 #
 # ## Larger micro-batches suit the device, smaller ones the pipeline
@@ -544,8 +544,9 @@ size.reveal(2, "But 1 and 2 are closer to each other than a prediction is to a m
 
 # %% [markdown]
 # With a batch of 128, eight samples per micro-batch leave 16 micro-batches for 8 stages, and the
-# bubble decides. With 512 one sample is too few: every micro-batch reads all weights, and adds its
-# gradients to those before it. (In the paper's figure 16 two samples win with both batches.)
+# bubble decides. With 512 two and four come out alike, and one sample is too few: every micro-batch
+# reads all weights, and adds its gradients to those before it. (In the paper's figure 16 two
+# samples win with both batches.)
 #
 # ## A search goes through all legal plans
 # `plan_search` goes through every legal combination of dp, tp, pp, schedule, chunks per rank,
@@ -829,9 +830,11 @@ view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller p
 # In all of them dp is what is left: world size / (tp · pp). Megatron's default order of ranks is
 # `tp-cp-ep-dp-pp`, innermost first, which is the order of this lab.
 #
-# **On your GPUs.** The cells are the same there; none was run on one for this text.
-# `pl.Cluster.local(device="cuda")` measures your GPUs and links. Look first at
-# `report.traffic(by="level")`: what crosses nodes should be the smallest number.
+# **On your GPUs.** With `pl.set_default_device(None)` in the first cell the same cells take a GPU
+# per rank. Tensor and pipeline parallelism together, and hybrid sharding, were run with NCCL on one
+# GPU that four ranks shared, not yet on several. `pl.Cluster.local(device="cuda")` measures your
+# GPUs and links. Look first at `report.traffic(by="level")`: what crosses nodes should be the
+# smallest number.
 #
 # ## Read on
 # * Narayanan et al. 2021, [PTD-P](https://arxiv.org/abs/2104.04473): sec. 3 for the model of
