@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 import bench_data_parallel
+import bench_gpu
 import bench_host
 import bench_instruments
 import bench_launch
@@ -34,6 +35,7 @@ BENCHES: dict[str, Callable[[], list[dict]]] = {
     "offload": bench_offload.measure,
     "predict": bench_predict.measure,
     "speed": bench_speed.measure,
+    "gpu": bench_gpu.measure,
 }
 
 
