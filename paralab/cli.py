@@ -62,7 +62,7 @@ FILES = {
 }
 OPTIMIZER = Option("optimizer", str, "adamw or sgd")
 RANKS_OF_A_RUN = (
-    Option("device", str, "cpu or cuda (default: the GPU where there is one)"),
+    Option("device", str, "cpu or cuda (default: a GPU per rank where there are so many)"),
     Option("timeout", number, "seconds without a sign of life before the ranks stop"),
 )
 OBSERVE = (

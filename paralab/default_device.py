@@ -13,8 +13,8 @@ LEGAL = (None, "cpu", "cuda")
 
 
 def set_default_device(device: str | None) -> None:
-    """From now on runs, traces, observations and predictions of this process that name no device
-    take this one.
+    """From now on launches, runs, traces and predictions of this process that name no device take
+    this one. For `pl.observe` it chooses the process group alone: a program's device is its own.
 
     device  "cpu", "cuda", or None: a GPU for each rank where there are as many, else the CPU
 

@@ -378,7 +378,7 @@ def _problems(at: Machine) -> Iterator[str]:
 
 def _verdict(lab: Lab, at: Machine, problems: list[str]) -> tuple[bool, str]:
     """(whether the lab runs as it is, in words)."""
-    room, gpus, cores = _room_for_ranks(at), len(at.torch["gpus"]), _cores_at_once(at)
+    room, cores = _room_for_ranks(at), _cores_at_once(at)
     if problems:
         return False, "not yet"
     if room < lab.ranks:
@@ -386,14 +386,8 @@ def _verdict(lab: Lab, at: Machine, problems: list[str]) -> tuple[bool, str]:
     if lab.files and at.temp is not None and at.temp["free"] < lab.files:
         left = f"{at.temp['path']}, which has {_size(at.temp['free'])}"
         return False, f"not yet: it writes {_size(lab.files)} to {left}"
-    where = ""
-    if not gpus and lab.ranks > cores:
-        where = f", ranks taking turns on {_count(int(cores), 'core')}"
-    elif 0 < gpus < lab.ranks:
-        where = f", ranks sharing {_count(gpus, 'GPU')} over gloo; NCCL needs a GPU for each"
-    elif gpus:
-        where = f", on {_count(lab.ranks, 'GPU')}"
-    return True, f"runs here as it is{where}"
+    turns = f", ranks taking turns on {_count(int(cores), 'core')}" * (lab.ranks > cores)
+    return True, f"runs here as it is{turns}"
 
 
 def _sentences(at: Machine) -> Iterator[tuple[str, str]]:

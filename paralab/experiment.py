@@ -143,7 +143,8 @@ def run(
                   more; model, optimizer, seed, lr, global batch and text must be those of the
                   checkpoint, and the batches are those that come next
     resume_changes  which of these may differ all the same: some of "lr", "global_batch", "data"
-    device        "cpu", "cuda", or None for the GPU where there is one
+    device        "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
+                  rank where there are as many, else the CPU
     timeout       seconds without any sign of life before the ranks are stopped
     progress      show a bar that moves with the ranks' steps; or a function called as
                   progress(rank, steps done, steps), at most 20 times a second for each rank

@@ -51,7 +51,7 @@ def launch(
     ranks    processes, 1 to 64
     timeout  seconds without any sign of life (a result, a line printed, a call that ends) before
              the ranks are stopped; the time that they take to start does not count
-    device   "cpu", "cuda", or None for the GPU where there is one
+    device   "cpu", "cuda", or None for the default: default_device.py
     live     show what ranks print as it comes; otherwise in rank order at the end
     stop     set it from any thread, at any moment, and the ranks end within a second
 
@@ -157,8 +157,8 @@ def launch_program(
     """`launch` for a program that is told who it is: ``program(context, *args)``.
 
     told         False for `launch`, whose ``fn`` is not
-    any_tensor   the process group carries what it is given: where ranks have a GPU each, tensors of
-                 the host too, over gloo. Otherwise NCCL is all there is
+    any_tensor   where ranks have a GPU each, the process group carries the host's tensors too, over
+                 gloo. Otherwise it is NCCL alone, which refuses them
     on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
     strict       carried to ``context.strict``
     """

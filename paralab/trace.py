@@ -55,7 +55,7 @@ def trace(
     memory   also find the peak of tensor bytes that ``fn`` had alive beyond what was alive when it
              was called, arguments included: ``report.meta["peak_bytes"]``, one number per rank
     timeout  seconds without any sign of life before the ranks are stopped
-    device   "cpu", "cuda", or None for the GPU where there is one
+    device   "cpu", "cuda", or None for the default: default_device.py
     strict   hold every call to NCCL's order rules, whatever the backend
     live     show what ranks print as it comes; otherwise in rank order at the end
     stop     an event that ends the ranks when it is set

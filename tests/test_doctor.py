@@ -90,11 +90,7 @@ def test_gpus_one_for_all_one_for_each_and_none():
     one = on(torch=with_cuda | {"gpus": [H100], "backends": ["gloo", "nccl"]})
     assert says(one, "GPUs") == "1: H100 with 80.0 GB"
     assert says(one, "backends") == "gloo, nccl"
-    assert verdicts(one)["00"] == (True, "runs here as it is, on 1 GPU")
-    assert "ranks sharing 1 GPU over gloo; NCCL needs a GPU for each" in verdicts(one)["01"][1]
-    eight = on(torch=with_cuda | {"gpus": [H100] * 8})
-    assert verdicts(eight)["02"] == (True, "runs here as it is, on 8 GPUs")
-    assert "sharing 8 GPUs" in verdicts(eight)["08"][1]
+    assert verdicts(one) == verdicts(on())  # labs compute on processors
 
 
 def test_links_say_what_was_measured_or_how_to_measure():

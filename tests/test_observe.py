@@ -170,6 +170,18 @@ def fsdp_ahead(how):
         optimizer.zero_grad()
 
 
+def test_explain_does_not_judge_a_prefetch_whose_waits_it_has_not_seen():
+    """FSDP2's gathers over NCCL run on streams of their own, and the device waits for these."""
+    report = pl.observe(fsdp_ahead, 2, ("blocking",), timeout=60)
+    gathers, spans = set(report.collectives.query("op == 'all_gather'")["span"]), report.spans
+    spans["after"] = [[a for a in after if a not in gathers] for after in spans["after"]]
+    report.meta["device"] = "cuda:0"
+    answers = report.explain()
+    lines = answers["Are gathers prefetched?"].splitlines()
+    assert len(lines) == 2 and all("not known" in line for line in lines)
+    assert "run on streams of their own" in answers["What is not known?"]
+
+
 @pytest.mark.parametrize(
     ("how", "forward", "backward"), [("blocking", 0, 0), ("unshard", 12, 0), ("async", 12, 12)]
 )

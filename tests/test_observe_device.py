@@ -222,6 +222,8 @@ def test_a_call_that_nccl_makes_at_once_is_a_wait_where_the_program_computes(asi
     waited = {span for after in waits["after"] for span in after}
     assert set(calls["span"]) <= waited or aside
     assert not (aside and waited)
+    begun = report.spans[report.spans["id"].isin(calls["span"])]
+    assert begun["after"].map(len).min() == 1  # behind what was computed before it
 
 
 def both_kinds():

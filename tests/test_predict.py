@@ -229,6 +229,18 @@ def test_with_tf32_products_take_its_rates_and_other_kernels_move_what_they_did(
     assert plain.step_time == predict(MODEL, pl.Plan(tf32=True), cluster(), steps=1).step_time
 
 
+def test_the_loss_of_16_bits_is_computed_in_32_and_copied_to_it_and_back():
+    for precision, each in (("fp32", 12), ("bf16", 18)):
+        program = compiled(MODEL, pl.Plan(microbatch_size=3, precision=precision))
+        forward, backward, _ = program.model.ops[-1].work
+        moved = each * 3 * MODEL.seq_len * MODEL.vocab
+        assert forward.exact == backward.exact == moved and forward.bytes == 0
+        for cores in (None, 2):  # as many on a GPU as on a processor that states rates
+            machine = cluster(products={"bf16": (1e9, 1e9, 1e9)}, cores=cores, op_overhead=0.0)
+            found = forward.seconds(machine, precision)
+            assert found == pytest.approx(moved / machine.memory_bandwidth)
+
+
 @pytest.mark.parametrize(
     ("attention", "precision"), [("explicit", "fp32"), ("sdpa", "fp32"), ("sdpa", "bf16")]
 )

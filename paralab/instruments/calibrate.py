@@ -81,7 +81,8 @@ def local_cluster(*, device: str | None = None, refresh: bool = False) -> Cluste
     """This machine as a Cluster named "local", or its GPUs as "local GPUs": measured on the first
     call, then read from a cache.
 
-    device   "cuda" for the GPUs; None or "cpu" for the processors
+    device   "cuda" for the GPUs, "cpu" for the processors; None: what `pl.set_default_device` says,
+             else the processors
     refresh  measure again and replace the cache
 
     On processors every rank counts as a device of its own with one core's speed; ``cores`` says how
@@ -106,6 +107,8 @@ def gpus() -> tuple[tuple[str, int], ...]:
 
 @functools.cache
 def _seen(visible: str | None) -> tuple[tuple[str, int], ...]:
+    if "PARALAB_RANK" in os.environ:
+        return tuple(see_gpus(None))
     from paralab.launch import launch_program
 
     return tuple(launch_program(see_gpus, 1, (), device="cpu")[0])
@@ -129,7 +132,7 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
                machines; links then look slower than they are
     """
     choice("device", device, (None, "cpu", "cuda"))
-    device = device or "cpu"
+    device = device or default_device() or "cpu"
     if device == "cuda" and not gpus():
         raise illegal(
             "device",
@@ -148,9 +151,11 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     return found
 
 
-def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The measured points, rows each with its seconds and the fit's: {"links", "calls", "device",
-    "products", "tiers", "kernels": rows}.
+def calibration_points(
+    *, device: str | None = None, refresh: bool = False
+) -> dict[str, list[dict[str, Any]]]:
+    """The measured points, rows each with its seconds and, where there is one, the fit's: {"links",
+    "calls", "device", "products", "tiers", "kernels": rows}.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     calls   what, seconds: "post"; "forward", "backward"; either "after a wait": how much more
@@ -159,7 +164,7 @@ def calibration_points(*, refresh: bool = False) -> dict[str, list[dict[str, Any
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
     kernels  of a GPU: op (kernel, launch), payload_bytes, wire_bytes, seconds, fitted
     """
-    return calibration(refresh=refresh)["points"]
+    return calibration(device=device, refresh=refresh)["points"]
 
 
 # ---- the cache --------------------------------------------------------------------------------
@@ -267,7 +272,7 @@ def _measure(device: str) -> dict[str, Any]:
         measure_device: 0 if found else ranks,
         measure_calls: 0 if found else ranks,
         measure_products: ranks,
-        measure_tiers: ranks if found else 1,  # GPUs share their host, and what leads to it
+        functools.partial(measure_tiers, ranks=ranks): 1,
         measure_kernels: ranks if found else 0,
         measure_links: ranks if ranks > 1 else 0,
     }
@@ -281,6 +286,7 @@ def _measure(device: str) -> dict[str, Any]:
     links = _from_last_launch(_pooled(measured.pop(measure_links), ranks))
     models, calls, products, tiers, kernels = map(_typical, measured.values())
     post, wait = (0.0, 0.0) if found else overheads(calls)
+    updates = [row for row in tiers if row["op"] == "optimizer"]
     launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
     accuracy: dict[str, dict[str, float]] = {}
     collectives, between = _links(links, accuracy), _links(tiers, accuracy)
@@ -314,8 +320,9 @@ def _measure(device: str) -> dict[str, Any]:
         collectives=collectives,
         host=between["host"],
         disk=between["disk"],
-        # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py.
-        host_bandwidth=7 * between["optimizer"].bandwidth,
+        # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py. Next to
+        # a GPU only the largest are more than the host's caches hold.
+        host_bandwidth=7 * (_largest(updates) if found else between["optimizer"].bandwidth),
         products=rates,
         cores=None if found else cores,
     )
@@ -344,6 +351,12 @@ def _links(rows: list[dict[str, Any]], accuracy: dict[str, dict[str, float]]) ->
     for op in dict.fromkeys(row["op"] for row in rows):
         found[op], accuracy[op] = fit_link([row for row in rows if row["op"] == op])
     return found
+
+
+def _largest(rows: list[dict[str, Any]]) -> float:
+    """Bytes per second of the row with most bytes."""
+    most = max(rows, key=lambda row: row["wire_bytes"])
+    return most["wire_bytes"] / most["seconds"]
 
 
 def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -23,9 +23,9 @@ have had time.
 reduce-scatters do not. Their span ends when the rank has waited for them. The reducer of
 DistributedDataParallel waits in C++: what follows its last launch in a backward counts as the wait.
 
-[Note: at once] What its caller waits for at once NCCL runs on the caller's stream, and hands out no
-Work. On the program's own stream that is a wait; on another one, as FSDP2 has them, the program
-goes on computing.
+[Note: at once] Where the caller waits at once, NCCL runs the collective on the caller's own stream
+and returns no Work. On the stream that the program computes on this is a wait. On another one, as
+FSDP2 has them, the program goes on computing; when it waits for that stream is not seen.
 
 [Note: device] A program's device is the program's own: where there are GPUs it may well compute on
 the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
@@ -157,7 +157,7 @@ class Observer:
         if first is None:
             return False
         self._looks, self.device = False, f"cuda:{first.get_device()}"
-        self._stream = torch.cuda.current_stream()
+        self._stream = torch.cuda.current_stream(first.device)
         self.recorder.moves_to(self.device)
         self._describe()
         self._seen.clear()  # where their parameters are now is looked up at their next call
@@ -171,13 +171,16 @@ class Observer:
             self._shows(*used)
         if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
             self._begin()
-        on_gpu = any(tensor.is_cuda for tensor in used)
-        own_stream = not on_gpu or torch.cuda.current_stream() == self._stream
-        after = recorder.cut() if of_program and own_stream else ()
+        on_gpu = next((tensor.device for tensor in used if tensor.is_cuda), None)
+        aside = on_gpu is not None and torch.cuda.current_stream(on_gpu) != self._stream
+        after = ()
+        if of_program:  # the cut is where the program computes, wherever the call is made
+            with torch.cuda.stream(self._stream) if aside else contextlib.nullcontext():
+                after = recorder.cut()
         if op == "barrier":
             return own()
         where = self.calls.where(dist.ProcessGroup.unbox(given["process_group"]), used[0].device)
-        start = recorder.clock.mark() if on_gpu else recorder.clock.host()
+        start = recorder.clock.host() if on_gpu is None else recorder.clock.mark()
         span = recorder.launch(f"comm:{where.axis}", after, start)
         for row in self.calls.rows(op, given, sent, where, self._phase(sent)):
             recorder.call((*row, span))
@@ -185,7 +188,7 @@ class Observer:
             self._by_storage[tensor.untyped_storage()._cdata] = span
             if self.ledger is not None:
                 self.ledger.carries(tensor)
-        at_once = on_gpu and of_program and own_stream and given.get("async_op") is False
+        at_once = on_gpu and of_program and not aside and given.get("async_op") is False
         if at_once:
             recorder.enter("wait", after=(span,))
         try:
@@ -201,7 +204,7 @@ class Observer:
         self._works[work] = span
         if "backward" in self.inside:
             self._flying[span] = weakref.ref(work)
-        if not on_gpu:
+        if on_gpu is None:
             with contextlib.suppress(RuntimeError):  # not all calls say it: [Note: ends]
                 future = work.get_future()
                 future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))

@@ -28,8 +28,8 @@ from paralab.instruments.memory import Life, tensors
 class ForeignLedger(Ledger):
     """``before_each()`` is called before every operation.
 
-    elsewhere(tensor)  is asked of what it does not count, and calls `moves_to` where that says that
-                       another kind of device is the program's: if so, it is true
+    ``elsewhere(tensor)`` is asked about each tensor that is not counted; it returns True if it has
+    just moved the ledger to that tensor's device.
     """
 
     born_in = Ledger.born_in | {"compute": "other"}  # the program's own work outside the spans

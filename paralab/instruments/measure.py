@@ -160,7 +160,11 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
     for number, (rank, _, _) in enumerate(ranks):
         shape = dict(zip(SHAPE, shapes[number], strict=True))
         for what, work in _works(rank).items():
-            asks = {"flops": work.arithmetic, "bytes": work.bytes, "kernels": work.kernels}
+            asks = {
+                "flops": work.arithmetic,
+                "bytes": work.bytes + work.exact,
+                "kernels": work.kernels,
+            }
             took = median(seconds[number, what][1:])
             points.append({**shape, "what": what, **asks, "seconds": took})
     return points
@@ -358,9 +362,9 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     ]
 
 
-def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
+def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict[str, Any]]:
     """In a rank: seconds of copies between tiers, in the lanes that offload uses, and of the
-    optimizer on the host's processor.
+    optimizer on its share of the host's processor, which ``ranks`` with a GPU each have together.
 
     One row for each op ("host" for a copy either way, "disk" for a file written, or read, past the
     page cache, "optimizer") and size. A GPU's copies are timed on their stream. See [Note: rounds]
@@ -377,8 +381,8 @@ def measure_tiers(context: Any, *, budget: float = 0.4) -> list[dict[str, Any]]:
     from paralab.spec.cluster import available_cores
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
-    link, threads = Lane("h2d", recorder, device=context.device), available_cores()
-    host = Lane("host", recorder, threads=host_threads(context, threads))
+    link = Lane("h2d", recorder, device=context.device)
+    host = Lane("host", recorder, threads=host_threads(context, available_cores() // ranks))
     disk, clock = Lane("disk", recorder), recorder.clock
     sizes, cuda = asked(context).tiers, link.stream is not None
     there = torch.zeros(sizes[-1] // 4, device=context.device)

@@ -544,11 +544,10 @@ class Loss(Op):
             self.scratch = (8 * (4 + part.q) * tokens, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
-        # What has 16 bits, and counts half, is copied to fp32 before and from it behind: 18 bytes.
-        moved = (36 if low else 12) * logits
+        moved = (12 + 6 * (low > 0)) * logits  # logits of 16 bits are copied to fp32, and back
         self.work = (
-            elementwise(exp=logits) + Work(0, moved, 4 + 8 * bool(axis)),
-            elementwise(exp=logits) + Work(0, moved, 5),
+            elementwise(exp=logits) + Work(kernels=4 + 8 * bool(axis), exact=moved),
+            elementwise(exp=logits) + Work(kernels=5, exact=moved),
             Work(),
         )
 

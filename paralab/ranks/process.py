@@ -111,7 +111,12 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
         return Chosen("cpu", "gloo")
     sees_one = torch.cuda.is_available()
     if device == "cuda" and not sees_one:
-        raise illegal("device", device, "torch sees no GPU here", "'cpu', or None for either")
+        raise illegal(
+            "device",
+            device,
+            "torch sees no GPU here",
+            f"'cpu', or None for either; no {VARIABLE}=cuda in the environment",
+        )
     own = len(set(cards)) == len(cards) and all(uuid for _, uuid in cards)
     gpus = len({one for one in cards if one[1]})
     few = f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"

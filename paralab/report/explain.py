@@ -170,6 +170,10 @@ def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     if "FSDPModule" not in _made_of(report, "modules"):
         return ""  # what is gathered is no parameters
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
+        waited = {span for after in report.spans["after"] for span in after}
+        if waited.isdisjoint(rows["span"]):
+            lines.append(f"{phase}: not known, no wait for a gather was seen")
+            continue
         early = [worked > PREFETCHED * each for worked, each in _ahead(report, rows, phase)]
         verdict = "prefetch works" if sum(early) > len(early) / 2 else "there is no prefetch"
         lines.append(
@@ -253,6 +257,11 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         said.append(
             "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
             "ends where the rank had waited for it."
+        )
+    elif "FSDPModule" in _made_of(report, "modules"):
+        said.append(
+            "When the device waited for FSDP2's collectives: they run on streams of their own, and "
+            "a stall of the computing stream counts as computing."
         )
     if "DistributedDataParallel" in _made_of(report, "modules"):
         said.append(

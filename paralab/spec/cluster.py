@@ -182,8 +182,8 @@ class Cluster(Description):
         """This machine, measured: fifteen seconds the first time (GPUs take longer), then from a
         cache.
 
-        device   "cuda" for its GPUs, one rank on each and NCCL between them; None or "cpu" for its
-                 processors
+        device   "cuda" for its GPUs, one rank on each and NCCL between them; "cpu" for its
+                 processors; None: what `pl.set_default_device` says, else the processors
         refresh  measure again
 
         Raises ValueError if GPUs are asked for where there is none.

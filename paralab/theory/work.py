@@ -38,6 +38,7 @@ class Work:
 
     flops     of matrix products
     bytes     that other kernels read and write, in fp32
+    exact     the same of kernels whose bytes are as many in every precision
     kernels   calls
     products  of ``flops``, those of products x W^T (forward), g W (the gradient of an input,
               attention) and g^T x (of a weight)
@@ -53,6 +54,7 @@ class Work:
     operands: float = 0.0
     fused: float = 0.0
     elements: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    exact: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         a, b, c = self.products
@@ -65,6 +67,7 @@ class Work:
             self.operands + other.operands,
             self.fused + other.fused,
             tuple(map(add, self.elements, other.elements)),  # type: ignore[arg-type]
+            self.exact + other.exact,
         )
 
     def __mul__(self, times: float) -> Work:
@@ -77,6 +80,7 @@ class Work:
             self.operands * times,
             self.fused * times,
             tuple(n * times for n in self.elements),  # type: ignore[arg-type]
+            self.exact * times,
         )
 
     __rmul__ = __mul__
@@ -98,7 +102,8 @@ class Work:
         """
         rates = cluster.products.get(precision)
         able = rates is None or cluster.gpus  # computes in 16 bits
-        wide = (BYTES_PER_ELEMENT.get(precision, ITEM) if able else ITEM) / ITEM
+        item = ITEM if precision == "tf32" or not able else BYTES_PER_ELEMENT[precision]
+        wide = item / ITEM
         rest, taken = self.flops, 0.0
         if rates is not None:
             taken = sum(flops / fast for flops, fast in zip(self.products, rates, strict=True))
@@ -108,7 +113,7 @@ class Work:
         if cluster.elements:
             each = (cluster.elements.get(name, 0.0) for name in ELEMENTS)
             taken += sum(map(mul, self.elements, each))
-        moved = (self.bytes - self.fused * cluster.fused) * wide
+        moved = (self.bytes - self.fused * cluster.fused) * wide + self.exact
         taken += rest / cluster.flops + moved / cluster.memory_bandwidth
         return max(
             taken + self.kernels * cluster.op_overhead, self.kernels * cluster.launch_overhead

@@ -27,7 +27,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import needs
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 GB = 10**9  # decimal, as device makers count
 large = pl.ModelSpec.preset("ptdp-7.5b")
 weights, states = 2 * large.num_params, needs.model_states(large, "zero-fp16")
@@ -608,9 +608,10 @@ for choice in (True, False):
 print(f"all gradients of this model: {4 * small.num_params / 1e6:.2f} MB")
 
 # %% [markdown]
-# On a GPU the cells run as they are and the ledger counts the same tensors; this has
-# not been tried on one yet. `nvidia-smi` shows more than the ledger: the CUDA context and memory
-# that PyTorch's allocator has reserved (lab 06).
+# The first cell says that all of this computes on the processor, also where there is a GPU. With
+# `pl.set_default_device("cuda")` there, the library trains on the GPU, and the ledger counts the
+# same tensors there; this was run on one H100. `nvidia-smi` shows more than the ledger: the CUDA
+# context and memory that PyTorch's allocator has reserved (lab 06).
 #
 # ## Read on
 # * Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054), sec. 3: what the states are.

@@ -26,7 +26,7 @@
 import paralab as pl
 from paralab import view
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 view.ring(4)
 
 # %% [markdown]
@@ -842,8 +842,9 @@ pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 # | size of a call | DDP's `bucket_cap_mb` | `reduce_bucket_size` | `--ddp-bucket-size` |
 #
 # In this lab PyTorch's collectives, `DistributedDataParallel` and `ZeroRedundancyOptimizer` ran
-# themselves and were observed. With one GPU per rank the calls go over NCCL instead of gloo, and
-# the cells are the same; this has not been tried on GPUs yet.
+# themselves and were observed. With one GPU per rank calls go over NCCL instead of gloo, and each
+# rank's tensors belong on its own GPU, `group.context.device`; this has not been tried on several
+# GPUs yet.
 #
 # ## Read on
 # * Patarasuk and Yuan 2009, [Bandwidth optimal all-reduce

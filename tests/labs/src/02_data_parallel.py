@@ -27,7 +27,7 @@
 import paralab as pl
 from paralab import view
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
 plan = pl.Plan(dp=4, microbatch_size=4, bucket_bytes=2**20)
 link = pl.Link(alpha=200e-6, bandwidth=0.6e9)
@@ -763,10 +763,10 @@ for cap in (1, 25):
 # --overlap-grad-reduce --ddp-bucket-size 40000000
 # ```
 #
-# **On your GPUs** write `pl.set_default_device(None)` in the first cell. Where every rank has a GPU
-# the library trains on them, and NCCL carries the messages; your own code stays where its tensors
-# are. The naive and the overlapped form were run with NCCL on one GPU that two ranks shared, not
-# yet on several GPUs.
+# **On your GPUs** write `pl.set_default_device("cuda")` in the first cell. Where every rank has a
+# GPU the library trains on them, and NCCL carries the messages; your own code stays where its
+# tensors are. The naive and the overlapped form were run with NCCL on one GPU that two ranks
+# shared, not yet on several GPUs.
 #
 # ## Read on
 # * Li and others 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704): sec. 3.2 has the

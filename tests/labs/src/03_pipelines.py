@@ -33,7 +33,7 @@ from paralab import view
 from paralab.parallel import schedules
 from paralab.theory import pipeline
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpipe(4, 4)})
 
 # %% [markdown]
@@ -746,8 +746,10 @@ pd.DataFrame(
 # --micro-batch-size 2 --global-batch-size 16   # m = 16 / 2 with one data-parallel replica
 # ```
 #
-# DeepSpeed and Megatron-LM are not installed here, and neither was run. On GPUs the cells of this
-# lab take their times from CUDA events; they have not been run on one yet.
+# DeepSpeed and Megatron-LM are not installed here, and neither was run. With
+# `pl.set_default_device("cuda")` in the first cell the library's ranks take a GPU each, and times
+# come from CUDA events. Its schedules were run with NCCL on one GPU that two ranks shared, which
+# says nothing of their bubbles; on several GPUs they were not run yet.
 #
 # ## Read on
 # * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2: micro-batches, and

@@ -34,7 +34,7 @@ from paralab import view
 from paralab.parallel import schedules
 from paralab.theory import pipeline
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 view.schedules({"1F1B": schedules.one_f_one_b(4, 8), "ZB-H1": schedules.zb_h1(4, 8)})
 
 # %% [markdown]
@@ -607,8 +607,9 @@ observed.traffic()
 # DeepSpeed's pipeline engine has 1F1B alone. The zero-bubble schedules for Megatron-LM are in
 # [sail-sg/zero-bubble](https://github.com/sail-sg/zero-bubble-pipeline-parallelism), DualPipe is in
 # [deepseek-ai/DualPipe](https://github.com/deepseek-ai/DualPipe); neither is installed here, and
-# neither was run. On GPUs the cells of this lab have not been run yet. There NCCL matches messages
-# by order; every schedule that paralab runs is lowered to an order that both ends agree on.
+# neither was run. NCCL matches messages by order; every schedule that paralab runs is lowered to an
+# order that both ends agree on. ZB-H1 and ZB-H2 were run so with NCCL on one GPU that two ranks
+# shared, not yet on several GPUs.
 #
 # ## Read on
 # * Qi and others 2024, [Zero Bubble Pipeline Parallelism](https://arxiv.org/abs/2401.10241), sec.

@@ -26,7 +26,7 @@
 import paralab as pl
 from paralab import view
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 model = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit", tied=False)
 view.zero_shards(model, 4)
 
@@ -758,7 +758,7 @@ for stage in (1, 2, 3):
 # --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 # ```
 #
-# **On your GPUs**, with `pl.set_default_device(None)` in the first cell, the library takes a GPU
+# **On your GPUs**, with `pl.set_default_device("cuda")` in the first cell, the library takes a GPU
 # per rank; the ledger then counts device memory, and `memory_limit` caps the allocator. All three
 # stages were run with NCCL on one GPU that two ranks shared, not yet on several GPUs.
 #

@@ -31,7 +31,7 @@ import pandas as pd
 import paralab as pl
 from paralab import view
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 model = pl.ModelSpec(layers=6, hidden=128, heads=4, seq_len=128, attention="explicit")
 report = pl.run(model, pl.Plan(microbatch_size=8), steps=4, progress=False)
 report.memory_chart()
@@ -878,8 +878,8 @@ view.bytes_bars(
 #   same off a program, `paralab/parallel/recompute.py` adds recomputation to one,
 #   `paralab/instruments/heap.py` replays an allocator.
 #
-# **On your GPUs**, with `pl.set_default_device(None)` in the first cell, the ledger counts tensors
-# on the device, and `report.allocator` has what CUDA's allocator says, a row for every rank and
-# step. Of GPT-2 in bf16 on an H100, with eight samples of 1,024 tokens, the ledger's peak was 8,390
-# MB, as predicted. The allocator had 55 MB more, for workspaces of libraries that no tensor shows,
-# and had reserved 9,269 MB, a tenth more than the tensors need.
+# **On your GPUs**, with `pl.set_default_device("cuda")` in the first cell, the ledger counts
+# tensors on the device, and `report.allocator` has what CUDA's allocator says, a row for every rank
+# and step. Of GPT-2 with a vocabulary of 50,304, in bf16 on an H100, with eight samples of 1,024
+# tokens, the ledger's peak was 8,390 MB, as predicted. The allocator had 55 MB more, for workspaces
+# of libraries that no tensor shows, and had reserved 9,269 MB, a tenth more than the tensors need.

@@ -28,7 +28,7 @@ import pandas as pd
 import paralab as pl
 from paralab import view
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 columns = pl.Plan(tp=4, microbatch_size=4)
 view.blocks(columns, role="up")
 
@@ -867,11 +867,11 @@ saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms 
 # In torchtitan's configuration the degree is `tensor_parallel_degree`, in DeepSpeed's JSON it is
 # `{"tensor_parallel": {"autotp_size": 8}}`. Neither was run here.
 #
-# **On your GPUs** write `pl.set_default_device(None)` in the first cell: the library's ranks take a
-# GPU each, with NCCL between them. Tensor and sequence parallelism were run so on one GPU that two
-# ranks shared, not yet on several. In `report.timeline()` look at the gaps between two products,
-# and make `hidden` larger until they no longer matter: the work of a block grows with h², its
-# messages with h.
+# **On your GPUs** write `pl.set_default_device("cuda")` in the first cell: the library's ranks take
+# a GPU each, with NCCL between them. Tensor and sequence parallelism were run so on one GPU that
+# two ranks shared, not yet on several. In `report.timeline()` look at the gaps between two
+# products, and make `hidden` larger until they no longer matter: the work of a block grows with h²,
+# its messages with h.
 #
 # ## Read on
 # * Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053), section 3: columns, rows,

@@ -30,7 +30,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import tensor, tensor_costs
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 grid = pl.Plan(tp=4, tp_mode="2d", microbatch_size=4)
 view.blocks(grid)
 
@@ -599,7 +599,7 @@ dtensor.reveal(2, "These are the calls 4 and 5; then every rank multiplies once.
 # comparison.) Megatron-LM and DeepSpeed have no grid for one layer; their “2D” and “3D” mean
 # tensor × data (× pipeline) parallelism, the subject of lab 10.
 #
-# **On your GPUs** write `pl.set_default_device(None)` in the first cell. The 2D form was run with
+# **On your GPUs** write `pl.set_default_device("cuda")` in the first cell. The 2D form was run with
 # NCCL on one GPU that four ranks shared; on several GPUs nothing was run yet. Watch
 # `report.timeline()`: SUMMA's broadcasts are many and small, and where latency counts for more than
 # bytes, the few large all-reduces of 1D win even where they carry more.

@@ -31,7 +31,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import offload, offload_costs
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 wide = pl.ModelSpec(layers=8, hidden=192, heads=4, seq_len=32, attention="explicit")
 plan = pl.Plan(microbatches=2, microbatch_size=2, bucket_bytes=2**20)
 view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))
@@ -617,9 +617,9 @@ view.jobs(order, host="fast")
 # * In the package: `paralab/parallel/offload.py`, and `lanes.py`, `host.py` and `files.py` in
 #   `paralab/interpret`, which move the bytes.
 #
-# **On your GPUs**, with `pl.set_default_device(None)` in the first cell, copies use streams of
+# **On your GPUs**, with `pl.set_default_device("cuda")` in the first cell, copies use streams of
 # their own and page-locked memory. "The same bits" need the same kernel: AdamW on the host may
 # differ from the GPU's in the last digits. On an H100 a step of GPT-2 (124 million parameters,
-# bf16, ZeRO-3 with `offload="cpu"`) took 88 ms in place of 28. The copies, at 50 GB/s, were not the
-# reason: 62 % of their 16 ms lay behind compute. The host's sixteen cores took 47 ms for AdamW, and
-# the device waited for them.
+# bf16, ZeRO-3 with `offload="cpu"`) took 88 ms in one run and 96 in another, in place of 28
+# without. In the first one the copies, at 50 GB/s, were not the reason: 62 % of their 16 ms lay
+# behind compute. The host's sixteen cores took 47 ms for AdamW, and the device waited for them.

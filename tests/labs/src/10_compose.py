@@ -27,7 +27,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import needs
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64, attention="explicit", tied=False)
 cube = pl.Plan(dp=2, tp=2, pp=2, zero_stage=1, microbatches=4, microbatch_size=2)
 view.mesh(cube, rank=0)
@@ -830,7 +830,7 @@ view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller p
 # In all of them dp is what is left: world size / (tp · pp). Megatron's default order of ranks is
 # `tp-cp-ep-dp-pp`, innermost first, which is the order of this lab.
 #
-# **On your GPUs.** With `pl.set_default_device(None)` in the first cell the same cells take a GPU
+# **On your GPUs.** With `pl.set_default_device("cuda")` in the first cell the same cells take a GPU
 # per rank. Tensor and pipeline parallelism together, and hybrid sharding, were run with NCCL on one
 # GPU that four ranks shared, not yet on several. `pl.Cluster.local(device="cuda")` measures your
 # GPUs and links. Look first at `report.traffic(by="level")`: what crosses nodes should be the

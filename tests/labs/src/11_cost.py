@@ -25,7 +25,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import needs, papers, training
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 PEAK = 312e12  # FLOP/s of an A100 in 16 bits, at its very best
 table = papers.ptdp_table1()  # PTD-P, Narayanan et al. 2021: ten models, steps timed on real GPUs
 last = table.iloc[-1]  # the paper prints rates; the seconds of a step follow from them

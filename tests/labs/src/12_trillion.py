@@ -28,7 +28,7 @@ import paralab as pl
 from paralab import view
 from paralab.theory import needs, papers, zero
 
-pl.set_default_device("cpu")  # with a GPU for every rank: None
+pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 GB = 1e9  # a data sheet's
 model, plan = papers.ptdp_models()[-1]
 plan = plan.replace(grad_sync="overlapped", bucket_bytes=4 * 2**20)
