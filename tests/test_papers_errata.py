@@ -52,5 +52,5 @@ def test_presets_are_datasheets_and_published_measurements(preset):
     # All-reduces reach half of NVLink next to computing, and 192 of eight ports' 200 GB/s.
     assert cluster.intra.bandwidth == pytest.approx(0.5 * inside)
     assert cluster.inter.bandwidth == pytest.approx(0.96 * between)
-    assert cluster.memory_bandwidth == cluster.operand_bandwidth == pytest.approx(0.64 * rate)
+    assert cluster.memory_bandwidth == cluster.operand_bandwidth == pytest.approx(0.65 * rate)
     assert not cluster.elements and cluster.fused  # nothing of a processor's is charged to a GPU
