@@ -229,6 +229,24 @@ def test_with_tf32_products_take_its_rates_and_other_kernels_move_what_they_did(
     assert plain.step_time == predict(MODEL, pl.Plan(tf32=True), cluster(), steps=1).step_time
 
 
+@pytest.mark.parametrize(("vocab", "share"), [(257, 1.0), (258, 0.5), (264, 0.0)])
+def test_a_vocabulary_of_odd_size_is_slow_in_16_bits_on_a_gpu(vocab, share):
+    model = MODEL.replace(vocab=vocab, attention="explicit")
+    products = sum((half for half in compiled(model, pl.Plan()).model.ops[-2].work), Work())
+    assert products.odd == share * products.flops > 0 or share == products.odd == 0
+    stated = {"bf16": (2e11, 2e11, 2e11)}
+    for precision, rates, cores in (
+        ("bf16", stated, None), ("fp16", {}, None), ("fp32", {}, None), ("bf16", stated, 2)
+    ):  # fmt: skip
+        even, odd = (cluster(products=rates, cores=cores, odd_products=s) for s in (1.0, 0.25))
+        more = products.seconds(odd, precision) - products.seconds(even, precision)
+        fast = 2e11 if rates else 1e11
+        slow = precision != "fp32" and cores is None  # a processor has no tensor cores
+        assert more == pytest.approx(slow * 3 * products.odd / fast)
+    with pytest.raises(ValueError, match="odd_products=2.0: a share"):
+        cluster(odd_products=2.0)
+
+
 def test_the_loss_of_16_bits_is_computed_in_32_and_copied_to_it_and_back():
     for precision, each in (("fp32", 12), ("bf16", 18)):
         program = compiled(MODEL, pl.Plan(microbatch_size=3, precision=precision))

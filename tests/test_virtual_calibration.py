@@ -20,6 +20,7 @@ STATED = pl.Cluster(
     half_rate_tokens=48,
     memory_bandwidth=4e9,
     op_overhead=5e-6,
+    odd_products=0.25,
     products={
         "tf32": (9e10, 8e10, 7e10),
         "bf16": (4e11, 3e11, 2e11),
@@ -39,6 +40,7 @@ WANTED = measure.Asked(
     messages=(2**10, 2**14, 2**17),
     tiers=(2**14, 2**16, 2**18),
     kernels=(2**10, 2**14, 2**18),
+    odd=((4096, 96, 95),),
     ahead=2**10,
 )
 RATES = ("flops", "half_rate_tokens", "memory_bandwidth", "op_overhead")
@@ -70,6 +72,7 @@ def test_virtual_calibration_finds_what_is_stated(virtual_gpus):
         assert getattr(found, name) == pytest.approx(getattr(STATED, name), rel=0.01), name
     for precision, rates in STATED.products.items():
         assert found.products[precision] == pytest.approx(rates, rel=0.01)
+    assert found.odd_products == pytest.approx(STATED.odd_products, rel=0.05)
     for op in measure.OPS:
         assert same(found.link(op, "intra"), STATED.link(op, "intra")), op
     assert same(found.host, STATED.host) and found.intra == found.collectives["send"]

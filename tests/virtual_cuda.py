@@ -368,8 +368,10 @@ class Machine:
         kind = 0 if b.stride(-2) == 1 else 2 if a.stride(-2) == 1 else 1  # x W^T, g W, g^T x
         low = "tf32" if torch.backends.cuda.matmul.allow_tf32 else ""
         rates = cluster.products.get(PRECISIONS.get(a.dtype, low), (cluster.flops,) * 3)
+        odd = any(n % 2 for n in (a.shape[-1], b.shape[-1])) and a.dtype in PRECISIONS
         few = 1 + cluster.half_rate_tokens / a.shape[-1 if kind == 2 else -2]
-        return cluster.op_overhead + 2 * a.numel() * b.shape[-1] * few / rates[kind]
+        rate = rates[kind] * (cluster.odd_products if odd else 1)
+        return cluster.op_overhead + 2 * a.numel() * b.shape[-1] * few / rate
 
     def sends(self, op: str, size: int, n: int) -> float:
         """Seconds of a call of NCCL on the stated cluster."""

@@ -67,7 +67,7 @@ from paralab.theory.work import on_processor
 from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
-FORMAT = 7  # of the cache file; files of another format are measured again
+FORMAT = 8  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
@@ -160,7 +160,7 @@ def calibration_points(
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
     calls   what, seconds: "post"; "forward", "backward"; either "after a wait": how much more
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
-    products  precision, what (forward, input, weight), tokens, flops, seconds, fitted
+    products  precision, what (forward, input, weight), tokens, flops, odd, seconds, fitted
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
     kernels  of a GPU: op (kernel, launch), payload_bytes, wire_bytes, seconds, fitted
     """
@@ -292,12 +292,19 @@ def _measure(device: str) -> dict[str, Any]:
     collectives, between = _links(links, accuracy), _links(tiers, accuracy)
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in products:
-        kinds[row["precision"], row["what"]].append(row)
+        if not row["odd"]:
+            kinds[row["precision"], row["what"]].append(row)
     half = median(map(fit_half_rate, kinds.values())) if found else None
     rates: dict[str, list[float]] = defaultdict(list)
+    shares: list[float] = []
     for (precision, what), rows in kinds.items():
         rate, accuracy[f"{precision} {what}"] = fit_rate(rows, half)
         rates[precision].append(rate)
+        shares += [
+            row["flops"] / row["seconds"] / rate
+            for row in products
+            if row["odd"] and (row["precision"], row["what"]) == (precision, what)
+        ]
     if found:
         flops = 3 / sum(1 / rate for rate in rates.pop("fp32"))  # as many of each kind
         own, accuracy["device"] = fit_link([row for row in kernels if row["op"] == "kernel"])
@@ -324,6 +331,7 @@ def _measure(device: str) -> dict[str, Any]:
         # a GPU only the largest are more than the host's caches hold.
         host_bandwidth=7 * (_largest(updates) if found else between["optimizer"].bandwidth),
         products=rates,
+        odd_products=min(1.0, median(shares)) if shares else 1.0,
         cores=None if found else cores,
     )
     return {

@@ -33,6 +33,7 @@ class Asked(NamedTuple):
 
     models      GPTs, `SHAPE` of each
     products    (tokens, inputs, outputs) of blocks of several widths, in these ``precisions``
+    odd         the same with an odd number, in 16 bits
     messages    payload bytes
     tiers       bytes of a copy, a file, or what the optimizer updates
     kernels     bytes that a kernel of a GPU reads, and writes
@@ -45,6 +46,7 @@ class Asked(NamedTuple):
     messages: tuple[int, ...]
     tiers: tuple[int, ...]
     kernels: tuple[int, ...] = ()
+    odd: tuple[tuple[int, int, int], ...] = ()
     ahead: int = 0
 
 
@@ -73,6 +75,7 @@ ASKED = {
         messages=tuple(2**k for k in (10, 14, 18, 20, 22, 24, 26, 28)),
         tiers=tuple(2**k for k in (16, 20, 24, 26, 28)),  # 50 MB and more stay in its host's caches
         kernels=tuple(2**k for k in (10, 14, 18, 26, 28)),  # 50 MB would stay in its caches
+        odd=((8192, 2048, 2047),),
         ahead=2**29,
     ),
 }
@@ -237,12 +240,14 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
     linear = torch.nn.functional.linear
     for precision in wanted.precisions:
         how = {"dtype": DTYPES.get(precision, torch.float32), "device": context.device}
-        for tokens, inputs, outputs in wanted.products:
+        odd = wanted.odd if precision in ("bf16", "fp16") else ()
+        for tokens, inputs, outputs in (*wanted.products, *odd):
             x, g, w = (
                 torch.randn(size, **how)
                 for size in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
             )
             row = {"precision": precision, "tokens": tokens, "flops": 2 * tokens * inputs * outputs}
+            row["odd"] = bool(inputs % 2 or outputs % 2)
             rows.append(({**row, "what": "forward"}, lambda x=x, w=w: linear(x, w)))
             rows.append(({**row, "what": "input"}, lambda g=g, w=w: g @ w))
             rows.append(({**row, "what": "weight"}, lambda g=g, x=x: g.t() @ x))

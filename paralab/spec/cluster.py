@@ -57,6 +57,8 @@ class Cluster(Description):
                       `intra`
     products          {"bf16", "fp16" or "tf32": FLOP/s of products x W^T, g W, g^T x} where they
                       differ from fp32's: theory/work.py; empty: `flops` in any precision
+    odd_products      share of their rate that products in 16 bits reach with an odd number of
+                      columns. Tensor cores take rows of whole multiples of 16 bytes
     cores             processor cores that this cluster's devices share; None where each device
                       computes on its own (a laptop's ranks share cores, GPUs do not)
     """
@@ -86,6 +88,7 @@ class Cluster(Description):
     cores: int | None = count(None, at_most=2**20)
     peak_flops: float | None = None
     half_rate_tokens: float = 0.0
+    odd_products: float = 1.0
     # How `local` measures. instruments/calibrate.py sets it, because measuring runs plans, and what
     # describes a plan imports nothing that runs one. `import paralab` loads both.
     measure: ClassVar[Callable[..., Cluster]]
@@ -101,10 +104,12 @@ class Cluster(Description):
             return value
 
         self.check_counts()
-        for name in ("flops", "memory_bandwidth"):
+        for name in ("flops", "memory_bandwidth", "odd_products"):
             object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
         choice("algorithm", self.algorithm, (None, *ALGORITHMS))
         choice("fused", self.fused, (True, False))
+        if self.odd_products > 1:
+            raise illegal("odd_products", self.odd_products, "a share", "above 0, at most 1")
         for name in (*(f"{what}_overhead" for what in OVERHEADS), "half_rate_tokens"):
             object.__setattr__(self, name, real(name, getattr(self, name), at_least=0.0))
         object.__setattr__(self, "intra", as_link("intra", self.intra))

@@ -44,6 +44,8 @@ class Work:
               attention) and g^T x (of a weight)
     operands  bytes that products read and write, in fp32
     fused     of ``bytes``, those that fused kernels do not move
+    odd       of ``flops``, those with an odd number of columns; of those with an even one that is
+              not divisible by eight, half
     elements  that need arithmetic, as in `Cluster.elements`, in the order of its ELEMENTS
     """
 
@@ -55,6 +57,7 @@ class Work:
     fused: float = 0.0
     elements: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     exact: float = 0.0
+    odd: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         a, b, c = self.products
@@ -68,6 +71,7 @@ class Work:
             self.fused + other.fused,
             tuple(map(add, self.elements, other.elements)),  # type: ignore[arg-type]
             self.exact + other.exact,
+            self.odd + other.odd,
         )
 
     def __mul__(self, times: float) -> Work:
@@ -81,6 +85,7 @@ class Work:
             self.fused * times,
             tuple(n * times for n in self.elements),  # type: ignore[arg-type]
             self.exact * times,
+            self.odd * times,
         )
 
     __rmul__ = __mul__
@@ -108,6 +113,9 @@ class Work:
         if rates is not None:
             taken = sum(flops / fast for flops, fast in zip(self.products, rates, strict=True))
             rest -= sum(self.products)
+        if self.odd and item < ITEM and cluster.odd_products < 1:
+            fast = 3 / sum(1 / rate for rate in rates) if rates else cluster.flops
+            taken += self.odd * (1 / cluster.odd_products - 1) / fast
         if cluster.operand_bandwidth is not None:
             taken += self.operands * wide / cluster.operand_bandwidth
         if cluster.elements:
@@ -125,9 +133,10 @@ def linear(tokens: float, inputs: float, outputs: float, times: int = 1) -> tupl
     linear layer multiplies forward, and in the two halves of backward.
     """
     flops = 2 * tokens * inputs * outputs * times
+    odd = flops * (1 if inputs % 2 or outputs % 2 else 0.5 * bool(inputs % 8 or outputs % 8))
     moved = ITEM * times * (tokens * inputs + inputs * outputs + tokens * outputs)
     kinds = ((flops, 0.0, 0.0), (0.0, flops, 0.0), (0.0, 0.0, flops))
-    x, g, w = (Work(flops, products=kind, operands=moved) for kind in kinds)
+    x, g, w = (Work(flops, products=kind, operands=moved, odd=odd) for kind in kinds)
     return x, g, w
 
 
