@@ -73,6 +73,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log) if config.option.dist == "loadfile" else None
 
 
+@pytest.fixture(autouse=True)
+def no_default_device():
+    """Cells of labs name one, also where a test runs them in its own process."""
+    os.environ.pop("PARALAB_DEVICE", None)
+    yield
+    os.environ.pop("PARALAB_DEVICE", None)
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 kB of words in a fixed order: no test may depend on which Python is installed."""
