@@ -335,6 +335,18 @@ def test_what_cannot_run_here_is_refused_in_words(
     assert widget.state == "error" and "Traceback" not in widget._trouble.value
 
 
+def test_a_machine_that_is_measured_again_does_not_move_an_explorer(monkeypatch):
+    """One that was measured next to busy programs is, once they are done."""
+    again = CLUSTER.replace(flops=2 * CLUSTER.flops)
+    monkeypatch.setattr(pl.Cluster, "local", lambda **_: CLUSTER)
+    widget = pl.explore()
+    monkeypatch.setattr(pl.Cluster, "local", lambda **_: again)
+    try:
+        assert widget._cluster(widget.set(microbatches=8).at()) == CLUSTER != again
+    finally:
+        widget.close()
+
+
 def test_the_machine_is_the_one_that_a_run_would_take(monkeypatch):
     """GPUs where there are enough of them for the ranks, and processors for more ranks."""
     gpus = CLUSTER.replace(name="local GPUs", cores=None, devices_per_node=2, flops=1e14)
