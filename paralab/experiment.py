@@ -19,6 +19,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, instance, num_bytes, real, whole
 from paralab.data import Corpus
+from paralab.default_device import LEGAL
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, launch_program, torchrun_context
@@ -216,7 +217,7 @@ def run_under_torchrun(
     """
     checked = Settings.check(model, plan, **settings)
     timeout = real("timeout", timeout, above=0.0)
-    choice("device", device, (None, "cpu", "cuda"))
+    choice("device", device, LEGAL)
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paralab.checks import choice, illegal, instance, real, shown, whole
-from paralab.default_device import default_device
+from paralab.default_device import LEGAL, default_device
 from paralab.ranks.code import pickled
 from paralab.ranks.errors import Nested, Stopped
 from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
@@ -174,7 +174,7 @@ def launch_program(
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     timeout = real("timeout", timeout, above=0.0)
-    choice("device", device, (None, "cpu", "cuda"))
+    choice("device", device, LEGAL)
     choice("live", live, (False, True))
     if stop is not None and not isinstance(stop, threading.Event):
         raise illegal("stop", stop, "not an event", "None | threading.Event()")

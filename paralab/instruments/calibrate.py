@@ -47,7 +47,7 @@ from statistics import median
 from typing import Any
 
 from paralab.checks import choice, illegal
-from paralab.default_device import default_device
+from paralab.default_device import LEGAL, default_device
 from paralab.instruments.measure import (
     measure_calls,
     measure_device,
@@ -131,7 +131,7 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     stolen     share of the time that the measurements wanted which a hypervisor gave to other
                machines; links then look slower than they are
     """
-    choice("device", device, (None, "cpu", "cuda"))
+    choice("device", device, LEGAL)
     device = device or default_device() or "cpu"
     if device == "cuda" and not gpus():
         raise illegal(

@@ -109,12 +109,12 @@ class Widget(ipw.VBox):
     ) -> None:
         self.model, self.plan = given("model", model, self.model), given("plan", plan, self.plan)
         self.cluster = given("cluster", cluster, None)
+        self._kept: dict[Any, tuple[Any, Any]] = {}
         self._check()
         self._kinds = {name: self._starting(name, knob) for name, knob in self._board().items()}
         self.knobs = {name: knob.widget() for name, knob in self._kinds.items()}
         self.state, self.error, self.charts, self._said = "idle", None, [Chart()], ""
         self._results: dict[Any, Any] = {}
-        self._kept: dict[Any, tuple[Any, Any]] = {}
         self._notes: list[str] = []  # what the prediction warns of, to be shown
         self._lock = threading.RLock()  # JupyterLab answers sliders while a cell is busy
         self._held = self._displayed = False
@@ -198,7 +198,7 @@ class Widget(ipw.VBox):
     # ---- what settings mean ------------------------------------------------------------------
     def _starting(self, name: str, knob: Knob) -> Knob:
         """The knob, with the value that it starts with and the values that there are."""
-        link = knob.link and knob.link(self.cluster or here(self.plan.world_size))
+        link = knob.link and knob.link(self.cluster or self._here(self.plan.world_size))
         if link:
             return knob.at(link)
         start = knob.start(self) if callable(knob.start) else knob.start
@@ -230,9 +230,15 @@ class Widget(ipw.VBox):
         most = max(1, min(64, hidden * self.model.heads // self.model.hidden))
         return next(n for n in range(most, 0, -1) if hidden % n == 0)
 
+    def _here(self, ranks: int) -> Cluster:
+        """This machine, as the widget saw it first: one that is measured again meanwhile would move
+        what a knob has led back to. (Whether a run fits is asked of it as it is then.)
+        """
+        return self._once(("here", parts.device_of_run(ranks)), None, lambda: here(ranks))
+
     def _cluster(self, at: At) -> Cluster:
         """Its links are as fast as the knob "bandwidth" says, if there is one."""
-        cluster = self.cluster or here(self._ranks(at))
+        cluster = self.cluster or self._here(self._ranks(at))
         if "bandwidth" not in at:
             return cluster
         return parts.at_speed(cluster, at["bandwidth"], self._kinds["bandwidth"].start)

@@ -23,7 +23,7 @@ from paralab.report.metrics import peak_memory
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import explore_parts as parts
-from paralab.view import theme, widget_parts
+from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.explore_parts import EACH, GIVEN, HERE, LOW, TALL
 from paralab.view.rank_mesh import mesh
@@ -88,10 +88,7 @@ class Explore(Steps):
         if name not in (HERE, GIVEN):
             return self._once(name, nodes, lambda: Cluster.preset(name, nodes=nodes))
         if name == HERE or self.cluster is None:
-            ranks = self._ranks(at)
-            device = widget_parts.device_of_run(ranks)
-            # A machine that is measured again meanwhile would move what a knob has led back to.
-            return self._once((HERE, device), None, lambda: here(ranks))
+            return self._here(self._ranks(at))
         if is_here(self.cluster):
             return self.cluster
         return self._once(name, nodes, lambda: self.cluster.replace(nodes=nodes))

@@ -57,7 +57,7 @@ class Offload(Widget):
         super().__init__(model, None, cluster)
 
     def _check(self) -> None:
-        check_cluster(self.plan, self.cluster or here(1))
+        check_cluster(self.plan, self.cluster or self._here(1))
 
     def _offered(self, name: str, value: Any) -> bool:
         return name != "ranks" or self.cluster is None or value <= self.cluster.num_devices
@@ -83,7 +83,7 @@ class Offload(Widget):
         return run(at.model, self._plan(at, **limits), steps=self.steps, **how)
 
     def _own(self, at: At) -> Cluster:
-        return self.cluster or here(at["ranks"])
+        return self.cluster or self._here(at["ranks"])
 
     def _refused(self, at: At) -> str:
         plan, local = at.plan, here(at["ranks"])

@@ -117,7 +117,7 @@ def predicted() -> list[dict]:
     cluster, rows = pl.Cluster.local(device="cuda", refresh=True), []
     for name, form in cases(PREDICTED):
         report = pl.run(*of(name, form), steps=8, device="cuda", progress=False)
-        peaks = {of: int(report.allocator[of].max()) for of in ("allocated", "reserved")}
+        peaks = {what: int(report.allocator[what].max()) for what in ("allocated", "reserved")}
         rows.append({"model": name, "form": form, "seconds": report.step_time,
                      "ledger": report.peak_memory, **peaks})  # fmt: skip
     known = {"measured": gpus()[0][0], "cluster": cluster.to_dict(), "rows": rows}
