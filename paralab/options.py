@@ -49,6 +49,7 @@ HELP = {
     "grad_dtype": "fp32: gradients of 16 bits are added up in fp32; fp32-copy: they are copied to "
     "fp32 for the update",
     "tp_mode": "how a layer is cut: 1d, 2d (q x q ranks), 2.5d (d of these), 3d (q x q x q)",
+    "tp_overlap": "tensor parallelism's backward computes while its messages move",
     "tp_depth": "d of 2.5d; by default the largest up to q",
     "partition_activations": "with recompute full: tensor-parallel ranks share what a block keeps",
     "grad_sync": "naive (one call per parameter), bucketed, or overlapped with backward",

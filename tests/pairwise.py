@@ -55,6 +55,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "grad_sync": ("overlapped", "naive"),
     "recompute": ("none", "selective", "full"),
     "partition_activations": (False, True),
+    "tp_overlap": (True, False),
     "offload": (None, "cpu", "nvme", (("activations", "cpu"),)),  # pairs: values can be keys
     "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": (None, "fp32"),
@@ -66,6 +67,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 # Why a setting does nothing in a plan, or nothing if it is at work.
 IDLE: dict[str, Callable[[Values], str]] = {
     "tp_mode": lambda v: (v["tp"] == 1) * " does nothing with tp=1",
+    "tp_overlap": lambda v: (v["tp"] == 1) * " does nothing with tp=1",
     "schedule": lambda v: (v["pp"] == 1 and v["schedule"] != "l2l") * " does nothing with pp=1",
     "grad_sync": lambda v: (
         (v["dp"] == 1 or v["zero_stage"] > 0)

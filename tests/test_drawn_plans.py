@@ -126,6 +126,8 @@ def legal(draw, ranks: int) -> tuple[pl.ModelSpec, pl.Plan]:
             continue
         if changed.world_size <= ranks:
             model, plan = other, changed
+    if plan.tp > 1 and plan.tp_mode == "1d":
+        plan = plan.replace(tp_overlap=chance.random() < 0.5)
     return model, plan
 
 

@@ -36,6 +36,7 @@ EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tp", {"tp": 4, "tp_mode": "3d"}, {}),
     ("sequence_parallel", {"sequence_parallel": True}, {}),
     ("sequence_parallel", {"sequence_parallel": True, "tp": 4, "tp_mode": "2d"}, {}),
+    ("tp_overlap", {"tp_overlap": False, "tp": 4, "tp_mode": "2d"}, {}),
     ("partition_activations", {"partition_activations": True, "tp": 2}, {}),
     ("partition_activations", {"partition_activations": True, "recompute": "full"}, {}),
     ("heads", {"tp": 8}, {"vocab": 264, "hidden": 40}),

@@ -241,7 +241,7 @@ def test_megatrons_advice_comes_out():
     )
     assert 1 < found.best.tp <= 8 and found.best.pp > 1  # inside the node, and across
     beyond = found.losers().query("instead == 'beyond a node'").iloc[0]
-    assert beyond["times"] > 1.1 and "tensor-parallel waits" in beyond["why"]
+    assert beyond["times"] > 1.05 and "tensor-parallel waits" in beyond["why"]
 
 
 # ---- what fits ----------------------------------------------------------------------------------

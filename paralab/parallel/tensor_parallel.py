@@ -20,9 +20,9 @@ Elements sent, x = b s h: per block and micro-batch two all-reduces of x forward
 so 4 * 2 (t-1)/t x by each rank. Sequence parallelism (Korthikanti+ 2022, arXiv:2205.05198,
 sec. 4.2.2) sends the same, an all-reduce being a reduce-scatter and an all-gather, and 2 (t-1)/t x
 more in backward: what f-bar gathered is not kept, since a rank would then save all tokens, but
-gathered again. As in Megatron-LM, a column-parallel layer's backward hides its messages: f-bar
-gathers again while the input's gradient is computed, which does not need it, and the message of
-that gradient is in flight while the weight's gradient is computed. Lab 07.
+gathered again. As in Megatron-LM since September 2021, a column-parallel layer's backward hides its
+messages: f-bar gathers again while the input's gradient is computed, which does not need it, and
+the message of that gradient is in flight while the weight's gradient is computed. Lab 07.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def message_cuts(model: Model) -> set[int]:
     return {at + cut for at, op in enumerate(model.ops) for cut in CUTS.get(op.message, ())}
 
 
-def tensor_parallel(code: Code, model: Model) -> Code:
-    """The operators' messages, as instructions between those that compute."""
+def tensor_parallel(code: Code, model: Model, *, overlap: bool = True) -> Code:
+    """The operators' messages, as instructions between those that compute. Without ``overlap``
+    backward waits for each where it is posted.
+    """
     made: Code = []
     for ins in code:
         if ins.op not in COMPUTE:
@@ -71,7 +73,7 @@ def tensor_parallel(code: Code, model: Model) -> Code:
             if last.message == G:
                 made.append(_call(last, "forward", j, ins.mb, ins.writes[0]))
         else:
-            made += _backward(ins, first, model.ops[i - 1] if i else None)
+            made += _backward(ins, first, model.ops[i - 1] if i else None, overlap)
     return made
 
 
@@ -92,7 +94,7 @@ def _instead(ins: Instr, op: Op) -> Code:
     return [_call(op, "backward", i, k, ("g", i + 1, k), ("g", i, k))]
 
 
-def _backward(ins: Instr, first: Op, before: Op | None) -> Code:
+def _backward(ins: Instr, first: Op, before: Op | None, overlap: bool) -> Code:
     """Backward of a range that begins with f, or with the layer behind f-bar. The weight half that
     is split off to hide the message is part of the backward: its phase says so.
     """
@@ -108,6 +110,9 @@ def _backward(ins: Instr, first: Op, before: Op | None) -> Code:
         message = _call(before, "backward", i - 1, k, g, ("g", i - 1, k))
     else:
         message = _call(first, "backward", i, k, g)
+    if not overlap:
+        whole = ins if ins.op == BACKWARD_INPUT else ins._replace(reads=(*ins.reads, *again))
+        return [*made, *map(wait, made), whole, message, wait(message)]
     if ins.op == BACKWARD_INPUT:  # its weight half is another action: nothing is in flight between
         return [*made, ins, message, *map(wait, made)]
     deferred, grads = ("deferred", ins.at, k), tuple(v for v in ins.writes if v[0] == "grad")

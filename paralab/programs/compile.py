@@ -85,7 +85,7 @@ def inside(program: Program, rank: int) -> list[Pass]:
         cuts |= edges(model, units)
     chain += [lambda code: cut(code, cuts, n), lambda code: add_parameters(code, model, units)]
     if plan.tp > 1 and plan.tp_mode == "1d":
-        chain.append(lambda code: tensor_parallel(code, model))
+        chain.append(lambda code: tensor_parallel(code, model, overlap=plan.tp_overlap))
     if plan.partition_activations:
         chain.append(recompute.partition_activations)
     return chain

@@ -42,7 +42,7 @@ from paralab.spec.links import Link, Reach, furthest
 
 LAYOUT = (
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "recompute", "partition_activations"),
-    *("precision", "grad_dtype", "bucket_bytes", "grad_sync"),
+    *("tp_overlap", "precision", "grad_dtype", "bucket_bytes", "grad_sync"),
 )
 
 

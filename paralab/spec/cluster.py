@@ -240,33 +240,35 @@ def _dgx(
         "op_overhead": 5e-6,
         "launch_overhead": 30e-6,
         "memory": memory_gb * 10**9,
-        "intra": Link(alpha=7e-6, bandwidth=0.5e9 * intra_gbs),
+        "intra": Link(alpha=7e-6, bandwidth=1e9 * intra_gbs),
         "inter": Link(alpha=20e-6, bandwidth=0.96e9 * port_gbs),
         "host": Link(alpha=10e-6, bandwidth=0.8e9 * host_gbs),
         "host_bandwidth": 0.8e9 * host_memory_gbs,
     }
 
 
-# Of data sheets: 16-bit dense peak, memory size and bandwidth, one-way GB/s per GPU inside a node
-# (NVLink) and of a port to other nodes (HDR or NDR InfiniBand, as many as GPUs; the DGX-2 has 8 for
-# 16); PCIe x16 to the host, one way, and an eighth of both sockets' memory bandwidth (8 channels
-# each of DDR4-3200, of DDR5-4800). Disks differ from site to site: state yours. "dgx-v100" is the
-# DGX-2 that the ZeRO papers ran on: 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes
-# (arXiv:1910.02054, sec. 10), PCIe 3 to hosts of 6 channels of DDR4-2666 a socket.
+# Of data sheets: 16-bit dense peak, memory size and bandwidth, one-way GB/s of a port to other
+# nodes (HDR or NDR InfiniBand, as many as GPUs; the DGX-2 has 8 for 16); PCIe x16 to the host, one
+# way, and an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of DDR5-4800).
+# Disks differ from site to site: state yours. "dgx-v100" is the DGX-2 that the ZeRO papers ran on:
+# 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054, sec. 10), PCIe 3 to
+# hosts of 6 channels of DDR4-2666 a socket.
 #
 # Published measurements: products, the best that any shape reaches (stas00/ml-engineering, MAMF:
 # 271.2 of an A100, 794.5 of an H100; of a V100 there is none, so the A100's share of its peak);
-# all-reduces between 8 A100s, 92 us at least for 14 messages, of which 7 us each, and 150 GB/s
-# where the model computes too (VIA-Research/vTrain, its table and its setting); 0.96 of the ports,
-# 192 of 200 GB/s between DGX A100s (NVIDIA, NCCL issue 812).
+# all-reduces between 8 GPUs of a node, 134.5 GB/s for V100s and 229 for A100s, these 92 us at least
+# for 14 messages, of which 7 us each (VIA-Research/vTrain, its tables); 370 GB/s between H100s (a
+# maintainer of NCCL, nccl-tests issue 212; an all-reduce that the switches add up, NVLink SHARP, is
+# faster, and not what is stated); 0.96 of the ports, 192 of 200 GB/s between DGX A100s (NCCL issue
+# 812).
 #
 # Fitted, to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 65 %
 # of the memory's bandwidth, and 30 us of Megatron-LM's host program for a kernel.
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
     "dgx-v100": {
-        **_dgx(125e12, 0.869 * 125e12, 32, 900, 150, 12.5, 16, 16, devices=16),
+        **_dgx(125e12, 0.869 * 125e12, 32, 900, 134.5, 12.5, 16, 16, devices=16),
         "ports": 8,
     },
-    "dgx-a100": _dgx(312e12, 271.2e12, 80, 2039, 300, 25, 31, 51),
-    "dgx-h100": _dgx(989e12, 794.5e12, 80, 3350, 450, 50, 63, 77),
+    "dgx-a100": _dgx(312e12, 271.2e12, 80, 2039, 229, 25, 31, 51),
+    "dgx-h100": _dgx(989e12, 794.5e12, 80, 3350, 370, 50, 63, 77),
 }

@@ -78,6 +78,9 @@ class Plan(Description):
                      these), "3d" (q x q x q)
     tp_depth         d of "2.5d"; None: the largest up to q with tp = d q^2
     sequence_parallel  with "1d": the residual stream lies on the tp ranks in parts of the sequence
+    tp_overlap       with "1d": backward's messages move while gradients are computed that do not
+                     need them. False: each is waited for at once, as in Megatron-LM before
+                     September 2021
     partition_activations  with recompute="full": of a block's input each tp rank keeps a part
     offload          where states lie that are not on the device: "cpu" (the host's memory), "nvme"
                      (files), or a table of both, see `tiers.Offload`; with zero_stage of 1 to 3, on
@@ -106,6 +109,7 @@ class Plan(Description):
     tf32: bool = False
     tp_mode: str = "1d"
     tp_depth: int | None = count(None, at_most=2**20)
+    tp_overlap: bool = True
     partition_activations: bool = False
     grad_sync: Any = "overlapped"
     bucket_bytes: int = count(4 * 2**20)
@@ -123,6 +127,7 @@ class Plan(Description):
         choice("recompute", self.recompute, ("none", "selective", "full"))
         choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
         choice("sequence_parallel", self.sequence_parallel, (True, False))
+        choice("tp_overlap", self.tp_overlap, (True, False))
         choice("partition_activations", self.partition_activations, (True, False))
         check_schedule(self.schedule)
         object.__setattr__(self, "offload", as_offload(self.offload))
@@ -204,13 +209,15 @@ class Plan(Description):
 
     @property
     def tp_name(self) -> str:
-        """Tensor parallelism as text: "tp=4", "tp=4 in 2D", "tp=4 with sequence parallelism"; or
-        nothing, where there is none.
+        """Tensor parallelism as text: "tp=4", "tp=4 in 2D", "tp=4 with sequence parallelism",
+        "tp=4 without overlap"; or nothing, where there is none.
         """
         if self.tp == 1:
             return ""
         grid = "" if self.tp_mode == "1d" else f" in {self.tp_mode.upper()}"
-        return f"tp={self.tp}{grid}" + " with sequence parallelism" * self.sequence_parallel
+        words = [" with sequence parallelism"] * self.sequence_parallel
+        words += [" without overlap"] * (not self.tp_overlap)
+        return f"tp={self.tp}{grid}" + ",".join(words)
 
     @property
     def grad_sync_name(self) -> str:

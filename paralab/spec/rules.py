@@ -136,6 +136,12 @@ TENSOR = (
         "False, or tp_mode='1d' with tp of at least 2",
     ),
     Rule(
+        "tp_overlap",
+        lambda s: implies(s.tp_mode != "1d", s.tp_overlap),
+        "tp_mode={s.tp_mode!r} has its messages inside its products",
+        "True, or tp_mode='1d'",
+    ),
+    Rule(
         "partition_activations",
         lambda s: implies(s.partition_activations, s.recompute == "full"),
         "it cuts what recomputation keeps of a block, and recompute is {s.recompute!r}",
