@@ -69,7 +69,7 @@ WRONG_PLANS = {
             sequence_parallel=False,
             recompute="full",
         ),
-        "80.3 days predicted",
+        "78.8 days predicted",
     ),
     "memory": (
         plan(pp=64, dp=6, microbatches=512, zero_stage=0),

@@ -418,11 +418,11 @@ print("off on average (%):", errors.mean().round(1).to_dict())
 nearer.reveal(int((errors["fitted (s)"] < errors["stated (s)"]).sum()))
 
 # %% [markdown]
-# The mean error is almost halved on rows that the fit has not seen. In one row, the one with tp =
-# 8, the fit is farther off than the stated cluster: both predict too long a step there, and the
-# other rows have pulled the rate of products down. Five rows say little about six figures, and a
-# fit can be worse out of sample than the cluster that it began with. So `fit_cluster` prints an
-# error *out of sample*, and the error of the null model (one rate for everything) below it.
+# The mean error is halved on rows that the fit has not seen. In one row, the one with tp = 8, the
+# fit is farther off than the stated cluster: that was a little too fast there, and the other rows
+# have pulled the rate of products down. Five rows say little about six figures, and a fit can be
+# worse out of sample than the cluster that it began with. So `fit_cluster` prints an error *out of
+# sample*, and the error of the null model (one rate for everything) below it.
 #
 # ### Go further: a fit of your own, with its error out of sample
 
