@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -12,7 +13,7 @@ from paralab.interpret.deep import Deep
 from paralab.interpret.time import time
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
-from paralab.programs.instructions import SEND, WAIT, WORKERS
+from paralab.programs.instructions import COMPUTE, SEND, WAIT, WORKERS
 from paralab.programs.space import space
 from test_search import LAPTOP, NODES, SLOW, SMALL
 
@@ -105,3 +106,48 @@ def test_both_ends_of_a_message_pay_for_it():
     sent = next(costs.of(0, ins).seconds for ins in program.codes[0] if ins.op == SEND)
     plain, serial = (time(program, LAPTOP, overlap=overlap).ends for overlap in (True, False))
     assert serial[0] == pytest.approx(plain[0] + sent, rel=1e-12) and sent > 1e-5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"sequence_parallel": True}, {"recompute": "full"}, {"sequence_parallel": True, "dp": 2}],
+    ids=str,
+)
+def test_tensor_parallelism_that_waits_takes_what_it_takes_without_overlap(more):
+    plan = pl.Plan(tp=4, microbatches=2, grad_sync="bucketed", bucket_bytes=2**40, **more)
+    waits = plan.replace(tp_overlap=False)
+    found = seconds(waits, LAPTOP)  # where posting takes no time; else a call moves meanwhile
+    assert found == pytest.approx(seconds(plan, LAPTOP, overlap=False), rel=1e-9)
+    assert found > 1.0001 * seconds(plan, LAPTOP)
+    calls = [
+        Counter(
+            ins.op for ins in compiled(SMALL, p).codes[0] if ins.lane == "tp" and ins.op != WAIT
+        )
+        for p in (plan, waits)
+    ]
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "more", [{}, {"pp": 2, "schedule": "zb-h1"}, {"recompute": "full"}], ids=str
+)
+def test_where_tensor_parallelism_waits_no_message_of_it_moves_while_its_rank_computes(
+    more, sequence_parallel
+):
+    plan = pl.Plan(tp=2, microbatches=4, sequence_parallel=sequence_parallel, **more)
+
+    def moving(plan: pl.Plan) -> int:
+        """Messages in flight, summed over the instructions that compute."""
+        found, flying = 0, set()
+        for ins in compiled(SMALL, plan).codes[0]:
+            if ins.op == WAIT:
+                flying.discard(ins.reads)
+            elif ins.lane == "tp":
+                flying.add(ins.writes)
+            found += len(flying) * (ins.op in COMPUTE)
+        return found
+
+    hides = sequence_parallel or "schedule" not in more  # zb splits backward: nothing to hide f's
+    assert moving(plan) > 0 or not hides
+    assert moving(plan.replace(tp_overlap=False)) == 0

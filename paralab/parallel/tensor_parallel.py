@@ -112,7 +112,7 @@ def _backward(ins: Instr, first: Op, before: Op | None, overlap: bool) -> Code:
         message = _call(first, "backward", i, k, g)
     if not overlap:
         whole = ins if ins.op == BACKWARD_INPUT else ins._replace(reads=(*ins.reads, *again))
-        return [*made, *map(wait, made), whole, message, wait(message)]
+        return [*made, *map(wait, made), whole, message]  # the message is needed next
     if ins.op == BACKWARD_INPUT:  # its weight half is another action: nothing is in flight between
         return [*made, ins, message, *map(wait, made)]
     deferred, grads = ("deferred", ins.at, k), tuple(v for v in ins.writes if v[0] == "grad")
