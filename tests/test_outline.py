@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 
 import paralab as pl
-from paralab.interpret import outline
 from paralab.interpret.predict import predict
+from paralab.interpret.totals import Totals
 from paralab.parallel.schedules import Action, one_f_one_b
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
@@ -127,8 +127,12 @@ def test_bytes_and_memory_are_exactly_those_of_every_call(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_without_its_tables_a_step_is_as_long_and_as_large(name):
     report = both(name)[1]
-    found = outline.totals(report.model, report.plan, FAST, "adamw")
-    assert found == (pytest.approx(report.step_time, rel=1e-12), report.peak_memory)
+    for many in (False, True):
+        found = Totals(report.model, report.plan, FAST, "adamw", many=many)
+        assert found.seconds() == pytest.approx(report.step_time, rel=1e-12)
+        assert found.peak == report.peak_memory
+        elsewhere = Totals(report.model, report.plan, SLOW, "adamw", many=many).seconds()
+        assert found.seconds(SLOW) == elsewhere and found.seconds(FAST) == found.seconds()
 
 
 @pytest.mark.parametrize("links", CLUSTERS)

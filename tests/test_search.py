@@ -9,7 +9,7 @@ import os
 import random
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,10 +18,11 @@ import paralab as pl
 from dry_offload import dry_host
 from paralab.interpret.memory import memory
 from paralab.interpret.time import time
+from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
-from paralab.programs.search import SETTINGS, SPARE, Search, totals
+from paralab.programs.search import SETTINGS, SPARE, Search
 from paralab.programs.search_words import brief
 from paralab.programs.space import NEEDLESS, space, values
 from paralab.spec.settings import Asked
@@ -142,6 +143,19 @@ GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
         | {"offload": [None, "cpu"], "global_batch": 8},
     ),
 }
+
+
+class Exact(NamedTuple):
+    """Of a compiled plan."""
+
+    seconds: float
+    serial: float
+    peak: int
+
+
+def totals(*asked: Any) -> Exact:
+    found = Totals(*asked)
+    return Exact(found.seconds(), found.seconds(overlap=False), found.peak)
 
 
 @pytest.mark.parametrize("name", GRIDS)

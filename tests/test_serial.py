@@ -9,8 +9,8 @@ import pytest
 
 import paralab as pl
 from paralab.interpret.costs import Compute, Costs, Job, Posted
-from paralab.interpret.deep import Deep
 from paralab.interpret.time import time
+from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE, SEND, WAIT, WORKERS
@@ -92,7 +92,7 @@ def test_no_plan_is_faster_without_overlap_and_a_folded_program_says_the_same(cl
         assert serial >= seconds(plan, cluster) * (1 - 1e-12), plan
         if folds(plan) and plan.zero_stage < 3:
             folded += 1
-            found = Deep(SMALL, plan, cluster, "adamw").without_overlap().seconds
+            found = Totals(SMALL, plan, cluster, "adamw", many=True).seconds(overlap=False)
             assert found == pytest.approx(serial, rel=1e-9), plan
     assert folded >= 5
 

@@ -154,9 +154,10 @@ def suits(plan: Any, case: Case) -> None:
 @uncollected()
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
-    from paralab.interpret.outline import totals
+    from paralab.interpret.totals import Totals
 
-    return Answer(*totals(case.spec, plan, case.cluster, "adamw"))
+    found = Totals(case.spec, plan, case.cluster, "adamw")
+    return Answer(found.seconds(), found.peak)
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Table, said, step
 from paralab.interpret.memory import Kind
 from paralab.interpret.pipeline import ARRIVAL, number, way
-from paralab.interpret.serial import Serial
 from paralab.interpret.time import Body, body
 from paralab.interpret.traffic import Calls
 from paralab.interpret.turns import LETTERS, Step, Turns
@@ -71,12 +70,14 @@ class Deep:
         self.calls, self.like = Calls(self.program), first_alike(self.program)
         self.lists = {like: lists(self.program, like) for like in dict.fromkeys(self.like)}
         self.first = len(pipeline.WAYS) * 2 * self.v  # instruction that is no message
+        self._asked: tuple = ()
         self._count(Costs(self.program, cluster))
 
-    def without_overlap(self) -> Deep:
-        """The same program where nothing overlaps: see serial.py."""
+    def priced(self, costs: Costs) -> Deep:
+        """The same program at other costs: on another cluster, or where nothing overlaps."""
         other = copy(self)
-        other._count(Serial(self.program, self.cluster))
+        other.cluster = costs.cluster
+        other._count(costs)
         return other
 
     @property
@@ -132,8 +133,14 @@ class Deep:
             table.said = [*own, *table.said[self.first :]]
             self.alike.append(one._replace(table=table, weights=weights))
         posting = self.cluster.call_overhead
-        self.graph = pipeline.graph(self.plan, tuple(shapes), tuple(kinds), posts=posting > 0)
+        self._order(tuple(shapes), tuple(kinds), posting > 0)
         self.weights = np.concatenate([[0.0, posting], *(one.weights for one in self.alike)])
+
+    def _order(self, *asked: Any) -> None:
+        """The graph of these shapes and kinds; the one that is there, where it is of the same."""
+        if asked != self._asked:
+            shapes, kinds, posts = self._asked = asked
+            self.graph = pipeline.graph(self.plan, shapes, kinds, posts=posts)
 
     @cached_property
     def _lanes(self) -> dict[int, list[str]]:

@@ -52,17 +52,6 @@ def outline(
     return tables(plan, step, steps), dict(moving)
 
 
-def totals(spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> tuple[float, int]:
-    """Without tables: seconds of a plan's step, and the highest peak memory of a device."""
-    if folds(plan):
-        deep = Deep(spec, plan, cluster, optimizer)
-        return deep.seconds, deep.peak
-    step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
-    device = np.array([tier == "device" for tier, _ in step.kinds])
-    peaks = (held[device].sum() for samples in step.held for _, held in samples)
-    return float(step.ends.max()), int(max(peaks))
-
-
 def whole(program: Program, cluster: Cluster) -> Step:
     """The step of a program that is not folded."""
     costs, ranks = Costs(program, cluster), range(len(program.codes))

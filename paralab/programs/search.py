@@ -19,17 +19,14 @@ from __future__ import annotations
 
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paralab.checks import choice, illegal, num_bytes, whole
-from paralab.interpret.deep import Deep
-from paralab.interpret.memory import memory
 from paralab.interpret.predict import OPTIMIZERS, check_cluster, rows_of_a_pipeline
-from paralab.interpret.time import time
+from paralab.interpret.totals import Totals
 from paralab.programs import search_words as words
-from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
 from paralab.programs.space import Space, space
@@ -48,7 +45,6 @@ AT_LEAST = 3  # of the best are compiled, whatever their estimates are
 LARGE = 100_000  # rows of a step that cannot be folded: it takes seconds to compile
 MAX_TOP = 100  # plans, each compiled: of a trillion parameters seconds each
 MAX_BATCH = 2**24  # samples of a step
-MANY = 30  # micro-batches times pipeline ranks from which a folded program is quicker
 SETTINGS = (
     *("dp", "tp", "pp", "virtual_stages", "schedule", "microbatches", "microbatch_size"),
     *("zero_stage", "sequence_parallel", "recompute", "offload"),
@@ -110,27 +106,6 @@ def plan_search(
     batch = whole("global_batch", global_batch, at_least=1, at_most=MAX_BATCH)
     found = space(model, cluster, devices, batch, fixed)
     return Search(model, cluster, found, batch, room, optimizer=optimizer, top=top, pinned=fixed)
-
-
-class Totals(NamedTuple):
-    """Seconds of a step of the compiled plan, and without overlap (interpret/serial.py); and the
-    highest peak memory of a device.
-    """
-
-    seconds: float
-    serial: float
-    peak: int
-
-
-def totals(model: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> Totals:
-    """Of a plan, compiled as a whole."""
-    if folds(plan) and plan.pp * plan.microbatches > MANY:
-        deep = Deep(model, plan, cluster, optimizer)
-        return Totals(deep.seconds, deep.without_overlap().seconds, deep.peak)
-    program, gloo = compiled(model, plan, optimizer=optimizer), not cluster.gpus
-    ranks = [memory(program, rank, gloo=gloo, samples=False) for rank in range(plan.pp)]
-    both = (time(program, cluster, overlap=overlap).seconds for overlap in (True, False))
-    return Totals(*both, max(found.peak for found in ranks))
 
 
 class Search:
@@ -207,9 +182,9 @@ class Search:
                 return
             if good >= AT_LEAST and self.closed[at] > BEHIND * fastest:
                 return
-            self.simulated[at], self.serial[at], self.memory[at] = totals(
-                self.model, self.plans[at], self.cluster, self.optimizer
-            )
+            found = Totals(self.model, self.plans[at], self.cluster, self.optimizer)
+            self.simulated[at], self.memory[at] = found.seconds(), found.peak
+            self.serial[at] = found.seconds(overlap=False)
             self.fits[at] = self.memory[at] <= self.memory_limit
             if self.fits[at]:
                 good, fastest = good + 1, min(fastest, self.simulated[at])

@@ -30,8 +30,8 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal, instance, real
-from paralab.interpret.outline import totals
 from paralab.interpret.predict import check_cluster
+from paralab.interpret.totals import Totals
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.needs import step_flops
 
@@ -158,8 +158,9 @@ def fit_cluster(
     for run in runs:
         check_cluster(run.plan, wide)
     used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
-    factors, slopes, now = _fitted(runs, wide, used)
-    errors, null = _out_of_sample(runs, wide, used, factors, slopes, now, by)
+    steps = _Steps(runs, wide)
+    factors, slopes, now = _fitted(steps, wide, used)
+    errors, null = _out_of_sample(steps, wide, used, factors, slopes, now, by)
     fitted = _with(cluster, used, factors)
     shown = {
         name: (unit, _figure(cluster, at), _figure(fitted, at))
@@ -210,15 +211,23 @@ def _with(cluster: Cluster, used: Sequence[str], factors: Sequence[float]) -> Cl
     return cluster
 
 
-def _off(runs: Sequence[Run], cluster: Cluster) -> Any:
-    """Logarithms of predicted over measured seconds."""
-    import numpy as np
+class _Steps:
+    """The runs' steps, each compiled once."""
 
-    took = []
-    for model, plan, _, optimizer in runs:
-        model = model.resolved(gpus=cluster.gpus)
-        took.append(totals(model, plan, cluster, optimizer)[0])
-    return np.log(took) - np.log([run.seconds for run in runs])
+    def __init__(self, runs: Sequence[Run], cluster: Cluster) -> None:
+        self.runs = runs
+        self.steps = [
+            Totals(model.resolved(gpus=cluster.gpus), plan, cluster, optimizer, many=True)
+            for model, plan, _, optimizer in runs
+        ]
+
+    def off(self, cluster: Cluster, some: Sequence[int] | None = None) -> Any:
+        """Logarithms of predicted over measured seconds, of all or some of the runs."""
+        import numpy as np
+
+        some = range(len(self.runs)) if some is None else some
+        took = [self.steps[at].seconds(cluster) for at in some]
+        return np.log(took) - np.log([self.runs[at].seconds for at in some])
 
 
 def _cost(off: Any, factors: Any) -> float:
@@ -242,24 +251,24 @@ def _solved(off: Any, slopes: Any, factors: Any) -> Any:
     return found
 
 
-def _fitted(runs: Sequence[Run], cluster: Cluster, used: Sequence[str]) -> tuple[Any, Any, Any]:
+def _fitted(steps: _Steps, cluster: Cluster, used: Sequence[str]) -> tuple[Any, Any, Any]:
     """(factors, the slopes at them, errors at them), as logarithms."""
     import numpy as np
 
     factors = np.zeros(len(used))
-    off = _off(runs, cluster)
+    off = steps.off(cluster)
     if "launch" in used:  # while the device's work hides launches, no slope tells of them
         for more in LAUNCHES:
             there = np.where(np.array(used) == "launch", more, 0.0)
-            found = _off(runs, _with(cluster, used, there))
+            found = steps.off(_with(cluster, used, there))
             if _cost(found, there) < _cost(off, factors):
                 factors, off = there, found
     for _ in range(STEPS):
         nudged = [_with(cluster, used, factors + row) for row in NUDGE * np.eye(len(used))]
-        slopes = np.stack([(_off(runs, there) - off) / NUDGE for there in nudged], axis=1)
+        slopes = np.stack([(steps.off(there) - off) / NUDGE for there in nudged], axis=1)
         step = _solved(off, slopes, factors) - factors
         for part in (1.0, 0.5, 0.25):
-            found = _off(runs, _with(cluster, used, factors + part * step))
+            found = steps.off(_with(cluster, used, factors + part * step))
             if _cost(found, factors + part * step) < _cost(off, factors) - 1e-3:
                 factors, off = factors + part * step, found
                 break
@@ -269,7 +278,7 @@ def _fitted(runs: Sequence[Run], cluster: Cluster, used: Sequence[str]) -> tuple
 
 
 def _out_of_sample(
-    runs: Sequence[Run],
+    steps: _Steps,
     cluster: Cluster,
     used: Sequence[str],
     factors: Any,
@@ -280,6 +289,7 @@ def _out_of_sample(
     """(errors, those of one rate), of every run by the runs of other groups."""
     import numpy as np
 
+    runs = steps.runs
     groups: list[Hashable] = [by(run) if by else run.model for run in runs]
     if len(set(groups)) == 1:
         groups = list(range(len(runs)))
@@ -291,8 +301,7 @@ def _out_of_sample(
     for group in dict.fromkeys(groups):
         out = np.array([other == group for other in groups])
         there = _solved(off[~out], slopes[~out], factors)
-        some = [run for run, is_out in zip(runs, out, strict=True) if is_out]
-        errors[out] = np.expm1(_off(some, _with(cluster, used, there)))
+        errors[out] = np.expm1(steps.off(_with(cluster, used, there), np.flatnonzero(out)))
         null[out] = rates[out] / np.median(rates[~out]) - 1
     return tuple(errors.tolist()), tuple(null.tolist())
 

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 import paralab as pl
-from paralab.interpret.outline import totals
+from paralab.interpret.totals import Totals
 from paralab.theory.fit_cluster import Run, said
 from paralab.theory.needs import step_flops
 from paralab.theory.papers import korthikanti, ptdp
@@ -85,7 +85,7 @@ def papers() -> dict[str, list[Run]]:
 
 def seconds(run: Run, cluster: pl.Cluster) -> float:
     nodes = -(-run.plan.world_size // cluster.devices_per_node)
-    return totals(run.model, run.plan, cluster.replace(nodes=nodes), "adamw")[0]
+    return Totals(run.model, run.plan, cluster.replace(nodes=nodes), "adamw").seconds()
 
 
 def errors(runs: Sequence[Run], cluster: pl.Cluster) -> list[float]:

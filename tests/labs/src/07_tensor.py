@@ -861,7 +861,7 @@ saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms 
 # | `pl.Plan(tp=8)` | `--tensor-model-parallel-size 8` | `parallelize_module(block, mesh, ...)` |
 # | `sequence_parallel=True` | `--sequence-parallel` | `SequenceParallel()`, layouts `Shard(1)` |
 # | the loss above | `vocab_parallel_cross_entropy` | `with loss_parallel():` |
-# | the sum of ∂X during the gradient of the weight | the default | – |
+# | the sum of ∂X during the gradient of W; `tp_overlap=False` waits | the default since 2021 | – |
 # | products overlap messages, in pieces | `--tp-comm-overlap` | async TP, in `torch.compile` |
 #
 # In torchtitan's configuration the degree is `tensor_parallel_degree`, in DeepSpeed's JSON it is

@@ -514,8 +514,8 @@ from_m.reveal(2, "With m = 2 most of the pipeline's step is its bubble.")
 # communication grows with $m$. The bubble stays the same number of seconds while the computation
 # grows, so its share shrinks. Where memory and the batch allow many micro-batches, a pipeline is
 # the faster one inside a node, too. Where they do not, as with $m = 2$, it is the slower one. (The
-# issue measured over 30 %, with BERT models. The prediction has 25 % with $m = 8$, and more than
-# 100 % with $m = 128$: trust its direction, not its factor.)
+# issue measured over 30 %, with BERT models. The prediction has 15 % with $m = 8$, and 93 % with $m
+# = 128$: trust its direction, not its factor.)
 #
 # ## Larger micro-batches suit the device, smaller ones the pipeline
 # A larger micro-batch gives the device larger products, and leaves the pipeline fewer
