@@ -31,10 +31,8 @@ from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE
 from paralab.programs.program import Program
-from paralab.report.tables import COMPUTE_KINDS
+from paralab.report.tables import LETTER
 from paralab.spec import Cluster, ModelSpec, Plan
-
-LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
 
 
 def outline(
@@ -83,7 +81,7 @@ def turns_of(program: Program, pp: int) -> Turns:
     found: dict[tuple, list[int]] = {}
     for position, span in enumerate(spans(program, code)):
         ins = code[position]
-        if span and span[0] in COMPUTE_KINDS and ins.op in COMPUTE:
+        if span and span[0] in LETTER and ins.op in COMPUTE:
             stage = part_of.get(ins.at[0], span[2])
             what = stage, LETTERS.index(LETTER[span[0]]), span[1]
             found.setdefault(what, [position, 0])[1] = position

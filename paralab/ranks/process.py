@@ -132,6 +132,17 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
     return Chosen(chosen, "nccl") if own else Chosen(chosen, "gloo", True, why + "others' in them")
 
 
+def take_device(
+    device: str | None, rank: int, local_rank: int, cards: Sequence[tuple[int, str]]
+) -> Chosen:
+    """`choose_device`; rank 0 says why, and what this rank predicts is for the same device."""
+    chosen = choose_device(device, local_rank, cards)
+    os.environ[VARIABLE] = chosen.device.partition(":")[0]
+    if chosen.why and rank == 0:
+        print(f"paralab: {chosen.why}")
+    return chosen
+
+
 def keep_pages() -> None:
     """glibc: keep freed memory instead of handing it back page by page.
 
@@ -223,12 +234,9 @@ def _work(
     world_size = task["ranks"]
     try:
         cards = [] if task["device"] == "cpu" else [(0, card(r)) for r in range(world_size)]
-        chosen = choose_device(task["device"], rank, cards)
+        chosen = take_device(task["device"], rank, rank, cards)
     except ValueError as error:
         raise Refused(str(error)) from None
-    os.environ[VARIABLE] = chosen.device.partition(":")[0]  # for what this rank predicts
-    if chosen.why and rank == 0:
-        print(f"paralab: {chosen.why}")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("in init_process_group")

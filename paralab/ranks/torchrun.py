@@ -20,9 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paralab.default_device import VARIABLE, default_device
+from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
-from paralab.ranks.process import RankContext, card, choose_device, keep_pages
+from paralab.ranks.process import RankContext, card, keep_pages, take_device
 from paralab.ranks.started import started
 
 
@@ -68,10 +68,7 @@ def torchrun_context(
 
     with or_unmet():
         store, everyone = _within(join_timeout, meet)
-    chosen = choose_device(device, local_rank, everyone)
-    os.environ[VARIABLE] = chosen.device.partition(":")[0]
-    if chosen.why and rank == 0:
-        print(f"paralab: {chosen.why}")
+    chosen = take_device(device, rank, local_rank, everyone)
     with or_unmet():
         limit = timedelta(seconds=timeout)
         dist.init_process_group(

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 DRY = "dry run"  # a clock that has no times
 CLOCKS = ("measured", "replayed", "predicted", DRY)
 
-COMPUTE_KINDS = ("forward", "backward", "weight_grad")  # what fills a pipeline; the rest does not
+# What fills a pipeline, with a schedule's letters for it; the rest does not.
+LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
+COMPUTE_KINDS = tuple(LETTER)
 KINDS = (*COMPUTE_KINDS, "optimizer", "compute", "wait", "comm", "copy")
 LEVELS = ("intra", "inter")
 TIERS = ("device", "host", "file")

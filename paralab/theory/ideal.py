@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import SCHEDULES, Action
 from paralab.report import metrics
-from paralab.report.tables import COMPUTE_KINDS
+from paralab.report.tables import COMPUTE_KINDS, LETTER
 from paralab.spec import Cluster
 from paralab.theory.replay import replay
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from paralab.report.tables import Tables
     from paralab.theory.pipeline import Simulation
 
-LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
 NAN = float("nan")
 
 

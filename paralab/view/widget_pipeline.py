@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 from paralab.parallel.schedules import SCHEDULES, Schedule, build
-from paralab.report.tables import Tables
+from paralab.report.tables import COMPUTE_KINDS, Tables
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory import ideal
 from paralab.theory.pipeline import Simulation, bubble_formula, simulate
@@ -89,7 +89,7 @@ class Pipeline(Widget):
         link = Link(alpha=_delay(at, ideal.stage_costs(at.found)), bandwidth=1e15)
         rates = {"flops": 1e12, "memory_bandwidth": 1e12, "devices_per_node": 64}
         spans = at.found.spans
-        last = spans["kind"].isin(ideal.LETTER) & (spans["stage"] == at.found.plan.stages - 1)
+        last = spans["kind"].isin(COMPUTE_KINDS) & (spans["stage"] == at.found.plan.stages - 1)
         cost = spans["cost"].where(~last, spans["cost"] * at["imbalance"])
         slowed = dataclasses.replace(at.found, spans=spans.assign(cost=cost))
         return slowed.replay(Cluster(name="the slider's link", intra=link, **rates))

@@ -17,13 +17,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from pairs import row
+from pairs import row, take_turns
 
 import paralab as pl
 from paralab.instruments.calibrate import gpus
@@ -75,21 +74,6 @@ def settled() -> float:
 
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def take_turns(
-    sides: dict[str, Callable[[int], Any]], steps: int, pairs: int
-) -> dict[str, list[float]]:
-    """In a rank: seconds per step of both sides, in turn, after one pair of warm-up."""
-    found: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(pairs + 1):
-        for side in sides if turn % 2 else reversed(sides):
-            began = settled()
-            for i in range(steps):
-                sides[side](turn * steps + i)
-            if turn:
-                found[side].append((settled() - began) / steps)
-    return found
 
 
 # ---- predictions ---------------------------------------------------------------------------------
@@ -158,7 +142,8 @@ def next_to_autograd(context: Any, name: str, form: str) -> dict[str, list[float
     from paralab.interpret.train import Trainer
 
     trainer, plain = Trainer(context, *of(name, form)), Plain(name, form)
-    return take_turns({"ours": trainer.step, "theirs": plain.step}, MODELS[name][2], PAIRS)
+    sides = {"ours": trainer.step, "theirs": plain.step}
+    return take_turns(sides, steps=MODELS[name][2], pairs=PAIRS, begin=settled, end=settled)
 
 
 def speed() -> list[dict]:
@@ -227,7 +212,8 @@ def next_to_its_graph(context: Any, name: str) -> dict[str, list[float]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step(0)
-        return take_turns({"ours": step, "theirs": lambda number: graph.replay()}, 4, PAIRS)
+        sides = {"ours": step, "theirs": lambda number: graph.replay()}
+        return take_turns(sides, steps=4, pairs=PAIRS, begin=settled, end=settled)
 
 
 def graphs() -> list[dict]:

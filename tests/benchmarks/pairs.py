@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,21 +18,31 @@ from paralab.launch import launch_program
 ROUNDS, PAIRS_A_ROUND = 6, 4
 
 
-def take_turns(sides: dict[str, Callable[[int], Any]], *, steps: int) -> dict[str, list[float]]:
-    """In a rank: seconds per step of each side's turns, after one pair of warm-up."""
-    import time
-
+def together() -> float:
+    """The time, once all ranks are here."""
     import torch.distributed as dist
 
+    dist.barrier()
+    return time.perf_counter()
+
+
+def take_turns(
+    sides: dict[str, Callable[[int], Any]],
+    *,
+    steps: int,
+    pairs: int = PAIRS_A_ROUND,
+    begin: Callable[[], float] = together,
+    end: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """In a rank: seconds per step of each side's turns, after one pair of warm-up."""
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(PAIRS_A_ROUND + 1):
+    for turn in range(pairs + 1):
         for side in sides if turn % 2 else reversed(sides):
-            dist.barrier()
-            began = time.perf_counter()
+            began = begin()
             for i in range(steps):
                 sides[side](turn * steps + i)
             if turn:
-                times[side].append((time.perf_counter() - began) / steps)
+                times[side].append((end() - began) / steps)
     return times
 
 
