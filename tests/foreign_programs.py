@@ -6,13 +6,14 @@ training step does. `THEORY` has the bytes that all ranks together send in a ste
 
 from __future__ import annotations
 
-DIN, DOUT, LAYERS = 576, 768, 3  # a matrix has 1.77 MB
+DIN, DOUT, LAYERS = 384, 480, 3  # a matrix has 0.74 MB
 PSI = LAYERS * 2 * DIN * DOUT * 4  # bytes of parameters
 BATCH, MICROBATCHES, CHUNKS = 24, 4, 2
 SEQ = 480
 TP_BYTES = SEQ * DIN * 4  # an activation of one sample
 SURPLUS = "gloo surplus"  # a reduce-scatter of gloo gathers what it has scattered
-MESSAGE = 1152 * DIN * 4  # what a stage hands to the next for one micro-batch
+ROWS = 576  # of a micro-batch of a pipeline
+MESSAGE = ROWS * DIN * 4  # what a stage hands to the next for one micro-batch
 
 
 def blocks():
@@ -118,7 +119,7 @@ def pipeline(n, kind="ScheduleGPipe"):
     )
 
     def step():
-        x = torch.randn(1152 * MICROBATCHES, DIN)
+        x = torch.randn(ROWS * MICROBATCHES, DIN)
         first = (x,) if rank == 0 else ()
         last = {"target": x} if rank == n - 1 else {}
         schedule.step(*first, **last)

@@ -1,9 +1,13 @@
-"""Count on the loopback interface what collectives and a training step really move.
+"""Count on the loopback interface what calls, training steps and foreign programs really move.
 
-python tests/wire_witness.py RANKS ...    prints one JSON object, for each number of ranks: {op:
-{ledger, kernel, payload}} in bytes, group totals
+    python tests/wire_witness.py    prints a JSON object of
+        table       what `witness` says of torch's own reduce-scatter and of paralab's
+        calls       {name: {ledger, kernel, payload}} in bytes, group totals, on 4 ranks
+        steps       the same of training steps, on 4 and on 8 ranks
+        programs    {name: [{"op phase": recorded bytes}, the kernel's]} of foreign_programs.py
 
-Run under ``unshare -rn`` the counter is private to this program.
+Under ``unshare -rn`` the counter is private to this program: then nothing else can add to it, and
+each is counted twice. On a counter that others share it is counted as often as `witness` does.
 """
 
 from __future__ import annotations
@@ -13,88 +17,115 @@ import functools
 import json
 import socket
 import struct
-import sys
+from collections import Counter
+from typing import Any
 
+import cloudpickle
+
+import foreign_programs
 import paralab as pl
+from foreign_programs import PROGRAMS
 from paralab.instruments import witness
+from paralab.theory.traffic import BOOKKEEPING
 
-MESSAGE = 8 * 2**20  # bytes: overhead of a few kB per call is then far below 1 %
-OPS = (
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send"),
-    *("ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "tree_all_reduce"),
-)
+cloudpickle.register_pickle_by_value(foreign_programs)
+PAYLOAD = 2 * 2**20  # bytes: overhead of a few kB per call is then far below 1 %
+OPS = [op for op in witness.OPS if op != witness.NATIVE]
 MODEL = pl.ModelSpec(layers=2, hidden=256, heads=4, seq_len=16)
-# Messages of 300 kB and more, the norms' and the loss's few numbers per token aside.
-WIDE = pl.ModelSpec(layers=1, hidden=512, heads=8, seq_len=256)
+# Messages of 150 kB and more, the norms' and the loss's few numbers per token aside.
+WIDE = pl.ModelSpec(layers=1, hidden=512, heads=8, seq_len=128)
+MODES = {4: ({}, {"sequence_parallel": True}, {"tp_mode": "2d"}),
+         8: ({"tp_mode": "2.5d"}, {"tp_mode": "3d"})}  # fmt: skip
 
 
 def steps_of(n: int) -> dict[str, tuple[pl.ModelSpec, pl.Plan]]:
     """Training steps to count on n ranks."""
     zero = pl.Plan(dp=n, microbatch_size=1, bucket_bytes=2**20)
-    found = {f"training step, ZeRO stage {s}": (MODEL, zero.replace(zero_stage=s))
-             for s in range(4)}  # fmt: skip
-    tensor = {
-        4: ({}, {"sequence_parallel": True}, {"tp_mode": "2d"}),
-        8: ({"tp_mode": "2.5d"}, {"tp_mode": "3d"}),
-    }
-    if n == 8:
-        found = {}
-    for mode in tensor.get(n, ()):
-        name = f"training step, tensor parallel {mode.get('tp_mode', '1d')}"
-        name += ", sequence" * ("sequence_parallel" in mode)
-        found[name] = WIDE, pl.Plan(tp=n, microbatch_size=4, **mode)
+    stages = range(4) if n == 4 else ()
+    found = {f"ZeRO stage {stage}": (MODEL, zero.replace(zero_stage=stage)) for stage in stages}
+    for mode in MODES[n]:
+        plan = pl.Plan(tp=n, microbatch_size=4, **mode)
+        found[f"tensor parallel {mode}"] = WIDE, plan
     return found
 
 
-def ops_of(n: int) -> tuple[str, ...]:
-    return OPS if n < 8 else ()
-
-
-def program(context, gate, payload: int) -> list[int]:
-    """Each op between gates, then training steps; returns this rank's ledger bytes by op."""
+def calls_and_steps(context: Any, gate: witness.Gate, repeats: int, ops: list[str]) -> list[int]:
+    """Each op between gates, then training steps; this rank's ledger bytes of each."""
     from paralab.comm import Group
     from paralab.instruments.recorder import Recorder
     from paralab.interpret.train import Trainer
 
-    n = context.world_size
+    witness.REPEATS, n = repeats, context.world_size
     recorder = Recorder(rank=context.rank, world_size=n)
     group = Group(range(n), axis="world", context=context, recorder=recorder)
-    calls = witness.calls(group, payload)
-    sent = [witness.held(calls[op], gate, recorder) for op in ops_of(n)]
+    calls = witness.calls(group, PAYLOAD)
+    sent = [witness.held(calls[op], gate, recorder) for op in ops]
     for model, plan in steps_of(n).values():
         trainer = Trainer(context, model, plan, recorder=recorder)
         sent.append(witness.held(functools.partial(trainer.step, 0), gate, recorder))
     return sent
 
 
-def bring_loopback_up() -> None:
-    """A fresh network namespace has its loopback down."""
+def programs(context: Any, gate: witness.Gate, repeats: int) -> list[dict[str, int]]:
+    """Steps of each program between gates; this rank's recorded bytes of one step of each."""
+    from paralab.observing import _observed
+
+    sent = []
+    for make in PROGRAMS.values():
+        with _observed(context, {"marked": True, "memory_steps": 0}) as observer:
+            step = make(context.world_size)
+            for number in range(2 + repeats):
+                step()
+                observer.end_step()
+                if number:
+                    gate()
+            calls = observer.part()["collectives"]
+        rows = zip(*(calls[c] for c in ("step", "op", "phase", "wire_bytes")), strict=True)
+        last, found = max(calls["step"]), Counter()
+        for at, op, phase, size in rows:
+            if at == last and phase not in BOOKKEEPING and size:
+                found[f"{op} {phase}"] += size
+        sent.append(dict(found))
+    return sent
+
+
+def counted(program: Any, ranks: int, repeats: int, names: list[str], *args: Any) -> list[tuple]:
+    """Of each name what every rank says, and the kernel's bytes."""
+    witness.REPEATS, gates = repeats, len(names) * (repeats + 1)
+    parts, counts = witness.between_gates(program, ranks, (repeats, *args), gates=gates)
+    return [
+        (name, [part[i] for part in parts], min(witness.per_call(counts, i)))
+        for i, name in enumerate(names)
+    ]
+
+
+def bring_loopback_up() -> bool:
+    """A fresh network namespace has its loopback down. Returns whether this is one."""
     up, get, put = 1, 0x8913, 0x8914  # IFF_UP, SIOCGIFFLAGS, SIOCSIFFLAGS
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         request = fcntl.ioctl(s, get, struct.pack("16sH14x", b"lo", 0))
         now = struct.unpack("16sH14x", request)[1]
         if not now & up:
             fcntl.ioctl(s, put, struct.pack("16sH14x", b"lo", now | up))
+    return not now & up
 
 
 def main() -> None:
-    bring_loopback_up()
-    print(json.dumps({ranks: counted(int(ranks)) for ranks in sys.argv[1:]}))
-
-
-def counted(ranks: int) -> dict[str, dict[str, float]]:
-    payload = MESSAGE // 4 // ranks * ranks * 4
-    names = (*ops_of(ranks), *steps_of(ranks))
-    gates = len(names) * (witness.REPEATS + 1)
-    parts, counts = witness.between_gates(program, ranks, (payload,), gates=gates)
-    return {
-        name: {
-            "ledger": sum(part[i] for part in parts),
-            "kernel": min(witness.per_call(counts, i)),
-            "payload": payload,
-        }
-        for i, name in enumerate(names)
-    }
+    alone = bring_loopback_up()
+    table = witness.witness(4, ("reduce_scatter", witness.NATIVE), nbytes=2 * 2**20)
+    repeats = 2 if alone else witness.REPEATS
+    found: dict[str, Any] = {"calls": {}, "steps": {}, "programs": {}}
+    for ranks, ops in ((4, OPS), (8, [])):
+        names = [*ops, *steps_of(ranks)]
+        for name, said, kernel in counted(calls_and_steps, ranks, repeats, names, ops):
+            kind = found["calls" if name in ops else "steps"]
+            kind[name] = {"ledger": sum(said), "kernel": kernel, "payload": PAYLOAD}
+    for name, said, kernel in counted(programs, 3, repeats, list(PROGRAMS)):
+        total: Counter[str] = Counter()
+        for one in said:
+            total.update(one)
+        found["programs"][name] = [total, kernel]
+    print(json.dumps({**found, "table": json.loads(table.to_json())}))
 
 
 if __name__ == "__main__":
