@@ -199,15 +199,12 @@ def cover() -> Cover:
     return Cover([case(values) for values in chosen()], _possible()[1])
 
 
-def each_value(times: int = 2) -> list[Case]:
-    """A few of the list's plans: every value of every setting is at work in two, if in so many."""
-    count = Counter(itertools.chain.from_iterable(map(at_work, chosen())))
-    left = Counter({one: min(times, n) for one, n in count.items()})
-    rest, taken = list(chosen()), []
-    while left := +left:  # those that are still to come
-        taken.append(max(rest, key=lambda values: _share(at_work(values), left, values)))
-        rest.remove(taken[-1])
-        left.subtract(at_work(taken[-1]))
+def each_value() -> list[Case]:
+    """A few of the list's plans, in which every value of every setting is at work."""
+    left, taken = set(itertools.chain.from_iterable(map(at_work, chosen()))), []
+    while left:  # those that are still to come
+        taken.append(max(chosen(), key=lambda values: _share(at_work(values), left, values)))
+        left.difference_update(at_work(taken[-1]))
     return list(map(case, taken))
 
 

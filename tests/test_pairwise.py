@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pairwise
 from pairwise import MAX_RANKS, SETTINGS, at_work, cover, each_value, pairs, refusal
@@ -18,12 +17,11 @@ def test_the_list_is_legal_small_and_uses_every_value():
         one.plan.validate(one.model)
 
 
-def test_the_few_have_every_value_twice_or_as_often_as_the_list_has_it():
+def test_the_few_have_every_value():
     named = {pairwise.case(values).name: values for values in pairwise.chosen()}
-    few = Counter(one for case in each_value() for one in at_work(named[case.name]))
-    for one, n in Counter(one for values in named.values() for one in at_work(values)).items():
-        assert min(2, n) <= few[one], one
-    assert len(each_value()) <= 20
+    few = {one for case in each_value() for one in at_work(named[case.name])}
+    assert few == {one for values in named.values() for one in at_work(values)}
+    assert len(each_value()) <= 10
 
 
 def test_every_pair_is_in_a_plan_or_on_the_list_of_those_that_cannot_be():
@@ -38,11 +36,11 @@ def test_every_pair_is_in_a_plan_or_on_the_list_of_those_that_cannot_be():
 def test_no_legal_plan_drawn_at_random_has_a_pair_that_cannot_be():
     """The search follows what refusals say; this one does not."""
     draw, legal, never = random.Random(1), 0, cover().impossible
-    for _ in range(20_000):
+    for _ in range(8_000):
         values = {name: draw.choice(options) for name, options in SETTINGS.items()}
         plain = draw.sample(list(SETTINGS), draw.randrange(len(SETTINGS)))
         values.update({name: pairwise.PLAIN[name] for name in plain})
         if not refusal(values):
             legal += 1
             assert not [pair for pair in pairs(values) if pair in never]
-    assert legal > 500
+    assert legal > 200

@@ -21,9 +21,10 @@ from paralab.interpret.time import time
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
 from virtual_cuda import Node, solve
-from virtual_runs import COMPUTE, Lasts, share, virtual
+from virtual_runs import COMPUTE, Found, Job, Lasts, share, virtual, virtuals
 
 MODEL = pl.ModelSpec(layers=8, hidden=16, heads=2, seq_len=8)
+SMALL = MODEL.replace(layers=2)
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -78,24 +79,32 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("m", [8, 16])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_virtual_bubbles_are_those_of_the_formulas(schedule, m):
+PROMPT, SLOW = Lasts(forward=1.0, half=1.0), Lasts(forward=1.0, half=1.0, message=0.05)
+PIPELINES = [*((schedule, 8, lasts) for schedule in SCHEDULES for lasts in (PROMPT, SLOW)),
+             ("interleaved", 16, SLOW)]  # fmt: skip
+
+
+def pipeline(schedule: str, m: int) -> pl.Plan:
     v = 2 if schedule == "interleaved" else 1
-    plan = pl.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
-    found = virtual(MODEL, plan, Lasts(forward=1.0, half=1.0))
+    return pl.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
+
+
+@pytest.fixture(scope="module")
+def pipelines() -> dict[tuple, Found]:
+    """All PIPELINES, in one launch."""
+    jobs = [Job(MODEL, pipeline(schedule, m), lasts) for schedule, m, lasts in PIPELINES]
+    return dict(zip(PIPELINES, virtuals(jobs), strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_virtual_bubbles_are_those_of_the_formulas(pipelines, schedule):
+    found, v = pipelines[schedule, 8, PROMPT], pipeline(schedule, 8).virtual_stages
     assert found.wrong == []
-    assert found.bubble == pytest.approx(SCHEDULES[schedule](4, m, v), abs=0.005)
+    assert found.bubble == pytest.approx(SCHEDULES[schedule](4, 8, v), abs=0.005)
 
 
-SLOW = Lasts(forward=1.0, half=1.0, message=0.05)
-
-
-@pytest.mark.parametrize("m", [8, 16])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_virtual_pipelines_take_as_long_as_predicted(schedule, m, monkeypatch):
-    v = 2 if schedule == "interleaved" else 1
-    plan = pl.Plan(pp=4, microbatches=m, schedule=schedule, virtual_stages=v)
+@pytest.mark.parametrize(("schedule", "m"), [one[:2] for one in PIPELINES if one[2] is SLOW])
+def test_virtual_pipelines_take_as_long_as_predicted(pipelines, schedule, m, monkeypatch):
     monkeypatch.setattr(
         Costs, "_compute",
         lambda costs, pp, ins: Compute(
@@ -103,20 +112,19 @@ def test_virtual_pipelines_take_as_long_as_predicted(schedule, m, monkeypatch):
     )  # fmt: skip
     link = pl.Link(alpha=SLOW.message, bandwidth=1e30)
     cluster = pl.Cluster(devices_per_node=4, flops=1e30, memory_bandwidth=1e30, intra=link)
-    expected = time(compiled(MODEL, plan, optimizer="sgd"), cluster).seconds
-    work = 3.0 * m
-    found = virtual(MODEL, plan, SLOW)
-    assert found.bubble == pytest.approx(1 - work / expected, abs=0.005)
+    expected = time(compiled(MODEL, pipeline(schedule, m), optimizer="sgd"), cluster).seconds
+    found = pipelines[schedule, m, SLOW]
+    assert found.bubble == pytest.approx(1 - 3.0 * m / expected, abs=0.005)
     if (schedule, m) == ("interleaved", 16):
         assert found.bubble <= 0.1055
 
 
-def hidden(**change) -> float:
+def hidden(change: Callable | None = None) -> float:
     """A step of ZeRO-3 that fetches ahead, as a part of one that does not."""
     model = MODEL.replace(layers=12)  # 14 units
     lasts = Lasts(forward=1.0, half=1.0, collective=0.8, per_part=True)
-    one, other = (virtual(model, pl.Plan(dp=2, zero_stage=3, prefetch=prefetch), lasts, **change)
-                  for prefetch in (1, 0))  # fmt: skip
+    plans = [pl.Plan(dp=2, zero_stage=3, prefetch=prefetch) for prefetch in (1, 0)]
+    one, other = virtuals([Job(model, plan, lasts, change=change) for plan in plans])
     return one.step / other.step
 
 
@@ -131,14 +139,11 @@ class Reduces(Lasts):
         return self.collective if op in ("all_reduce", "reduce_scatter") and size > 8 else 0.0
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_virtual_the_stage_before_does_not_wait_for_zeros_sums(stage):
+def test_virtual_the_stage_before_does_not_wait_for_zeros_sums():
     model, lasts = MODEL.replace(tied=False), Reduces(forward=1.0, half=1.0, collective=0.5)
-    sharded, copied = (
-        virtual(model, pl.Plan(dp=2, pp=2, microbatches=4, zero_stage=zero, bucket_bytes=2**13),
-                lasts) for zero in (stage, 0)
-    )  # fmt: skip
-    assert sharded.step == pytest.approx(copied.step)
+    plan = pl.Plan(dp=2, pp=2, microbatches=4, bucket_bytes=2**13)
+    found = virtuals([Job(model, plan.replace(zero_stage=stage), lasts) for stage in range(3)])
+    assert [one.step for one in found] == pytest.approx([found[0].step] * 3)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -172,9 +177,10 @@ def test_virtual_allocators_have_a_row_for_every_step_and_the_programs_peak():
     assert table["allocated"] == pytest.approx([peak] * 2, rel=0.02)
 
 
-@pytest.mark.parametrize("tf32", [False, True])
-def test_virtual_products_are_of_the_plans_precision(tf32):
-    assert virtual(MODEL, pl.Plan(dp=2, tf32=tf32)).tf32 == [tf32, tf32]
+def test_virtual_products_are_of_the_plans_precision():
+    settings = [False, True, False]
+    found = virtuals([Job(SMALL, pl.Plan(dp=2, tf32=tf32)) for tf32 in settings])
+    assert [one.tf32 for one in found] == [[tf32, tf32] for tf32 in settings]
 
 
 # ---- mutants: each of them fails one of these tests ----------------------------------------------
@@ -230,7 +236,7 @@ def stands_still(machine):
 
 
 def test_virtual_mutant_that_waits_for_the_whole_stream():
-    assert hidden(change=waits_for_the_whole_stream) > 0.62
+    assert hidden(waits_for_the_whole_stream) > 0.62
 
 
 PARALLEL = {"dp": 2, "tp": 2, "sequence_parallel": True, "microbatch_size": 2}
@@ -247,12 +253,12 @@ AWAY = {"dp": 2, "zero_stage": 3, "offload": "nvme"}
     (stands_still, PARALLEL, "host and device meet"),
 ])  # fmt: skip
 def test_virtual_mutants_of_order_are_found(change, settings, says):
-    found = virtual(MODEL, pl.Plan(**settings), change=change)
+    found = virtual(SMALL, pl.Plan(**settings), change=change)
     assert any(says in line for line in found.wrong)
 
 
 def test_virtual_mutant_whose_lanes_are_on_another_device():
-    found = virtual(MODEL, pl.Plan(**AWAY), change=leaves_lanes_on_the_first_gpu)
+    found = virtual(SMALL, pl.Plan(**AWAY), change=leaves_lanes_on_the_first_gpu)
     assert found.contexts == [{0}, {0, 1}]
 
 

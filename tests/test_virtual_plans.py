@@ -1,6 +1,7 @@
 """Pairwise plans on the virtual device: what waits for what, and which memory is whose.
 
-A few that have every value of every setting; `make virtual` takes all.
+A few that have every value of every setting, and those that offload on two ranks, which are cheap
+and have most to wait for; `make virtual` takes all.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from math import isfinite
 
 import pytest
 
-from pairwise import Case, cover, each_value
+from pairwise import PLAIN, Case, case, cover, each_value
 from virtual_runs import Found, Job, virtuals
 
-PLANS = cover().cases if os.environ.get("PARALAB_VIRTUAL_PLANS") else each_value()
+ALL = cover().cases
+OFFLOAD = [one for one in ALL if one.plan.tiers is not None and one.plan.world_size == 2]
+SCALED = case(PLAIN | {"dp": 2, "zero_stage": 3, "microbatches": 3, "offload": "nvme",
+                       "precision": "fp16", "clip_norm": 0.05})  # fmt: skip
+FEW = list({one.name: one for one in (*each_value(), *OFFLOAD, SCALED)}.values())
+PLANS = ALL if os.environ.get("PARALAB_VIRTUAL_PLANS") else FEW
 TOGETHER = 12  # plans with as many ranks that train in one launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
