@@ -32,7 +32,7 @@ from paralab.ranks.server import start_method
 from patience import HANG_S
 from processes import below_the_server, marked, until
 
-ROUNDS = 5
+ROUNDS = 3
 HERE = Path(__file__).parent
 SPAWNS = start_method() == "spawn"
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks import no tests
@@ -229,7 +229,7 @@ def never_meet(context) -> None:
 def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
     for program in (in_a_cell(HANGS, "hangs"), never_meet):
         with one_clear_error(pl.RankTimeout) as caught:
-            launch_program(program, 4, timeout=5.0)
+            launch_program(program, 4, timeout=2.0)
         first, *lines = str(caught.value).splitlines()
         waiting = caught.value.waiting
         if program is never_meet:
@@ -238,25 +238,28 @@ def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
             assert waiting[1].startswith("in all_reduce #17 on axis dp, ranks 0,1,3, step 2, line")
             assert lines[2] == "  rank 2: has returned its result"
         else:
-            assert first == "no sign of life for 5 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
+            assert first == "no sign of life for 2 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
             assert re.search(r"line 7 of \d+\.py in hangs: select\.select\(\[\]", waiting[2])
             assert re.search(r"^in all_reduce, line 8 of .*: dist\.all_reduce\(torch", waiting[0])
         assert lines[:4] == [f"  rank {r}: {waiting.get(r, lines[r][10:])}" for r in range(4)]
 
 
 def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
-    def program(context, sign: str) -> None:
-        for step in range(6):
-            time.sleep(1.0)
-            if sign == "print":
-                print(step)
-            elif sign == "note":
-                context.note(f"all_reduce #{step}")
-            else:
-                context.progress(step, 6)
+    """One kind after the other, each for longer than the limit."""
 
-    for sign in ("print", "note", "progress"):
-        launch_program(program, 1, (sign,), timeout=5.0)
+    def program(context) -> None:
+        def note(step: int) -> None:
+            context.note(f"all_reduce #{step}")
+
+        def progress(step: int) -> None:
+            context.progress(step, 7)
+
+        for sign in (print, note, progress):
+            for step in range(7):
+                time.sleep(0.5)
+                sign(step)
+
+    launch_program(program, 1, timeout=3.0)
 
 
 def stopped() -> None:
@@ -272,7 +275,10 @@ def stopped() -> None:
         (stopped, "rank 0: does not answer: stopped"),
     ],
 )
-def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(hang, said: str) -> None:
+def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(
+    hang, said: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(watch, "STACK_SECONDS", 2.0)
     with one_clear_error(pl.RankTimeout) as caught:
         pl.launch(hang, ranks=1, timeout=0.5)
     assert said in str(caught.value)
@@ -509,14 +515,13 @@ def test_nothing_survives_a_kernel_that_is_killed(temporary: Path, moment: str) 
         path = f"{temporary}:{path}"
     mark = f"paralab-test-{uuid.uuid4()}"
     env = {**os.environ, "PYTHONPATH": path, "MARK": mark, "TMPDIR": str(temporary)}
-    for _ in range(2):  # each starts an interpreter, and a server that loads torch
-        with subprocess.Popen(
-            [sys.executable, HERE / "launch_victim.py", moment], env=env, stdout=subprocess.PIPE
-        ) as victim:
-            assert victim.stdout.readline() == b"ready\n"
-            # Itself, the server and 3 ranks; what a rank has started is looked for afterwards.
-            expected = 2 if moment == "loading" else 5
-            assert until(lambda expected=expected: len(marked(mark)) >= expected)
-            victim.kill()
-        assert until(lambda: not marked(mark))
+    with subprocess.Popen(
+        [sys.executable, HERE / "launch_victim.py", moment], env=env, stdout=subprocess.PIPE
+    ) as victim:
+        assert victim.stdout.readline() == b"ready\n"
+        # Itself, the server and 3 ranks; what a rank has started is looked for afterwards.
+        expected = 2 if moment == "loading" else 5
+        assert until(lambda: len(marked(mark)) >= expected)
+        victim.kill()
+    assert until(lambda: not marked(mark))
     assert nothing_left()

@@ -15,26 +15,23 @@ import pytest
 from paralab.launch import _house
 from paralab.ranks.server import START
 from patience import HANG_S
-from test_composed import CASES
-from together import Case, Trained
+from together import Trained, cases
 
 HERE = Path(__file__).parent
-WANTED = ("tp=2", "schedule=zb-h1", "zero_stage=3", "offload=nvme")
+PLANS = cases("""
+    tp=2 sequence_parallel=True microbatches=2
+    pp=2 schedule=zb-h1 microbatches=3 recompute=full
+    dp=2 zero_stage=3 offload=nvme microbatches=2 clip_norm=0.05
+""")
 
 pytestmark = pytest.mark.timeout(900)  # a launch takes seconds
 
 
-def chosen() -> list[Case]:
-    """For each of WANTED a composed plan on as few ranks as there is one."""
-    found = [[one for one in CASES if wanted in one.name.split()] for wanted in WANTED]
-    return list(dict.fromkeys(min(some, key=lambda one: one.plan.world_size) for some in found))
-
-
-@pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 def test_plans_train_what_one_process_does(text, monkeypatch) -> None:
+    trained = Trained(PLANS, text)
+    trained.alone(PLANS[0])  # and of all: how its rank is started is all the same
     monkeypatch.setenv(START, "spawn")
-    trained = Trained(chosen(), text)
-    for one in trained.cases:
+    for one in PLANS:
         trained.assert_equals_the_reference(one)
         assert _house._server.method == "spawn"
 

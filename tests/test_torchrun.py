@@ -30,10 +30,9 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def agents(*at_node: list[str], ends: int | None = None) -> list[tuple[int, str]]:
-    """torchrun on as many machines as there are words for it: (exit code, what it printed) of each.
-
-    ends  the machine that ends first: the others hear nothing of it and are terminated then
+def agents(*at_node: list[str]) -> list[tuple[int, str]]:
+    """torchrun on as many machines as there are words for it: of each its exit code, and what it
+    printed.
     """
     address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(at_node)}"]
@@ -47,16 +46,12 @@ def agents(*at_node: list[str], ends: int | None = None) -> list[tuple[int, str]
         )
         for node, words in enumerate(at_node)
     ]
-    said = {}
     try:
-        for node in sorted(range(len(started)), key=lambda node: node != ends):
-            if ends is not None and node != ends:
-                started[node].terminate()
-            said[node] = started[node].communicate(timeout=HANG_S)[0]
+        said = [agent.communicate(timeout=HANG_S)[0] for agent in started]
     finally:
         for agent in started:
             agent.kill()
-    return [(agent.returncode, said[node]) for node, agent in enumerate(started)]
+    return [(agent.returncode, text) for agent, text in zip(started, said, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -137,17 +132,24 @@ def test_the_rank_that_says_why_goes_first(tmp_path):
 # ---- meeting, and a call without an end ---------------------------------------------------------
 
 
-def as_torchrun_rank(port: int, rank: int) -> str:
-    """In a rank of ours: forget its group and join one as torchrun's rank would."""
+def as_torchrun_rank(port: int, rank: int, at: tuple[int, int, int] = (0, 0, 2), ranks: int = 2):
+    """In a rank of ours: forget its group and say what torchrun would. at: its machine, and which
+    of how many ranks it is there.
+    """
     import torch.distributed as dist
 
+    dist.destroy_process_group()
+    node, local, of = at
+    said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": of}
+    said |= {"GROUP_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in said.items()}
+
+
+def meets(port: int, rank: int) -> str:
     from paralab.launch import torchrun_context
     from paralab.ranks.errors import RankError
 
-    dist.destroy_process_group()
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    as_torchrun_rank(port, rank)
     try:
         torchrun_context(join_timeout=0.5)
     except RankError as error:
@@ -158,44 +160,44 @@ def as_torchrun_rank(port: int, rank: int) -> str:
 def test_a_port_taken_taken_ends_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        said = pl.launch(as_torchrun_rank, ranks=1, args=(port, 0))[0]
+        said = pl.launch(meets, ranks=1, args=(port, 0))[0]
         assert said == (
             f"rank 0 could not meet the other ranks at 127.0.0.1:{port}: the port is taken by "
             "another program; give torchrun another --master-port"
         )
         # A rank that finds the other program instead of rank 0: torch itself would wait for ever.
-        said = pl.launch(as_torchrun_rank, ranks=1, args=(port, 1))[0]
+        said = pl.launch(meets, ranks=1, args=(port, 1))[0]
         assert "not all ranks of this job answered within 0.5 s" in said and "\n" not in said
-    said = pl.launch(as_torchrun_rank, ranks=1, args=(port, 1))[0]
+    said = pl.launch(meets, ranks=1, args=(port, 1))[0]
     assert "Connection refused; check --master-addr" in said and "\n" not in said
 
 
-TORCHRUN_RANK = """
-import select, sys
-from paralab.launch import torchrun_context
-from paralab.ranks.errors import RankError
-try:
-    context = torchrun_context(timeout=2)
-except RankError as error:
-    sys.exit(f"paralab: {error}")
-import torch, torch.distributed as dist
-total = torch.ones(1)
-dist.all_reduce(total)
-print(f"rank {context.rank} on {context.nodes} {context.backend} sum {total.item():g};", flush=True)
-if context.rank == 0:
-    select.select([], [], [])
-context.note("all_reduce #3 on axis dp, ranks 0,1,2, step 1")
-dist.all_reduce(total)
-"""
+def waits_for_rank_0(port: int) -> tuple:
+    """What it knows of the job, and the notes of the error that its time is over with."""
+    import torch
+    import torch.distributed as dist
+
+    from paralab.launch import torchrun_context
+
+    rank = dist.get_rank()
+    as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
+    context, total, notes = torchrun_context(timeout=2), torch.ones(1), []
+    dist.all_reduce(total)
+    if rank == 0:
+        context.store.wait(["over 1", "over 2"])
+    else:
+        context.note("all_reduce #3 on axis dp, ranks 0,1,2, step 1")
+        try:
+            dist.all_reduce(total.clone())
+        except RuntimeError as error:
+            sys.excepthook(type(error), error, None)  # as where nobody catches it
+            notes = error.__notes__
+        context.store.set(f"over {rank}", "")
+    return context.rank, context.nodes, context.backend, total.item(), notes
 
 
-def test_two_uneven_machines_and_a_timeout_there_that_names_the_call(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(TORCHRUN_RANK)
-    at_node = [[f"--nproc-per-node={count}", str(script)] for count in (1, 2)]
-    (_, said), (code, more) = agents(*at_node, ends=1)
-    assert code == 1
-    said += more
-    for rank in range(3):
-        assert f"rank {rank} on (0, 1, 1) gloo sum 3;" in said
-    assert "was in all_reduce #3 on axis dp, ranks 0,1,2, step 1" in said
+def test_two_uneven_machines_and_a_timeout_there_that_names_the_call() -> None:
+    said = "was in all_reduce #3 on axis dp, ranks 0,1,2, step 1"
+    found = pl.launch(waits_for_rank_0, ranks=3, args=(free_port(),))
+    for rank, notes in enumerate([[], [f"rank 1 {said}"], [f"rank 2 {said}"]]):
+        assert found[rank] == (rank, (0, 1, 1), "gloo", 3.0, notes)
