@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import paralab as pl
+from paralab import cli
 from patience import HANG_S
 from processes import below_the_server, until
 
@@ -170,9 +172,14 @@ def fsdp_ahead(how):
         optimizer.zero_grad()
 
 
+@functools.cache
+def ahead(how: str) -> pl.Report:
+    return pl.observe(fsdp_ahead, 2, (how,), timeout=60)
+
+
 def test_explain_does_not_judge_a_prefetch_whose_waits_it_has_not_seen():
     """FSDP2's gathers over NCCL run on streams of their own, and the device waits for these."""
-    report = pl.observe(fsdp_ahead, 2, ("blocking",), timeout=60)
+    report = copy.deepcopy(ahead("blocking"))
     gathers, spans = set(report.collectives.query("op == 'all_gather'")["span"]), report.spans
     spans["after"] = [[a for a in after if a not in gathers] for after in spans["after"]]
     report.meta["device"] = "cuda:0"
@@ -189,7 +196,7 @@ def test_explain_says_whether_gathers_are_prefetched(how, forward, backward):
     """Of 4 blocks the first has none before it; 2 ranks, 2 steps. To ask for the next block early
     is no use where the call blocks, as it does on a CPU unless it is told not to.
     """
-    said = pl.observe(fsdp_ahead, 2, (how,), timeout=60).explain()["Are gathers prefetched?"]
+    said = ahead(how).explain()["Are gathers prefetched?"]
     for phase, early in (("forward", forward), ("backward", backward)):
         [line] = [line for line in said.splitlines() if line.startswith(phase)]
         assert f"the wait of {early} of 16 gathers" in line
@@ -487,66 +494,61 @@ def test_one_of_several_ranks_is_not_observed_as_a_process_of_its_own():
 
 
 # ---- in this process ----------------------------------------------------------------------------
-HERE = """
-import sys, torch, torch.optim.optimizer, paralab as pl
-model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))
-optimizer = torch.optim.AdamW(model.parameters())
+def in_this_process():
+    """Its one rank has what a process of one's own has."""
+    import gc
+    import weakref
 
-def train(steps):
-    for _ in range(steps):
-        model(torch.randn(256, 512)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    import torch
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile
 
-torch.set_num_threads(1)
-train(1)
-with pl.observe() as seen:
-    train(3)
-assert seen.steps["step"].tolist() == [0, 1, 2] and len(seen.timeline().data)
-held = seen.peaks()["measured"]
-psi = sum(p.nbytes for p in model.parameters())
-assert held["parameters"] == psi and held["optimizer"] == 2 * psi + 16, held
-assert held["other"] <= 0.02 * held["total"], held
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
 
-first = seen.memory[seen.memory["time"] == seen.memory["time"].min()]
-first = first[first["category"] == "optimizer"]["bytes"].sum()
-assert first == 2 * psi + 16, first  # what there was before the block
+    def train(optimizer, steps):
+        for _ in range(steps):
+            model(torch.randn(256, 512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-from torch.profiler import ProfilerActivity, profile
-with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-    train(1)
-live = most = 0
-for event in profiler.profiler.kineto_results.events():
-    if event.name() == "[memory]":
-        live += event.nbytes()
+    train(optimizer, 1)
+    with pl.observe() as seen:
+        train(optimizer, 3)
+    assert seen.steps["step"].tolist() == [0, 1, 2] and len(seen.timeline().data)
+    held = seen.peaks()["measured"]
+    psi = sum(p.nbytes for p in model.parameters())
+    assert held["parameters"] == psi and held["optimizer"] == 2 * psi + 16, held
+    assert held["other"] <= 0.02 * held["total"], held
+
+    first = seen.memory[seen.memory["time"] == seen.memory["time"].min()]
+    first = first[first["category"] == "optimizer"]["bytes"].sum()
+    assert first == 2 * psi + 16, first  # what there was before the block
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(optimizer, 1)
+    live = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        live += event.nbytes() if event.name() == "[memory]" else 0
         most = max(most, live)
-memory = seen.memory[seen.memory["step"] == 1]
-total = memory.groupby("time")["bytes"].sum()
-mine = total.max() - 3 * psi - 16  # what there was before
-assert abs(mine / most - 1) < 0.01, (mine, most)
-print("agreed", mine, most)
+    memory = seen.memory[seen.memory["step"] == 1]
+    total = memory.groupby("time")["bytes"].sum()
+    mine = total.max() - 3 * psi - 16  # what there was before
+    assert abs(mine / most - 1) < 0.01, (mine, most)
 
-import gc, weakref
-gone = weakref.ref(optimizer)
-del optimizer
-gc.collect()
-assert gone() is None and len(seen.steps)  # what was observed keeps no optimizer alive
-assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
-assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
-try:
-    with pl.observe():
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None and len(seen.steps)  # what was observed keeps no optimizer alive
+    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+    with contextlib.suppress(KeyError), pl.observe():
         raise KeyError("own")
-except KeyError:
-    pass
-"""
+    return "agreed"
 
 
-def test_a_block_in_this_process_and_torchs_profiler_agrees_on_its_peak(tmp_path):
-    script = tmp_path / "here.py"
-    script.write_text(HERE)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
-                          timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
-    assert done.returncode == 0 and "agreed" in done.stdout, done.stderr
+def test_a_block_in_this_process_and_torchs_profiler_agrees_on_its_peak():
+    assert pl.launch(in_this_process, ranks=1) == ["agreed"]
 
 
 # ---- from a shell -------------------------------------------------------------------------------
@@ -573,31 +575,32 @@ def shell(*words, folder):
                           timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
 
 
-def test_a_script_is_observed_unchanged(tmp_path):
+def test_a_script_is_observed_unchanged(tmp_path, capsys):
     words = ["-m", "paralab", "observe", "--ranks", "2", "--save", "seen.json", "train.py"]
     done = shell(*words, "4", "0", folder=tmp_path)
     assert done.returncode == 0 and "data parallelism" in done.stdout, done.stderr
     report = pl.load(tmp_path / "seen.json")
     assert repr(report) == "Report(measured, train.py on 2 ranks, 4 collectives)"
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2
-    failed = shell(*words, "2", "3", folder=tmp_path)
-    assert failed.returncode == 1 and "sys.exit(3)" in failed.stderr
+    assert cli.main([*words[2:5], str(tmp_path / "train.py"), "2", "3"]) == 1
+    assert "sys.exit(3)" in capsys.readouterr().err
 
 
-def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch):
+def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, capsys):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paralab"]
     done = shell(*words, "observe", "train.py", "4", "0", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     report = pl.load(tmp_path / "parts")
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2 and report.world_size == 2
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
-    (tmp_path / "occupied").write_text("a file")
-    words = [*words, "observe", "--out", "occupied", "train.py", "4", "0"]
-    refused = shell(*words, folder=tmp_path)
-    assert refused.returncode != 0 and "out='occupied': no folder can be made" in refused.stderr
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
-    refused = shell("-m", "paralab", "observe", "--ranks", "2", "train.py", "1", folder=tmp_path)
-    assert refused.returncode != 0 and "ranks='2'" in refused.stderr
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "occupied").write_text("a file")
+    with pytest.raises(ValueError, match="out='occupied': no folder can be made"):
+        cli.main(["observe", "--out", "occupied", "train.py", "4", "0"])
+    with pytest.raises(SystemExit):
+        cli.main(["observe", "--ranks", "2", "train.py", "1"])
+    assert "ranks='2'" in capsys.readouterr().err
 
 
 # ---- next to a prediction -----------------------------------------------------------------------
