@@ -59,10 +59,11 @@ def test_gradients_weights_and_losses_are_those_of_one_process(trained, one):
 
 
 def test_every_call_and_every_copy_is_predicted(report, one):
-    expect = pl.predict(one.model, one.plan, CLUSTER, steps=STEPS, optimizer="sgd")
-    for step in range(STEPS):
-        for table, columns in (("collectives", CALL), ("copies", COPY)):
-            want, got = (rows(getattr(r, table), columns, step) for r in (expect, report))
+    expect = pl.predict(one.model, one.plan, CLUSTER, steps=1, optimizer="sgd")
+    for table, columns in (("collectives", CALL), ("copies", COPY)):
+        want = rows(getattr(expect, table), columns, 0)  # every step is the same
+        for step in range(STEPS):
+            got = rows(getattr(report, table), columns, step)
             assert want == got, (table, step, list((want - got) + (got - want))[:3])
 
 

@@ -172,7 +172,7 @@ def total(calls, **where) -> int:
     return int(calls["wire_bytes"].sum())
 
 
-@settings(max_examples=40, **CALM)
+@settings(max_examples=24, **CALM)
 @given(legal(16))
 @example((pl.ModelSpec(**SMALL), pl.Plan(schedule="zb-h2", microbatches=3, dp=2, zero_stage=2)))
 @example((pl.ModelSpec(**SMALL), pl.Plan(pp=2, tp=2, tp_mode="2.5d", tp_depth=2)))
@@ -261,7 +261,7 @@ def check_tensor(model, plan, calls) -> None:
 
 
 # ---- run ----------------------------------------------------------------------------------------
-@settings(max_examples=5, **CALM)
+@settings(max_examples=3, **CALM)
 @given(drawn=legal(6))
 def test_some_are_run_and_train_what_one_process_does(run, text, drawn):
     model, plan = drawn

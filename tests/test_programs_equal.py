@@ -24,8 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 PLANS = cases("""
     dp=2 bucket_bytes=1
     dp=2 bucket_bytes=1000000000 tied=False
-    dp=3 grad_sync=bucketed
-    dp=2 grad_sync=bucketed microbatches=2
+    dp=3 grad_sync=bucketed microbatches=2
     dp=2 microbatches=2 dropout=0.2 attention=sdpa
     dp=2 vocab=300 clip_norm=0.1
 
@@ -35,16 +34,13 @@ PLANS = cases("""
     dp=8 shard=4 zero_stage=3 secondary_shard=2
     dp=4 zero_stage=3 secondary_shard=1
 
-    pp=4 microbatches=8
     pp=2 dp=2 microbatches=2 schedule=gpipe grad_sync=bucketed
     pp=2 dp=2 microbatches=4 zero_stage=3 schedule=interleaved virtual_stages=2
 
-    tp=4 microbatch_size=1 attention=sdpa
-    tp=4 sequence_parallel=True attention=sdpa tied=False
+    tp=4 sequence_parallel=True microbatch_size=1 attention=sdpa tied=False
 
     tp=4 tp_mode=2d tied=False attention=sdpa
     tp=4 tp_mode=2.5d tp_depth=1 microbatches=2
-    tp=2 tp_mode=2.5d tp_depth=2 microbatches=2
     tp=2 tp_mode=2.5d tp_depth=2 dp=2 zero_stage=3 tied=False
     tp=2 tp_mode=2.5d tp_depth=2 pp=2 schedule=zb-h1 microbatches=3 dp=2 zero_stage=1 tied=False
     tp=8 tp_mode=2.5d microbatch_size=4 dropout=0.2 clip_norm=0.05
@@ -54,28 +50,20 @@ PLANS = cases("""
 # Of each parameter one chain of additions. Untied: a tied embedding's gradient is the sum of two
 # chains, one per end of a pipeline.
 CHAINS = cases("""
-    pp=2 microbatches=1 schedule=naive
     pp=3 microbatches=5 schedule=naive layers=5 dropout=0.1
-    pp=3 microbatches=2 schedule=gpipe layers=5 dropout=0.1
-    pp=4 microbatches=6 schedule=gpipe attention=sdpa
+    pp=3 microbatches=2 schedule=gpipe layers=5 attention=sdpa
     pp=3 microbatches=2 schedule=1f1b vocab=3000
     pp=4 microbatches=6 schedule=1f1b dropout=0.1
     pp=2 microbatches=4 schedule=interleaved virtual_stages=3 dropout=0.1
-    pp=3 microbatches=6 schedule=interleaved virtual_stages=2
     pp=3 microbatches=2 schedule=zb-h1 dropout=0.1
-    pp=4 microbatches=8 schedule=zb-h1
     pp=4 microbatches=6 schedule=zb-h2 dropout=0.1
     recompute=full microbatches=2 dropout=0.1
     recompute=selective microbatches=2 dropout=0.1 attention=sdpa
-    pp=2 microbatches=4 recompute=full dropout=0.1
     pp=2 microbatches=4 schedule=zb-h1 recompute=full dropout=0.1
     pp=3 microbatches=4 precision=bf16
-    pp=2 microbatches=4 schedule=interleaved virtual_stages=2 precision=bf16 layers=5
     pp=2 microbatches=4 schedule=zb-h1 precision=fp16 layers=5
 
-    schedule=l2l zero_stage=3 recompute=full microbatches=4 offload=cpu dropout=0.1 prefetch=0
-    schedule=l2l zero_stage=3 recompute=full microbatches=4 offload=nvme attention=sdpa
-    schedule=l2l zero_stage=3 recompute=full microbatches=4 offload=cpu precision=bf16
+    schedule=l2l zero_stage=3 recompute=full microbatches=4 offload=nvme precision=bf16
     schedule=l2l zero_stage=3 recompute=full offload={'optimizer':'cpu','parameters':'cpu'}
 """, tied=False)  # fmt: skip
 
@@ -103,15 +91,12 @@ class Mixer(nn.Module):
 OWN = cases("""
     dp=3 microbatches=2
     dp=3 zero_stage=2 microbatches=2
-    dp=2 zero_stage=3 microbatches=2
-    dp=4 shard=2 zero_stage=3
-    dp=2 zero_stage=3 recompute=full
+    dp=2 zero_stage=3 recompute=full microbatches=2
     pp=2 dp=2 microbatches=2 zero_stage=3
     dp=2 precision=bf16
     pp=2 microbatches=2 precision=fp16
 """, block=Mixer, dropout=0.1)  # fmt: skip
 OWN_CHAINS = cases("""
-    pp=2 microbatches=3 schedule=gpipe
     pp=4 microbatches=8 schedule=zb-h1
     recompute=full microbatches=2
     pp=2 microbatches=4 schedule=zb-h1 recompute=full
@@ -143,9 +128,7 @@ SCHEDULES = [
 ]
 # AdamW divides by the gradient's own size: where that is nearly zero its last bits count.
 ADAMW = cases("""
-    dp=4
     dp=2 microbatches=2 zero_stage=1
-    dp=2 microbatches=2 zero_stage=3
     pp=3 microbatches=4
     tp=4 sequence_parallel=True microbatches=4
     tp=4 tp_mode=2d microbatches=4

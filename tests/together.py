@@ -101,7 +101,8 @@ class Trained:
     def alone(self, case: Case) -> dict[str, Any]:
         """What the reference trains: losses, gradients, weights."""
         if self._key(case) not in self.known:
-            asked = {self._key(one): self._asked(one) for one in [*self.cases, case]}
+            plain = [one for one in self.cases if one.settings["optimizer"] == "sgd"]
+            asked = {self._key(one): self._asked(one) for one in [*plain, case]}
             new = {key: how for key, how in asked.items() if key not in self.known}
             self.known |= zip(new, references(list(new.values())), strict=True)
         return self.known[self._key(case)]
