@@ -37,12 +37,11 @@ def traced(name, n, numel, **settings):
     return data, report
 
 
-CASES = [("ring_reduce_scatter", n, numel, {}) for n, numel in ((2, 24), (3, 25), (4, 24))]
-CASES += [("ring_all_gather", n, 26, {}) for n in (2, 3)]
+CASES = [("ring_reduce_scatter", 3, 25, {}), ("ring_all_gather", 3, 26, {})]
 CASES += [(name, n, numel, {}) for name in ALL_REDUCES[:2]
-          for n, numel in ((1, 24), (2, 26), (3, 26), (4, 24), (4, 2))]  # fmt: skip
+          for n, numel in ((1, 24), (2, 26), (3, 26), (4, 2))]  # fmt: skip
 CASES += [("hierarchical_all_reduce", n, 6 * n, {"node_size": size})
-          for n, size in ((4, 1), (4, 2), (4, 4), (6, 3), (6, 2))]  # fmt: skip
+          for n, size in ((4, 1), (4, 2), (4, 4), (6, 2))]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: "-".join(map(str, c[:3])))
@@ -72,6 +71,11 @@ def test_every_member_sends_the_bytes_of_theory(case):
     assert report.traffic()["bytes"].tolist() == expected
     if name == "ring_all_reduce":
         assert sum(expected) == 2 * (n - 1) * 4 * numel
+    levels, share = dict(report.traffic("level").itertuples(index=False)), 2 * numel  # half of it
+    if (n, settings) == (4, {"node_size": 2}):
+        assert levels == {"intra": n * 2 * share, "inter": n * 2 * (share // 2)}
+    elif not settings:
+        assert set(levels) <= {"intra"}
 
 
 def test_the_replay_takes_exactly_the_seconds_of_theory(case):
@@ -95,16 +99,6 @@ def test_a_ring_needs_one_chunk_of_memory_and_its_second_half_none(case):
         assert max(peaks) == 4 * numel * (n > 1)
     else:  # one ring's buffer at a time
         assert max(peaks) <= max(chunk, 4 * math.ceil(numel / n))
-
-
-def test_two_levels_of_links_carry_what_the_hierarchy_says():
-    n, numel, size = 4, 4096, 2
-    _, flat = traced("ring_all_reduce", n, numel)
-    _, report = traced("hierarchical_all_reduce", n, numel, node_size=size)
-    by_level = dict(report.traffic("level").itertuples(index=False))
-    share = 4 * numel // size  # of the tensor, in bytes
-    assert by_level == {"intra": n * 2 * share, "inter": n * 2 * (share // 2)}
-    assert set(dict(flat.traffic("level").itertuples(index=False))) == {"intra"}
 
 
 def test_a_flat_ring_over_two_nodes_goes_at_the_pace_of_the_slow_link():

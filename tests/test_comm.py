@@ -61,7 +61,7 @@ def operations(n: int, staged: bool) -> list[dict]:
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_operation_gives_what_its_name_says(n, staged):
     parts = operations(n, staged)
     data = [[i + 100.0 * r for i in range(2 * n)] for r in range(n)]
@@ -248,7 +248,7 @@ def waits_for_an_absent_peer(context) -> None:
 
 def test_strict_mode_holds_a_send_until_its_receive_is_there():
     with pytest.raises(pl.RankTimeout) as caught:
-        launch_program(waits_for_an_absent_peer, 2, timeout=3, device="cpu", strict=True)
+        launch_program(waits_for_an_absent_peer, 2, timeout=1, device="cpu", strict=True)
     assert "exchange" in caught.value.waiting[0] and "1" in caught.value.waiting[0]
 
 
@@ -328,7 +328,7 @@ def looks_for_what_gloo_still_has(context) -> dict[str, int]:
     with Ledger(recorder):
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
             found[name] = 0
-            for _ in range(300):
+            for _ in range(100):
                 gone = []
                 whole, part = torch.zeros(6000 * n), torch.zeros(6000)
                 other = torch.zeros(6000 * n)
@@ -347,7 +347,7 @@ def looks_for_what_gloo_still_has(context) -> dict[str, int]:
 
 def test_a_wait_ends_when_gloo_has_let_go_where_memory_is_counted():
     for found in launch_program(looks_for_what_gloo_still_has, 3, timeout=60, device="cpu"):
-        assert not any(found.values()), found  # of 300; without care 10 to 180 of each
+        assert not any(found.values()), found  # of 100; without care 3 to 60 of each
 
 
 def test_what_was_lent_is_waited_for_until_it_is_back_but_not_for_ever(monkeypatch):

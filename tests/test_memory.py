@@ -24,7 +24,7 @@ from paralab.launch import launch_program
 
 MODEL = pl.ModelSpec(layers=3, hidden=64, heads=4, seq_len=64, vocab=256)
 PSI = MODEL.num_params
-SIZES = [(2, 64, 4, 64, 4), (3, 128, 4, 128, 2), (1, 256, 8, 64, 8), (4, 192, 6, 96, 3)]
+SIZES = [(3, 128, 4, 128, 2), (1, 256, 8, 64, 8)]
 PLAN = pl.Plan(microbatch_size=4, microbatches=2)
 
 

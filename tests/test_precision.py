@@ -191,7 +191,7 @@ def test_the_scale_doubles_after_2000_good_steps_in_a_row():
 def test_the_scale_has_a_floor_and_a_ceiling():
     """At 0 a finite gradient would be divided by 0, and 166 overflows in a row lead there."""
     update = Update("fp16", "sgd")
-    for _ in range(200):
+    for _ in range(20):
         update.step({name: torch.full_like(g, torch.inf) for name, g in drawn(0).items()})
     assert update.state.loss_scale == 1.0
     update.step(drawn(1))
@@ -263,14 +263,14 @@ def test_a_tied_embeddings_sum_has_two_bytes_an_element(plan):
     assert sizes == {2 * SPEC.vocab * SPEC.hidden // owners}
 
 
-def test_a_sum_over_64_micro_batches_is_nearer_in_fp32(trained):
-    """The error of one product's rounding stays; that of 63 additions goes."""
+def test_a_sum_over_32_micro_batches_is_nearer_in_fp32(trained):
+    """The error of one product's rounding stays; that of 31 additions goes."""
 
     def gap(words: str) -> float:
-        found = trained[case(f"microbatches=64 {words}", steps=1)].gradients
+        found = trained[case(f"microbatches=32 {words}", steps=1)].gradients
         return np.sqrt(sum(np.square(found[n] - expected[n]).sum() for n in expected) / norm)
 
-    expected = trained[case("microbatches=64", steps=1)].gradients
+    expected = trained[case("microbatches=32", steps=1)].gradients
     norm = sum(np.square(g).sum() for g in expected.values())
     for precision in SIXTEEN:
         words = f"precision={precision}"
@@ -303,7 +303,8 @@ def trained(text) -> Trained:
 def test_gradients_added_up_in_fp32_are_one_processs_to_fp32s_rounding(trained, one):
     """Where ranks see other samples but compute the same products, only the sum can differ."""
     plan = pl.Plan(microbatches=4, precision=one.plan.precision, grad_dtype="fp32")
-    gap, tensor = worst(trained[one._replace(plan=plan)].gradients, trained[one].gradients)
+    alone = one._replace(name="on one device", plan=plan)
+    gap, tensor = worst(trained[alone].gradients, trained[one].gradients)
     assert gap <= TOLERANCE["fp32"], tensor
 
 
