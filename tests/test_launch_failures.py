@@ -252,10 +252,10 @@ def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
             context.note(f"all_reduce #{step}")
 
         def progress(step: int) -> None:
-            context.progress(step, 7)
+            context.progress(step, 9)
 
         for sign in (print, note, progress):
-            for step in range(7):
+            for step in range(9):
                 time.sleep(0.5)
                 sign(step)
 
