@@ -110,13 +110,11 @@ def _backward(ins: Instr, first: Op, before: Op | None, overlap: bool) -> Code:
         message = _call(before, "backward", i - 1, k, g, ("g", i - 1, k))
     else:
         message = _call(first, "backward", i, k, g)
-    if not overlap:
-        whole = ins if ins.op == BACKWARD_INPUT else ins._replace(reads=(*ins.reads, *again))
-        return [*made, *map(wait, made), whole, message]  # the message is needed next
+    waits = [wait(gather) for gather in made]
     if ins.op == BACKWARD_INPUT:  # its weight half is another action: nothing is in flight between
-        return [*made, ins, message, *map(wait, made)]
+        return [*made, ins, message, *waits] if overlap else [*made, *waits, ins, message]
     deferred, grads = ("deferred", ins.at, k), tuple(v for v in ins.writes if v[0] == "grad")
     half = ins._replace(op=BACKWARD_INPUT, writes=(g, deferred))
     reads = (deferred, *again)
     rest = ins._replace(op=BACKWARD_WEIGHT, reads=reads, writes=grads, phase="backward")
-    return [*made, half, message, rest]
+    return [*made, half, message, rest] if overlap else [*made, *waits, half, rest, message]
