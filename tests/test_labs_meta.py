@@ -1,8 +1,8 @@
 """The labs' harness keeps its promise: a stored output that is no longer true fails the run.
 
-One small notebook is built once and run through strict nbval once. Each of its cells belongs to
-one mutation: a copy of the notebook has every stored cell falsified in its own way, and the test
-of each mutation asks what became of exactly its cell.
+One small notebook is built once, every stored cell is falsified in its own way, and strict nbval
+runs it once. Each cell belongs to one mutation, whose test asks what became of exactly its cell. In
+the same run are a kernel that dies, two that do not start at once, and a lab with its solution.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import base64
 import copy
+import functools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import pytest
 
 import build
 import paralab as pl
+import strict_nbval
 from lab_outputs import PLOTLY, PNG, canonical_figure, structure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +52,7 @@ FIGURE = "figure(loss=np.array([3.0, 2.0, 1.0 / 3.0]), bound=[1, 2, 3])"
 CLOCK = "print(time.perf_counter())\nfigure(wait=[time.perf_counter(), time.perf_counter()])"
 RAISES = 'raise ValueError("dp=0: out of range")'
 TWO = 'display("first")\nprint("second")'
+UPDATED = 'shown = display("a", display_id="same")\nshown.update("a")'
 
 
 def drawn(cell: Any) -> Any:
@@ -120,13 +123,14 @@ MUTATIONS = {
     "measured: stripped": Mutation(CLOCK, strip, True, MEASURED),
     "output ignored without a reason": Mutation(TEXT, ignore(None), True),
     "cell skipped": Mutation(TEXT, lambda c: c.update(source="# NBVAL_SKIP\n" + TEXT), True),
-    "shown output updated": Mutation(
-        'shown = display("a", display_id="same")\nshown.update("a")', lambda c: None, True
-    ),
+    "shown output updated": Mutation(UPDATED, lambda c: None, True),
     # what may differ
     "nothing": Mutation(TEXT, lambda c: None, False),
     "nothing in a figure": Mutation(FIGURE, lambda c: None, False),
     "nothing in an error": Mutation(RAISES, lambda c: None, False, ("raises-exception",)),
+    "nothing in an order": Mutation(TWO, lambda c: None, False),
+    "nothing to show": Mutation("x = 1", lambda c: None, False),
+    "measured: nothing": Mutation(CLOCK, lambda c: None, False, MEASURED),
     "nothing in a widget": Mutation(
         "import ipywidgets\nipywidgets.IntSlider()", lambda c: None, False
     ),
@@ -172,38 +176,53 @@ def pytest_on(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+DIES = """\
+import os
+for n in range({deaths}):
+    if not os.path.exists(f"died{{n}}"):
+        open(f"died{{n}}", "w").close()
+        raise SystemExit("ZMQError: Address already in use")
+from ipykernel import kernelapp
+kernelapp.launch_new_instance()
+"""
+
+
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory) -> SimpleNamespace:
-    """The stored notebook, and what nbval said of it, of its mutants, and of a kernel that dies."""
+    """What nbval said of a notebook's mutants, of a kernel that dies, of two whose ports are taken
+    twice and three times, and of a lab with its solution; and the folder of these.
+    """
     folder = tmp_path_factory.mktemp("labs")
-    script = folder / "stored.py"
+    script = folder / "mutated.py"
     script.write_text(percent_script(MUTATIONS), encoding="utf-8")
-    stored = build.execute(build.cells_of(script), folder, pictures=False)
-    mutated, killed = copy.deepcopy(stored), copy.deepcopy(stored)
+    mutated = build.execute(build.cells_of(script), folder, pictures=False)
+    killed = copy.deepcopy(mutated)
     of_mutation = mutated.cells[2:]  # after the heading and the imports
     for cell, mutation in zip(of_mutation, MUTATIONS.values(), strict=True):
         mutation.change(cell)
     killed.cells = killed.cells[:4]
     killed.cells[2].source = "import os\nos.kill(os.getpid(), 9)"
-    for name, notebook in (("stored", stored), ("mutated", mutated), ("killed", killed)):
+    for name, notebook in (("mutated", mutated), ("killed", killed)):
         nbformat.write(notebook, folder / f"{name}.ipynb")
+    cell = nbformat.v4.new_code_cell("x = 1", execution_count=1)
+    for deaths in (2, 3):
+        (own := folder / f"deaths{deaths}").mkdir()
+        launcher = own / "ipykernel_launcher.py"  # found before the real one
+        launcher.write_text(DIES.format(deaths=deaths))
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), own / "lab.ipynb")
+    (folder / "twice").mkdir()
+    build_both(folder / "twice")
     ran = pytest_on(folder, "--junit-xml=out.xml", "-n", "2", "--dist=loadfile")
-    outcomes: dict[str, list[SimpleNamespace]] = {"stored": [], "mutated": [], "killed": []}
+    outcomes: dict[str, list[SimpleNamespace]] = {"killed": [], "mutated": []}
     for case in ET.parse(folder / "out.xml").iter("testcase"):
         said = "".join(part.text or "" for part in case if part.tag in ("failure", "error"))
-        notebook = Path(case.get("classname", "")).stem.split(".")[0]
+        notebook = case.get("classname", "").split(".")[0]
         passed = not any(part.tag in ("failure", "error", "skipped") for part in case)
         cell = SimpleNamespace(name=case.get("name"), passed=passed, said=said)
-        outcomes[notebook].append(cell)
+        outcomes.setdefault(notebook, []).append(cell)
     for cells in outcomes.values():
         cells.sort(key=lambda cell: int(cell.name.split()[-1]))
-    return SimpleNamespace(ran=ran, **outcomes)
-
-
-def test_a_true_notebook_passes(harness):
-    updated = list(MUTATIONS).index("shown output updated") + 1
-    wrong = [c.name + c.said for i, c in enumerate(harness.stored) if not c.passed and i != updated]
-    assert len(harness.stored) == 1 + len(MUTATIONS) and wrong == [], harness.ran.stdout[-3000:]
+    return SimpleNamespace(ran=ran, folder=folder, **outcomes)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -215,36 +234,35 @@ def test_exactly_what_a_mutation_falsifies_fails(harness, name):
         assert "Notebook cell execution failed" in cell.said  # said by nbval, not a crash of ours
 
 
+def test_every_cell_that_a_mutation_falsifies_passes_as_it_was_stored(harness):
+    """So it fails for its mutation. Its twin is the cell of which nothing is changed."""
+    assert harness.mutated[0].passed, harness.mutated[0].said
+    twins = {(m.source, m.tags) for name, m in MUTATIONS.items() if "nothing" in name}
+    falsified = {(m.source, m.tags) for m in MUTATIONS.values() if m.fails}
+    assert {source for source, _ in falsified - twins} == {UPDATED}
+
+
 def test_a_dead_kernel_fails_its_cell_at_once_and_every_cell_after_it(harness):
     setup, killer, after = harness.killed
     assert setup.passed and not killer.passed and not after.passed
     assert "the kernel died" in killer.said  # nbval alone waits until the cell times out
 
 
-def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(tmp_path):
-    cell = nbformat.v4.new_code_cell("x = 1", execution_count=1)
-    for deaths in (2, 3):
-        (folder := tmp_path / f"deaths{deaths}").mkdir()
-        (folder / "ipykernel_launcher.py").write_text(  # found before the real one
-            f"import os\nfor n in range({deaths}):\n"
-            "    if not os.path.exists(f'died{n}'):\n"
-            "        open(f'died{n}', 'w').close()\n"
-            "        raise SystemExit('ZMQError: Address already in use')\n"
-            "from ipykernel import kernelapp\nkernelapp.launch_new_instance()\n"
-        )
-        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "lab.ipynb")
-    ran = pytest_on(tmp_path, "-rA")
-    assert "PASSED deaths2/lab.ipynb::Cell 0" in ran.stdout, ran.stdout[-3000:]
-    assert "ERROR deaths3/lab.ipynb::Cell 0" in ran.stdout and "Kernel died" in ran.stdout
+def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(harness):
+    [twice], [thrice] = harness.deaths2, harness.deaths3
+    assert twice.passed, twice.said
+    assert not thrice.passed and "Kernel died" in thrice.said
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [(("--nbval-lax",), "--nbval-lax"), (("-n2", "--dist=load"), "--dist=loadfile")],
+    ("option", "value", "said"),
+    [("nbval_lax", True, "--nbval-lax"), ("dist", "load", "--dist=loadfile")],
 )
-def test_a_weaker_run_of_the_labs_is_refused(tmp_path, options, said):
-    ran = pytest_on(tmp_path, *options)
-    assert ran.returncode == 4 and said in ran.stderr + ran.stdout
+def test_a_weaker_run_of_the_labs_is_refused(request, monkeypatch, option, value, said):
+    monkeypatch.setattr(request.config.option, "nbval", True)
+    monkeypatch.setattr(request.config.option, option, value)
+    with pytest.raises(pytest.UsageError, match=said):
+        strict_nbval.pytest_configure(request.config)
 
 
 # ---- the builder ---------------------------------------------------------------------------------
@@ -272,40 +290,52 @@ ipywidgets.IntSlider()
 """
 
 
-@pytest.fixture
-def lab(tmp_path, monkeypatch) -> Path:
-    """A labs folder with one script in it."""
-    (tmp_path / "src").mkdir()
-    script = tmp_path / "src" / "00_twice.py"
-    script.write_text(LAB, encoding="utf-8")
-    monkeypatch.setattr(build, "LABS", tmp_path)
-    monkeypatch.setattr(build, "SOURCES", script.parent)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def labs_in(folder: Path, patch: pytest.MonkeyPatch, text: str = LAB) -> Path:
+    """Make ``folder`` a labs folder with one script in it, the builder's while ``patch`` lasts."""
+    (folder / "src").mkdir()
+    script = folder / "src" / "00_twice.py"
+    script.write_text(text, encoding="utf-8")
+    patch.setattr(build, "LABS", folder)
+    patch.setattr(build, "SOURCES", script.parent)
+    patch.setenv("PYTHONPATH", str(ROOT))
     return script
 
 
-def test_two_builds_are_the_same_bytes_and_hold_nothing_of_this_machine(lab):
-    texts = []
-    for name in ("a.ipynb", "b.ipynb"):
-        build.build(lab, lab.parent.parent / name, pictures=False)
-        texts.append((lab.parent.parent / name).read_bytes())
-    assert texts[0] == texts[1]
-    notebook = nbformat.reads(texts[0].decode(), as_version=4)
+@pytest.fixture
+def lab(tmp_path, monkeypatch) -> Path:
+    """The script of a labs folder."""
+    return labs_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The notebook of LAB, built in another folder."""
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        build.build(labs_in(folder, patch), folder / "a.ipynb", pictures=False)
+    return folder / "a.ipynb"
+
+
+def test_two_builds_are_the_same_bytes_and_hold_nothing_of_this_machine(built, lab):
+    build.build(lab, lab.parent.parent / "b.ipynb", pictures=False)
+    text = built.read_bytes()
+    assert text == (lab.parent.parent / "b.ipynb").read_bytes()
+    notebook = nbformat.reads(text.decode(), as_version=4)
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
     assert notebook.metadata == build.METADATA
-    assert b"model_id" not in texts[0] and b"iopub" not in texts[0]
-    for folder in (sys.prefix, str(lab.parent.parent)):
-        assert folder.encode() not in texts[0]
+    assert b"model_id" not in text and b"iopub" not in text
+    for folder in (sys.prefix, str(built.parent)):
+        assert folder.encode() not in text
 
 
-def test_check_names_what_is_no_longer_true(lab, monkeypatch, capsys):
+def test_check_names_what_is_no_longer_true(built, lab, monkeypatch, capsys):
     target = lab.parent.parent / "00_twice.ipynb"
     assert build.main(["--check"]) == 1
     assert "does not exist" in capsys.readouterr().out
-    fresh = build.execute(build.cells_of(lab), lab.parent, pictures=False)
+    fresh = nbformat.read(built, as_version=4)
     figure = fresh.cells[1].outputs[0].data
     figure[PNG] = "iVBORw0KGgo="
-    monkeypatch.setattr(build, "execute", lambda *_, **__: copy.deepcopy(fresh))  # run once
+    monkeypatch.setattr(build, "execute", lambda *_, **__: copy.deepcopy(fresh))
     nbformat.write(fresh, target)
     assert build.main(["--check"]) == 0
     stale = copy.deepcopy(fresh)
@@ -380,6 +410,9 @@ EXERCISE = """\
 open("runs.txt", "a").write("once")
 
 # %%
+open("alike.txt", "a").write("once")
+
+# %%
 def twice(n):
     ### BEGIN SOLUTION
     ### STUB: return None  # what is asked?
@@ -400,40 +433,57 @@ twice(21)
 """
 
 
-def test_one_source_builds_both_notebooks_and_strict_nbval_runs_each_output_once(lab):
-    lab.write_text(EXERCISE)
-    for target, solved in build.notebooks_of(lab).items():
-        build.build(lab, target, solved=solved, pictures=False)
-    student = nbformat.read(build.LABS / "00_twice.ipynb", as_version=4)
-    solved = nbformat.read(build.LABS / "solutions" / "00_twice.ipynb", as_version=4)
-    assert len(student.cells) == 4 and len(solved.cells) == 5
-    assert student.cells[2].source == (
+def build_both(folder: Path) -> None:
+    """EXERCISE's notebooks, of which the solution is wrong as stored: in the answer, and in what it
+    shows in the shared cell.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        source = labs_in(folder, patch, EXERCISE)
+        for target, solved in build.notebooks_of(source).items():
+            build.build(source, target, solved=solved, pictures=False)
+    solved = nbformat.read(folder / "solutions" / "00_twice.ipynb", as_version=4)
+    assert solved.cells[3].outputs[0].data["text/plain"] == "42"
+    solved.cells[3].outputs[0].data["text/plain"] = "43"
+    solved.cells[1].outputs[0].data["text/plain"] = "5"
+    nbformat.write(solved, folder / "solutions" / "00_twice.ipynb")
+    for written in folder.rglob("*.txt"):
+        written.unlink()
+
+
+def test_one_source_builds_both_notebooks(harness):
+    folder = harness.folder / "twice"
+    student, solved = (
+        nbformat.read(folder / name, as_version=4)
+        for name in ("00_twice.ipynb", "solutions/00_twice.ipynb")
+    )
+    assert len(student.cells) == 5 and len(solved.cells) == 6
+    assert student.cells[3].source == (
         "def twice(n):\n    return None  # what is asked?\n\n\ntwice(21)"
     )
-    assert solved.cells[2].source == "def twice(n):\n    return 2 * n\n\n\ntwice(21)"
-    assert student.cells[2].outputs == [] and solved.cells[2].outputs[0].data["text/plain"] == "42"
-    assert solved.cells[4].metadata == {"tags": ["measured"]}
-    assert "tags" not in student.cells[3].metadata
+    assert solved.cells[3].source == "def twice(n):\n    return 2 * n\n\n\ntwice(21)"
+    assert student.cells[3].outputs == [] and solved.cells[3].outputs
+    assert solved.cells[5].metadata == {"tags": ["measured"]}
+    assert "tags" not in student.cells[4].metadata
     assert "SOLUTION" not in nbformat.writes(student) + nbformat.writes(solved)
     assert "2 * n" not in nbformat.writes(student)
 
-    # the answer is wrong as stored, and so is what the solution shows in the shared cell
-    solved.cells[2].outputs[0].data["text/plain"] = "43"
-    solved.cells[1].outputs[0].data["text/plain"] = "5"
-    nbformat.write(solved, build.LABS / "solutions" / "00_twice.ipynb")
-    for runs in build.LABS.rglob("runs.txt"):
-        runs.unlink()
-    ran = pytest_on(build.LABS, "-rA")  # in labs/ and below
-    said = sorted(line for line in ran.stdout.splitlines() if line[:6] in ("PASSED", "FAILED"))
-    assert [line.split(" - ")[0] for line in said] == [
-        "FAILED 00_twice.ipynb::Solution Cell 0",
-        "FAILED 00_twice.ipynb::Solution Cell 1",
-        "PASSED 00_twice.ipynb::Cell 0",
-        "PASSED 00_twice.ipynb::Cell 1",
-        "PASSED 00_twice.ipynb::Solution Cell 2",
-    ], ran.stdout[-2000:]
+
+def test_strict_nbval_runs_each_output_of_a_lab_and_its_solution_once(harness):
+    assert {cell.name: cell.passed for cell in harness.twice} == {
+        "Cell 0": True,
+        "Cell 1": True,
+        "Cell 2": True,
+        "Solution Cell 0": False,
+        "Solution Cell 1": True,
+        "Solution Cell 2": False,
+        "Solution Cell 3": True,
+    }, harness.ran.stdout[-3000:]
     # a shared cell that is stored otherwise in the solution is run there too
-    assert [runs.read_text() for runs in build.LABS.rglob("runs.txt")] == ["onceonce"]
+    written = (harness.folder / "twice").rglob("*.txt")
+    assert {one.name: one.read_text() for one in written} == {
+        "alike.txt": "once",
+        "runs.txt": "onceonce",
+    }
 
 
 def test_a_lab_without_solutions_has_one_notebook(lab):
@@ -444,7 +494,7 @@ def test_a_mark_astray_stops_the_build_and_names_the_cell(lab, monkeypatch, caps
     monkeypatch.setattr(build, "picture_trouble", lambda: None)
     lab.write_text(EXERCISE.replace("### END", "### The end of the"))
     assert build.main([]) == 1
-    assert "00_twice.py, cell 2: ### BEGIN SOLUTION: there is no END" in capsys.readouterr().err
+    assert "00_twice.py, cell 3: ### BEGIN SOLUTION: there is no END" in capsys.readouterr().err
     assert not list(build.LABS.rglob("*.ipynb"))
 
 
@@ -494,6 +544,18 @@ MADE = [(source, *made) for source in SOURCES for made in build.notebooks_of(sou
 STORED = sorted([*LABS.glob("*.ipynb"), *(LABS / "solutions").glob("*.ipynb")])
 
 
+@functools.cache
+def described(source: Path, solved: bool) -> Any:
+    """What a source describes. Nobody changes it."""
+    return build.cells_of(source, solved=solved)
+
+
+@functools.cache
+def stored(path: Path) -> Any:
+    """A stored lab. Nobody changes it."""
+    return nbformat.read(path, as_version=4)
+
+
 def test_every_lab_has_a_source_and_every_source_its_labs():
     assert sorted(target for _, target, _ in MADE) == STORED
 
@@ -502,12 +564,11 @@ def test_every_lab_has_a_source_and_every_source_its_labs():
     "source, target, solved", MADE, ids=[str(made[1].relative_to(LABS)) for made in MADE]
 )
 def test_a_stored_lab_is_its_source_run_once_from_top_to_bottom(source, target, solved):
-    stored = nbformat.read(target, as_version=4)
-    described = build.cells_of(source, solved=solved)
-    for old, new in zip(stored.cells, described.cells, strict=True):
-        assert (old.id, old.source, old.metadata) == (new.id, new.source, new.metadata)
-    assert stored.metadata == described.metadata
-    code = [c for c in stored.cells if c.cell_type == "code" and c.source.strip()]
+    lab, new = stored(target), described(source, solved)
+    for old, cell in zip(lab.cells, new.cells, strict=True):
+        assert (old.id, old.source, old.metadata) == (cell.id, cell.source, cell.metadata)
+    assert lab.metadata == new.metadata
+    code = [c for c in lab.cells if c.cell_type == "code" and c.source.strip()]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     figures = [o.data for c in code for o in c.outputs if PLOTLY in o.get("data", {})]
     assert all(PNG in data for data in figures)
@@ -517,7 +578,7 @@ def test_a_stored_lab_is_its_source_run_once_from_top_to_bottom(source, target, 
 def test_what_an_exercise_shows_as_stub_and_solution_is_what_its_lab_has(exercise):
     [source] = [source for source in SOURCES if source.stem.startswith(exercise.lab)]
     for solved, text in ((False, exercise.stub), (True, str(exercise.solution()))):
-        cells = build.cells_of(source, solved=solved).cells
+        cells = described(source, solved).cells
         [cell] = [c for c in cells if c.cell_type == "code" and text in c.source]
         assert "check(" in cell.source
         if not solved:
@@ -542,7 +603,7 @@ def private(source: str) -> list[str]:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_a_student_s_cells_are_free_of_linters_marks_and_of_private_names(source):
     for solved in (False, True):
-        for cell in build.cells_of(source, solved=solved).cells:
+        for cell in described(source, solved).cells:
             if cell.cell_type == "code":
                 assert not re.search(r"#\s*(fmt:|noqa|type:|isort:)", cell.source), cell.source
                 assert private(cell.source) == [], cell.source
@@ -550,7 +611,7 @@ def test_a_student_s_cells_are_free_of_linters_marks_and_of_private_names(source
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(LABS)))
 def test_a_stored_lab_shows_no_stderr_and_no_figure_without_a_finding(path):
-    outputs = [o for c in nbformat.read(path, as_version=4).cells for o in c.get("outputs", ())]
+    outputs = [o for c in stored(path).cells for o in c.get("outputs", ())]
     assert [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"] == []
     figures = [o.data[PLOTLY] for o in outputs if PLOTLY in o.get("data", {})]
     assert all(figure.layout.title.text for figure in figures)
@@ -564,8 +625,8 @@ def test_labs_holds_what_a_student_needs():
 
 def test_no_lab_ignores_an_output_that_is_not_counted_here():
     def ignored(path: Path) -> int:
-        cells = nbformat.read(path, as_version=4).cells
         words = ("nbval-ignore-output", "NBVAL_IGNORE_OUTPUT", "PYTEST_VALIDATE_IGNORE_OUTPUT")
+        cells = stored(path).cells
         return sum(any(w in c.source or w in str(c.metadata) for w in words) for c in cells)
 
     counts = {str(path.relative_to(LABS)): ignored(path) for path in STORED}
