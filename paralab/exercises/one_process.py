@@ -100,19 +100,27 @@ def look_at_tensors(
 
 
 def look_at_run(
-    notes: Notes, limit: str, model: ModelSpec, plan: Plan, *, steps: int, timeout: float
+    notes: Notes,
+    limits: Sequence[str],
+    model: ModelSpec,
+    plan: Plan,
+    *,
+    steps: int,
+    timeout: float,
 ) -> Report | None:
-    """`pl.run` of a plan with SGD, whose "gradients" or "weights" are held against those of one
-    process. A run that fails is noted in ``limit``, and None is returned.
+    """`pl.run` of a plan with SGD, whose "gradients" in the last step and "weights" after it, as
+    ``limits`` say, are held against those of one process. A run that fails is noted in the first
+    of them, and None is returned.
     """
     from paralab.experiment import run
 
     how = {"optimizer": "sgd", "lr": LR, "strict": True, "keep_state": True, "progress": False}
     report, trouble = launched(run, model, plan, steps=steps, timeout=timeout, **how)
     if trouble:
-        notes.end(trouble, limit=limit)
+        notes.end(trouble, limit=limits[0])
         return None
     batch = {"microbatches": plan.microbatches, "microbatch_size": plan.microbatch_size}
     right = of_one_process(model, ranks=plan.dp, **batch)[steps]
-    look_at_tensors(notes, limit, getattr(right, limit), [getattr(report, limit)])
+    for limit in limits:
+        look_at_tensors(notes, limit, getattr(right, limit), [getattr(report, limit)])
     return report

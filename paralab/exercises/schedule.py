@@ -83,7 +83,7 @@ def own_schedule(tries: Tries) -> None:
             notes.each(OTHERS, wrong, f"{len(SIZES)} other sizes")
         notes.where, plan = "", Plan(pp=PP, schedule=Written(own.value), **BATCH)
         if not notes.broke(ASKED):  # one that is too late is not trained with
-            look_at_run(notes, GRADIENTS, MODEL, plan, steps=1, timeout=tries.timeout)
+            look_at_run(notes, (GRADIENTS,), MODEL, plan, steps=1, timeout=tries.timeout)
 
 
 def simulate(schedule: Schedule) -> Simulation:
