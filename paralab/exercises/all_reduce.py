@@ -38,7 +38,7 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 )
 def ring_all_reduce(tries: Tries) -> None:
     for n in RANKS:
-        for notes, found in tries.run(added, n, LENGTH, where=f"N={n}"):
+        for notes, found in tries.run(added, n, LENGTH, where=f"N={n}", standing=(RESULT,)):
             notes.look(RESULT, _wrong_sum(found, LENGTH), f"{n} ranks, all equal")
             look_at_calls(notes, found, "{}", "rank 0")
             sent = found.sent()
@@ -107,8 +107,8 @@ def _wrong_sum(found: Found, length: int) -> str:
 def hierarchical_all_reduce(tries: Tries) -> None:
     for k in PER_NODE:
         n, size = NODES * k, 4 * EVEN
-        where = f"{NODES} nodes of {k}"
-        for notes, found in tries.run(added, n, EVEN, k, where=where, nodes=NODES):
+        how = {"where": f"{NODES} nodes of {k}", "nodes": NODES, "standing": (RESULT,)}
+        for notes, found in tries.run(added, n, EVEN, k, **how):
             notes.look(RESULT, _wrong_sum(found, EVEN), f"{n} ranks, all equal")
             between = 2 * (NODES - 1) * size // (NODES * k)
             notes.bytes(BETWEEN, found.sent(level="inter"), between, "to others")

@@ -39,7 +39,7 @@ RESULT, CALLS, BYTES, MEMORY, TIME = ASKED
 def all_gather_half(tries: Tries) -> None:
     chunk = 4 * CHUNK
     for n in RANKS:
-        for notes, found in tries.run(hand_round, n, where=f"n={n}"):
+        for notes, found in tries.run(hand_round, n, where=f"n={n}", standing=(RESULT,)):
             notes.look(RESULT, _wrong_chunk(found), "every chunk on every rank")
             look_at_calls(notes, found, "group.{}", "each rank")
             notes.bytes(BYTES, found.sent(), (n - 1) * chunk)
