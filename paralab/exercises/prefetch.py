@@ -1,10 +1,10 @@
 """Lab 05: ZeRO-3 that gathers the next unit while this one computes.
 
-The answer is a whole ZeRO-3. On 3 ranks it trains what `my_zero3` trains, within the same limits
-and one more unit of memory (zero3.py). Before that, two steps of timed units (timed.py) run on 2
-ranks, and the recorded order of the second is replayed with stated costs. So the exposed time, in
-which a rank waits for messages, is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec.
-3.3.2). The first step may be used to learn the order of the units, as DeepSpeed does.
+The answer is a whole ZeRO-3. Two steps of timed units (timed.py) run on 2 ranks, and the recorded
+order of the second is replayed with stated costs. So the exposed time, in which a rank waits for
+messages, is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec. 3.3.2). The first step
+may be used to learn the order of the units, as DeepSpeed does. What keeps the limits there trains
+on 3 ranks what `my_zero3` trains, within the same limits and one more unit of memory (zero3.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ASKED = zero3.ASKED | {
 def my_prefetch(tries: Tries) -> None:
     for notes, found in tries.run(steps, RANKS, where="timed units"):
         _look(notes, found)
-    zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
+    zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1, ASKED)
 
 
 def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
