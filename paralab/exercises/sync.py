@@ -38,7 +38,8 @@ def average_gradients(tries: Tries) -> None:
 
 def look_at_training(tries: Tries, work: Any) -> None:
     for limit, (steps, ranks) in RUNS.items():
-        for notes, found in tries.run(work, ranks, steps, limit, limit=limit):
+        how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
+        for notes, found in tries.run(work, ranks, steps, limit, **how):
             right = of_one_process(MODEL, ranks=ranks, **BATCH)[steps]
             if limit == GRADIENTS and not any(found.sent("data")):
                 long = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
