@@ -86,7 +86,7 @@ def _weights(gpt: Any) -> Arrays:
 
 def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], list[Arrays]]:
     """(loss, gradients) of each micro-batch."""
-    twin, losses, gradients = reference.GPT(MODEL), [], []
+    twin, losses, gradients = _twin(), [], []
     twin.load_state_dict(gpt.state_dict())
     for batch in feed:
         twin.zero_grad()
@@ -95,6 +95,11 @@ def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], list[Arrays]]:
         gradients.append({name: watched.array(p.grad) for name, p in twin.named_parameters()})
         losses.append(loss.item())
     return losses, gradients
+
+
+@functools.cache  # it is filled anew each time
+def _twin() -> Any:
+    return reference.GPT(MODEL)
 
 
 @functools.cache  # for each answer the same

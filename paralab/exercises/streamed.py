@@ -68,14 +68,15 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                 for state in adam.state.values():
                     state["exp_avg"].zero_()
                     state["exp_avg_sq"].zero_()
-            for model in (gpt, alike):
-                [(tokens, targets)] = reference.batches(MODEL, step=step, seed=seed % 1000)
-                model(tokens, targets).backward()
+            [(tokens, targets)] = reference.batches(MODEL, step=step, seed=seed % 1000)
+            gpt(tokens, targets).backward()
+            with watch.unseen():
+                alike(tokens, targets).backward()
+                adam.step()
             del tokens, targets
             with watch.section() as section:
                 mine.step()
             result["peaks"].append(section.peak)
-            adam.step()
             for (name, p), right in zip(named.items(), alike.parameters(), strict=True):
                 yours, wanted = watched.array(p), watched.array(right)
                 if yours.tobytes() != wanted.tobytes() and not result["wrong"]:
