@@ -71,10 +71,7 @@ WRONG_PLANS = {
         ),
         "78.8 days predicted",
     ),
-    "memory": (
-        plan(pp=64, dp=6, microbatches=512, zero_stage=0),
-        "GB on the rank with the highest",
-    ),
+    "memory": (plan(zero_stage=0), "GB on the rank with the highest"),
     "batch": (plan(microbatches=128), "1,536 samples per step, required: 3,072"),
     "devices": (plan(dp=24, microbatches=128), "6,144 devices, there are 3,072"),
     "illegal": (plan(tp=7), "tp=7"),
