@@ -51,41 +51,11 @@ class GathersTheColumn(Base):
         return y
 
 
-class ColumnFirst(Base):
-    """The other blocks of W's column come by broadcasts, before the first product."""
-
-    def forward(self, x, w):
-        ws = [self.sent(self.column, w, step) for step in range(self.q)]
-        y = x.new_zeros(x.shape[0], w.shape[1])
-        for step in range(self.q):
-            y += self.sent(self.row, x, step) @ ws[step]
-        return y
-
-
 class NoWait(Base):
     def sent(self, group, block, step):
         block = block if dist.get_rank(group) == step else block.new_zeros(block.shape)
         self.pending = dist.broadcast(block, group_src=step, group=group, async_op=True)
         return block * 1.0 if dist.get_rank(group) == step else block * 0.0
-
-
-class Sleeps(Base):
-    """The broadcast has often arrived by then."""
-
-    def sent(self, group, block, step):
-        import time
-
-        block = block if dist.get_rank(group) == step else block.new_empty(block.shape)
-        dist.broadcast(block, group_src=step, group=group, async_op=True)
-        time.sleep(0.02)
-        return block
-
-
-class NumpyRows(Base):
-    def forward(self, x, w):
-        xs = [self.sent(self.row, x, step).numpy().copy() for step in range(self.q)]
-        ws = [self.sent(self.column, w, step).numpy().copy() for step in range(self.q)]
-        return sum(torch.from_numpy(a) @ torch.from_numpy(b) for a, b in zip(xs, ws, strict=True))
 
 
 # ---- cannon --------------------------------------------------------------------------------------

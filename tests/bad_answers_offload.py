@@ -170,13 +170,6 @@ def too_many(units, window):
     return good(units, window) * 10**6
 
 
-def without_end(units, window):
-    jobs, unit = [], 0
-    while unit < units:
-        jobs.append(("read", unit, unit % window))
-    return jobs
-
-
 def without_end_on_one_line(units, window):
     return [("read", 0, 0) for _ in iter(int, 1)]
 

@@ -8,7 +8,6 @@ The answer that the package shows is one of the right ones, and its stub is judg
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from paralab.exercises.graded import asked_for
 from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
 
+ALONE_S = 3.0  # without a sign of life; what an answer is given takes a hundredth of it
 TABLES: list[Table] = []
 BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
 launching = importlib.import_module("paralab.launch")  # pl.launch is a function
@@ -75,7 +75,6 @@ class Table:
     right   further answers that pass
     alone   answers that stop the others: they hang, or fail on some ranks only
     exact   whether a wrong answer breaks no other limits
-    patch   (module, name, value) to be set while they are judged
     """
 
     def __init__(
@@ -86,10 +85,9 @@ class Table:
         *,
         alone: Sequence = (),
         exact: bool = False,
-        patch: tuple[Any, str, Any] | None = None,
     ) -> None:
         self.exercise, self.wrong, self.alone, self.exact = exercise, wrong, alone, exact
-        names, self.patch, self.launches = asked_for(exercise), patch, 0
+        names, self.launches = asked_for(exercise), 0
         self.right = [*right, stored(exercise.name, *names)]
         self.stub = defined(_built(exercise.name) + exercise.stub, *names)
         self._answers: list[Any] = []
@@ -102,7 +100,7 @@ class Table:
     def __getitem__(self, answer: Any) -> Verdict:
         """The verdict on one of the answers. The first that is asked for brings all."""
         if _is_in(answer, self.alone):
-            return self.exercise.check(*_parts(answer), timeout=5)
+            return self.exercise.check(*_parts(answer), timeout=ALONE_S)
         if not self._verdicts:
             real = launching.Run
 
@@ -110,10 +108,8 @@ class Table:
                 self.launches += 1
                 return real(*args, **settings)
 
-            with contextlib.ExitStack() as stack:
-                for patch in filter(None, (self.patch, (launching, "Run", counted))):
-                    stack.enter_context(mock.patch.object(*patch))
-                parts = list(map(_parts, self._answers))
+            parts = list(map(_parts, self._answers))
+            with mock.patch.object(launching, "Run", counted):
                 self._verdicts = self.exercise.check_each(parts, timeout=HANG_S)
         assert _is_in(answer, self._answers), answer
         return self._verdicts[_place(answer, self._answers)]

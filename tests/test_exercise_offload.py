@@ -52,9 +52,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.units_from_one, {JOBS}, "=6: out of range; legal: a whole number from 0 to 5"),
     (bad.half_a_buffer, {JOBS}, "jobs[0][2]=0.0: not a whole number"),
     (bad.too_many, {JOBS}, "len(jobs)=20000: too many; legal: 3 per unit"),
-    (bad.without_end, {JOBS}, "2,000,000 lines of it were run, and it has not ended"),
     (bad.without_end_on_one_line, {JOBS}, "2,000,000 lines of it were run, and it has not ended"),
-    (bad.asleep, {JOBS}, "nothing moves any more: rank 0"),
     (bad.raises, {JOBS}, "units, window=(6, 2): raised KeyError: 'unit 7'"),
     (bad.of_units_alone, {JOBS}, "yours cannot be called so: too many positional"),
     (attacks.stream_not_for_four, {JOBS}, "units, window=(4, 2): jobs[11][1]=4: out of range"),
@@ -63,7 +61,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 RIGHT = [bad.good, bad.two_of_many, bad.last_unit_first, bad.in_halves, bad.a_generator,
          attacks.stream_of_lists]  # fmt: skip
-STREAMS = Table(STREAM, WRONG, RIGHT, alone=[bad.asleep], exact=True)
+STREAMS = Table(STREAM, WRONG, RIGHT, exact=True)
 test_a_wrong_stream_is_refused, test_a_right_stream_passes, test_its_stub = STREAMS.tests()
 
 
@@ -82,13 +80,16 @@ def test_two_verdicts_on_one_answer_are_the_same():
         STREAMS.assert_reads_the_same_alone(answer)
 
 
-@pytest.mark.parametrize("answer", [bad.good, bad.raises, bad.asleep])
-def test_no_file_is_left_behind(answer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "answer, said",
+    [(bad.good, "passed"), (bad.raises, "unit 7"), (bad.asleep, "nothing moves any more: rank 0")],
+)
+def test_no_file_is_left_behind(answer, said, tmp_path, monkeypatch):
     made, folder = [], tempfile.TemporaryDirectory
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryDirectory",
                         lambda **how: made.append(folder(**how)) or made[-1])  # fmt: skip
-    STREAM.check(answer, timeout=2)
+    assert said in repr(STREAM.check(answer, timeout=2))
     ours = [one.name for one in made if "paralab-stream-" in one.name]
     assert len(ours) == 1 and ours[0].startswith(str(tmp_path))
     assert not list(tmp_path.glob("paralab-stream-*"))
@@ -142,7 +143,7 @@ def test_reading_ahead_reaches_the_limit_at_every_size(update_s):
 
 def test_no_order_that_is_right_is_faster_than_the_limit():
     draw = random.Random(0)
-    for _ in range(2000):
+    for _ in range(500):
         units, window = draw.randint(1, 6), draw.randint(1, 4)
         jobs = at_random(draw, units, window)
         assert not offload.first_misplaced(jobs, units)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bad_answers as bad
-import bad_attacks as attacks
 import paralab as pl
 from judged import Table, stored
 from paralab.exercises.targets import TARGETS
@@ -40,7 +39,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ((bad.schedule_forgets_a_half, SECOND, THIRD), {ONE}, "the weight half of the backward"),
     ((FIRST, bad.schedule_nothing, THIRD), {TWO}, "schedule=None: not a schedule"),
     ((FIRST, SECOND, bad.schedule_only_six), {THREE}, "p=4, m=8: "),
-    ((attacks.never_ends, SECOND, THIRD), {ONE}, "and it has not ended"),
     (FIRST, {TWO, THREE}, "p=4, m=8: not started yet"),
     (("first", SECOND, THIRD), {ONE}, "required: a function"),
 ]  # fmt: skip

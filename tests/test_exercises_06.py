@@ -20,7 +20,6 @@ again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
-GRADIENTS = f"with torch.enable_grad():\n            {COMPUTE}"
 DISTURBS = again(("torch.set_rng_state(now)", "pass"))
 WRONG = [  # answer, limits it breaks, words of the verdict
     (again((APPLY, "block(x)")), {"forwards", "peak memory"},
@@ -35,13 +34,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "has no gradient"),
     (again(("enable_grad", "no_grad")), {"gradients"},
      "raised RuntimeError: element 0 of tensors does not"),
-    (again((GRADIENTS, f"ctx.block.eval()\n        {GRADIENTS}\n        ctx.block.train()")),
-     {"gradients"}, "of its largest entry"),
-    (again((FOUND, "return tuple(found)")), {"gradients"}, "raised RuntimeError"),
-    (again((FOUND, "return None, gradient, *map(torch.zeros_like, ctx.parameters)")),
-     {"gradients"}, "is off by"),
-    (again((RUN, "        y = block(x)\n        ctx.state = torch.get_rng_state()\n"
-            "        return y")), {"gradients"}, "of its largest entry"),
     (again((KEEP, f"torch.manual_seed(1)\n        {KEEP}")), {"gradients", "generator"},
      "of its largest entry"),
     (again(("ctx.state", "MyCheckpoint.state")), {"gradients"}, "of its largest entry"),
@@ -52,7 +44,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"forwards", "peak memory"}, "bytes at its peak, required:"),
     (again((KEEP, f"ctx.kept = [x.detach().numpy().copy() for _ in range(40)]\n        {KEEP}")),
      {"peak memory"}, "bytes at its peak, required:"),
-    (again((APPLY, "block(x).detach()")), {"gradients"}, "has no gradient"),
     (again((APPLY, "x.mean()")), {"gradients"},
      "my_checkpoint returns Tensor, not the block's y"),
     ("my_checkpoint", {"gradients"}, "required: a function"),

@@ -85,10 +85,8 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("    optimizer.step()\n", "")], {NORM, WEIGHTS}, "it is as it was before"),
     ([(REDUCE, 2 * (REDUCE + "    flat /= dist.get_world_size(groups['dp'])\n") +
        "    flat *= dist.get_world_size(groups['dp'])\n")], {BYTES}, "and a norm's"),
-    ([("            x.requires_grad_()\n", "")], {NORM}, "raised "),
     ([("dist.recv(gradient, after)", "dist.irecv(gradient, after)")], {NORM, WEIGHTS},
      "never waits for"),
-    ([("y.backward(gradient)", "y.backward(torch.ones_like(y))")], {NORM, WEIGHTS}, "rank 0: "),
     ([('group=groups["dp"])  #', ")  #")], {NORM}, "raised "),
 ]  # fmt: skip
 STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
@@ -96,7 +94,7 @@ STEP_RIGHT = [
     stored("mesh_step_other", "mesh_step"),
     altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]")),  # the last one first
 ]
-ALONE = [STEP_WRONG[-1][0], STEP_WRONG[16][0]]  # ranks fail while others wait
+ALONE = [STEP_WRONG[-1][0]]  # ranks fail while others wait
 STEP_ALL = Table(STEP, STEP_WRONG, STEP_RIGHT, alone=ALONE)
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = STEP_ALL.tests()
 

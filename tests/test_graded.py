@@ -12,7 +12,7 @@ from paralab.exercises.graded import DEFINED_S, asked_for, grade
 
 ALL = tuple(pl.exercises.ALL.values())
 ANSWER = pl.exercises.model_states.solution().words
-ASKED = ("model_states", "devices_needed")
+LOOPS = "def loop():\n    while True: pass\ndevices_needed = loop()"
 
 
 def notebook(folder, *cells, name="00_one_device.ipynb"):
@@ -77,7 +77,7 @@ def test_what_a_notebook_redefines_does_not_reach_the_checker(tmp_path):
         (["import math"], "does not define model_states, devices_needed", DEFINED_S),
         (["import math", "def model_states(:"], "code cell 2 cannot be read", DEFINED_S),
         ([ANSWER, "model_states = 1 / 0"], "ZeroDivisionError", DEFINED_S),
-        ([ANSWER, "def loop():\n    while True: pass\ndevices_needed = loop()"], "not through", 3),
+        ([ANSWER, LOOPS], "not through after 0.5 s", 0.5),
         (["import os", ANSWER, "model_states = os._exit(3)"], "its cells failed", DEFINED_S),
     ],
     ids=["stub", "missing", "syntax", "raises", "endless", "exits"],
