@@ -52,6 +52,7 @@ MOVES = [  # knob, value, the views that cannot look the same
 
 
 def test_every_knob_moves_its_views_to_what_the_plain_functions_draw(bench):
+    start, shown = dict(bench.values), on_screen(bench)
     moved, forms = set(), set()
     for name, value, changing in MOVES:
         before = dict(zip(VIEWS, on_screen(bench), strict=True))
@@ -80,6 +81,8 @@ def test_every_knob_moves_its_views_to_what_the_plain_functions_draw(bench):
         bench.knobs[name].value = {"offload": "none", "precision": "fp32"}[name]
         moved.add(name)
     assert moved == set(bench.knobs) and forms == {False, True}
+    bench.set(**start)
+    assert on_screen(bench) == shown  # and back again
 
 
 def test_the_plain_twins_move_no_slider(bench):

@@ -30,34 +30,29 @@ class Bench:
         movable = ".widget-slider:not(:has([disabled]))"
         self.sliders = self.cell.locator(movable).all()
         self.choices = self.cell.locator(".widget-toggle-buttons").all()
-        self._predicted: str | None = None  # what the picture showed before a run
+        self._predicted: list[int] = []  # what the picture showed before a run
 
     @property
     def figure(self) -> dict[str, Any] | None:
         """What its picture shows (see page.js, ``look``); None for a widget without one."""
         return next(iter(self.notebook.figures(self.index)), None)
 
-    def shown(self) -> str | None:
-        """Its picture, or None. Of a widget with several, all of them and its words, which replace
-        the pictures of a combination that cannot be.
-        """
-        figures = self.notebook.figures(self.index)
-        if len(figures) > 1:
-            return "".join([figure["print"] for figure in figures]) + self.words()
-        return figures[0]["print"] if figures else None
+    def prints(self) -> list[int]:
+        """A number for each of its pictures: two pictures that differ have two numbers."""
+        return self.notebook.ask("prints", self.index)
 
-    def _answers(self, before: str | None, what: str) -> None:
+    def _answers(self, before: list[int], what: str) -> None:
         """Wait until the picture is another one, if there is a picture."""
-        if before is not None:
+        if before:
             self.notebook.wait(
-                lambda: self.shown() != before, ANSWER_S,
+                lambda: self.prints() != before, ANSWER_S,
                 f"the picture of cell {self.index} does not follow {what}",
             )  # fmt: skip
 
     def move(self, slider: Locator, key: str | None = None) -> None:
         """One key on a slider (default: a step up, at its end a step down); the picture follows."""
         handle, readout = slider.locator(".noUi-handle").first, slider.locator(".widget-readout")
-        before, said = self.shown(), readout.inner_text()
+        before, said = self.prints(), readout.inner_text()
         handle.focus()
         for pressed in [key] if key else ["ArrowRight", "ArrowLeft"]:
             handle.press(pressed)
@@ -72,7 +67,7 @@ class Bench:
     def choose(self, row: Locator) -> None:
         """Press the next button of a row that is not pressed yet; the picture follows."""
         button = row.locator("button:not(.mod-active)").first
-        before = self.shown()
+        before = self.prints()
         button.click()
         self._answers(before, f"its button {button.inner_text()!r}")
 
@@ -85,7 +80,7 @@ class Bench:
 
     def start(self) -> None:
         """Press Run it and see that a run has started, or on a slow page that it has ended."""
-        self._predicted, again = self.shown(), self.enabled("Run again")
+        self._predicted, again = self.prints(), self.enabled("Run again")
         self.cell.get_by_role("button", name="Run").click()
         self.notebook.wait(
             lambda: self.enabled("Stop") or (self.enabled("Run again") and not again), ANSWER_S,

@@ -40,6 +40,15 @@ def browser() -> Iterator[sync_api.BrowserContext]:
         running.close()
 
 
+@pytest.fixture(scope="package")
+def pages(browser: sync_api.BrowserContext, server: Server) -> Iterator[list[Notebook]]:
+    """The page that is open, if there is one: next to another one JupyterLab loads itself anew."""
+    opened: list[Notebook] = []
+    yield opened
+    while opened:
+        opened.pop().close()
+
+
 @pytest.fixture
 def open_notebook(
     request: pytest.FixtureRequest,
@@ -49,47 +58,20 @@ def open_notebook(
     tmp_path: Path,
 ) -> Iterator[Callable[..., Notebook]]:
     """``open_notebook(path)`` a copy of a notebook, or ``cells=[...]`` of sources, or both: then
-    the cells come after it. In a page of its own: next to another one JupyterLab loads itself anew.
-    """
-    while pages:
-        pages.pop().close()
-    opened = request.node.stash.setdefault(OPENED, [])
-    request.node.stash[PICTURES] = tmp_path
-
-    def start(path: Path | None = None, *, cells: list[str] | None = None) -> Notebook:
-        opened.append(Notebook(browser, server, _placed(server, path, cells or [])))
-        opened[-1].open()
-        return opened[-1]
-
-    yield start
-    for notebook in opened:
-        notebook.close()
-
-
-@pytest.fixture(scope="package")
-def pages(browser: sync_api.BrowserContext, server: Server) -> Iterator[list[Notebook]]:
-    """The page of `next_notebook`, once there is one."""
-    opened: list[Notebook] = []
-    yield opened
-    for notebook in opened:
-        notebook.close()
-
-
-@pytest.fixture
-def next_notebook(
-    request: pytest.FixtureRequest,
-    browser: sync_api.BrowserContext,
-    server: Server,
-    pages: list[Notebook],
-    tmp_path: Path,
-) -> Callable[[Path], Notebook]:
-    """``next_notebook(path)``: a copy of a notebook, opened in the JupyterLab in which the one
-    before was. To load JupyterLab takes several times as long as to open a notebook.
+    the cells come after it. In the JupyterLab in which the one before was: to load that takes
+    several times as long as to open a notebook. With ``alone=True`` in one that was just loaded,
+    has no code for figures yet, and is closed afterwards.
     """
     request.node.stash[OPENED], request.node.stash[PICTURES] = pages, tmp_path
+    left = False
 
-    def start(path: Path) -> Notebook:
-        name = _placed(server, path, [])
+    def start(
+        path: Path | None = None, *, cells: list[str] | None = None, alone: bool = False
+    ) -> Notebook:
+        nonlocal left
+        name, left = _placed(server, path, cells or []), alone
+        while alone and pages:
+            pages.pop().close()
         if pages:
             pages[0].turn_to(name)
         else:
@@ -97,7 +79,9 @@ def next_notebook(
             pages[0].open()
         return pages[0]
 
-    return start
+    yield start
+    while left and pages:
+        pages.pop().close()
 
 
 def _placed(server: Server, path: Path | None, cells: list[str]) -> str:

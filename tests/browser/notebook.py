@@ -85,8 +85,9 @@ class Notebook:
 
     def turn_to(self, name: str) -> None:
         """Leave it as it is stored, end its kernel, and open another one in its place."""
-        before, self.name = self._sessions(), name
+        before, self.name, self.late = self._sessions(), name, 0
         self.wrong.clear()
+        self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.page.evaluate("(path) => lab.turnTo(path)", name)
         self._until_ready()
         self._end(before)
@@ -109,7 +110,7 @@ class Notebook:
 
     def settled(self) -> bool:
         """Whether all that the cells promise is on the page; a failed cell has no more to come."""
-        if self.ask("dialogs") or self.failed_cells():
+        if self.ask("dialogs") or self.ask("fails"):
             return True
         return not self.ask("missing", True)
 
@@ -158,20 +159,8 @@ class Notebook:
         outputs = self.cells()[index]["outputs"]
         return "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
 
-    def failed_cells(self) -> list[str]:
-        """Cells with an error that their tags do not announce."""
-        found = []
-        for cell in self.cells():
-            for output in cell["outputs"]:
-                if output["output_type"] == "error" and "raises-exception" not in cell["tags"]:
-                    found.append(
-                        f"cell {cell['index']} ({_first_line(cell)}): "
-                        f"{output['ename']}: {output['evalue']}"
-                    )
-        return found
-
     def figures(self, index: int | None = None) -> list[dict[str, Any]]:
-        """The plotly figures on the page, or in one cell: title, traces, points, shapes, print."""
+        """The plotly figures on the page, or in one cell: title, data, print."""
         return self.ask("figures", index)
 
     def crowded(self, index: int, width: int) -> list[str]:
@@ -197,6 +186,12 @@ class Notebook:
                page that has only been opened shows stored pictures instead
         """
         cells = self.cells()
+        failed = [
+            f"cell {cell['index']} ({_first_line(cell)}): {output['ename']}: {output['evalue']}"
+            for cell in cells
+            for output in cell["outputs"]
+            if output["output_type"] == "error" and "raises-exception" not in cell["tags"]
+        ]
         stderr = [
             f"cell {cell['index']} ({_first_line(cell)}) shows stderr: {''.join(output['text'])}"
             for cell in cells
@@ -206,7 +201,7 @@ class Notebook:
         heard = self.page.evaluate("() => lab.said")
         dialogs = [f"a dialog covers the page: {text}" for text in self.ask("dialogs")]
         absent = self.ask("missing") if drawn else []
-        return self.failed_cells() + stderr + heard + dialogs + self.wrong + absent
+        return failed + stderr + heard + dialogs + self.wrong + absent
 
     def screenshot(self, path: Path) -> Path:
         """A picture of the whole notebook, as high as its cells are."""

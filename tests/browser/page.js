@@ -60,10 +60,13 @@ window.lab = (() => {
     return { count: widget.model.executionCount ?? null, waits: waits(widget) };
   };
 
-  const failed = ({ model }) => {
-    const types = Array.from({ length: model.outputs.length }, (_, i) => model.outputs.get(i).type);
-    return types.includes("error") && !(model.getMetadata("tags") ?? []).includes("raises-exception");
-  };
+  const outputs = ({ outputs }) => Array.from({ length: outputs?.length ?? 0 }, (_, i) => outputs.get(i));
+
+  const failed = ({ model }) =>
+    outputs(model).some((output) => output.type === "error") &&
+    !(model.getMetadata("tags") ?? []).includes("raises-exception");
+
+  const fails = () => cells().some(failed);
 
   // Whether a run of all cells has ended, well or not. Nothing is copied here either.
   const ended = () => {
@@ -84,7 +87,14 @@ window.lab = (() => {
     return node.textContent.trim().replace(/\s*\n\s*/g, "\n");
   };
 
-  // What a figure shows: its words, its numbers, and how much of it has reached the screen.
+  // Whether a figure has points, and traces of any kind on the screen: bars, scatter, heat maps drawn
+  // as an image.
+  const isDrawn = (plot) =>
+    (plot.calcdata ?? []).some((trace) => trace?.length) &&
+    plot.querySelector(".trace, .trace *, .hm image, .heatmaplayer image") !== null &&
+    plot.getBoundingClientRect().width > 0;
+
+  // What a figure shows: its words and its numbers.
   const look = (plot) => {
     // A widget's title is text above its figure (paralab/view/widget_live.py).
     const head = plot.closest(".widget-vbox")?.querySelector(":scope > .paralab-head");
@@ -95,15 +105,8 @@ window.lab = (() => {
     const numbers = (plot.data ?? []).map((trace) => [
       trace.type, trace.name, trace.visible, ...keys.map((key) => listed(trace[key]) ?? null),
     ]);
-    const area = plot.getBoundingClientRect();
     return {
       title: words,
-      traces: plot.data?.length ?? 0,
-      points: (plot.calcdata ?? []).reduce((sum, trace) => sum + (trace?.length ?? 0), 0),
-      // traces of any kind: bars, scatter, heat maps drawn as an image
-      shapes: plot.querySelectorAll(".trace, .trace *, .hm image, .heatmaplayer image").length,
-      width: area.width,
-      height: area.height,
       data: JSON.stringify(numbers),
       print: JSON.stringify([words, notes, numbers, plot.layout?.shapes?.length ?? 0]),
     };
@@ -111,29 +114,36 @@ window.lab = (() => {
 
   const figures = (index = null) => plots(index).map(look);
 
+  // What they show as a number each, by which two pictures are told apart without reading them.
+  const prints = (index) => plots(index).map((plot) => numbered(look(plot).print));
+
+  const numbered = (text) => {
+    let sum = 0;
+    for (let i = 0; i < text.length; i++) sum = (sum * 31 + text.charCodeAt(i)) % 4398046511093;
+    return sum;
+  };
+
   // Cells that promise a figure or a widget whose place on the page is still empty or broken.
   // JupyterLab draws what is in sight. scroll: go to the first of them, as a reader would.
   const missing = (scroll = false) => {
     const found = [];
     let first = null;
-    state().forEach((cell) => {
+    cells().forEach(({ model, node }, index) => {
       const before = found.length;
-      const node = cells()[cell.index].node;
-      const has = (type) => cell.outputs.filter((output) => output.data && type in output.data);
-      const drawn = figures(cell.index).filter((f) => f.points > 0 && f.shapes > 0 && f.width > 0);
-      const promised = has("application/vnd.plotly.v1+json").length;
-      if (drawn.length < promised)
-        found.push(`cell ${cell.index}: ${promised} figures promised, ${drawn.length} drawn`);
-      if (drawn.length < figures(cell.index).length)
-        found.push(`cell ${cell.index}: a figure without data, or not drawn`);
-      const widgets = has("application/vnd.jupyter.widget-view+json").length;
-      const shown = node.querySelectorAll(".jp-OutputArea-output .jupyter-widgets").length;
-      if (shown < widgets)
-        found.push(`cell ${cell.index}: ${widgets} widgets promised, ${shown} shown`);
-      const text = node.querySelector(".jp-Cell-outputArea")?.textContent ?? "";
+      const stored = outputs(model);
+      const has = (type) => stored.filter((output) => type in (output.data ?? {})).length;
+      const shown = plots(index);
+      const drawn = shown.filter(isDrawn).length;
+      const promised = has("application/vnd.plotly.v1+json");
+      if (drawn < promised) found.push(`cell ${index}: ${promised} figures promised, ${drawn} drawn`);
+      if (drawn < shown.length) found.push(`cell ${index}: a figure without data, or not drawn`);
+      const widgets = has("application/vnd.jupyter.widget-view+json");
+      const here = node.querySelectorAll(".jp-OutputArea-output .jupyter-widgets").length;
+      if (here < widgets) found.push(`cell ${index}: ${widgets} widgets promised, ${here} shown`);
+      const text = widgets ? (node.querySelector(".jp-Cell-outputArea")?.textContent ?? "") : "";
       for (const trouble of ["Error displaying widget", "Error creating widget", "Loading widget"])
-        if (widgets && text.includes(trouble)) found.push(`cell ${cell.index}: ${trouble}`);
-      if (found.length > before) first ??= cell.index;
+        if (text.includes(trouble)) found.push(`cell ${index}: ${trouble}`);
+      if (found.length > before) first ??= index;
     });
     if (scroll && first !== null) panel().content.scrollToItem(first, "center");
     return found;
@@ -196,7 +206,7 @@ window.lab = (() => {
     cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
 
   return {
-    ...{ said, listen, turnTo, ready, state, write, stands, ended },
-    ...{ figures, missing, buttons, crowded, dialogs, height },
+    ...{ said, listen, turnTo, ready, state, write, stands, fails, ended },
+    ...{ figures, prints, missing, buttons, crowded, dialogs, height },
   };
 })();

@@ -1,13 +1,15 @@
-"""`pl.explore` by keyboard and mouse: every slider, a combination that cannot be, a real run.
+"""`pl.explore` by keyboard and mouse: sliders, a combination that cannot be, a real run.
 
 On pages of several widths, in light and dark, before and after a run, all text can be read.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from playwright.sync_api import Locator
 
 from browser.bench import ANSWER_S, Bench
 from browser.notebook import Notebook
@@ -30,11 +32,6 @@ class Explorer(Bench):
     def views(self) -> list[dict[str, Any]]:
         return self.notebook.figures(self.index)
 
-    @property
-    def figure(self) -> dict[str, Any]:
-        """All views as one: a knob moves some of them."""
-        return {"print": json.dumps([view["print"] for view in self.views])}
-
     def key(self, label: str, pressed: str) -> None:
         """A key on the slider of this name, whatever the views then do."""
         row = self.cell.locator(
@@ -50,13 +47,24 @@ class Explorer(Bench):
             "node => getComputedStyle(node).opacity"))  # fmt: skip
 
 
-def readable(notebook: Notebook, picture: Path) -> dict[int, list[str]]:
-    """{width: what cannot be read there}, where there is anything; a picture of each page."""
-    found = {}
-    for width in WIDTHS:
-        found[width] = notebook.crowded(SHOW, width)
-        notebook.page.screenshot(path=f"{picture}-{width}.png")
+def unreadable(notebook: Notebook) -> dict[int, list[str]]:
+    """{width: what cannot be read there}, where there is anything."""
+    found = {width: notebook.crowded(SHOW, width) for width in WIDTHS}
     return {width: lines for width, lines in found.items() if lines}
+
+
+def keys(slider: Locator) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A step up of a slider, and one down."""
+    handle = slider.locator(".noUi-handle").first
+    return partial(handle.press, "ArrowRight"), partial(handle.press, "ArrowLeft")
+
+
+def buttons(row: Locator) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The next button of a row, and the one that is pressed now."""
+    pressed, *_ = row.locator("button.mod-active").all_inner_texts()
+    other, *_ = row.locator("button:not(.mod-active)").all_inner_texts()
+    named = partial(row.get_by_role, "button", exact=True)
+    return named(name=other).click, named(name=pressed).click
 
 
 def two_by_two(bench: Explorer) -> bool:
@@ -67,10 +75,10 @@ def two_by_two(bench: Explorer) -> bool:
     return columns and abs(one["y"] - two["y"]) <= 40 and two["y"] < three["y"]
 
 
-def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
+def test_the_explorer_is_driven_like_a_reader_would(open_notebook):
     show = "import paralab as pl\nbench = pl.explore()\nbench"
     dark = "pl.view.use_theme('dark')\nbench.set();"
-    notebook = open_notebook(cells=[show, TWIN_CELL, dark])
+    notebook = open_notebook(cells=[show, TWIN_CELL, dark], alone=True)
     notebook.page.set_viewport_size({"width": WIDE, "height": HIGH})
     notebook.run_cell(SHOW, timeout=90)  # the first one measures this machine
     notebook.wait(notebook.settled, ANSWER_S, lambda: notebook.ask("missing"))
@@ -78,48 +86,21 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
     notebook.wait(lambda: len(bench.views) == 4, ANSWER_S, "not four views")
 
     # two next to each other, all of them inside the cell, whatever the page's width
-    assert readable(notebook, tmp_path / "start") == {}
+    assert unreadable(notebook) == {}
     notebook.page.set_viewport_size({"width": WIDE, "height": HIGH})
     notebook.wait(lambda: two_by_two(bench), ANSWER_S, "the views are not two by two")
 
-    # every knob, one after the other from the same start, each back to where it was
-    start = bench.figure["print"]
-    moved = 0
-    for slider in bench.sliders:
-        label = slider.locator("xpath=../*[1]").inner_text()
-        readout = slider.locator(".widget-readout")
-        said = readout.inner_text()
-        handle = slider.locator(".noUi-handle").first
-        handle.focus()
-        handle.press("ArrowRight")
-        notebook.wait(lambda r=readout, s=said: r.inner_text() != s, ANSWER_S, f"{label} is stuck")
-        notebook.wait(
-            lambda: bench.figure["print"] != start or bench.faded() < 1, ANSWER_S,
-            f"nothing follows {label}",
-        )  # fmt: skip
-        handle.press("ArrowLeft")
-        notebook.wait(
-            lambda: bench.figure["print"] == start and bench.faded() == 1, ANSWER_S,
-            lambda name=label: f"{name} does not lead back: {bench.words()}",
-        )  # fmt: skip
-        moved += 1
-    for row in bench.choices:
-        first = row.locator("button.mod-active").inner_text()
-        for name in row.locator("button").all_inner_texts():
-            if name == first:
-                continue
-            row.get_by_role("button", name=name, exact=True).click()
+    # a knob of each kind, each back to where it was; all are made by one function, and every knob
+    # without a page is in tests/test_widget_explore.py
+    start = bench.prints()
+    assert len(bench.sliders) + len(bench.choices) == 14  # without the nodes of other machines
+    for press in (keys(bench.sliders[0]), buttons(bench.choices[0])):
+        for there, goes in zip(press, (True, False), strict=True):
+            there()
             notebook.wait(
-                lambda: bench.figure["print"] != start or bench.faded() < 1, ANSWER_S,
-                f"nothing follows the button {name}",
+                lambda goes=goes: (bench.prints() != start or bench.faded() < 1) == goes,
+                ANSWER_S, bench.words,
             )  # fmt: skip
-            row.get_by_role("button", name=first, exact=True).click()
-            notebook.wait(
-                lambda: bench.figure["print"] == start and bench.faded() == 1, ANSWER_S,
-                lambda name=name: f"{name} does not lead back: {bench.words()}",
-            )  # fmt: skip
-        moved += 1
-    assert moved == 14  # the fifteenth, the cluster's nodes, is for clusters only
     assert notebook.complaints() == []
 
     # what cannot be says why in place of the views, which fade, and there is nothing to run
@@ -128,8 +109,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
         lambda: "What would work" in bench.words() and bench.faded() == 0.2, ANSWER_S, bench.words
     )  # words and views are two messages to the page
     assert "virtual_stages=2 cannot be" in bench.words()
-    assert not bench.enabled("Run it") and bench.figure["print"] == start
-    notebook.page.screenshot(path=tmp_path / "impossible.png")
+    assert not bench.enabled("Run it") and bench.prints() == start
     bench.key("chunks, v", "ArrowLeft")
     notebook.wait(
         lambda: "What would work" not in bench.words() and bench.enabled("Run it"), ANSWER_S,
@@ -149,21 +129,21 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
     # a run: its replay below the prediction, on one axis, and a row for every clock
     bench.start()
     notebook.wait(lambda: bench.enabled("Run again"), ANSWER_S, bench.words)
-    notebook.wait(lambda: bench.figure["print"] != start, ANSWER_S, "the run is not shown")
+    notebook.wait(lambda: bench.prints() != start, ANSWER_S, "the run is not shown")
     words = bench.words()
     assert all(f"\n{clock}" in words for clock in ("predicted", "replayed", "measured"))
     assert "4 real processes: the predicted step" in words
     timeline, _, memory, traffic = bench.views
     assert "predicted" in timeline["title"] and "replayed" in timeline["title"]
     assert "measured" in memory["data"] and "measured" in traffic["data"]
-    assert readable(notebook, tmp_path / "run") == {}
+    assert unreadable(notebook) == {}
     notebook.darken()
     notebook.run_cell(DARK)
     notebook.wait(lambda: DARK_INK in bench.cell.inner_html(), ANSWER_S, "the figures stay light")
-    assert readable(notebook, tmp_path / "run-dark") == {}
+    assert unreadable(notebook) == {}
     bench.key("micro-batches, m", "ArrowRight")  # of which there was no run
     notebook.wait(lambda: bench.enabled("Run it"), ANSWER_S, bench.words)
-    assert readable(notebook, tmp_path / "start-dark") == {}
+    assert unreadable(notebook) == {}
     bench.key("micro-batches, m", "ArrowLeft")
     notebook.wait(lambda: bench.enabled("Run again"), ANSWER_S, bench.words)
     notebook.page.set_viewport_size({"width": WIDE, "height": HIGH})
@@ -184,7 +164,6 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
         lambda: "of 63 others" in bench.views[1]["title"] and bench.faded() == 1, ANSWER_S,
         lambda: bench.views[1]["title"],
     )  # fmt: skip
-    notebook.page.screenshot(path=tmp_path / "cluster.png")
 
     # more boxes than pixels: each stage's stretches, shared out by what their time went to
     bench.key("micro-batches, m", "End")
@@ -192,7 +171,6 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook, tmp_path):
         lambda: "height of a colour" in bench.views[0]["title"], ANSWER_S,
         lambda: bench.views[0]["title"],
     )  # fmt: skip
-    notebook.page.screenshot(path=tmp_path / "stretches.png")
     bench.key("micro-batches, m", "Home")
     notebook.wait(
         lambda: "height" not in bench.views[0]["title"], ANSWER_S,
