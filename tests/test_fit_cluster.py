@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 import paralab as pl
-from paralab.theory.fit_cluster import FACTORS
+from paralab.theory.fit_cluster import FACTORS, ClusterFit
 
 TRUE = pl.Cluster.preset("dgx-a100", nodes=4)
 WRONG = TRUE.replace(
@@ -30,8 +32,13 @@ def log(*models: pl.ModelSpec) -> list:
     ]
 
 
+@cache
+def corrected() -> ClusterFit:
+    return pl.fit_cluster(log(SMALL, LARGE), WRONG)
+
+
 def test_a_cluster_that_was_stated_wrong_is_corrected_by_what_was_measured():
-    fit = pl.fit_cluster(log(SMALL, LARGE), WRONG)
+    fit = corrected()
     before = [
         pl.predict(*run[:2], WRONG, steps=1, detail="actions").step_time / run[2] - 1
         for run in fit.runs
@@ -46,10 +53,10 @@ def test_a_cluster_that_was_stated_wrong_is_corrected_by_what_was_measured():
 
 
 def test_a_run_that_is_far_off_does_not_pull_the_others_with_it():
-    rows = log(SMALL, LARGE)
-    slow = [(model, plan, seconds * (3 if i == 1 else 1))
-            for i, (model, plan, seconds) in enumerate(rows)]  # fmt: skip
-    clean, spoiled = pl.fit_cluster(rows, WRONG), pl.fit_cluster(slow, WRONG)
+    clean = corrected()
+    slow = [(run.model, run.plan, run.seconds * (3 if i == 1 else 1))
+            for i, run in enumerate(clean.runs)]  # fmt: skip
+    spoiled = pl.fit_cluster(slow, WRONG)
     assert spoiled.cluster.flops == pytest.approx(clean.cluster.flops, rel=0.05)
 
 
@@ -91,7 +98,7 @@ def test_a_run_of_sgd_is_fitted_as_one():
 
 
 def test_reports_and_tables_by_model_are_runs_too():
-    rows = log(SMALL)
+    rows = log(SMALL)[:2]
     reports = [pl.predict(model, plan, TRUE, steps=1, detail="actions") for model, plan, _ in rows]
     whole = pl.fit_cluster(rows, WRONG).cluster
     assert pl.fit_cluster(reports, WRONG).cluster == whole
