@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,23 @@ WITH_TORCH = {
 LONGEST_PASS = 150  # lines, docstring included
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Modules that a file imports anywhere: inside functions and for types alone, too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found: set[str] = set()
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             for name in node.names:
                 whole = f"{node.module}.{name.name}"
-                yield whole if whole in FILES else node.module
+                found.add(whole if whole in FILES else node.module)
         elif isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found.update(name.name for name in node.names)
+    return frozenset(found)
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -57,13 +66,13 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_imports_go_round():
-    graph = {module: set(imports(path)) & FILES.keys() - {module} for module, path in FILES.items()}
+    graph = {module: imports(path) & FILES.keys() - {module} for module, path in FILES.items()}
     assert len(graph) > 100 and not circle(graph), " -> ".join(circle(graph))
 
 
 def test_the_face_is_imported_by_what_a_learner_writes_alone():
     """``import paralab`` brings everything, so a module that imports it closes a circle."""
-    found = [module for module, path in FILES.items() if "paralab" in set(imports(path))]
+    found = [module for module, path in FILES.items() if "paralab" in imports(path)]
     assert all(module.startswith("paralab.exercises.answers.") for module in found), found
 
 
@@ -83,7 +92,7 @@ def test_torch_is_imported_by_what_runs_on_ranks_alone():
 
 def top_level(path: Path) -> Iterator[str]:
     """What is imported at once, not for types alone and not inside a function."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -94,6 +103,6 @@ def top_level(path: Path) -> Iterator[str]:
     "path", sorted((ROOT / "paralab/parallel").glob("*.py")), ids=lambda p: p.stem
 )
 def test_a_pass_can_be_read_in_one_go(path):
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             assert node.end_lineno - node.lineno < LONGEST_PASS, node.name

@@ -15,7 +15,7 @@ from paralab.spec import rules
 from paralab.spec.settings import Asked, Columns
 from test_drawn_plans import PLAN, SMALL, refused
 
-DRAWN = 20_000
+DRAWN = 6_000
 SIZES = (  # of the model that the plans are asked of
     SMALL,
     SMALL | {"layers": 5, "hidden": 40, "heads": 8, "vocab": 257, "seq_len": 9},
