@@ -69,8 +69,8 @@ def test_every_call_and_every_copy_is_predicted(report, one):
 
 def test_peak_memory_is_predicted(report, one):
     """Ranks of a grid take turns, and a prediction is that of the one that holds most. Gloo's
-    thread may let go of a call's tensors, two copies at most, a moment after the rank does. Where a
-    last stage's peak is in the loss of a split vocabulary, 8 bytes per token too many are predicted.
+    thread may let go of a call's tensors, two copies at most, a moment after the rank does. In the
+    loss of a split vocabulary 8 bytes per token too many are predicted.
     """
     late = 2 * report.collectives["payload_bytes"].max()
     found: dict[int, list] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -87,7 +88,7 @@ PLANS = {
 
 
 @cache
-def both(name, links="fast"):
+def both(name, links="slow"):
     plan, cluster = pl.Plan(**PLANS[name]), CLUSTERS[links]
     model = DEEP if plan.stages > 4 else MODEL
     return tuple(
@@ -128,15 +129,20 @@ def test_bytes_and_memory_are_exactly_those_of_every_call(name):
 def test_without_its_tables_a_step_is_as_long_and_as_large(name):
     report = both(name)[1]
     for many in (False, True):
-        found = Totals(report.model, report.plan, FAST, "adamw", many=many)
+        found = Totals(report.model, report.plan, SLOW, "adamw", many=many)
         assert found.seconds() == pytest.approx(report.step_time, rel=1e-12)
         assert found.peak == report.peak_memory
-        elsewhere = Totals(report.model, report.plan, SLOW, "adamw", many=many).seconds()
-        assert found.seconds(SLOW) == elsewhere and found.seconds(FAST) == found.seconds()
+        elsewhere = Totals(report.model, report.plan, FAST, "adamw", many=many).seconds()
+        assert found.seconds(FAST) == elsewhere and found.seconds(SLOW) == found.seconds()
 
 
-@pytest.mark.parametrize("links", CLUSTERS)
-@pytest.mark.parametrize("name", PLANS)
+# Where messages hide behind what is computed, a plan of each kind: the others wait for more.
+HIDDEN = ["bucketed", "1f1b", "interleaved", "zb-h1", "three axes", "zero 3", "all in files"]
+
+
+@pytest.mark.parametrize(
+    ("name", "links"), [*product(PLANS, ("slow", "shared")), *product(HIDDEN, ("fast",))]
+)
 def test_a_step_takes_as_long_as_with_every_call_and_has_the_same_bubble(name, links):
     calls, actions = both(name, links)
     assert actions.step_time == pytest.approx(calls.step_time, rel=1e-9)

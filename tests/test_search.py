@@ -175,7 +175,7 @@ def test_estimates_rank_as_compiled_plans_do(cluster, least):
     """Also where calls and waits cost four times what a link does; with overlap and without."""
     plans = space(SMALL, cluster, 8, 16, {})
     estimate = Estimate(plans, SMALL, cluster, "adamw")
-    some = random.Random(0).sample(range(len(plans)), 80)
+    some = random.Random(0).sample(range(len(plans)), 40)
     exact = [totals(SMALL, plans[at], cluster, "adamw") for at in some]
     seconds, serial, peaks = (np.array(column, float) for column in zip(*exact, strict=True))
     closed, estimates = (
@@ -219,7 +219,7 @@ def test_no_estimate_of_bytes_is_smaller_than_what_is_spared():
     settings = {"offload": [None, "cpu"], "recompute": "none", "zero_stage": [2, 3]}
     found = pl.plan_search(LOGITS, LAPTOP, devices=4, global_batch=8, top=1, **settings)
     estimates = sum(found.categories.values())
-    for at in np.flatnonzero(found.plans.microbatch_size == 1)[::3]:
+    for at in np.flatnonzero(found.plans.microbatch_size == 1)[::6]:
         plan = found.plans[at]
         assert SPARE * estimates[at] >= totals(LOGITS, plan, LAPTOP, "adamw").peak, plan
 
@@ -448,9 +448,10 @@ def test_a_value_may_be_an_array_of_numpy():
     assert set(listed.table["dp"]) == {2, 4}
 
 
-@pytest.mark.parametrize("top", [1, 2])
-@pytest.mark.parametrize("limit", [4_214_276, 4_000_000, 4_400_000])
-def test_the_best_is_a_plan_that_was_compiled_also_where_the_first_ones_do_not_fit(top, limit):
+@pytest.mark.parametrize(
+    ("limit", "top"), [(4_214_276, 1), (4_000_000, 1), (4_400_000, 1), (4_000_000, 2)]
+)
+def test_the_best_is_a_plan_that_was_compiled_also_where_the_first_ones_do_not_fit(limit, top):
     model, cluster = pl.ModelSpec.preset("laptop"), pl.Cluster.preset("dgx-a100", nodes=1)
     found = pl.plan_search(model, cluster, global_batch=64, top=top, memory=limit)
     assert found.fits[0] and np.isfinite(found.simulated[0])

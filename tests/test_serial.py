@@ -86,7 +86,7 @@ def test_a_rank_of_one_stage_takes_the_sum_of_its_work_its_calls_and_its_copies(
 def test_no_plan_is_faster_without_overlap_and_a_folded_program_says_the_same(cluster):
     plans = space(SMALL, cluster, 8, 32, {"precision": ["fp32", "bf16"]})
     folded = 0
-    for at in random.Random(1).sample(range(len(plans)), 30):
+    for at in random.Random(1).sample(range(len(plans)), 12):
         plan = plans[at]
         serial = seconds(plan, cluster, overlap=False)
         assert serial >= seconds(plan, cluster) * (1 - 1e-12), plan
@@ -94,7 +94,7 @@ def test_no_plan_is_faster_without_overlap_and_a_folded_program_says_the_same(cl
             folded += 1
             found = Totals(SMALL, plan, cluster, "adamw", many=True).seconds(overlap=False)
             assert found == pytest.approx(serial, rel=1e-9), plan
-    assert folded >= 5
+    assert folded >= 3
 
 
 def test_both_ends_of_a_message_pay_for_it():

@@ -235,10 +235,9 @@ def test_tensor_title_says_which_mode_sends_least(widget):
     assert sent.name == "sent" and sent.marker.color == theme.axis_colour("tp")
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("2d", 4), ("3d", 8)])
-def test_tensor_run_puts_the_measured_peak_and_bytes_below_the_prediction(widget, mode, ranks):
-    chart = widget.run(mode=mode, ranks=ranks).wait(PATIENCE)
-    names, found, label = list(bars(chart)), widget.result, MODE_NAME[mode]
+def test_tensor_run_puts_the_measured_peak_and_bytes_below_the_prediction(widget):
+    chart = widget.run(mode="2d", ranks=4).wait(PATIENCE)
+    names, found, label = list(bars(chart)), widget.result, MODE_NAME["2d"]
     assert names[names.index(label) + 1] == "measured"
     assert bars(chart)["measured"] == found.peak_memory
     sent = bars(chart, "sent")
