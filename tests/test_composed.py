@@ -79,4 +79,5 @@ def test_peak_memory_is_predicted(report, one):
     for tables in found.values():
         fullest = max(tables, key=lambda table: table.loc["total", "measured"])
         said, measured = fullest.loc["total"]
-        assert 0.998 * said <= measured <= 1.001 * said + late, fullest
+        low = 0.998 if one.plan.tp > 1 else 0.999  # a split vocabulary
+        assert low * said <= measured <= 1.001 * said + late, fullest

@@ -34,7 +34,7 @@ LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each ot
 
 ASKED = {
     "program": "every gradient is summed once, when it is complete and before its UPDATE",
-    "gradients": f"of one step on {RANKS} ranks: those of one process",
+    "gradients": f"of the last of {STEPS} steps on {RANKS} ranks: those of one process",
     "weights": f"after {STEPS} steps of SGD: those of one process",
     "bytes per rank": "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)",
     "predicted step": f"at most {1e3 * LIMIT_S:.0f} ms",

@@ -44,7 +44,7 @@ ASKED = {
 def zero_step(tries: Tries) -> None:
     for n in RANKS:
         copy, part = 4 * n * part_of(n), 4 * part_of(n)
-        for notes, found in tries.run(train, n, where=f"N={n}", standing=ASKED):
+        for notes, found in tries.run(train, n, where=f"N={n}", standing=(RESULT,)):
             notes.look(RESULT, _wrong_step(found, n), "all Ψ, on every rank")
 
             sent, limit = [found.sent(f"step {step}") for step in range(STEPS)], 2 * (n - 1) * part

@@ -76,6 +76,7 @@ class Deep:
     def priced(self, costs: Costs) -> Deep:
         """The same program at other costs: on another cluster, or where nothing overlaps."""
         other = copy(self)
+        other.__dict__.pop("memory", None)  # it is of these lists, on this cluster's devices
         other.cluster = costs.cluster
         other._count(costs)
         return other

@@ -1,7 +1,8 @@
 """A plan's step in two numbers, seconds and the highest peak: without a report's tables.
 
-The plan is compiled once, and then timed on any cluster. It is folded (deep.py) where that is
-quicker, and where one program is to serve many clusters; the numbers are the same.
+The plan is compiled once, and then timed on any cluster with the same kind of devices; the peak is
+that on the first one. It is folded (deep.py) where that is quicker, and where one program is to
+serve many clusters; the numbers are the same.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ Elements sent, x = b s h: per block and micro-batch two all-reduces of x forward
 so 4 * 2 (t-1)/t x by each rank. Sequence parallelism (Korthikanti+ 2022, arXiv:2205.05198,
 sec. 4.2.2) sends the same, an all-reduce being a reduce-scatter and an all-gather, and 2 (t-1)/t x
 more in backward: what f-bar gathered is not kept, since a rank would then save all tokens, but
-gathered again. As in Megatron-LM since September 2021, a column-parallel layer's backward hides its
-messages: f-bar gathers again while the input's gradient is computed, which does not need it, and
-the message of that gradient is in flight while the weight's gradient is computed. Lab 07.
+again. A column-parallel layer's backward hides its messages, as in Megatron-LM (the all-reduce
+since 30 August 2021, sequence parallelism's two since it came): f-bar gathers again while the
+input's gradient is computed, which does not need it, and the message of that gradient is in flight
+while the weight's gradient is computed. Lab 07.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class Plan(Description):
     tp_depth         d of "2.5d"; None: the largest up to q with tp = d q^2
     sequence_parallel  with "1d": the residual stream lies on the tp ranks in parts of the sequence
     tp_overlap       with "1d": backward's messages move while gradients are computed that do not
-                     need them. False: each is waited for at once, as in Megatron-LM before
-                     September 2021
+                     need them. False: each is waited for as soon as it is posted, as in Megatron-LM
+                     before 30 August 2021
     partition_activations  with recompute="full": of a block's input each tp rank keeps a part
     offload          where states lie that are not on the device: "cpu" (the host's memory), "nvme"
                      (files), or a table of both, see `tiers.Offload`; with zero_stage of 1 to 3, on

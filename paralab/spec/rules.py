@@ -138,7 +138,7 @@ TENSOR = (
     Rule(
         "tp_overlap",
         lambda s: implies(s.tp_mode != "1d", s.tp_overlap),
-        "tp_mode={s.tp_mode!r} has its messages inside its products",
+        "tp_mode={s.tp_mode!r} has no such choice: when its messages move is part of its products",
         "True, or tp_mode='1d'",
     ),
     Rule(

@@ -142,7 +142,9 @@ def _exposed(table: pd.DataFrame, expect: Tables) -> str:
     if expect.plan.tp > 1:
         said = "a layer cannot begin before the messages of the one before it are there: "
         said += f"{hides} them."
-        if expect.plan.tp_mode in ("1d", "3d"):
+        if not expect.plan.tp_overlap:
+            said += " With tp_overlap=False nothing of tensor parallelism's is meant to hide."
+        elif expect.plan.tp_mode in ("1d", "3d"):
             said += " What can hide is the sum of an input's gradient, behind the weight's."
     elif expect.plan.zero_stage:
         said = f"{hides} it{_zero_waits(expect.plan)}"

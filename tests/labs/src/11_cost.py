@@ -419,7 +419,7 @@ nearer.reveal(int((errors["fitted (s)"] < errors["stated (s)"]).sum()))
 
 # %% [markdown]
 # The mean error is halved on rows that the fit has not seen. In one row, the one with tp = 8, the
-# fit is farther off than the stated cluster: that was a little too fast there, and the other rows
+# fit is farther off than the stated cluster, whose step is a little too short there. The other rows
 # have pulled the rate of products down. Five rows say little about six figures, and a fit can be
 # worse out of sample than the cluster that it began with. So `fit_cluster` prints an error *out of
 # sample*, and the error of the null model (one rate for everything) below it.
