@@ -97,7 +97,7 @@ def test_every_rule_refuses_its_example_in_words(field, settings, sizes):
 
 
 def test_no_rule_is_without_an_example():
-    """Of a block of one's own tests/test_own_block.py has them."""
+    """Of a block of one's own tests/test_ops.py has them."""
     met = set()
     for _, settings, sizes in EXAMPLES:
         plan, model = pl.Plan(**settings), pl.ModelSpec(**{**SMALL, **sizes})
