@@ -76,8 +76,8 @@ def test_peak_memory_is_predicted(report, one):
     found: dict[int, list] = {}
     for rank in range(one.plan.world_size):
         found.setdefault(one.plan.place(rank).pp, []).append(report.peaks(rank))
-    for tables in found.values():
+    for stage, tables in found.items():
         fullest = max(tables, key=lambda table: table.loc["total", "measured"])
         said, measured = fullest.loc["total"]
-        low = 0.998 if one.plan.tp > 1 else 0.999  # a split vocabulary
+        low = 0.998 if one.plan.tp > 1 and stage == one.plan.pp - 1 else 0.999
         assert low * said <= measured <= 1.001 * said + late, fullest

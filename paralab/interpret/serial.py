@@ -15,6 +15,8 @@ from __future__ import annotations
 from paralab.interpret.costs import Compute, Cost, Costs, Posted
 from paralab.model.ops import Call
 from paralab.programs.instructions import WAIT, WORKERS, Instr
+from paralab.programs.program import Program
+from paralab.spec import Cluster
 
 
 class Serial(Costs):
@@ -32,3 +34,8 @@ class Serial(Costs):
         """A call whose bytes move behind the wait for it."""
         found = super().posted(pp, call)
         return found._replace(seconds=0.0, behind=found.behind + found.seconds)
+
+
+def costs_of(program: Program, cluster: Cluster, *, overlap: bool = True) -> Costs:
+    """Of a program's instructions, with overlap or without."""
+    return (Costs if overlap else Serial)(program, cluster)

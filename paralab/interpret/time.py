@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paralab.interpret.costs import Awaited, Cost, Costs
 from paralab.interpret.jobs import Order
-from paralab.interpret.serial import Serial
+from paralab.interpret.serial import costs_of
 from paralab.interpret.walk import Inside, Item, Rank, Walk, item
 from paralab.programs.instructions import Code
 from paralab.programs.names import Names
@@ -69,8 +69,8 @@ def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
 
     Raises ValueError naming what each rank waits for, if no rank can go on.
     """
-    costs = (Costs if overlap else Serial)(program, cluster)
-    return walked(program, counted(program, costs), cluster.call_overhead)
+    every = counted(program, costs_of(program, cluster, overlap=overlap))
+    return walked(program, every, cluster.call_overhead)
 
 
 def counted(program: Program, costs: Costs) -> list[list[Cost | Body]]:

@@ -7,10 +7,9 @@ serve many clusters; the numbers are the same.
 
 from __future__ import annotations
 
-from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
 from paralab.interpret.memory import memory
-from paralab.interpret.serial import Serial
+from paralab.interpret.serial import costs_of
 from paralab.interpret.time import time
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
@@ -39,8 +38,7 @@ class Totals:
             return time(self._program, cluster, overlap=overlap).seconds
         if overlap and cluster is self.cluster:
             return self._deep.seconds
-        costs = Costs if overlap else Serial
-        return self._deep.priced(costs(self._deep.program, cluster)).seconds
+        return self._deep.priced(costs_of(self._deep.program, cluster, overlap=overlap)).seconds
 
     @property
     def peak(self) -> int:
