@@ -49,19 +49,19 @@ class Bench:
                 f"the picture of cell {self.index} does not follow {what}",
             )  # fmt: skip
 
-    def move(self, slider: Locator, key: str | None = None) -> None:
-        """One key on a slider (default: a step up, at its end a step down); the picture follows."""
+    def move(self, slider: Locator) -> None:
+        """Move a slider a step up, at its end a step down, by its keys; the picture follows."""
         handle, readout = slider.locator(".noUi-handle").first, slider.locator(".widget-readout")
         before, said = self.prints(), readout.inner_text()
-        handle.focus()
-        for pressed in [key] if key else ["ArrowRight", "ArrowLeft"]:
-            handle.press(pressed)
-            self.notebook.page.wait_for_timeout(20)
-            if readout.inner_text() != said:
-                break
-        else:
-            assert key, f"no key moves the slider that reads {said}"
-            return  # it was there before
+        now, most = (float(handle.get_attribute(f"aria-value{of}")) for of in ("now", "max"))
+
+        def moved() -> bool:
+            """A key is pressed again, as a page that is busy may have given it to another part."""
+            if readout.inner_text() == said:
+                handle.press("ArrowRight" if now < most else "ArrowLeft")
+            return readout.inner_text() != said
+
+        self.notebook.wait(moved, ANSWER_S, f"no key moves the slider that reads {said}")
         self._answers(before, f"its slider from {said} to {readout.inner_text()}")
 
     def choose(self, row: Locator) -> None:
