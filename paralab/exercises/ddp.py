@@ -96,7 +96,8 @@ def backwards(
     with watch.section() as section:
         ddp = answer[0](module, bucket_bytes=bucket_bytes)
         for backward in range(BACKWARDS):
-            ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
+            with watch.unseen():
+                ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
             module.gradients = [one + group.index for one in ones]
             ddp(torch.zeros(1, requires_grad=True)).backward()
             ddp.finish()

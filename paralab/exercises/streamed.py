@@ -60,7 +60,10 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     named = dict(gpt.named_parameters())
     adam = torch.optim.AdamW(alike.parameters(), foreach=False, **SETTINGS)
     result: dict[str, Any] = {"wrong": "", "peaks": [], "files": 0}
-    with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
+    with (
+        tempfile.TemporaryDirectory(prefix="paralab-") as folder,
+        watch.section(files=True) as all_of_it,
+    ):
         mine = answer[0](list(named.values()), folder, **SETTINGS, unit=UNIT)
         for step in range(STEPS):
             if step == ZEROED:

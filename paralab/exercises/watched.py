@@ -9,8 +9,9 @@ never waited for is written down.
 An answer in plain PyTorch calls torch.distributed's functions, which are those of a `Watched` group
 meanwhile (plain.py). Everything that tensors say to torch.distributed passes torch's dispatcher;
 what does not come from a `Watched` group there goes around the checker, and is refused. Memory is
-that of tensors (instruments/memory.py) and of large blocks that Python allocates: a NumPy copy,
-bytes, a list.
+that of tensors (instruments/memory.py) and, once an answer has taken the numbers out of a tensor,
+of large blocks that Python allocates: a NumPy copy, bytes, a list. To follow those doubles the time
+of a rank, so one that leaves its numbers where they are does not pay for it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ BLOCK = 4096  # bytes: smaller Python objects are not counted, a rank makes some
 JUMP, DRIFT = 4 * BLOCK, 16 * BLOCK  # bytes between two operations, and since the last look
 OURS = str(Path(__file__).parents[1])
 PRINTED = 20_000  # characters that one answer may print on a rank
+# What takes numbers out of a tensor: all of them, or one, of which as many as `SINGLE` are free.
+ARRAYS = "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__reduce_ex__"
+NUMBERS, SINGLE = ("item", "__float__", "__int__"), 500
 
 
 class Watch(PeakMemory):
@@ -63,6 +67,7 @@ class Watch(PeakMemory):
         self.groups: dict[Group, Group] = {}
         self.names: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._blocks = self._traced = self._last = 0
+        self._ours = False  # whether this package computes, not the answer
         self._freed = False  # whether the answer has ever freed a storage
         self.group = Watched(group, self, number)
 
@@ -104,10 +109,33 @@ class Watch(PeakMemory):
         self.names = ours, real = functions(self.group)
         vars(torch.distributed).update(ours)
         try:
-            with self.resizes(self._resized):
+            with self.resizes(self._resized), self._numbers_followed():
                 yield
         finally:
             vars(torch.distributed).update(real)
+
+    @contextlib.contextmanager
+    def _numbers_followed(self) -> Iterator[None]:
+        """Within, Python's blocks are counted once numbers have been taken out of tensors."""
+        own, taken = {name: vars(Tensor).get(name) for name in ARRAYS + NUMBERS}, 0
+
+        def followed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def take(*args: Any, **kwargs: Any) -> Any:
+                nonlocal taken
+                taken += not self._ours
+                if taken > SINGLE or (name in ARRAYS and not self._ours):
+                    _follow()
+                return real(*args, **kwargs)
+
+            return take
+
+        for name in own:
+            setattr(Tensor, name, followed(name, getattr(Tensor, name)))
+        try:
+            yield
+        finally:
+            for name, before in own.items():
+                delattr(Tensor, name) if before is None else setattr(Tensor, name, before)
 
     def _resized(self, life: Life) -> None:
         self._freed |= life.size == 0
@@ -125,18 +153,30 @@ class Watch(PeakMemory):
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Within, no tensor is counted: this package computes what is right, not the answer."""
-        with _disable_current_modes():
-            yield
+        before, self._ours = self._ours, True
+        try:
+            with _disable_current_modes():
+                yield
+        finally:
+            self._ours = before
 
     @contextlib.contextmanager
-    def section(self) -> Iterator[Section]:
-        """Bytes from here on, beyond those that are alive now."""
-        if not tracemalloc.is_tracing():
-            tracemalloc.start()  # for good: to stop it while gloo's threads allocate is a crash
+    def section(self, *, files: bool = False) -> Iterator[Section]:
+        """Bytes from here on, beyond those that are alive now. files: whether the answer has
+        numbers of its own that come out of no tensor.
+        """
+        if files:
+            _follow()
         found = Section(self)
         yield found
         self.most = max(self.most, self._alive(look=True))
         found.peak = self.most - found.before
+
+
+def _follow() -> None:
+    """Count Python's blocks from here on; for good, to stop while gloo allocates is a crash."""
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
 
 
 def _look_at_freed(func: Any, given: Any) -> None:
@@ -326,8 +366,11 @@ def each(
     return parts
 
 
+_numpy = Tensor.numpy  # this package's own: no sign that an answer takes numbers out
+
+
 def array(value: Any) -> Any:
     """A copy of a tensor, for the verdict. Raises TypeError if it is none."""
     if not isinstance(value, Tensor):
         raise TypeError(f"required: a tensor, this is a {type(value).__name__}")
-    return value.detach().cpu().numpy().copy()
+    return _numpy(value.detach().cpu()).copy()
