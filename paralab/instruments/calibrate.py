@@ -67,7 +67,7 @@ from paralab.theory.work import on_processor
 from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
-FORMAT = 8  # of the cache file; files of another format are measured again
+FORMAT = 9  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU

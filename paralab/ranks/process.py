@@ -140,6 +140,8 @@ def take_device(
     os.environ[VARIABLE] = chosen.device.partition(":")[0]
     if chosen.why and rank == 0:
         print(f"paralab: {chosen.why}")
+    if chosen.backend == "gloo":
+        keep_core()
     return chosen
 
 
@@ -155,6 +157,17 @@ def keep_pages() -> None:
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(top_pad, 64 * 2**20)
         mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc takes
+
+
+def keep_core() -> None:
+    """Linux: a thread that wakes up does not take the core of the one that wakes it.
+
+    gloo receives in a thread of its own, which spins while the thread that sends holds their lock.
+    Woken by a message, and on the sender's core, it would spin until its turn is over: where four
+    ranks share two cores, an all-reduce takes twice as long. Threads made later inherit this.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 # ---- a rank of pl.launch ------------------------------------------------------------------------
