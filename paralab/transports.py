@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.instruments.recorder import Recorder
+from paralab.ranks.host import send_first
 from paralab.ranks.lookout import Lookout
 
 # How torch.distributed is asked for a collective: (*tensors, the root if there is one). torch 2.13
@@ -129,6 +130,7 @@ class Gloo(Transport):
 
     def __init__(self, ranks: Sequence[int], **settings: Any) -> None:
         super().__init__(ranks, **settings)
+        send_first()
         self.arrivals: dict[Way, SimpleQueue] = {}
 
     def post(self, call: Call) -> Posted:

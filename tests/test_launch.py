@@ -24,7 +24,9 @@ import psutil
 import pytest
 
 import paralab as pl
+from paralab.comm import everyone
 from paralab.launch import _House, _house, launch_program
+from paralab.ranks.host import RECEIVING
 from paralab.ranks.server import START, WHEN_IDLE, kill, start_method
 from paralab.ranks.waits import Standing, sentence
 from paralab.ranks.watch import Run
@@ -163,25 +165,23 @@ def test_ranks_do_not_fault_pages_in_again_at_every_step() -> None:
     assert max(pl.launch(faults, ranks=1)) < 500
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux")
-def test_threads_of_a_rank_that_are_woken_leave_the_core_to_the_one_that_wakes_them() -> None:
-    """Also gloo's: with their own policy an all-reduce of four ranks on two cores takes twice as
-    long. The thread that talks to the launcher may keep it.
-    """
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own")
+def test_threads_that_receive_give_way_to_those_that_send() -> None:
+    """Of every group. Else an all-reduce of four ranks on two cores takes twice as long."""
 
-    def policies() -> dict[str, set[int]]:
-        import torch.distributed as dist
-
-        dist.barrier()
-        found: dict[str, set[int]] = {}
+    def priorities(context, groups: int) -> dict[str, list[int]]:
+        if groups == 2:
+            everyone(context).subgroup([0, 1], axis="dp")
+        found: dict[str, list[int]] = {}
         for task in Path("/proc/self/task").iterdir():
             name = (task / "comm").read_text().strip()
-            found.setdefault(name, set()).add(os.sched_getscheduler(int(task.name)))
-        return {"main": {os.sched_getscheduler(0)}} | found
+            found.setdefault(name, []).append(os.getpriority(os.PRIO_PROCESS, int(task.name)))
+        return found
 
-    for mine in pl.launch(policies, ranks=2):
-        woken = {name for name in mine if "gloo" in name}
-        assert woken and all(mine[name] == {os.SCHED_BATCH} for name in woken | {"main"}), mine
+    for groups in (1, 2):
+        for mine in launch_program(priorities, 2, (groups,), device="cpu"):
+            assert mine.pop(RECEIVING) == [19] * groups
+            assert set().union(*mine.values()) == {0}
 
 
 # ---- output and progress ------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from paralab.checks import illegal
 from paralab.default_device import VARIABLE
 from paralab.ranks.errors import RankError
 from paralab.ranks.failure import Failure, Refused, describe
+from paralab.ranks.host import keep_pages, send_first
 from paralab.ranks.notes import Notebook
 from paralab.ranks.server import ONE_THREAD
 
@@ -140,34 +141,7 @@ def take_device(
     os.environ[VARIABLE] = chosen.device.partition(":")[0]
     if chosen.why and rank == 0:
         print(f"paralab: {chosen.why}")
-    if chosen.backend == "gloo":
-        keep_core()
     return chosen
-
-
-def keep_pages() -> None:
-    """glibc: keep freed memory instead of handing it back page by page.
-
-    A training step allocates and frees the same tensors over and over. With the default thresholds
-    each step faults thousands of pages in again, and compute times vary by tens of per cent.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # not glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(top_pad, 64 * 2**20)
-        mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc takes
-
-
-def keep_core() -> None:
-    """Linux: a thread that wakes up does not take the core of the one that wakes it.
-
-    gloo receives in a thread of its own, which spins while the thread that sends holds their lock.
-    Woken by a message, and on the sender's core, it would spin until its turn is over: where four
-    ranks share two cores, an all-reduce takes twice as long. Threads made later inherit this.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 # ---- a rank of pl.launch ------------------------------------------------------------------------
@@ -263,6 +237,7 @@ def _work(
         world_size=world_size,
         timeout=timedelta(seconds=task["group_timeout"]),
     )
+    send_first()
     notes.write("")
     if not task["with_context"]:
         return function(*args)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
-from paralab.ranks.process import RankContext, card, keep_pages, take_device
+from paralab.ranks.host import keep_pages, send_first
+from paralab.ranks.process import RankContext, card, take_device
 from paralab.ranks.started import started
 
 
@@ -74,6 +75,7 @@ def torchrun_context(
         dist.init_process_group(
             chosen.backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
+    send_first()
     noted = _say_what_it_was_in(rank)
     return RankContext(
         rank=rank,
