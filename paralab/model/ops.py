@@ -541,7 +541,7 @@ class Loss(Op):
         self.scratch = (low + 4, max(low, 4 * tokens), 0)
         if axis:  # what was kept becomes the gradient
             freed = 0 if low else 8 * tokens - 4 * logits
-            self.scratch = (8 * (4 + part.q) * tokens, freed, 0)
+            self.scratch = (8 * (3 + part.q) * tokens, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
         moved = (12 + 6 * (low > 0)) * logits  # logits of 16 bits are copied to fp32, and back
