@@ -35,7 +35,7 @@ def load_batches(
 def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
     """The one place where numbers come back from the device, once per step.
 
-    Whoever has none to read waits for ``device`` all the same: the step is over when it is done.
+    A rank that has none to read waits for ``device``, too: the step is over when it is done.
     Tensors on "meta" have no values to read.
     """
     values = torch.stack(scalars or [torch.zeros((), device=device)]).double()

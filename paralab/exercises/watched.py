@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from paralab.checks import illegal
 from paralab.comm import Group, Pending
 from paralab.exercises.plain import functions
+from paralab.instruments.foreign_hooks import around
 from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
@@ -67,6 +68,7 @@ class Watch(PeakMemory):
         self.groups: dict[Group, Group] = {}
         self.names: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._blocks = self._traced = self._last = 0
+        self._taken = 0  # numbers or arrays, out of tensors
         self._ours = False  # whether this package computes, not the answer
         self._freed = False  # whether the answer has ever freed a storage
         self.group = Watched(group, self, number)
@@ -109,33 +111,20 @@ class Watch(PeakMemory):
         self.names = ours, real = functions(self.group)
         vars(torch.distributed).update(ours)
         try:
-            with self.resizes(self._resized), self._numbers_followed():
+            with self.resizes(self._resized), contextlib.ExitStack() as undo:
+                for name in ARRAYS + NUMBERS:
+                    around(undo, Tensor, name, functools.partial(self._taking, name))
                 yield
         finally:
             vars(torch.distributed).update(real)
 
-    @contextlib.contextmanager
-    def _numbers_followed(self) -> Iterator[None]:
-        """Within, Python's blocks are counted once numbers have been taken out of tensors."""
-        own, taken = {name: vars(Tensor).get(name) for name in ARRAYS + NUMBERS}, 0
-
-        def followed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-            def take(*args: Any, **kwargs: Any) -> Any:
-                nonlocal taken
-                taken += not self._ours
-                if taken > SINGLE or (name in ARRAYS and not self._ours):
-                    _follow()
-                return real(*args, **kwargs)
-
-            return take
-
-        for name in own:
-            setattr(Tensor, name, followed(name, getattr(Tensor, name)))
-        try:
-            yield
-        finally:
-            for name, before in own.items():
-                delattr(Tensor, name) if before is None else setattr(Tensor, name, before)
+    def _taking(self, name: str, *_: Any) -> contextlib.AbstractContextManager:
+        """Around what takes numbers out of a tensor: from then on Python's blocks are counted."""
+        if not self._ours:
+            self._taken += 1
+            if name in ARRAYS or self._taken > SINGLE:
+                _follow()
+        return contextlib.nullcontext()
 
     def _resized(self, life: Life) -> None:
         self._freed |= life.size == 0

@@ -66,7 +66,7 @@ class ForeignLedger(Ledger):
         """Storages on this device count from now on, and no longer those met so far."""
         self._settle()
         for life in self._known.values():
-            self._count(life, 0)  # whoever still has it moves nothing
+            self._count(life, 0)  # held elsewhere, it moves nothing
         self._known.clear()
         self.counts_on(device)
         self._most = 0

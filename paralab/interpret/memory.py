@@ -108,7 +108,7 @@ class _Rank:
     """What is alive on a rank at the moment, and what there was at the peak.
 
     here   {(tier, category): bytes}; ``total``: of them on the device
-    most   {(tier, category): bytes}, of each its own most; None: nobody asks
+    most   {(tier, category): bytes}, of each its own most; None: not asked for
     alive  {value: what it holds}
     refs   {(name, micro-batch): [holders, bytes, category]} of storages that values share
     """
