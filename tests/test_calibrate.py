@@ -146,12 +146,13 @@ def test_a_launch_in_which_everything_is_slow_does_not_make_a_slow_link():
 def test_an_overhead_is_a_median_over_ranks_and_passes_and_never_negative():
     def rank(post, after):
         rows = {"post": post, "forward": 1.0, "backward": 2.0, "forward after a wait": after,
-                "backward after a wait": 3 * after}  # fmt: skip
+                "backward after a wait": 3 * after, "product": 0.5,
+                "product after a wait": after / 2}  # fmt: skip
         return [{"what": what, "seconds": seconds} for what, seconds in rows.items()]
 
     typical = calibrate._typical([rank(0.1, 0.5), rank(0.9, -1.0), rank(0.2, 0.25)])
-    assert calibrate.overheads(typical) == (0.2, 0.5)
-    assert calibrate.overheads(calibrate._typical([rank(0.3, -0.1)])) == (0.3, 0.0)
+    assert calibrate.overheads(typical) == (0.2, 0.5, 1.5)
+    assert calibrate.overheads(calibrate._typical([rank(0.3, -0.1)])) == (0.3, 0.0, 0.0)
 
 
 # ---- which device ----------------------------------------------------------------------------
@@ -430,7 +431,8 @@ def test_every_fit_states_its_error_and_keeps_its_points(real):
     assert {f"{p['precision']} {p['what']}" for p in known["points"]["products"]} == products
     assert set(known["accuracy"]) == ops | tiers | products | {"device"}
     assert {call["what"] for call in known["points"].pop("calls")} == {
-        "post", "forward", "forward after a wait", "backward", "backward after a wait"
+        "post", "forward", "forward after a wait", "backward", "backward after a wait", "product",
+        "product after a wait",
     }  # fmt: skip
     for point in [point for points in known["points"].values() for point in points]:
         assert point["seconds"] > 0 and point["fitted"] >= 0

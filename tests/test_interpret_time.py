@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import paralab as pl
-from paralab.interpret.costs import Compute, Costs
+from paralab.interpret.costs import Compute, Costs, Posted
 from paralab.interpret.spans import spans
 from paralab.interpret.time import Times, time
 from paralab.interpret.traffic import rows
@@ -214,6 +214,25 @@ def test_posting_and_waiting_take_the_rank_s_own_time(seconds):
     times = time(by_hand(plan, code), slow)
     assert times.entered[0][1] == 0.25
     assert times.seconds == pytest.approx(11.5)
+
+
+def test_little_work_behind_a_wait_pays_little_for_it():
+    program = compiled(MODEL, pl.Plan(tp=4, tp_mode="2d"))
+
+    def block(**changes) -> tuple:
+        costs = Costs(program, cluster(flops=1e6, wait_overhead=0.5, **changes))
+        code = [ins for ins in program.codes[0] if ins.op == FORWARD]
+        return max((costs.of(0, ins).inside for ins in code), key=len)
+
+    assert {event.behind for event in block() if isinstance(event, Posted)} == {0.5}
+    inside = block(wait_work=0.25)
+    calls = [event.behind for event in inside if isinstance(event, Posted)]
+    waits = [at for at, event in enumerate(inside) if isinstance(event, int)]
+    for at, until in itertools.pairwise(waits):
+        work = sum(event for event in inside[at:until] if isinstance(event, float))
+        assert calls[inside[at]] == pytest.approx(0.5 * work / (work + 0.25))
+    assert calls[inside[waits[-1]]] == 0.5  # what comes behind it is another instruction's
+    assert len(set(calls)) > 2
 
 
 def test_an_action_is_one_box_with_all_that_is_begun_and_awaited_in_it():

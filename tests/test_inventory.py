@@ -22,7 +22,7 @@ FIELDS = {
     "sequence_parallel recompute offload precision tp_mode tp_depth partition_activations "
     "grad_sync bucket_bytes prefetch passes secondary_shard tp_overlap",
     pl.Cluster: "name nodes devices_per_node flops peak_flops half_rate_tokens memory_bandwidth "
-    "op_overhead call_overhead wait_overhead memory intra inter host disk host_bandwidth "
+    "op_overhead call_overhead wait_overhead wait_work memory intra inter host disk host_bandwidth "
     "collectives products cores ports algorithm operand_bandwidth elements fused "
     "launch_overhead",
 }

@@ -9,8 +9,10 @@ imports torch):
     links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth. A call's time runs from its last member's launch to its end, as the event
             engine counts it
-    calls   what posting a call takes a rank's own thread, and how much longer a forward or a
-            backward takes after a wait than in a loop: what ran meanwhile has used the caches
+    calls   what posting a call takes a rank's own thread, and how much longer a forward, a
+            backward or a small product takes after a wait than in a loop: what ran meanwhile has
+            used the caches. On few cores by one rank more than there are: in a run, too, some
+            waits give a core to another rank, and some do not
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
     tiers   copies from one part of memory to another, which is what "host to device" is where both
             are the same chips; files, written and read past the page cache; AdamW steps
@@ -67,7 +69,7 @@ from paralab.theory.work import on_processor
 from paralab.version import __version__
 
 PASSES = 3  # over all measurements: cores change their speed from second to second
-FORMAT = 9  # of the cache file; files of another format are measured again
+FORMAT = 10  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
@@ -158,7 +160,8 @@ def calibration_points(
     "calls", "device", "products", "tiers", "kernels": rows}.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
-    calls   what, seconds: "post"; "forward", "backward"; either "after a wait": how much more
+    calls   what, seconds: "post"; "forward", "backward", "product"; each "after a wait": how much
+            more
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
     products  precision, what (forward, input, weight), tokens, flops, odd, seconds, fitted
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
@@ -270,7 +273,7 @@ def _measure(device: str) -> dict[str, Any]:
     ranks = len(found) or max(2, min(4, cores))
     programs = {
         measure_device: 0 if found else ranks,
-        measure_calls: 0 if found else ranks,
+        measure_calls: 0 if found else ranks + (ranks >= cores),
         measure_products: ranks,
         functools.partial(measure_tiers, ranks=ranks): 1,
         measure_kernels: ranks if found else 0,
@@ -285,7 +288,7 @@ def _measure(device: str) -> dict[str, Any]:
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
     links = _from_last_launch(_pooled(measured.pop(measure_links), ranks))
     models, calls, products, tiers, kernels = map(_typical, measured.values())
-    post, wait = (0.0, 0.0) if found else overheads(calls)
+    post, wait, work = (0.0, 0.0, 0.0) if found else overheads(calls)
     updates = [row for row in tiers if row["op"] == "optimizer"]
     launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
     accuracy: dict[str, dict[str, float]] = {}
@@ -322,6 +325,7 @@ def _measure(device: str) -> dict[str, Any]:
         elements={} if found else on_processor(flops),
         call_overhead=post,
         wait_overhead=wait,
+        wait_work=work,
         memory=min(size for _, size in found) if found else memory_bytes(),
         intra=collectives.get("send", between["host"]),  # one GPU's only link is that to its host
         collectives=collectives,
@@ -389,11 +393,15 @@ def _pooled(found: list[list[dict[str, Any]]], ranks: int) -> list[list[dict[str
     ]
 
 
-def overheads(calls: list[dict[str, Any]]) -> tuple[float, float]:
-    """(seconds of posting a call, seconds that what follows a wait costs more)."""
+def overheads(calls: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """Seconds of posting a call; seconds that what follows a wait costs more, and of work that
+    costs half as much more: `Cluster.wait_work`.
+    """
     seconds = {row["what"]: row["seconds"] for row in calls}
     more = [seconds[f"{what} after a wait"] for what in ("forward", "backward")]
-    return seconds["post"], max(0.0, sum(more) / len(more))
+    wait, little = max(0.0, sum(more) / len(more)), seconds["product after a wait"]
+    work = seconds["product"] * (wait / little - 1) if 0 < little < wait else 0.0
+    return seconds["post"], wait, work
 
 
 def _from_last_launch(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -317,10 +317,11 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
 
 def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     """In a rank: median cost of posting a call, in seconds, and by how much a forward and a
-    backward take longer right after a wait for one than in a step without.
+    backward take longer right after a wait for one than in a step without, and a small product
+    than right after itself.
 
-    The model is the smallest: what a wait adds hardly grows with the work after it. See [Note:
-    rounds]; the first quarter warms up
+    The model is the smallest: what a wait adds grows little beyond it. See [Note: rounds]; the
+    first quarter warms up
     """
     import torch
 
@@ -355,6 +356,13 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
         rank.steps = steps
         return _step(rank, text, spent)
 
+    x, w = message.view(seq_len, hidden), torch.zeros(hidden, hidden, device=context.device)
+
+    def multiplied() -> float:
+        began = clock.mark()
+        torch.nn.functional.linear(x, w)
+        return clock.cost(began, clock.mark())
+
     for _ in range(rounds):
         train(usual)  # still feels the last one's waits
         inside, after = train(usual), train(waiting)
@@ -362,6 +370,10 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
         for what in ("forward", "backward"):
             found[what].append(inside[what])
             found[f"{what} after a wait"].append(after[what] - inside[what])
+        multiplied()
+        found["product"].append(multiplied())
+        group.all_reduce(message, phase="setup").wait()
+        found["product after a wait"].append(multiplied() - found["product"][-1])
     return [
         {"what": what, "seconds": median(some[len(some) // 4 :])} for what, some in found.items()
     ]

@@ -20,6 +20,7 @@ is spread furthest over nodes. Each kind of instruction is worked out once.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from paralab.interpret.traffic import METHODS, STATES, Calls, Member, alike
@@ -178,7 +179,24 @@ class Costs:
                     inside.append(piece)
                     begun += 1
             inside += late
-        return Compute(sum(event for event in inside if type(event) is float), tuple(inside))
+        took = sum(event for event in inside if type(event) is float)
+        return Compute(took, tuple(self._waited(inside)))
+
+    def _waited(self, inside: list[float | Posted | int]) -> list[float | Posted | int]:
+        """What each wait costs, by the work up to the next one. What comes behind the last is not
+        known here, and is taken for much.
+        """
+        calls = [at for at, event in enumerate(inside) if type(event) is Posted]
+        full, half, work = self.cluster.wait_overhead, self.cluster.wait_work, inf
+        for event in reversed(inside.copy()):
+            if type(event) is int:
+                call = inside[calls[event]]
+                spared = full * half / (half + work) if half else 0.0
+                inside[calls[event]] = call._replace(behind=call.behind - spared)
+                work = 0.0
+            elif type(event) is float:
+                work += event
+        return inside
 
     # ---- links -----------------------------------------------------------------------------------
     def _message(self, pp: int, ins: Instr) -> Posted:

@@ -46,6 +46,8 @@ class Cluster(Description):
     call_overhead     seconds that posting a call takes from a device that posts its own
     wait_overhead     seconds that what follows a wait takes longer on a core whose caches others
                       have used meanwhile
+    wait_work         seconds of work behind a wait which pays half of that: little work needs
+                      little of the caches. 0: any work pays all
     memory            bytes per device
     intra, inter      links inside a node, and between nodes: of one port
     ports             of a node to the others; None: as many as devices. See spec/links.py
@@ -75,6 +77,7 @@ class Cluster(Description):
     launch_overhead: float = 0.0
     call_overhead: float = 0.0
     wait_overhead: float = 0.0
+    wait_work: float = 0.0
     memory: int = count(2**62)
     intra: Link
     inter: Link | None = None
@@ -110,7 +113,7 @@ class Cluster(Description):
         choice("fused", self.fused, (True, False))
         if self.odd_products > 1:
             raise illegal("odd_products", self.odd_products, "a share", "above 0, at most 1")
-        for name in (*(f"{what}_overhead" for what in OVERHEADS), "half_rate_tokens"):
+        for name in (*(f"{what}_overhead" for what in OVERHEADS), "wait_work", "half_rate_tokens"):
             object.__setattr__(self, name, real(name, getattr(self, name), at_least=0.0))
         object.__setattr__(self, "intra", as_link("intra", self.intra))
         inter = self.intra if self.inter is None else as_link("inter", self.inter)
