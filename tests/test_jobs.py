@@ -1,0 +1,86 @@
+"""Which jobs a job of another lane comes after, as anyone can read off the values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import paralab as pl
+import virtual_cuda
+from paralab.interpret.jobs import Order, Ordered
+from paralab.launch import launch_program
+from paralab.programs.instructions import COPY, Instr
+from paralab.programs.tiers import BUFFERS, ring
+
+DEVICE, HOST, OTHER = ("shard", 0, 0), ("host.shard", 0, 0), ("host.shard", 1, 0)
+
+
+def hand_over(order: Order, reads: tuple, writes: tuple, lane: str) -> Ordered:
+    ins = Instr(COPY, 0, -1, -1, (reads,), (writes,), lane)
+    job = Ordered(order.behind(ins))
+    order.add(ins, job)
+    return job
+
+
+@pytest.fixture
+def order() -> Order:
+    return Order(pl.Plan(dp=2, zero_stage=3, offload="nvme"))
+
+
+def test_what_reads_comes_after_what_wrote(order):
+    written = hand_over(order, DEVICE, HOST, "d2h")
+    assert hand_over(order, HOST, OTHER, "host").behind == (written,)
+
+
+def test_what_writes_over_a_value_comes_after_all_that_read_it(order):
+    written = hand_over(order, DEVICE, HOST, "d2h")
+    reads = [hand_over(order, HOST, ("file.shard", k, 0), "disk") for k in range(2)]
+    assert set(hand_over(order, DEVICE, HOST, "d2h").behind) == {written, *reads}
+    assert len(hand_over(order, HOST, OTHER, "host").behind) == 1  # the last one that wrote it
+
+
+def test_a_buffer_of_a_ring_is_filled_again_when_all_are_through_with_it(order):
+    values = [("host.opt", unit, 1) for unit in range(BUFFERS + 1)]
+    assert all(ring(order.plan, value) for value in values)
+    users = {}
+    for value in values[:-1]:
+        filled = hand_over(order, ("file.opt", *value[1:]), value, "disk")
+        assert filled.behind == ()
+        users[value] = {filled, hand_over(order, value, OTHER, "host")}
+        order.end((value,))
+    again = hand_over(order, ("file.opt", *values[-1][1:]), values[-1], "disk")
+    assert set(again.behind) == users[values[0]]
+
+
+def test_nothing_comes_after_what_the_rank_has_waited_for(order):
+    first = hand_over(order, DEVICE, HOST, "d2h")
+    second = hand_over(order, HOST, OTHER, "host")
+    second.settled()
+    assert first.over and second.over
+    assert hand_over(order, OTHER, HOST, "host").behind == ()
+
+
+def test_a_job_is_told_numbers_that_the_rank_no_longer_changes():
+    def told(context):
+        import torch
+
+        from paralab.instruments.recorder import Recorder
+        from paralab.interpret.host import Host
+        from paralab.interpret.workers import Workers
+        from paralab.spec.tiers import Offload
+
+        virtual_cuda.install(context.rank)
+        device = virtual_cuda.name_of(context.rank)
+        context = dataclasses.replace(context, device=device)
+        recorder = Recorder(rank=0, world_size=1, device=device)
+        recorder.begin_step(0)
+        workers = object.__new__(Workers)
+        workers.host = Host(Offload(), context=context, recorder=recorder, folder=None)
+        scale = torch.tensor(3.0)
+        found, nothing = workers.copied((scale, None))
+        scale.zero_()
+        workers.arrived.synchronize()
+        return found.item(), nothing
+
+    assert launch_program(told, 1, (), device="cpu", timeout=30) == [(3.0, None)]
