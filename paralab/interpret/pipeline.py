@@ -93,11 +93,19 @@ def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], *, post
                    are numbers in the rank's table
     posts          whether posting a call takes time
     """
-    make = _graph if callable(plan.schedule) else _graph_once  # an own one may change its mind
+    own = callable(plan.schedule)  # it may change its mind
     sizes = plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages
+    make = _graph.__wrapped__ if own else _graph
     return make(*sizes, shapes, kinds, posts, plan if plan.tiers else None)
 
 
+@lru_cache(maxsize=2)
+def _rows(schedule: Any, pp: int, m: int, v: int) -> list[list[Any]]:
+    """What every rank does: the same, whatever its actions consist of."""
+    return lower(make_schedule(schedule, pp, m, v))
+
+
+@lru_cache(maxsize=6)
 def _graph(
     schedule: Any,
     pp: int,
@@ -109,7 +117,8 @@ def _graph(
     offloads: Plan | None,
 ) -> Graph:
     walk, base, lists, ranks = _Nodes(POSTING * posts), POSTING + 1, [], []
-    for r, row in enumerate(lower(make_schedule(schedule, pp, m, v))):
+    rows = _rows.__wrapped__ if callable(schedule) else _rows
+    for r, row in enumerate(rows(schedule, pp, m, v)):
         lists.append(_List(r, pp, m, v, base, dict(shapes[kinds[r]])))
         ranks.append(Rank(walk, lists[r].items(row), Order(offloads)))
         base += lists[r].size
@@ -132,9 +141,6 @@ def _graph(
         [np.array(mine.actions).reshape(-1, 5).T for mine in lists],
         [some.reshape(-1, 2).T for some in ends],
     )
-
-
-_graph_once = lru_cache(maxsize=6)(_graph)
 
 
 class _Nodes(Walk):
