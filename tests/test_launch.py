@@ -169,17 +169,31 @@ def test_ranks_do_not_fault_pages_in_again_at_every_step() -> None:
 def test_threads_that_receive_give_way_to_those_that_send() -> None:
     """Of every group. Else an all-reduce of four ranks on two cores takes twice as long."""
 
-    def priorities(context, groups: int) -> dict[str, list[int]]:
-        if groups == 2:
-            everyone(context).subgroup([0, 1], axis="dp")
+    def priorities() -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for task in Path("/proc/self/task").iterdir():
             name = (task / "comm").read_text().strip()
             found.setdefault(name, []).append(os.getpriority(os.PRIO_PROCESS, int(task.name)))
         return found
 
-    for groups in (1, 2):
-        for mine in launch_program(priorities, 2, (groups,), device="cpu"):
+    def of_two_groups(context) -> dict[str, list[int]]:
+        everyone(context).subgroup([0, 1], axis="dp")
+        return priorities()
+
+    def of_a_group_of_its_own() -> dict[str, list[int]]:
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
+        return priorities()
+
+    ours = [
+        launch_program(one, 2, (), device="cpu")
+        for one in (lambda context: priorities(), of_two_groups)
+    ]
+    observed = pl.observe(of_a_group_of_its_own, ranks=2, memory_steps=0).results
+    for groups, found in zip((1, 2, 2), (*ours, observed), strict=True):
+        for mine in found:
             assert mine.pop(RECEIVING) == [19] * groups
             assert set().union(*mine.values()) == {0}
 

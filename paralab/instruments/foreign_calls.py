@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.instruments.memory import tensors
+from paralab.ranks.host import send_first
 from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, ROOTED, SURPLUS, wire_bytes
 
 CALLS = {  # names of c10d's operations, by the name that rows have
@@ -74,6 +75,8 @@ class Calls:
                 every = len(ranks) == len(self.nodes)
                 axis = "world" if every else f"ranks {','.join(map(str, ranks))}"
             self.backends[kind] = _backend(group, device)
+            if self.backends[kind] == "gloo":
+                send_first()  # of a group that the program has made, as of those of `pl.run`
             self._groups[of] = Where(axis, ranks, self.backends[kind] == "gloo")
         return self._groups[of]
 
