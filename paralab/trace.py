@@ -29,6 +29,8 @@ from paralab.spec import Plan
 if TYPE_CHECKING:
     import threading
 
+NUMBERS = {int, float, bool, str, type(None)}  # and what else no tensor is in
+
 
 def trace(
     fn: Callable[..., Any],
@@ -151,7 +153,7 @@ def _plain(value: Any) -> Any:
         value = value.detach().cpu()
         return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(entry) for entry in value)
+        return dict(zip(value, _plain(list(value.values())), strict=True))
+    if type(value) in (list, tuple) and not NUMBERS.issuperset(map(type, value)):
+        return type(value)(map(_plain, value))
     return value
