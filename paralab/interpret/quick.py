@@ -26,19 +26,23 @@ def program_of(model: ModelSpec, plan: Plan, optimizer: str, pp: int) -> Program
 
 
 @lru_cache(maxsize=512)
-def weighed(model: ModelSpec, plan: Plan, optimizer: str = "adamw", rank: int = 0) -> Memory:
+def weighed(
+    model: ModelSpec, plan: Plan, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
+) -> Memory:
     """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
     plan.validate(model)
     at = plan.place(rank)
     program = program_of(model, plan, optimizer, at.pp)
-    return memory(program, at.pp, index=at.dp % program.shards, samples=False)
+    return memory(program, at.pp, index=at.dp % program.shards, gloo=gloo, samples=False)
 
 
 def peak(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
 ) -> dict[str, int]:
-    """{category: bytes} on a rank's device where most is alive, workspace included."""
-    return on("device", weighed(model, plan, optimizer, rank).held)
+    """{category: bytes} on a rank's device where most is alive, workspace included; ``gloo``'s
+    buffers too, where messages are its own, as on processors.
+    """
+    return on("device", weighed(model, plan, optimizer, rank, gloo).held)
 
 
 def most(
