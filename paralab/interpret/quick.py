@@ -94,19 +94,20 @@ def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
 
 
 def fullest(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw"
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True
 ) -> tuple[int, dict[str, int]]:
     """(a rank that holds most at its peak, {category: bytes} there); ranks of a stage are alike."""
     ranks = range(0, plan.world_size, plan.dp * plan.tp)
-    found = {rank: peak(model, plan, optimizer=optimizer, rank=rank) for rank in ranks}
+    how = {"optimizer": optimizer, "gloo": gloo}
+    found = {rank: peak(model, plan, rank=rank, **how) for rank in ranks}
     return max(found.items(), key=lambda one: sum(one[1].values()))
 
 
-def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
+def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True) -> str:
     """The categories of the rank with the highest peak as text, largest first, for an error's
     message.
     """
-    rank, parts = fullest(model, plan, optimizer=optimizer)
+    rank, parts = fullest(model, plan, optimizer=optimizer, gloo=gloo)
     rows = sorted(parts.items(), key=lambda part: -part[1])
     rows = [(name, size) for name, size in [*rows, ("in all", sum(parts.values()))] if size]
     who = f"rank {rank}" if plan.pp > 1 else "one rank"
