@@ -220,6 +220,7 @@ class Widget(ipw.VBox):
         return self.plan.replace(**self._set(at, Plan))
 
     def _model(self, at: At) -> ModelSpec:
+        """With the attention that suits the devices, as a prediction and a run have it."""
         sizes = self._set(at, ModelSpec)
         if sizes.get("hidden", self.model.hidden) != self.model.hidden:
             sizes["heads"] = self._heads(sizes["hidden"])
