@@ -180,7 +180,8 @@ def run(
         resume=resume,
         resume_changes=resume_changes,
     )
-    model = model.resolved(gpus=(device or device_of_run(plan.world_size)) == "cuda")
+    gpus = (device or device_of_run(plan.world_size)) == "cuda"
+    model = model.resolved(gpus=gpus)
     with closing(_ProgressBar(checked.steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
@@ -197,7 +198,7 @@ def run(
         except Stopped as stopped:
             raise Stopped(f"{stopped}; {min(bar.done)} of {checked.steps} steps done") from None
         except OutOfMemory as error:
-            error.explain(table(model, plan, optimizer=checked.optimizer))
+            error.explain(table(model, plan, optimizer=checked.optimizer, gloo=not gpus))
             raise
     return Report.from_parts(parts, model=model, plan=plan, meta=_meta(checked, parts[0]["meta"]))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,45 +19,16 @@ from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
 
 DEFAULT_PRESET = "laptop"
 CODE = ("block", "passes")  # fields that take code of one's own, which a shell cannot write
+SIZES = ": 4194304, 4MiB (2^20) or 4MB (10^6)"
 
-HELP = {
-    # ModelSpec
-    "layers": "transformer blocks",
-    "hidden": "width of the residual stream",
-    "heads": "attention heads; must divide hidden",
-    "seq_len": "tokens per sample",
-    "vocab": "entries of the embedding; bytes of text need 256",
-    "tied": "share one weight between token embedding and output head",
-    "dropout": "probability of dropping an activation, from 0 to below 1",
-    "attention": "explicit (writes the score matrix) or sdpa (torch's fused kernel); by default "
-    "sdpa on GPUs and explicit on processors",
-    # Plan
-    "dp": "data-parallel degree: copies of the model, each on its share of the batch",
-    "tp": "tensor-parallel degree",
-    "pp": "pipeline-parallel degree",
-    "schedule": "order of a pipeline's work: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2; "
-    "l2l: one rank's relay of offloaded layers",
-    "microbatches": "micro-batches per step on every data-parallel rank",
-    "microbatch_size": "samples per micro-batch",
-    "virtual_stages": "model chunks per pipeline rank",
-    "zero_stage": "what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + all",
-    "shard": "data-parallel ranks that share one copy of the states; the others hold replicas",
-    "secondary_shard": "neighbouring ranks that share a second copy, gathered in backward (hpZ)",
-    "sequence_parallel": "split the activations between tensor-parallel regions too",
-    "recompute": "activations computed again in backward: none, selective (attention), full",
-    "offload": "cpu or nvme: where the states that zero_stage shards are kept",
-    "precision": "fp32, bf16 or fp16",
-    "tf32": "on GPUs: multiply fp32 operands rounded to tf32",
-    "grad_dtype": "fp32: gradients of 16 bits are added up in fp32; fp32-copy: they are copied to "
-    "fp32 for the update",
-    "tp_mode": "how a layer is cut: 1d, 2d (q x q ranks), 2.5d (d of these), 3d (q x q x q)",
-    "tp_overlap": "tensor parallelism's backward computes while its messages move",
-    "tp_depth": "d of 2.5d; by default the largest up to q",
-    "partition_activations": "with recompute full: tensor-parallel ranks share what a block keeps",
-    "grad_sync": "naive (one call per parameter), bucketed, or overlapped with backward",
-    "bucket_bytes": "size at which a gradient bucket is closed: 4194304, 4MiB (2^20) or 4MB (10^6)",
-    "prefetch": "units gathered ahead of their use",
-}
+
+def explained(kind: type) -> dict[str, str]:
+    """{field: the first sentence on it} of a dataclass's docstring, whose entries are lines that
+    begin with the field's name, and what is indented below them.
+    """
+    entries = re.findall(r"^(\w+)  +(.+(?:\n +.+)*)", inspect.getdoc(kind) or "", re.MULTILINE)
+    first = {name: re.split(r"\.\s", " ".join(text.split()))[0] for name, text in entries}
+    return {name: re.sub('["`]', "", said).replace("%", "%%") for name, said in first.items()}
 
 
 def comma_separated(text: str) -> list[str]:
@@ -92,13 +65,17 @@ def add_options(group: Any, options: Iterable[Option]) -> None:
 
 def _fields(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:
     """One option per field of the dataclass ``kind``."""
+    said = explained(kind)
     for field in dataclasses.fields(kind):
         if field.name in CODE:
             continue
         value = defaults[field.name]
         default = "" if value is None or value == () else f" (default {value})"
         reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
-        yield Option(field.name, reader, HELP.get(field.name, f"see {kind.__name__}") + default)
+        what = said.get(field.name, "") + SIZES * (
+            reader is size
+        )  # "": python -OO has no docstrings
+        yield Option(field.name, reader, what + default)
 
 
 def add_other_plan(command: argparse.ArgumentParser, prefix: str) -> None:

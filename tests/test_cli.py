@@ -122,8 +122,16 @@ def test_every_field_of_the_plan_is_an_option(experiment, monkeypatch, name):
     assert plan != Plan() and model == ModelSpec.preset("laptop") and settings == {}
 
 
-def test_every_field_is_explained():
-    assert {*written(ModelSpec), *written(Plan)} == set(options.HELP)
+def test_every_field_is_explained_by_what_the_docstring_says_first():
+    for kind in (ModelSpec, Plan):
+        assert set(written(kind)) <= set(options.explained(kind))
+    for name, said in options.explained(Plan).items():
+        assert 10 < len(said) < 220 and not set(said) & {'"', "`"}, name
+    assert options.explained(Plan)["microbatch_size"] == "samples per micro-batch, b"
+    assert (
+        options.explained(ModelSpec)["tied"]
+        == "the output head shares the token embedding's weight"
+    )
 
 
 def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_defaults(experiment):

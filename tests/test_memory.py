@@ -274,9 +274,10 @@ def test_memory_is_saved_and_read_again(run, tmp_path: Path):
 def test_a_prediction_has_peaks_and_what_was_not_sampled_says_so(run):
     link = pl.Link(alpha=1e-5, bandwidth=1e10)
     cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link, inter=link)
-    table = pl.predict(MODEL, PLAN, cluster=cluster).peaks()
-    assert list(table) == ["program", "predicted"]
-    assert (table["program"] == table["predicted"]).all()
+    for plan in (PLAN, pl.Plan(dp=4, zero_stage=2, microbatch_size=1, microbatches=2)):
+        table = pl.predict(MODEL, plan, cluster=cluster).peaks()
+        assert list(table) == ["program", "predicted"]
+        assert (table["program"] == table["predicted"]).all()  # on GPUs: no buffers of gloo's
     with pytest.raises(ValueError, match="memory was not sampled"):
         pl.trace(lambda group: None, 1).peaks()
     with pytest.raises(ValueError, match=r"rank=3.*one of \[0\]"):

@@ -169,6 +169,7 @@ def test_there_is_room_for_an_ideal_up_to_sixteen_ranks_and_by_choice():
     assert "ideal" not in predicted("gpipe", pp=8, dp=3).timeline().below
     assert "ideal" in predicted("gpipe", pp=8, dp=3).timeline(ideal=True).below
     figure = predicted("gpipe", dp=2).timeline(ranks=[2, 3])  # pipeline rank 1, both copies
+    assert "the first" not in figure.below  # all of their boxes are drawn
     table = figure.table
     assert set(table[table["report"] == "ideal"]["rank"]) == {1}
     assert set(table[table["report"] == "predicted"]["rank"]) == {2, 3}

@@ -29,6 +29,19 @@ def widget(request, monkeypatch) -> widgets.Widget:
     made.close()
 
 
+@pytest.mark.parametrize("name", ["zero", "tensor", "memory"])
+@pytest.mark.parametrize("cluster", [CLUSTER, pl.Cluster.preset("dgx-a100")], ids=["cpu", "gpu"])
+def test_bars_are_the_prediction_for_the_cluster_that_was_given(name, cluster):
+    made = getattr(widgets, name)(cluster=cluster)
+    at = made.at(recipe="fp32") if name == "memory" else made.at()
+    expect = pl.predict(at.model, at.plan, cluster, steps=1)
+    drawn = made._charts(at)[0].table
+    if name != "memory":
+        drawn = drawn[(drawn["category"] != "sent") & (drawn["bar"] == made.called[at[made.among]])]
+    assert drawn["bytes"].sum() == expect.peak_memory
+    made.close()
+
+
 # ---- memory and collective -----------------------------------------------------------------------
 def test_memory_bars_are_one_moment_of_a_program_that_keeps_what_the_recipe_says(widget):
     for recipe, settings in widget_memory.KEEPS.items():

@@ -61,6 +61,14 @@ def test_the_predicted_curve_is_the_very_prediction_at_every_bandwidth(change):
         assert share == pytest.approx(busy(expect), rel=1e-9), bandwidth
 
 
+def test_on_gpus_the_curve_is_of_the_attention_that_runs_there():
+    cluster = pl.Cluster.preset("dgx-v100").replace(disk=CLUSTER.disk)
+    for bandwidth, share in curve(view.disk_needed(MODEL, PLAN, cluster), "predicted").items():
+        expect = pl.predict(MODEL, PLAN, with_disk(bandwidth, cluster), steps=1)
+        assert expect.model.attention == "sdpa"
+        assert share == pytest.approx(busy(expect), rel=1e-9), bandwidth
+
+
 def test_the_formulas_divide_what_is_computed_by_what_files_are_read_and_written():
     chart = view.disk_needed(MODEL, PLAN, CLUSTER)
     expect = pl.predict(MODEL, PLAN, CLUSTER, steps=1)

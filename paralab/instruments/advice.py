@@ -9,11 +9,12 @@ from paralab.interpret import quick
 from paralab.spec import ModelSpec, Plan
 
 
-def advice(model: ModelSpec, plan: Plan, *, optimizer: str, limit: int, rank: int = 0) -> str:
+def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
     """One or two sentences: the settings that bring this rank under ``limit`` bytes, or come
     nearest.
 
-    Each is tried alone, then all together. Sizes are predicted peaks, workspace included.
+    Each is tried alone, then all together. Sizes are predicted peaks, workspace included, of the
+    ``optimizer``, ``rank`` and ``gloo`` that `quick.peak` takes.
     """
     alone = _changes(plan)
     together: dict[str, Any] = {}
@@ -21,10 +22,10 @@ def advice(model: ModelSpec, plan: Plan, *, optimizer: str, limit: int, rank: in
         together |= change
     found = []
     for change in [*alone, together]:
-        size = _peak(model, plan, change, optimizer=optimizer, rank=rank)
+        size = _peak(model, plan, change, how)
         if size is not None:
             found.append((change, size))
-    now = _peak(model, plan, {}, optimizer=optimizer, rank=rank)
+    now = _peak(model, plan, {}, how)
     found = [(change, size) for change, size in found if now is None or size < now]
     enough = [(change, size) for change, size in found if size <= limit]
     if enough:
@@ -63,9 +64,7 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
     return changes
 
 
-def _peak(
-    model: ModelSpec, plan: Plan, change: dict[str, Any], *, optimizer: str, rank: int
-) -> int | None:
+def _peak(model: ModelSpec, plan: Plan, change: dict[str, Any], how: dict[str, Any]) -> int | None:
     """Bytes at the peak; None if the changed plan is not legal."""
     if change.get("zero_stage") and plan.grad_sync != "overlapped":
         change = {**change, "grad_sync": "overlapped"}  # ZeRO has its own way
@@ -74,7 +73,7 @@ def _peak(
             warnings.simplefilter("ignore")
             changed = plan.replace(**change)
             changed.validate(model)
-            return sum(quick.peak(model, changed, optimizer=optimizer, rank=rank).values())
+            return sum(quick.peak(model, changed, **how).values())
     except ValueError:
         return None
 

@@ -26,19 +26,23 @@ def program_of(model: ModelSpec, plan: Plan, optimizer: str, pp: int) -> Program
 
 
 @lru_cache(maxsize=512)
-def weighed(model: ModelSpec, plan: Plan, optimizer: str = "adamw", rank: int = 0) -> Memory:
+def weighed(
+    model: ModelSpec, plan: Plan, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
+) -> Memory:
     """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
     plan.validate(model)
     at = plan.place(rank)
     program = program_of(model, plan, optimizer, at.pp)
-    return memory(program, at.pp, index=at.dp % program.shards, samples=False)
+    return memory(program, at.pp, index=at.dp % program.shards, gloo=gloo, samples=False)
 
 
 def peak(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
 ) -> dict[str, int]:
-    """{category: bytes} on a rank's device where most is alive, workspace included."""
-    return on("device", weighed(model, plan, optimizer, rank).held)
+    """{category: bytes} on a rank's device where most is alive, workspace included; ``gloo``'s
+    buffers too, where messages are its own, as on processors.
+    """
+    return on("device", weighed(model, plan, optimizer, rank, gloo).held)
 
 
 def most(
@@ -90,19 +94,20 @@ def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
 
 
 def fullest(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw"
+    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True
 ) -> tuple[int, dict[str, int]]:
     """(a rank that holds most at its peak, {category: bytes} there); ranks of a stage are alike."""
     ranks = range(0, plan.world_size, plan.dp * plan.tp)
-    found = {rank: peak(model, plan, optimizer=optimizer, rank=rank) for rank in ranks}
+    how = {"optimizer": optimizer, "gloo": gloo}
+    found = {rank: peak(model, plan, rank=rank, **how) for rank in ranks}
     return max(found.items(), key=lambda one: sum(one[1].values()))
 
 
-def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> str:
+def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True) -> str:
     """The categories of the rank with the highest peak as text, largest first, for an error's
     message.
     """
-    rank, parts = fullest(model, plan, optimizer=optimizer)
+    rank, parts = fullest(model, plan, optimizer=optimizer, gloo=gloo)
     rows = sorted(parts.items(), key=lambda part: -part[1])
     rows = [(name, size) for name, size in [*rows, ("in all", sum(parts.values()))] if size]
     who = f"rank {rank}" if plan.pp > 1 else "one rank"

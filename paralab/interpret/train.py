@@ -223,6 +223,7 @@ def train(
         limit=memory_limit,
         rank=context.rank,
         optimizer=settings.get("optimizer", "adamw"),
+        gloo=context.backend != "nccl",
     )
     asked = {  # paths may differ, what lies there may not
         **settings,

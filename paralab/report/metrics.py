@@ -510,7 +510,8 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
         own = any(str(form).startswith(OWN_FORM) for form in (plan.schedule, *plan.passes))
         if report.model is not None and not own:
             optimizer = report.meta.get("optimizer", "adamw")
-            program = quick.peak(report.model, plan, optimizer=optimizer, rank=worst.rank)
+            how = {"optimizer": optimizer, "rank": worst.rank, "gloo": _gloo(report)}
+            program = quick.peak(report.model, plan, **how)
         columns = {"program": program, **columns}
     known = dict.fromkeys([*CATEGORIES, *worst.held, *columns.get("program", ())])
     table = pd.DataFrame(
@@ -520,6 +521,12 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     )
     table.loc["total"] = table.sum()
     return table
+
+
+def _gloo(report: Tables) -> bool:
+    """Whether messages are gloo's: those of ranks, else those of the cluster's devices."""
+    usual = "gloo" if report.cluster is None or not report.cluster.gpus else "nccl"
+    return report.meta.get("backend", usual) != "nccl"
 
 
 # ---- FLOP/s -------------------------------------------------------------------------------------

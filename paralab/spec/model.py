@@ -29,10 +29,9 @@ class ModelSpec(Description):
     seq_len   tokens per sample, s
     vocab     entries of the embedding, V; bytes of text need 256
     tied      the output head shares the token embedding's weight
-    dropout   probability of dropping an activation while training
-    attention "explicit" writes the s x s score matrix (what the papers' activation formulas
-              assume), "sdpa" uses torch's fused kernel; None for what suits the device: see
-              `resolved`
+    dropout   probability of dropping an activation while training, from 0 to below 1
+    attention  "explicit" (writes the s x s score matrix, as the papers' activation formulas assume)
+              or "sdpa" (torch's fused kernel); by default what suits the device. See `resolved`
     block     a block of your own in place of the standard one: a class or function, called as
               ``block(spec)``, that makes an ``nn.Module`` which maps (b, s, h) to (b, s, h). It
               trains with autograd inside; each block is one op of the program

@@ -42,19 +42,22 @@ class Place(NamedTuple):
 class Plan(Description):
     """How one training step is split over ranks.
 
-    dp, tp, pp       degrees of data, tensor and pipeline parallelism
+    dp               data-parallel degree: copies of the model, each on its share of the batch
+    tp               tensor-parallel degree: ranks that compute every layer together
+    pp               pipeline-parallel degree: ranks that have the layers one after another
     microbatches     micro-batches per step on every data-parallel rank, m
-    microbatch_size  samples per micro-batch, b; one step sees dp * m * b samples
-    grad_sync        data parallelism's ladder: "naive" (one all-reduce per parameter after
+    microbatch_size  samples per micro-batch, b. One step sees dp * m * b samples
+    grad_sync        how dp ranks sum their gradients: "naive" (one all-reduce per parameter after
                      backward), "bucketed" (flat buckets after backward), "overlapped" (flat buckets
                      launched while backward still runs). None leaves it to ``passes``
     bucket_bytes     size at which a gradient bucket is closed
     schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved", "zb-h1",
-                     "zb-h2"; or a function of your own, f(pp, microbatches) or f(pp, microbatches,
-                     virtual_stages), that returns a list of actions per rank, as those of
-                     parallel/schedules.py do, or of their text ("0F0"). "l2l" is one rank's: a
-                     relay of the model's parts, whose parameters are offloaded (schedules.py)
-    virtual_stages   stages per rank, v; stage s of the pp * v lies on rank s % pp
+                     "zb-h2"; or "l2l", one rank's: a relay of the model's parts, whose parameters
+                     are offloaded. Or a function of your own, f(pp, microbatches) or f(pp,
+                     microbatches, virtual_stages), that returns a list of actions per rank, as
+                     those of parallel/schedules.py do, or of their text ("0F0")
+    virtual_stages   model chunks, or stages, per pipeline rank, v. Stage s of the pp * v lies on
+                     rank s % pp
     zero_stage       what data-parallel ranks keep only a share of (ZeRO): 0 nothing, 1 optimizer
                      states, 2 gradients too (with pp > 1 they are reduced once a step, as with 1),
                      3 parameters too
@@ -68,23 +71,24 @@ class Plan(Description):
     precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" with a master
                      copy in fp32
     grad_dtype       "fp32": in 16 bits the gradients of parameters are added up over micro-batches,
-                     and over ranks, in fp32; what one micro-batch adds is a product in 16 bits, and
-                     is rounded as such. None: in ``precision``. "fp32-copy": in ``precision``, and
-                     all of them are copied to fp32 before the update
-    tf32             with "fp32", on GPUs: products are of operands rounded to tf32's 10 bits behind
-                     the point, several times as fast. Nothing on CPUs; predictions take the
-                     cluster's rate as it is stated
+                     and over ranks, in fp32; "fp32-copy": in ``precision``, and all of them are
+                     copied to fp32 before the update. None: in ``precision``. What one micro-batch
+                     adds is a product in 16 bits, and is rounded as such
+    tf32             with precision="fp32", on GPUs: products are of operands rounded to tf32's 10
+                     bits behind the point, several times as fast. Nothing on CPUs; predictions take
+                     the cluster's rate as it is stated
     tp_mode          how a layer is cut over tp ranks: "1d", "2d" (q x q of them), "2.5d" (d of
                      these), "3d" (q x q x q)
-    tp_depth         d of "2.5d"; None: the largest up to q with tp = d q^2
-    sequence_parallel  with "1d": the residual stream lies on the tp ranks in parts of the sequence
-    tp_overlap       with "1d": backward's messages move while gradients are computed that do not
-                     need them. False: each is waited for as soon as it is posted, as in Megatron-LM
-                     before 30 August 2021
+    tp_depth         d of "2.5d"; by default the largest up to q with tp = d q^2
+    sequence_parallel  with tp_mode="1d": the residual stream lies on the tp ranks in parts of the
+                     sequence
+    tp_overlap       with tp_mode="1d": backward's messages move while gradients are computed that
+                     do not need them. False: each is waited for as soon as it is posted, as in
+                     Megatron-LM before 30 August 2021
     partition_activations  with recompute="full": of a block's input each tp rank keeps a part
-    offload          where states lie that are not on the device: "cpu" (the host's memory), "nvme"
-                     (files), or a table of both, see `tiers.Offload`; with zero_stage of 1 to 3, on
-                     one device too
+    offload          where states lie that are not on the device: "cpu" (the host's memory) or
+                     "nvme" (files). Or a table of both, see `tiers.Offload`; with zero_stage of 1
+                     to 3, on one device too
     passes           functions of your own, f(program) -> program, which change every rank's list of
                      instructions: see programs/own.py
 

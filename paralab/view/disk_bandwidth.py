@@ -18,16 +18,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from paralab.checks import illegal
-from paralab.interpret.boxes import boxes
-from paralab.interpret.costs import Costs
-from paralab.interpret.predict import check_cluster
-from paralab.interpret.time import Times, counted, walked
-from paralab.interpret.traffic import Calls, Member
+from paralab.interpret.predict import predict
+from paralab.interpret.time import time
 from paralab.programs.compile import compiled
-from paralab.programs.instructions import COPY
-from paralab.programs.tiers import moved
 from paralab.report import metrics
-from paralab.report.tables import COMPUTE_KINDS, Tables
+from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.flops import forward_flops
 from paralab.theory.offload import link_bytes
@@ -48,7 +43,8 @@ class Foreseen:
     moved  {link: {category: bytes}} of a device and step; ``on_disk`` those of files
 
     Ranks do alike, so one stands for all, and the disk's speed changes nothing but how long its
-    copies take: a bandwidth more costs a millisecond. The plan's own limit of it is left out.
+    copies take: a bandwidth more costs a walk through the program. The plan's own limit of it is
+    left out.
     """
 
     def __init__(self, model: ModelSpec, plan: Plan, cluster: Cluster) -> None:
@@ -56,36 +52,25 @@ class Foreseen:
             why = "these curves are of data-parallel training that offloads"
             legal = "pl.Plan(zero_stage=3, offload='nvme', ...), tp=1, pp=1"
             raise illegal("plan", naming.plan_name(plan), why, legal)
-        plan.validate(model)
         self.disk = cluster.disk or Link(alpha=LATENCY, bandwidth=FASTEST)
         self.plan, self.cluster = plan, cluster.replace(disk=self.disk)
-        check_cluster(plan, self.cluster)
+        limits = {link: most for link, most in plan.tiers.limits.items() if link != "disk"}
+        free = plan.replace(offload=plan.tiers.replace(bandwidth=limits))
+        expect = predict(model, free, self.cluster, steps=1)
+        self.work, model = metrics.shares(expect, 0)["work"], expect.model
+        self._program = compiled(model, free)
         self.own = None if cluster.disk is None else cluster.disk.bandwidth
         own = [] if self.own is None else [self.own]
         self.ends = (min([SLOWEST, *own]), max([FASTEST, *own]))
-        self._program = program = compiled(model, plan)
-        (self._costs,) = counted(program, Costs(program, self.cluster))
-        self._files = {
-            i: moved(program, ins, 0).bytes
-            for i, ins in enumerate(program.codes[0])
-            if ins.op == COPY and ins.lane == "disk"
-        }
-        made = boxes(self._times(self.disk), Member(program, 0), Calls(program))
-        self.work = sum(box.cost for box in made if box.span[0] in COMPUTE_KINDS)
         passes = 4 if plan.recompute == "full" else 3  # backward counts twice
         self.flops = passes * plan.microbatches * forward_flops(model, plan.microbatch_size)
         self.peak, self.moved = self.flops / self.work, link_bytes(model, plan)
         self.on_disk = sum(sum(self.moved[f"disk {way}"].values()) for way in ("read", "write"))
 
-    def _times(self, disk: Link) -> Times:
-        costs = list(self._costs)
-        for i, size in self._files.items():
-            costs[i] = costs[i]._replace(seconds=disk.seconds(size))
-        return walked(self._program, [costs], self.cluster.call_overhead)
-
     def seconds(self, bandwidth: float) -> float:
         """The predicted step's."""
-        return self._times(self.disk.replace(bandwidth=bandwidth)).seconds
+        disk = self.disk.replace(bandwidth=bandwidth)
+        return time(self._program, self.cluster.replace(disk=disk)).seconds
 
     def share(self, curve: str, bandwidth: float) -> float:
         """Of the step in which the device computes; "predicted", or one of `FORMULAS`."""

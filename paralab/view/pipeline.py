@@ -8,17 +8,14 @@ margin has every rank's total.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from paralab.checks import illegal
 from paralab.report import metrics
-from paralab.report.tables import COLUMNS, Tables
+from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
 from paralab.theory.pipeline import Simulation, simulate
 from paralab.view import boxes, naming, theme, timeline_rows
@@ -31,7 +28,6 @@ Interval = tuple[float, float]
 LANES = ("compute",)
 GAP = 0.14  # of a row, between two ranks
 ROOM = 16  # ranks that stand above their ideal
-KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
 NOT_BEGUN, DONE = "nothing has arrived yet", "nothing left to do in this step"
 WAITING = "waits for a neighbour"
 
@@ -48,11 +44,9 @@ def pipeline_timeline(
     sections, alone = [real], None
     real.label, real.head = report.clock, head(report.clock, share)
     if ideal:
-        made = make_ideal(report, step=real.step)
-        alone, stub = made.bubble_rate, dataclasses.replace(report, **dict.fromkeys(COLUMNS))
-        above = simulated(made, stub, label="ideal")
-        above.ranks = sorted({report.plan.place(rank)[0] for rank in real.ranks})
-        above.boxes = [b for b in above.boxes if b["rank"] in above.ranks]
+        made, place = make_ideal(report, step=real.step), report.plan.place
+        above = simulated(made, "", label="ideal", ranks=sorted({place(r)[0] for r in real.ranks}))
+        alone, above.report = made.bubble_rate, report  # its clock is the costs'
         sections.insert(0, above)
         said.append("ideal: the same costs, links free")
     summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
@@ -106,8 +100,10 @@ def section(
     if marked:
         one.mark = max(end for _, end in edges.values())
     if all(b["kind"] != "wait" for b in one.boxes):  # no waits are recorded: gaps are waits
-        whole = (min(a for a, _ in around.values()), max(b for _, b in around.values()))
-        fill(one, dict.fromkeys(one.ranks, whole))
+        low, high = min(a for a, _ in around.values()), max(b for _, b in around.values())
+        if one.total > len(one.boxes):  # later boxes are not here: what they leave is no gap
+            high = max(b["start"] for b in one.boxes)
+        fill(one, dict.fromkeys(one.ranks, (low, high)))
     else:
         fill(one, edges, parts)
     return one
@@ -175,7 +171,7 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         str(name): one if hasattr(one, "makespan") else _timed(one, seconds)
         for name, one in named.items()
     }
-    sections = [simulated(one, _stub(one, name), label=name) for name, one in made.items()]
+    sections = [simulated(one, name, label=name) for name, one in made.items()]
     best, worst = (f(made, key=lambda name: made[name].makespan) for f in (min, max))
     times = made[worst].makespan / made[best].makespan
     longer = f"{times:.2g} times as long as" if times >= 2 else f"{percent(times - 1)} longer than"
@@ -203,45 +199,19 @@ def _bubble_of(name: str, share: float) -> str:
     return f"{theme.text(name)}: the bubble is {percent(share)} of device time"
 
 
-def _stub(simulation: Simulation, name: str) -> Tables:
-    """A report that says what plan and clock a simulation is about, without its rows."""
-    from paralab.report.tables import Tables
-    from paralab.spec import Plan
-
-    order = simulation.order
-    sizes = {"pp": order.ranks, "microbatches": order.microbatches}
-    plan = Plan(**sizes, virtual_stages=order.stages // order.ranks)
-    return Tables(clock="predicted", model=None, plan=plan, meta={"function": name})
-
-
 def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
-    """The picture of a schedule that was simulated: no report of thousands of rows is made."""
-    stub, order = _stub(simulation, name), simulation.order
-    one = simulated(simulation, stub, label="")
-    said = [f"p={order.ranks}, m={order.microbatches}"]
-    said += [f"v={stub.plan.virtual_stages}"] * (stub.plan.virtual_stages > 1)
+    """The picture of a schedule that was simulated."""
+    one, order = simulated(simulation, name), simulation.order
+    said, v = [f"p={order.ranks}, m={order.microbatches}"], one.report.plan.virtual_stages
+    said += [f"v={v}"] * (v > 1)
     summary = f"timeline of {name}: {one.total} actions on {order.ranks} ranks"
     return timeline_rows.drawn([one], _bubble_of(name, simulation.bubble_rate), said, summary)
 
 
-def simulated(simulation: Simulation, stub: Tables, *, label: str) -> Section:
-    """A simulated schedule as a section: its first boxes, and every gap between them as bubble.
-
-    stub  a report that says what plan and clock it is about; its tables are not read
-    """
-    order, most = simulation.order, timeline_rows.MAX_BOXES
-    zero, ranks = float(simulation.start.min()), list(range(order.ranks))
-    first = np.argsort(simulation.start, kind="stable")[:most].tolist()
-    one = boxes.Section(stub, label, 0, ranks, [], simulation.makespan, lanes=LANES, gap=GAP)
+def simulated(
+    simulation: Simulation, name: str, *, label: str = "", ranks: Sequence[int] | None = None
+) -> Section:
+    """A simulated schedule as a section, every gap of it as bubble."""
+    one = section(simulation.report(name), label=label, step=None, ranks=ranks)
     one.head = head(label, simulation.bubble_rate)
-    for node in sorted(first):  # rank by rank, in the order of the lists
-        action, rank = order.action(node), int(order.rank[node])
-        start, end = float(simulation.start[node]) - zero, float(simulation.end[node]) - zero
-        what = {"stage": action.stage, "chunk": action.stage // order.ranks, "cost": end - start}
-        what |= {"microbatch": action.microbatch}
-        one.boxes.append(_box(one, rank, KIND[action.kind], start, end, **what))
-    whole = len(first) == len(order.rank)
-    until = one.seconds if whole else max((b["start"] for b in one.boxes), default=0.0)
-    one.total = len(order.rank) + fill(one, dict.fromkeys(ranks, (0.0, until)))
-    one.idle = {r: 1 - busy / simulation.cost for r, busy in enumerate(simulation.busy)}
     return one

@@ -220,10 +220,11 @@ class Widget(ipw.VBox):
         return self.plan.replace(**self._set(at, Plan))
 
     def _model(self, at: At) -> ModelSpec:
+        """With the attention that suits the devices, as a prediction and a run have it."""
         sizes = self._set(at, ModelSpec)
         if sizes.get("hidden", self.model.hidden) != self.model.hidden:
             sizes["heads"] = self._heads(sizes["hidden"])
-        return self.model.replace(**sizes)
+        return self.model.replace(**sizes).resolved(gpus=self._gpus(at))
 
     def _heads(self, hidden: int) -> int:
         """Heads as wide as the model's, up to 64 of them."""
@@ -235,6 +236,12 @@ class Widget(ipw.VBox):
         what a knob has led back to. (Whether a run fits is asked of it as it is then.)
         """
         return self._once(("here", parts.device_of_run(ranks)), None, lambda: here(ranks))
+
+    def _gpus(self, at: At) -> bool:
+        """Whether devices are GPUs, which is known before anything is measured."""
+        if self.cluster is None:
+            return parts.device_of_run(self._ranks(at)) == "cuda"
+        return self.cluster.gpus
 
     def _cluster(self, at: At) -> Cluster:
         """Its links are as fast as the knob "bandwidth" says, if there is one."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 from paralab.checks import illegal
@@ -47,11 +46,11 @@ class Alternatives(Widget):
 
     def held(self, at: At) -> Kept:
         """{category: bytes} at the peak of a step, on each device."""
-        return _peak(at.model, at.plan)
+        return quick.peak(at.model, at.plan, gloo=not self._gpus(at))
 
     def sent(self, at: At) -> Fraction:
         """Bytes that each device sends per step, padding included; the mean of a tp group."""
-        return _sent(at.model, at.plan)
+        return quick.sent(at.model, at.plan, *range(at.plan.tp))
 
     def alternatives(self, at: At) -> dict[str, At]:
         """{name: settings} of those that there are."""
@@ -192,8 +191,10 @@ class Tensor(Alternatives):
 
     def _plan(self, at: At) -> Plan:
         """Raises ``ValueError`` where these ranks, heads or samples do not make it."""
-        batch = at["tokens"] // self.model.seq_len
-        return _checked(at.model, at["ranks"], at["mode"], batch)
+        samples = at["tokens"] // self.model.seq_len
+        plan = Plan(tp=at["ranks"], tp_mode=at["mode"], microbatch_size=samples)
+        plan.validate(at.model)
+        return plan
 
     def _ranks(self, at: At) -> int:
         return at["ranks"]
@@ -224,23 +225,6 @@ class Tensor(Alternatives):
             return f"{said}{chosen} sends least"
         times = float(sent[chosen] / sent[least])
         return f"{said}{chosen} sends {times:.2g} times as much as {least}"
-
-
-@lru_cache(maxsize=256)
-def _checked(model: ModelSpec, tp: int, mode: str, batch: int) -> Plan:
-    plan = Plan(tp=tp, tp_mode=mode, microbatch_size=batch)
-    plan.validate(model)
-    return plan
-
-
-@lru_cache(maxsize=256)
-def _peak(model: ModelSpec, plan: Plan) -> Kept:
-    return quick.peak(model, plan)
-
-
-@lru_cache(maxsize=256)
-def _sent(model: ModelSpec, plan: Plan) -> Fraction:
-    return quick.sent(model, plan, *range(plan.tp))
 
 
 def _measured(found: Tables) -> tuple[Kept, Fraction]:

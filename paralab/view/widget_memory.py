@@ -66,7 +66,8 @@ class Memory(Widget):
 
     def held(self, at: At, recipe: str) -> dict[str, int]:
         """{category: bytes} at the peak of a step on one device under ``recipe``."""
-        return quick.peak(at.model, at.plan.replace(**KEEPS[recipe]))
+        plan = at.plan.replace(**KEEPS[recipe])
+        return quick.peak(at.model, plan, gloo=not self._gpus(at))
 
     def _refused(self, at: At) -> str:
         need = sum(self.held(at, "fp32").values())

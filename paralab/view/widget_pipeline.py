@@ -108,8 +108,9 @@ class Pipeline(Widget):
         simulation, name = self.simulation(at), SCHEDULE_NAME[at["schedule"]]
         if at.found is None:
             return [drawing.simulated_timeline(simulation, name)]
-        above = drawing.simulated(simulation, at.replayed, label="simulated")
+        above = drawing.simulated(simulation, name, label="simulated")
         real = drawing.section(at.replayed, label="replayed", step=None, ranks=None, marked=True)
+        above.report = at.replayed  # whose clock its costs are on
         above.head = drawing.head("simulated, the run's median costs", simulation.bubble_rate)
         real.head = drawing.head("replayed", at.replayed.bubble)
         found, expect = map(theme.percent, (at.replayed.bubble, simulation.bubble_rate))

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from paralab.checks import illegal, whole
+from paralab.interpret import quick
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COMPUTE, KEEP, WAIT
 from paralab.spec import ModelSpec, Plan
@@ -40,7 +41,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     """
     whole("dp", dp, at_least=2, at_most=MOST_RANKS)
     plans = [Plan(dp=dp, zero_stage=stage, microbatches=2) for stage in range(4)]
-    kept = [_kept(model, plan) for plan in plans]
+    kept = [quick.states(quick.program_of(model, plan, "adamw", 0), 0) for plan in plans]
     faint = theme.look().faint
     cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, hold="left", ink=faint)]
     notes += [note(f"rank {rank}", rank + 0.5, -0.12) for rank in range(dp)]
@@ -73,26 +74,6 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     ).explained(
         f"ZeRO 0 to 3 on {dp} ranks: the states of each", ("stage rank category bytes", rows)
     )
-
-
-def _kept(model: ModelSpec, plan: Plan) -> dict[str, int]:
-    """{category: bytes} of the states of a rank: what lasts, and the gradients in which the two
-    micro-batches are added up.
-    """
-    program = compiled(model, plan)
-    written: dict[tuple, set[int]] = {}
-    freed: set[tuple] = set()  # after the first: it is written anew for the second
-    for ins in program.codes[0]:
-        for value in ins.writes:
-            written.setdefault(value, set()).add(ins.mb)
-        freed |= set(ins.frees) if ins.mb == 0 else set()
-    both = {value for value, mbs in written.items() if {0, 1} <= mbs} - freed
-    found = dict.fromkeys(STATES, 0)
-    for value in both | set(program.lasting(0)):
-        size = program.size(value, 0)
-        if size.category in found:
-            found[size.category] += size.bytes
-    return found
 
 
 def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
