@@ -72,9 +72,8 @@ def _fields(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:
         value = defaults[field.name]
         default = "" if value is None or value == () else f" (default {value})"
         reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
-        what = said.get(field.name, "") + SIZES * (
-            reader is size
-        )  # "": python -OO has no docstrings
+        what = said.get(field.name, "")  # under python -OO there are no docstrings
+        what += SIZES if reader is size else ""
         yield Option(field.name, reader, what + default)
 
 
