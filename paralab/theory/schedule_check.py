@@ -58,7 +58,6 @@ def validate(
     *,
     microbatches: int | None = None,
     stages: int | None = None,
-    max_live: int | None = None,
 ) -> None:
     """Raise ScheduleError, a ValueError, at the first fault of ``schedule``; else it can run.
 
@@ -67,22 +66,9 @@ def validate(
     schedule      one list of actions (or of their text) per rank; stage s belongs on rank s % p
     microbatches  how many there have to be; default: as many as the lists mention
     stages        likewise, a multiple of the ranks
-    max_live      how many micro-batches (see `live`) may be alive on a rank at once; default: any
     """
-    lists, found = checked(schedule, microbatches=microbatches, stages=stages)
+    _, found = checked(schedule, microbatches=microbatches, stages=stages)
     timed(found, np.zeros(len(found.rank)))
-    if max_live is not None:
-        whole("max_live", max_live, at_least=1)
-        for rank, counts in enumerate(live(lists)):
-            if max(counts) > max_live:
-                at = next(i for i, count in enumerate(counts) if count > max_live)
-                raise ScheduleError(
-                    rank,
-                    at,
-                    str(lists[rank][at]),
-                    f"the activations of {counts[at]} micro-batches are alive",
-                    f"at most {max_live}: a backward before it",
-                )
 
 
 def checked(
