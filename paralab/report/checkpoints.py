@@ -201,13 +201,10 @@ def _read(folder: Path) -> Checkpoint:
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         raise illegal("resume", str(folder), f"{ABOUT} in it is not a checkpoint's", _LEGAL)
     version = said.get("version")
-    if version == 1:
-        why = "an older paralab wrote it, with a pickle (.metadata): reading one can run any code"
-        raise illegal("resume", str(folder), why, f"{_LEGAL}; the older paralab still reads this")
-    if type(version) is not int or version < 1:
-        damaged(file, f"its version is {version!r}, not a whole number of at least 1")
-    if version > VERSION:
-        raise illegal("resume", str(folder), "written by a newer paralab", "update paralab")
+    if version != VERSION:
+        why = f"its format version {version!r} is unknown, this paralab reads {VERSION}"
+        legal = f"{_LEGAL}; update paralab if a newer one wrote it"
+        raise illegal("resume", str(folder), why, legal)
     try:
         body = typed(said, "body", dict)
         if seal(body) != said.get("sha256"):
