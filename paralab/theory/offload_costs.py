@@ -62,17 +62,6 @@ FLOWS: Mapping[tuple[str, str], int] = MappingProxyType(
         ("float2half", "p16"): 2,
     }
 )
-UPDATE_SUPER = ("update", "p32", "m32", "v32", "float2half")  # one node of the reduced graph
-
-
-def placed(*on_cpu: str) -> dict[str, str]:
-    """{node: device} with the nodes named on the CPU and all others on the GPU.
-
-    ZeRO-Offload is ``placed("g16", *UPDATE_SUPER)``.
-    """
-    for name in on_cpu:
-        choice("on_cpu", name, tuple(HELD))
-    return _checked({name: CPU if name in on_cpu else GPU for name in HELD})
 
 
 def cut_volume(assignment: Mapping[str, str]) -> int:
@@ -104,7 +93,7 @@ def cuts(update: str = CPU) -> list[dict[str, str]]:
 
 def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(assignment, Mapping):
-        raise illegal("assignment", assignment, "not {node: device}", "what placed(...) returns")
+        raise illegal("assignment", assignment, "not {node: device}", "one of cuts()")
     for name, device in assignment.items():
         choice("node", name, tuple(HELD))
         choice(name, device, (GPU, CPU))
