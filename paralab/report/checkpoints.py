@@ -150,12 +150,9 @@ def find(path: object) -> Checkpoint:
         names = _listed(folder)
         if not names:
             there = sorted(p.parent.name for p in folder.glob(f"step-*/{ABOUT}"))
-            raise illegal(
-                "resume",
-                str(path),
-                f"no file {LATEST!r} in it names a checkpoint",
-                ", ".join(str(folder / name) for name in there) or _LEGAL,
-            )
+            why = f"no file {LATEST!r} in it names a checkpoint"
+            legal = ", ".join(str(folder / name) for name in there) or _LEGAL
+            raise illegal("resume", str(path), why, legal)
         folder /= names[0]
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():

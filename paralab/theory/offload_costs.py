@@ -99,12 +99,8 @@ def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
         choice(name, device, (GPU, CPU))
     missing = [name for name in HELD if name not in assignment]
     if missing:
-        raise illegal(
-            "assignment",
-            dict(assignment),
-            f"no device for {', '.join(missing)}",
-            "a device for every node",
-        )
+        why = f"no device for {', '.join(missing)}"
+        raise illegal("assignment", dict(assignment), why, "a device for every node")
     if assignment["fwd-bwd"] == CPU:
         raise illegal("fwd-bwd", CPU, "its work grows with the batch, too much for a CPU", "'gpu'")
     return dict(assignment)
@@ -131,12 +127,8 @@ def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
     """Bytes/s at which `efficiency_at` is ``efficiency``: e / (1 - e) peak / ait."""
     share = real("efficiency", efficiency, above=0.0)
     if share >= 1:
-        raise illegal(
-            "efficiency",
-            efficiency,
-            "without overlap every transfer costs time",
-            "a number above 0 and below 1",
-        )
+        why = "without overlap every transfer costs time"
+        raise illegal("efficiency", efficiency, why, "a number above 0 and below 1")
     peak = real("peak_flops", peak_flops, above=0.0)
     return share / (1 - share) * peak / real("ait", ait, above=0.0)
 
