@@ -35,9 +35,7 @@ ASKED = {
 
 
 @exercise(
-    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),
-    lab="05",
-    asked=ASKED,
+    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)), lab="05", asked=ASKED
 )
 def zero_step(tries: Tries) -> None:
     for n in RANKS:

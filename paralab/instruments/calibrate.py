@@ -190,13 +190,7 @@ def cache_path(device: str = "cpu") -> Path:
 
 def fingerprint(device: str = "cpu") -> str:
     """What a calibration depends on, as 12 hexadecimal digits."""
-    facts = [
-        FORMAT,
-        _processor(),
-        available_cores(),
-        version_of("torch"),
-        __version__,
-    ]
+    facts = [FORMAT, _processor(), available_cores(), version_of("torch"), __version__]
     if device == "cuda":
         facts.append(gpus())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
