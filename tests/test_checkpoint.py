@@ -341,15 +341,9 @@ def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
     about.write_text(json.dumps({**said, "body": {**said["body"], "step": 3}}))
     with pytest.raises(ValueError, match="its own checksum does not fit: the checkpoint is damag"):
         run(deep, resume=folder)
-    for version, why in (
-        (3, "written by a newer paralab; legal: update"),
-        (1, r"an older paralab wrote it, with a pickle \(.metadata\): .* any code; legal: "),
-        (-1, "its version is -1, not a whole number of at least 1"),
-        ("2", "its version is '2', not a whole"),
-        (None, "its version is None, not a whole"),
-    ):
+    for version in (3, 1, -1, "2", None):
         about.write_text(json.dumps({**said, "version": version}))
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=f"its format version {version!r} is unknown"):
             run(deep, resume=folder)
     for content in (json.dumps(said)[:100], "[" * 100_000, "\0"):
         about.write_text(content)
@@ -455,7 +449,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(run, deep, saved, 
         run(deep, PLANS["dp=2"], resume=folder)
     older = json.loads((victim.parent / "paralab.json").read_text()) | {"version": 1}
     (victim.parent / "paralab.json").write_text(json.dumps(older))
-    with pytest.raises(ValueError, match="an older paralab wrote it, with a pickle"):
+    with pytest.raises(ValueError, match="its format version 1 is unknown"):
         run(deep, PLANS["dp=2"], resume=folder)
     assert not gone_off.exists()
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from paralab.theory import offload_costs as costs
-from paralab.theory.offload_costs import CPU, GPU, UPDATE_SUPER, placed
+from paralab.theory.offload_costs import CPU, GPU
 
 PEAK = 70e12  # FLOP/s of a V100, ZeRO-Infinity, sec. 4.2
 DGX2_GPU = 32e9  # bytes of the V100 that ZeRO-Offload and ZeRO-Infinity measure on
@@ -18,6 +18,12 @@ DGX2_GPU = 32e9  # bytes of the V100 that ZeRO-Offload and ZeRO-Infinity measure
 TABLE_1 = {(GPU, GPU, GPU): 16, (GPU, CPU, GPU): 14, (GPU, GPU, CPU): 4, (GPU, CPU, CPU): 4}
 REDUCTION = {(GPU, GPU, GPU): 1, (GPU, CPU, GPU): 1.14, (GPU, GPU, CPU): 4, (GPU, CPU, CPU): 8}
 ERRATUM = (GPU, CPU, CPU)
+UPDATE_SUPER = ("update", "p32", "m32", "v32", "float2half")  # one node of the reduced graph
+
+
+def placed(*on_cpu: str) -> dict[str, str]:
+    """These nodes on the CPU, all others on the GPU."""
+    return {name: CPU if name in on_cpu else GPU for name in costs.HELD}
 
 
 def row(p16: str, g16: str, update: str) -> dict[str, str]:
@@ -184,11 +190,12 @@ def test_infinity_table_2_is_what_the_plans_do(states, shared, parameters, whole
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: placed("g32"), "on_cpu='g32': unknown choice; legal: 'fwd-bwd' | 'p16'"),
-        (lambda: placed("fwd-bwd"), "fwd-bwd='cpu': its work grows with the batch"),
+        (lambda: costs.cut_volume(placed("fwd-bwd")),
+         "fwd-bwd='cpu': its work grows with the batch"),
         (lambda: costs.cut_volume({**placed(), "p16": "nvme"}),
          "p16='nvme': unknown choice; legal: 'gpu' | 'cpu'"),
-        (lambda: costs.gpu_memory({**placed(), "g32": CPU}), "node='g32': unknown choice"),
+        (lambda: costs.gpu_memory({**placed(), "g32": CPU}),
+         "node='g32': unknown choice; legal: 'fwd-bwd' | 'p16'"),
         (lambda: costs.gpu_memory({n: GPU for n in costs.HELD if n not in ("g16", "v32")}),
          "no device for g16, v32; legal: a device for every node"),
         (lambda: costs.cut_volume("gpu"), "assignment='gpu': not {node: device}"),

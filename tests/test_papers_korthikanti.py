@@ -7,12 +7,13 @@ from __future__ import annotations
 import pytest
 
 import paralab as pl
+from benchmarks.bench_published import SETTINGS
 from paralab.interpret import quick
 from paralab.theory import activation_costs as costs
 from paralab.theory import needs, training
-from paralab.theory.papers import korthikanti, korthikanti_table5
+from paralab.theory.papers import korthikanti_table5
 
-SETTINGS, GIB = korthikanti.TABLE_3, 2**30
+GIB = 2**30
 
 # Table 2: bytes per block, as printed.
 FORMULAS = {
@@ -83,7 +84,7 @@ def first_stage(name: str, way: str) -> float:
     chunks per rank; sec. 4.2.3.
     """
     at = SETTINGS[name]
-    blocks = at.layers * (1 + (at.pp - 1) / (at.pp * at.chunks) * (at.chunks > 1))
+    blocks = at.model.layers * (1 + (at.pp - 1) / (at.pp * at.chunks) * (at.chunks > 1))
     return blocks * costs.layer_bytes(at.model, at.micro, tp=at.tp, **WAYS[way]) / GIB
 
 
@@ -91,7 +92,7 @@ def first_stage(name: str, way: str) -> float:
 def test_figure_1_states_are_exact_and_activations_within_a_tenth_of_a_gib(name):
     states, baseline, both = FIGURE_1[name]
     at = SETTINGS[name]
-    assert 18 * 12 * at.layers * at.hidden**2 / (at.tp * at.pp) / GIB == states
+    assert 18 * 12 * at.model.layers * at.model.hidden**2 / (at.tp * at.pp) / GIB == states
     assert first_stage(name, "baseline") == pytest.approx(baseline, abs=0.1)
     assert first_stage(name, "both") == pytest.approx(both, abs=0.1)
     # what the figure is for: 80 GiB do not hold the model without, and hold it with

@@ -15,7 +15,6 @@ import paralab as pl
 from benchmarks import bench_gpu
 from benchmarks import bench_published as bench
 from paralab.interpret import quick
-from paralab.theory.papers import korthikanti
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -103,11 +102,11 @@ FIGURE_1 = {
 @pytest.mark.parametrize("present", [False, True])
 def test_the_activations_of_all_blocks_are_those_of_korthikantis_figure_1(name, present):
     """The first stage keeps as many blocks' as the model has, and interleaved (p-1)/(p v) more."""
-    at = korthikanti.TABLE_3[name]
+    at = bench.SETTINGS[name]
     how = {"recompute": "selective", "sequence_parallel": True} if present else {}
     plan = pl.Plan(tp=at.tp, microbatch_size=at.micro, precision="fp16", **how)
     kept = [quick.most(at.model.replace(layers=n), plan)["activations"] for n in (3, 4)]
-    blocks = at.layers * (1 + (at.chunks > 1) * (at.pp - 1) / (at.pp * at.chunks))
+    blocks = at.model.layers * (1 + (at.chunks > 1) * (at.pp - 1) / (at.pp * at.chunks))
     assert (kept[1] - kept[0]) * blocks / 2**30 == pytest.approx(FIGURE_1[name][present], rel=1e-4)
 
 
@@ -124,7 +123,7 @@ TABLE_4 = {
 
 @pytest.mark.parametrize("recompute, sequence_parallel", TABLE_4)
 def test_a_block_takes_what_korthikantis_table_4_says(recompute, sequence_parallel):
-    at = korthikanti.TABLE_3["22B"]
+    at = bench.SETTINGS["22B"]
     how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
     plan = pl.Plan(tp=at.tp, microbatch_size=at.micro, precision="fp16", **how)
     one = pl.Cluster.preset("dgx-a100")

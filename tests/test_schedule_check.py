@@ -11,7 +11,7 @@ from lowered import check_lowered
 from paralab.parallel.lowering import lower
 from paralab.parallel.schedules import SCHEDULES, Action, build, gpipe, one_f_one_b
 from paralab.theory.pipeline import simulate
-from paralab.theory.schedule_check import ScheduleError, peak_live, validate
+from paralab.theory.schedule_check import ScheduleError, validate
 
 
 def refused(schedule, **more) -> ScheduleError:
@@ -72,14 +72,6 @@ def test_what_was_asked_for_is_held_against_the_lists():
 def test_an_action_of_nonsense_is_refused(odd):
     with pytest.raises(ValueError, match="legal"):
         validate([[odd, Action(0, "B", 0)]])
-
-
-def test_more_live_activations_than_allowed_is_a_fault_with_a_place():
-    assert peak_live(one_f_one_b(4, 8)) == [4, 3, 2, 1]
-    validate(one_f_one_b(4, 8), max_live=4)
-    error = refused(one_f_one_b(4, 8), max_live=3)
-    assert (error.rank, error.position, error.action) == (0, 3, "0F3")
-    assert "4 micro-batches are alive" in str(error)
 
 
 # ---- deadlock -----------------------------------------------------------------------------------

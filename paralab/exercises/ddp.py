@@ -55,9 +55,7 @@ GRADIENTS, WEIGHTS, _, TIME, MEMORY = ASKED
 
 
 @exercise(
-    Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),
-    lab="02",
-    asked=ASKED,
+    Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")), lab="02", asked=ASKED
 )
 def my_ddp(tries: Tries) -> None:
     sync.look_at_training(tries, trained)

@@ -132,13 +132,10 @@ def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
     was, parts = sum(patient.peak().values()), peak(patient.model, plan)
     now, most = sum(parts.values()), max(parts, key=lambda name: parts[name])
     fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
-    notes.note(
-        patient.name,
-        f"{_size(was)} before, {_size(now)} after",
-        100 * now <= (100 - patient.drop) * was,
-        f"{patient.name}: the peak {fall}, required: by {patient.drop} %; of {_size(now)} "
-        f"{_size(parts[most])} are {most}",
-    )
+    long = f"{patient.name}: the peak {fall}, required: by {patient.drop} %; "
+    long += f"of {_size(now)} {_size(parts[most])} are {most}"
+    said, left = f"{_size(was)} before, {_size(now)} after", 100 - patient.drop
+    notes.note(patient.name, said, 100 * now <= left * was, long)
 
 
 def _size(count: float) -> str:

@@ -36,9 +36,7 @@ NORM, WEIGHTS, BYTES = ASKED
 
 
 @exercise(
-    Takes("mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),
-    lab="10",
-    asked=ASKED,
+    Takes("mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"), lab="10", asked=ASKED
 )
 def mesh_step(tries: Tries) -> None:
     for dp, pp in CUTS:

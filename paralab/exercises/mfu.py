@@ -18,9 +18,7 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
 
 
 @exercise(
-    Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"),
-    lab="11",
-    asked=ASKED,
+    Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"), lab="11", asked=ASKED
 )
 def days_and_mfu(tries: Tries) -> None:
     for notes, case, reply in ask(tries, CASES, [(0, case) for case in CASES]):
@@ -31,10 +29,7 @@ def days_and_mfu(tries: Tries) -> None:
         known = known_shares(mfu, samples, seconds, devices)
         known.append(("a step's FLOPs are of all its samples already", mfu * samples))
         known.append(("that is with everything recomputed, HFU", mfu * 4 / 3))
-        right = {
-            DAYS: (days, _known_days(days, samples, devices)),
-            MFU: (mfu, known),
-        }
+        right = {DAYS: (days, _known_days(days, samples, devices)), MFU: (mfu, known)}
         for limit, wrong in reply.numbers(right, 1e-6):
             notes.each(limit, wrong, "right")
 

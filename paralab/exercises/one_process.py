@@ -100,13 +100,7 @@ def look_at_tensors(
 
 
 def look_at_run(
-    notes: Notes,
-    limits: Sequence[str],
-    model: ModelSpec,
-    plan: Plan,
-    *,
-    steps: int,
-    timeout: float,
+    notes: Notes, limits: Sequence[str], model: ModelSpec, plan: Plan, *, steps: int, timeout: float
 ) -> Report | None:
     """`pl.run` of a plan with SGD, whose "gradients" in the last step and "weights" after it, as
     ``limits`` say, are held against those of one process. A run that fails is noted in the first

@@ -14,6 +14,7 @@ from typing import Any
 from paralab.exercises import zero3
 from paralab.exercises.ddp import replayed
 from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.late import torch
 from paralab.exercises.one_process import LR
 from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes
@@ -47,8 +48,6 @@ def my_prefetch(tries: Tries) -> None:
 
 def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
     """What every rank runs. Returns what comes out of the units, and what should, in each step."""
-    import torch
-
     from paralab.exercises.timed import Timed
 
     module, found = Timed([SIZES] * UNITS, watch.group.recorder), []

@@ -16,13 +16,14 @@ lab's source the line
 
 stands for answers/model_states.py; both readings insert it first. An answer that builds on another
 one of its lab imports it; the notebook has that one in an earlier cell. The builder of the labs and
-the exercises read their texts through these two.
+the exercises read their texts through these two; the builder has a second folder of answers.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 ANSWERS = Path(__file__).resolve().parent / "answers"
@@ -36,32 +37,32 @@ _EARLIER = re.compile(r"\nfrom paralab\.exercises\.answers\..*\n")
 _MARKER_LIKE = re.compile(r"^\s*#+\s*(BEGIN|END) SOLUTION|^\s*#+\s*(STUB|ANSWER):", re.IGNORECASE)
 
 
-def answer(name: str) -> str:
+def answer(name: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
     """The text of an exercise's answer, with its markers. Raises ValueError if there is none."""
-    try:
-        text = (ANSWERS / f"{name}.py").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        known = ", ".join(sorted(path.stem for path in ANSWERS.glob("[a-z]*.py")))
-        raise ValueError(f"### ANSWER: {name}: there is no such answer; legal: {known}") from None
+    known = {path.stem: path for folder in folders for path in folder.glob("[a-z]*.py")}
+    if name not in known:
+        legal = ", ".join(sorted(known))
+        raise ValueError(f"### ANSWER: {name}: there is no such answer; legal: {legal}")
+    text = known[name].read_text(encoding="utf-8")
     abstract = ast.parse(text).body[0]  # the file's docstring is not the learner's
     return _EARLIER.sub("", "\n".join(text.splitlines()[abstract.end_lineno :])).strip()
 
 
-def student(text: str) -> str:
+def student(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
     """``text`` with every solution replaced by its stub. Raises ValueError on a stray marker."""
-    return _read(text, solved=False)
+    return _read(text, folders, solved=False)
 
 
-def solution(text: str) -> str:
+def solution(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
     """``text`` with its solutions and without markers. Raises ValueError on a stray marker."""
-    return _read(text, solved=True)
+    return _read(text, folders, solved=True)
 
 
-def _read(text: str, *, solved: bool) -> str:
+def _read(text: str, folders: Sequence[Path], *, solved: bool) -> str:
     lines: list[str] = []
     stub: list[str] | None = None  # of the block we are in
     indent = ""
-    text = _ANSWER.sub(lambda mark: answer(mark[1]), text)
+    text = _ANSWER.sub(lambda mark: answer(mark[1], folders), text)
     for number, line in enumerate(text.splitlines(), 1):
         if begin := _BEGIN.match(line):
             if stub is not None:

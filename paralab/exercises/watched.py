@@ -41,6 +41,7 @@ from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
 from paralab.strict import Strict
+from paralab.trace import part_of
 from paralab.transports import Call, Posted, Transport
 
 BLOCK = 4096  # bytes: smaller Python objects are not counted, a rank makes some of its own
@@ -340,18 +341,8 @@ def each(
             said = describe(error, context.rank, 0.0).what
             parts.append({"failed": f"rank {context.rank} {said}"})
             continue
-        parts.append(
-            {
-                "rank": context.rank,
-                "clock_offset": 0.0,
-                "clock_uncertainty": 0.0,
-                **recorder.tables(),
-                "losses": [],
-                "result": result,
-                "open": list(watch.open.values()),
-                "meta": {},
-            }
-        )
+        part = part_of(context, recorder.tables(), result)
+        parts.append(part | {"open": list(watch.open.values())})
     return parts
 
 

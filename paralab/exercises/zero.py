@@ -11,14 +11,12 @@ is divided by N. Plain data parallelism sends as many bytes, and is refused for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.late import np, torch
 from paralab.exercises.tries import Found
-
-if TYPE_CHECKING:
-    import numpy as np
 
 RANKS = (2, 3, 4)
 PSI = 50_002  # elements: 2 divides it, 3 and 4 do not
@@ -37,9 +35,7 @@ ASKED = {
 
 
 @exercise(
-    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),
-    lab="05",
-    asked=ASKED,
+    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)), lab="05", asked=ASKED
 )
 def zero_step(tries: Tries) -> None:
     for n in RANKS:
@@ -65,8 +61,6 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     Returns the parameters after every step, (steps, Psi), the most bytes that are still there after
     one beyond parameters and gradients, and the most that there are within beyond those.
     """
-    import torch
-
     n, rank = watch.group.size, watch.group.index
     lr, momentum = SETTINGS[n]
     parameters = torch.from_numpy(drawn(seed))
@@ -93,16 +87,12 @@ def drawn(seed: int, n: int = 1, rank: int = 0, step: int = -1) -> np.ndarray:
     """The gradient of one rank's share of the batch, (Psi,), divided by ``n`` already; or, without
     a step, the parameters before the first.
     """
-    import numpy as np
-
     draw = np.random.default_rng([seed, n, rank, 1 + step])
     return draw.standard_normal(PSI, dtype=np.float32) / n
 
 
 def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(parameters before the first step and after each one, the gradients of the steps)."""
-    import numpy as np
-
     (lr, momentum), velocity = SETTINGS[n], np.zeros(PSI)
     parameters, gradients = [drawn(seed).astype(np.float64)], []
     for step in range(STEPS):
@@ -115,8 +105,6 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
 
 def _wrong_step(found: Found, n: int) -> str:
     """The first part of the parameters that is wrong, after the first such step, or ""."""
-    import numpy as np
-
     right, gradients = of_one_process(found.seed, n)
     lr, cuts = SETTINGS[n][0], [part_of(n) * k for k in range(1, n)]
     for step in range(STEPS):

@@ -136,13 +136,9 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     choice("device", device, LEGAL)
     device = device or default_device() or "cpu"
     if device == "cuda" and not gpus():
-        raise illegal(
-            "device",
-            device,
-            "there is no GPU here that could be measured",
-            "'cpu'; or cluster= the machine with the GPUs: pl.Cluster.preset('dgx-a100'), or what "
-            "pl.Cluster.local(device='cuda') was there",
-        )
+        legal = "'cpu'; or cluster= the machine with the GPUs: pl.Cluster.preset('dgx-a100'), or "
+        legal += "what pl.Cluster.local(device='cuda') was there"
+        raise illegal("device", device, "there is no GPU here that could be measured", legal)
     path, found = cache_path(device), None if refresh else known(device)
     if found is None or (found.get("busy", 0.0) > BUSY >= processors_busy()):
         found = _measure(device)
@@ -194,13 +190,7 @@ def cache_path(device: str = "cpu") -> Path:
 
 def fingerprint(device: str = "cpu") -> str:
     """What a calibration depends on, as 12 hexadecimal digits."""
-    facts = [
-        FORMAT,
-        _processor(),
-        available_cores(),
-        version_of("torch"),
-        __version__,
-    ]
+    facts = [FORMAT, _processor(), available_cores(), version_of("torch"), __version__]
     if device == "cuda":
         facts.append(gpus())
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

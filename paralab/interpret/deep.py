@@ -29,16 +29,7 @@ from paralab.interpret.turns import LETTERS, Step, Turns
 from paralab.interpret.walk import Item
 from paralab.programs.compile import laid_out
 from paralab.programs.fold import END, FEW, first_alike, lists
-from paralab.programs.instructions import (
-    CALL,
-    COMPUTE,
-    RECEIVE,
-    SEND,
-    WAIT,
-    WORKERS,
-    Code,
-    Instr,
-)
+from paralab.programs.instructions import CALL, COMPUTE, RECEIVE, SEND, WAIT, WORKERS, Code, Instr
 from paralab.spec import Cluster, ModelSpec, Plan
 
 NOTHING = Instr(WAIT)

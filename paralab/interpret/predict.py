@@ -125,25 +125,20 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     instance("cluster", cluster, Cluster, "a pl.Cluster(...) or None")
     if plan.world_size > cluster.num_devices:
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
-        raise illegal(
-            largest,
-            getattr(plan, largest),
-            f"the plan needs {plan.world_size} devices, {cluster.name!r} has {cluster.num_devices}",
-            "fewer ranks, or a cluster with more nodes",
-        )
+        why = f"the plan needs {plan.world_size} devices, "
+        why += f"{cluster.name!r} has {cluster.num_devices}"
+        legal = "fewer ranks, or a cluster with more nodes"
+        raise illegal(largest, getattr(plan, largest), why, legal)
     if plan.tiers is None:
         return
     needed = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
     for name in needed:
         if getattr(cluster, name) is None:
-            raise illegal(
-                name,
-                None,
-                f"the plan offloads, and {cluster.name!r} does not say what its links to host and "
-                "files carry",
-                "cluster.replace(host=pl.Link(alpha=10e-6, bandwidth=25e9), disk=pl.Link(...), "
-                "host_bandwidth=...)",
-            )
+            why = f"the plan offloads, and {cluster.name!r} does not say what its links to host "
+            why += "and files carry"
+            legal = "cluster.replace(host=pl.Link(alpha=10e-6, bandwidth=25e9), "
+            legal += "disk=pl.Link(...), host_bandwidth=...)"
+            raise illegal(name, None, why, legal)
 
 
 def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tables:

@@ -90,12 +90,8 @@ def plan_search(
     given = there if devices is None else devices
     devices = whole("devices", given, at_least=1, at_most=MAX_RANKS)
     if devices > there:
-        raise illegal(
-            "devices",
-            devices,
-            f"{cluster.name!r} has {there}",
-            f"up to {there}, or cluster.replace(nodes=...)",
-        )
+        legal = f"up to {there}, or cluster.replace(nodes=...)"
+        raise illegal("devices", devices, f"{cluster.name!r} has {there}", legal)
     choice("optimizer", optimizer, OPTIMIZERS)
     top = whole("top", top, at_least=1, at_most=MAX_TOP)
     room = cluster.memory if memory is None else num_bytes("memory", memory)

@@ -147,13 +147,9 @@ def what_helps(search: Any) -> ValueError:
     if search.cluster.host is None:
         helps.append("a cluster that states its links to host and files (offload)")
     helps += ["precision='bf16'"] * (plan.precision == "fp32")
-    return illegal(
-        "memory",
-        search.memory_limit,
-        f"none of {len(search.plans):,} plans fits in {room}: the smallest needs {need} "
-        f"({brief(plan)}), {_largest(search, at)}",
-        "; or ".join(helps),
-    )
+    why = f"none of {len(search.plans):,} plans fits in {room}: the smallest needs {need} "
+    why += f"({brief(plan)}), {_largest(search, at)}"
+    return illegal("memory", search.memory_limit, why, "; or ".join(helps))
 
 
 def without_overlap(search: Any) -> str:

@@ -110,25 +110,18 @@ def space(
             found, asked = _sifted(found.given(name, tried[name], rest), asked)
             continue
         if len(found) * len(tried[name]) > MOST:
-            raise illegal(
-                "global_batch",
-                global_batch,
-                f"on {devices} devices it makes more than {MOST:,} plans to look through",
-                "one with fewer divisors, or some settings pinned, as dp=[8, 16]",
-            )
+            why = f"on {devices} devices it makes more than {MOST:,} plans to look through"
+            legal = "one with fewer divisors, or some settings pinned, as dp=[8, 16]"
+            raise illegal("global_batch", global_batch, why, legal)
         found, asked = _sifted(found.chosen(name, tried[name]), asked)
     for holds in asked:  # none is left, or it says what it misses
         holds(found)
     if not len(found):
         said = ", ".join(f"{name}={value!r}" for name, value in pinned.items())
-        raise illegal(
-            "devices",
-            devices,
-            f"no legal plan of {model.layers} layers has dp*tp*pp = {devices} and "
-            f"dp*microbatches*microbatch_size = {global_batch}" + f" with {said}" * bool(said),
-            "fewer settings pinned, a global_batch with more divisors, or another number of "
-            "devices",
-        )
+        why = f"no legal plan of {model.layers} layers has dp*tp*pp = {devices} and "
+        why += f"dp*microbatches*microbatch_size = {global_batch}" + f" with {said}" * bool(said)
+        legal = "fewer settings pinned, a global_batch with more divisors, or another number of "
+        raise illegal("devices", devices, why, legal + "devices")
     return found
 
 

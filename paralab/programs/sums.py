@@ -138,18 +138,13 @@ class Sums:
         over = f"over the {RANKS.get(lane.partition(':')[0], 'ranks')} (axis {lane!r})"
         call = f"ALL_REDUCE over {lane!r}" + f" with at={axis}" * isinstance(axis, tuple)
         if not is_gradient(v):
-            raise self.refuse(
-                position,
-                f"{self.names.value(v)} is a partial sum: it is not summed {over}",
-                f"{call} before this position",
-            )
+            why = f"{self.names.value(v)} is a partial sum: it is not summed {over}"
+            raise self.refuse(position, why, f"{call} before this position")
         at = self.adds[v[1]]
-        raise self.refuse(
-            position,
-            f"the gradient of {self._parameters(v[1])} is never summed {over}, so {_without(lane)}",
-            f"{call} behind position {at}, "
-            f"{self.names.instruction(self.code[at])!r}, which adds to it last",
-        )
+        why = f"the gradient of {self._parameters(v[1])} is never summed {over}, so "
+        last = self.names.instruction(self.code[at])
+        legal = f"{call} behind position {at}, {last!r}, which adds to it last"
+        raise self.refuse(position, why + _without(lane), legal)
 
     def _made(self, position: int, ins: Instr, v: Value) -> None:
         if v[0] != "grad":
@@ -158,13 +153,11 @@ class Sums:
         unit = v[1]
         self.adds[unit] = position
         if self.owed.setdefault(v, self.born[unit]) != self.born[unit]:
-            raise self.refuse(
-                position,
-                f"adds to the gradient of {self._parameters(unit)}, which "
-                f"is summed over {_axes(self.born[unit] - self.owed[v])} already: "
-                "another sum would count that part once per rank",
-                "a sum behind the last position that adds to it",
-            )
+            why = f"adds to the gradient of {self._parameters(unit)}, which is summed over "
+            why += f"{_axes(self.born[unit] - self.owed[v])} already: another sum would count "
+            why += "that part once per rank"
+            legal = "a sum behind the last position that adds to it"
+            raise self.refuse(position, why, legal)
 
     def _summed(self, position: int, ins: Instr, v: Value, made: Value) -> None:
         axis: Axis = ins.at if sums_shared(ins) else ins.lane

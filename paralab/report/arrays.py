@@ -103,9 +103,5 @@ def plain(value: Any, where: str) -> Any:
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise illegal(
-        where,
-        value,
-        f"{type(value).__name__} has no plain form",
-        "text, numbers, yes/no, None, and lists and dicts of them",
-    )
+    legal = "text, numbers, yes/no, None, and lists and dicts of them"
+    raise illegal(where, value, f"{type(value).__name__} has no plain form", legal)

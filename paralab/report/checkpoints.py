@@ -150,12 +150,9 @@ def find(path: object) -> Checkpoint:
         names = _listed(folder)
         if not names:
             there = sorted(p.parent.name for p in folder.glob(f"step-*/{ABOUT}"))
-            raise illegal(
-                "resume",
-                str(path),
-                f"no file {LATEST!r} in it names a checkpoint",
-                ", ".join(str(folder / name) for name in there) or _LEGAL,
-            )
+            why = f"no file {LATEST!r} in it names a checkpoint"
+            legal = ", ".join(str(folder / name) for name in there) or _LEGAL
+            raise illegal("resume", str(path), why, legal)
         folder /= names[0]
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():
@@ -201,13 +198,10 @@ def _read(folder: Path) -> Checkpoint:
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         raise illegal("resume", str(folder), f"{ABOUT} in it is not a checkpoint's", _LEGAL)
     version = said.get("version")
-    if version == 1:
-        why = "an older paralab wrote it, with a pickle (.metadata): reading one can run any code"
-        raise illegal("resume", str(folder), why, f"{_LEGAL}; the older paralab still reads this")
-    if type(version) is not int or version < 1:
-        damaged(file, f"its version is {version!r}, not a whole number of at least 1")
-    if version > VERSION:
-        raise illegal("resume", str(folder), "written by a newer paralab", "update paralab")
+    if version != VERSION:
+        why = f"its format version {version!r} is unknown, this paralab reads {VERSION}"
+        legal = f"{_LEGAL}; update paralab if a newer one wrote it"
+        raise illegal("resume", str(folder), why, legal)
     try:
         body = typed(said, "body", dict)
         if seal(body) != said.get("sha256"):

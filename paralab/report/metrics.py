@@ -60,25 +60,20 @@ def once(read: Callable[..., Any]) -> Callable[..., Any]:
 def needs_times(report: Tables, what: str) -> None:
     """Refuse ``what`` for a dry run."""
     if report.clock == DRY:
-        raise illegal(
-            "clock",
-            DRY,
-            f"{what} needs times, and a dry run has none: it knows what happens and in which order",
-            "summary(), peaks(), traffic(), copied(), memory_chart(), traffic_chart() of this "
-            "report; times from pl.predict or pl.run",
-        )
+        why = f"{what} needs times, and a dry run has none: "
+        why += "it knows what happens and in which order"
+        legal = "summary(), peaks(), traffic(), copied(), memory_chart(), traffic_chart() of this "
+        legal += "report; times from pl.predict or pl.run"
+        raise illegal("clock", DRY, why, legal)
 
 
 def needs_own_devices(report: Tables, what: str) -> None:
     """Refuse ``what`` for a run whose ranks shared a GPU: no span there is one rank's alone."""
     if report.meta.get("shared_gpu"):
-        raise illegal(
-            "device",
-            report.meta.get("device"),
-            f"{what} needs what each rank computed, and ranks shared this GPU: what one took has "
-            "the others' in it",
-            "a run with device='cpu', or with a GPU for each rank",
-        )
+        why = f"{what} needs what each rank computed, and ranks shared this GPU: "
+        why += "what one took has the others' in it"
+        legal = "a run with device='cpu', or with a GPU for each rank"
+        raise illegal("device", report.meta.get("device"), why, legal)
 
 
 def device_of(report: Tables) -> str:

@@ -127,7 +127,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     """A saved report, or a folder of rank parts that torchrun's ranks wrote, merged on one clock.
 
     Raises FileNotFoundError if there is none, ValueError naming the file, what is wrong with it and
-    what would do, if it is damaged, foreign or written by a newer version.
+    what would do, if it is damaged, foreign or of another version.
     """
     path = checks.path(
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"

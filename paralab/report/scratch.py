@@ -44,13 +44,9 @@ def check(tiers: Offload | None, needed: int) -> None:
         raise illegal(field, str(base), f"cannot be written to: {error.strerror}", legal) from None
     free = shutil.disk_usage(base).free
     if needed > free:
-        raise illegal(
-            field,
-            str(base),
-            f"this plan's files take {needed / 1e6:,.0f} MB, and "
-            f"{free / 1e6:,.0f} MB are free there",
-            legal,
-        )
+        takes, there = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
+        why = f"this plan's files take {takes}, and {there} are free there"
+        raise illegal(field, str(base), why, legal)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 
 Some = TypeVar("Some", bound=Tables)
-VERSION = 2  # 1 had no column `beside` in the table of steps
+VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
 STATES, CLOCK_OFFSET = ("weights", "gradients"), ("clock_offset", "clock_uncertainty")
 # What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
@@ -152,12 +152,10 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
             "pl.load takes a saved report or the folder of all parts"
         )
     version = envelope.get("version")
-    if type(version) is not int or version < 1:
-        raise ValueError(f"{path}: damaged (version {version!r} is none); {again}")
-    if version > VERSION:
+    if version != VERSION:
         raise ValueError(
-            f"{path}: written by a newer paralab (format {version}, this one reads up "
-            f"to {VERSION}); update paralab to read it"
+            f"{path}: its format version {version!r} is unknown, this paralab reads {VERSION}; "
+            "update paralab if a newer one wrote it"
         )
     body = envelope.get("body")
     if not isinstance(body, dict):
@@ -165,17 +163,9 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     try:
         if envelope.get("sha256") != seal(body):
             raise ValueError("its checksum does not fit: it was changed after it was written")
-        return build(_brought_up(body, version))
+        return build(body)
     except _MALFORMED as error:
         raise ValueError(f"{path}: damaged ({error}); {again}") from None
-
-
-def _brought_up(body: dict[str, Any], version: int) -> dict[str, Any]:
-    """The body as today's version writes it."""
-    if version == 1:
-        steps = body["tables"]["steps"]
-        steps.setdefault("beside", [0.0] * len(steps["rank"]))
-    return body
 
 
 def _refuse_constant(name: str) -> None:
@@ -228,8 +218,6 @@ def _part(body: dict[str, Any]) -> dict[str, Any]:
 
 def _tables(body: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
     found = typed(body, "tables", dict)
-    later = ("copies", "allocator")  # older files have none
-    found = {**{name: {c: [] for c in tables.COLUMNS[name]} for name in later}, **found}
     return {name: tables.columns_of(name, typed(found, name, dict)) for name in tables.COLUMNS}
 
 

@@ -71,12 +71,7 @@ def seconds(
 
 
 def wire_bytes(
-    algorithm: str,
-    n: int,
-    nbytes: int,
-    index: int = 0,
-    *,
-    node_size: int | None = None,
+    algorithm: str, n: int, nbytes: int, index: int = 0, *, node_size: int | None = None
 ) -> int:
     """Bytes that member ``index`` sends; over all n members they add up to the table's n-fold."""
     n, group, nodes = _checked(algorithm, n, node_size)

@@ -153,12 +153,9 @@ def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
 def _same_subject(expect: Tables, report: Tables) -> None:
     for name, one in (("expect", expect), ("report", report)):
         if one.model is None:
-            raise illegal(
-                name,
-                one,
-                "it trained no model, so there is nothing to hold it against",
-                "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe",
-            )
+            why = "it trained no model, so there is nothing to hold it against"
+            legal = "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe"
+            raise illegal(name, one, why, legal)
     if expect.world_size != (ranks := len(metrics.reported_ranks(report))):
         raise ValueError(f"world_size: {expect.world_size} ranks were predicted, {ranks} were run")
     for name in ("model", "plan"):
@@ -171,13 +168,10 @@ def _same_subject(expect: Tables, report: Tables) -> None:
                     "pl.predict(report.model, report.plan)"
                 )
     if device_of(report) == "cuda" and not expect.cluster.gpus:
-        raise illegal(
-            "cluster",
-            expect.cluster.name,
-            "the run was on GPUs, and this prediction is for processors",
-            "pl.predict(report.model, report.plan, cluster=...) with the machine that it ran on, "
-            "pl.Cluster.local(device='cuda') there, or a preset",
-        )
+        why = "the run was on GPUs, and this prediction is for processors"
+        legal = "pl.predict(report.model, report.plan, cluster=...) with the machine that it ran "
+        legal += "on, pl.Cluster.local(device='cuda') there, or a preset"
+        raise illegal("cluster", expect.cluster.name, why, legal)
     x, y = expect.meta.get("optimizer"), report.meta.get("optimizer")
     if x and y and x != y:
         raise ValueError(

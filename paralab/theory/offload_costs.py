@@ -62,17 +62,6 @@ FLOWS: Mapping[tuple[str, str], int] = MappingProxyType(
         ("float2half", "p16"): 2,
     }
 )
-UPDATE_SUPER = ("update", "p32", "m32", "v32", "float2half")  # one node of the reduced graph
-
-
-def placed(*on_cpu: str) -> dict[str, str]:
-    """{node: device} with the nodes named on the CPU and all others on the GPU.
-
-    ZeRO-Offload is ``placed("g16", *UPDATE_SUPER)``.
-    """
-    for name in on_cpu:
-        choice("on_cpu", name, tuple(HELD))
-    return _checked({name: CPU if name in on_cpu else GPU for name in HELD})
 
 
 def cut_volume(assignment: Mapping[str, str]) -> int:
@@ -104,18 +93,14 @@ def cuts(update: str = CPU) -> list[dict[str, str]]:
 
 def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(assignment, Mapping):
-        raise illegal("assignment", assignment, "not {node: device}", "what placed(...) returns")
+        raise illegal("assignment", assignment, "not {node: device}", "one of cuts()")
     for name, device in assignment.items():
         choice("node", name, tuple(HELD))
         choice(name, device, (GPU, CPU))
     missing = [name for name in HELD if name not in assignment]
     if missing:
-        raise illegal(
-            "assignment",
-            dict(assignment),
-            f"no device for {', '.join(missing)}",
-            "a device for every node",
-        )
+        why = f"no device for {', '.join(missing)}"
+        raise illegal("assignment", dict(assignment), why, "a device for every node")
     if assignment["fwd-bwd"] == CPU:
         raise illegal("fwd-bwd", CPU, "its work grows with the batch, too much for a CPU", "'gpu'")
     return dict(assignment)
@@ -142,12 +127,8 @@ def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
     """Bytes/s at which `efficiency_at` is ``efficiency``: e / (1 - e) peak / ait."""
     share = real("efficiency", efficiency, above=0.0)
     if share >= 1:
-        raise illegal(
-            "efficiency",
-            efficiency,
-            "without overlap every transfer costs time",
-            "a number above 0 and below 1",
-        )
+        why = "without overlap every transfer costs time"
+        raise illegal("efficiency", efficiency, why, "a number above 0 and below 1")
     peak = real("peak_flops", peak_flops, above=0.0)
     return share / (1 - share) * peak / real("ait", ait, above=0.0)
 

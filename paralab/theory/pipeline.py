@@ -182,12 +182,8 @@ def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
     if not np.ndim(cost):
         return np.full(stages, real(name, cost, at_least=0.0))
     if len(cost) != stages:
-        raise illegal(
-            name,
-            cost,
-            f"{len(cost)} numbers for {stages} stages",
-            "a number of seconds, or one per stage",
-        )
+        why = f"{len(cost)} numbers for {stages} stages"
+        raise illegal(name, cost, why, "a number of seconds, or one per stage")
     return np.array([real(f"{name}[{s}]", c, at_least=0.0) for s, c in enumerate(cost)])
 
 

@@ -58,12 +58,9 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     where there is none and no cluster is given.
     """
     if in_outline(report):
-        raise illegal(
-            "detail",
-            "actions",
-            "an outline has its calls summed up, without the time of each",
-            "pl.predict(..., detail='calls'), or pl.predict on the other cluster",
-        )
+        why = "an outline has its calls summed up, without the time of each"
+        legal = "pl.predict(..., detail='calls'), or pl.predict on the other cluster"
+        raise illegal("detail", "actions", why, legal)
     cluster = Cluster.local(device=device_of(report)) if cluster is None else cluster
     if not isinstance(cluster, Cluster):
         raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")

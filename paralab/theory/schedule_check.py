@@ -58,7 +58,6 @@ def validate(
     *,
     microbatches: int | None = None,
     stages: int | None = None,
-    max_live: int | None = None,
 ) -> None:
     """Raise ScheduleError, a ValueError, at the first fault of ``schedule``; else it can run.
 
@@ -67,22 +66,9 @@ def validate(
     schedule      one list of actions (or of their text) per rank; stage s belongs on rank s % p
     microbatches  how many there have to be; default: as many as the lists mention
     stages        likewise, a multiple of the ranks
-    max_live      how many micro-batches (see `live`) may be alive on a rank at once; default: any
     """
-    lists, found = checked(schedule, microbatches=microbatches, stages=stages)
+    _, found = checked(schedule, microbatches=microbatches, stages=stages)
     timed(found, np.zeros(len(found.rank)))
-    if max_live is not None:
-        whole("max_live", max_live, at_least=1)
-        for rank, counts in enumerate(live(lists)):
-            if max(counts) > max_live:
-                at = next(i for i, count in enumerate(counts) if count > max_live)
-                raise ScheduleError(
-                    rank,
-                    at,
-                    str(lists[rank][at]),
-                    f"the activations of {counts[at]} micro-batches are alive",
-                    f"at most {max_live}: a backward before it",
-                )
 
 
 def checked(
@@ -102,20 +88,11 @@ def checked(
     busy = sum(map(bool, lists))
     for rank, row in enumerate(lists):
         if not row:
-            raise ScheduleError(
-                rank,
-                -1,
-                "everything",
-                f"rank {rank} has nothing to do",
-                "an action for every rank" + f", or {busy} lists" * (busy > 0),
-            )
+            legal = "an action for every rank" + f", or {busy} lists" * (busy > 0)
+            raise ScheduleError(rank, -1, "everything", f"rank {rank} has nothing to do", legal)
     if stages is not None and whole("stages", stages, at_least=1) % len(lists):
-        raise illegal(
-            "stages",
-            stages,
-            f"{len(lists)} ranks do not have equally many",
-            f"a multiple of {len(lists)}",
-        )
+        why = f"{len(lists)} ranks do not have equally many"
+        raise illegal("stages", stages, why, f"a multiple of {len(lists)}")
     if microbatches is not None:
         whole("microbatches", microbatches, at_least=1)
     found = order(lists, stages, microbatches, folded)
@@ -169,9 +146,8 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     for rank in cycle:
         node = stands[rank]
         need = order.source[node]
-        waits.append(
-            (rank, str(order.action(node)), str(order.action(need)), int(order.rank[need]))
-        )
+        both = str(order.action(node)), str(order.action(need))
+        waits.append((rank, *both, int(order.rank[need])))
     said, fix = [], ""
     for i, (rank, action, need, other) in enumerate(waits):
         there = waits[(i + 1) % len(waits)][1]  # what the other one stands at
@@ -180,14 +156,9 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
             said[-1] += f", but there {need} comes after {there}"
             fix = fix or f"{need} before {there} on rank {other}"
     rank, action = waits[0][:2]
-    return ScheduleError(
-        rank,
-        stands[rank] - first[rank],
-        action,
-        f"deadlock, the waits form a cycle: {'; '.join(said)}",
-        f"an order without the cycle, for instance {fix}",
-        waits,
-    )
+    why = f"deadlock, the waits form a cycle: {'; '.join(said)}"
+    legal = f"an order without the cycle, for instance {fix}"
+    return ScheduleError(rank, stands[rank] - first[rank], action, why, legal, waits)
 
 
 def _first_fault(
@@ -220,16 +191,11 @@ def _first_fault(
             if not lacks and names["B"] not in seen:
                 lacks = "W" if names["I"] in seen else "B"
             if lacks:
-                what = KINDS[lacks]
+                place, what = home(stage, p, folded), KINDS[lacks]
+                why = f"the {what} of stage {stage}, micro-batch {microbatch}, is in no list"
                 also = " (or both halves, I and W)" if lacks == "B" else ""
-                place = home(stage, p, folded)
-                return ScheduleError(
-                    place,
-                    -1,
-                    str(names[lacks]),
-                    f"the {what} of stage {stage}, micro-batch {microbatch}, is in no list",
-                    f"{names[lacks]}{also} in the list of rank {place}",
-                )
+                legal = f"{names[lacks]}{also} in the list of rank {place}"
+                return ScheduleError(place, -1, str(names[lacks]), why, legal)
     raise AssertionError("no fault in a schedule without an order")
 
 
@@ -252,10 +218,7 @@ def _fault_of(
     if place != rank:
         mine = ", ".join([str(s) for s in range(stages) if home(s, p, folded) == rank][:4])
         rule = "" if folded else f" (stage % {p})"
-        return (
-            f"stage {stage} lives on rank {place}{rule}",
-            f"on rank {rank} stage {mine}",
-        )
+        return f"stage {stage} lives on rank {place}{rule}", f"on rank {rank} stage {mine}"
     return None
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import add, mul
+from typing import Any
 
 from paralab.spec.cluster import ELEMENTS, Cluster
 from paralab.spec.model import BYTES_PER_ELEMENT
@@ -60,32 +61,14 @@ class Work:
     odd: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        a, b, c = self.products
-        d, e, f = other.products
-        return Work(
-            self.flops + other.flops,
-            self.bytes + other.bytes,
-            self.kernels + other.kernels,
-            (a + d, b + e, c + f),
-            self.operands + other.operands,
-            self.fused + other.fused,
-            tuple(map(add, self.elements, other.elements)),  # type: ignore[arg-type]
-            self.exact + other.exact,
-            self.odd + other.odd,
-        )
+        return Work(*map(_sum, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: float) -> Work:
-        a, b, c = self.products
         return Work(
-            self.flops * times,
-            self.bytes * times,
-            self.kernels * times,
-            (a * times, b * times, c * times),
-            self.operands * times,
-            self.fused * times,
-            tuple(n * times for n in self.elements),  # type: ignore[arg-type]
-            self.exact * times,
-            self.odd * times,
+            *[
+                tuple([n * times for n in value]) if type(value) is tuple else value * times
+                for value in vars(self).values()
+            ]
         )
 
     __rmul__ = __mul__
@@ -126,6 +109,10 @@ class Work:
         return max(
             taken + self.kernels * cluster.op_overhead, self.kernels * cluster.launch_overhead
         )
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return tuple(map(add, one, other)) if type(one) is tuple else one + other
 
 
 def linear(tokens: float, inputs: float, outputs: float, times: int = 1) -> tuple[Work, Work, Work]:

@@ -21,6 +21,7 @@ import csv
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import paralab as pl
 from paralab.interpret.totals import Totals
@@ -33,6 +34,29 @@ PRESET = pl.Cluster.preset("dgx-a100", nodes=64).replace(ports=4)
 STATED = PRESET.replace(
     memory_bandwidth=0.8 * 2039e9, operand_bandwidth=0.8 * 2039e9, launch_overhead=10e-6
 )
+
+
+class Setting(NamedTuple):
+    """How a row of Korthikanti's table 5 was split: table 3, and the text of sec. 6 for ``chunks``
+    per rank.
+    """
+
+    row: korthikanti.Measured
+    tp: int
+    pp: int
+    micro: int
+    chunks: int
+
+    @property
+    def model(self) -> pl.ModelSpec:
+        return self.row.model
+
+
+SPLITS = (8, 1, 4, 1), (8, 8, 1, 3), (8, 35, 1, 3), (8, 64, 1, 1)
+SETTINGS = {
+    row.name: Setting(row, *split)
+    for row, split in zip(korthikanti.TABLE_5[:4], SPLITS, strict=True)
+}
 
 
 @cache
@@ -66,12 +90,12 @@ def papers() -> dict[str, list[Run]]:
         seconds = flops / (row.plan.world_size * row.tflops * 1e12)
         table_1.append(Run(row.model.replace(dropout=0.1), row.plan, seconds))
     table_5 = []
-    for name, at in korthikanti.TABLE_3.items():
-        for full, seconds in zip((True, False), korthikanti.TABLE_5[name][:2], strict=True):
+    for at in SETTINGS.values():
+        for full, seconds in ((True, at.row.full), (False, at.row.present)):
             plan = pl.Plan(
                 tp=at.tp,
                 pp=at.pp,
-                microbatches=at.batch // at.micro,
+                microbatches=at.row.batch // at.micro,
                 microbatch_size=at.micro,
                 virtual_stages=at.chunks,
                 schedule="interleaved" if at.chunks > 1 else "1f1b",

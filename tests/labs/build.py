@@ -11,8 +11,9 @@ marked as a solution, it makes labs/solutions/NN_name.ipynb too. Four marks:
     ### STUB: return None       the student gets what the STUB lines say instead (any number of
     return 2 * (n - 1) / n      them; none: raise NotImplementedError("your turn")), indented as
     ### END SOLUTION            BEGIN is. No notebook shows the mark lines themselves
-    ### ANSWER: name            here comes paralab/exercises/answers/name.py, marks and all, without
-                                its docstring (paralab/exercises/sources.py inserts it)
+    ### ANSWER: name            here comes paralab/exercises/answers/name.py, or answers/name.py, a
+                                second solution; marks and all, without its docstring
+                                (paralab/exercises/sources.py inserts it)
     # %% tags=["solution-only"]             this cell, code or markdown, is in the solutions only
     # %% [markdown] tags=["student-only"]   and this one in the student's notebook only
 
@@ -46,12 +47,13 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 
 from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, structure
-from paralab.exercises.sources import solution, student
+from paralab.exercises.sources import ANSWERS, solution, student
 from paralab.view import widget_picture
 
 HERE = Path(__file__).resolve().parent
 LABS = HERE.parents[1] / "labs"
 SOURCES = HERE / "src"
+FOLDERS = ANSWERS, HERE / "answers"
 CELL_TIMEOUT_S = 300  # against a cell that hangs
 README_PICTURE, README_TAG = HERE / "pictures" / "timeline.png", "readme-picture"
 PICTURE_WIDTH = widget_picture.WIDTH[1]
@@ -81,7 +83,7 @@ def cells_of(source: Path, *, solved: bool = False) -> NotebookNode:
             cell.metadata["tags"] = tags
         if cell.cell_type == "code":
             try:
-                cell.source = (solution if solved else student)(cell.source)
+                cell.source = (solution if solved else student)(cell.source, FOLDERS)
             except ValueError as error:
                 raise ValueError(f"{source.name}, cell {number}: {error}") from None
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]

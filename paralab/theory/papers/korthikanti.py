@@ -18,43 +18,6 @@ from paralab.theory.papers.ptdp import PEAK, gpt
 from paralab.theory.papers.rows import NAN, rows_of
 
 
-class Setting(NamedTuple):
-    """A row of table 3; ``chunks`` per rank are in the text of sec. 6."""
-
-    heads: int
-    hidden: int
-    layers: int
-    tp: int
-    pp: int
-    devices: int
-    batch: int
-    micro: int
-    chunks: int
-
-    @property
-    def model(self) -> ModelSpec:
-        return gpt(self.heads, self.hidden, self.layers).replace(dropout=0.1)
-
-
-TABLE_3 = {
-    "22B": Setting(64, 6144, 48, 8, 1, 8, 4, 4, 1),
-    "175B": Setting(96, 12288, 96, 8, 8, 64, 64, 1, 3),
-    "530B": Setting(128, 20480, 105, 8, 35, 280, 280, 1, 3),
-    "1T": Setting(160, 25600, 128, 8, 64, 512, 512, 1, 1),
-}
-
-# Table 5: seconds per iteration with full recomputation, and with sequence parallelism and
-# selective recomputation; the rise in throughput, MFU and HFU of the latter in %.
-TABLE_5 = {
-    "22B": (1.42, 1.10, 29.0, 41.5, 43.7),
-    "175B": (18.13, 13.75, 31.8, 51.4, 52.8),
-    "530B": (49.05, 37.83, 29.7, 56.0, 57.0),
-    "1T": (94.42, 71.49, 32.1, 56.3, 57.0),
-}
-# Sec. 6.3: the 530B model with 8-way data parallelism, on 8 times the devices and batch.
-DP_8 = ("530B", 8, NAN, 39.15, NAN, 54.2, NAN)
-
-
 class Measured(NamedTuple):
     """A row of table 5.
 
@@ -78,15 +41,22 @@ class Measured(NamedTuple):
     peak: float = PEAK
 
 
-def printed_rows() -> list[Measured]:
-    """Those of table 5, and of sec. 6.3."""
-    found = []
-    for name, dp, full, present, *shares in [(n, 1, *row) for n, row in TABLE_5.items()] + [DP_8]:
-        at = TABLE_3[name]
-        found.append(
-            Measured(at.model, dp * at.devices, dp * at.batch, present, name, full, *shares)
-        )
-    return found
+def _row(name: str, *columns: Any) -> Measured:
+    heads, hidden, layers, devices, batch, full, present, *printed = columns
+    model = gpt(heads, hidden, layers).replace(dropout=0.1)
+    return Measured(model, devices, batch, present, name, full, *printed)
+
+
+# Of table 3: heads, hidden, layers, devices, batch. Of table 5: seconds per iteration with full
+# recomputation, and with sequence parallelism and selective recomputation; the rise in throughput,
+# MFU and HFU of the latter in %. Last, sec. 6.3: with 8-way data parallelism.
+TABLE_5 = (
+    _row("22B", 64, 6144, 48, 8, 4, 1.42, 1.10, 29.0, 41.5, 43.7),
+    _row("175B", 96, 12288, 96, 64, 64, 18.13, 13.75, 31.8, 51.4, 52.8),
+    _row("530B", 128, 20480, 105, 280, 280, 49.05, 37.83, 29.7, 56.0, 57.0),
+    _row("1T", 160, 25600, 128, 512, 512, 94.42, 71.49, 32.1, 56.3, 57.0),
+    _row("530B", 128, 20480, 105, 2240, 2240, NAN, 39.15, NAN, 54.2, NAN),
+)
 
 
 def korthikanti_table5(rows: Iterable[Measured | Mapping[str, Any]] | None = None) -> pd.DataFrame:
@@ -99,7 +69,7 @@ def korthikanti_table5(rows: Iterable[Measured | Mapping[str, Any]] | None = Non
     (`training.printed_selective_flops`); "HFU (%), counted once" is what its text describes.
     """
     made = []
-    for row in rows_of(Measured, rows, printed_rows()):
+    for row in rows_of(Measured, rows, TABLE_5):
         used = {"seconds": row.present, "devices": row.devices, "peak": row.peak}
         once = training.utilisation(row.model, row.batch, recompute="selective", **used)
         eq8 = training.printed_selective_flops(row.model, row.batch)
