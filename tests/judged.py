@@ -3,7 +3,8 @@
     RINGS = Table(EXERCISE, WRONG, RIGHT, alone=HANGS)
     test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_its_stub = RINGS.tests()
 
-The answer that the package shows is one of the right ones, and its stub is judged with them.
+The answers that the package shows are run by the notebooks of labs/solutions, whose stored verdicts
+say that they pass: here is what no notebook runs. The stub is judged with them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Table:
     """Answers to one exercise, each its parts, or the only one.
 
     wrong   (answer, limits it breaks, words of its verdict)
-    right   further answers that pass
+    right   answers that pass and that no notebook runs; without one, the answer that is shown
     alone   answers that stop the others: they hang, or fail on some ranks only
     exact   whether a wrong answer breaks no other limits
     """
@@ -88,7 +89,7 @@ class Table:
     ) -> None:
         self.exercise, self.wrong, self.alone, self.exact = exercise, wrong, alone, exact
         names, self.launches = asked_for(exercise), 0
-        self.right = [*right, stored(exercise.name, *names)]
+        self.right = list(right) or [stored(exercise.name, *names)]
         self.stub = defined(_built(exercise.name) + exercise.stub, *names)
         self._answers: list[Any] = []
         for one in (*(row[0] for row in wrong), *self.right, self.stub):

@@ -46,9 +46,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.without_clip, {"loss"}, "yours cannot be called so: got an unexpected keyword"),
     (7, {"loss"}, "required: a function, yours is 7"),
 ]  # fmt: skip
-OTHER = stored("accumulate_other", "accumulate_by_scaling")
-RIGHT = [bad.by_autograd_grad, OTHER]
-STEPS = Table(STEP, WRONG, RIGHT)
+STEPS = Table(STEP, WRONG, [bad.by_autograd_grad])
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_the_stub_of_a_step = STEPS.tests()
 
 

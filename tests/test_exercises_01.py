@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bad_answers_01 as bad
 import paralab as pl
-from judged import Table, altered, stored
+from judged import Table, altered
 
 RING, LEVELS = pl.exercises.ring_all_reduce, pl.exercises.hierarchical_all_reduce
 
@@ -58,7 +58,6 @@ RIGHT_RINGS = [
     ring((CHUNKS, f"rank -= 1  # which ends with chunk r, not r + 1\n    {CHUNKS}")),
     ring((SECOND, "sent = dist.isend(chunks[(rank + 1 + step) % n], left)\n"
                   "        dist.recv(chunks[(rank + 2 + step) % n], right)\n        sent.wait()")),
-    stored("ring_all_reduce_other", "ring_to_the_left"),
 ]  # fmt: skip
 ALL_RINGS = Table(RING, RINGS, RIGHT_RINGS, alone=[SENDS_FIRST])
 test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = ALL_RINGS.tests()
@@ -115,7 +114,6 @@ RIGHT_LEVELS = [
     levels((PART, "parts = list(tensor.chunk(k))\n    part = parts[rank % k].clone()"),
            (SCATTER, "dist.reduce_scatter(part, parts, group=inside)"),
            (GATHER, "dist.all_gather(parts, part, group=inside)")),
-    stored("hierarchical_all_reduce_other", "by_all_to_all"),
 ]  # fmt: skip
 ALL_LEVELS = Table(LEVELS, TWO_LEVELS, RIGHT_LEVELS)
 test_wrong_levels_are_refused, test_right_levels_pass, test_the_stub_of_levels = ALL_LEVELS.tests()

@@ -6,7 +6,7 @@ import pytest
 
 import bad_answers_02 as bad
 import paralab as pl
-from judged import Table, altered, stored
+from judged import Table, altered
 from paralab.exercises import ddp
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
@@ -37,11 +37,6 @@ MEANS = [  # answer, limits it breaks, words of the verdict
      "last call embedding.token.weight has no grad"),
     ("mean", {"gradients"}, "required: a function, yours is 'mean'"),
 ]  # fmt: skip
-RIGHT_MEANS = [
-    stored("average_gradients_other", "average_in_one_message"),
-    bad.mean_coalesced,
-]
-
 
 own = altered("my_ddp")
 N, WORK = "dist.get_world_size()", "work = dist.all_reduce(flat, async_op=True)"
@@ -89,12 +84,10 @@ DDPS = [
      {"gradients"}, "yours cannot be called so: got an unexpected keyword"),
     ("overlapped", {"gradients"}, "required: a class, yours is 'overlapped'"),
 ]  # fmt: skip
-RIGHT_DDPS = [
-    stored("my_ddp_other", "BucketViews"),
-    own((WORK, f"{MEAN}\n        {WORK}"), (f"            {MEAN}\n", "")),
-]
+RIGHT_DDP = own((WORK, f"{MEAN}\n        {WORK}"), (f"            {MEAN}\n", ""))
 HANGS = (bad.OtherOrderOnEveryRank, bad.Torchs)
-MEAN, TABLE = Table(AVERAGE, MEANS, RIGHT_MEANS), Table(DDP, DDPS, RIGHT_DDPS, alone=HANGS)
+MEAN = Table(AVERAGE, MEANS, [bad.mean_coalesced])
+TABLE = Table(DDP, DDPS, [RIGHT_DDP], alone=HANGS)
 test_a_wrong_mean_is_refused, test_a_right_mean_passes, test_the_stub_of_a_mean = MEAN.tests()
 test_a_wrong_ddp_is_refused, test_a_right_ddp_passes, test_the_stub_of_a_ddp = TABLE.tests()
 

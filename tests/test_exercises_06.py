@@ -10,7 +10,7 @@ import pytest
 
 import bad_answers_06 as bad
 import paralab as pl
-from judged import Table, altered, defined, missed, stored
+from judged import Table, altered, defined, missed
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
@@ -48,8 +48,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "my_checkpoint returns Tensor, not the block's y"),
     ("my_checkpoint", {"gradients"}, "required: a function"),
 ]  # fmt: skip
-RIGHT = [stored("checkpoint_other", "my_checkpoint"), bad.through_hooks]
-TABLE = Table(CHECKPOINT, WRONG, RIGHT)
+TABLE = Table(CHECKPOINT, WRONG, [bad.through_hooks])
 test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()
 
 
@@ -84,8 +83,7 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (bad.no_optimizer, {"one device"}, "the state 'optimizer' is missing"),
     (bad.a_sum, {"one device"}, "required: a dict, {state: bytes}, yours is a float"),
 ]
-RIGHT_BYTES = [stored("memory_estimator_other", "my_estimate"), MADE[""]]
-ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, RIGHT_BYTES)
+ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, [MADE[""]])
 test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = ESTIMATED.tests()
 
 

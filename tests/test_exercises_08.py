@@ -8,7 +8,7 @@ import numpy as np
 
 import bad_answers_08 as bad
 import paralab as pl
-from judged import Table, altered, stored
+from judged import Table, altered
 from paralab.exercises.tries import Found
 
 SUMMA = pl.exercises.summa
@@ -56,8 +56,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 
 
-RIGHT = [bad.OneBuffer, stored("summa_other", "MySumma")]
-TABLE = Table(SUMMA, WRONG, RIGHT, alone=[ROOT, HALF])
+TABLE = Table(SUMMA, WRONG, [bad.OneBuffer], alone=[ROOT, HALF])
 test_a_wrong_summa_is_refused, test_a_right_summa_passes, test_its_stub = TABLE.tests()
 
 
@@ -148,9 +147,8 @@ TURN = [
 GROUPED = [
     groups((f"{ROWS}\n    {COLUMNS}", f"{COLUMNS}\n    {ROWS}"),
            (LINES, "return [rows[i], columns[j]]")),
-    stored("grid_groups_other", "row_and_column"),
 ]  # fmt: skip
-MOVED = [cannon((NEXT, "moved(x, w, -1, -1)")), stored("cannon_other", "cannon")]
+MOVED = [cannon((NEXT, "moved(x, w, -1, -1)"))]
 ALL_LINES = Table(pl.exercises.grid_groups, LINE, GROUPED, alone=[FIRST_ONES])
 TORUS = Table(pl.exercises.cannon, TURN, MOVED)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = ALL_LINES.tests()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paralab as pl
-from judged import Table, altered, stored
+from judged import Table, altered
 from paralab.exercises.answers.streamed_optimizer import MyStreamedAdamW
 
 BANDWIDTH, STREAMED = pl.exercises.bandwidth, pl.exercises.streamed_optimizer
@@ -33,8 +33,7 @@ WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
      "required: a number of bytes per second"),
     (needed((", efficiency)", ")")), {FIRST}, "yours cannot be called so"),
 ]  # fmt: skip
-NEEDED = [stored("bandwidth_other", "bandwidth_needed")]
-BANDWIDTHS = Table(BANDWIDTH, WRONG_BANDWIDTH, NEEDED, exact=True)
+BANDWIDTHS = Table(BANDWIDTH, WRONG_BANDWIDTH, exact=True)
 test_a_wrong_bandwidth_is_refused, test_a_right_bandwidth_passes, test_its_stub = BANDWIDTHS.tests()
 
 
@@ -81,7 +80,6 @@ WRONG = [
     ("adam", {WEIGHTS}, "required: a class"),
 ]  # fmt: skip
 RIGHT = [
-    stored("streamed_optimizer_other", "MyStreamedAdamW"),
     adam(  # each unit is mapped by itself
         ("m = torch.from_numpy(moments[at : at + size])",
          'both = np.memmap(self.path, np.float32, "r+", 4 * at, (2 * size,))'),

@@ -30,6 +30,7 @@ import build
 import paralab as pl
 import strict_nbval
 from lab_outputs import PLOTLY, PNG, canonical_figure, structure
+from paralab.exercises import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 LABS = ROOT / "labs"
@@ -584,6 +585,17 @@ def test_what_an_exercise_shows_as_stub_and_solution_is_what_its_lab_has(exercis
         if not solved:
             answer = set(str(exercise.solution()).splitlines()) - set(text.splitlines())
             assert answer and not [line for line in answer if line.strip() and line in cell.source]
+
+
+def test_every_answer_that_the_package_has_is_checked_in_a_solution_and_stored_as_passed():
+    """A run of the labs compares with what is stored; here that is what it should be."""
+    solutions = [cell for path in STORED if path.parent != LABS for cell in stored(path).cells]
+    checks = [c for c in solutions if c.cell_type == "code" and "check(" in c.source]
+    for cell in checks:
+        assert any(": passed, all " in str(o.get("data")) for o in cell.outputs), cell.source
+    for path in sources.ANSWERS.glob("[a-z]*.py"):
+        answer = sources.solution(sources.answer(path.stem))
+        assert any(answer in cell.source for cell in checks), path.stem
 
 
 def private(source: str) -> list[str]:
