@@ -145,11 +145,6 @@ class Table:
         assert [(row.limit, row.asked) for row in verdict.rows] == list(self.exercise.asked.items())
         assert "\n" not in repr(verdict) and len(verdict.table) == len(self.exercise.asked)
 
-    def assert_reads_the_same_alone(self, answer: Any) -> None:
-        """A notebook's stored verdict is compared with a fresh one: of another launch."""
-        first, second = self[answer], self.exercise.check(*_parts(answer))
-        assert first == second and first._repr_html_() == second._repr_html_(), repr(second)
-
 
 def _parts(answer: Any) -> tuple:
     return answer if isinstance(answer, tuple) else (answer,)

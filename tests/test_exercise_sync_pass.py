@@ -155,7 +155,3 @@ def test_what_ranks_train_is_held_against_one_process(monkeypatch):
     assert missed(verdict) == {GRADIENTS, WEIGHTS}
     for times in (0.5, 0.25):
         assert f"it is {times} times what is required" in verdict.table.to_string()
-
-
-def test_two_verdicts_on_one_pass_are_the_same():
-    PASSES.assert_reads_the_same_alone(sums_too_early)

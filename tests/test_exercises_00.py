@@ -50,10 +50,6 @@ STEPS = Table(STEP, WRONG, [bad.by_autograd_grad])
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_the_stub_of_a_step = STEPS.tests()
 
 
-def test_two_verdicts_on_one_step_are_the_same():
-    STEPS.assert_reads_the_same_alone(MEANS)
-
-
 # ---- the peak ------------------------------------------------------------------------------------
 estimate = altered("peak_estimate")
 MOST = "max(at_output, at_mlp, at_scores, at_update)"

@@ -218,7 +218,3 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 ALL_CHUNKS = Table(CHUNKS, CHUNKED, [by_inspection], alone=partial(CHUNKED))
 test_wrong_chunks_are_refused, test_right_chunks_pass, test_the_stub_of_chunks = ALL_CHUNKS.tests()
-
-
-def test_a_verdict_reads_the_same_alone():
-    ALL_STEPS.assert_reads_the_same_alone(STEPS[0][0])

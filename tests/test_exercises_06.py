@@ -20,13 +20,13 @@ again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
-DISTURBS = again(("torch.set_rng_state(now)", "pass"))
 WRONG = [  # answer, limits it breaks, words of the verdict
     (again((APPLY, "block(x)")), {"forwards", "peak memory"},
      "block 0 runs 2 times in the step, required: 4"),
     (bad.torchs_own, {"gradients"}, "torch.utils.checkpoint is called: write what it does"),
     (again((BACK, "pass")), {"gradients"}, "of its largest entry"),
-    (DISTURBS, {"generator"}, "the program draws other numbers after the step"),
+    (again(("torch.set_rng_state(now)", "pass")), {"generator"},
+     "the program draws other numbers after the step"),
     (again((COMPUTE, f"{COMPUTE}\n            {BACK}\n            {COMPUTE}")), {"forwards"},
      "block 0 runs 6 times in the step, required: 4"),
     (again((FOUND, "return None, *(2 * one for one in found)")), {"gradients"}, "is off by"),
@@ -52,9 +52,8 @@ TABLE = Table(CHECKPOINT, WRONG, [bad.through_hooks])
 test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()
 
 
-def test_checkpoints_are_judged_in_one_launch_and_read_the_same_alone():
-    TABLE.assert_reads_the_same_alone(DISTURBS)
-    assert TABLE.launches == 1
+def test_checkpoints_are_judged_in_one_launch():
+    assert TABLE[bad.through_hooks] and TABLE.launches == 1
 
 
 # ---- the estimator -------------------------------------------------------------------------------

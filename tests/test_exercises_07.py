@@ -189,10 +189,6 @@ def test_a_multiple_is_named_although_its_rounding_is_as_many_times_larger():
     assert said.endswith("; it is 96 times what is required")
 
 
-def test_two_verdicts_on_one_answer_are_the_same():
-    TABLE[MLP].assert_reads_the_same_alone(WRONG[MLP][1][0])
-
-
 @pytest.mark.parametrize("kind", pairs.PAIRS)
 def test_the_whole_layer_is_what_autograd_makes_of_the_reference_gpt_s(kind):
     """The checker's own reference against torch."""

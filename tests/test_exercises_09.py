@@ -90,9 +90,9 @@ TABLE = Table(STREAMED, WRONG, RIGHT)
 test_a_wrong_optimizer_is_refused, test_a_right_optimizer_passes, test_the_stub = TABLE.tests()
 
 
-def test_tables_are_judged_in_one_launch_and_a_verdict_reads_the_same_alone():
-    TABLE.assert_reads_the_same_alone(EVERYTHING)
-    assert BANDWIDTHS[WRONG_BANDWIDTH[0][0]].started and BANDWIDTHS.launches == TABLE.launches == 1
+def test_tables_are_judged_in_one_launch():
+    assert BANDWIDTHS[WRONG_BANDWIDTH[0][0]].started and TABLE[EVERYTHING].started
+    assert BANDWIDTHS.launches == TABLE.launches == 1
 
 
 # ---- go further: the order of a streamed update, drawn -------------------------------------------

@@ -93,7 +93,3 @@ LAST_ONE_FIRST = altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]
 ALONE = [STEP_WRONG[-1][0]]  # ranks fail while others wait
 STEP_ALL = Table(STEP, STEP_WRONG, [LAST_ONE_FIRST], alone=ALONE)
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = STEP_ALL.tests()
-
-
-def test_two_verdicts_on_one_step_are_the_same():
-    STEP_ALL.assert_reads_the_same_alone(STEP_WRONG[0][0])
