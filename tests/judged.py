@@ -72,7 +72,8 @@ def _built(name: str) -> str:
 class Table:
     """Answers to one exercise, each its parts, or the only one.
 
-    wrong   (answer, limits it breaks, words of its verdict)
+    wrong   (answer, limits it breaks, words of its verdict: one text or several); a text in the
+            place of a function or a class is added to them
     right   answers that pass and that no notebook runs; without one, the answer that is shown
     alone   answers that stop the others: they hang, or fail on some ranks only
     exact   whether a wrong answer breaks no other limits
@@ -81,18 +82,20 @@ class Table:
     def __init__(
         self,
         exercise: Exercise,
-        wrong: Sequence[tuple[Any, set[str], str]],
+        wrong: Sequence[tuple[Any, set[str], str | tuple[str, ...]]],
         right: Sequence = (),
         *,
         alone: Sequence = (),
         exact: bool = False,
     ) -> None:
-        self.exercise, self.wrong, self.alone, self.exact = exercise, wrong, alone, exact
+        self.exercise, self.alone, self.exact = exercise, alone, exact
+        what, (first, *_) = exercise.takes[0].what, exercise.asked
+        self.wrong = [*wrong, ("no answer", {first}, f"required: {what}, yours is 'no answer'")]
         names, self.launches = asked_for(exercise), 0
         self.right = list(right) or [stored(exercise.name, *names)]
         self.stub = defined(_built(exercise.name) + exercise.stub, *names)
         self._answers: list[Any] = []
-        for one in (*(row[0] for row in wrong), *self.right, self.stub):
+        for one in (*(row[0] for row in self.wrong), *self.right, self.stub):
             if not _is_in(one, [*self._answers, *alone]):
                 self._answers.append(one)
         self._verdicts: list[Verdict] = []
@@ -121,12 +124,14 @@ class Table:
         """
 
         @pytest.mark.parametrize("answer, limits, words", self.wrong, ids=_name)
-        def refused(answer: Any, limits: set[str], words: str) -> None:
+        def refused(answer: Any, limits: set[str], words: str | tuple[str, ...]) -> None:
             verdict = self[answer]  # once: what hangs is waited for each time
             broken = missed(verdict)
             assert not verdict and verdict.started, repr(verdict)
             assert limits == broken if self.exact else limits <= broken, verdict.table.to_string()
-            assert words in repr(verdict) + verdict.table.to_string(), repr(verdict)
+            said = repr(verdict) + verdict.table.to_string()
+            for part in (words,) if isinstance(words, str) else words:
+                assert part in said, repr(verdict)
 
         @pytest.mark.parametrize("answer", self.right, ids=_name)
         def passes(answer: Any) -> None:

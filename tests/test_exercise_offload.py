@@ -57,7 +57,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.of_units_alone, {JOBS}, "yours cannot be called so: too many positional"),
     (attacks.stream_not_for_four, {JOBS}, "units, window=(4, 2): jobs[11][1]=4: out of range"),
     (attacks.exits, {JOBS}, "rank 0 called sys.exit(3)"),
-    ("stream", {JOBS}, "required: a function, yours is 'stream'"),
 ]  # fmt: skip
 RIGHT = [bad.good, bad.two_of_many, bad.last_unit_first, bad.in_halves, bad.a_generator,
          attacks.stream_of_lists]  # fmt: skip

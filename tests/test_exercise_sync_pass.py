@@ -127,8 +127,6 @@ WRONG = [  # answer, limits it misses, words of the verdict
     (lambda program: None, {PROGRAM}, "it returned a NoneType, not a program"),
     (lambda program: 1 / 0, {PROGRAM}, "raised ZeroDivisionError"),
     (lambda: None, {PROGRAM}, "yours cannot be called so"),
-    (None, {PROGRAM}, "required: a function, yours is None"),
-    ("a pass", {PROGRAM}, "required: a function, yours is 'a pass'"),
     (FailsOnRanks(), {PROGRAM}, "raised KeyError: 'bucket 7'"),
     (attacks.exits, {PROGRAM}, "rank 0 called sys.exit(3)"),
     (attacks.never_ends, {PROGRAM}, "2,000,000 lines of it were run, and it has not ended"),

@@ -63,7 +63,6 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (bad.states_summed, "tied output matrix", "required: a dict"),
     (bad.states_nothing, "tied output matrix", "yours is a NoneType"),
     (bad.states_raises, "tied output matrix", "no attribute 'parameters'"),
-    (None, "tied output matrix", "required: a function, yours is None"),
 ]
 DEVICES = [
     (bad.devices_gib, "GiB"),

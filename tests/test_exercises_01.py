@@ -53,7 +53,6 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
      "yours cannot be called so: missing a required argument"),
     (bad.raises, {"result"}, "raised KeyError: 'chunk 7'"),
-    (None, {"result"}, "required: a function, yours is None"),
 ]  # fmt: skip
 RIGHT_RINGS = [
     ring((CHUNKS, f"rank -= 1  # which ends with chunk r, not r + 1\n    {CHUNKS}")),

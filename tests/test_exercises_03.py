@@ -214,7 +214,6 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
      {"loss"}, "rank 1 returns 0.0, required: "),
     (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
     (lambda stages, lists: 0.0, {"gradients"}, "required: interleaved_step(stages, lists, batches"),
-    ("chunks", {"gradients"}, "required: a function, yours is 'chunks'"),
 ]  # fmt: skip
 ALL_CHUNKS = Table(CHUNKS, CHUNKED, [by_inspection], alone=partial(CHUNKED))
 test_wrong_chunks_are_refused, test_right_chunks_pass, test_the_stub_of_chunks = ALL_CHUNKS.tests()

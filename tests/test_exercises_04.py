@@ -40,7 +40,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ((FIRST, bad.schedule_nothing, THIRD), {TWO}, "schedule=None: not a schedule"),
     ((FIRST, SECOND, bad.schedule_only_six), {THREE}, "p=4, m=8: "),
     (FIRST, {TWO, THREE}, "p=4, m=8: not started yet"),
-    (("first", SECOND, THIRD), {ONE}, "required: a function"),
 ]  # fmt: skip
 RIGHT = own("zb-h1"), own("zb-h2"), lambda pp, m: map(" ".join, THIRD(pp, m))
 TABLE = Table(TASK, WRONG, [RIGHT], exact=True)

@@ -33,7 +33,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3(("self.lr = lr", "raise KeyError('unit 7')")), {"weights"}, "raised KeyError: 'unit 7'"),
     (bad.Torchs, {"weights"}, "raised "),
     (zero3(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
-    ("zero", {"weights"}, "required: a class, yours is 'zero'"),
 ]  # fmt: skip
 RIGHT = zero3(SUMS, (UPDATE, f"{UPDATE} / self.ranks"))
 TABLE = Table(ZERO3, WRONG, [RIGHT], alone=[bad.Torchs])

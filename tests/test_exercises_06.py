@@ -46,7 +46,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"peak memory"}, "bytes at its peak, required:"),
     (again((APPLY, "x.mean()")), {"gradients"},
      "my_checkpoint returns Tensor, not the block's y"),
-    ("my_checkpoint", {"gradients"}, "required: a function"),
 ]  # fmt: skip
 TABLE = Table(CHECKPOINT, WRONG, [bad.through_hooks])
 test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()

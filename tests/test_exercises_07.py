@@ -21,7 +21,7 @@ attention = altered("tensor_attention")
 pair = altered("f_and_g")
 loss = altered(LOSS)
 T, SUM, SUM_BACK = "dist.get_world_size()", "dist.all_reduce(x)", "dist.all_reduce(grad)"
-AVERAGES, F_ALONE = pair((SUM_BACK, f"{SUM_BACK}\n        grad /= {T}")), pair()[0]
+F_ALONE = pair()[0]
 LARGEST, BOTH = "largest = logits.max(dim=1).values", "dist.all_reduce(sums)"
 HERE, SAVED = "here.to(share.dtype)", "share, local, here = ctx.saved_tensors"
 LINEAR = "F.linear(inside, self.down.weight)"
@@ -42,8 +42,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (pair(("f, g =", "Copy.forward = staticmethod(Sum.forward)\nf, g =")),
          {"result", "gradients", FORWARD},
          "; the input was summed over the ranks before the layer"),
-        (AVERAGES, {"gradients"}, "the input's gradient, element (0, 0, 0): "),
-        (AVERAGES, {"gradients"}, "; it is 0.5 times what is required"),
+        (pair((SUM_BACK, f"{SUM_BACK}\n        grad /= {T}")), {"gradients"},
+         ("the input's gradient, element (0, 0, 0): ", "; it is 0.5 times what is required")),
         (pair((SUM, "every = x.new_empty(dist.get_world_size() * x.numel())\n        "
                "dist.all_gather_into_tensor(every, x.contiguous().view(-1))\n"
                "        x = every.view(-1, *x.shape).sum(0)")), {FORWARD},
@@ -94,7 +94,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp(("inside = F", "raise KeyError('A')\n        inside = F")),
          {"result"}, "t=2: rank 0 raised KeyError: 'A'"),
         (lambda up, down: None, {"result"}, "yours cannot be called so: got an unexpected keyword"),
-        ("mlp", {"result"}, "required: a class, yours is 'mlp'"),
     ],
     ATTENTION: [
         (attention((WEIGHT, "qkv.weight.chunk(t)[rank]"), (BIAS, "qkv.bias.chunk(t)[rank]")),

@@ -77,7 +77,6 @@ WRONG = [
      "differs after step 1"),
     (adam((COUNT, "raise KeyError('unit 3')")), {WEIGHTS}, "raised KeyError: 'unit 3'"),
     (adam(("def step(", "def go(")), {WEIGHTS}, "the class has no method step"),
-    ("adam", {WEIGHTS}, "required: a class"),
 ]  # fmt: skip
 RIGHT = [
     adam(  # each unit is mapped by itself

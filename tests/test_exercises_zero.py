@@ -98,7 +98,6 @@ ZERO = [  # answer, limits it breaks, words of the verdict
      "N=3: rank 0: step 1, part 0, element 0: "),
     (zero1((COPY, f"{COPY}\n        self.parameters.resize_(10)")), {"parameters"},
      "the parameters have shape (10,) now"),
-    ("zero", {"parameters"}, "required: a class, yours is 'zero'"),
 ]  # fmt: skip
 RIGHT = [
     zero1((REDUCE, f"{FULL}every = torch.empty_like(full)\n"
