@@ -89,11 +89,12 @@ class Table:
         exact: bool = False,
     ) -> None:
         self.exercise, self.alone, self.exact = exercise, alone, exact
-        what, (first, *_) = exercise.takes[0].what, exercise.asked
-        self.wrong = [*wrong, ("no answer", {first}, f"required: {what}, yours is 'no answer'")]
         names, self.launches = asked_for(exercise), 0
         self.right = list(right) or [stored(exercise.name, *names)]
         self.stub = defined(_built(exercise.name) + exercise.stub, *names)
+        form = "a class" if isinstance(_parts(self.stub)[0], type) else "a function"
+        words = f"required: {exercise.takes[0].kind or form}, yours is 'no answer'"
+        self.wrong = [*wrong, ("no answer", {next(iter(exercise.asked))}, words)]
         self._answers: list[Any] = []
         for one in (*(row[0] for row in self.wrong), *self.right, self.stub):
             if not _is_in(one, [*self._answers, *alone]):
