@@ -1,14 +1,42 @@
-"""Processes that tests look for: what a launch has started, on every system that psutil knows."""
+"""Processes that tests start, and those that they look for: what a launch has started."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import psutil
 
 from paralab.launch import _house
 from patience import HANG_S
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python(
+    *words: str | Path, cwd: Path | None = None, path: Sequence[Path] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds paralab, and before it what is in ``path``, at its end."""
+    folders = os.pathsep.join(map(str, [*path, ROOT]))
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": folders, **variables},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+
+
+def printed(code: str, **variables: str) -> str:
+    """What it prints with this code, which does not fail."""
+    ran = python("-c", code, **variables)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def until(condition: Callable[[], object]) -> bool:

@@ -18,6 +18,7 @@ from paralab.instruments import calibrate, processors
 from paralab.interpret.predict import predict
 from paralab.theory import fit
 from paralab.theory.traffic import wire_bytes
+from processes import printed
 
 KINDS = ("forward", "input", "weight")  # of matrix products
 
@@ -386,19 +387,7 @@ print(json.dumps({"torch": "torch" in sys.modules, "known": known, "same": same}
 def real(tmp_path_factory):
     """A calibration of this machine, in a process of its own."""
     cache = tmp_path_factory.mktemp("calibration")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={
-            **os.environ,
-            "PARALAB_CACHE_DIR": str(cache),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(printed(SCRIPT, PARALAB_CACHE_DIR=str(cache)))
 
 
 def test_calibrating_keeps_torch_out_of_the_caller(real):

@@ -14,8 +14,6 @@ import pickle
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -556,20 +554,6 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
 
 
 # ---- where it is called from --------------------------------------------------------------------
-def test_the_callers_process_saves_and_resumes_without_torch(tmp_path):
-    script = f"""
-import sys, paralab as pl
-model = pl.ModelSpec(layers=1, hidden=8, heads=1, seq_len=8)
-for resume in (None, {str(tmp_path)!r}):
-    pl.run(model, pl.Plan(dp=2), steps=1, save={str(tmp_path)!r}, resume=resume, progress=False)
-print([m for m in sys.modules if m.partition(".")[0] == "torch"])
-"""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
-    assert latest(tmp_path).name == "step-00000002"
-
-
 def test_the_command_line_saves_and_resumes(tmp_path, capsys, text):
     small = ["--layers", "1", "--hidden", "8", "--heads", "1", "--seq-len", "8", "--steps", "2"]
     where = ["--data", str(text), "--checkpoint", str(tmp_path)]

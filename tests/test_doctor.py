@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from paralab import cli, doctor
 from paralab.doctor import LABS, diagnose
 from paralab.instruments import calibrate
+from processes import python
 
 ROOT = Path(__file__).resolve().parent.parent
 GB, MB = 10**9, 10**6
@@ -192,22 +191,22 @@ def test_without_torch_nothing_is_claimed_about_gpus():
 
 
 # ---- the facts ----------------------------------------------------------------------------------
-def python(code: str) -> list[str]:
+def command(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
 def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it():
-    hung = doctor.ask_torch(timeout=0.5, command=python("import time; time.sleep(60)"))
+    hung = doctor.ask_torch(timeout=0.5, command=command("import time; time.sleep(60)"))
     assert hung["error"] == "importing it took more than 0.5 s"
-    crashed = doctor.ask_torch(command=python("import os; os.kill(os.getpid(), 11)"))
+    crashed = doctor.ask_torch(command=command("import os; os.kill(os.getpid(), 11)"))
     assert crashed["error"] == "its process ended with signal 11"
-    missing = doctor.ask_torch(command=python("import no_such_torch"))
+    missing = doctor.ask_torch(command=command("import no_such_torch"))
     assert missing["error"] == "ModuleNotFoundError: No module named 'no_such_torch'"
-    quiet = doctor.ask_torch(command=python(""))
+    quiet = doctor.ask_torch(command=command(""))
     assert quiet["error"] == "its process did not say what it found"
     assert "No such file" in doctor.ask_torch(command=["/no/such/python"])["error"]
     answer = {"version": "9", "cuda": "13", "gpus": [H100], "backends": ["gloo"], "seconds": 1.0}
-    told = doctor.ask_torch(command=python(f"print('noise'); print({json.dumps(answer)!r})"))
+    told = doctor.ask_torch(command=command(f"print('noise'); print({json.dumps(answer)!r})"))
     assert told == answer | {"error": None}
 
 
@@ -323,9 +322,7 @@ def test_gpus_are_not_calibrated_where_there_are_none(monkeypatch, capsys):
 def test_where_torch_breaks_the_doctor_itself_does_not(tmp_path):
     """The whole command, on this machine, with a torch that cannot be imported."""
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.99: no such file')\n")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    ran = subprocess.run([sys.executable, "-m", "paralab", "doctor"], env=env, cwd=tmp_path,
-                         capture_output=True, text=True, timeout=120)  # fmt: skip
+    ran = python("-m", "paralab", "doctor", cwd=tmp_path, path=[tmp_path])
     assert ran.returncode == 1 and ran.stderr == ""
     assert "cannot be imported: ImportError: libcudart.so.99" in ran.stdout
 
@@ -335,7 +332,7 @@ def test_this_machine_passes_and_the_doctor_leaves_torch_out():
         "import sys, paralab.cli; status = paralab.cli.main(['doctor', '--json']);"
         "sys.exit(status or 10 * ('torch' in sys.modules))"
     )
-    ran = subprocess.run(python(code), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ran = python("-c", code)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(ran.stdout)
     assert found["runs"] and "gloo" in found["machine"]["torch"]["backends"]

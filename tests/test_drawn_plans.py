@@ -18,12 +18,14 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+import drawn
 import paralab as pl
+from drawn import MODEL, PLAN, SMALL
 from equality import assert_equal_state, reference
 from paralab.parallel.layouts import activation_box, box_shape
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
-from paralab.spec import BYTES_PER_ELEMENT, SCHEDULE_NAMES
+from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory import tensor
 from paralab.theory.traffic import BOOKKEEPING, wire_bytes
 from paralab.theory.zero import volume
@@ -32,48 +34,10 @@ LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
 MACHINE = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=16, intra=LINK, host=LINK,
                      disk=LINK, host_bandwidth=1e10)  # fmt: skip
 FIELDS = [f.name for kind in (pl.Plan, pl.ModelSpec) for f in dataclasses.fields(kind)]
-TIERS = (
-    {"activations": "cpu"}, {"activations": "nvme", "optimizer": "cpu"}, {"optimizer": "nvme"},
-    {"gradients": "cpu", "optimizer": "cpu", "delayed": True}, {"gradients": "cpu"},
-    {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}, {"parameters": "cpu"},
-)  # fmt: skip
-PLAN = {
-    "dp": (1, 2, 3, 4, 8),
-    "tp": (1, 2, 3, 4, 8, 9),
-    "pp": (1, 2, 3, 4, 5),
-    "schedule": SCHEDULE_NAMES,
-    "microbatches": (1, 2, 3, 4, 5, 6, 7, 12),
-    "microbatch_size": (1, 2, 4),
-    "virtual_stages": (1, 2, 3),
-    "zero_stage": (0, 1, 2, 3),
-    "shard": (None, 1, 2, 3),
-    "sequence_parallel": (False, True),
-    "recompute": ("none", "selective", "full"),
-    "offload": (None, "cpu", "nvme", *TIERS),
-    "precision": ("fp32", "bf16", "fp16"),
-    "grad_dtype": (None, "fp32"),
-    "tp_mode": ("1d", "2d", "2.5d", "3d"),
-    "tp_depth": (None, 1, 2),
-    "partition_activations": (False, True),
-    "grad_sync": ("naive", "bucketed", "overlapped"),
-    "bucket_bytes": (1, 7_000, 50_000, 10**9),
-    "prefetch": (0, 1, 2, 5),
-}
-MODEL = {
-    "layers": (1, 2, 4, 5, 6),
-    "heads": (1, 3, 4, 8),
-    "hidden": (24, 40, 48),
-    "seq_len": (8, 9, 16),
-    "vocab": (256, 257, 260, 264),
-    "tied": (True, False),
-    "dropout": (0.0, 0.1),
-    "attention": ("explicit", "sdpa"),
-}
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=6),
     st.lists(st.integers(0, 3), max_size=2), st.just({"a": 1}),
 )  # fmt: skip
-SMALL = {"layers": 4, "hidden": 48, "heads": 4, "seq_len": 16, "vocab": 260}
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 CALM = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -113,19 +77,9 @@ def anything(draw, values: dict) -> dict:
 
 @st.composite
 def legal(draw, ranks: int) -> tuple[pl.ModelSpec, pl.Plan]:
-    """Changes of a plain plan and model, some at a time, as long as they are legal together."""
-    chance, model, plan = draw(seeds), pl.ModelSpec(**SMALL), pl.Plan()
-    for _ in range(60):
-        names = chance.sample([*PLAN, *MODEL], chance.randint(1, 3))
-        more = {name: chance.choice((PLAN | MODEL)[name]) for name in names}
-        try:
-            other = model.replace(**{n: v for n, v in more.items() if n in MODEL})
-            changed = plan.replace(**{n: v for n, v in more.items() if n in PLAN})
-            changed.validate(other)
-        except ValueError:
-            continue
-        if changed.world_size <= ranks:
-            model, plan = other, changed
+    """A drawn plan, with overlap in tensor parallelism or without."""
+    chance = draw(seeds)
+    model, plan = drawn.legal(chance, ranks)
     if plan.tp > 1 and plan.tp_mode == "1d":
         plan = plan.replace(tp_overlap=chance.random() < 0.5)
     return model, plan

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from math import prod
 
@@ -105,21 +102,6 @@ def test_copies_and_parameters_are_those_of_a_run(both):
 # ---- the face ------------------------------------------------------------------------------------
 TRILLION = pl.ModelSpec.preset("ptdp-1t")
 BIG = pl.Plan(dp=6, tp=8, pp=64, microbatches=512, microbatch_size=1, recompute="full")
-ALONE = """
-import json, sys
-import paralab as pl
-model = pl.ModelSpec.preset("ptdp-1t")
-plan = pl.Plan(dp=6, tp=8, pp=64, microbatches=512, microbatch_size=1, recompute="full")
-report = pl.dry_run(model, plan, rank=3071)
-print(json.dumps(["torch" in sys.modules, report.peak_memory]))
-"""
-
-
-def test_a_trillion_parameters_take_no_torch():
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    torch_there, peak_memory = json.loads(done.stdout)
-    assert not torch_there and peak_memory > 2**35
 
 
 @pytest.fixture(scope="module")

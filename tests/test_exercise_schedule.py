@@ -52,7 +52,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (attacks.schedule_not_for_two, {"other sizes"}, "p=4, m=2: "),
     (attacks.schedule_not_for_five, {"other sizes"}, "p=5, m=3: "),
     (SCHEDULES["1f1b"], {"schedule"}, "is the library's own; required: one of yours"),
-    ("1f1b", {"schedule"}, "required: a function"),
 ]  # fmt: skip
 
 

@@ -40,13 +40,9 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ((FIRST, bad.schedule_nothing, THIRD), {TWO}, "schedule=None: not a schedule"),
     ((FIRST, SECOND, bad.schedule_only_six), {THREE}, "p=4, m=8: "),
     (FIRST, {TWO, THREE}, "p=4, m=8: not started yet"),
-    (("first", SECOND, THIRD), {ONE}, "required: a function"),
 ]  # fmt: skip
-RIGHT = [
-    stored("better_schedules_other", "from_1f1b", "second_by_rule", "third_by_rule"),
-    (own("zb-h1"), own("zb-h2"), lambda pp, microbatches: map(" ".join, THIRD(pp, microbatches))),
-]
-TABLE = Table(TASK, WRONG, RIGHT, exact=True)
+RIGHT = own("zb-h1"), own("zb-h2"), lambda pp, m: map(" ".join, THIRD(pp, m))
+TABLE = Table(TASK, WRONG, [RIGHT], exact=True)
 test_a_schedule_that_misses_a_target_is_refused, test_right_ones_pass, test_its_stub = TABLE.tests()
 
 

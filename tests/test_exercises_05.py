@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 import bad_answers_05 as bad
 import paralab as pl
-from judged import Table, altered, stored
+from judged import Table, altered
 
 ZERO3 = pl.exercises.my_zero3
 
@@ -35,13 +33,9 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3(("self.lr = lr", "raise KeyError('unit 7')")), {"weights"}, "raised KeyError: 'unit 7'"),
     (bad.Torchs, {"weights"}, "raised "),
     (zero3(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
-    ("zero", {"weights"}, "required: a class, yours is 'zero'"),
 ]  # fmt: skip
-RIGHT = [
-    stored("my_zero3_other", "SavedTensorHooks"),
-    zero3(SUMS, (UPDATE, f"{UPDATE} / self.ranks")),
-]
-TABLE = Table(ZERO3, WRONG, RIGHT, alone=[bad.Torchs])
+RIGHT = zero3(SUMS, (UPDATE, f"{UPDATE} / self.ranks"))
+TABLE = Table(ZERO3, WRONG, [RIGHT], alone=[bad.Torchs])
 test_a_wrong_zero3_is_refused, test_a_right_zero3_passes, test_its_stub = TABLE.tests()
 
 
@@ -56,7 +50,7 @@ AHEAD = pl.exercises.my_prefetch
 ahead = altered("my_prefetch")
 WAIT, BACK = "self.flying.pop(i).wait()", "following=-1))"
 FOLLOWS = "        self.post(i + following)\n"
-GOOD, FORWARD = ahead(), "no gather is in flight during the forward of unit 1"
+FORWARD = "no gather is in flight during the forward of unit 1"
 LATE = [  # answer, limits it breaks, words of the verdict
     (zero3(), {"exposed time"}, "72 ms of a step, required: at most 36 ms"),
     (ahead((BACK, "following=0))")), {"exposed time"},
@@ -86,16 +80,13 @@ LATE = [  # answer, limits it breaks, words of the verdict
     (ahead(SUMS), {"weights"}, "timed units: step 2: the units' output is "),
     (ahead(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
 ]  # fmt: skip
-HIDDEN = [stored("my_prefetch_other", "InOrder"), GOOD, bad.LearnsTheOrder]
-TIMES = "8 ms", "32 ms", "32 ms", "32 ms"
-PREFETCHES = Table(AHEAD, LATE, HIDDEN)
+PREFETCHES = Table(AHEAD, LATE, [bad.LearnsTheOrder])
 test_a_wrong_prefetch_is_refused, test_a_right_prefetch_passes, test_the_stub = PREFETCHES.tests()
 
 
-@pytest.mark.parametrize("answer, exposed", list(zip(PREFETCHES.right, TIMES, strict=True)))
-def test_the_exposed_time_of_a_prefetch_is_that_of_the_stated_costs(answer, exposed):
-    assert PREFETCHES[answer].rows[-1].yours == exposed
+def test_the_exposed_time_of_a_prefetch_is_that_of_the_stated_costs():
+    assert PREFETCHES[bad.LearnsTheOrder].rows[-1].yours == "32 ms"
 
 
 def test_prefetch_takes_a_launch_of_timed_units_one_of_training_and_a_reference():
-    assert PREFETCHES[GOOD] and PREFETCHES.launches <= 3
+    assert PREFETCHES[bad.LearnsTheOrder] and PREFETCHES.launches <= 3

@@ -10,7 +10,7 @@ import pytest
 
 import bad_answers_06 as bad
 import paralab as pl
-from judged import Table, altered, defined, missed, stored
+from judged import Table, altered, defined, missed
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
@@ -20,13 +20,13 @@ again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
-DISTURBS = again(("torch.set_rng_state(now)", "pass"))
 WRONG = [  # answer, limits it breaks, words of the verdict
     (again((APPLY, "block(x)")), {"forwards", "peak memory"},
      "block 0 runs 2 times in the step, required: 4"),
     (bad.torchs_own, {"gradients"}, "torch.utils.checkpoint is called: write what it does"),
     (again((BACK, "pass")), {"gradients"}, "of its largest entry"),
-    (DISTURBS, {"generator"}, "the program draws other numbers after the step"),
+    (again(("torch.set_rng_state(now)", "pass")), {"generator"},
+     "the program draws other numbers after the step"),
     (again((COMPUTE, f"{COMPUTE}\n            {BACK}\n            {COMPUTE}")), {"forwards"},
      "block 0 runs 6 times in the step, required: 4"),
     (again((FOUND, "return None, *(2 * one for one in found)")), {"gradients"}, "is off by"),
@@ -46,16 +46,13 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"peak memory"}, "bytes at its peak, required:"),
     (again((APPLY, "x.mean()")), {"gradients"},
      "my_checkpoint returns Tensor, not the block's y"),
-    ("my_checkpoint", {"gradients"}, "required: a function"),
 ]  # fmt: skip
-RIGHT = [stored("checkpoint_other", "my_checkpoint"), bad.through_hooks]
-TABLE = Table(CHECKPOINT, WRONG, RIGHT)
+TABLE = Table(CHECKPOINT, WRONG, [bad.through_hooks])
 test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()
 
 
-def test_checkpoints_are_judged_in_one_launch_and_read_the_same_alone():
-    TABLE.assert_reads_the_same_alone(DISTURBS)
-    assert TABLE.launches == 1
+def test_checkpoints_are_judged_in_one_launch():
+    assert TABLE[bad.through_hooks] and TABLE.launches == 1
 
 
 # ---- the estimator -------------------------------------------------------------------------------
@@ -84,8 +81,7 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (bad.no_optimizer, {"one device"}, "the state 'optimizer' is missing"),
     (bad.a_sum, {"one device"}, "required: a dict, {state: bytes}, yours is a float"),
 ]
-RIGHT_BYTES = [stored("memory_estimator_other", "my_estimate"), MADE[""]]
-ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, RIGHT_BYTES)
+ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, [MADE[""]])
 test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = ESTIMATED.tests()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import paralab as pl
-from judged import Table, altered, stored
+from judged import Table, altered
 from paralab.exercises import mesh
 
 GROUPS, STEP = pl.exercises.mesh_groups, pl.exercises.mesh_step
@@ -52,8 +52,7 @@ WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
      "'tp': 1}, yours"),
 ]  # fmt: skip
 GROUP_WRONG = [(altered(GROUPS.name)(*pairs), *row) for pairs, *row in WRONG_GROUPS]
-GROUP_RIGHT = [stored("mesh_groups_other", "mesh_groups"), by_hand]
-GROUP_ALL = Table(GROUPS, GROUP_WRONG, GROUP_RIGHT, exact=True)
+GROUP_ALL = Table(GROUPS, GROUP_WRONG, [by_hand], exact=True)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = GROUP_ALL.tests()
 
 
@@ -90,14 +89,7 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([('group=groups["dp"])  #', ")  #")], {NORM}, "raised "),
 ]  # fmt: skip
 STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
-STEP_RIGHT = [
-    stored("mesh_step_other", "mesh_step"),
-    altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]")),  # the last one first
-]
+LAST_ONE_FIRST = altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]"))
 ALONE = [STEP_WRONG[-1][0]]  # ranks fail while others wait
-STEP_ALL = Table(STEP, STEP_WRONG, STEP_RIGHT, alone=ALONE)
+STEP_ALL = Table(STEP, STEP_WRONG, [LAST_ONE_FIRST], alone=ALONE)
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = STEP_ALL.tests()
-
-
-def test_two_verdicts_on_one_step_are_the_same():
-    STEP_ALL.assert_reads_the_same_alone(STEP_WRONG[0][0])

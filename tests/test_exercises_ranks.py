@@ -58,7 +58,6 @@ RING = [  # answer, limits it breaks, words of the verdict
     (WAITS_FOR_NOBODY, {"result"}, "nothing moves any more: rank 1 in exchange"),
     (ring(("(group, tensor)", "(group)")), {"result"},
      "yours cannot be called so: too many positional"),
-    ("ring", {"result"}, "required: a function, yours is 'ring'"),
     # right by luck, around the ledger, for one size
     (attacks.ring_waits_at_the_end, {"result"}, "of send #1 was changed before it was waited for"),
     (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),

@@ -10,12 +10,12 @@ import gzip
 import json
 import os
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import drawn
 import paralab as pl
 from dry_offload import dry_host
 from paralab.interpret.memory import Memory, memory
@@ -25,7 +25,7 @@ from witness_memory import Witness, on_ranks, witness
 COUNT = os.environ.get("PARALAB_MEMORY_PLANS")
 # Of the first thirty draws these have every value of every setting that any of them has.
 SEEDS = range(int(COUNT)) if COUNT else (0, 2, 8, 11, 13, 14, 17, 20, 25, 26, 28)
-MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=16, vocab=260)
+MODEL = pl.ModelSpec(**drawn.SMALL)
 PARAMETERS, OPTIMIZER = ("device", "parameters"), ("device", "optimizer")
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
@@ -115,55 +115,25 @@ def test_a_run_on_real_ranks_holds_it_to_the_byte_and_has_this_peak(name):
 
 
 # ---- peaks of drawn plans ------------------------------------------------------------------------
-PLAN = {
-    "dp": (1, 2, 3, 4, 8),
+OF_PLAN = {name: some for name, some in drawn.PLAN.items() if name != "tp_depth"} | {
     "tp": (1, 2, 3, 4, 8),
     "pp": (1, 2, 3, 4),
     "schedule": ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"),
     "microbatches": (1, 2, 3, 4, 6),
-    "microbatch_size": (1, 2, 4),
-    "virtual_stages": (1, 2, 3),
-    "zero_stage": (0, 1, 2, 3),
-    "shard": (None, 1, 2, 3),
-    "sequence_parallel": (False, True),
-    "recompute": ("none", "selective", "full"),
     "offload": (None, None, "cpu", "nvme", {"activations": "cpu"}, {"optimizer": "cpu"}),
-    "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": (None, "fp32-copy", "fp32"),
-    "tp_mode": ("1d", "2d", "2.5d", "3d"),
-    "partition_activations": (False, True),
-    "grad_sync": ("naive", "bucketed", "overlapped"),
-    "bucket_bytes": (1, 7_000, 50_000, 10**9),
-    "prefetch": (0, 1, 2, 5),
 }
-SPEC = {
+OF_MODEL = drawn.MODEL | {
     "layers": (1, 2, 4, 6),
-    "heads": (1, 3, 4, 8),
     "hidden": (24, 48, 96),
     "seq_len": (8, 16, 48),
     "vocab": (256, 264, 1024, 8192),
-    "tied": (True, False),
-    "dropout": (0.0, 0.1),
-    "attention": ("explicit", "sdpa"),
 }
 
 
-def drawn(seed: int, ranks: int = 8) -> tuple[pl.ModelSpec, pl.Plan, dict]:
-    """Changes of a plain plan and model, some at a time, as long as they are legal together."""
-    chance, model, plan = random.Random(seed), MODEL, pl.Plan()
-    for _ in range(60):
-        names = chance.sample([*PLAN, *SPEC], chance.randint(1, 3))
-        more = {name: chance.choice((PLAN | SPEC)[name]) for name in names}
-        try:
-            other = model.replace(**{n: v for n, v in more.items() if n in SPEC})
-            changed = plan.replace(**{n: v for n, v in more.items() if n in PLAN})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                changed.validate(other)
-        except ValueError:
-            continue
-        if changed.world_size <= ranks:
-            model, plan = other, changed
+def drawn_plan(seed: int) -> tuple[pl.ModelSpec, pl.Plan, dict]:
+    chance = random.Random(seed)
+    model, plan = drawn.legal(chance, 8, OF_PLAN, OF_MODEL)
     settings = {
         "optimizer": chance.choice(("adamw", "sgd")),
         "clip_norm": chance.choice((None, 1.0)),
@@ -176,7 +146,7 @@ def test_the_peak_of_a_drawn_plan_is_the_witnesss(seed):
     """Of the first and the last of the ranks that share a stage: a grid's ranks take turns, and a
     prediction is that of the fullest.
     """
-    model, plan, settings = drawn(seed)
+    model, plan, settings = drawn_plan(seed)
     for pp in range(plan.pp):
         alike = [rank for rank in range(plan.world_size) if plan.place(rank).pp == pp]
         peaks = []

@@ -2,7 +2,7 @@
 
 One small notebook is built once, every stored cell is falsified in its own way, and strict nbval
 runs it once. Each cell belongs to one mutation, whose test asks what became of exactly its cell. In
-the same run are a kernel that dies, two that do not start at once, and a lab with its solution.
+the same run are a kernel that dies, one that does not start at once, and a lab with its solution.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import build
 import paralab as pl
 import strict_nbval
 from lab_outputs import PLOTLY, PNG, canonical_figure, structure
+from paralab.exercises import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 LABS = ROOT / "labs"
@@ -178,9 +179,9 @@ def pytest_on(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 DIES = """\
 import os
-for n in range({deaths}):
-    if not os.path.exists(f"died{{n}}"):
-        open(f"died{{n}}", "w").close()
+for n in range(2):
+    if not os.path.exists(f"died{n}"):
+        open(f"died{n}", "w").close()
         raise SystemExit("ZMQError: Address already in use")
 from ipykernel import kernelapp
 kernelapp.launch_new_instance()
@@ -189,8 +190,8 @@ kernelapp.launch_new_instance()
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory) -> SimpleNamespace:
-    """What nbval said of a notebook's mutants, of a kernel that dies, of two whose ports are taken
-    twice and three times, and of a lab with its solution; and the folder of these.
+    """What nbval said of a notebook's mutants, of a kernel that dies, of one whose ports are taken
+    twice, and of a lab with its solution; and the folder of these.
     """
     folder = tmp_path_factory.mktemp("labs")
     script = folder / "mutated.py"
@@ -205,11 +206,9 @@ def harness(tmp_path_factory) -> SimpleNamespace:
     for name, notebook in (("mutated", mutated), ("killed", killed)):
         nbformat.write(notebook, folder / f"{name}.ipynb")
     cell = nbformat.v4.new_code_cell("x = 1", execution_count=1)
-    for deaths in (2, 3):
-        (own := folder / f"deaths{deaths}").mkdir()
-        launcher = own / "ipykernel_launcher.py"  # found before the real one
-        launcher.write_text(DIES.format(deaths=deaths))
-        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), own / "lab.ipynb")
+    (own := folder / "deaths").mkdir()
+    (own / "ipykernel_launcher.py").write_text(DIES)  # found before the real one
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), own / "lab.ipynb")
     (folder / "twice").mkdir()
     build_both(folder / "twice")
     ran = pytest_on(folder, "--junit-xml=out.xml", "-n", "2", "--dist=loadfile")
@@ -249,9 +248,25 @@ def test_a_dead_kernel_fails_its_cell_at_once_and_every_cell_after_it(harness):
 
 
 def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(harness):
-    [twice], [thrice] = harness.deaths2, harness.deaths3
+    [twice] = harness.deaths
     assert twice.passed, twice.said
-    assert not thrice.passed and "Kernel died" in thrice.said
+
+
+@pytest.mark.parametrize("said, starts", [("Kernel died before replying", 3), ("no kernel", 1)])
+def test_a_kernel_that_dies_three_times_or_fails_otherwise_is_an_error(
+    request, monkeypatch, said, starts
+):
+    tried = []
+
+    def setup(file: Any) -> None:
+        tried.append(file)
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(strict_nbval.IPyNbFile, "setup", setup)
+    lab = strict_nbval.LabFile.from_parent(request.session, path=LABS / "lab.ipynb")
+    with pytest.raises(RuntimeError, match=said):
+        lab.setup()
+    assert len(tried) == starts
 
 
 @pytest.mark.parametrize(
@@ -316,10 +331,31 @@ def built(tmp_path_factory) -> Path:
     return folder / "a.ipynb"
 
 
-def test_two_builds_are_the_same_bytes_and_hold_nothing_of_this_machine(built, lab):
-    build.build(lab, lab.parent.parent / "b.ipynb", pictures=False)
-    text = built.read_bytes()
-    assert text == (lab.parent.parent / "b.ipynb").read_bytes()
+@pytest.fixture(scope="module")
+def no_pictures() -> str | None:
+    """Why none can be drawn here."""
+    return build.picture_trouble()
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory, no_pictures) -> Path:
+    """The notebook of LAB in a third folder, with pictures if there is a browser."""
+    folder = tmp_path_factory.mktemp("again")
+    with pytest.MonkeyPatch.context() as patch:
+        script = labs_in(folder, patch)
+        patch.setattr(build, "picture_trouble", lambda: None)  # it has just been asked
+        if no_pictures:
+            build.build(script, folder / "00_twice.ipynb", pictures=False)
+        else:
+            assert build.main([]) == 0
+    return folder / "00_twice.ipynb"
+
+
+def test_two_builds_are_the_same_bytes_and_hold_nothing_of_this_machine(built, again):
+    text, other = built.read_bytes(), nbformat.read(again, as_version=4)
+    for output in (output for cell in other.cells for output in cell.get("outputs", ())):
+        output.get("data", {}).pop(PNG, None)  # pixels are the browser's
+    assert text.decode() == nbformat.writes(other) + "\n"
     notebook = nbformat.reads(text.decode(), as_version=4)
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
     assert notebook.metadata == build.METADATA
@@ -378,18 +414,10 @@ def test_without_chromium_the_builder_says_what_to_install(lab, monkeypatch, cap
     assert not list(lab.parent.parent.glob("*.ipynb"))
 
 
-@pytest.fixture(scope="module")
-def chromium() -> None:
-    if trouble := build.picture_trouble():
-        pytest.skip(f"only `make labs` draws pictures, and there is no browser here: {trouble}")
-
-
-def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell(chromium, lab, monkeypatch):
-    monkeypatch.setattr(build, "picture_trouble", lambda: None)  # the fixture has just asked
-    lab.write_text(LAB.split("# %% tags")[0])
-    assert build.main([]) == 0
-    notebook = nbformat.read(lab.parent.parent / "00_twice.ipynb", as_version=4)
-    data = notebook.cells[1].outputs[0].data
+def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell(again, no_pictures):
+    if no_pictures:
+        pytest.skip(f"only `make labs` draws pictures, and there is no browser here: {no_pictures}")
+    data = nbformat.read(again, as_version=4).cells[1].outputs[0].data
     picture = base64.b64decode(data[PNG])
     assert PLOTLY in data and struct.unpack(">I", picture[16:20]) == (830,)
 
@@ -584,6 +612,17 @@ def test_what_an_exercise_shows_as_stub_and_solution_is_what_its_lab_has(exercis
         if not solved:
             answer = set(str(exercise.solution()).splitlines()) - set(text.splitlines())
             assert answer and not [line for line in answer if line.strip() and line in cell.source]
+
+
+def test_every_answer_that_the_package_has_is_checked_in_a_solution_and_stored_as_passed():
+    """A run of the labs compares with what is stored; here that is what it should be."""
+    solutions = [cell for path in STORED if path.parent != LABS for cell in stored(path).cells]
+    checks = [c for c in solutions if c.cell_type == "code" and "check(" in c.source]
+    for cell in checks:
+        assert any(": passed, all " in str(o.get("data")) for o in cell.outputs), cell.source
+    for path in sources.ANSWERS.glob("[a-z]*.py"):
+        answer = sources.solution(sources.answer(path.stem))
+        assert any(answer in cell.source for cell in checks), path.stem
 
 
 def private(source: str) -> list[str]:

@@ -30,8 +30,7 @@ from paralab.ranks.host import RECEIVING
 from paralab.ranks.server import START, WHEN_IDLE, kill, start_method
 from paralab.ranks.waits import Standing, sentence
 from paralab.ranks.watch import Run
-from patience import HANG_S
-from processes import below_the_server, is_alive, until
+from processes import below_the_server, is_alive, python, until
 
 HERE = Path(__file__).parent
 LAUNCH = sys.modules["paralab.launch"]  # `pl.launch` is the function
@@ -75,7 +74,7 @@ def test_functions_arguments_and_large_results_travel_by_value() -> None:
         assert np.array_equal(array, np.arange(30 * 2**17, dtype=np.float64))
 
 
-def test_a_script_without_a_main_guard_just_works_and_stays_free_of_torch(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_saves_and_resumes_free_of_torch(tmp_path: Path) -> None:
     script = tmp_path / "no_guard.py"
     script.write_text(
         textwrap.dedent("""
@@ -92,15 +91,17 @@ def test_a_script_without_a_main_guard_just_works_and_stays_free_of_torch(tmp_pa
         print("once")
         points = pl.launch(make, ranks=2, args=(10,))
         assert [p.x for p in points] == [10, 11] and all(isinstance(p, Point) for p in points)
-        assert "torch" not in sys.modules
+        model = pl.ModelSpec(layers=1, hidden=8, heads=1, seq_len=8)
+        for resume in (None, "saved"):
+            plan = pl.Plan(dp=2)
+            pl.run(model, plan, steps=1, save="saved", resume=resume, progress=False)
+        assert not [name for name in sys.modules if name.partition(".")[0] == "torch"]
         print("done")
         """)
     )
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    run = subprocess.run(
-        [sys.executable, script], env=env, capture_output=True, text=True, timeout=HANG_S
-    )
+    run = python(script, cwd=tmp_path)
     assert (run.stdout, run.stderr) == ("once\ndone\n", "")
+    assert {"step-00000001", "step-00000002"} <= set(os.listdir(tmp_path / "saved"))
 
 
 def test_ranks_see_the_callers_folder_environment_and_path(tmp_path: Path, monkeypatch) -> None:

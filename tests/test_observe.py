@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import paralab as pl
 from paralab import cli
-from patience import HANG_S
-from processes import below_the_server, until
+from processes import below_the_server, python, until
 
-ROOT = Path(__file__).parents[1]
 CLUSTER = pl.Cluster(
     flops=1e12, memory_bandwidth=1e11, intra=pl.Link(alpha=1e-5, bandwidth=1e9),
     inter=pl.Link(alpha=1e-3, bandwidth=1e8),
@@ -571,8 +566,7 @@ BYTES = 4 * (64 * 64 + 64)
 
 def shell(*words, folder):
     (folder / "train.py").write_text(SCRIPT)
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True,
-                          timeout=HANG_S, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    return python(*words, cwd=folder)
 
 
 def test_a_script_is_observed_unchanged(tmp_path, capsys):

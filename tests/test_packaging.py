@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from patience import HANG_S
+from processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "paralab"
@@ -33,16 +34,6 @@ TORCH_FREE = (
 )
 
 
-def python(code: str) -> str:
-    """What a fresh interpreter prints."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
 def test_import_paralab_leaves_what_is_heavy_for_when_it_is_needed():
     code = """
 import sys, paralab as pl
@@ -51,7 +42,7 @@ import paralab.trace, paralab.instruments.witness, paralab.theory.collectives
 pl.exercises.ALL, pl.exercises.guess("?", low=0, high=1), pl.explore, pl.program
 print(*sorted({"torch", "numpy", "pandas", "plotly", "ipywidgets"} & sys.modules.keys()))
 """
-    assert python(code).split() == []
+    assert printed(code).split() == []
 
 
 @pytest.mark.skipif(not find_spec("rfc3987_syntax"), reason="JupyterLab has not brought it along")
@@ -69,7 +60,7 @@ said = [checks.conforms(text, "iri") for text in ("http://a/\u00fc", "no iri")]
 from rfc3987_syntax import parse
 print(there, *said, "lark" in sys.modules, parse("iri", "http://a/b") is not None)
 """
-    assert python(code).split() == ["False", "True", "False", "True", "True"]
+    assert printed(code).split() == ["False", "True", "False", "True", "True"]
 
 
 def test_what_a_kernel_imports_never_imports_torch():
@@ -86,7 +77,7 @@ for name in {names!r}:
     if "torch" in sys.modules:
         sys.exit(name + " imports torch")
 """
-    python(code)
+    printed(code)
 
 
 NO_TORCH = """
@@ -121,6 +112,8 @@ for name in ("data_parallel", "memory", "collective", "pipeline", "tensor", "zer
     widget = make(model, cluster=cluster) if name in ("memory", "data_parallel") else make()
     knob = next(k for k in widget.knobs.values() if len(k.options) > 1 and not k.disabled)
     knob.value = next(v for _, v in knob.options if v != knob.value)
+big = pl.Plan(dp=6, tp=8, pp=64, microbatches=512, microbatch_size=1, recompute="full")
+assert pl.dry_run(pl.ModelSpec.preset("ptdp-1t"), big, rank=3071).peak_memory > 2**35
 a, b = (pl.program(model, pl.Plan(dp=4, zero_stage=z)) for z in (2, 3))
 a, b, a.diff(b), a._repr_html_()
 papers.ptdp_table1()
@@ -136,7 +129,7 @@ print("torch was not missed")
 def test_predicting_drawing_exploring_and_checking_need_no_torch_at_all(tmp_path, monkeypatch):
     """Where importing torch fails, all that is theory still works: a kernel stays at 100 MB."""
     monkeypatch.chdir(tmp_path)
-    assert python(NO_TORCH).splitlines()[-1] == "torch was not missed"
+    assert printed(NO_TORCH).splitlines()[-1] == "torch was not missed"
 
 
 def test_every_module_begins_with_its_abstract():

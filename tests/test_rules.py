@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import paralab as pl
+from drawn import PLAN, SMALL
 from paralab.spec import rules
 from paralab.spec.settings import Asked, Columns
-from test_drawn_plans import PLAN, SMALL, refused
+from test_drawn_plans import refused
 
 DRAWN = 6_000
 SIZES = (  # of the model that the plans are asked of

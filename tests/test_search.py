@@ -9,7 +9,7 @@ import os
 import random
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,27 +145,14 @@ GRIDS: dict[str, tuple[pl.ModelSpec, pl.Cluster, dict[str, Any]]] = {
 }
 
 
-class Exact(NamedTuple):
-    """Of a compiled plan."""
-
-    seconds: float
-    serial: float
-    peak: int
-
-
-def totals(*asked: Any) -> Exact:
-    found = Totals(*asked)
-    return Exact(found.seconds(), found.seconds(overlap=False), found.peak)
-
-
 @pytest.mark.parametrize("name", GRIDS)
 def test_the_best_is_within_a_hundredth_of_the_best_of_all_compiled(name):
     model, cluster, settings = GRIDS[name]
     found = pl.plan_search(model, cluster, **settings)
-    every = [totals(model, found.plans[at], cluster, "adamw") for at in range(len(found.plans))]
-    best = min(one.seconds for one in every if one.peak <= found.memory_limit)
+    every = (Totals(model, found.plans[at], cluster, "adamw") for at in range(len(found.plans)))
+    best = min(one.seconds() for one in every if one.peak <= found.memory_limit)
     assert found.simulated[0] <= 1.01 * best
-    assert len(every) > 2 * np.isfinite(found.simulated).sum()
+    assert len(found.plans) > 2 * np.isfinite(found.simulated).sum()
 
 
 @pytest.mark.parametrize(
@@ -176,8 +163,9 @@ def test_estimates_rank_as_compiled_plans_do(cluster, least):
     plans = space(SMALL, cluster, 8, 16, {})
     estimate = Estimate(plans, SMALL, cluster, "adamw")
     some = random.Random(0).sample(range(len(plans)), 40)
-    exact = [totals(SMALL, plans[at], cluster, "adamw") for at in some]
-    seconds, serial, peaks = (np.array(column, float) for column in zip(*exact, strict=True))
+    exact = [Totals(SMALL, plans[at], cluster, "adamw") for at in some]
+    seconds, serial = (np.array([one.seconds(overlap=o) for one in exact]) for o in (True, False))
+    peaks = np.array([one.peak for one in exact])
     closed, estimates = (
         sum(columns.values())[some] for columns in (estimate.terms, estimate.categories)
     )
@@ -208,10 +196,11 @@ def test_a_step_without_overlap_is_estimated_with_all_that_overlapped(plan):
     """As the compiled plan says, but for three tenths of what overlap saves in that."""
     pinned = {name: getattr(plan, name) for name in SETTINGS} | {"precision": plan.precision}
     plans = space(SMALL, LAPTOP, plan.world_size, plan.global_batch, pinned)
-    estimate, exact = Estimate(plans, SMALL, LAPTOP, "adamw"), totals(SMALL, plan, LAPTOP, "adamw")
+    estimate, exact = Estimate(plans, SMALL, LAPTOP, "adamw"), Totals(SMALL, plan, LAPTOP, "adamw")
     assert list(plans) == [plan]
-    saved = exact.serial - exact.seconds
-    assert saved and estimate.serial[0] == pytest.approx(exact.serial, abs=0.3 * saved)
+    serial = exact.seconds(overlap=False)
+    saved = serial - exact.seconds()
+    assert saved and estimate.serial[0] == pytest.approx(serial, abs=0.3 * saved)
 
 
 def test_no_estimate_of_bytes_is_smaller_than_what_is_spared():
@@ -221,7 +210,7 @@ def test_no_estimate_of_bytes_is_smaller_than_what_is_spared():
     estimates = sum(found.categories.values())
     for at in np.flatnonzero(found.plans.microbatch_size == 1)[::6]:
         plan = found.plans[at]
-        assert SPARE * estimates[at] >= totals(LOGITS, plan, LAPTOP, "adamw").peak, plan
+        assert SPARE * estimates[at] >= Totals(LOGITS, plan, LAPTOP, "adamw").peak, plan
 
 
 def plain(spec: pl.ModelSpec) -> Any:
@@ -235,10 +224,10 @@ def test_bytes_of_blocks_of_ones_own_are_estimated_too():
     model = TINY.replace(seq_len=1024, hidden=8, heads=1, vocab=8, block=plain)
     found = pl.plan_search(model, LAPTOP, devices=2, global_batch=2, recompute="none", top=1)
     for at in range(0, len(found.plans), 5):
-        seconds, _, peak = totals(model, found.plans[at], LAPTOP, "adamw")
+        exact = Totals(model, found.plans[at], LAPTOP, "adamw")
         bytes_of = sum(column[at] for column in found.categories.values())
-        assert 0.9 <= bytes_of / peak <= 1.35, found.plans[at]
-        assert 0.7 <= found.closed[at] / seconds <= 1.3, found.plans[at]
+        assert 0.9 <= bytes_of / exact.peak <= 1.35, found.plans[at]
+        assert 0.7 <= found.closed[at] / exact.seconds() <= 1.3, found.plans[at]
 
 
 def test_megatrons_advice_comes_out():
@@ -290,7 +279,7 @@ def best_twenty(found: Search) -> list[int]:
 def test_the_best_and_their_figures_are_those_of_compiled_programs():
     for number in range(2):
         found = searched(number)
-        for at in np.flatnonzero(np.isfinite(found.simulated)).tolist():
+        for at in np.flatnonzero(np.isfinite(found.simulated))[::4].tolist():
             plan = found.plans[at]
             program = compiled(found.model, plan)
             peak = max(memory(program, pp, samples=False).peak for pp in range(plan.pp))

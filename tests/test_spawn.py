@@ -5,16 +5,14 @@ Linux's own counters are missing, what is left out is said.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paralab.launch import _house
 from paralab.ranks.server import START
-from patience import HANG_S
+from processes import python
 from together import Trained, cases
 
 HERE = Path(__file__).parent
@@ -65,14 +63,7 @@ print(json.dumps(said))
 
 def without_linux(*command: str) -> subprocess.CompletedProcess:
     """Python started so that neither it nor its ranks see /proc, /sys or Linux's own calls."""
-    path = os.pathsep.join(map(str, (HERE / "without_linux", HERE.parent)))
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": path, START: "spawn"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    return python(*command, path=[HERE / "without_linux"], **{START: "spawn"})
 
 
 def test_a_run_needs_nothing_of_linux_and_the_witness_says_that_it_does() -> None:

@@ -110,20 +110,7 @@ def test_the_table_and_the_code_say_what_is_predicted(bench):
     assert eval(said, {"pl": pl}) == bench.values.plan
 
 
-def test_ranks_by_the_thousand_are_drawn_in_part_and_said():
-    cluster = pl.Cluster.preset("dgx-a100", nodes=384)
-    plan = pl.Plan(dp=6, tp=8, pp=64, microbatches=4, microbatch_size=1, recompute="full",
-                   precision="fp32")  # fmt: skip
-    bench = pl.explore(pl.ModelSpec.preset("ptdp-1t"), plan, cluster)
-    assert bench.values["nodes"] == 384 and bench.error is None
-    timeline, mesh, memory, _ = bench.charts
-    assert "8 of 3072 ranks drawn" in timeline.below and timeline.table["rank"].nunique() == 8
-    assert " stages drawn" in mesh.below and "4 of 64 stages drawn" in memory.below
-    assert "this is a prediction for dgx-a100" in bench._status.value and bench._go.disabled
-    assert "boxes with their waits for tp" in timeline.below
-
-
-def test_a_step_of_too_many_boxes_is_drawn_as_stretches():
+def test_ranks_by_the_thousand_are_drawn_in_part_and_a_step_of_too_many_boxes_as_stretches():
     cluster = pl.Cluster.preset("dgx-a100", nodes=384)
     plan = pl.Plan(dp=6, tp=8, pp=64, microbatches=64, microbatch_size=1, recompute="full")
     model = pl.ModelSpec.preset("ptdp-1t")
@@ -134,7 +121,13 @@ def test_a_step_of_too_many_boxes_is_drawn_as_stretches():
     assert repr(drawn).startswith("Chart(stage time of") and "8 of 3,072 ranks" in drawn.below
     assert bench.figures[0].layout.yaxis.ticktext[-1] == "<b>stage 63</b>"
     bench.set(microbatches=4)
-    assert repr(bench.chart).startswith("Chart(timeline of")
+    assert bench.values["nodes"] == 384 and bench.error is None
+    timeline, mesh, memory, _ = bench.charts
+    assert repr(timeline).startswith("Chart(timeline of") and repr(bench.chart) == repr(timeline)
+    assert "8 of 3072 ranks drawn" in timeline.below and timeline.table["rank"].nunique() == 8
+    assert " stages drawn" in mesh.below and "4 of 64 stages drawn" in memory.below
+    assert "this is a prediction for dgx-a100" in bench._status.value and bench._go.disabled
+    assert "boxes with their waits for tp" in timeline.below
 
 
 # ---- what cannot be ------------------------------------------------------------------------------

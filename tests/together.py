@@ -81,7 +81,7 @@ class Trained:
     asked for brings some others with as many ranks: so many that no test takes long.
     """
 
-    TOGETHER = 12
+    TOGETHER = 40
 
     def __init__(self, some: Iterable[Case], data: Path) -> None:
         self.cases, self.data = list(dict.fromkeys(some)), data
