@@ -626,6 +626,7 @@ def next_to_ours(report, losses):
     print(f"highest peak of memory: {peak[0]:.1f} MB, the library's {peak[1]:.1f} MB")
 
 
+# %%
 if verdict:
     next_to_ours(yours, yours.results[3])
 

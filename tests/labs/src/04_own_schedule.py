@@ -477,6 +477,8 @@ pl.exercises.own_schedule.check(by_rule)
 # %%
 settings = {"steps": 4, "optimizer": "sgd", "progress": False}
 library = pl.run(model, plan, **settings)
+
+# %%
 yours = pl.run(model, plan.replace(schedule=my_schedule), **settings) if verdict else None
 if yours:
     print("the same losses:", yours.losses == library.losses)

@@ -432,11 +432,7 @@ def fsdp2(reshard=True, blocks=True):
     return losses
 
 
-# %% tags=["measured"]
-### BEGIN SOLUTION
-### STUB: # yours is drawn as well, once MyZero3 passes its check
-# yours is drawn as well
-### END SOLUTION
+# %%
 one = pl.Plan(dp=4, microbatch_size=2, zero_stage=3)
 both = {"optimizer": "sgd", "lr": 0.1, "steps": 3, "progress": False}
 seen = {
@@ -444,6 +440,12 @@ seen = {
     "FSDP2, resharded": pl.observe(fsdp2, ranks=4),
     "FSDP2, kept": pl.observe(fsdp2, ranks=4, args=(False,)),
 }
+
+# %% tags=["measured"]
+### BEGIN SOLUTION
+### STUB: # yours is drawn as well, once MyZero3 passes its check
+# yours is drawn as well
+### END SOLUTION
 if verdict.passed:
     seen["yours"] = pl.observe(train, ranks=4, args=(MyZero3,), steps="marked")
 view.memory_charts(seen, title="FSDP2 that keeps its parameters needs more at the peak")
