@@ -413,7 +413,8 @@ slowed
 def links(nodes):
     fast, slow = pl.Link(alpha=1e-5, bandwidth=1e10), pl.Link(alpha=1e-4, bandwidth=1e8)
     each = {"nodes": nodes, "devices_per_node": 4 // nodes, "intra": fast, "inter": slow}
-    return cluster.replace(name=f"{nodes} nodes", collectives={}, cores=None, **each)
+    alone = {"cores": None, "wait_overhead": 0.0, "collectives": {}}  # no cores are shared
+    return cluster.replace(name=f"{nodes} nodes", **alone, **each)
 
 
 rows = {
