@@ -67,7 +67,7 @@ def _text(name: str) -> str:
 
 def _built(name: str) -> str:
     """What an answer needs of the answer before it."""
-    before = BUILDS_ON.get(name.removesuffix("_other"))
+    before = BUILDS_ON.get(name)
     return f"{sources.solution(sources.answer(before))}\n\n\n" if before else ""
 
 
