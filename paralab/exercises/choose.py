@@ -40,7 +40,7 @@ class Choice:
         if self.picked is not None:
             return Text(f"you have picked {self.picked} already, and that stands")
         if self.revealed:
-            return Text("the answer is out: run the question's cell again to choose anew")
+            return Text("the answer is out: run the question's cell again to choose again")
         self.picked = number
         self._close()
         return Text(f"picked {number}: {self.options[number - 1]}")

@@ -73,7 +73,7 @@ class Guess:
         if self.value is not None:
             return Text(f"you have committed to {self.shown(self.value)} already, and that stands")
         if self.revealed:
-            return Text("the answer is out: run the question's cell again to guess anew")
+            return Text("the answer is out: run the question's cell again to guess again")
         self.value = value
         if self._widget is not None:
             self._widget.close_for(value)
