@@ -16,7 +16,7 @@ const load = async (text) => {
 
 // What the kernel says is kept until the figure is drawn, and reaches it in any case: a page that is
 // busy for more than those two seconds, with the figures of other cells, would have anywidget turn
-// away all of it for good.
+// away all of it for good. What it said before is lost then, so the kernel is told to say it again.
 const listen = (model, drawn) => {
   if (!model?.set_state || !model.comm) return; // no page of Jupyter's own
   const { set_state } = model;
@@ -24,6 +24,7 @@ const listen = (model, drawn) => {
   drawn.then(() => delete model.set_state);
   const widget = Object.getPrototypeOf(Object.getPrototypeOf(model)); // anywidget's own is between
   model.comm.on_msg((message) => widget._handle_comm_msg.call(model, message));
+  model.send({ listens: true });
 };
 
 // plotly fits a figure to its place when the window changes its size. Its place also changes when it

@@ -73,6 +73,8 @@ class View(ipw.VBox):
         self.head = ipw.HTML(layout={"margin": "0", "height": "auto"})
         self.head.add_class(HEAD)
         self.figure = _Whole(chart, _plotly() if first else "")
+        self.figure.on_msg(lambda *_: self._listens())
+        self._first = chart
         self._remember(chart, _plain(chart))
         # A grid's column is as wide as its widest content, but for a column that may be narrower.
         super().__init__([self.head, self.figure], layout={"min_width": "0"})
@@ -86,6 +88,15 @@ class View(ipw.VBox):
             f'<div style="{font};padding:10px 12px 0"><b>{chart.finding}</b>'
             f'<div style="{below}">{chart.below}</div></div>'
         )
+
+    def _listens(self) -> None:
+        """A page listens from now on. What was said to it before may be lost (figure.js), so all is
+        said again.
+        """
+        if self.chart is not self._first:
+            self.figure.data = []
+            self.figure.add_traces(list(self.chart.data))
+            self.figure.update_layout(self._shown[1], overwrite=True)
 
     def show(self, chart: Chart) -> None:
         """Become another chart."""
