@@ -25,9 +25,12 @@ PIP := $(PY) -m pip --disable-pip-version-check install -qq
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-# JupyterLab's defaults in this environment: it does not ask whether it may fetch news.
+# JupyterLab's defaults in this environment: it does not ask whether it may fetch news, and shows a
+# text as one reads it.
 LAB_DEFAULTS := $(VENV)/share/jupyter/lab/settings
-NO_NEWS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}
+NO_NEWS := "@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}
+AS_READ := "defaultViewers": {"markdown": "Markdown Preview"}
+READABLE := "@jupyterlab/docmanager-extension:plugin": {$(AS_READ)}
 
 # Files of tests at a time.
 WORKERS ?= $(if $(filter 0 1 2 3,$(shell nproc 2>/dev/null || echo 2)),2,3)
@@ -68,7 +71,7 @@ $(READY): pyproject.toml
 	@$(PIP) '$(TORCH)'
 	@echo "[3/3] paralab and JupyterLab"
 	@$(PIP) --editable .
-	@mkdir -p $(LAB_DEFAULTS) && echo '$(NO_NEWS)' >$(LAB_DEFAULTS)/overrides.json
+	@mkdir -p $(LAB_DEFAULTS) && echo '{$(NO_NEWS), $(READABLE)}' >$(LAB_DEFAULTS)/overrides.json
 	@touch $@
 
 $(READY_DEV): $(READY)
@@ -79,6 +82,7 @@ $(READY_DEV): $(READY)
 lab: $(READY)
 	@echo "JupyterLab opens on labs/; stop it with Ctrl+C here."
 	@$(VENV)/bin/jupyter lab --notebook-dir=labs $(AS_ROOT) --LabApp.news_url=None \
+	  --LabApp.default_url=/lab/tree/README.md \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(LAB_ARGS)
 
 demo: $(READY)

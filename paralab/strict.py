@@ -69,9 +69,8 @@ class Strict:
             theirs = json.loads(self._wait_for(f"{ranks}/{places[peer]}/{peer}"))
             if _mirror(theirs) != _in_order(calls):
                 raise OrderError(
-                    f"exchange #{number} between ranks {pair[0]} and {pair[1]}: rank "
-                    f"{self.rank} does {_words(calls)}, rank {peer} does {_words(theirs)}; each "
-                    "send needs its receive in the same exchange, with the same size and type"
+                    f"call #{number} between ranks {pair[0]} and {pair[1]}: rank {self.rank} does "
+                    f"{_words(calls)}, rank {peer} does {_words(theirs)}; {_why(calls + theirs)}"
                 )
 
     def _wait_for(self, key: str) -> bytes:
@@ -98,6 +97,17 @@ def _in_order(calls: list[list]) -> tuple[list, list]:
 def _mirror(calls: list[list]) -> tuple[list, list]:
     sends, receives = _in_order(calls)
     return receives, sends
+
+
+def _why(calls: list[list]) -> str:
+    """What is wrong with these calls of two ranks, and what would be right."""
+    for kind, other in (("send", "receives"), ("recv", "sends")):
+        if all(call[0] == kind for call in calls):
+            return (
+                f"each waits until the other {other}, for ever: post both in one call, "
+                'group.exchange([("send", …), ("recv", …)])'
+            )
+    return "each send needs its receive in the same exchange, with the same size and type"
 
 
 def _words(calls: list[list]) -> str:

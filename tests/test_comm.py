@@ -202,7 +202,7 @@ def out_of_order(context, case: str) -> None:
     ["both send first", "sizes differ", "another collective", "another size", "tags would match"],
 )
 def test_strict_mode_refuses_what_would_hang_on_nccl(case):
-    with pytest.raises(pl.RankError, match="OrderError.*(exchange|call) #0") as caught:
+    with pytest.raises(pl.RankError, match="OrderError.*call #0") as caught:
         launch_program(out_of_order, 2, (case,), timeout=30, device="cpu", strict=True)
     assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
 

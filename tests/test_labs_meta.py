@@ -648,6 +648,13 @@ def test_a_student_s_cells_are_free_of_linters_marks_and_of_private_names(source
                 assert private(cell.source) == [], cell.source
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_no_two_questions_or_exercises_of_a_lab_have_one_name(source):
+    """Where all cells were run a name is its last one's, and so would its hints be."""
+    asked = re.findall(r"^(\w+) = pl\.exercises\.(?!\w+\.check)", source.read_text(), re.MULTILINE)
+    assert len(asked) >= 3 and len(set(asked)) == len(asked), asked
+
+
 @pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(LABS)))
 def test_a_stored_lab_shows_no_stderr_and_no_figure_without_a_finding(path):
     outputs = [o for c in stored(path).cells for o in c.get("outputs", ())]

@@ -45,6 +45,17 @@ print(*sorted({"torch", "numpy", "pandas", "plotly", "ipywidgets"} & sys.modules
     assert printed(code).split() == []
 
 
+def test_a_program_may_start_where_the_clone_lies(tmp_path):
+    """Python takes a folder for the package of its name, where nothing else on its path is."""
+    (tmp_path / "paralab").mkdir()  # as `git clone` makes one
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, "-c", "import paralab; print(paralab.ModelSpec)"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert "ModelSpec" in ran.stdout, ran.stderr
+
+
 @pytest.mark.skipif(not find_spec("rfc3987_syntax"), reason="JupyterLab has not brought it along")
 def test_a_figure_does_not_wait_for_a_grammar_that_nobody_asks_for():
     code = """

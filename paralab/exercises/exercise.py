@@ -181,7 +181,8 @@ class Exercise:
                 return Text(f"Those were all {len(self.hints)}; .solution() shows one answer.")
             self._given.append(number)
         number = whole("number", number, at_least=1, at_most=len(self.hints))
-        return Text(f"hint {number} of {len(self.hints)}: {self.hints[number - 1]}")
+        which = f"hint {number} of {len(self.hints)} for {self.name}"
+        return Text(f"{which}: {self.hints[number - 1]}")
 
     @property
     def limits(self) -> pd.DataFrame:

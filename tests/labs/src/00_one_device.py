@@ -156,8 +156,8 @@ print(f"{len(model.parameter_shapes())} tensors, which AdamW keeps to correct it
 # **Your turn (warm-up).** Write both as functions, for any recipe of bytes per parameter.
 
 # %%
-exercise = pl.exercises.model_states
-exercise
+warm_up = pl.exercises.model_states
+warm_up
 
 # %%
 ### ANSWER: model_states
@@ -166,7 +166,7 @@ exercise
 pl.exercises.model_states.check(model_states, devices_needed)
 
 # %% [markdown]
-# `exercise.hint()` gives one hint at a time, `exercise.solution()` shows an answer.
+# `warm_up.hint()` gives one hint at a time, `warm_up.solution()` shows an answer.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The states depend on the recipe and on one number of the model, Ψ.
@@ -518,8 +518,8 @@ pd.DataFrame.from_dict(rows, orient="index").round(2)
 # does, and many of those that people use are wrong by factors (lab 06).
 
 # %%
-exercise = pl.exercises.peak_estimate
-exercise
+further = pl.exercises.peak_estimate
+further
 
 # %%
 ### ANSWER: peak_estimate

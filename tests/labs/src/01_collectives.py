@@ -157,12 +157,12 @@ print(f"2 (N-1)/N S = {2 * 3 / 4 * 8:.0f} MB, sent by each rank: {sent.to_list()
 guess.reveal(sent[0])
 
 # %% [markdown]
-# You can write the second half. `exercise.hint()` gives one hint at a time, `exercise.solution()`
+# You can write the second half. `warm_up.hint()` gives one hint at a time, `warm_up.solution()`
 # shows an answer.
 
 # %%
-exercise = pl.exercises.all_gather_half
-exercise
+warm_up = pl.exercises.all_gather_half
+warm_up
 
 
 # %%
@@ -784,8 +784,8 @@ pl.exercises.ring_all_reduce.check(ring_to_the_left)
 # that cross nodes.
 
 # %%
-exercise = pl.exercises.hierarchical_all_reduce
-exercise
+further = pl.exercises.hierarchical_all_reduce
+further
 
 # %%
 ### ANSWER: hierarchical_all_reduce

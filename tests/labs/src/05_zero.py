@@ -559,8 +559,8 @@ pd.Series(rows, name="peak memory (MB)").round(1).to_frame()
 # time may be left. Hiding the reduce-scatters as well saves more than that, and is up to you.
 
 # %%
-exercise = pl.exercises.my_prefetch
-exercise
+further = pl.exercises.my_prefetch
+further
 
 
 # %%

@@ -760,8 +760,8 @@ pl.exercises.memory_clinic.check(treatment)
 # ## Go further: an estimator that is right to the byte
 
 # %%
-exercise = pl.exercises.memory_estimator
-exercise
+further = pl.exercises.memory_estimator
+further
 
 # %%
 ### ANSWER: memory_estimator
