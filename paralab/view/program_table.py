@@ -96,8 +96,9 @@ def _framed(
     )
     body = "".join(f"{line}</tr>" for line in lines)
     foot = "".join(f'<p class="faint">{theme.text(note)}</p>' for note in notes)
-    style = f"<style>\n{STYLE.substitute(vars(theme.look()))}</style>"
+    look = theme.look()  # by name: a page may hold older tables, in another look
+    style = f"<style>\n{STYLE.substitute(vars(look))}</style>"
     return (
-        f'{style}<div class="paralab-program"><p>{head}</p><p class="faint">{legend}</p>'
+        f'{style}<div class="paralab-program {look.name}"><p>{head}</p><p class="faint">{legend}</p>'
         f"<table>{body}</table>{foot}</div>"
     )
