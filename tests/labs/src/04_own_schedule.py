@@ -367,9 +367,11 @@ halves.reveal(
 # rank waits for which action:
 
 # %%
+import textwrap
+
 clinic = pl.exercises.deadlock_clinic
 for name, patient in clinic.patients.items():
-    print(f"{name}: {patient.story}\n  {patient.diagnosis}\n")
+    print(f"{name}: {patient.story}\n{textwrap.fill(patient.diagnosis, 100)}\n")
 
 # %%
 clinic.patients["two ranks"].chart()

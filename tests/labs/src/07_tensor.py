@@ -591,6 +591,9 @@ pd.DataFrame(kept).round().astype(int)
 
 
 # %%
+import textwrap
+
+
 def forget_norms(program):
     return program.replace(ins for ins in program.code if ins.phase != "shared")
 
@@ -598,7 +601,7 @@ def forget_norms(program):
 try:
     pl.run(model, sequence.replace(passes=(forget_norms,)), progress=False)
 except ValueError as refused:
-    print(refused)
+    print(textwrap.fill(str(refused), 100))
 
 # %% [markdown]
 # The program is refused before a process starts: its checks know for each value over which axes it

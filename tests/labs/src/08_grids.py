@@ -479,6 +479,9 @@ silent.reveal(2, "Each grid follows the gradient of its own tokens, like the nor
 
 
 # %%
+import textwrap
+
+
 def forget_copies(program):
     return program.replace(ins for ins in program.code if ins.lane != "tp:depth")
 
@@ -486,7 +489,7 @@ def forget_copies(program):
 try:
     pl.run(model, deep.replace(passes=(forget_copies,)), progress=False)
 except ValueError as refused:
-    print(refused)
+    print(textwrap.fill(str(refused), 100))
 
 # %% [markdown]
 # ## No broadcasts: Cannon's algorithm
