@@ -99,29 +99,34 @@ class Insides:
 
         own = sum(ops[at].keeps for at in range(i, j))
         kept = [goes(sharing.kept(at)) for at in range(i, j)]
-        names = {name: size for some in kept for name, size in some.items()}
+        saved = {name: size for some in kept for name, size in some.items()}
         grads = goes((*sharing.above(j), sharing.backward(j))) if j < n else {}
-        begin = Moment(own + _bytes(names), _bytes(grads))
+        begin = Moment(own + _bytes(saved), _bytes(grads))
         aside: dict[Name, int] = {}
-        waits = 0
+        waits = saved_waits = 0
         for at in reversed(range(i, j)):
             op = ops[at]
             names = {name: size for some in kept[: at - i + 1] for name, size in some.items()}
+            names |= {name: size for name, size in aside.items() if name in saved}
             into = goes((*sharing.above(at), sharing.backward(at))) if at else {}
             fresh = sharing.aside(at)
             scratch = op.in_hand("input", self._received) - op.defers_kept
-            held = own + _bytes(names) + waits + _bytes(aside, besides=(names,))
-            moved = _bytes({**grads, **into}, besides=(aside,))
+            moved = _bytes({**grads, **into, **aside}, besides=(names,)) + waits
+            held = own + saved_waits + _bytes(names)
             yield _since(begin, held, moved + fresh + scratch)
             own -= op.keeps
-            names = {name: size for some in kept[: at - i] for name, size in some.items()}
             mine, grads = goes(sharing.put_aside(at)), into
             if halves:
-                aside, waits = aside | mine, waits + fresh
-            else:
-                scratch = op.in_hand("weight", self._received)
-                moved = _bytes({**grads, **mine}, besides=(names,))
-                yield _since(begin, own + _bytes(names), moved + fresh + scratch)
+                aside |= mine
+                saved_waits += op.defers_kept
+                waits += fresh - op.defers_kept
+                continue
+            names = {name: size for some in kept[: at - i] for name, size in some.items()}
+            names |= {name: size for name, size in mine.items() if name in saved}
+            scratch = op.in_hand("weight", self._received) + fresh - op.defers_kept
+            moved = _bytes({**grads, **mine}, besides=(names,))
+            yield _since(begin, own + op.defers_kept + _bytes(names), moved + scratch)
+        waits += saved_waits  # what waits for its weight half is an activation from here on
         yield _since(begin, waits + _bytes(aside), _bytes(grads, besides=(aside,)))
 
     def _weight(self, i: int, j: int) -> Iterator[Moment]:

@@ -91,12 +91,12 @@ class Memory(Widget):
 
     def _row(self, at: At, recipe: str, time: str, how: str = "") -> dict[str, str]:
         held, (label, size) = self.held(at, recipe), self.device
-        states = sum(needs.model_states(at.model, recipe).values())
+        states, kept = sum(needs.model_states(at.model, recipe).values()), held["activations"]
         return {
             "bytes per parameter": f"{recipe}{how}: {needs.bytes_per_parameter(recipe)}",
             "parameters": _large(at.model.num_params),
             "model states": in_bytes(states),
-            "activations at the peak": in_bytes(held["activations"]),
+            "activations at the peak": in_bytes(kept) if kept else "none: it is in the update",
             "peak": in_bytes(sum(held.values())),
             f"{label}s for the states": f"{needs.devices_for(states, size):,}",
             "a step here": time,
@@ -106,7 +106,7 @@ class Memory(Widget):
         peak, expect = at.found.peak_memory, sum(self.held(at, "fp32").values())
         exact = "exactly as predicted" if peak == expect else f"predicted were {in_bytes(expect)}"
         said = f"{period(at.found.step_time)} per step, loss {at.found.losses[-1]:.2f}"
-        return f"{said}; the peak is {in_bytes(peak)}, {exact}"
+        return f"{said}; in fp32, which is what ran, the peak is {in_bytes(peak)}, {exact}"
 
 
 def _large(count: int) -> str:
