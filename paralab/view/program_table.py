@@ -99,6 +99,6 @@ def _framed(
     look = theme.look()  # by name: a page may hold older tables, in another look
     style = f"<style>\n{STYLE.substitute(vars(look))}</style>"
     return (
-        f'{style}<div class="paralab-program {look.name}"><p>{head}</p><p class="faint">{legend}</p>'
-        f"<table>{body}</table>{foot}</div>"
+        f'{style}<div class="paralab-program {look.name}"><p>{head}</p>'
+        f'<p class="faint">{legend}</p><table>{body}</table>{foot}</div>'
     )
