@@ -282,18 +282,18 @@ def test_a_program_that_computes_makes_the_processors_busy():
 
 
 def test_where_nobody_tells_the_processors_are_not_busy(monkeypatch):
-    monkeypatch.setattr(processors, "spent", lambda: processors.Spent(0, 0, 0))
+    monkeypatch.setattr(processors, "spent", lambda: processors.Spent(0, 0))
     assert processors.processors_busy(0.0) == 0.0
-    assert processors.stolen_since(processors.Spent(0, 0, 0)) == 0.0
 
 
-def test_what_a_hypervisor_gave_to_others_is_a_share_of_what_was_wanted(tmp_path, monkeypatch):
-    monkeypatch.setattr(processors, "Path", lambda _: tmp_path / "stat")
-    (tmp_path / "stat").write_text("cpu  100 0 100 700 100 0 0 50 0 0\ncpu0 1")
-    before = processors.spent()
-    assert before == (1050, 800, 50)
-    (tmp_path / "stat").write_text("cpu  150 0 150 900 100 0 0 350 0 0\ncpu0 1")
-    assert processors.stolen_since(before) == 0.75  # 300 of 400 that were not idle
+def test_what_a_hypervisor_gives_to_others_is_busy_too(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(processors, "Path", lambda _: stat)
+    stat.write_text("cpu  100 0 100 700 100 0 0 50 0 0\ncpu0 1")
+    assert processors.spent() == (1050, 800)
+    after = "cpu  150 0 150 900 100 0 0 350 0 0\ncpu0 1"
+    monkeypatch.setattr(processors.time, "sleep", lambda _: stat.write_text(after))
+    assert processors.processors_busy() == pytest.approx(2 / 3)  # 400 of 600
 
 
 @pytest.mark.parametrize(

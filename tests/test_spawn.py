@@ -84,8 +84,6 @@ def test_the_doctor_names_what_is_left_out_without_linux() -> None:
     rows = {line[2:16].strip(): line[16:] for line in ran.stdout.splitlines()}
     assert "how much of it is free is not shown here" in rows["memory"]
     assert "how busy other programs are is not shown here" in rows["links"]
-    assert rows["/dev/shm"] == "none"
     assert rows["ranks"].startswith("started one by one, some seconds per launch")
     assert "none that the kernel shows: lab 01's witness is Linux's" in rows["byte counter"]
-    assert "without O_DIRECT" in rows["temp folder"]
     assert "all labs run here" in ran.stdout.lower()

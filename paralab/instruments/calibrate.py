@@ -59,7 +59,7 @@ from paralab.instruments.measure import (
     measure_tiers,
     see_gpus,
 )
-from paralab.instruments.processors import processors_busy, spent, stolen_since
+from paralab.instruments.processors import processors_busy
 from paralab.report import written
 from paralab.spec import Cluster, Link
 from paralab.spec.cluster import available_cores
@@ -122,16 +122,14 @@ def device_of_run(ranks: int) -> str:
 
 
 def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str, Any]:
-    """Everything measured: {"cluster", "points", "accuracy", "busy", "stolen", "seconds", "made"},
-    plain JSON values.
+    """Everything measured: {"cluster", "points", "accuracy", "busy", "seconds", "made"}, plain JSON
+    values.
 
     device     as in `local_cluster`
     accuracy   {"device", an operation, or as "bf16 forward" a product: {"median", "worst"}},
                relative errors of the fit at its own points
     busy       share of the processors that other programs took, between or after measurements. If
                that was more than a quarter, a later call measures again once it is not
-    stolen     share of the time that the measurements wanted which a hypervisor gave to other
-               machines; links then look slower than they are
     """
     choice("device", device, LEGAL)
     device = device or default_device() or "cpu"
@@ -258,7 +256,7 @@ def _write(path: Path, known: dict[str, Any]) -> bool:
 def _measure(device: str) -> dict[str, Any]:
     from paralab.launch import launch_program
 
-    began, cores, before = time.perf_counter(), available_cores(), spent()
+    began, cores = time.perf_counter(), available_cores()
     found = gpus() if device == "cuda" else ()
     ranks = len(found) or max(2, min(4, cores))
     programs = {
@@ -274,7 +272,6 @@ def _measure(device: str) -> dict[str, Any]:
         for program, count in programs.items():
             if count:
                 measured[program] += launch_program(program, count, (), device=device)
-    stolen = stolen_since(before)
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
     links = _from_last_launch(_pooled(measured.pop(measure_links), ranks))
     models, calls, products, tiers, kernels = map(_typical, measured.values())
@@ -341,7 +338,6 @@ def _measure(device: str) -> dict[str, Any]:
         },
         "accuracy": accuracy,
         "busy": max(busy, processors_busy()),
-        "stolen": stolen,
         "seconds": time.perf_counter() - began,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
