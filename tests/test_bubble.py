@@ -11,7 +11,6 @@ import pytest
 import paralab as pl
 from paralab.report.report import Report
 from paralab.report.tables import COLUMNS
-from paralab.theory.gaps import _pace, _waited
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
 from test_predict import FREE, NAMES, cluster, plan_of
@@ -154,7 +153,7 @@ def test_compare_says_what_the_bubble_of_a_pipeline_is_made_of():
     assert found.bytes_agree
     assert {"bubble", "weight halves"} <= set(found.table.index)
     assert found.table.loc["bubble", "predicted"] == report.bubble
-    assert "with free links" in found.notes["bubble"]
+    assert "With free links" in found.notes["bubble"]
     assert "the bubble" in found.notes["exposed communication"]
     assert "bubble" not in pl.compare(*pair(pl.Plan(dp=2))).table.index
 
@@ -176,17 +175,13 @@ def test_a_replayed_bubble_is_that_of_its_own_costs_simulated(run):
 
 
 def test_a_bubble_of_the_links_is_not_said_to_be_the_schedules():
-    expect = pl.predict(MODEL, plan_of("1f1b"), cluster())
-    of_links, of_schedule = (
-        _waited(pd.DataFrame({"replayed": {"bubble": 0.7, "exposed communication": 2.0,
-                                           "communication": 1.0}}), expect, alone)
-        for alone in (0.2, 0.6)
-    )  # fmt: skip
-    assert "the links' doing" in of_links and "would not cure" not in of_links
-    assert "the links' doing" not in of_schedule and "would not cure" in of_schedule
-
-
-def test_a_wall_clock_that_is_quicker_than_the_replay_is_said_to_be():
-    report = pl.predict(MODEL, plan_of("1f1b"), cluster())
-    assert "25 % faster than the replay" in _pace(0.75, 2, report)
-    assert "like devices of their own" in _pace(0.95, 2, report)
+    said = []
+    for links in (FREE, pl.Link(alpha=1e-3, bandwidth=1e9)):
+        report = pl.predict(MODEL, plan_of("1f1b"), cluster(intra=links))
+        measured = dataclasses.replace(report, clock="measured", cluster=None)
+        found, alone = pl.compare(report, measured), ideal(measured).bubble_rate
+        assert f"leave {100 * alone:.1f} % idle" in found.notes["bubble"]
+        said.append(found.notes["bubble"])
+    assert said[0].endswith("in the replay the links add nothing.")
+    beyond = found.table.loc["bubble", "replayed"] - alone
+    assert beyond > 0.1 and said[1].endswith(f"the links add {100 * beyond:.1f} %.")

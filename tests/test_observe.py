@@ -636,7 +636,7 @@ def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
         assert "the program that was observed does it in another way" in note.lower()
     else:
         assert row["measured"] == row["predicted"] and compared.bytes_agree
-        assert note == "bytes agree exactly, in the sum of each rank."
+        assert note == "Bytes agree exactly, in the sum of each rank."
 
 
 def test_a_prediction_for_another_number_of_ranks_is_refused():
