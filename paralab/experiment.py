@@ -136,7 +136,7 @@ def run(
                   (2^20): one more ends the run with OutOfMemory. Then `report.memory` has every
                   step, else step 0 alone; and every step is slower by what the ledger costs, 5 to
                   20 % on a processor and more on a GPU, so no time of it is a measurement
-    keep_state    also return ``report.weights`` and ``report.gradients``
+    keep_state    also return ``report.weights`` and ``report.gradients``, which no file of it holds
     save          a folder for checkpoints, written after the last step; the last two are kept
     save_every    save too whenever it divides the number of steps the training has done
     resume        a folder that ``save`` wrote: go on from its latest checkpoint (or from one in

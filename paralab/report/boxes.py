@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paralab.report.arrays import typed
+from paralab.report.plain import typed
 
 DTYPE, ITEM = "F32", 4
 Sizes = tuple[int, ...]

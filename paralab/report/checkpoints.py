@@ -40,7 +40,7 @@ from paralab import checks
 from paralab.checks import choice, illegal, whole
 from paralab.parallel.layouts import whole_shape
 from paralab.report import boxes
-from paralab.report.arrays import plain, typed
+from paralab.report.plain import plain, typed
 from paralab.report.storage import seal
 from paralab.spec import ModelSpec
 

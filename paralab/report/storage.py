@@ -2,10 +2,10 @@
 
     {"format": "paralab report", "version": 2, "sha256": "...", "body": {...}}
 
-Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float; arrays
-are base64 of their little-endian bytes). A file that says something else than it did when written
-is refused: a clear error is worth more than a wrong number. A run over several machines leaves
-one part per rank in a folder, merged when it is loaded.
+Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float). A file
+that says something else than it did when written is refused: a clear error is worth more than a
+wrong number. A run over several machines leaves one part per rank in a folder, merged when it is
+loaded.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from typing import Any, TypeVar
 
 from paralab import checks
 from paralab.report import tables, written
-from paralab.report.arrays import decode_arrays, encode_arrays, plain, typed
 from paralab.report.merge import merge
+from paralab.report.plain import plain, typed
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 
 Some = TypeVar("Some", bound=Tables)
 VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
-STATES, CLOCK_OFFSET = ("weights", "gradients"), ("clock_offset", "clock_uncertainty")
+CLOCK_OFFSET = ("clock_offset", "clock_uncertainty")
 # What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
 # meets one kind of error.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def save(report: Tables, path: str | os.PathLike[str]) -> None:
-    """Write everything as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back."""
+    """Write the report as JSON, gzipped if ``path`` ends in .gz; ``pl.load`` reads it back.
+
+    Weights and gradients are left out: a checkpoint, `pl.run(..., save=folder)`, has the weights.
+    """
     about = {name: getattr(report, name) for name in ("model", "plan", "meta", "losses")}
-    arrays = {name: getattr(report, name) for name in STATES}
     found = {name: getattr(report, name) for name in tables.COLUMNS}
     cluster = None if report.cluster is None else plain(report.cluster.to_dict(), "cluster")
-    body = {"clock": report.clock, "cluster": cluster, **_body(about | arrays | found)}
+    body = {"clock": report.clock, "cluster": cluster, **_body(about | found)}
     write(checks.path("path", path, written.LEGAL), body, REPORT)
 
 
@@ -89,7 +91,7 @@ def save_part(
 
 
 def load_folder(folder: Path, kind: type[Some]) -> Some:
-    """The parts of all ranks of one run, merged. Weights come from the part that has them."""
+    """The parts of all ranks of one run, merged."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise FileNotFoundError(
@@ -181,7 +183,6 @@ def _body(said: Mapping[str, Any]) -> dict[str, Any]:
         "plan": plain(said["plan"].to_dict(), "plan"),
         "meta": _encode(plain(dict(said["meta"]), "meta")),
         "losses": _encode(said["losses"]),
-        **{name: encode_arrays(said.get(name)) for name in STATES},
         "tables": {name: tables.columns_of(name, said[name]) for name in tables.COLUMNS},
     }
 
@@ -194,7 +195,6 @@ def _said(body: dict[str, Any]) -> dict[str, Any]:
         "plan": Plan.from_dict(typed(body, "plan", dict)),
         "meta": _decode(typed(body, "meta", dict)),
         "losses": _decode(typed(body, "losses", list)),
-        **{name: decode_arrays(body, name) for name in STATES},
         **_tables(body),
     }
 

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import choice, illegal
-from paralab.report.arrays import plain
+from paralab.report.plain import plain
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.tiers import LINKS
 from paralab.theory.traffic import OPS, ROOTED
@@ -280,7 +280,7 @@ class Tables:
                  bytes taken from the driver. largest_free: at the step's end, the largest block
                  that is reserved and not in use
     losses       one per step: mean over the global batch, nats per token
-    weights, gradients  {name in the single-device model: full NumPy array}, or None
+    weights, gradients  {name in the single-device model: full NumPy array}, or None; not saved
     results      what a traced or observed function returned on every rank, or None; not saved
     meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node
     """
