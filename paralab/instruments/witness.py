@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NATIVE = "native reduce_scatter"  # torch's own on gloo: n all-reduces
-OPS = (*(op for op in traffic.OPS if op != "recv"), NATIVE, *theory.ALGORITHMS[:4])
+OPS = (*(op for op in traffic.OPS if op != "recv"), NATIVE, *theory.ALGORITHMS)
 DEFAULT = ("all_reduce", "all_gather", "reduce_scatter", NATIVE, "ring_all_reduce")
 REPEATS = 5
 _SETTLE_SECONDS = 0.02  # what is still on its way arrives
