@@ -67,7 +67,7 @@ class Times(NamedTuple):
 def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
     """When everything happens in one step; without ``overlap`` see serial.py.
 
-    Raises ValueError naming what each rank waits for, if no rank can go on.
+    Raises ValueError naming where each rank stands, if no rank can go on.
     """
     every = counted(program, costs_of(program, cluster, overlap=overlap))
     return walked(program, every, cluster.call_overhead)
@@ -106,8 +106,13 @@ def walked(program: Program, costs: list[list[Cost | Body]], posting: float) -> 
             for (r, one), rank in zip(lists, before, strict=True)
         ]
         walk.go(ranks)
-    if any(len(rank.left) < len(code) for rank, code in zip(ranks, program.codes, strict=True)):
-        raise ValueError(_explained(program, costs, walk, ranks))
+    stuck = [
+        f"pipeline rank {r} stands at {Names(program, r).instruction(code[len(rank.left)])}"
+        for r, (rank, code) in enumerate(zip(ranks, program.codes, strict=True))
+        if len(rank.left) < len(code)
+    ]
+    if stuck:  # what a learner writes is checked before (programs/checks.py)
+        raise ValueError(f"no rank can go on: {'; '.join(stuck)}")
     entered = [[0.0, *rank.left[:-1]] if rank.left else [] for rank in ranks]
     turned = [rank.left.copy() for rank in ranks]
     for r, rank in enumerate(ranks):
@@ -134,33 +139,3 @@ def items(r: int, code: Code, costs: list[Cost | Body]) -> Iterator[Item]:
         yield item(r, ins, cost, begun.get(ins.reads) if type(cost) is Awaited else None)
         if ins.lane:
             begun[ins.writes] = cost
-
-
-# ---- no rank can go on ---------------------------------------------------------------------------
-def _explained(program: Program, costs: list, walk: Walk, ranks: list[Rank]) -> str:
-    """Who waits for whom."""
-    width, codes = program.plan.dp * program.plan.tp, program.codes
-    lanes = [
-        [one.lane if one.members else None for one in items(r, *both)]
-        for r, both in enumerate(zip(codes, costs, strict=True))
-    ]
-    lines = []
-    for r, rank in enumerate(ranks):
-        if len(rank.left) == len(codes[r]):
-            continue
-        at, names = rank.stands, Names(program, r)
-        if at is None:
-            what, why = names.values(codes[r][len(rank.left)].reads), "which no call brings"
-        else:
-            what, call, lane = names.instruction(codes[r][at]), costs[r][at], lanes[r][at]
-            turn = lanes[r][: at + 1].count(lane)
-            there = [ranks.index(member) for member, *_ in walk.there[lane, turn]]
-            members = range(0, len(ranks), len(ranks) - 1 if call.members == 2 else 1)
-            missing = [m for m in (lane if call.peer >= 0 else members) if m not in there]
-            never = [m for m in missing if lanes[m].count(lane) < turn]
-            does = "makes" if call.members else "receives" if call.sends else "sends"
-            why = f"which rank {', '.join(str(m * width) for m in missing)} has not come to"
-            if never:
-                why = f"which rank {never[0] * width} never {does}"
-        lines.append(f"rank {r * width} waits for {what}, {why}")
-    return "no rank can go on: " + "; ".join(lines)
