@@ -21,7 +21,6 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import ends, untraced
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory.uncollected import uncollected
 
 QUESTIONS, SLACK = 12, 1.10
 PRECISION = "bf16"
@@ -151,7 +150,6 @@ def suits(plan: Any, case: Case) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-@uncollected()
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
     from paralab.interpret.totals import Totals

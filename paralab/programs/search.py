@@ -33,7 +33,6 @@ from paralab.programs.space import Space, space
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import Cluster
 from paralab.spec.rules import MAX_RANKS
-from paralab.theory.uncollected import uncollected
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +50,6 @@ SETTINGS = (
 )
 
 
-@uncollected()
 def plan_search(
     model: ModelSpec,
     cluster: Cluster,
