@@ -121,45 +121,34 @@ def _counter() -> Any:
     and ``peak``: the most bytes that were alive at once of what they made, in backward beyond what
     was alive when it began.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
 
-    from paralab.instruments.memory import tensors
+    from paralab.instruments.memory import Storages, tensors
 
     formulas = {str(packet): formula for packet, formula in flop_registry.items()}
 
-    def storages(values: Any) -> dict[int, Any]:
-        return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors(values)}
-
-    class Counter(TorchDispatchMode):
+    class Counter(Storages):
         def __init__(self) -> None:
-            super().__init__()
-            self.work, self.live, self.peak = Work(), 0, 0
+            super().__init__("cpu")
+            self.work, self.peak, self.made = Work(), 0, False
             self.kinds = (1.0, 0.0, 0.0)  # of matrix products: see `Work.products`
-            self.alive: dict[int, Any] = {}  # what was made here: weak references, by address
 
         def backward(self) -> None:
+            self._settle()
             self.work, self.live, self.peak, self.kinds = Work(), 0, 0, (0.0, 0.5, 0.5)
 
-        def meet(self, result: Any, given: Any) -> None:
-            before = storages(given)
-            for address, storage in storages(result).items():
-                if address in self.alive or address in before:
-                    continue
-
-                def gone(_: Any, address: int = address, size: int = storage.nbytes()) -> None:
-                    del self.alive[address]
-                    self.live -= size
-
-                self.alive[address] = weakref.ref(storage, gone)
-                self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
+        def _born(self, storage: Any) -> str | None:
+            return "other" if self.made else None
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            self._settle()
             result = func(*args, **(kwargs or {}))
-            self.meet(result, args)
+            for self.made, values in ((False, args), (True, result)):
+                for tensor in tensors(values):
+                    self._meet(tensor)
+            self.peak = max(self.peak, self.live)
             namespace, _, kernel = str(func._overloadpacket).partition(".")
             if func.is_view or namespace == "prim" or kernel in ("detach", "empty", "empty_like"):
                 return result  # nothing is computed
