@@ -35,10 +35,12 @@ def references(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _each_trained(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        pl.reference.train(one.pop("model"), optimizer="sgd", **one)._asdict()
-        for one in map(dict, asked)
-    ]
+    return [_trained(**one) for one in asked]
+
+
+def _trained(model: pl.ModelSpec, **asked: Any) -> dict[str, Any]:
+    found = pl.reference.train(model, optimizer="sgd", **asked)
+    return {**found[-1]._asdict(), "losses": [step.loss for step in found[1:]]}
 
 
 def worst(expected: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> tuple[float, str]:

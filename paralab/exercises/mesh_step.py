@@ -67,7 +67,8 @@ def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str,
 def _look(notes: Notes, found: Found, plan: Plan) -> None:
     """One run against every limit."""
     where = notes.where
-    steps = of_one_process(MODEL, ranks=plan.dp, clips=CLIPS, lr=LR, **BATCH)
+    how = {"steps": STEPS, "clip_norm": CLIPS, "lr": LR}
+    steps = of_one_process(MODEL, ranks=plan.dp, **how, **BATCH)
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in found["weights"]]

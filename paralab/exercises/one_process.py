@@ -7,14 +7,14 @@ their micro-batches, in the same order.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import launched
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.late import np, reference, torch
+from paralab.exercises.late import np, reference
 from paralab.exercises.verdict import Notes
+from paralab.model.step import Step
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
@@ -25,51 +25,6 @@ if TYPE_CHECKING:
 LR = 0.1
 
 
-class Step(NamedTuple):
-    """loss     mean over the micro-batches
-    gradients   mean over the micro-batches, before clipping
-    weights     after the update
-    """
-
-    loss: float
-    gradients: Arrays
-    weights: Arrays
-
-
-def trained(
-    model: ModelSpec,
-    *,
-    clips: Sequence[float] = (math.inf,),
-    lr: float = LR,
-    seed: int = 0,
-    **batch: int,
-) -> list[Step]:
-    """Every step's `Step`, in this process; first the initial weights, as a step 0.
-
-    clips  to which norm the gradient is clipped in each step
-    batch  micro-batches and their size, as `reference.batches` has them
-    """
-    gpt = reference.GPT(model, seed)
-    update = reference.optimizer(gpt.parameters(), "sgd", lr)
-
-    def copied(what: str) -> Arrays:
-        return {n: getattr(p, what).detach().numpy().copy() for n, p in gpt.named_parameters()}
-
-    found = [Step(0.0, {}, copied("data"))]
-    for step, most in enumerate(clips):
-        update.zero_grad()
-        micro, loss = reference.batches(model, step=step, seed=seed, **batch), 0.0
-        for one in micro:
-            share = gpt(*one) / len(micro)
-            share.backward()
-            loss += share.item()
-        gradients = copied("grad")
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), most)
-        update.step()
-        found.append(Step(loss, gradients, copied("data")))
-    return found
-
-
 @functools.cache  # the same for every answer
 def of_one_process(
     model: ModelSpec,
@@ -77,18 +32,22 @@ def of_one_process(
     ranks: int,
     microbatches: int,
     microbatch_size: int,
-    clips: tuple[float, ...] = (math.inf,) * 3,
+    steps: int = 3,
+    clip_norm: tuple[float, ...] | None = None,
     lr: float = LR,
 ) -> list[Step]:
-    """`trained` in a process of its own, on the samples of all ranks, ``microbatches`` of each."""
+    """`reference.train` in a process of its own, on the samples of all ranks, ``microbatches`` of
+    each.
+    """
     from paralab.launch import launch
 
+    how = {"optimizer": "sgd", "lr": lr, "clip_norm": clip_norm, "steps": steps}
     batch = {"microbatches": ranks * microbatches, "microbatch_size": microbatch_size}
-    return launch(_launched, ranks=1, args=(model, {"clips": clips, "lr": lr, **batch}))[0]
+    return launch(_trained, ranks=1, args=(model, how | batch))[0]
 
 
-def _launched(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
-    return trained(model, **settings)
+def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
+    return reference.train(model, **settings)
 
 
 def look_at_tensors(

@@ -17,11 +17,11 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
-from paralab.exercises.one_process import Step, trained
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes, first
 from paralab.exercises.warmup import BACKWARD_FIRST, lists_of
+from paralab.model.step import Step
 from paralab.spec import ModelSpec
 
 Run = tuple[str, int, int, int]  # schedule, p, m, v
@@ -67,7 +67,7 @@ def one_step(
     sizes = {"microbatches": m, "microbatch_size": SAMPLES, "seed": seed}
     batches = reference.batches(model, step=0, **sizes)
     with watch.unseen():  # what is right is the same on all ranks
-        right = None if rank else trained(model, **sizes)[1]
+        right = None if rank else reference.train(model, steps=1, optimizer="sgd", **sizes)[1]
     stages = {s: reference.Stage(model, s, v * p, seed) for s in range(rank, v * p, p)}
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True

@@ -24,8 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,9 +34,10 @@ from torch import Tensor, nn
 from paralab.checks import choice, illegal
 from paralab.data import Corpus
 from paralab.model import draws
+from paralab.model.step import Step
 from paralab.spec import ModelSpec
 
-__all__ = ["GPT", "Stage", "Trained", "batches", "optimizer", "train"]
+__all__ = ["GPT", "Stage", "Step", "batches", "optimizer", "train"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -280,19 +280,6 @@ def optimizer(
 _optimizer = optimizer  # `train` has an argument of that name
 
 
-class Trained(NamedTuple):
-    """What `train` arrives at.
-
-    losses     one per step: mean over its micro-batches, nats per token
-    gradients  of the last step: mean over its micro-batches, before clipping, {name: array}
-    weights    after it, as the model computes with them, {name: array}
-    """
-
-    losses: list[float]
-    gradients: dict[str, np.ndarray]
-    weights: dict[str, np.ndarray]
-
-
 def train(
     spec: ModelSpec,
     *,
@@ -302,12 +289,14 @@ def train(
     lr: float | None = None,
     optimizer: str = "adamw",
     precision: str = "fp32",
-    clip_norm: float | None = None,
+    clip_norm: float | Sequence[float] | None = None,
     data: object = None,
     seed: int = 0,
-) -> Trained:
-    """Train on this process. The arguments are those of `pl.run` and `pl.Plan`; a plan with
-    data-parallel ranks equals dp * microbatches micro-batches here.
+) -> list[Step]:
+    """Train on this process. Returns the steps; first, as number 0, the weights before any.
+
+    The arguments are those of `pl.run` and `pl.Plan`, and ``clip_norm`` may be one for each step. A
+    plan with data-parallel ranks equals dp * microbatches micro-batches here.
 
     In 16 bits the optimizer updates weights in fp32, and the model computes with their rounded
     values; fp16's loss is scaled so that small gradients are not rounded to nothing, and a step in
@@ -316,11 +305,12 @@ def train(
     choice("precision", precision, tuple(DTYPES))
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size}
     feed = functools.partial(batches, spec, data=data, seed=seed, **sizes)
-    gpt, losses = GPT(spec, seed), []
+    gpt = GPT(spec, seed)
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())
     update = _optimizer(masters.values(), optimizer, lr)
     scale, good = (FIRST_SCALE if precision == "fp16" else 1.0), 0
+    found = [Step(0.0, {}, _arrays(parameters))]
     for step in range(steps):
         gpt.zero_grad()
         gpt.at(step)
@@ -329,7 +319,6 @@ def train(
             loss = gpt(tokens, targets)
             (loss / microbatches * scale).backward()
             total += loss.item()
-        losses.append(total / microbatches)
         gradients = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).float() / scale
             for name, p in parameters.items()
@@ -337,7 +326,8 @@ def train(
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
         finite, good = bool(norm.isfinite()), good + 1
         if finite or precision != "fp16":
-            shrink = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm.item() + 1e-6))
+            most = clip_norm[step] if isinstance(clip_norm, Sequence) else clip_norm
+            shrink = 1.0 if most is None else min(1.0, most / (norm.item() + 1e-6))
             for name, master in masters.items():
                 master.grad = gradients[name] * shrink
             update.step()
@@ -345,5 +335,10 @@ def train(
                 p.data.copy_(masters[name])
         if precision == "fp16" and (not finite or good == DOUBLE_AFTER):
             scale, good = min(max(scale * (2.0 if finite else 0.5), 1.0), LARGEST_SCALE), 0
-    as_numpy = {name: p.detach().float().numpy() for name, p in parameters.items()}
-    return Trained(losses, {name: g.numpy() for name, g in gradients.items()}, as_numpy)
+        found.append(Step(total / microbatches, _arrays(gradients), _arrays(parameters)))
+    return found
+
+
+def _arrays(named: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """As they are now."""
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in named.items()}
