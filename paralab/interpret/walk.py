@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 from paralab.interpret.costs import Awaited, Compute, Cost, Job, Posted
@@ -234,35 +234,26 @@ def moments(lists: Sequence[Sequence[Item]]) -> list[list[tuple[float, float]]]:
     """When each item of each rank begins and ends, in seconds. A call has the name that all its
     members give it, and its lane ends with their ranks. Replay times so what was recorded.
 
-    Raises ValueError if no rank can go on: a member never launches a call, or launches it in
-    another order.
+    Raises ValueError if no rank can go on: members of a group launch other calls, or wait for each
+    other's.
     """
-    turned = "the members of a group launch its calls in different orders"
     launched: dict[Any, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for number, items in enumerate(lists):
         for item in items:
             if item.op == CALL:
                 launched[item.lane][number].append(item.name)
     for (*_, members), names in launched.items():
-        if len({tuple(names[member]) for member in members}) > 1:
-            raise ValueError(f"no rank can go on: {_never(members, names) or turned}")
+        for calls in zip_longest(*(names[member] for member in members), fillvalue="nothing more"):
+            if len(set(calls)) > 1:
+                pairs = zip(members, calls, strict=True)
+                said = ", ".join(f"rank {member} launches {call}" for member, call in pairs)
+                raise ValueError(f"no rank can go on: {said}")
     walk = Walk(0.0)
     ranks = [Rank(walk, items, Order(None)) for items in lists]
     walk.go(ranks)
     if walk.there:
-        raise ValueError(f"no rank can go on: {turned}")
+        raise ValueError("no rank can go on: ranks wait for each other's calls in a circle")
     return [
         [rank.calls.get(at, work) for at, work in enumerate(pairwise([0.0, *rank.left]))]
         for rank in ranks
     ]
-
-
-def _never(members: Sequence[int], names: dict[int, list[Any]]) -> str:
-    """Which call of a group lacks a member, or "". names: what each launches, in order."""
-    for first in members:
-        for name in names[first]:
-            never = [str(member) for member in members if name not in names[member]]
-            if never:
-                missing = ", ".join(never)
-                return f"rank {first} waits for {name}, which rank {missing} never launches"
-    return ""
