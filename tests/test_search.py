@@ -328,7 +328,6 @@ def test_the_best_are_simulated_and_come_in_that_order(small):
     assert list(small.plans)[0] == small.best
     assert small.best.world_size == 8
     assert small.best.global_batch == 16
-    assert table["why"][0] == "the best" and all(table["why"])
 
 
 @pytest.mark.parametrize("devices", [1, 8])

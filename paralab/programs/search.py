@@ -110,10 +110,11 @@ class Search:
              serial_s (the same where no communication and no copy overlaps with compute; of the
              compiled plan, else estimated), memory (bytes per device), fits, bubble (share of the
              pipeline's time), then the estimate's seconds of compute, recompute, tp, pp and dp
-             communication that is waited for, offload and optimizer, and why
+             communication that is waited for, offload and optimizer
     best     the plan that is fastest of those that fit
     plans    all of them, in the table's order
-    losers() what each other choice would cost        pareto() the front of time against memory
+    losers() what each other choice would cost, and why
+    pareto() the front of time against memory
     """
 
     def __init__(
@@ -204,11 +205,10 @@ class Search:
     def table(self) -> pd.DataFrame:
         made = self.rows(slice(None))
         made.insert(0, "rank", np.arange(1, len(made) + 1))
-        made["why"] = words.reasons(self)
         return made
 
     def rows(self, which: Any) -> pd.DataFrame:
-        """The table's columns, but rank and why, of the plans at these positions."""
+        """The table's columns, but rank, of the plans at these positions."""
         import pandas as pd
 
         columns = {name: self.plans.column(name) for name in self.settings}

@@ -59,19 +59,6 @@ def _place(value: Any) -> str:
 
 
 # ---- why ----------------------------------------------------------------------------------------
-def reasons(search: Any) -> list[str]:
-    """A few words per plan, in the table's order: what it loses by."""
-    more = np.array([term - term[0] for term in search.terms.values()])
-    names, even = list(search.terms), 1e-3 * search.closed[0]
-    said = [
-        f"{GROWS[names[at]]} +{by:.3g} s" if by > even else "hardly any slower"
-        for at, by in zip(more.argmax(0).tolist(), more.max(0).tolist(), strict=True)
-    ]
-    for at in np.flatnonzero(~search.fits).tolist():
-        said[at] = _needs(search, at)
-    return ["the best", *said[1:]]
-
-
 def losers(search: Any) -> pd.DataFrame:
     """See `Search.losers`."""
     import pandas as pd
