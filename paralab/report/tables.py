@@ -82,31 +82,20 @@ _NAMES = {
 }
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, bool) or not -(2**63) <= (number := operator.index(value)) < 2**63:
-        raise TypeError
-    return number
+def _converted(kind: type, value: Any) -> Any:
+    """``value`` as a column of this kind has it, or TypeError."""
+    if kind is tuple and isinstance(value, (tuple, list)):
+        return tuple(_converted(int, one) for one in value)
+    if kind is str and isinstance(value, str):
+        return value
+    plain = not isinstance(value, (bool, str))
+    if kind is int and plain and abs(whole := operator.index(value)) < 2**63:
+        return whole
+    if kind is float and plain and math.isfinite(number := float(value)):
+        return number
+    raise TypeError
 
 
-def _float(value: Any) -> float:
-    if isinstance(value, (bool, str)) or not math.isfinite(number := float(value)):
-        raise TypeError
-    return number
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _tuple(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)):
-        raise TypeError
-    return tuple(_int(v) for v in value)
-
-
-_CONVERT = {int: _int, float: _float, str: _str, tuple: _tuple}
 _DTYPE = {int: "int64", float: "float64", str: "object", tuple: "object"}
 
 
@@ -169,10 +158,10 @@ def _plain(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
 
 def _checked(name: str, column: str, kind: type, values: list[Any] | tuple[Any, ...]) -> list[Any]:
     legal = _CHOICES.get((name, column))
-    convert, done = _CONVERT[kind], []
+    done = []
     for row, value in enumerate(values):
         try:
-            number = convert(value)
+            number = _converted(kind, value)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(
                 f"table {name}: row {row}, {column}={value!r} is not {_NAMES[kind]}"
