@@ -145,23 +145,23 @@ def ask_torch(
     return silent | {"error": ran.stderr.strip().split("\n")[-1]}
 
 
-def calibrated(device: str = "cpu") -> dict[str, Any] | None:
-    """{"on", "made", "busy", "flops", "alpha", "bandwidth"} of the cached calibration, or None.
-
-    flops is one core's or one GPU's (``on``), FLOP/s; the link is that of an all-reduce between
-    ranks; busy: whether too much of the machine was other programs' for it to be kept.
+def calibrated(device: str = "cpu") -> str | None:
+    """What the cached calibration says of one core or one GPU, and of an all-reduce between ranks;
+    None if there is none.
     """
     known = calibrate.known(device)
     if known is None:
         return None
     cluster = known["cluster"]
-    return {
-        "on": "GPU" if device == "cuda" else "core",
-        "made": known["made"],
-        "busy": known.get("busy", 0.0) > calibrate.BUSY,
-        "flops": cluster["flops"],
-        **(cluster["collectives"].get("all_reduce") or cluster["intra"]),
-    }
+    link = cluster["collectives"].get("all_reduce") or cluster["intra"]
+    said = (
+        f"measured {known['made'][:10]}: {scaled(cluster['flops'], 'FLOP/s')} on a "
+        f"{'GPU' if device == 'cuda' else 'core'}, between ranks {scaled(link['alpha'], 's')} and "
+        f"{scaled(link['bandwidth'], 'B/s')}"
+    )
+    if known.get("busy", 0.0) > calibrate.BUSY:
+        said += "; other programs were busy, so it is measured again once they are not"
+    return said
 
 
 def cores_at_once() -> int:
@@ -259,7 +259,9 @@ def _checks(at: Machine) -> Iterator[Check]:
 
     yield Check("torch", *_torch(at))
     yield Check("GPUs", _gpus(at))
-    yield Check("links", _links(at))
+    said = at.links or "not measured yet: paralab doctor --calibrate takes some fifteen seconds"
+    unseen = "; how busy other programs are is not shown here, so measure when they are not"
+    yield Check("links", said + unseen * (not at.load_shown))
 
     said, mend = "none that can be written to", "ranks meet in files there: set TMPDIR"
     if at.temp_free is not None:
@@ -303,20 +305,6 @@ def _gpus(at: Machine) -> str:
     said = ", ".join(f"{gpu['name']} with {_size(gpu['memory'])}" for gpu in gpus)
     little = f"; /dev/shm has {_size(at.shared)}, too little for NCCL: give it {_size(SHARED)}"
     return f"{len(gpus)}: {said}" + little * (len(gpus) > 1 and (at.shared or 0) < SHARED)
-
-
-def _links(at: Machine) -> str:
-    known = at.links
-    said = "not measured yet: paralab doctor --calibrate takes some fifteen seconds"
-    if known is not None:
-        said = (
-            f"measured {known['made'][:10]}: {scaled(known['flops'], 'FLOP/s')} on a {known['on']},"
-            f" between ranks {scaled(known['alpha'], 's')} and {scaled(known['bandwidth'], 'B/s')}"
-        )
-        if known["busy"]:
-            said += "; other programs were busy, so it is measured again once they are not"
-    unseen = "; how busy other programs are is not shown here, so measure when they are not"
-    return said + unseen * (not at.load_shown)
 
 
 def _room(at: Machine) -> int:
