@@ -106,7 +106,7 @@ for detail, plan in (
     report = pl.predict(model, plan, cluster, steps=1, detail=detail)
     report.timeline(), report.traffic_chart(), report.memory_chart(), report.summary()
     report.peaks(), report.bubbles() if plan.pp > 1 else None
-    pl.view.mesh(plan, cluster), pl.view.stage_memory(report), pl.view.link_traffic(report)
+    pl.view.mesh(plan, cluster), pl.view.stage_memory(report)
     pl.view.timelines(report, report), pl.view.memory_bars({"a": report})
     pl.view.memory_charts({"a": report})
 pl.compare(report, report.replay(cluster))

@@ -296,10 +296,10 @@ def test_where_nothing_is_sent_the_chart_of_traffic_is_that_of_the_links(one):
 def test_links_stand_beside_what_is_sent_per_rank_and_on_one_scale(two):
     chart = two.traffic_chart()
     assert [t.type for t in chart.data] == ["heatmap", *["bar"] * 4]
-    sent = {("dp, inside a node", "all_reduce"): 800}
+    sent = {("inside a node", "dp, all_reduce"): 800}
     assert stacks(chart, "x2") == pytest.approx({**sent, **LINKS})
     order = list(chart.layout.yaxis2.categoryarray)
-    assert order == ["dp, inside a node", ROWS[0], ROWS[1], *ROWS[3:]]
+    assert order == ["inside a node", ROWS[0], ROWS[1], *ROWS[3:]]
     assert chart.layout.xaxis2.range[1] > 3000 / 1e3  # the longest bar is a link's
     tops = [note.text for note in chart.layout.annotations]
     assert tops == [" 800 B", " 1 kB", " 500 B", " 3 kB", " 2 kB"]

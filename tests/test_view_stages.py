@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import paralab as pl
-from paralab.report import metrics
-from paralab.view import link_traffic, stage_bars, stage_memory, theme
+from paralab.view import stage_bars, stage_memory, theme
 
 LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
 CLUSTER = pl.Cluster(
@@ -41,40 +42,53 @@ def test_in_outline_the_bars_are_the_same():
     whole = pl.predict(MODEL, plan, CLUSTER, steps=1, detail="calls")
     brief = pl.predict(MODEL, plan, CLUSTER, steps=1, detail="actions")
     assert bars(stage_memory(whole)) == bars(stage_memory(brief))
-    totals = [one.table.groupby(["link", "what"])["bytes"].sum() for one in
-              (link_traffic(whole), link_traffic(brief))]  # fmt: skip
-    assert totals[0].index.tolist() == totals[1].index.tolist()
-    assert totals[0].tolist() == pytest.approx(totals[1].tolist(), rel=1e-2)
+    one, other = (report.traffic_chart(matrix=False).data for report in (whole, brief))
+    assert [bar.name for bar in one] == [bar.name for bar in other]
+    assert [sum(bar.x) for bar in one] == pytest.approx([sum(bar.x) for bar in other], rel=1e-2)
 
 
 def test_what_was_offloaded_has_bars_of_its_own_and_its_links():
     report = predicted(dp=2, zero_stage=3, offload={"parameters": "nvme", "gradients": "cpu",
                                                     "optimizer": "nvme"})  # fmt: skip
     assert list(bars(stage_memory(report))) == ["device", "host", "files"]
-    table = link_traffic(report).table
-    copied = report.copied(("link", "category")).set_index(["link", "category"])["bytes"] / 2
-    drawn = table[table["link"] != "intra"].set_index(["link", "what"])["bytes"]
-    assert drawn.to_dict() == copied.to_dict() and len(drawn) >= 4
-    reads = table[table["link"] == "disk read"]
-    assert reads["seconds"].sum() == pytest.approx(reads["bytes"].sum() / 2e8)
+    copied = report.copied("link").set_index("link")["bytes"] / 2
+    found = sums(report)
+    assert list(found) == ["inside a node", "host to device", "device to host", "disk read",
+                           "disk write"]  # fmt: skip
+    assert found["disk read"] == said(copied["disk read"], 2e8)
+    assert found["host to device"] == said(copied["h2d"], 5e8)
+
+
+def sums(report: pl.Report) -> dict[str, str]:
+    """{link: what stands behind its bar}."""
+    chart = report.traffic_chart(matrix=False)
+    assert {trace.type for trace in chart.data} == {"bar"}  # and nothing else
+    return {note.y: note.text.strip() for note in chart.layout.annotations}
+
+
+def said(size: float, bandwidth: float) -> str:
+    return f"{theme.scaled(float(size), 'B')}, {theme.scaled(float(size) / bandwidth, 's')}"
 
 
 def test_links_carry_what_ranks_send_and_take_bytes_over_bandwidth():
     report = predicted(dp=2, tp=2, pp=2, microbatches=2)
-    chart = link_traffic(report)
-    sent = report.traffic()["bytes"].sum() / 8
-    assert chart.table["bytes"].sum() == pytest.approx(sent)
-    near, far = (chart.table[chart.table["link"] == level] for level in ("intra", "inter"))
-    assert set(near["what"]) == {"tp"} and set(far["what"]) == {"dp", "pp"}
-    assert far["seconds"].sum() == pytest.approx(far["bytes"].sum() / 1e8)
-    assert near["seconds"].sum() == pytest.approx(near["bytes"].sum() / 1e9)
-    worst = max((near, far), key=lambda part: part["seconds"].sum())
-    place = "between nodes" if worst is far else "inside a node"
-    assert chart.finding == (f"Bytes take longest {place}: "
-                             f"{theme.scaled(float(worst['seconds'].sum()), 's')} for "
-                             f"{theme.scaled(float(worst['bytes'].sum()), 'B')}")  # fmt: skip
+    sent = report.traffic(by="level").set_index("level")["bytes"] / 8
+    near, far = said(sent["intra"], 1e9), said(sent["inter"], 1e8)
+    assert sums(report) == {"inside a node": near, "between nodes": far}
+    one = pl.predict(MODEL, report.plan, CLUSTER.replace(ports=1), steps=1)  # two ranks share it
+    assert sums(one)["between nodes"] == said(sent["inter"], 0.5e8)
+    chart = report.traffic_chart(matrix=False)
     colours = {trace.name: trace.marker.color for trace in chart.data}
-    assert colours == {axis: theme.axis_colour(axis) for axis in ("tp", "dp", "pp")}
+    names = ["tp, all_gather", "tp, all_reduce", "dp, all_reduce", "pp, all_reduce", "pp, send"]
+    assert colours == {name: theme.axis_colour(name[:2]) for name in names}
+    assert sum(sum(bar.x) for bar in chart.data) * 1e3 == pytest.approx(sent.sum())
+
+
+def test_no_link_is_said_to_take_seconds_where_no_cluster_states_it():
+    report = predicted(dp=2)
+    bare = dataclasses.replace(report, cluster=None)
+    assert sums(bare) == {link: text.split(",")[0] for link, text in sums(report).items()}
+    assert "seconds" in report.traffic_chart().below and "seconds" not in bare.traffic_chart().below
 
 
 def test_several_reports_stand_beside_one_another():
@@ -83,11 +97,6 @@ def test_several_reports_stand_beside_one_another():
     chart = stage_memory(expect, again)
     assert list(bars(chart)) == ["device, predicted", "device, replayed"]
     assert ", replayed " in chart.finding and "predicted and replayed" in chart.summary
-    links = link_traffic(expect, again)
-    assert [a.y for a in links.layout.annotations] == [
-        "inside a node, predicted", "inside a node, replayed"]  # fmt: skip
-    assert set(links.table["clock"]) == {"predicted", "replayed"}
-    assert theme.scaled(float(metrics.traffic(expect)["bytes"].mean()), "B") in links.finding
 
 
 def test_reports_on_one_clock_are_told_apart_by_their_plans():
@@ -95,8 +104,6 @@ def test_reports_on_one_clock_are_told_apart_by_their_plans():
     peaks = [bars(stage_memory(report))["device"] for report in (one, other)]
     both = bars(stage_memory(one, other))
     assert list(both.values()) == peaks and len(both) == 2
-    sent = [a.y for a in link_traffic(one, other).layout.annotations]
-    assert len(sent) == len(set(sent)) == 2
 
 
 def test_of_many_stages_the_fullest_first_and_last_are_drawn():
@@ -119,10 +126,9 @@ def test_what_does_not_fit_says_so_with_the_numbers():
 
 
 def test_nothing_to_draw_is_refused():
-    for draw in (stage_memory, link_traffic):
-        with pytest.raises(ValueError, match=r"reports=\(\): nothing to draw"):
-            draw()
+    with pytest.raises(ValueError, match=r"reports=\(\): nothing to draw"):
+        stage_memory()
     bare = pl.Report(clock="measured", model=MODEL, plan=pl.Plan())
     with pytest.raises(ValueError, match="no memory was sampled"):
         stage_memory(bare)
-    assert link_traffic(predicted()).finding == "Nothing is sent"
+    assert "nothing is sent" in predicted().traffic_chart(matrix=False).finding

@@ -12,7 +12,7 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     blocks       which tp rank holds which block of X, W and Y in Y = X W: columns, rows, cubes
     multiplication   one such product step by step
     mesh         ranks as a grid, nodes as frames, the groups of one rank and what flows in them
-    link_traffic   what a rank sends and copies, link by link; stage_memory: what each stage needs
+    stage_memory   what each stage of a pipeline needs
     stage_time   what each stage does with a step of more boxes than a screen has pixels
     crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
     stuck        how far a schedule gets that deadlocks
@@ -60,7 +60,6 @@ _NAMES = {
     "throughput": "scaling",
     "time_bars": "seconds_bars",
     "timeline": "timelines",
-    "traffic_bars": "link_traffic",
     "zero_schematics": "zero_shards zero_unit",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

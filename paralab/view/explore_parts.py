@@ -9,7 +9,7 @@ import html
 from dataclasses import MISSING, fields
 
 from paralab.parallel.schedules import SCHEDULES
-from paralab.report.metrics import peak_memory, reported_ranks, utilisation
+from paralab.report.metrics import peak_memory, reported_ranks, traffic, utilisation
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
@@ -18,7 +18,6 @@ from paralab.view.chart import Chart
 from paralab.view.sampling import spread
 from paralab.view.stage_stretches import stage_time
 from paralab.view.timeline import timeline
-from paralab.view.traffic_bars import flows
 from paralab.view.widget_parts import (
     MUTED,
     Knob,
@@ -123,8 +122,10 @@ def _bubble(report: Tables) -> str:
     return f"{100 * report.bubble:.1f} %" if report.plan.pp > 1 else "no pipeline"
 
 
-def _sent(report: Tables, link: str) -> str:
-    return in_bytes(float(sum(flow.bytes for flow in flows(report) if flow.link == link)))
+def _sent(report: Tables, level: str) -> str:
+    """By a rank, on average."""
+    sent = traffic(report, by="level").set_index("level")["bytes"]
+    return in_bytes(float(sent.get(level, 0)) / len(reported_ranks(report)))
 
 
 COLUMNS: dict[str, Says] = {

@@ -1,9 +1,11 @@
-"""The traffic chart: who sends how much to whom, over which axis and level, and over which link.
+"""The traffic chart: who sends how much to whom, over which link, and for what.
 
 Left is a matrix, sender rows and receiver columns, of the bytes of one step: an all-reduce on a
-ring is its off-diagonal band. Right are the same bytes per rank by axis and level, one pattern per
-operation, with the line 2(N-1)/N Psi that no all-reduce gets below; and what a rank copies between
-memory tiers, link by link.
+ring is its off-diagonal band. Right are the same bytes per rank, a bar for every link: a colour per
+axis, a pattern per operation, with the line 2(N-1)/N Psi that no all-reduce gets below; and what a
+rank copies between memory tiers. Behind a bar stand the seconds that its bytes alone take, if all
+ranks use their links and their share of a node's ports evenly: a link between nodes may carry less
+and take longer.
 """
 
 from __future__ import annotations
@@ -13,78 +15,95 @@ from typing import Any
 import pandas as pd
 
 from paralab.report import metrics
-from paralab.report.tables import DRY, Tables
-from paralab.spec import BYTES_PER_ELEMENT
+from paralab.report.tables import DRY, LEVELS, Tables
+from paralab.spec import BYTES_PER_ELEMENT, Cluster
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
 from paralab.view.marks import cells, line, note, upright
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
+ROW = 46  # pixels of a bar, where there is no matrix
+NAMES = naming.LEVEL_NAME | lanes.ROW_NAME  # by link
 
 
-def traffic_chart(report: Tables) -> Chart:
-    """Bytes per step: rank x rank, and per rank by axis and level, and by link between tiers."""
+def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
+    """Bytes per step: rank x rank, and per rank and link by axis and operation.
+
+    matrix  False: the bars alone
+    """
     dry = report.clock == DRY  # rows of one rank: whom it sends to is no matrix
     n, unit = len(metrics.reported_ranks(report)), "call" if report.model is None else "step"
-    by_edge = metrics.traffic(report, by="edge")
-    per_op = metrics.traffic(report, by=("axis", "level", "op"))
+    sent = metrics.traffic(report, by=("level", "axis", "op"))
     copied = metrics.copied(report, by=("link", "category"))
     if report.plan.tiers is None:  # what messages pass through on their way is theirs already
         copied = copied.head(0)
-    sent, copies = per_op["bytes"].sum(), copied["bytes"].sum()
-    alone = bool(dry or (copies and not sent))  # no matrix
+    sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
+    alone = dry or not matrix or (copies and not sends)
     optimum = None
-    if report.model is not None and report.plan.dp == report.world_size > 1 and copied.empty:
+    if report.model is not None and report.plan.dp == report.world_size > 1 and not copies:
         psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
         optimum = 2 * (report.plan.dp - 1) * psi / report.world_size
-    rows, axis = [], {}  # axis: of a row's label
-    for r in per_op.sort_values(["axis", "level", "op"]).to_dict("records"):
-        label = f"{r['axis']}, {naming.LEVEL_NAME[r['level']]}"
-        axis[label] = r["axis"]
-        rows.append((label, r["op"], r["bytes"] / n))
-    rows = rows or [("nothing sent", "none", 0.0)] * (not copies)
-    held = [
-        (lanes.ROW_NAME[r["link"]], r["category"], r["bytes"] / n)
-        for r in copied.to_dict("records")
-    ]
-    tops = mark.totals([*rows, *held])
-    end = 1.3 * max(*tops.values(), optimum or 0.0, 1.0)
-    name, per = theme.unit_of(end / 1.3)
+    found = sent.to_dict("records")
+    found.sort(key=lambda r: (LEVELS.index(r["level"]), r["axis"], r["op"]))
+    flows = [(r["level"], (r["axis"], r["op"]), r["bytes"] / n) for r in found]
+    flows += [(r["link"], r["category"], r["bytes"] / n) for r in copied.to_dict("records")]
+    links = list(dict.fromkeys(link for link, *_ in flows))
+    rows = [(NAMES[link], kind, size) for link, kind, size in flows] or [("nothing sent", "", 0.0)]
+    tops, kinds = mark.totals(rows), list(dict.fromkeys(kind for _, kind, _ in rows))
+    words = {NAMES[link]: _took(link, tops[NAMES[link]], report.cluster) for link in links}
+    timed = report.cluster is not None and bool(links)
+    most = max(*tops.values(), optimum or 0.0, 1.0)
+    (name, per), end = theme.unit_of(most), (1.42 if alone else 1.7 if timed else 1.3) * most
     where = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
-    verb = "sent or copied" if sent and copies else "copied" if copies else "sent"
-    traces, shapes, both = ([], [], {}) if alone else _matrix(report, by_edge, unit)
+    verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
+    traces, shapes, both = ([], [], {}) if alone else _matrix(report, unit)
     borders = " · lines: where a node ends" * bool(shapes)
+    seconds = " · seconds: the bytes alone, links and ports used evenly" * timed
     fig = figure(
-        _finding(report, per_op, optimum, copied),
-        f"bytes of one {unit}, bookkeeping left out{borders}",
-        height=max(330 if alone else 400, min(40 * n, 560) + 180),
-        showlegend=len({row[1] for row in [*rows, *held]}) > 1,
+        _finding(report, sent, optimum, copied),
+        f"bytes of one {unit}, bookkeeping left out{borders}{seconds}",
+        height=170 + ROW * max(3, len(tops)) if alone else max(400, min(40 * n, 560) + 180),
+        showlegend=len(kinds) > 1,
         xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **where),
         yaxis2=mark.labels(list(tops), least=2, above=0.3 * (optimum is not None), anchor="x2"),
         **both,
     )
-    axes, look = ("x2", "y2"), lambda op: (op, theme.OTHER_COLOUR)
-    style = {"per": per, "end": end, "axes": axes, "letter": 0}
-    for trace in mark.bars(rows, look=look, kinds=sorted({row[1] for row in rows}), **style):
-        fills = [theme.axis_colour(axis.get(label, "")) for label in trace["y"]]
-        traces.append(trace | {"marker": _pattern(trace["name"]) | {"color": fills}})
-    traces += mark.bars(held, **style)
-    notes = mark.ends(tops, per, axes=axes, size=13)
+    axes = ("x2", "y2")
+    bars = mark.bars(rows, per=per, end=end, look=_look, kinds=kinds, letter=0, axes=axes)
+    for kind, bar in zip(kinds, bars, strict=True):
+        op = kind[1] if isinstance(kind, tuple) else ""
+        traces.append(bar | {"marker": bar["marker"] | _pattern(op)})
+    notes = mark.ends(tops, per, words=words, axes=axes, size=13)
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
         said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
         at = {"axes": ("x2", "y2 domain"), "hold": "right top", "xshift": -4}
         notes.append(note(said, optimum / per, 1, **at))
-    shown = f"{len(by_edge)} pairs of ranks, {len(per_op)} rows by axis, level and op"
-    if copies and not sent:
-        shown = f"{len(held)} rows by link and category, nothing sent"
-    elif len(held):
-        shown += f", {len(held)} by link"
     return fig.draw(traces, notes, shapes).explained(
-        f"traffic of {naming.subject(report)}, {report.clock}: {shown}",
-        lambda: _moved(report, len(held) > 0),
+        f"traffic of {naming.subject(report)}, {report.clock}: {len(flows)} parts of "
+        f"{len(links)} link{'s' * (len(links) != 1)}",
+        lambda: _moved(report, copies),
     )
+
+
+def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
+    """Name and colour of bytes: of an axis and operation, or of a category that is copied."""
+    if not isinstance(kind, tuple):
+        return mark.category_look(kind)
+    return theme.text(", ".join(kind)), theme.axis_colour(kind[0])
+
+
+def _took(link: str, size: float, cluster: Cluster | None) -> str:
+    """What stands behind a bar: its bytes and, where a cluster states the link, their seconds."""
+    said, part = theme.scaled(size, "B"), "disk" if link.startswith("disk") else "host"
+    stated = getattr(cluster, link if link in LEVELS else part, None)
+    if stated is None:
+        return said
+    speed = stated.bandwidth
+    if link == "inter" and cluster.ports is not None:
+        speed *= cluster.ports / cluster.devices_per_node
+    return f"{said}, {theme.scaled(size / speed, 's')}"
 
 
 def _pattern(op: str) -> dict[str, Any]:
@@ -94,12 +113,12 @@ def _pattern(op: str) -> dict[str, Any]:
 
 
 def _matrix(
-    report: Tables, by_edge: pd.DataFrame, unit: str
+    report: Tables, unit: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
     """Trace, lines where a node ends, and axes. In outline there is a column for every rank that
     the reported ones send to.
     """
-    senders = metrics.reported_ranks(report)
+    by_edge, senders = metrics.traffic(report, by="edge"), metrics.reported_ranks(report)
     receivers = sorted({*senders, *by_edge["receiver"].tolist()})
     sent = {(e["sender"], e["receiver"]): e["bytes"] / 1e6 for e in by_edge.to_dict("records")}
     if max(len(senders), len(receivers)) > 1:  # plotly cannot draw a matrix of nothing but holes

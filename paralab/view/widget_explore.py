@@ -7,7 +7,7 @@ Four views follow the sliders, and each has a twin that needs no mouse. With
                pl.view.stage_time(report)      stretches, shared out by what their time went to
     mesh       pl.view.mesh(plan, cluster)     ranks, nodes, the groups of rank 0 and their traffic
     memory     pl.view.stage_memory(report)    peak by category against what a device has
-    traffic    pl.view.link_traffic(report)    bytes and time over every link
+    traffic    report.traffic_chart(matrix=False)   bytes and time over every link
 
 A combination that cannot be says why in place of the views, which are greyed. “Run it” trains with
 the plan on this machine, one process per rank; of that run the timeline shows the replay, beneath
@@ -29,7 +29,7 @@ from paralab.view.explore_parts import EACH, GIVEN, HERE, LOW, TALL
 from paralab.view.rank_mesh import mesh
 from paralab.view.stage_bars import fits, stage_memory
 from paralab.view.timeline import timelines
-from paralab.view.traffic_bars import link_traffic
+from paralab.view.traffic import traffic_chart
 from paralab.view.widget import At
 from paralab.view.widget_parts import Knob, few, given, here, is_here, no_room
 from paralab.view.widget_steps import Steps
@@ -131,7 +131,8 @@ class Explore(Steps):
         with theme.framed(EACH, TALL):
             views = [self._step(at), self._mesh(at)]
         with theme.framed(EACH, LOW):
-            return [*views, stage_memory(*reports), link_traffic(*reports)]
+            sent = traffic_chart(at.expect if at.found is None else at.replayed, matrix=False)
+            return [*views, stage_memory(*reports), sent]
 
     def _step(self, at: At) -> Chart:
         if at.found is None:

@@ -297,7 +297,9 @@ longer = pl.exercises.guess("times as long", low=0, high=20)
 longer
 
 # %%
-view.link_traffic(expect)
+expect.traffic_chart(matrix=False).titled(
+    "Ten times as many bytes stay inside a node, and take about as long as those between nodes"
+)
 
 # %%
 level = expect.collectives.groupby("level")["wire_bytes"].sum()
