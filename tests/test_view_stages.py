@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import paralab as pl
-from paralab.view import stage_bars, stage_memory, theme
+from paralab.view import explore_parts, stage_memory, theme
 
 LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
 CLUSTER = pl.Cluster(
@@ -47,10 +47,9 @@ def test_in_outline_the_bars_are_the_same():
     assert [sum(bar.x) for bar in one] == pytest.approx([sum(bar.x) for bar in other], rel=1e-2)
 
 
-def test_what_was_offloaded_has_bars_of_its_own_and_its_links():
+def test_what_was_offloaded_has_its_links():
     report = predicted(dp=2, zero_stage=3, offload={"parameters": "nvme", "gradients": "cpu",
                                                     "optimizer": "nvme"})  # fmt: skip
-    assert list(bars(stage_memory(report))) == ["device", "host", "files"]
     copied = report.copied("link").set_index("link")["bytes"] / 2
     found = sums(report)
     assert list(found) == ["inside a node", "host to device", "device to host", "disk read",
@@ -91,19 +90,9 @@ def test_no_link_is_said_to_take_seconds_where_no_cluster_states_it():
     assert "seconds" in report.traffic_chart().below and "seconds" not in bare.traffic_chart().below
 
 
-def test_several_reports_stand_beside_one_another():
-    expect = predicted(dp=2, microbatches=2)
-    again = expect.replay(CLUSTER)
-    chart = stage_memory(expect, again)
-    assert list(bars(chart)) == ["device, predicted", "device, replayed"]
-    assert ", replayed " in chart.finding and "predicted and replayed" in chart.summary
-
-
-def test_reports_on_one_clock_are_told_apart_by_their_plans():
-    one, other = (predicted(dp=2, zero_stage=stage) for stage in (0, 1))
-    peaks = [bars(stage_memory(report))["device"] for report in (one, other)]
-    both = bars(stage_memory(one, other))
-    assert list(both.values()) == peaks and len(both) == 2
+def test_without_a_pipeline_there_is_one_bar():
+    report = predicted(dp=2, microbatches=2)
+    assert bars(stage_memory(report)) == {"one rank": report.peak_memory}
 
 
 def test_of_many_stages_the_fullest_first_and_last_are_drawn():
@@ -117,17 +106,15 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     report = predicted(dp=2, microbatch_size=8)
     peak = theme.scaled(report.peak_memory, "B")
     assert report.peak_memory > 10**6
-    assert f"needs {peak} of 1 MB: " in stage_memory(report).finding
-    assert stage_memory(report).finding.endswith("it does not fit")
-    said = stage_bars.fits(report)
-    assert said.startswith(f"It does not fit: a device of stage 0 needs {peak} and has 1 MB")
+    assert stage_memory(report).finding.startswith(f"One rank needs {peak}, ")
+    assert stage_memory(report).finding.endswith(" times the 1 MB of memory of small")
+    said = explore_parts.fits(report)
+    assert said.startswith(f"It does not fit: one rank needs {peak} on a device that has 1 MB")
     roomy = pl.predict(MODEL, pl.Plan(dp=2), CLUSTER.replace(memory=10**9), steps=1)
-    assert stage_bars.fits(roomy) is None
+    assert explore_parts.fits(roomy) is None
 
 
 def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match=r"reports=\(\): nothing to draw"):
-        stage_memory()
     bare = pl.Report(clock="measured", model=MODEL, plan=pl.Plan())
     with pytest.raises(ValueError, match="no memory was sampled"):
         stage_memory(bare)

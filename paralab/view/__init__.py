@@ -8,11 +8,11 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     bytes_bars   memory by category, against capacity       scaling      throughput over ranks
     seconds_bars   what the time of steps goes to, part by part
     memory_charts   memory of several runs over a step   memory_bars   their peaks by category
+    stage_memory   the peaks of a pipeline's stages
     live_activations   micro-batches that a pipeline's ranks keep, over time
     blocks       which tp rank holds which block of X, W and Y in Y = X W: columns, rows, cubes
     multiplication   one such product step by step
     mesh         ranks as a grid, nodes as frames, the groups of one rank and what flows in them
-    stage_memory   what each stage of a pipeline needs
     stage_time   what each stage does with a step of more boxes than a screen has pixels
     crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
     stuck        how far a schedule gets that deadlocks
@@ -45,14 +45,13 @@ _NAMES = {
     "matrix_blocks": "blocks",
     "matrix_steps": "multiplication",
     "memory": "bytes_bars",
-    "memory_chart": "memory_bars memory_charts",
+    "memory_chart": "memory_bars memory_charts stage_memory",
     "offload_curves": "disk_needed",
     "pareto_front": "pareto",
     "pipeline": "schedules simulated_timeline",
     "plan_times": "contest",
     "rank_mesh": "mesh",
     "schematics": "data_flow ring",
-    "stage_bars": "stage_memory",
     "stage_stretches": "stage_time",
     "standstill": "stuck",
     "tensor_curves": "crossover",

@@ -9,12 +9,14 @@ import html
 from dataclasses import MISSING, fields
 
 from paralab.parallel.schedules import SCHEDULES
-from paralab.report.metrics import peak_memory, reported_ranks, traffic, utilisation
+from paralab.report.metrics import peak, peak_memory, reported_ranks, traffic, utilisation
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
-from paralab.view import naming
+from paralab.view import naming, theme
 from paralab.view.chart import Chart
+from paralab.view.memory_chart import stage_of
+from paralab.view.memory_curves import capacity
 from paralab.view.sampling import spread
 from paralab.view.stage_stretches import stage_time
 from paralab.view.timeline import timeline
@@ -101,6 +103,18 @@ def shown_ranks(report: Tables, boxes: int) -> list[int]:
         known = [r for r in known if plan.place(r)[1:] == (0, 0)]
     most = min(8 if plan.pp > 1 else 4, int(boxes / _boxes(report)))
     return spread(known, max(1, most))
+
+
+def fits(report: Tables) -> str | None:
+    """What stands in the way of a plan in terms of memory, with the numbers; None if it fits."""
+    limit, worst = capacity(report), peak(report)
+    if limit is None or worst is None or worst.total <= limit[1]:
+        return None
+    most = max(worst.held, key=worst.held.__getitem__)
+    need, has, part = (theme.scaled(n, "B") for n in (worst.total, limit[1], worst.held[most]))
+    who = stage_of(report, worst.rank)
+    said = f"It does not fit: {who} needs {need} on a device that has {has}"
+    return f"{said}; most of it, {part}, is {most}"
 
 
 def _boxes(report: Tables) -> float:

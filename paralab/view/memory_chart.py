@@ -15,8 +15,9 @@ from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.memory import ABOVE, BAR, TIER_NAME, bytes_bars, tier_bars
-from paralab.view.memory_curves import Curve, curves, fullest, tiers
+from paralab.view.memory_curves import Curve, capacity, curves, fullest, tiers
 from paralab.view.memory_panels import FRAME, MAX_PANELS, drawn, limits
+from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
 
 ALIKE = 0.01  # peaks that differ by less are one peak to the eye
@@ -95,6 +96,29 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     finding = title or _verdict({label: curve.peak for label, curve in found.items()})
     chart = bytes_bars(bars, limits(found.values()), title=finding)
     return chart.said_below("the rank with the highest peak")
+
+
+def stage_memory(report: Tables) -> Chart:
+    """The peaks of a pipeline's stages by category: a bar for the rank of each that has its highest
+    peak; of more than four stages the highest, and others evenly spaced. Without a pipeline there
+    is one bar. Raises ValueError as `memory_chart`.
+    """
+    worst: dict[int, Curve] = {}  # by stage: ranks of one differ in what a grid does not divide
+    for curve in curves(report):
+        stage = report.plan.place(curve.rank).pp
+        worst[stage] = max(worst.get(stage, curve), curve, key=lambda one: (one.peak, -one.rank))
+    shown = _spaced([worst[stage] for stage in sorted(worst)])
+    bars = {stage_of(report, c.rank): c.samples[c.peak_at] for c in shown}
+    limit = capacity(report)
+    chart = bytes_bars(bars, dict([limit] if limit else []))
+    some = f"{len(shown)} of {len(worst)} stages drawn" * (len(shown) < len(worst))
+    return chart.said_below(some).explained(f"{chart.summary} ({report.clock})", chart.table)
+
+
+def stage_of(report: Tables, rank: int) -> str:
+    """What stands for a rank among stages; "one rank" where there is no pipeline."""
+    plan = report.plan
+    return row_name(plan, plan.place(rank).pp) if plan.pp > 1 else "one rank"
 
 
 def _each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:

@@ -26,8 +26,8 @@ from paralab.view import explore_parts as parts
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.explore_parts import EACH, GIVEN, HERE, LOW, TALL
+from paralab.view.memory_chart import stage_memory
 from paralab.view.rank_mesh import mesh
-from paralab.view.stage_bars import fits, stage_memory
 from paralab.view.timeline import timelines
 from paralab.view.traffic import traffic_chart
 from paralab.view.widget import At
@@ -125,14 +125,14 @@ class Explore(Steps):
         return dict(zip(VIEWS, self._charts(self.at(**knobs)), strict=True))
 
     def _charts(self, at: At) -> list[Chart]:
-        if (trouble := fits(at.expect)) is not None:
+        if (trouble := parts.fits(at.expect)) is not None:
             self._notes.insert(0, trouble)
-        reports = [at.expect] if at.found is None else [at.expect, at.found]
         with theme.framed(EACH, TALL):
             views = [self._step(at), self._mesh(at)]
         with theme.framed(EACH, LOW):
+            memory = stage_memory(at.expect if at.found is None else at.found)
             sent = traffic_chart(at.expect if at.found is None else at.replayed, matrix=False)
-            return [*views, stage_memory(*reports), sent]
+            return [*views, memory, sent]
 
     def _step(self, at: At) -> Chart:
         if at.found is None:
