@@ -321,43 +321,13 @@ def test_what_messages_pass_through_is_no_offload_and_leaves_the_chart_of_traffi
 
 
 # ---- memory --------------------------------------------------------------------------------------
-def tier_bars(chart) -> dict[tuple[str, str], int]:
-    return {(label.strip(), t.name): round(x * 1e6) for t in chart.data if t.xaxis == "x2"
-            for label, x in zip(t.y, t.x, strict=True) if x}  # fmt: skip
-
-
-def test_what_is_elsewhere_stands_below_the_device_at_each_tiers_fullest(one):
+def test_what_is_elsewhere_stands_in_the_second_line_at_each_tiers_fullest(one):
     chart = one.memory_chart()
-    name = {"device": "device", "host": "host", "file": "files"}
-    assert tier_bars(chart) == {(name[tier], c): size for tier, c, size in HELD}
-    assert chart.finding == ("One device, ZeRO-3, offload to nvme: at most 8 MB on the device, "
-                             "3 MB on the host, 16 MB in files")  # fmt: skip
-    assert "memory (MB)" in chart.layout.xaxis2.title.text
+    assert "peaks at 8 MB" in chart.finding
+    assert chart.below.endswith("at most 3 MB on the host · at most 16 MB in files")
     above = [t for t in chart.data if t.type == "scatter" and t.stackgroup]
     assert {t.name for t in above} == {"parameters", "activations"}  # panels: the device alone
-    held = chart.table[chart.table["panel"] == "peaks of rank 0"]
-    assert held.groupby("tier")["bytes"].sum().to_dict() == \
-        {"device": 8e6, "host": 3e6, "file": 16e6}  # fmt: skip
-    assert set(held["time"]) == {0.5}
-
-
-def test_a_colour_of_memory_is_in_the_legend_once_and_bars_do_not_reach_into_panels(two):
-    chart = two.memory_chart()
-    entries = [t.name for t in chart.data if t.showlegend]
-    assert sorted(entries) == sorted({c for _, c, _ in HELD})
-    lowest = min(chart.layout[a].domain[0] for a in ("yaxis", "yaxis3"))
-    assert chart.layout.yaxis100.domain[1] < lowest
-    assert "<b>Rank 1: each tier at its peak</b>" in [n.text for n in chart.layout.annotations]
-
-
-def test_without_other_tiers_there_is_no_second_panel_and_with_a_limit_the_title_has_it():
-    alone = made(held=HELD[:2]).memory_chart()
-    assert not tier_bars(alone) and "tier" not in alone.table
-    assert alone.layout.height < made().memory_chart().layout.height
-    assert "peaks at 8 MB" in alone.finding
-    report = made()
-    limited = dataclasses.replace(report, meta={**report.meta, "memory_limit": 10_000_000})
-    assert "at most 8 MB (of 10 MB) on the device" in limited.memory_chart().finding
+    assert "at most" not in made(held=HELD[:2]).memory_chart().below
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -398,5 +368,5 @@ def test_a_real_run_is_drawn_on_both_clocks():
         assert found.timeline(step=1).table["bytes"].sum() == step["bytes"].sum() > 0
         assert labels(found.timeline(step=1))[1:] == ROWS
         assert found.traffic_chart().table["bytes"].sum() == step["bytes"].sum()
-        assert {tier for tier, _ in tier_bars(found.memory_chart())} == {"device", "host", "files"}
+        assert "on the host · at most" in found.memory_chart().below
         assert found.clock in page(found)

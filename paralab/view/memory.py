@@ -5,7 +5,7 @@ Decimal units, as data sheets of devices have them: 1 GB = 10^9 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from paralab.checks import choice, real
@@ -70,34 +70,6 @@ def bytes_bars(
         f"memory of {len(bars)} bar{'s' * (len(bars) != 1)} by category: "
         f"{' | '.join(map(str, bars))}",
         ("bar category bytes", rows),
-    )
-
-
-# ---- tiers beneath panels ------------------------------------------------------------------------
-TIER_NAME = {"device": "device", "host": "host", "file": "files"}
-ABOVE, BAR = 88, 27  # pixels: of the time axis and the head, and of a bar
-
-
-def tier_bars(
-    fig: Chart, rows: Sequence[tuple[str, str, float]], *, head: str, plot: float
-) -> Chart:
-    """Thin bars at the bottom of a figure that left room for them: what one rank keeps on the
-    device, on the host and in files, each at its peak, all on one scale. plot: pixels of all panels
-    """
-    totals, axes = mark.totals(rows), ("x2", "y100")
-    biggest = max(totals.values())
-    (unit, per), end, top = theme.unit_of(biggest), 1.13 * biggest, BAR * len(totals) / plot
-    named = {trace.name for trace in fig.data if trace.showlegend}
-    traces = mark.bars(rows, per=per, end=end, axes=axes, width=0.8)
-    for trace in traces:
-        trace |= {"legendgroup": trace["name"], "showlegend": trace["name"] not in named}
-    notes = mark.ends(totals, per, axes=axes, size=13)
-    place = {"size": 14, "hold": "left bottom", "axes": ("paper", "paper")}
-    return fig.draw(
-        traces,
-        [*notes, note(f"<b>{head}</b>", 0, top, **place)],
-        xaxis2=mark.bytes_axis(f"memory ({unit})", end, per, anchor="y100"),
-        yaxis100=mark.labels(list(totals), anchor="x2", domain=[0, top], fixedrange=True),
     )
 
 

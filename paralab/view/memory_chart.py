@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.report.metrics import Peak
+from paralab.report.metrics import peak
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
-from paralab.view.memory import ABOVE, BAR, TIER_NAME, bytes_bars, tier_bars
-from paralab.view.memory_curves import Curve, capacity, curves, fullest, tiers
-from paralab.view.memory_panels import FRAME, MAX_PANELS, drawn, limits
+from paralab.view.memory import bytes_bars
+from paralab.view.memory_curves import Curve, capacity, curves, fullest
+from paralab.view.memory_panels import MAX_PANELS, drawn, limits
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
 
@@ -24,8 +24,8 @@ ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
 
 def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = None) -> Chart:
-    """Bytes on the device by category over one step, a panel for every rank; and beneath, of the
-    rank with the highest peak, what it keeps on the host and in files, if anything.
+    """Bytes on the device by category over one step, a panel for every rank. What the rank with the
+    highest peak keeps on the host and in files at most, if anything, stands in the second line.
 
     rank  one rank only; default all, of more than four the highest peak and others evenly spaced
     step  default the one with the highest peak
@@ -38,21 +38,15 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     said = [f"step {worst.step}"]
     if len(shown) < len(found):
         said.append(f"{len(shown)} of {len(found)} ranks drawn, the highest peak among them")
-    many = report.world_size > 1
-    heads = [f"<b>rank {c.rank}</b>" * many for c in shown]
-    away = tiers(worst)
-    room = ABOVE + BAR * len(away) if away else 0
-    finding = _spread(worst, away) if away else _finding(found, worst)
-    fig = drawn(shown, heads, finding, naming.clock_line(report, *said), room_below=room)
-    if away:
-        rows = [(TIER_NAME[t], c, n) for t, one in away.items() for c, n in one.held.items()]
-        head = f"{f'rank {worst.rank}: ' * many}each tier at its peak"
-        plot = fig.layout.height - FRAME - fig.layout.margin.t + 100
-        tier_bars(fig, rows, head=head[0].upper() + head[1:], plot=plot)
+    for tier, where in (("host", "on the host"), ("file", "in files")):
+        if (away := peak(report, tier=tier, rank=worst.rank)) is not None and away.total:
+            said.append(f"at most {theme.scaled(away.total, 'B')} {where}")
+    heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
+    fig = drawn(shown, heads, _finding(found, worst), naming.clock_line(report, *said))
     ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(found)} ranks"
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
-        _table([(f"rank {c.rank}", c) for c in shown], away),
+        _table([(f"rank {c.rank}", c) for c in shown]),
     )
 
 
@@ -150,15 +144,6 @@ def _finding(found: Sequence[Curve], worst: Curve) -> str:
     return f"{said}; {theme.percent(share)} is {theme.text(category)}"
 
 
-def _spread(worst: Curve, away: Mapping[str, Peak]) -> str:
-    """How much is kept where at most; for the device also how much may be."""
-    places = {"device": "on the device", "host": "on the host", "file": "in files"}
-    if limit := worst.report.meta.get("memory_limit"):
-        places["device"] = f"(of {theme.scaled(limit, 'B')}) {places['device']}"
-    said = [f"{theme.scaled(one.total, 'B')} {places[tier]}" for tier, one in away.items()]
-    return f"{theme.text(naming.subject(worst.report))}: at most {', '.join(said)}"
-
-
 def _verdict(peaks: Mapping[str, float]) -> str:
     """Which run needs least, which most, and how far apart they are."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
@@ -191,21 +176,12 @@ def _spaced(found: list[Curve]) -> list[Curve]:
     return [found[i] for i in sorted(places)]
 
 
-def _table(shown: Sequence[tuple[str, Curve]], away: Mapping[str, Peak] | None = None) -> Any:
-    """Every sample drawn; with other tiers their peaks too, and a column more."""
+def _table(shown: Sequence[tuple[str, Curve]]) -> Any:
+    """Every sample drawn."""
     rows = [
         (label, curve.rank, curve.step, curve.times[i], curve.phase(i), category, size)
         for label, curve in shown
         for i in range(len(curve.samples))
         for category, size in curve.samples[i].items()
     ]
-    columns = "panel rank step time phase category bytes"
-    if not away:
-        return columns, rows
-    start = shown[0][1].start
-    more = [
-        (f"peaks of rank {one.rank}", one.rank, one.step, one.time - start, "", kind, size, tier)
-        for tier, one in away.items()
-        for kind, size in one.held.items()
-    ]
-    return f"{columns} tier", [*((*row, "device") for row in rows), *more]
+    return "panel rank step time phase category bytes", rows

@@ -1,5 +1,4 @@
-"""The memory table of a report as curves: what a rank had on its device, sample by sample; and what
-it had elsewhere, at the peak.
+"""The memory table of a report as curves: what a rank had on its device, sample by sample.
 
 A sample is a state of all categories at one moment; it holds until the next one. Phases of the step
 come from the spans. Bytes, and seconds from the start of the step.
@@ -8,12 +7,10 @@ come from the spans. Bytes, and seconds from the start of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal, whole
-from paralab.report.metrics import Peak, peak
-from paralab.report.tables import COMPUTE_KINDS, DRY, TIERS, Tables
+from paralab.report.tables import COMPUTE_KINDS, DRY, Tables
 from paralab.view.marks.bars import by_category
 
 PHASES = (*COMPUTE_KINDS, "optimizer")
@@ -111,19 +108,6 @@ def not_sampled(report: Tables) -> ValueError:
     """The error of a report without samples."""
     legal = "what pl.run(...) or pl.predict(...) returned for a model"
     return illegal("report", report, "no memory was sampled in it", legal)
-
-
-def tiers(curve: Curve) -> dict[str, Peak]:
-    """{tier: its peak} of the rank and step of ``curve``; empty if nothing left the device.
-
-    Each at its own moment, which need not be the same.
-    """
-    table = curve.report.memory
-    table = table[(table["step"] == curve.step) & (table["bytes"] > 0)]
-    of_step = replace(curve.report, memory=table)
-    found = {tier: peak(of_step, tier=tier, rank=curve.rank) for tier in TIERS}
-    found = {tier: one for tier, one in found.items() if one is not None}
-    return found if len(found) > 1 else {}
 
 
 def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:

@@ -42,7 +42,7 @@ def limits(found: Iterable[Curve]) -> dict[str, float]:
 class _Scales:
     """What all panels of a figure share: bytes and times in the units of its axes."""
 
-    def __init__(self, shown: Sequence[Curve], share: bool, room_below: int, heads: bool) -> None:
+    def __init__(self, shown: Sequence[Curve], share: bool, heads: bool) -> None:
         self.held = limits(shown)
         told = [size for curve in shown for size in curve.reserved.values()]
         self.highest = max([*(curve.peak for curve in shown), *self.held.values(), *told, 1])
@@ -55,7 +55,7 @@ class _Scales:
         self.room = ROOM[min(len(shown), MAX_PANELS)]
         self.head = HEAD if heads else 6
         self.each = self.head + STRIP + 3 + self.room
-        self.plot = len(shown) * self.each + (len(shown) - 1) * GAP + room_below
+        self.plot = len(shown) * self.each + (len(shown) - 1) * GAP
 
     def x(self, curve: Curve, seconds: float) -> float:
         """On the time axis; a tenth of a thousandth is more than is seen."""
@@ -75,15 +75,13 @@ def drawn(
     below: str,
     *,
     against: str | None = None,
-    room_below: int = 0,
 ) -> Chart:
     """A panel for each curve, its head above it.
 
-    room_below  pixels left free beneath them
-    against     what the first is called: then the time axis is per cent of each curve's own step,
-                not milliseconds, and a faint line in every other panel is the first's peak
+    against  what the first is called: then the time axis is per cent of each curve's own step, not
+             milliseconds, and a faint line in every other panel is the first's peak
     """
-    scales = _Scales(shown, against is not None, room_below, any(heads))
+    scales = _Scales(shown, against is not None, any(heads))
     plot, per, width = scales.plot, scales.per, scales.width
     traces, notes, shapes, axes = [], [], [], {}
     for i, curve in enumerate(shown):
