@@ -556,9 +556,9 @@ def test_algorithms_mark_where_the_fastest_changes():
     assert by_name["ring, replayed"].marker.symbol == "circle-open"
     assert by_name["ring, replayed"].marker.color == by_name["ring"].line.color
     alone = view.algorithms({"ring": CURVES["ring"]})
-    assert title(alone).startswith("Ring: 1 kB take 60")
+    assert title(alone).startswith("Ring: 602 µs at 1 kB, ")
     never = view.algorithms({"a": {1e3: 1e-3, 1e6: 1e-2}, "b": {1e3: 2e-3, 1e6: 4e-2}})
-    assert title(never) == "a is fastest at every size: at 1 MB 4.0 times as fast as b"
+    assert title(never) == "a is fastest everywhere: at 1 MB b needs 4.0 times as much"
     with pytest.raises(ValueError, match="seconds of a=0"):
         view.algorithms({"a": {1.0: 0}})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,26 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve, drop, log_axis, rings
 
-Pairs = list[tuple[float, float]]  # (bytes, seconds), by size
+Pairs = list[tuple[float, float]]  # (bytes, seconds), by size, or what else is on the axes
 STEPS = 60  # points of the fitted line
+
+
+class Axes(NamedTuple):
+    """What curves are drawn over: titles of the axes, units ("B", "s" or what is counted), and what
+    the lowest curve does.
+    """
+
+    x: str
+    x_unit: str
+    y: str
+    y_unit: str
+    best: str
+
+    def said(self, x: float, y: float) -> str:
+        return f"{_worded(y, self.y_unit)} at {_worded(x, self.x_unit)}"
+
+
+TIME = Axes("bytes of the tensor", "B", "time", "s", "is fastest")
 
 
 def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_reduce") -> Chart:
@@ -99,13 +117,18 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
 
 
 def algorithms(
-    curves: Mapping[str, Any], points: Mapping[str, Any] | None = None, *, title: str | None = None
+    curves: Mapping[str, Any],
+    points: Mapping[str, Any] | None = None,
+    *,
+    title: str | None = None,
+    axes: Axes = TIME,
 ) -> Chart:
     """Time over tensor size for several algorithms, and where the fastest changes.
 
     curves   {algorithm: {bytes: seconds} or [(bytes, seconds), ...]} as predicted, drawn as lines
     points   the same for runs, replayed, drawn as markers in the algorithm's colour
     title    in place of the finding
+    axes     what is on them, if it is neither bytes nor time
 
     Raises ValueError if there is nothing to draw or a size or time is not above 0.
     """
@@ -117,8 +140,8 @@ def algorithms(
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for found, which in ((lines, "predicted"), (marks, "replayed")):
         for name, pairs in found.items():
-            at = [f"{theme.scaled(n, 'B')} in {theme.scaled(s, 's')}" for n, s in pairs]
-            said, look = [f"{theme.text(name)}, {which}: {one}" for one in at], style[name]
+            said = [f"{theme.text(name)}, {which}: {axes.said(*pair)}" for pair in pairs]
+            look = style[name]
             rows += [(name, which, *pair) for pair in pairs]
             if found is lines:
                 traces.append(curve(name, pairs, said, width=3, **look))
@@ -128,13 +151,13 @@ def algorithms(
     traces.append(rings("crossover", [(size, at) for size, at, _, _ in changes]))
     sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
-    made = [drop(n, low, s, theme.scaled(n, "B", digits=2)) for n, s, _, _ in changes]
+    made = [drop(n, low, s, _worded(n, axes.x_unit, digits=2)) for n, s, _, _ in changes]
     fig = figure(
-        _finding(lines, changes),
+        _finding(lines, changes, axes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
         height=440,
-        xaxis=log_axis("bytes of the tensor", min(sizes) / 1.3, max(sizes) * 1.3, "B"),
-        yaxis=log_axis("time", low, high, "s"),
+        xaxis=log_axis(axes.x, min(sizes) / 1.3, max(sizes) * 1.3, _scaled(axes.x_unit)),
+        yaxis=log_axis(axes.y, low, high, _scaled(axes.y_unit)),
     )
     said = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
     said = f"predicted: {sum(map(len, lines.values()))} sizes, {said}"
@@ -188,27 +211,38 @@ def _changes(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
     return changes
 
 
-def _finding(lines: Mapping[str, Pairs], changes: list[tuple[float, float, str, str]]) -> str:
+def _finding(
+    lines: Mapping[str, Pairs], changes: list[tuple[float, float, str, str]], axes: Axes
+) -> str:
     names = {name: theme.text(name) for name in lines}
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
-        ends = [f"{theme.scaled(n, 'B')} take {theme.scaled(s, 's')}" for n, s in pairs]
-        return f"{names[name]}: {ends[0]}, {ends[-1]}"
+        return f"{names[name]}: {axes.said(*pairs[0])}, {axes.said(*pairs[-1])}"
     if changes:
-        parts = [f"{names[changes[0][2]]} is fastest below {_rounded(changes[0][0])}"]
+        sizes = [_worded(size, axes.x_unit, digits=2) for size, *_ in changes]
+        parts = [f"{names[changes[0][2]]} {axes.best} below {sizes[0]}"]
         parts += [
-            f"{names[there]} up to {_rounded(following[0])}"
-            for (_, _, _, there), following in zip(changes, changes[1:], strict=False)
+            f"{names[there]} up to {until}"
+            for (_, _, _, there), until in zip(changes, sizes[1:], strict=False)
         ]
         return f"{', '.join(parts)}, {names[changes[-1][3]]} above"
     end = min(pairs[-1][0] for pairs in lines.values())
     ranked = sorted(lines, key=lambda name: _at(lines[name], end))
     times = math.exp(_at(lines[ranked[-1]], end) - _at(lines[ranked[0]], end))
     return (
-        f"{names[ranked[0]]} is fastest at every size: at {theme.scaled(end, 'B')} "
-        f"{times:.1f} times as fast as {names[ranked[-1]]}"
+        f"{names[ranked[0]]} {axes.best} everywhere: at {_worded(end, axes.x_unit)} "
+        f"{names[ranked[-1]]} needs {times:.1f} times as much"
     )
 
 
-def _rounded(size: float) -> str:
-    return theme.scaled(size, "B", digits=2)  # a crossover is no sharper than that
+# ---- units ---------------------------------------------------------------------------------------
+def _scaled(unit: str) -> str:
+    """The unit if it is one that is written with a decimal prefix, else ""."""
+    return unit if unit in ("B", "s") else ""
+
+
+def _worded(value: float, unit: str, *, digits: int = 3) -> str:
+    """A crossover of times is no sharper than two digits; what is counted has three."""
+    if _scaled(unit):
+        return theme.scaled(value, unit, digits=digits)
+    return f"{float(f'{value:.3g}'):,.7g} {unit}"
