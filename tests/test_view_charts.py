@@ -42,11 +42,18 @@ def tree(n: float, link: Link = LINK) -> float:
 SIZES = [1000 * 2**i for i in range(14)]
 CURVES = {"ring": {n: ring(n) for n in SIZES}, "tree": {n: tree(n) for n in SIZES}}
 STATES = {"parameters": 15e9, "gradients": 15e9, "master": 30e9, "moments": 60e9}
+
+
+def scaled(form: str, ranks: int, seconds: float, samples: int) -> dict:
+    return {"form": form, "ranks": ranks, "clock": "replayed", "step_time": seconds,
+            "samples": samples}  # fmt: skip
+
+
 ROWS = [
-    {"ranks": n, "clock": clock, "form": form, "samples_per_second": 100 * n * kept ** (n > 1)}
+    scaled(form, n, 0.01 / kept ** (n > 1), n)
     for form, kept in (("overlapped", 0.9), ("naive", 0.5))
-    for clock in ("measured", "replayed") for n in (1, 2, 4)
-]  # fmt: skip
+    for n in (1, 2, 4)
+]
 
 
 def points(alpha: float = 1e-4, bandwidth: float = 1e9) -> list[dict]:
@@ -152,7 +159,7 @@ def test_what_a_notebook_compares_of_a_chart_holds_no_time():
         (report.traffic_chart(), stretched(report, 3.7).traffic_chart()),
         (view.link_fit(points()), view.link_fit(points(alpha=0.0))),
         (view.link_fit(points()), view.link_fit(points(alpha=10.0))),
-        (view.scaling(ROWS), view.scaling([{**r, "samples_per_second": 7.0} for r in ROWS])),
+        (view.scaling(ROWS), view.scaling([{**r, "step_time": 7.0} for r in ROWS])),
     ]
     one = synthetic.with_memory(report)
     late = dataclasses.replace(stretched(one, 3.7), memory=one.memory.assign(
@@ -638,50 +645,36 @@ def test_seconds_are_stacked_by_part_in_the_colours_of_timelines():
 
 # ---- scaling -------------------------------------------------------------------------------------
 def test_scaling_holds_every_point_against_what_one_rank_does_alone():
-    chart = view.scaling(ROWS)
-    frame = chart.table.set_index(["form", "clock", "ranks"])
-    assert frame.loc[("naive", "measured", 4), "efficiency"] == pytest.approx(0.5)
-    said = "On 4 ranks overlapped keeps 90 % of the ideal throughput, naive 50 % (replayed)"
-    assert title(chart) == said
+    chart = view.scaling(pd.DataFrame(ROWS[::-1]))  # in whatever order
+    frame = chart.table.set_index(["form", "ranks"])
+    assert frame.loc[("naive", 4), "efficiency"] == pytest.approx(0.5)
+    assert frame.loc[("naive", 4), "throughput"] == pytest.approx(200.0)
+    assert title(chart) == "On 4 ranks overlapped keeps 90 % of the ideal throughput, naive 50 %"
     ideal = next(t for t in chart.data if t.name == "ideal")
     assert list(ideal.y) == pytest.approx([100 * n for n in ideal.x])
     by_name = {t.name: t for t in chart.data}
-    assert by_name["naive, measured"].line.dash == "solid"
-    assert by_name["naive, replayed"].line.dash == "dash"
-    assert by_name["naive, replayed"].marker.symbol.endswith("-open")
-    assert by_name["naive, replayed"].line.color == by_name["naive, measured"].line.color
-    words = [a.text for a in chart.layout.annotations]
-    assert "<b>naive, replayed 50 %</b>" in words and len(set(words)) == len(words) == 4
+    assert by_name["naive"].line.dash == "dash" and by_name["naive"].marker.symbol.endswith("-open")
+    assert [a.text for a in chart.layout.annotations] == [
+        "<b>naive 50 %</b>", "<b>overlapped 90 %</b>"]  # fmt: skip
 
 
-def test_a_form_is_held_against_its_own_single_rank():
-    rows = [{"ranks": n, "clock": "replayed", "form": form, "samples_per_second": alone * n ** 0.9}
-            for form, alone in (("strong", 140.0), ("weak", 100.0)) for n in (1, 8)]  # fmt: skip
-    chart = view.scaling([*rows, {**rows[1], "form": "late", "samples_per_second": 560.0}])
+def test_a_form_is_held_against_its_own_fewest_ranks():
+    strong = [scaled("strong", n, n**0.1, 140 * n) for n in (1, 8)]
+    chart = view.scaling([*strong, *(scaled("weak", n, n**0.1, 100 * n) for n in (2, 8))])
     share = chart.table.set_index(["form", "ranks"])["efficiency"]
-    assert share["strong", 8] == pytest.approx(share["weak", 8]) == pytest.approx(8**-0.1)
-    assert share["late", 8] == pytest.approx(0.5)  # not run on one rank: the best that was
-    ideals = {t.line.color: t.y[-1] for t in chart.data if t.name == "ideal"}
-    assert sorted(ideals.values()) == pytest.approx([800.0, 1120.0, 1120.0])
-
-
-def test_scaling_takes_step_times_for_strong_and_samples_for_weak_scaling():
-    strong = view.scaling([{"ranks": n, "clock": "replayed", "step_time": 1 / n} for n in (1, 2)])
-    assert strong.table["efficiency"].tolist() == [1.0, 1.0]
-    assert strong.layout.yaxis.title.text == "steps per second"
-    weak = view.scaling([{"ranks": n, "clock": "replayed", "step_time": 1.0, "samples": 8 * n}
-                         for n in (1, 2, 16)])  # fmt: skip
-    assert weak.table["throughput"].tolist() == [8.0, 16.0, 128.0]
-    assert weak.layout.xaxis.type == weak.layout.yaxis.type == "log"  # 1 to 16 ranks
-    assert title(weak) == "On 16 ranks training keeps 100 % of the ideal throughput (replayed)"
-    assert view.scaling(weak.table.assign(step_time=1.0)).table["ranks"].tolist() == [1, 2, 16]
+    assert share["strong", 8] == pytest.approx(8**-0.1)
+    assert share["weak", 8] == pytest.approx(4**-0.1)
+    ideals = [t.y[-1] for t in chart.data if t.name == "ideal"]
+    assert ideals == pytest.approx([8 * 140, 8 * 100 * 2**-0.1])
 
 
 def test_scaling_names_what_a_row_lacks():
-    with pytest.raises(ValueError, match=r"rows\[0\].*no speed.*samples_per_second, or step_time"):
+    with pytest.raises(ValueError, match=r"rows\[0\]\['step_time'\]=None"):
         view.scaling([{"ranks": 1, "clock": "measured"}])
     with pytest.raises(ValueError, match=r"rows\[0\]\['clock'\]='wall'.*'measured'"):
-        view.scaling([{"ranks": 1, "clock": "wall", "step_time": 1.0}])
+        view.scaling([{**ROWS[0], "clock": "wall"}])
+    with pytest.raises(ValueError, match="'measured'.*one figure has one clock; legal: replayed"):
+        view.scaling([ROWS[0], {**ROWS[1], "clock": "measured"}])
     with pytest.raises(ValueError, match=r"rows\[1\]\['ranks'\]=0"):
         view.scaling([ROWS[0], {**ROWS[0], "ranks": 0}])
     with pytest.raises(ValueError, match="nothing to draw"):
