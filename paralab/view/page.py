@@ -65,7 +65,6 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         report=html.escape(repr(report)),
         clock=report.clock,
         means=html.escape(naming.CLOCK_MEANS[report.clock]),
-        cards=_cards(report),
         extra=extra,
         drawn=drawn,
         numbers=_summary(report),
@@ -100,54 +99,10 @@ def _for_script(value: Any) -> str:
     return dumped
 
 
-def _cards(report: Tables) -> str:
-    """The few numbers one looks for first."""
-    numbers = metrics.summary(report)["value"]
-    if report.clock == DRY:
-        cards = [
-            (f"{numbers['peak memory']:,.3f} MB", f"at most on rank {report.meta.get('rank')}"),
-            (f"{numbers['sent per step']:,.3f} MB", "sent by it per step"),
-        ]
-    else:
-        cards = [(f"{numbers['step time']:.1f} ms", "per step"), *_moved(report, numbers)]
-        if report.losses:
-            first, last = report.losses[0], report.losses[-1]
-            cards.append((f"{first:.3f} → {last:.3f}", "loss, first to last step"))
-    shown = "".join(
-        f'<div class="card"><b>{html.escape(value if "nan" not in value else "–")}</b>'
-        f"<span>{html.escape(name)}</span></div>"
-        for value, name in cards
-    )
-    return f'<div class="cards">{shown}</div>'
-
-
-def _moved(report: Tables, numbers: Any) -> list[tuple[str, str]]:
-    """What is sent and copied, and how much of it is hidden. One device sends nothing: that is
-    worth no card.
-    """
-    copies = report.plan.tiers is not None and len(report.copies)
-    cards = []
-    if report.world_size > 1 or not copies:
-        sent = numbers["sent per rank and step"]
-        cards.append((f"{sent:.3f} MB", "sent per rank and step"))
-    if copies:
-        each = metrics.copied(report, "rank")["bytes"].mean() / 1e6
-        cards.append((f"{each:.3f} MB", "copied between tiers, per rank and step"))
-    if numbers["communication in flight"] > 0 and numbers["sent per rank and step"]:
-        cards.append((f"{numbers['of it hidden behind compute']:.0f} %", "of communication hidden"))
-    if (hidden := numbers.get(metrics.COPIES_HIDDEN)) is not None:
-        cards.append((f"{hidden:.0f} %", "of copies hidden"))
-    return cards
-
-
 def _summary(report: Tables) -> str:
-    cells = "".join(
-        f'<tr><th scope="row">{html.escape(name)}</th>'
-        f'<td class="number">{f"{value:.3f}" if math.isfinite(value) else "–"}</td>'
-        f"<td>{html.escape(unit)}</td></tr>"
-        for name, value, unit in metrics.summary(report).itertuples()
-    )
-    return f'<table class="narrow">{cells}</table>'
+    numbers = metrics.summary(report)
+    numbers["value"] = [f"{n:.3f}" if math.isfinite(n) else "–" for n in numbers["value"]]
+    return numbers.to_html(header=False, index_names=False, border=0, classes="narrow")
 
 
 def _described(report: Tables) -> str:
@@ -176,13 +131,13 @@ def _described(report: Tables) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
+    import pandas as pd
+
     def said(value: Any) -> str:
         value = "none" if value is None else value
         plain = isinstance(value, str)
         return value if plain else json.dumps(value, ensure_ascii=False, default=str)
 
-    rows = "".join(
-        f'<tr><th scope="row">{html.escape(str(name))}</th><td>{html.escape(said(value))}</td></tr>'
-        for name, value in values.items()
-    )
-    return f"<table>{rows}</table>"
+    rows = pd.Series({str(name): said(value) for name, value in values.items()}, dtype=str)
+    with pd.option_context("display.max_colwidth", None):
+        return rows.to_frame().to_html(header=False, border=0)
