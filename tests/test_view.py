@@ -249,7 +249,10 @@ def test_the_loss_chart_says_where_the_loss_went(four):
     broken = dataclasses.replace(four, losses=[5.0, float("nan"), 4.0])
     assert "diverged at step 1" in title(broken.loss_chart())
     worse = dataclasses.replace(four, losses=[4.0, 5.0])
-    assert "did not fall: from 4.000 to 5.000" in title(worse.loss_chart())
+    assert "the loss went from 4.000 to 5.000 in 2 steps" in title(worse.loss_chart())
+    assert "samples per step" in figure.below and len(figure.layout.shapes) == 1
+    observed = dataclasses.replace(four, model=None).loss_chart()
+    assert "samples" not in observed.below and not observed.layout.shapes
     with pytest.raises(ValueError, match="has no losses"):
         dataclasses.replace(four, losses=[]).loss_chart()
 

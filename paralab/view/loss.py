@@ -25,22 +25,7 @@ def loss_chart(report: Tables) -> Chart:
 
     Raises ValueError if there are no losses: a prediction or a traced function has none.
     """
-    name = naming.subject(report)
-    values = _values(name, report)
-    first, last, count = values[0], values[-1], len(values)
-    moved = "fell" if last < first else "did not fall:"
-    said = f"the loss {moved} from {first:.3f} to {last:.3f} in {count} steps"
-    if count == 1:
-        said = f"the loss of the first step is {first:.3f}"
-    if not all(map(math.isfinite, values)):
-        said = f"the loss diverged at step {_diverged(values)}"
-    model, below = report.model, f"{report.plan.global_batch} samples per step"
-    if model is None:  # an observed program
-        below = "what it returned, the mean over the ranks"
-    known = [] if model is None else [model.vocab]
-    fig = _drawn({"loss": values}, f"{theme.text(name)}: {said}", below, known)
-    rows = [(name, step, value) for step, value in enumerate(values)]
-    return fig.explained(f"loss of {name}, {report.clock}: {count} steps", ("run step loss", rows))
+    return losses({naming.subject(report): report})
 
 
 def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = None) -> Chart:
@@ -55,14 +40,15 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     curves = {str(label): _values(str(label), run) for label, run in runs.items()}
     reports = [run for run in runs.values() if hasattr(run, "clock")]
     vocabularies = {r.model.vocab for r in reports if r.model is not None}
-    batches = {r.plan.global_batch for r in reports}
-    same = len(batches) == 1 and len(reports) == len(runs)
+    batches = {None if r.model is None else r.plan.global_batch for r in reports}
+    same = len(batches) == 1 and None not in batches and len(reports) == len(runs)
     below = f"{batches.pop()} samples per step" if same else "nats per token"
     fig = _drawn(curves, _verdict(curves), below, vocabularies).titled(title)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
     steps = max(map(len, curves.values()))
     return fig.explained(
-        f"losses of {len(curves)} runs over {steps} steps: {' | '.join(curves)}",
+        f"losses of {len(curves)} run{'s' * (len(curves) > 1)} over {steps} steps: "
+        f"{' | '.join(curves)}",
         ("run step loss", rows),
     )
 
@@ -74,10 +60,6 @@ def _values(label: str, run: Any) -> list[float]:
         legal = "what pl.run(...) returned"
         raise ValueError(f"{label}: this report {kind} has no losses; legal: {legal}")
     return values
-
-
-def _diverged(values: Sequence[float]) -> int:
-    return next(i for i, v in enumerate(values) if not math.isfinite(v))
 
 
 def _alike(curves: Mapping[str, Sequence[float]]) -> bool:
@@ -96,10 +78,13 @@ def _verdict(curves: Mapping[str, Sequence[float]]) -> str:
     names = {label: theme.text(label) for label in curves}
     lost = [label for label, v in curves.items() if not all(map(math.isfinite, v))]
     if lost:
-        return f"{names[lost[0]]} diverged at step {_diverged(curves[lost[0]])}"
+        first = next(i for i, v in enumerate(curves[lost[0]]) if not math.isfinite(v))
+        return f"{names[lost[0]]} diverged at step {first}"
     if len(curves) == 1:
         label, values = next(iter(curves.items()))
-        return f"{names[label]}: loss went from {values[0]:.3f} to {values[-1]:.3f}"
+        said = f"the loss {'fell' if values[-1] < values[0] else 'went'} from {values[0]:.3f} to "
+        said += f"{values[-1]:.3f} in {len(values)} step{'s' * (len(values) > 1)}"
+        return f"{names[label]}: {said}"
     if _alike(curves):
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
         return f"{both} coincide: losses differ by {_round_up(_spread(curves))} at most"
