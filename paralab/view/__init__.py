@@ -19,7 +19,6 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     contest      several plans by the time of a step, predicted and found
     pareto       time against memory of every plan of a search
     jobs         a streamed update on the lanes disk and host
-    disk_needed  how busy a device is, over the bandwidth of the disk that it offloads to
     simulated_timeline   a schedule as `theory.pipeline.simulate` timed it
     schedules    naive, GPipe, 1F1B, interleaved, ZB, or your own, on one axis
     zero_shards, zero_unit   what each rank keeps under ZeRO 0-3; the life of one of ZeRO-3's units
@@ -46,7 +45,6 @@ _NAMES = {
     "matrix_steps": "multiplication",
     "memory": "bytes_bars",
     "memory_chart": "memory_bars memory_charts stage_memory",
-    "offload_curves": "disk_needed",
     "pareto_front": "pareto",
     "pipeline": "schedules simulated_timeline",
     "plan_times": "contest",

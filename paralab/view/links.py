@@ -25,8 +25,8 @@ STEPS = 60  # points of the fitted line
 
 
 class Axes(NamedTuple):
-    """What curves are drawn over: titles of the axes, units ("B", "s" or what is counted), and what
-    the lowest curve does.
+    """What curves are drawn over: titles of the axes, units ("B", "B/s", "s" or what is counted),
+    and what the lowest curve does.
     """
 
     x: str
@@ -238,7 +238,7 @@ def _finding(
 # ---- units ---------------------------------------------------------------------------------------
 def _scaled(unit: str) -> str:
     """The unit if it is one that is written with a decimal prefix, else ""."""
-    return unit if unit in ("B", "s") else ""
+    return unit if unit in ("B", "B/s", "s") else ""
 
 
 def _worded(value: float, unit: str, *, digits: int = 3) -> str:

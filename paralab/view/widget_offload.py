@@ -1,10 +1,14 @@
 """Offload with sliders: how fast an NVMe do I need?
 
-The picture follows the sliders (offload_curves.py): how busy the device is over the disk's
-bandwidth, by ZeRO-Infinity's formula and as predicted, and what moves over each link.
+Two pictures follow the sliders: a step on a time axis, with what every link carries meanwhile, and
+the time of that step over the bandwidth of the disk, predicted and by ZeRO-Infinity's formula
+(Rajbhandari+ 2021, arXiv:2104.07857, eq. 6) between the two that it can be between:
+
+    nothing overlaps   compute + bytes / bandwidth, with the bytes that files are read and written
+    all overlaps       max(compute, bytes / bandwidth)
+
 “Run it” trains for real with states on the host and in files, its links held down to what the
-sliders say; the replay of that run on such links, and the wall clock, are points of the picture
-then. They stay: a few runs at several bandwidths give a curve of their own.
+sliders say. Of that run the step has the replay on such links, below the prediction.
 """
 
 from __future__ import annotations
@@ -12,34 +16,49 @@ from __future__ import annotations
 from typing import Any
 
 from paralab.interpret import quick
-from paralab.interpret.predict import check_cluster
+from paralab.interpret.predict import check_cluster, predict
+from paralab.interpret.time import time
+from paralab.programs.compile import compiled
+from paralab.report import metrics
 from paralab.report.tables import Tables
-from paralab.spec import Cluster, ModelSpec, Plan
-from paralab.theory.offload import tier_bytes
+from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.theory.offload import link_bytes, tier_bytes
+from paralab.view import theme
 from paralab.view.chart import Chart
-from paralab.view.disk_bandwidth import FASTEST, FORMULAS, SLOWEST, Foreseen, Point, points
-from paralab.view.offload_curves import SHARE, chart
-from paralab.view.pipeline import percent
-from paralab.view.widget import At, Widget
+from paralab.view.links import Axes, algorithms
+from paralab.view.marks.curves import drop, rings
+from paralab.view.widget import At
 from paralab.view.widget_parts import buttons, here, in_speed, no_room, processes, slider
+from paralab.view.widget_steps import Steps, share_of_step, step_time
 
-DISKS = (SLOWEST, 7e7, *(m * 10.0**e for e in (8, 9) for m in (1, 1.5, 2, 3, 5, 7)), FASTEST)
+DISKS = (5e7, 7e7, *(m * 10.0**e for e in (8, 9) for m in (1, 1.5, 2, 3, 5, 7)), 1e10)
 HOSTS = tuple(m * 10.0**e for e in (8, 9, 10) for m in (1, 3))  # 100 MB/s to 30 GB/s
+LATENCY = 1e-4  # seconds, of a disk that a cluster does not state
 PLACES = {"host's memory": "cpu", "files": "nvme"}
 EACH, ONCE = "read for each forward and backward", "read and written once in a step"
 LONGEST = 20.0  # seconds of a step that “Run it” takes on
+SHARE = 0.9  # of a step, in which the device should compute
+AXES = Axes(
+    x="bandwidth of the disk",
+    x_unit="B/s",
+    y="time of a step",
+    y_unit="s",
+    best="is fastest",
+)
 
 
-class Offload(Widget):
+class Offload(Steps):
     """Disk, link to the host, micro-batch size and count, where parameters and optimizer states
     are, devices. Gradients are on the host in any case (ZeRO-3). In fp32: 16 bits are slow on most
     processors, whatever moves.
 
     model    what is trained; default: 4 layers of width 256
     cluster  what is predicted and replayed on; default: this machine
+
+    ``chart`` is the step, ``charts`` are the step and its time over the disk's bandwidth.
     """
 
-    name, steps = "offload", 3
+    name, steps, drawn = "offload", 3, (1, 1)
     model = ModelSpec(layers=4, hidden=256, heads=8, seq_len=64)
     plan = Plan(zero_stage=3, offload="cpu", microbatch_size=8)
     board = {
@@ -52,15 +71,13 @@ class Offload(Widget):
         "optimizer": buttons("optimizer", PLACES, start="nvme", tip=ONCE),
         "ranks": slider("devices", (1, 2, 4), "{} device", "s", sets="dp"),
     }
+    columns = {"time per step": step_time, "device computes": share_of_step("work")}
 
     def __init__(self, model: ModelSpec | None = None, cluster: Cluster | None = None) -> None:
         super().__init__(model, None, cluster)
 
     def _check(self) -> None:
         check_cluster(self.plan, self.cluster or self._here(1))
-
-    def _offered(self, name: str, value: Any) -> bool:
-        return name != "ranks" or self.cluster is None or value <= self.cluster.num_devices
 
     def _plan(self, at: At, **limits: int) -> Plan:
         """With ``limits`` of {link: bytes/s}."""
@@ -69,9 +86,11 @@ class Offload(Widget):
         return super()._plan(at).replace(offload=offload)
 
     def _cluster(self, at: At) -> Cluster:
-        """Its link to the host is as fast as the slider says; latency stays."""
+        """Its disk and its link to the host are as fast as the sliders say; latencies stay."""
         own = self._own(at)
-        return own.replace(host=own.host.replace(bandwidth=at["host"]))
+        disk = own.disk or Link(alpha=LATENCY, bandwidth=at["bandwidth"])
+        host = own.host.replace(bandwidth=at["host"])
+        return own.replace(disk=disk.replace(bandwidth=at["bandwidth"]), host=host)
 
     def _measure(self, at: At, **how: Any) -> Tables:
         """Trained with links that are no faster than the sliders."""
@@ -91,53 +110,75 @@ class Offload(Widget):
         each = sum(sum(parts.values()) for parts in kept)
         if why := no_room(plan.dp, each, local):
             return why
-        room = local.replace(devices_per_node=max(local.devices_per_node, plan.dp))
-        seconds = Foreseen(at.model, plan, room).seconds(at["bandwidth"])
-        return no_room(1, 0, local, seconds, LONGEST)
+        disk = at.cluster.disk
+        room = local.replace(devices_per_node=max(local.devices_per_node, plan.dp), disk=disk)
+        return no_room(1, 0, local, predict(at.model, plan, room, steps=1).step_time, LONGEST)
 
     def _needs(self, at: At) -> Any:
         return at.plan, at["host"], at["bandwidth"]
 
     def _hint(self, at: At) -> str:
-        said = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
+        said, own = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}", self._own(at)
         if "nvme" not in (at["parameters"], at["optimizer"]):
             return f"{said}, without the disk."
-        if at.cluster.disk is not None and at["bandwidth"] > at.cluster.disk.bandwidth:
+        if own.disk is not None and at["bandwidth"] > own.disk.bandwidth:
             return f"{said}; the disk stays as slow as it is."
         return f"{said}, with a disk held down to {in_speed(at['bandwidth'])}."
 
-    def _foreseen(self, at: At) -> Foreseen:
-        """What is predicted for any disk; kept, so that its slider costs next to nothing."""
-        make = lambda: Foreseen(at.model, at.plan, at.cluster)  # noqa: E731
-        return self._once(("foreseen", at.plan, at["host"]), 0, make)
-
-    def _points(self, at: At, run: Tables) -> list[Point]:
-        return self._once(("points", id(run)), 0, lambda: points(run, self._foreseen(at)))
-
+    # ---- what is shown -----------------------------------------------------------------------
     def _charts(self, at: At) -> list[Chart]:
-        """The curves, and all that was run with these settings, on whatever disk."""
-        mine = self._needs(at)[:-1]
-        runs = [run for needs, run in list(self._results.items()) if needs[:-1] == mine]
-        every = [point for run in runs for point in self._points(at, run)]
-        if at["host"] > self._own(at).host.bandwidth:  # the wall clock knows no such link
-            every = [point for point in every if point.clock != "measured"]
-        return [chart(self._foreseen(at), at["bandwidth"], SHARE, every)]
+        return [*super()._charts(at), self._over_disks(at)]
+
+    def _parts(self, at: At) -> tuple[float, int]:
+        """Seconds that a device computes in a step, and the bytes of its files that are moved."""
+        links = link_bytes(at.model, at.plan)
+        moved = sum(sum(links[f"disk {way}"].values()) for way in ("read", "write"))
+        return metrics.shares(at.expect, 0)["work"], moved
+
+    def _seconds(self, at: At) -> dict[float, float]:
+        """{bandwidth, of those on the disk's slider: predicted seconds of a step}. Kept, so that
+        this slider costs next to nothing.
+        """
+        disks = [disk for _, disk in self._kinds["bandwidth"].options]
+
+        def made() -> dict[float, float]:
+            program = compiled(at.model, at.plan)
+            return {disk: time(program, at.but(bandwidth=disk).cluster).seconds for disk in disks}
+
+        return self._once("over disks", (at.plan, at["host"]), made)
+
+    def _over_disks(self, at: At) -> Chart:
+        (work, moved), disk, predicted = self._parts(at), at["bandwidth"], self._seconds(at)
+        corner = min(max(moved / work, min(predicted)), max(predicted))  # copies take as long there
+        every = [*predicted, corner]
+        curves = {
+            "all overlaps": {b: max(work, moved / b) for b in every},
+            "predicted": predicted,
+            "nothing overlaps": {b: work + moved / b for b in every},
+        }
+        found = {} if at.found is None else {"this run": {disk: at.replayed.step_time}}
+        busy = theme.percent(work / predicted[disk])
+        title = f"With a disk of {in_speed(disk)} the device computes {busy} of a step"
+        if moved:  # SHARE = work / (work + moved / needed)
+            needed = SHARE / (1 - SHARE) * moved / work
+            title += f"; by the formula {theme.percent(SHARE)} take {in_speed(needed)}"
+        chart = algorithms(curves, found, title=title, axes=AXES)
+        chart.said_below("nothing overlaps: ZeRO-Infinity, eq. 6" * bool(moved))
+        low = 10 ** chart.layout.yaxis.range[0]
+        word, line = drop(disk, low, predicted[disk], in_speed(disk))
+        return chart.draw([rings("chosen", [(disk, predicted[disk])])], [word], [line])
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        """A column for each formula and clock."""
-        foreseen, disk = self._foreseen(at), at["bandwidth"]
-        shares = {name: foreseen.share(name, disk) for name in (*FORMULAS, "predicted")}
-        seconds = {name: foreseen.work / share for name, share in shares.items()}
-        for point in () if at.found is None else self._points(at, at.found):
-            shares[point.clock], seconds[point.clock] = point.share, point.seconds
-        head = f"disk of {in_speed(disk)}"
-        return [
-            {head: "device computes", **{name: percent(s) for name, s in shares.items()}},
-            {head: "time per step", **{name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}},
+        """Both formulas, and every clock."""
+        work, moved = self._parts(at)
+        copy = moved / at["bandwidth"]
+        formulas = {"nothing overlaps": work + copy, "all overlaps": max(work, copy)}
+        rows = [
+            {
+                "clock": f"formula, {name}",
+                "time per step": f"{seconds * 1e3:.1f} ms",
+                "device computes": f"{100 * work / seconds:.0f} %",
+            }
+            for name, seconds in formulas.items()
         ]
-
-    def _done(self, at: At) -> str:
-        replayed, measured = self._points(at, at.found)
-        expect = self._foreseen(at).share("predicted", at["bandwidth"])
-        said = f"replayed on these links the device computes {percent(replayed.share)} of a step"
-        return f"{said}, predicted {percent(expect)}; by the wall clock {percent(measured.share)}"
+        return [*rows, *super()._rows(at)]

@@ -28,7 +28,7 @@ RESIDUAL = {"whole on every rank": "whole", "in parts of the sequence": "parts"}
 Says = Callable[[Tables], str]
 
 
-def _share(part: str, of: str = "") -> Says:
+def share_of_step(part: str, of: str = "") -> Says:
     """A part of the typical step, in per cent of it or of another part."""
 
     def said(report: Tables) -> str:
@@ -54,7 +54,7 @@ def _sent(report: Tables) -> str:
     return "0 B" if alone else in_bytes(float(metrics.traffic(report)["bytes"].mean()))
 
 
-def _time(report: Tables) -> str:
+def step_time(report: Tables) -> str:
     return f"{report.step_time * 1e3:.1f} ms"
 
 
@@ -123,10 +123,10 @@ class DataParallel(Steps):
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16), "{} sample", "s"),
     }
     columns = {
-        "time per step": _time,
+        "time per step": step_time,
         "samples per second": lambda report: f"{report.plan.global_batch / report.step_time:,.0f}",
-        "communication hidden": _share("hidden", "communication"),
-        "ranks wait": _share("wait"),
+        "communication hidden": share_of_step("hidden", "communication"),
+        "ranks wait": share_of_step("wait"),
         "sent per rank": _sent,
     }
 
@@ -165,8 +165,8 @@ class Tensor1D(Steps):
         "parameters": _kept("parameters"),
         "activations": _kept("activations"),
         "sent per rank": _sent,
-        "time per step": _time,
-        "of it waiting": _share("wait"),
+        "time per step": step_time,
+        "of it waiting": share_of_step("wait"),
     }
 
     def _check(self) -> None:
