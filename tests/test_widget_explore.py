@@ -254,7 +254,7 @@ def test_run_it_draws_the_replay_below_the_prediction_and_what_was_measured(benc
         assert row["sent inside a node"] == rows[0]["sent inside a node"]  # bytes are exact
     memory, traffic = bench.charts[2:]
     peaks = memory.table.groupby("bar")["bytes"].sum()
-    assert peaks.max() == found.peak_memory and "measured" in repr(memory)
+    assert peaks.max() == found.peak_memory and "replayed" in repr(memory)
     assert repr(traffic) == repr(replayed.traffic_chart(matrix=False))
     assert traffic.table["bytes"].sum() == found.traffic()["bytes"].sum()
     assert capfd.readouterr() == ("", "")

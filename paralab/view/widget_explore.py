@@ -130,9 +130,8 @@ class Explore(Steps):
         with theme.framed(EACH, TALL):
             views = [self._step(at), self._mesh(at)]
         with theme.framed(EACH, LOW):
-            memory = stage_memory(at.expect if at.found is None else at.found)
-            sent = traffic_chart(at.expect if at.found is None else at.replayed, matrix=False)
-            return [*views, memory, sent]
+            report = at.expect if at.found is None else at.replayed
+            return [*views, stage_memory(report), traffic_chart(report, matrix=False)]
 
     def _step(self, at: At) -> Chart:
         if at.found is None:

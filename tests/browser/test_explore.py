@@ -135,7 +135,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook):
     assert "4 real processes: the predicted step" in words
     timeline, _, memory, traffic = bench.views
     assert "predicted" in timeline["title"] and "replayed" in timeline["title"]
-    assert "measured" in memory["data"] and "measured" in traffic["data"]
+    assert "needs" in memory["title"] and "sends" in traffic["title"]
     assert unreadable(notebook) == {}
     notebook.darken()
     notebook.run_cell(DARK)
