@@ -147,7 +147,7 @@ def test_the_device_models_error_is_given_in_per_cent_and_explained_once():
     notes = compare(expect, as_measured(expect, cost=1.25)).notes
     assert "Theory is 20 % below the replay" in notes["forward"]
     said = " ".join(notes.values())
-    assert said.count("three rates") == 1
+    assert said.count("a few rates") == 1
     notes = compare(expect, as_measured(expect, cost=1.01)).notes
     assert "backward" not in notes and notes["step time"] == "The columns agree."
 

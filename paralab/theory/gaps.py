@@ -70,7 +70,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     """What the gaps of the whole table come from; each is read off the numbers."""
     work = table.loc[[name for name in COMPUTED if name in table.index]].sum()
     if abs(work["predicted"] - work["replayed"]) > NEAR * work["replayed"]:
-        yield "Theory's device is three rates, and knows nothing of caches and shapes."
+        yield "Theory's device is a few rates, and knows nothing of caches."
     step = table.loc["step time"]
     ranks, cores = report.world_size, report.meta.get("cores") or expect.cluster.cores
     if step["measured"] < 0.9 * step["replayed"]:
