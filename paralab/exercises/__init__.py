@@ -19,13 +19,12 @@ from paralab.exercises.accumulation import accumulate
 from paralab.exercises.all_reduce import hierarchical_all_reduce, ring_all_reduce
 from paralab.exercises.bandwidth import bandwidth
 from paralab.exercises.cannon import cannon, grid_groups
-from paralab.exercises.choose import Choice, choose
 from paralab.exercises.clinic import deadlock_clinic
 from paralab.exercises.cost import training_cost
 from paralab.exercises.ddp import my_ddp
 from paralab.exercises.estimator import memory_estimator
 from paralab.exercises.exercise import Exercise
-from paralab.exercises.guess import Guess, Reveal, guess
+from paralab.exercises.guess import Choice, Guess, choose, guess
 from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups
 from paralab.exercises.mesh_step import mesh_step
@@ -71,4 +70,4 @@ LADDERS = (  # of every lab: warm-up, implement, go further
 )
 ALL = {exercise.name: exercise for ladder in LADDERS for exercise in ladder}
 
-__all__ = ["ALL", "Choice", "Exercise", "Guess", "Reveal", "Verdict", "choose", "guess", *ALL]
+__all__ = ["ALL", "Choice", "Exercise", "Guess", "Verdict", "choose", "guess", *ALL]

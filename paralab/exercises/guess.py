@@ -1,194 +1,206 @@
-"""A guess that is committed to before the run: predict, observe, explain.
+"""Predictions that are committed to before the experiment that decides: predict, observe, explain.
 
-People remember what surprised them, and only what was predicted can surprise. In a notebook a guess
-is a slider and a button; ``.commit(value)`` does the same without a mouse. ipywidgets is imported
-when one is shown.
+People remember what surprised them, and only what was predicted can surprise. A guess is a number,
+with a slider and a button; a choice is one of a few explanations, with a button each. ``.commit``
+and ``.pick`` do the same without a mouse. ipywidgets is imported when a question is shown.
 """
 
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from paralab.checks import illegal, real, whole
 from paralab.exercises.exercise import Text
 
-NOT_YET = "not committed yet"
 REPR_WIDTH = 110
 
 
-def guess(
-    question: str,
-    *,
-    low: float,
-    high: float,
-    unit: str = "",
-    step: float | None = None,
-    decimals: int = 1,
-    value: float | None = None,
-) -> Guess:
+def guess(question: str, *, low: float, high: float, unit: str = "", decimals: int = 1) -> Guess:
     """Ask for a number before it is known.
 
     question       what the number is
     low, high      ends of the slider, in ``unit``
     unit           "MB", "%", or "" for a plain number
-    step           of the slider; default: the last shown digit
     decimals       digits after the point, of everything that is shown
-    value          where the slider starts; default: the middle
 
-    Raises ValueError if the range is empty or ``value`` lies outside.
+    Raises ValueError if the range is empty.
     """
     low, high = real("low", low), real("high", high)
     if high <= low:
         raise illegal("high", high, f"the range from low={low:g} is empty", f"above {low:g}")
-    decimals = whole("decimals", decimals, at_least=0, at_most=9)
-    step = 10.0**-decimals if step is None else real("step", step, above=0.0)
-    made = Guess(
-        question=str(question), low=low, high=high, unit=str(unit), step=step, decimals=decimals
-    )
-    made.position = (low + high) / 2 if value is None else made.in_range("value", value)
-    return made
+    return Guess(question, low, high, unit, whole("decimals", decimals, at_least=0, at_most=9))
 
 
-class Guess:
-    """A question, and one answer to it that stands once it is given; made by `guess`."""
+def choose(question: str, options: Sequence[str]) -> Choice:
+    """Ask which of two or more explanations holds. Raises ValueError if there are fewer."""
+    options = [] if isinstance(options, str) else [str(option) for option in options]
+    if len(set(options)) < 2:
+        raise illegal("options", options, "nothing to choose from", "two or more different texts")
+    return Choice(question, options)
 
-    def __init__(
-        self, *, question: str, low: float, high: float, unit: str, step: float, decimals: int
-    ) -> None:
-        self.question, self.low, self.high, self.unit = question, low, high, unit
-        self.step, self.decimals = step, decimals
-        self.position = low  # where the slider starts
-        self.value: float | None = None  # what was committed to
+
+class Question:
+    """A question, and one answer to it that stands once it is given. Each kind of question has
+
+    _state()             what was answered, in words
+    _inputs(widgets)     the rows of the widget below the question
+    _show_answer(*rows)  disables these rows, and shows in them what was answered
+    """
+
+    verb = "guess"
+
+    def __init__(self, question: str) -> None:
+        self.question = str(question)
+        self.value: float | None = None  # what was answered
         self.revealed = False
-        self._widget: Any = None
+        self._box: Any = None
+
+    def _stand_by(self, value: float, said: str) -> Text:
+        if self.value is not None:
+            return Text(f"you have {self._state()} already, and that stands")
+        if self.revealed:
+            return Text(f"the answer is out: run the question's cell again to {self.verb} again")
+        self.value = value
+        self._close()
+        return Text(said)
+
+    def _reveal(self, said: str) -> Text:
+        self.revealed = True
+        self._close()
+        return Text(said)
+
+    def _close(self) -> None:
+        """From now on the widget, where there is one, shows the answer that stands."""
+        if self._box is not None:
+            self._show_answer(*self._box.children[1:])
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        """The widget where ipywidgets is there, and always the words."""
+        import ipywidgets as widgets
+
+        if self._box is None:
+            title = widgets.HTML(f"<b>{html.escape(self.question)}</b>")
+            self._box = widgets.VBox([title, *self._inputs(widgets)])
+            if self.value is not None or self.revealed:
+                self._close()
+        shown = self._box._repr_mimebundle_() or {}
+        data = shown[0] if isinstance(shown, tuple) else shown
+        return {**data, "text/plain": repr(self)}
+
+
+class Guess(Question):
+    """A question whose answer is a number; made by `guess`."""
+
+    def __init__(self, question: str, low: float, high: float, unit: str, decimals: int) -> None:
+        super().__init__(question)
+        self.low, self.high, self.unit, self.decimals = low, high, str(unit), decimals
 
     def commit(self, value: float) -> Text:
         """Stand by ``value``. Once: a second commitment is declined and the first one stands.
 
         Raises ValueError if ``value`` is not a number within the question's range.
         """
-        value = self.in_range("value", value)
-        if self.value is not None:
-            return Text(f"you have committed to {self.shown(self.value)} already, and that stands")
-        if self.revealed:
-            return Text("the answer is out: run the question's cell again to guess again")
-        self.value = value
-        if self._widget is not None:
-            self._widget.close_for(value)
-        return Text(f"committed: {self.shown(value)}")
+        value = real("value", value)
+        if not self.low <= value <= self.high:
+            legal = f"from {self.shown(self.low)} to {self.shown(self.high)}"
+            raise illegal("value", value, "out of range", legal)
+        return self._stand_by(value, f"committed: {self.shown(value)}")
 
-    def reveal(self, actual: float) -> Reveal:
+    def reveal(self, actual: float) -> Text:
         """The answer next to the guess; without a commitment, the answer alone."""
         actual = real("actual", actual)
-        self.revealed = True
-        if self._widget is not None and self.value is None:
-            self._widget.close_for(None)
-        return Reveal(guess=self, actual=actual)
+        was = self.shown(actual)
+        if self.value is None:
+            return self._reveal(f"it is {was}")
+        said = f"you said {self.shown(self.value)}, it is {was}"
+        if self.shown(self.value) == was:
+            return self._reveal(f"{said}: exactly")
+        if actual == 0 or self.value / actual < 0:
+            return self._reveal(f"{said}: {self.shown(abs(self.value - actual))} apart")
+        return self._reveal(f"{said}: {self.value / actual:.2f} times what it is")
 
     def shown(self, value: float) -> str:
         """``value`` with its unit: "3.4 MB", "43 %", "7"."""
         return f"{value:,.{self.decimals}f} {self.unit}".strip()
 
-    def in_range(self, name: str, value: float) -> float:
-        legal = f"from {self.shown(self.low)} to {self.shown(self.high)}"
-        value = real(name, value)
-        if not self.low <= value <= self.high:
-            raise illegal(name, value, "out of range", legal)
-        return value
+    def _state(self) -> str:
+        if self.value is None:
+            return "not committed yet"
+        return f"committed to {self.shown(self.value)}"
 
     def __repr__(self) -> str:
-        state = NOT_YET if self.value is None else f"committed to {self.shown(self.value)}"
-        room = REPR_WIDTH - len(f"Guess(, {state})")
+        room = REPR_WIDTH - len(f"Guess(, {self._state()})")
         words = " ".join(self.question.split())
         words = words if len(words) <= room else words[: room - 3].rstrip() + "..."
-        return f"Guess({words}, {state})"
+        return f"Guess({words}, {self._state()})"
 
-    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        """The widget where ipywidgets is there, and always the words."""
-        if self._widget is None:
-            self._widget = _Slider(self)
-        shown = self._widget.box._repr_mimebundle_() or {}
-        data = shown[0] if isinstance(shown, tuple) else shown
-        return {**data, "text/plain": repr(self)}
-
-
-class _Slider:
-    """The slider, the button and what they say."""
-
-    def __init__(self, guess: Guess) -> None:
-        import ipywidgets as widgets
-
-        self.guess = guess
-        question = widgets.HTML(f"<b>{html.escape(guess.question)}</b>")
-        self.slider = widgets.FloatSlider(
-            value=guess.position if guess.value is None else guess.value,
-            min=guess.low,
-            max=guess.high,
-            step=guess.step,
-            readout_format=f",.{guess.decimals}f",
+    def _inputs(self, widgets: Any) -> list[Any]:
+        slider = widgets.FloatSlider(
+            value=(self.low + self.high) / 2,
+            min=self.low,
+            max=self.high,
+            step=10.0**-self.decimals,
+            readout_format=f",.{self.decimals}f",
             layout={"width": "420px"},
         )
-        unit = widgets.Label(guess.unit)
-        self.button = widgets.Button(
+        button = widgets.Button(
             description="Commit", tooltip="stand by this guess; it cannot be changed afterwards"
         )
-        self.said = widgets.Label()
-        self.button.on_click(lambda _: guess.commit(self.slider.value))
-        row = widgets.HBox([self.slider, unit, self.button, self.said])
-        self.box = widgets.VBox([question, row])
-        if guess.value is not None or guess.revealed:
-            self.close_for(guess.value)
+        button.on_click(lambda _: self.commit(slider.value))
+        return [widgets.HBox([slider, widgets.Label(self.unit), button, widgets.Label()])]
 
-    def close_for(self, value: float | None) -> None:
-        """From now on the slider shows what was committed to."""
-        self.slider.disabled = self.button.disabled = True
-        if value is None:
-            self.said.value = "the answer is out"
-            return
-        self.slider.value = value
-        self.said.value = f"committed: {self.guess.shown(value)}"
+    def _show_answer(self, *rows: Any) -> None:
+        slider, _, button, said = rows[0].children
+        slider.disabled = button.disabled = True
+        said.value = "the answer is out"
+        if self.value is not None:
+            slider.value = self.value
+            said.value = f"committed: {self.shown(self.value)}"
 
 
-@dataclass(frozen=True, repr=False, kw_only=True)
-class Reveal:
-    """The answer next to what was guessed; its repr is one sentence."""
+class Choice(Question):
+    """A question with numbered options, 1 and on, of which one is picked; made by `choose`."""
 
-    guess: Guess
-    actual: float
+    verb = "choose"
 
-    @property
-    def ratio(self) -> float | None:
-        """Guess over actual; None without a commitment, or where there is no ratio."""
-        if self.guess.value is None or self.actual == 0 or self.guess.value / self.actual < 0:
-            return None
-        return self.guess.value / self.actual
+    def __init__(self, question: str, options: list[str]) -> None:
+        super().__init__(question)
+        self.options = options
+
+    def pick(self, number: int) -> Text:
+        """Stand by option ``number``. Once: afterwards the first one stands."""
+        number = whole("number", number, at_least=1, at_most=len(self.options))
+        return self._stand_by(number, f"picked {number}: {self.options[number - 1]}")
+
+    def reveal(self, number: int, why: str = "") -> Text:
+        """Which option it is, and why; next to what was picked, if anything was."""
+        number = whole("number", number, at_least=1, at_most=len(self.options))
+        option = self.options[number - 1]
+        said = "" if self.value is None else f"You picked {self.value}. "
+        said += f"It is {number}, {option}."
+        if self.value == number:
+            said = f"You picked {number}, and that is right: {option}."
+        return self._reveal(f"{said} {why}".strip())
+
+    def _state(self) -> str:
+        return "nothing picked yet" if self.value is None else f"picked {self.value}"
 
     def __repr__(self) -> str:
-        guess = self.guess
-        was = guess.shown(self.actual)
-        if guess.value is None:
-            return f"it is {was}"
-        said = f"you said {guess.shown(guess.value)}, it is {was}"
-        if guess.shown(guess.value) == was:
-            return f"{said}: exactly"
-        if self.ratio is None:
-            return f"{said}: {guess.shown(abs(guess.value - self.actual))} apart"
-        return f"{said}: {self.ratio:.2f} times what it is"
+        rows = (f"\n  {n} {option}" for n, option in enumerate(self.options, 1))
+        return f"{self.question} ({self._state()}){''.join(rows)}"
 
-    def _repr_html_(self) -> str:
-        """The sentence, and both numbers as bars on one scale from zero."""
-        rows = [("it is", self.actual, "#0072B2")]
-        if self.guess.value is not None:
-            rows.insert(0, ("you said", self.guess.value, "#7F7F7F"))
-        longest = max(abs(value) for _, value, _ in rows) or 1.0
-        bars = "".join(
-            f'<tr><td style="text-align:right">{name}</td><td style="text-align:left">'
-            f'<div style="display:inline-block;vertical-align:middle;height:0.8em;'
-            f"width:{300 * abs(value) / longest:.0f}px;"
-            f'background:{colour}"></div> {html.escape(self.guess.shown(value))}</td></tr>'
-            for name, value, colour in rows
-        )
-        question = html.escape(self.guess.question)
-        return f"<p><b>{question}</b><br>{html.escape(repr(self))}</p><table>{bars}</table>"
+    def _inputs(self, widgets: Any) -> list[Any]:
+        rows = []
+        for number, option in enumerate(self.options, 1):
+            button = widgets.Button(description=str(number), layout={"width": "40px"})
+            button.on_click(lambda _, number=number: self.pick(number))
+            rows.append(widgets.HBox([button, widgets.Label(option)]))
+        return rows
+
+    def _show_answer(self, *rows: Any) -> None:
+        for number, row in enumerate(rows, 1):
+            button = row.children[0]
+            button.disabled = True
+            button.button_style = "primary" if number == self.value else ""
