@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 
 def good(units, window):
     jobs, ahead = [], window - 1
@@ -172,10 +170,6 @@ def too_many(units, window):
 
 def without_end_on_one_line(units, window):
     return [("read", 0, 0) for _ in iter(int, 1)]
-
-
-def asleep(units, window):
-    time.sleep(3600)
 
 
 def raises(units, window):
