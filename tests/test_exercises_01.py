@@ -36,14 +36,14 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (ring((CHUNKS, "whole = torch.cat([tensor, tensor.new_zeros(-len(tensor) % n)])\n"
                    "    chunks = whole.tensor_split(n)"),
           (SECOND, f"{SECOND}\n    tensor.copy_(whole[: len(tensor)])")),
-     {"bytes per rank", "extra memory"}, "together 80,016, required: 80,008"),
+     {"bytes per rank", "extra memory"}, "N=2: together 80,016 bytes, required: 80,008"),
     (ring(("tensor_split", "chunk"), ("buffer = torch.empty_like(chunks[0])", "kept = []"),
           ("buffer[: mine.numel()]", "torch.empty_like(mine)\n        kept.append(partial)")),
      {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
-    (bad.in_pieces, {"simulated time"}, "µs of "),
-    (bad.one_rank_receives_first, {"simulated time"}, "N=2: 144.0 µs of 72.0 µs"),
+    (bad.in_pieces, {"simulated time"}, "µs, required: at most "),
+    (bad.one_rank_receives_first, {"simulated time"}, "144.0 µs, required: at most 72.0 µs"),
     (ring((SECOND, f"{SECOND}\n    exchange(chunks[rank], chunks[left])")), {"bytes per rank"},
-     "together 120,012, required: 80,008"),
+     "rank 0 sends 60,008 bytes, required: 40,000 to 40,008, 1.5 times as many"),
     (ring(("empty_like", "zeros_like"),
           (f"{FIRST}\n        mine += partial",
            f"works = [dist.isend({LEAVING}, right), dist.irecv(partial, left)]\n"

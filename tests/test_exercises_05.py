@@ -19,7 +19,7 @@ SUMS = (MEAN, "own")
 ALL_REDUCES = (REDUCE, "dist.all_reduce(flat)\n        own = flat.chunk(self.ranks)[self.rank]")
 WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3((FREED_AFTER, "        pass")), {"peak of a step"},
-     "units at once, in addition to what forward saves"),
+     "bytes in addition to what forward saves, a unit is "),
     (zero3(("pre_hook(lambda *_, i=i: self.gather_unit(i))", "pre_hook(lambda *_: None)")),
      {"weights"}, "whose storage is freed: it has to be gathered before"),
     (zero3(("self.free(i)", "pass")), {"kept between steps"}, "N=4: rank 0 keeps "),
@@ -52,7 +52,7 @@ WAIT, BACK = "self.flying.pop(i).wait()", "following=-1))"
 FOLLOWS = "        self.post(i + following)\n"
 FORWARD = "no gather is in flight during the forward of unit 1"
 LATE = [  # answer, limits it breaks, words of the verdict
-    (zero3(), {"exposed time"}, "72 ms of a step, required: at most 36 ms"),
+    (zero3(), {"exposed time"}, "exposed time: 72 ms, required: at most 36 ms"),
     (ahead((BACK, "following=0))")), {"exposed time"},
      "no gather is in flight during the backward of unit 6"),
     (ahead(("following: int = 1", "following: int = 0")), {"exposed time"}, FORWARD),
@@ -70,13 +70,13 @@ LATE = [  # answer, limits it breaks, words of the verdict
            ("        self.free(i)\n        pass", "        pass")), {"gathers"},
      "6 units are gathered in a step, required"),
     (ahead((READY, ""), (STEP, f"        for i in range(len(self.units)):\n{READY}{STEP}")),
-     {"peak of a step"}, "units at once, in addition to what forward saves"),
+     {"peak of a step"}, "bytes in addition to what forward saves, a unit is "),
     (bad.Alone, {"gathers", "weights"}, "0 units are gathered in a step, required: 12"),
     (ahead((KEEP, f"{KEEP}\n        unit.copy = flat.clone()")), {"kept between steps"},
      "N=3: rank 0 keeps "),
-    (ahead(ALL_REDUCES), {"exposed time"}, "56 ms of a step, required: at most 36 ms"),
+    (ahead(ALL_REDUCES), {"exposed time"}, "56 ms, required: at most 36 ms"),
     (ahead((STEP, f"        dist.all_reduce(torch.ones(3))\n{STEP}")), {"bytes per rank"},
-     "N=3: a rank sends "),
+     "N=3: rank 0 sends "),
     (ahead(SUMS), {"weights"}, "timed units: step 2: the units' output is "),
     (ahead(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
 ]  # fmt: skip

@@ -23,8 +23,8 @@ ROOT = changed(("group_src=step", "src=step"))
 HALF = changed(("y = x.new_zeros", "if not dist.get_rank(self.column):  # the others wait\n"
                 "            return x @ w\n        y = x.new_zeros"))  # fmt: skip
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.GathersAll, {"memory forward"}, "a whole row is 4"),
-    (bad.GathersTheColumn, {"memory forward"}, "of W in addition to its own, a whole column"),
+    (bad.GathersAll, {"memory forward"}, "a whole row or column 4 times as many"),
+    (bad.GathersTheColumn, {"memory forward"}, "in addition to its own blocks, of which"),
     (changed(("y += ", "y = ")), {"Y"}, f"{ALONE}X_01 W_10, to which no other"),
     (changed((TERM, "x @ w / 2")), {"Y", "elements forward"}, "nothing is sent in row and column"),
     (changed((TERM, "self.sent(self.column, x, step) @ self.sent(self.row, w, step)")),

@@ -60,7 +60,7 @@ EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
 WEIGHTS, FILES, PEAK, KEPT = STREAMED.asked
 WRONG = [
     (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
-    (EVERYTHING, {PEAK}, "numbers per element of a unit, required: at most 8"),
+    (EVERYTHING, {PEAK}, "bytes at once, a unit's parameters 12,000"),
     (adam((MAPPED, f"self.kept = self.kept if self.steps > 1 else {READ}"), (FLUSH, WRITE)),
      {WEIGHTS, KEPT}, "so the states are not in them alone"),
     (adam((MAPPED, MAPPED.replace("r+", "c"))), {WEIGHTS}, "differs after step 2"),

@@ -82,7 +82,7 @@ ZERO = [  # answer, limits it breaks, words of the verdict
     (zero1((f"-(-{PART})", PART), (COPY, "self.parameters[: full.numel()] = full")),
      {"parameters", "bytes per rank"}, "N=3: rank 0: step 1, part 2, element 16,"),
     (zero1((REDUCE, f"copies = [gradient.clone() for _ in range(1 + self.ranks)]\n"
-            f"        {REDUCE}")), {"extra memory"}, "copies of Ψ at once"),
+            f"        {REDUCE}")), {"extra memory"}, "bytes at once, a copy of Ψ is "),
     (zero1((BEGIN, f"        self.parameters = self.parameters.clone()\n{BEGIN}")),
      {"parameters"}, "it is as it was before"),
     (ROOT_ONLY, {"parameters"}, "N=2: "),

@@ -37,16 +37,20 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
     },
 )
 def ring_all_reduce(tries: Tries) -> None:
+    size = 4 * LENGTH
     for n in RANKS:
         for notes, found in tries.run(added, n, LENGTH, where=f"N={n}", standing=(RESULT,)):
             notes.look(RESULT, _wrong_sum(found, LENGTH), f"{n} ranks, all equal")
             look_at_calls(notes, found, "{}", "rank 0")
-            sent = found.sent()
-            notes.look(BYTES, _wrong_bytes(sent), f"{sum(sent):,} bytes together")
-            largest = 4 * -(-LENGTH // n)
+            largest, smallest = 4 * -(-LENGTH // n), 4 * (LENGTH // n)
+            sent, most, least = found.sent(), 2 * (size - smallest), 2 * (size - largest)
+            notes.bytes(BYTES, sent, most, least=least)
+            every = 2 * (n - 1) * size
+            wrong = f"together {sum(sent):,} bytes, required: {every:,}"
+            notes.look(BYTES, wrong if sum(sent) != every else "", f"{every:,} bytes together")
             words = f"takes {{held}} bytes, one chunk is {largest:,}"
             notes.memory(MEMORY, found["extra"], largest, words)
-            limit = collectives.seconds("ring_all_reduce", n, 4 * LENGTH, CLUSTER.intra)
+            limit = collectives.seconds("ring_all_reduce", n, size, CLUSTER.intra)
             look_at_time(notes, found, limit)
 
 
@@ -60,18 +64,6 @@ def added(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict
 
 def term(seed: int, rank: int, length: int) -> np.ndarray:
     return np.random.default_rng([seed, rank]).standard_normal(length, dtype=np.float32)
-
-
-def _wrong_bytes(sent: list[int]) -> str:
-    n = len(sent)
-    least, most = 8 * (LENGTH - -(-LENGTH // n)), 8 * (LENGTH - LENGTH // n)
-    worst = max(range(n), key=lambda rank: (sent[rank] - most, -rank))
-    if not sent[worst]:
-        return "nothing is sent"
-    if sent[worst] <= most and min(sent) >= least and sum(sent) == 8 * (n - 1) * LENGTH:
-        return ""
-    said = f"rank {worst} sends {sent[worst]:,} bytes, required: {least:,} to {most:,}; "
-    return said + f"together {sum(sent):,}, required: {8 * (n - 1) * LENGTH:,}"
 
 
 def _wrong_sum(found: Found, length: int) -> str:

@@ -19,7 +19,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import torch
 from paralab.exercises.sync import RANKS
 from paralab.exercises.tries import Found
-from paralab.exercises.verdict import Notes, first
+from paralab.exercises.verdict import Notes, first, ms
 from paralab.spec import Cluster, Link, ModelSpec
 from paralab.spec.links import messages
 
@@ -138,15 +138,12 @@ def simulated(report: Report, sizes: Sequence[int]) -> float:
 
 def _look_at_backwards(notes: Notes, found: Found, sizes: Sequence[int]) -> None:
     if wrong := first(found["wrong"]):
-        notes.note(GRADIENTS, wrong, False, f"{GRADIENTS}: {wrong}")
+        notes.look(GRADIENTS, wrong, "")
     seconds = simulated(found.report, sizes) / BACKWARDS
-    said, most = f"{1e3 * seconds:.1f} ms", f"{1e3 * LIMIT_S:.0f} ms"
-    slow = f"a step takes {said}, required: at most {most}{_why_slow(found.report, len(sizes))}"
-    notes.note(TIME, said, seconds <= LIMIT_S, slow)
-    copies = max(found["extra"]) / (4 * sum(sizes))
-    said = "no more than that" if copies <= EXTRA_COPIES else f"{copies:.1f} copies"
-    long = f"{said} of the gradients in addition to themselves, required: at most {EXTRA_COPIES:g}"
-    notes.note(MEMORY, said, copies <= EXTRA_COPIES, long)
+    notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(found.report, len(sizes)))
+    size = 4 * sum(sizes)
+    words = f"has {{held}} bytes in addition to the gradients, which have {size:,}"
+    notes.memory(MEMORY, found["extra"], int(EXTRA_COPIES * size), words)
 
 
 def _why_slow(report: Report, gradients: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, whole
 from paralab.exercises.questions import Odd, kind_of
+from paralab.exercises.verdict import SLACK, ms
 
 Job = tuple[str, int, int]  # what, unit, buffer
 
@@ -29,10 +30,6 @@ def limit_s(units: int, window: int, update_s: float) -> float:
     if window == 1:
         return units * (READ_S + update_s + WRITE_S)
     return max(units * (READ_S + WRITE_S), READ_S + units * update_s + WRITE_S)
-
-
-def ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms"
 
 
 def as_jobs(found: Any, units: int) -> list[Job]:
@@ -93,7 +90,7 @@ def too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
     """By how much the limit is missed, and where the busier lane is first idle, or ""."""
     times, limit = simulate(jobs, UPDATE_S[host]), limit_s(units, window, UPDATE_S[host])
     took = max(end for _, end in times)
-    if took <= limit * (1 + 1e-9):
+    if took <= limit * SLACK:
         return ""
     lane, free = "disk", 0.0
     if limit > units * (READ_S + WRITE_S):
@@ -101,7 +98,7 @@ def too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
     said = f"{host} host, {ms(took)}, required: at most {ms(limit)}:"
     for (kind, unit, _), (start, end) in zip(jobs, times, strict=True):
         if LANE[kind] == lane:
-            if start > free * (1 + 1e-9):
+            if start > free * SLACK:
                 where = f"from {ms(free)} to {ms(start)}, before {kind} {unit}"
                 return f"{said} the lane {lane} is idle {where}"
             free = end

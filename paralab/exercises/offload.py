@@ -18,12 +18,11 @@ from paralab.exercises.jobs import (
     as_jobs,
     first_misplaced,
     limit_s,
-    ms,
     simulate,
     too_late,
 )
 from paralab.exercises.questions import ask
-from paralab.exercises.verdict import Notes, first
+from paralab.exercises.verdict import Notes, first, ms
 
 Size = tuple[int, int]  # units, window
 

@@ -55,7 +55,7 @@ def look_at_tensors(
 ) -> None:
     """Tensors by name, as every rank has them, against those of one process."""
     wrong = first_wrong_tensor(found, right)
-    notes.note(limit, wrong or f"{len(right)} tensors, all equal", not wrong, f"{limit}: {wrong}")
+    notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right)} tensors, all equal")
 
 
 def look_at_run(

@@ -17,7 +17,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import torch
 from paralab.exercises.one_process import LR
 from paralab.exercises.tries import Found
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import Notes, ms
 from paralab.spec import Cluster, Link
 
 TRAINED = {3: 1}  # ranks: steps; a second step is that of the timed units
@@ -95,9 +95,7 @@ def _look(notes: Notes, found: Found) -> None:
     first = min(calls["span"][last], default=work["id"].iloc[-2 * UNITS])
     seconds = timed["end"].max() - timed["start"][first]
     exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
-    said, most = f"{1e3 * exposed:.0f} ms", f"{1e3 * LIMIT_S:.0f} ms"
-    slow = f"{said} of a step, required: at most {most}{_why(spans, gathers, work)}"
-    notes.note(EXPOSED, said, exposed <= LIMIT_S, f"{EXPOSED}: {slow}")
+    notes.at_most(EXPOSED, exposed, LIMIT_S, ms, _why(spans, gathers, work))
 
 
 def _why(spans: Any, gathers: Any, work: Any) -> str:

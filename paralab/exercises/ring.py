@@ -113,5 +113,4 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
 def look_at_time(notes: Notes, found: Found, most: float) -> None:
     """The recorded calls, replayed on `CLUSTER` with computing free, in at most so many seconds."""
     time = found.report.replay(CLUSTER, compute=0.0).step_time
-    said = f"{1e6 * time:.1f} µs of {1e6 * most:.1f} µs"
-    notes.look(TIME, said if time > most * (1 + 1e-9) else "", said)
+    notes.at_most(TIME, time, most, lambda seconds: f"{1e6 * seconds:.1f} µs")

@@ -19,7 +19,7 @@ from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
 from paralab.exercises.questions import Reply, asked
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import SLACK, Notes, ms
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan
 
@@ -35,7 +35,6 @@ SIZES = (  # with fewer and more micro-batches than stages, and as many
     *((6, m) for m in (2, 9)),
 )
 FORWARD_S, HALF_S = 10e-3, 10e-3  # a whole backward is two halves
-SLACK = 1 + 1e-9  # of rounding
 # What is trained: small, a block for every stage.
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": MICROBATCHES, "microbatch_size": 2}
@@ -75,7 +74,7 @@ def own_schedule(tries: Tries) -> None:
         if trouble:
             notes.end(trouble, yours="no schedule")
             continue
-        notes.note(VALID, f"{sum(map(len, simulated.schedule))} actions on {PP} ranks", True)
+        notes.look(VALID, "", f"{sum(map(len, simulated.schedule))} actions on {PP} ranks")
         _look(notes, simulated)
         for reply, (p, m) in zip(others, SIZES, strict=True):
             notes.where = f"p={p}, m={m}"
@@ -103,14 +102,11 @@ def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation
 
 def _look(notes: Notes, simulated: Simulation) -> None:
     """Time and memory at the sizes of the task."""
-    limit, took = limit_s(PP, MICROBATCHES), simulated.makespan
-    said = f"{1e3 * took:.0f} ms"
-    late = f"{1e3 * (took - limit):.0f} ms more than the {1e3 * limit:.0f} ms that are allowed"
-    fits = took <= limit * SLACK
-    notes.note(TIME, said, fits, "" if fits else f"a step takes {said}, {late}: {_late(simulated)}")
+    limit, late = limit_s(PP, MICROBATCHES), f": {_late(simulated)}"
+    notes.at_most(TIME, simulated.makespan, limit, ms, late)
     most = max(simulated.peak_live)
     said = f"{most} on rank {simulated.peak_live.index(most)}"
-    notes.note(MEMORY, said, most <= PP, first_too_many(simulated.schedule, PP))
+    notes.look(MEMORY, first_too_many(simulated.schedule, PP), said)
 
 
 def missed(
@@ -129,7 +125,7 @@ def missed(
     if trouble:
         return trouble
     if took(simulated) > seconds * SLACK:
-        return f"takes {1e3 * took(simulated):.0f} ms, required: at most {1e3 * seconds:.0f} ms"
+        return f"takes {ms(took(simulated))}, required: at most {ms(seconds)}"
     return first_too_many(simulated.schedule, alive)
 
 

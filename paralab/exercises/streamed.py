@@ -46,12 +46,10 @@ def streamed_optimizer(tries: Tries) -> None:
         notes.look(WEIGHTS, result["wrong"], "all equal")
         wrong = f"{result['files']:,} bytes, required: {states:,}"
         notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
-        held = max(result["peaks"])
-        wrong = f"{held / (4 * UNIT):.0f} numbers per element of a unit, required: at most {COPIES}"
-        fits = held <= 4 * COPIES * UNIT + SCALARS
-        notes.look(PEAK, "" if fits else wrong, "no more than that")
-        wrong = f"{100 * result['kept'] / states:.0f} % of the states' bytes are kept in memory"
-        notes.look(KEPT, "" if result["kept"] <= SCALARS else wrong, "no more than that")
+        words = f"has {{held}} bytes at once, a unit's parameters {4 * UNIT:,}"
+        notes.memory(PEAK, result["peaks"], 4 * COPIES * UNIT + SCALARS, words)
+        words = f"keeps {{held}} bytes in memory, all states have {states:,}"
+        notes.memory(KEPT, [result["kept"]], SCALARS, words)
 
 
 def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

@@ -59,7 +59,11 @@ def summa(tries: Tries) -> None:
                     wrong += f"{yours / required:.3g} times as many"
                 notes.look(limit, wrong if yours != required else "", f"{required:,}")
             if q > RECEIVED + 1:
-                notes.each(MEMORY, _too_much(found, q), "no more than that")
+                for number, (m, k, n) in enumerate(SHAPES):
+                    most = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
+                    words = "holds {held} bytes in addition to its own blocks, of which one has "
+                    words += f"{4 * k * max(m, n):,} and a whole row or column {q} times as many"
+                    notes.memory(MEMORY, [p[number] for p in found["peak"]], most, words, at(q))
 
 
 def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -100,20 +104,6 @@ def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
     (m, k, n), draw = SHAPES[number], np.random.default_rng([seed, q, number])
     shapes = ((m, k), (k, n), (m, n))
     return [draw.standard_normal((q, q, *shape), dtype=np.float32) for shape in shapes]
-
-
-def _too_much(found: Found, q: int) -> str:
-    """Of both shapes the one that is farthest beyond its limit, in words, or ""."""
-    held = []
-    for number, (m, k, n) in enumerate(SHAPES):
-        limit = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
-        peaks = [peak[number] for peak in found["peak"]]
-        worst = max(range(q * q), key=lambda rank: (peaks[rank], -rank))
-        held.append((peaks[worst] / limit, -number, worst, peaks[worst] / (4 * k * max(m, n))))
-    share, number, worst, count = max(held)
-    large, line = (("X", "row"), ("W", "column"))[-number]
-    said = f"{at(q)(worst)} holds {count:.1f} blocks of {large} in addition to its own, "
-    return said + f"a whole {line} is {q}" if share > 1 else ""
 
 
 def _wrong(found: Found, name: str, number: int, q: int) -> str:

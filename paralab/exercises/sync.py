@@ -13,8 +13,6 @@ from typing import Any
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
-from paralab.exercises.tries import Found
-from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
 RANKS = 4
@@ -41,12 +39,14 @@ def look_at_training(tries: Tries, work: Any) -> None:
         how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
         for notes, found in tries.run(work, ranks, steps, limit, **how):
             right = of_one_process(MODEL, ranks=ranks, **BATCH)[steps]
-            if limit == GRADIENTS and not any(found.sent("data")):
-                long = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
-                notes.note(BYTES, "nothing sent", False, long)
+            sent, most = found.sent("data"), 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
+            if limit == GRADIENTS and not any(sent):
+                wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
+                notes.look(BYTES, wrong, "")
             look_at_tensors(notes, limit, getattr(right, limit), found.results)
             if limit == GRADIENTS:
-                _look_at_bytes(notes, found)
+                least = int(most / PADDING)
+                notes.bytes(BYTES, sent, int(PADDING * most), "in a step", least=least)
 
 
 def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
@@ -78,13 +78,3 @@ def training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
         gradients = {name: watched.array(parameter.grad) for name, parameter in named.items()}
         update.step()
     return gradients if what == GRADIENTS else {name: watched.array(p) for name, p in named.items()}
-
-
-def _look_at_bytes(notes: Notes, found: Found) -> None:
-    """The worst rank's, and those of all: a sum that all ranks have costs 2(N-1) · 4Ψ."""
-    sent, size = found.sent("data"), 4 * MODEL.num_params
-    limit, worst = 2 * (RANKS - 1) / RANKS * size, max(sent)
-    said = f"{worst / 1e3:,.1f} kB of {limit / 1e3:,.1f} kB"
-    long = f"a rank sends {worst / 1e3:,.1f} kB in a step, 2(N-1)/N · 4Ψ is {limit / 1e3:,.1f} kB"
-    kept = worst <= PADDING * limit and sum(sent) >= RANKS * limit / PADDING
-    notes.note(BYTES, said, kept, long)

@@ -17,7 +17,7 @@ from paralab.exercises.ddp import CLUSTER as NETWORK
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
 from paralab.exercises.sync import PADDING, RANKS
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import Notes, ms
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.work import on_processor
 
@@ -49,7 +49,7 @@ def sync_pass(tries: Tries) -> None:
         if text["refusal"]:
             notes.end(text["refusal"], yours="refused")
             continue
-        notes.note(PROGRAM, f"{text['length']} instructions", True)
+        notes.look(PROGRAM, "", f"{text['length']} instructions")
         plan = PLAN.replace(passes=found.answer)
         how = {"steps": STEPS, "timeout": tries.timeout}
         report = look_at_run(notes, (GRADIENTS, WEIGHTS), MODEL, plan, **how)
@@ -73,14 +73,9 @@ def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 
 def _look(notes: Notes, report: Report, text: dict[str, Any]) -> None:
-    most = 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params
-    sent = int(report.traffic()["bytes"].max())
-    said = f"{sent / 1e6:.2f} MB"
-    long = f"a rank sends {said} in a step, and 2(N-1)/N · 4Ψ is {most / 1e6:.2f} MB"
-    notes.note(BYTES, f"{said} of {most / 1e6:.2f} MB", sent <= PADDING * most, long)
-    said = f"{1e3 * text['seconds']:.1f} ms"
-    long = f"a step takes {said}, and at most {1e3 * LIMIT_S:.0f} ms are asked: {text['why']}"
-    notes.note(TIME, said, text["seconds"] <= LIMIT_S, long)
+    most = int(PADDING * 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params)
+    notes.bytes(BYTES, list(report.traffic()["bytes"]), most, "in a step", least=0)
+    notes.at_most(TIME, text["seconds"], LIMIT_S, ms, f": {text['why']}")
 
 
 def _why_slow(program: ProgramText) -> str:

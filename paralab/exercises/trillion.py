@@ -132,8 +132,7 @@ def trillion_plan(tries: Tries) -> None:
         said = f"{batch:,} samples per step, required: {ours:,}"
         notes.look(BATCH, "" if batch == ours else said, f"{ours:,} samples")
         ranks = plan.world_size
-        said = f"{ranks:,} devices, there are {published.world_size:,}"
-        notes.look(GPUS, said if ranks > published.world_size else "", f"{ranks:,}")
+        notes.at_most(GPUS, ranks, published.world_size, "{:,}".format)
         if batch == ours and ranks <= published.world_size:
             _look_at_days(notes, *_predicted(model, plan))
 
@@ -154,7 +153,5 @@ def _predicted(model: ModelSpec, plan: Plan) -> tuple[float, float]:
 
 
 def _look_at_days(notes: Notes, days: float, held: float) -> None:
-    said = f"{held:.1f} GB on the rank with the highest peak"
-    notes.note(FITS, said, held <= MOST_GB, f"{said}, required: at most {MOST_GB}")
-    said = f"{days:.1f} days"
-    notes.note(DAYS, said, days <= MOST_DAYS, f"{said} predicted, required: at most {MOST_DAYS}")
+    notes.at_most(FITS, held, MOST_GB, "{:.1f} GB".format)
+    notes.at_most(DAYS, days, MOST_DAYS, "{:.1f} days".format)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NOT_STARTED = "not started yet"
 # Readable on light and dark pages; next to a word that says the same, never alone.
 GOOD, BAD = "#0B8A55", "#D8452E"
+SLACK = 1 + 1e-9  # of rounding, in simulated seconds
 LONGEST = 600  # characters of a row: an answer's value of megabytes is no help in a notebook
 
 
@@ -99,6 +100,10 @@ class Verdict:
         )
 
 
+def ms(seconds: float) -> str:
+    return f"{round(1e3 * seconds, 1):g} ms"
+
+
 def first(wrongs: Iterable[str]) -> str:
     """The first of these that says something, or ""."""
     return next((wrong for wrong in wrongs if wrong), "")
@@ -151,16 +156,39 @@ class Notes:
         """Whether one of these has been found broken."""
         return not all(self._found.get(limit, ("", True))[1] for limit in limits)
 
-    def bytes(self, limit: str, sent: Sequence[float], required: int, doing: str = "") -> None:
-        """Every rank has to send exactly ``required`` bytes. doing: "in a step", or ""."""
-        worst = max(range(len(sent)), key=lambda rank: (abs(sent[rank] - required), -rank))
-        wrong, doing = "", f" {doing}" if doing else ""
-        if not sent[worst]:
+    def at_most(
+        self, limit: str, yours: float, most: float, show: Callable[[float], str], why: str = ""
+    ) -> None:
+        """``yours`` may not be more than ``most``. show: a number as text, with its unit; why: what
+        makes it too much, ": no gather is in flight", or "".
+        """
+        said = f"{limit}: {show(yours)}, required: at most {show(most)}{why}"
+        self.note(limit, self._here(show(yours)), yours <= most * SLACK, self._here(said))
+
+    def bytes(
+        self,
+        limit: str,
+        sent: Sequence[float],
+        most: int,
+        doing: str = "",
+        *,
+        least: int | None = None,
+    ) -> None:
+        """Every rank has to send ``least`` to ``most`` bytes, without a ``least`` ``most`` exactly.
+        doing: "in a step", or "".
+        """
+        least, doing = most if least is None else least, f" {doing}" if doing else ""
+        off = [max(size - most, least - size) for size in sent]
+        worst = max(range(len(sent)), key=lambda rank: (off[rank], -rank))
+        required = f"at most {most:,}" if not least else f"{least:,} to {most:,}"
+        required = f"{most:,}" if least == most else required
+        wrong = ""
+        if off[worst] > 0 and not sent[worst]:
             wrong = f"rank {worst} sends nothing through the group{doing}"
-        elif sent[worst] != required:
-            wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required:,}"
-            wrong += f", {sent[worst] / required:.3g} times as many" if required else ""
-        self.look(limit, wrong, f"{required:,} bytes")
+        elif off[worst] > 0:
+            wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required}"
+            wrong += f", {sent[worst] / most:.3g} times as many" if most else ""
+        self.look(limit, wrong, f"{sent[worst]:,} bytes")
 
     def memory(
         self,

@@ -41,10 +41,7 @@ def vocab_parallel_loss(tries: Tries) -> None:
             for limit in (LOSS, GRADIENT):
                 notes.look(limit, _wrong(found, limit), "right, on every rank")
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
-                sent = max(found.sent(limit))
-                wrong = f"a rank sends {sent:,} bytes in {limit[7:]}, required: at most {allowed:,}"
-                wrong += f", {sent / allowed:.3g} times as many" if allowed else ""
-                notes.look(limit, wrong if sent > allowed else "", f"{sent:,} bytes")
+                notes.bytes(limit, found.sent(limit), allowed, f"in {limit[7:]}", least=0)
             words = f"holds {{held}} bytes in addition to its logits, which are {own:,}"
             notes.memory(MEMORY, found["peak"], COPIES * own + SCALARS, words)
 

@@ -43,16 +43,14 @@ def zero_step(tries: Tries) -> None:
         for notes, found in tries.run(train, n, where=f"N={n}", standing=(RESULT,)):
             notes.look(RESULT, _wrong_step(found, n), "all Ψ, on every rank")
 
-            sent, limit = [found.sent(f"step {step}") for step in range(STEPS)], 2 * (n - 1) * part
-            worst = max(sent, key=lambda of_step, most=limit: max(abs(b - most) for b in of_step))
-            notes.bytes(BYTES, worst, limit, "in a step")
+            for step in range(STEPS):
+                notes.bytes(BYTES, found.sent(f"step {step}"), 2 * (n - 1) * part, "in a step")
 
             words = f"keeps {{held}} bytes, an N-th is {part:,}"
             notes.memory(KEPT, found["kept"], part + SCALARS, words)
 
-            fits = max(found["passing"]) <= COPIES * copy + PARTS * part
-            wrong = f"more than {COPIES + PARTS / n:.1f} copies of Ψ at once"
-            notes.each(PEAK, "" if fits else wrong, "no more than that")
+            words = f"has {{held}} bytes at once, a copy of Ψ is {copy:,}"
+            notes.memory(PEAK, found["passing"], COPIES * copy + PARTS * part, words)
 
 
 def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:

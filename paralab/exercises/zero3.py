@@ -57,18 +57,15 @@ def look_at_training(
 
             parts = [4 * -(-size // n) for size in sizes()]
             most = 3 * BATCH["microbatches"] * (n - 1) * sum(parts)
-            sent = max(max(found.sent(f"step {step}")) for step in range(steps))
-            wrong = f"a rank sends {sent:,} bytes in a step, required: at most {most:,}"
-            wrong += f", {sent / most:.3g} times as many"
-            notes.look(BYTES, wrong if sent > most else "", f"{sent:,} bytes")
+            for step in range(steps):
+                notes.bytes(BYTES, found.sent(f"step {step}"), most, "in a step", least=0)
 
             words = f"keeps {{held}} bytes, an N-th of both is {2 * sum(parts):,}"
             notes.memory(KEPT, found["kept"], 2 * sum(parts) + SCALARS, words)
 
-            passing = (r["peak"] - r["forward"] for r in found.results)
-            units = max(passing) / (n * max(parts))
-            wrong = f"{units:.1f} units at once, in addition to what forward saves"
-            notes.each(PEAK, wrong if units > most_units else "", "no more than that")
+            passing, unit = [r["peak"] - r["forward"] for r in found.results], n * max(parts)
+            words = f"has {{held}} bytes in addition to what forward saves, a unit is {unit:,}"
+            notes.memory(PEAK, passing, most_units * unit, words)
 
 
 def sizes() -> list[int]:
