@@ -7,17 +7,16 @@ import itertools
 import math
 
 import numpy as np
-import pytest
 
 import bad_attacks as attacks
 import paralab as pl
 from judged import Table, stored
-from paralab.theory import needs, zero
+from paralab.theory import needs
 
 COST = pl.exercises.training_cost
 cost = importlib.import_module("paralab.exercises.cost")
-FLOPS, DAYS, SPLIT, ZERO, MFU, HFU = COST.asked
-PARTS = ("step_flops", "training_days", "states_per_device", "utilisation")
+FLOPS, DAYS, MFU, HFU = COST.asked
+PARTS = ("step_flops", "training_days", "utilisation")
 RIGHT = stored("training_cost", *PARTS)
 
 
@@ -97,65 +96,6 @@ WRONG_DAYS = [
 ]
 
 
-# ---- states --------------------------------------------------------------------------------------
-def states(begins=cost.FROM_STAGE, size=lambda x, tp, pp, dp: x / (tp * pp), over=None):
-    """An answer: ZeRO's table ``begins``, Psi as ``size`` has it, N as ``over`` has it."""
-
-    def answer(m, recipe, tp, pp, dp, stage):
-        n = over(tp, pp, dp) if over else dp
-        return {state: width * size(m.num_params, tp, pp, dp) / (n if stage >= begins[state] else 1)
-                for state, width in recipe.items()}  # fmt: skip
-
-    return answer
-
-
-def matrices(m, recipe, tp, pp, dp, stage):
-    return states(size=lambda *_: 12 * m.layers * m.hidden**2 / (tp * pp))(
-        m, recipe, tp, pp, dp, stage
-    )
-
-
-def changed(change):
-    return lambda *asked: change(states()(*asked))
-
-
-NEVER, ALWAYS = dict.fromkeys(cost.FROM_STAGE, 4), dict.fromkeys(cost.FROM_STAGE, 0)
-WRONG_STATES = [  # answer, limits it breaks, words of the verdict
-    (states({**cost.FROM_STAGE, "gradients": 1}), {ZERO}, "'gradients': required: 3.938 GB, "
-     "yours 656.275 MB (stage 1 shards the optimizer's states, master weights and moments)"),
-    (states({**cost.FROM_STAGE, "master": 4}), {ZERO}, "'master': required: 1.313 GB, "
-     "yours 7.875 GB (stage 1 shards the optimizer's states"),
-    (states({**cost.FROM_STAGE, "parameters": 2}), {ZERO}, "zero_stage=2: 'parameters': "),
-    (states({**cost.FROM_STAGE, "gradients": 3}), {ZERO}, "(stage 2 shards the optimizer's states "
-     "and gradients)"),
-    (states({**cost.FROM_STAGE, "parameters": 4}), {ZERO}, "(stage 3 shards everything"),
-    (states(dict(parameters=2, gradients=1, master=0, moments=0)), {SPLIT, ZERO}, "(data "
-     "parallelism without ZeRO replicates everything)"),
-    (states(NEVER), {ZERO}, "(stage 1 shards the optimizer's states"),
-    (states(ALWAYS), {SPLIT, ZERO}, "(data parallelism without ZeRO replicates everything)"),
-    (states(size=lambda x, tp, pp, dp: x), {SPLIT, ZERO}, "(that is the whole model's; tp and pp"),
-    (states(size=lambda x, tp, pp, dp: x / tp), {SPLIT, ZERO}, "pp=12 dp=5 zero_stage=0: "
-     "'parameters': required: 3.638 GB, yours 43.654 GB (pp divides it too)"),
-    (states(size=lambda x, tp, pp, dp: x / pp), {SPLIT, ZERO}, "(that is the whole model's; tp and "
-     "pp divide it)"),
-    (states(over=lambda tp, pp, dp: tp * pp * dp), {ZERO}, "(ZeRO's N is dp, not all devices)"),
-    (matrices, {SPLIT, ZERO}, "(12 l h² are the blocks' matrices alone"),
-    (changed(lambda held: {k: v / 1e9 for k, v in held.items()}), {SPLIT, ZERO}, "that is in GB"),
-    (changed(lambda held: {k: v / 2**30 for k, v in held.items()}), {SPLIT, ZERO},
-     "that is in GiB"),
-    (lambda m, r, tp, pp, *a: dict.fromkeys(r, m.num_params / tp / pp), {SPLIT, ZERO},
-     "that is the number of parameters"),
-    (changed(lambda held: sum(held.values())), {SPLIT, ZERO}, "required: a dict, {state: bytes}"),
-    (changed(lambda held: {k: held[k] for k in held if k != "moments"}), {SPLIT, ZERO}, "the state "
-     "'moments' is missing"),
-    (changed(lambda held: {**held, "activations": 0}), {SPLIT, ZERO}, "'activations' is not in th"),
-    (changed(lambda held: {k: str(v) for k, v in held.items()}), {SPLIT, ZERO},
-     "required: a number of bytes"),
-    (changed(lambda held: {k: 1.25 * v for k, v in held.items()}), {SPLIT, ZERO}, "(1.25 times as"),
-    (changed(lambda held: held["weights"]), {SPLIT, ZERO}, "raised KeyError: 'weights'"),
-]  # fmt: skip
-
-
 # ---- utilisation ---------------------------------------------------------------------------------
 def share(m, n, seconds, devices, peak, blocks=3, head=3, per_token=0):
     flops = per_token * m.num_params * n * m.seq_len or spent(m, n, blocks, head)
@@ -188,13 +128,11 @@ WRONG_SHARES = [  # answer, limits it breaks, words of the verdict
 WRONG = [
     *((with_part(0, answer), {FLOPS}, words) for answer, words in WRONG_FLOPS),
     *((with_part(1, answer), {DAYS}, words) for answer, words in WRONG_DAYS),
-    *((with_part(2, answer), *row) for answer, *row in WRONG_STATES),
-    *((with_part(3, answer), *row) for answer, *row in WRONG_SHARES),
+    *((with_part(2, answer), *row) for answer, *row in WRONG_SHARES),
 ]
 ROUNDED = [
     with_part(0, eq3),
     with_part(1, lambda *a: float(f"{days(*a):.4g}")),
-    with_part(2, changed(lambda held: {state: int(size) for state, size in held.items()})),
 ]
 TABLE = Table(COST, WRONG, ROUNDED, exact=True)
 test_a_wrong_cost_is_refused, test_a_right_cost_passes, test_its_stub = TABLE.tests()
@@ -220,33 +158,14 @@ def apart(numbers, tolerance):
         assert not math.isclose(a, b, rel_tol=2 * tolerance), (a, b)
 
 
-def test_the_right_states_are_those_of_zeros_formula():
-    recipe = needs.RECIPES["zero-fp16"]
-    model = pl.ModelSpec.preset("ptdp-1t")
-    for stage in range(4):
-        ours = cost.right_states(model, recipe, 1, 1, 1024, stage)
-        assert ours == pytest.approx(zero.stage_bytes(model.num_params, 1024, stage))
-
-
 def test_functions_that_are_not_written_yet_leave_their_limits_open():
     def later(*asked):
         raise NotImplementedError("your turn")
 
-    assert not COST.check(later, later, later, later).started
-    for verdict in (COST.check(RIGHT[0]), COST.check(RIGHT[0], later, later, later)):
-        assert not verdict and [row.ok for row in verdict.rows] == [True, *[None] * 5]
+    assert not COST.check(later, later, later).started
+    for verdict in (COST.check(RIGHT[0]), COST.check(RIGHT[0], later, later)):
+        assert not verdict and [row.ok for row in verdict.rows] == [True, *[None] * 3]
         assert "there is one more function to write" in repr(verdict)
     alone = COST.check(later, later, RIGHT[2])
-    assert [row.ok for row in alone.rows] == [None, None, True, True, None, None]
+    assert [row.ok for row in alone.rows] == [None, None, True, True]
     assert alone.started
-
-
-def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
-    def spoils(m, recipe, *asked):
-        held = states()(m, recipe, *asked)
-        recipe.clear()
-        return held
-
-    first = COST.check(*with_part(2, spoils))
-    assert first.passed and first == COST.check(*RIGHT)
-    assert first._repr_html_() == COST.check(*RIGHT)._repr_html_()

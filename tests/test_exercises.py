@@ -111,6 +111,16 @@ def test_a_megabyte_is_not_quoted_whole():
     assert not verdict and len(verdict._repr_html_()) < 10_000
 
 
+def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
+    def spoils(model, recipe):
+        held = bad.states(model, recipe)
+        recipe.clear()
+        return held
+
+    first, right = (MODEL_STATES.check(one, bad.devices) for one in (spoils, bad.states))
+    assert first.passed and first == right and first._repr_html_() == right._repr_html_()
+
+
 def missed(verdict) -> set[str]:
     return {row.limit for row in verdict.rows if row.ok is not True}
 

@@ -1,32 +1,29 @@
-"""Lab 11: what training a model costs: FLOPs of a step, days, bytes of states, MFU and HFU.
+"""Lab 11: what training a model costs: FLOPs of a step, days, MFU and HFU.
 
-    step_flops          PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation: forward
-                        of the blocks twice, of the head once, backward twice forward
-    training_days       tokens times FLOPs per token over what the devices do per day
-    states_per_device   Psi / (tp pp) of every state, ZeRO's part of it (arXiv:1910.02054, sec. 5)
-    utilisation         MFU, the model's FLOPs over what the devices could do (PaLM, Chowdhery+
-                        2022, arXiv:2204.02311, appendix B), and HFU, which counts what is
-                        recomputed too (Korthikanti+ 2022, arXiv:2205.05198, sec. 6.3)
+    step_flops      PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation: forward of
+                    the blocks twice, of the head once, backward twice forward
+    training_days   tokens times FLOPs per token over what the devices do per day
+    utilisation     MFU, the model's FLOPs over what the devices could do (PaLM, Chowdhery+ 2022,
+                    arXiv:2204.02311, appendix B), and HFU, which counts what is recomputed too
+                    (Korthikanti+ 2022, arXiv:2205.05198, sec. 6.3)
 
-The checker asks about models from 12 to 128 layers and plans with degrees that are all different,
-so that every known mistake has a number of its own; it then says which mistake that is.
+The checker asks about models from 12 to 128 layers, so that every known mistake has a number of its
+own; it then says which mistake that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.mfu import known_shares
-from paralab.exercises.questions import Mistakes, Reply, ask, size_text
-from paralab.exercises.states import RECIPES, known_units
+from paralab.exercises.questions import Mistakes, Reply, ask
 from paralab.spec import ModelSpec
 from paralab.theory import needs, training
 from paralab.theory.flops import block_flops, head_flops
 
-FLOPS, DAYS, SPLIT, ZERO = "FLOPs of a step", "days", "split over tp and pp", "sharded by ZeRO"
-MFU, HFU = "MFU", "HFU"
+FLOPS, DAYS, MFU, HFU = "FLOPs of a step", "days", "MFU", "HFU"
 DAYS_TOLERANCE = 1e-3  # eq. 4 is off by ten times that and more
 EXACT = 1e-9  # of what is whole numbers, computed in floats
 
@@ -36,33 +33,14 @@ DAY_CASES = (  # model, tokens, devices, FLOP/s of each: PTD-P sec. 5.1, Table 2
     ("ptdp-1t", 450e9, 3072, 163e12),
     ("gpt2", 10e9, 8, 60e12),
 )
-STATE_CASES = (  # model, recipe, tp, pp, dp, ZeRO's stage
-    ("ptdp-7.5b", "fp32", 4, 1, 32, 0),
-    ("gpt3-175b", "mixed", 8, 12, 5, 0),
-    ("ptdp-1t", "mixed, fp32 gradients", 8, 64, 6, 0),
-    ("ptdp-1t", "mixed", 8, 64, 6, 1),
-    ("ptdp-145b", "mixed, fp32 gradients", 8, 5, 24, 2),
-    ("gpt3-175b", "mixed", 8, 1, 48, 3),
-    ("ptdp-1t", "mixed", 1, 1, 1024, 1),
-    ("ptdp-1t", "mixed", 1, 1, 1024, 3),
-)
 SHARE_CASES = (  # model, samples, seconds of the step, devices, FLOP/s by the data sheet
     ("ptdp-1t", 3072, 102.6, 3072, 312e12),
     ("gpt3-175b", 1536, 13.2, 1024, 989e12),
     ("gpt2", 512, 5.5, 8, 312e12),
 )
-FROM_STAGE = {"parameters": 3, "gradients": 2, "master": 1, "moments": 1}  # ZeRO's stage
-SHARDED = (
-    "data parallelism without ZeRO replicates everything",
-    "stage 1 shards the optimizer's states, master weights and moments",
-    "stage 2 shards the optimizer's states and gradients",
-    "stage 3 shards everything, parameters too",
-)
 ASKED = {
     FLOPS: "four models from 0.1 B to 1 T: to nine digits",
     DAYS: "three trainings, two of them PTD-P's: to 0.1 %",
-    SPLIT: "three plans without ZeRO: every state to nine digits",
-    ZERO: "five plans, stages 1 to 3: every state to nine digits",
     MFU: "three measured steps, from 0 to 1: to nine digits",
     HFU: "the same steps, with the blocks recomputed",
 }
@@ -71,13 +49,12 @@ ASKED = {
 @exercise(
     Takes("step_flops(model, samples)"),
     Takes("training_days(model, tokens, devices, flops)"),
-    Takes("states_per_device(model, recipe, tp, pp, dp, zero_stage)"),
     Takes("utilisation(model, samples, seconds, devices, peak)"),
     lab="11",
     asked=ASKED,
 )
 def training_cost(tries: Tries) -> None:
-    parts = (FLOP_CASES, _flops), (DAY_CASES, _days), (STATE_CASES, _states), (SHARE_CASES, _shares)
+    parts = (FLOP_CASES, _flops), (DAY_CASES, _days), (SHARE_CASES, _shares)
     cases = [(part, case) for part, (some, _) in enumerate(parts) for case in some]
     questions = [(part, _given(*case)) for part, case in cases]
     for notes, (part, case), reply in ask(tries, cases, questions):
@@ -86,8 +63,8 @@ def training_cost(tries: Tries) -> None:
 
 
 def _given(name: str, *rest: Any) -> tuple:
-    """The arguments of a case, whose model and recipe are there by name."""
-    return ModelSpec.preset(name), *(RECIPES.get(one, one) for one in rest)
+    """The arguments of a case, whose model is there by name."""
+    return ModelSpec.preset(name), *rest
 
 
 Judged = Iterator[tuple[str, str, str, str]]  # limit, where, what is wrong, what is right
@@ -105,14 +82,6 @@ def _days(reply: Reply, name: str, tokens: float, devices: int, rate: float) -> 
     known, right = known_days(*args).items(), right_days(*args)
     where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
     yield DAYS, where, reply.number(right, known, show, " of days", DAYS_TOLERANCE), show(right)
-
-
-def _states(reply: Reply, name: str, recipe: str, tp: int, pp: int, dp: int, stage: int) -> Judged:
-    args = _given(name, recipe, tp, pp, dp, stage)
-    right = right_states(*args)
-    wrong = reply.states(right, lambda state: known_states(state, *args), EXACT)
-    where = f"{name}, {recipe}, tp={tp} pp={pp} dp={dp} zero_stage={stage}"
-    yield ZERO if stage else SPLIT, where, wrong, size_text(sum(right.values()))
 
 
 def _shares(reply: Reply, name: str, samples: int, *rest: Any) -> Judged:
@@ -168,41 +137,6 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> d
         "tokens are not samples: a sample has model.seq_len of them": right * model.seq_len,
         "divided by the number of devices twice": right / devices,
     }
-
-
-def right_states(
-    model: ModelSpec, recipe: Mapping[str, int], tp: int, pp: int, dp: int, stage: int
-) -> dict[str, float]:
-    """{state: bytes} on one device."""
-    cut = model.num_params / (tp * pp)
-    return {
-        state: width * cut / (dp if stage >= FROM_STAGE[state] else 1)
-        for state, width in recipe.items()
-    }
-
-
-def known_states(
-    state: str, model: ModelSpec, recipe: Mapping[str, int], tp: int, pp: int, dp: int, stage: int
-) -> Mistakes:
-    """(what was done, the bytes it gives) of the mistakes that are made with one state."""
-    whole = model.num_params * recipe[state]
-    cut, blocks = whole / (tp * pp), 12 * model.layers * model.hidden**2 * recipe[state]
-    return [
-        (SHARDED[stage], cut),
-        (SHARDED[stage], cut / dp),
-        ("that is the whole model's; tp and pp divide it", whole),
-        ("pp divides it too", whole / tp),
-        ("tp divides it too", whole / pp),
-        ("ZeRO shards what tp and pp have left", whole / dp),
-        ("pp divides it too", whole / tp / dp),
-        ("tp divides it too", whole / pp / dp),
-        ("ZeRO's N is dp, not all devices", cut / (tp * pp * dp)),
-        *(
-            ("12 l h² are the blocks' matrices alone; model.num_params has them all", part)
-            for part in (blocks / (tp * pp), blocks / (tp * pp) / dp)
-        ),
-        *known_units(right_states(model, recipe, tp, pp, dp, stage)[state], recipe[state]),
-    ]
 
 
 def shares(

@@ -1,4 +1,4 @@
-"""Lab 11's exercise: FLOPs of a step, days of a training, bytes of states, MFU and HFU."""
+"""Lab 11's exercise: FLOPs of a step, days of a training, MFU and HFU."""
 
 
 def step_flops(model, samples):
@@ -20,20 +20,6 @@ def training_days(model, tokens, devices, flops):
     ### STUB: raise NotImplementedError("your turn")
     work = step_flops(model, 1) * tokens / model.seq_len
     return work / (devices * flops) / 86_400
-    ### END SOLUTION
-
-
-def states_per_device(model, recipe, tp, pp, dp, zero_stage):
-    """{state: bytes} on one device; recipe: {state: bytes per parameter}."""
-    ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
-    sharded_from = {"parameters": 3, "gradients": 2, "master": 1, "moments": 1}
-    held = {}
-    for state, width in recipe.items():
-        held[state] = model.num_params * width / (tp * pp)
-        if zero_stage >= sharded_from[state]:
-            held[state] /= dp
-    return held
     ### END SOLUTION
 
 

@@ -19,13 +19,6 @@ def training_days(model, tokens, devices, flops):
     return seconds / (24 * 60 * 60)
 
 
-def states_per_device(model, recipe, tp, pp, dp, zero_stage):
-    sharded = {1: ("master", "moments"), 2: ("gradients",), 3: ("parameters",)}
-    over_dp = [state for stage in range(1, zero_stage + 1) for state in sharded[stage]]
-    ranks = {state: tp * pp * (dp if state in over_dp else 1) for state in recipe}
-    return {state: model.num_params / ranks[state] * size for state, size in recipe.items()}
-
-
 def utilisation(model, samples, seconds, devices, peak):
     tokens_per_second = samples * model.seq_len / seconds
     could = devices * peak / tokens_per_second  # FLOPs that the devices could spend on a token

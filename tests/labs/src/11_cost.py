@@ -110,10 +110,10 @@ estimate.reveal(round(D / (samples * s) * T / 86_400))
 # every block a second time, and not that of the head, whose backward pass follows at once.
 #
 # ## Implement: what does a training cost?
-# You have all that you need for the count. The states of a device are those of lab 10. The last
-# function tells MFU from *hardware FLOPs utilisation* (HFU,
-# [Korthikanti et al.](https://arxiv.org/abs/2205.05198), sec. 6.3): HFU counts the FLOPs that the
-# devices make, recomputed ones included, and MFU only those that the model needs.
+# You have all that you need for the count. The last function tells MFU from *hardware FLOPs
+# utilisation* (HFU, [Korthikanti et al.](https://arxiv.org/abs/2205.05198), sec. 6.3): HFU counts
+# the FLOPs that the devices make, recomputed ones included, and MFU only those that the model
+# needs.
 
 # %%
 exercise = pl.exercises.training_cost
@@ -124,7 +124,7 @@ exercise
 ### ANSWER: training_cost
 
 
-pl.exercises.training_cost.check(step_flops, training_days, states_per_device, utilisation)
+pl.exercises.training_cost.check(step_flops, training_days, utilisation)
 
 # %% [markdown]
 # If you are stuck, `exercise.hint()` gives one hint at a time.
@@ -132,18 +132,18 @@ pl.exercises.training_cost.check(step_flops, training_days, states_per_device, u
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** With full recomputation a block's forward is made twice and its backward costs
 # two forwards, so a block counts four times and the head three times. Days are tokens times the
-# FLOPs of a token over the rate of all devices. States are divided by every axis that shards them.
-# MFU and HFU have the same denominator, and only the numerator of HFU has the second forward.
+# FLOPs of a token over the rate of all devices. MFU and HFU have the same denominator, and only the
+# numerator of HFU has the second forward.
 #
 # **Common mistakes.** Recomputing the head; leaving out the scores; tokens taken for samples; the
-# estimates $6\Psi$ or $8\Psi$ in place of the count; HFU given for MFU; ZeRO's $N$ taken as all
-# devices instead of $d$. A second answer counts the products of one token:
+# estimates $6\Psi$ or $8\Psi$ in place of the count; HFU given for MFU. A second answer counts the
+# products of one token:
 
 # %% tags=["solution-only"]
 ### ANSWER: training_cost_other
 
 
-pl.exercises.training_cost.check(step_flops, training_days, states_per_device, utilisation)
+pl.exercises.training_cost.check(step_flops, training_days, utilisation)
 
 # %% [markdown]
 # ## The count in closed form
