@@ -101,7 +101,7 @@ TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the ver
      "optimizer are 2.5 MB of 72.2 MB, something else is more"),
     ("twice the devices", ("activation", {"recompute": "full"}), {"what fills it"},
      "'activation' is no category"),
-    ("twice the devices", ("", {"recompute": "full"}), {"what fills it"}, "no category is named"),
+    ("twice the devices", ("", {"recompute": "full"}), {"what fills it"}, "'' is no category"),
     ("twice the devices", ("activations", {"recompute": "selective"}), {"twice the devices"},
      "by 50 %; of 60.1 MB 46.8 MB are activations"),
     ("twice the devices", ("activations", {"microbatch_size": 1}), {"same training"},
@@ -111,11 +111,10 @@ TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the ver
     ("twice the devices", ("activations", {"dp": 8, "microbatch_size": 4}),
      {"twice the devices", "same training", "settings"}, "devices: 8, and it was 4"),
     ("twice the devices", ("activations", {"recompute": "full", "prefetch": 0}), {"settings"},
-     "2 settings are changed, required: one"),
-    ("twice the devices", ("activations", {}), {"twice the devices", "settings"},
-     "no settings are changed"),
-    ("twice the devices", ("activations", {"recompute": "none"}),
-     {"twice the devices", "settings"}, "the peak does not fall, required: by 50 %"),
+     "2 settings are changed, required: at most 1"),
+    ("twice the devices", ("activations", {}), {"twice the devices"}, "does not fall"),
+    ("twice the devices", ("activations", {"recompute": "none"}), {"twice the devices"},
+     "the peak does not fall, required: by 50 %"),
     ("a small model", ("buffers", {"zero_stage": 0}), {"a small model"}, "does not fall"),
     ("a small model", ("buffers", {"zero_stage": 1}), {"a small model"}, "does not fall"),
     ("a small model", ("buffers", {"bucket_bytes": 2**18}), {"a small model"}, "the peak falls"),
@@ -123,7 +122,7 @@ TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the ver
     ("fully sharded", ("buffers", {"recompute": "full"}), {"fully sharded"}, "the peak falls by "),
     ("fully sharded", ("buffers", {"zero_stage": 2}), {"fully sharded"}, "does not fall"),
     ("fully sharded", ("buffers", {"prefetch": 1, "recompute": "full", "microbatches": 2,
-     "microbatch_size": 1}), {"settings"}, "3 settings are changed, required: 1 or 2"),
+     "microbatch_size": 1}), {"settings"}, "3 settings are changed, required: at most 2"),
     ("more nodes", ("optimizer", {"shard": 8}), {"more nodes"}, "the peak falls by 43.9 %"),
     ("more nodes", ("activations", {"shard": 8, "recompute": "full"}), {"what fills it"},
      "activations are 6.0 MB of 25.5 MB, something else is more"),
@@ -157,9 +156,9 @@ def test_the_solution_helps_and_a_verdict_reads_the_same_twice():
     assert told.started and "required: a dict" in repr(told)
 
 
-def test_one_patient_treated_leaves_open_what_is_asked_of_all():
+def test_one_patient_treated_leaves_the_others_to_treat():
     rows = {row.limit: row.ok for row in CLINIC.check({"more nodes": GOOD["more nodes"]}).rows}
-    assert rows["more nodes"] and (rows["what fills it"], rows["same training"]) == (None, None)
+    assert {name for name, ok in rows.items() if not ok} == set(PATIENTS) - {"more nodes"}
 
 
 # What is enough, of everything that a plan can be set to here, one setting or two; nothing else is.
@@ -215,10 +214,9 @@ def test_a_patient_has_more_devices_and_about_as_much_on_each_as_its_story_says(
 @pytest.mark.parametrize("patient", PATIENTS.values(), ids=lambda p: p.name)
 def test_a_patient_can_be_looked_at(patient):
     change = GOOD[patient.name][1]
-    report = patient.report(**change)
-    assert report.clock == "predicted" and report.plan == patient.plan.replace(**change)
-    assert report.peak_memory == sum(patient.peak(**change).values())
-    assert patient.report().peak_memory == sum(patient.peak().values())
+    for settings in ({}, change):
+        report = pl.predict(patient.model, patient.plan.replace(**settings))
+        assert report.peak_memory == sum(patient.peak(**settings).values())
     chart = patient.chart(**change)
     bars = chart.table.groupby("bar", sort=False)["bytes"].sum()
     assert len(bars) == 3 and bars.iloc[2] == report.peak_memory

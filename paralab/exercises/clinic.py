@@ -113,25 +113,19 @@ def _look(notes: Notes, fixed: Mapping[str, Any]) -> None:
     if all(found[p.name][0] == actions(p.lists) for p in PATIENTS):
         notes.end(NOT_STARTED)
         return
-    count: dict[str, int] = {}
     for patient in PATIENTS:
         lists, wrong = found[patient.name]
-        wrong = wrong or _fault(patient, lists)
-        notes.note(patient.name, wrong or "it runs", not wrong, f"{patient.name}: {wrong}")
+        notes.where = patient.name
+        notes.look(patient.name, wrong or _fault(patient, lists), "it runs")
         if lists is None or len(lists) != len(patient.lists):
             continue
         before = actions(patient.lists)
         changed = _changed(before, lists)
-        long = f"{patient.name}: {changed}"
-        notes.note(WORK, changed or "nothing added or lost", not changed, long)
-        if changed:
-            continue
-        count[patient.name] = made = sum(map(moves, before, lists))
-        if made > patient.moves:
-            said = f"{patient.name}: {made} moves, {patient.moves} would do"
-            notes.note(MOVES, said, False, said)
-    if len(count) == len(PATIENTS):
-        notes.note(MOVES, ", ".join(f"{made} ({name})" for name, made in count.items()), True)
+        notes.each(WORK, changed, "nothing added or lost")
+        if not changed:
+            made = sum(map(moves, before, lists))
+            said = f"{made} moves, {patient.moves} would do"
+            notes.each(MOVES, said if made > patient.moves else "", "no more than that")
 
 
 def moves(before: Sequence[Action], after: Sequence[Action]) -> int:

@@ -26,7 +26,6 @@ from paralab.spec import Plan
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 SETTINGS = tuple(field.name for field in fields(Plan))
 STAYS = {"world_size": "devices", "global_batch": "samples per step", "precision": "precision"}
-TOGETHER = {"microbatches", "microbatch_size"}  # one setting: how a device's samples are cut
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
 ASKED = {
     **{patient.name: f"its peak falls by at least {patient.drop} %" for patient in PATIENTS},
@@ -57,26 +56,19 @@ def _look(notes: Notes, treatment: Mapping[str, Any]) -> None:
     if all(pair == ("", {}) for pair in pairs.values()):
         notes.end(NOT_STARTED)
         return
-    kept: dict[str, list[str]] = {FILLS: [], SAME: [], ONE: []}
     for patient in PATIENTS:
-        pair, name = pairs[patient.name], patient.name
+        pair, notes.where = pairs[patient.name], patient.name
         if pair is None:
-            yours = shown(treatment.get(name))
-            said = f"{name}: required: (category, {{setting: value}}), yours is {yours}"
-            notes.note(name, "nothing to try", False, said)
+            yours = shown(treatment.get(patient.name))
+            said = f"required: (category, {{setting: value}}), yours is {yours}"
+            notes.look(patient.name, said, "")
             continue
-        found = {FILLS: _misnamed(patient, pair[0])}
-        plan, found[SAME] = _changed(patient, pair[1])
+        notes.each(FILLS, _misnamed(patient, pair[0]))
+        plan, wrong = _changed(patient, pair[1])
+        notes.each(SAME, wrong)
         if plan is not None:
-            found[ONE] = _too_many(patient, plan)
+            notes.each(ONE, _too_many(patient, plan))
             _hold_against_drop(notes, patient, plan)
-        for limit, wrong in found.items():
-            kept[limit] += [] if wrong else [name]
-            if wrong:
-                notes.note(limit, f"{name}: {wrong}", False, f"{name}: {wrong}")
-    for limit, said in ((FILLS, "all four named"), (SAME, "all four"), (ONE, "no more than that")):
-        if len(kept[limit]) == len(PATIENTS):
-            notes.note(limit, said, True)
 
 
 def _as_pair(found: Any) -> tuple[Any, Mapping[str, Any]] | None:
@@ -88,11 +80,9 @@ def _misnamed(patient: Patient, category: Any) -> str:
     """Why this is not the category that fills most; "" if it is."""
     parts = patient.peak()
     if category not in CATEGORIES:
-        return f"{shown(category)} is no category" if category else "no category is named"
-    if category == max(parts, key=lambda name: parts[name]):
-        return ""
-    held, total = _size(parts[category]), _size(sum(parts.values()))
-    return f"{category} are {held} of {total}, something else is more"
+        return f"{shown(category)} is no category"
+    said = f"{category} are {_size(parts[category])} of {_size(sum(parts.values()))}"
+    return f"{said}, something else is more" if parts[category] < max(parts.values()) else ""
 
 
 def _changed(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, str]:
@@ -118,24 +108,21 @@ def _changed(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, 
 
 
 def _too_many(patient: Patient, after: Plan) -> str:
-    """How many settings differ, in words; "" if at least one does and no more than may."""
-    before = patient.plan
-    changed = {name for name in SETTINGS if getattr(after, name) != getattr(before, name)}
-    count = len(changed - TOGETHER) + bool(changed & TOGETHER)
-    said = f"{count or 'no'} settings are changed, required: "
-    if 1 <= count <= patient.cures:
-        return ""
-    return said + ("one" if patient.cures == 1 else f"1 or {patient.cures}")
+    """How many settings differ, in words, if they are more than may."""
+    changed = {name for name in SETTINGS if getattr(after, name) != getattr(patient.plan, name)}
+    count = len(changed - {"microbatches"})  # which goes with microbatch_size
+    said = f"{count} settings are changed, required: at most {patient.cures}"
+    return said if count > patient.cures else ""
 
 
 def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
     was, parts = sum(patient.peak().values()), peak(patient.model, plan)
     now, most = sum(parts.values()), max(parts, key=lambda name: parts[name])
     fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
-    long = f"{patient.name}: the peak {fall}, required: by {patient.drop} %; "
-    long += f"of {_size(now)} {_size(parts[most])} are {most}"
-    said, left = f"{_size(was)} before, {_size(now)} after", 100 - patient.drop
-    notes.note(patient.name, said, 100 * now <= left * was, long)
+    wrong = f"the peak {fall}, required: by {patient.drop} %; "
+    wrong += f"of {_size(now)} {_size(parts[most])} are {most}"
+    enough = 100 * now <= (100 - patient.drop) * was
+    notes.look(patient.name, "" if enough else wrong, f"{_size(was)} before, {_size(now)} after")
 
 
 def _size(count: float) -> str:

@@ -13,21 +13,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from paralab.interpret import quick
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
-    from paralab.report.report import Report
     from paralab.view.chart import Chart
-
-CLUSTER = Cluster(  # of a laptop's size; processors, so messages are gloo's and have its buffers
-    name="laptop",
-    devices_per_node=8,
-    flops=1e11,
-    memory_bandwidth=2e10,
-    op_overhead=1e-5,
-    intra=Link(alpha=2e-4, bandwidth=1e9),
-    cores=4,
-)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,12 +45,6 @@ class Patient:
         change  settings of the plan to be changed first: ``recompute="full"``
         """
         return peak(self.model, self.plan.replace(**change))
-
-    def report(self, **change: Any) -> Report:
-        """The predicted report of the plan, with settings changed or not."""
-        from paralab.interpret.predict import predict
-
-        return predict(self.model, self.plan.replace(**change), CLUSTER)
 
     def chart(self, **change: Any) -> Chart:
         """What fills a device: with fewer devices, as it is, and with settings changed."""
