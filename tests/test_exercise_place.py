@@ -9,7 +9,7 @@ from judged import Table
 
 PLACE = pl.exercises.place
 place = importlib.import_module("paralab.exercises.place")
-PLAN, FITS, NODE, TIME, OFTEN = PLACE.asked
+PLAN, FITS, NODE, TIME = PLACE.asked
 
 
 def planned(tp, pp, batch, devices, samples=1, **settings):
@@ -94,14 +94,14 @@ def knows_and_asks(*asked):
 
 
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (always_recomputes, {TIME}, "ptdp-7.5b on 16 devices, batch 64: a step takes"),
-    (all_data_parallel, {FITS, TIME}, "a step takes"),
+    (always_recomputes, {TIME}, "ptdp-7.5b on 16 devices, batch 64: simulated step: "),
+    (all_data_parallel, {FITS, TIME}, "simulated step: "),
     (tensor_across_nodes, {NODE, TIME}, "a tensor-parallel group are on 2 nodes"),
     (half_the_batch, {PLAN}, "dp*microbatches*microbatch_size is 32, a step has 64 samples"),
     (half_the_devices, {PLAN}, "dp*tp*pp is 8, there are 16 devices"),
     (in_fp32, {PLAN}, "precision='fp32': not what is required"),
     (on_the_host, {PLAN}, "these machines have no other memory"),
-    (asks_too_often, {OFTEN}, "more than 12 questions"),
+    (asks_too_often, {PLAN}, "raised RuntimeError: more than 12 questions"),
     (illegal, {PLAN}, "tp=3"),
     (calls_itself_right, {PLAN}, "not a plan; legal: a pl.Plan(...)"),
     (searches, {PLAN}, "raised RuntimeError: the search is the answer"),

@@ -19,7 +19,7 @@ from paralab.checks import illegal
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import ends, untraced
-from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.exercises.verdict import Notes
 from paralab.spec import Cluster, ModelSpec, Plan
 
 QUESTIONS, SLACK = 12, 1.10
@@ -59,48 +59,37 @@ class Answer(NamedTuple):
 
 
 ASKED = {
-    "plan": f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}",
+    "plan": f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}; "
+    f"at most {QUESTIONS} questions for each",
     "memory": "the device with the highest peak memory within its 80 GB",
     "tensor parallelism": "sends nothing between nodes",
     "simulated step": f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of "
     "0 or 1",
-    "questions": f"at most {QUESTIONS} for each model",
 }
-PLAN, FITS, NODE, TIME, ASKED_OFTEN = ASKED
+PLAN, FITS, NODE, TIME = ASKED
 
 
 @exercise(Takes("f(model, cluster, batch, ask)"), lab="10", asked=ASKED)
 def place(tries: Tries) -> None:
     for notes, found in tries.run(plans, 1, patience=10):
-        for case, (plan, trouble, questions) in zip(CASES, found.results[0], strict=True):
+        for case, (plan, trouble) in zip(CASES, found.results[0], strict=True):
             notes.where = f"{case}"
-            if trouble == NOT_STARTED:
-                notes.end(NOT_STARTED)
+            if trouble:
+                notes.end(trouble)
                 break
-            if questions > QUESTIONS:
-                notes.look(ASKED_OFTEN, f"more than {QUESTIONS} questions", "")
-            elif trouble:
-                notes.look(PLAN, trouble, "")
-            else:
-                _look(notes, case, plan, known(plan, case), questions)
+            _look(notes, case, plan, known(plan, case))
 
 
-class TooMany(Exception):
-    """The questions are used up."""
-
-
-def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str, int]]:
-    """What one rank runs: (the plan, or why there is none, the number of questions), by case."""
+def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str]]:
+    """What one rank runs: (the plan, or why there is none), by case."""
     from paralab.programs import search
 
     for module in (sys.modules["paralab"], search):  # `pl`, too
         module.plan_search = _refused  # only on this rank, which ends with the check
     found = []
     for case in CASES:
-        ask, count = _counted(case)
         with ends():
-            plan, trouble = attempt(lambda c=case, a=ask: _planned(answer[0], c, a))
-        found.append((plan, trouble, count()))
+            found.append(attempt(lambda case=case: _planned(answer[0], case)))
     return found
 
 
@@ -108,24 +97,16 @@ def _refused(*_: Any, **__: Any) -> None:
     raise RuntimeError("the search is the answer: here it cannot be asked")
 
 
-def _counted(case: Case) -> tuple[Callable[[Plan], Answer], Callable[[], int]]:
-    """(what answers questions about plans, how many there were)."""
-    asked = 0
+def _planned(answer: Callable[..., Any], case: Case) -> Plan:
+    left = iter(range(QUESTIONS))
 
     def ask(plan: Plan) -> Answer:
-        nonlocal asked
-        if asked >= QUESTIONS:
-            asked += 1
-            raise TooMany(f"more than {QUESTIONS} questions")
         with untraced():
             suits(plan, case)
-            asked += 1
+            if next(left, None) is None:
+                raise RuntimeError(f"more than {QUESTIONS} questions")
             return known(plan, case)
 
-    return ask, lambda: asked
-
-
-def _planned(answer: Callable[..., Any], case: Case, ask: Callable[[Plan], Answer]) -> Plan:
     plan = answer(case.spec, case.cluster, case.batch, ask)
     suits(plan, case)
     return plan
@@ -169,18 +150,11 @@ def best(case: Case) -> float:
     return float(found.simulated[0])
 
 
-def _look(notes: Notes, case: Case, plan: Plan, answer: Answer, questions: int) -> None:
-    memory_gb, room_gb = answer.bytes / 1e9, case.cluster.memory / 1e9
-    notes.note(PLAN, "three legal plans", True)
-    long = f"{case}: {memory_gb:.0f} GB on the device with the highest peak memory, which has "
-    long += f"{room_gb:.0f}"
-    notes.note(FITS, f"{case.model}: {memory_gb:.0f} GB", memory_gb <= room_gb, long)
+def _look(notes: Notes, case: Case, plan: Plan, answer: Answer) -> None:
+    notes.each(PLAN, "", "three legal plans")
+    notes.at_most(FITS, answer.bytes / 1e9, case.cluster.memory / 1e9, "{:.1f} GB".format)
     nodes = {case.cluster.node_of(rank) for rank in plan.ranks("tp", 0)}
-    long = f"{case}: the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
-    long += "and all that they share goes over the slow links between them"
-    notes.note(NODE, f"{case.model}: tp={plan.tp}", len(nodes) == 1, long)
-    seconds, least = answer.seconds, best(case)
-    said = f"{case.model}: {seconds / least:.2f} times"
-    long = f"{case}: a step takes {seconds:.2f} s, the best plan {least:.2f} s"
-    notes.note(TIME, said, seconds <= SLACK * least, long)
-    notes.note(ASKED_OFTEN, f"{case.model}: {questions}", True)
+    wrong = f"the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
+    wrong += "and all that they share goes over the slow links between them"
+    notes.look(NODE, wrong if len(nodes) > 1 else "", f"tp={plan.tp}")
+    notes.at_most(TIME, answer.seconds, SLACK * best(case), "{:.2f} s".format)
