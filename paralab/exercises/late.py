@@ -1,7 +1,8 @@
 """Modules that are imported when something of them is first used.
 
-A notebook's process holds answers against their limits without torch: ranks import it, in processes
-of their own. So a checker, which has code for both, names these modules here.
+A notebook's process holds answers against their limits without torch, but for layers whose right
+gradients autograd makes: ranks import it, in processes of their own. So a checker, which has code
+for both, names these modules here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The two pairs of layers that lab 07's answers shard, whole, in NumPy and float64: right results,
-right gradients, each rank's terms, and results of the mistakes that people make.
+"""The two pairs of layers that lab 07's answers shard, whole, in float64: right results, right
+gradients by autograd, each rank's terms, and results of the mistakes that people make.
 """
 
 from __future__ import annotations
@@ -9,78 +9,55 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from paralab.exercises.late import np
+from paralab.exercises.late import np, torch
 
 BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 12, 240  # 2, 3 and 4 divide heads and inside
 WIDTH = HIDDEN // HEADS
+Arrays = dict[str, Any]  # {name: NumPy array}
 
 
 class Pair(NamedTuple):
     """A column-parallel and a row-parallel layer with something between them.
 
-    shapes  of the weights, {name: shape}, as `torch.nn.Linear` stores them
-    whole   (weights, x, gradient of z) -> {"z", "x" and the names: result and gradients}
-    part    (name, whole tensor, rank, t) -> what the rank has of it
+    shapes   of the weights, {name: shape}, as `torch.nn.Linear` stores them
+    forward  (tensors of the weights and of "x") -> z
+    part     (name, whole array, rank, t) -> what the rank has of it
     """
 
     shapes: dict[str, tuple[int, ...]]
-    whole: Callable[[dict[str, Any], Any, Any], dict[str, Any]]
+    forward: Callable[..., Any]
     part: Callable[[str, Any, int, int], Any]
 
 
-# ---- the whole layers, in NumPy ------------------------------------------------------------------
-def mlp(w: dict[str, Any], x: Any, grad: Any) -> dict[str, Any]:
-    """GELU in its tanh form, as in the reference GPT."""
-    u = _inside(w, x)
-    th = np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3))
-    inside = u * (1 + th) / 2
-    slope = (1 + th) / 2 + u / 2 * (1 - th**2) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * u**2)
-    of_u = grad @ w["down.weight"] * slope
-    return {
-        "z": inside @ w["down.weight"].T + w["down.bias"],
-        "x": of_u @ w["up.weight"],
-        **_of_linear("up", x, of_u),
-        **_of_linear("down", inside, grad),
-    }
+# ---- the whole layers ----------------------------------------------------------------------------
+def mlp(w: dict[str, Any], *, gelu: str = "tanh") -> Any:
+    """With GELU in its tanh form, as in the reference GPT."""
+    inside = torch.nn.functional.gelu(_linear(w, "up", w["x"]), approximate=gelu)
+    return _linear(w, "down", inside)
 
 
-def _inside(w: dict[str, Any], x: Any) -> Any:
-    return x @ w["up.weight"].T + w["up.bias"]
-
-
-def attention(
-    w: dict[str, Any], x: Any, grad: Any, *, scale: float = WIDTH, sees: int = 1
-) -> dict[str, Any]:
+def attention(w: dict[str, Any], *, scale: float = WIDTH, sees: int = 1) -> Any:
     """Causal, of as many heads as qkv has outputs for. sees: tokens from i + ``sees`` are hidden
     from token i; scores are divided by the root of ``scale``.
     """
-
-    def by_head(flat: Any) -> Any:  # (B, s, a d) -> (B, a, s, d)
-        return flat.reshape(BATCH, SEQ, -1, WIDTH).transpose(0, 2, 1, 3)
-
-    def flat(heads: Any) -> Any:
-        return heads.transpose(0, 2, 1, 3).reshape(BATCH, SEQ, -1)
-
-    q, k, v = map(by_head, np.split(x @ w["qkv.weight"].T + w["qkv.bias"], 3, axis=-1))
-    scores = q @ k.swapaxes(2, 3) / np.sqrt(scale) + np.triu(np.full((SEQ, SEQ), -np.inf), sees)
-    share = np.exp(scores - scores.max(-1, keepdims=True))
-    share /= share.sum(-1, keepdims=True)
-    mixed, of_mixed = flat(share @ v), by_head(grad @ w["proj.weight"])
-    of_share = of_mixed @ v.swapaxes(2, 3)
-    of_scores = share * (of_share - (of_share * share).sum(-1, keepdims=True)) / np.sqrt(scale)
-    parts = of_scores @ k, of_scores.swapaxes(2, 3) @ q, share.swapaxes(2, 3) @ of_mixed
-    of_qkv = np.concatenate([flat(part) for part in parts], axis=-1)
-    return {
-        "z": mixed @ w["proj.weight"].T + w["proj.bias"],
-        "x": of_qkv @ w["qkv.weight"],
-        **_of_linear("qkv", x, of_qkv),
-        **_of_linear("proj", mixed, grad),
-    }
+    by_head = _linear(w, "qkv", w["x"]).view(BATCH, SEQ, 3, -1, WIDTH)
+    q, k, v = by_head.permute(2, 0, 3, 1, 4)  # (B, a, s, d)
+    hidden = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(sees)
+    scores = (q @ k.mT / scale**0.5).masked_fill(hidden, -math.inf)
+    mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(BATCH, SEQ, -1)
+    return _linear(w, "proj", mixed)
 
 
-def _of_linear(name: str, x: Any, grad: Any) -> dict[str, Any]:
-    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    return {f"{name}.weight": grad.T @ x, f"{name}.bias": grad.sum(0)}
+def _linear(w: dict[str, Any], name: str, x: Any) -> Any:
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def computed(pair: Pair, w: Arrays, **changed: Any) -> Arrays:
+    """The result "z" of these weights and input "x", and all gradients of z times "grad"."""
+    leaves = {name: torch.tensor(w[name], requires_grad=True) for name in (*pair.shapes, "x")}
+    z = pair.forward(leaves, **changed)
+    z.backward(torch.tensor(w["grad"]))
+    return {"z": z.detach().numpy(), **{name: one.grad.numpy() for name, one in leaves.items()}}
 
 
 def part_of(groups: int, name: str, whole: Any, rank: int, t: int) -> Any:
@@ -122,22 +99,19 @@ def weights_of(pair: Pair, seed: int) -> dict[str, np.ndarray]:
     return {name: one.astype("float64") for name, one in given(pair, seed).items()}
 
 
-def of_one_device(pair: Pair, seed: int) -> dict[str, np.ndarray]:
+def of_one_device(pair: Pair, seed: int) -> Arrays:
     """Result and all gradients of the whole layer, in float64."""
-    w = weights_of(pair, seed)
-    return pair.whole(w, w["x"], w["grad"])
+    return computed(pair, weights_of(pair, seed))
 
 
 def terms(pair: Pair, seed: int, t: int, name: str, *, times: int = 1) -> list[np.ndarray]:
     """What each rank's part of the weights adds to "z", without the last bias, or to "x"; of an
     input that is ``times`` the right one.
     """
-    w, last, found = weights_of(pair, seed), list(pair.shapes)[-1], []
-    for rank in range(t):
-        parts = {n: pair.part(n, w[n], rank, t) for n in pair.shapes}
-        parts[last] = 0 * parts[last]
-        found.append(pair.whole(parts, times * w["x"], w["grad"])[name])
-    return found
+    w, last = weights_of(pair, seed), list(pair.shapes)[-1]
+    w |= {"x": times * w["x"], last: 0 * w[last]}
+    every = [{n: pair.part(n, w[n], rank, t) for n in pair.shapes} for rank in range(t)]
+    return [computed(pair, w | parts)[name] for parts in every]
 
 
 def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tuple[str, Any]]:
@@ -164,10 +138,8 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
     yield "the input was summed over the ranks before the layer", sum(summed) + bias
     yield "the input was summed over the ranks, and the result was not", summed[rank] + bias
     yield "it is the largest of the ranks' terms", np.max(own, axis=0) + bias
-    if pair.whole is mlp:
-        u = _inside(w, w["x"])
-        exact = u * (1 + np.vectorize(math.erf)(u / math.sqrt(2))) / 2
-        yield "GELU is not in its tanh form", exact @ w["down.weight"].T + bias
+    if pair.forward is mlp:
+        yield "GELU is not in its tanh form", computed(pair, w, gelu="none")["z"]
         return
     for words, changed in (
         ("scores are divided by the root of h, required: of h/a", {"scale": HIDDEN}),
@@ -175,12 +147,12 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         ("every token sees those after it", {"sees": SEQ}),
         ("every token sees the one after it", {"sees": 2}),
     ):
-        yield words, attention(w, w["x"], w["grad"], **changed)["z"]
+        yield words, computed(pair, w, **changed)["z"]
     rows = {n: np.split(w[n], t) for n in ("qkv.weight", "qkv.bias")}
     parts = [
         {n: rows[n][r] if n in rows else pair.part(n, w[n], r, t) for n in pair.shapes}
         for r in range(t)
     ]
-    found = [attention({**one, last: 0.0}, w["x"], w["grad"])["z"] for one in parts]
+    found = [computed(pair, w | one | {last: 0 * w[last]})["z"] for one in parts]
     words = "each rank has a contiguous t-th of qkv: queries of some heads and keys of others"
     yield words, sum(found) + bias
