@@ -100,9 +100,9 @@ def patients() -> dict[str, list[str]]:
 
 CURES = [  # what is handed in for one patient, limits it breaks, words of the verdict
     ("two ranks", patients()["two ranks"], {"two ranks"}, "two ranks: schedule[0][1]='0B0': dead"),
-    ("two ranks", without(FIXED["two ranks"], "1B2"), {"two ranks", "same work"}, "has lost 1B2"),
+    ("two ranks", without(FIXED["two ranks"], "1B2"), {"two ranks", "same work"}, "1B2 lost or ad"),
     ("two ranks", [FIXED["two ranks"][0] + " 0B0", FIXED["two ranks"][1]],
-     {"two ranks", "same work"}, "rank 0 has 0B0, which was not in its list"),
+     {"two ranks", "same work"}, "rank 0 has 0B0 lost or added"),
     ("two ranks", ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], {"moves"},
      "two ranks: 2 moves, 1 would do"),
     ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 lists, required: 2"),

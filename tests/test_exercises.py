@@ -45,7 +45,7 @@ def test_an_exercise_shows_its_task_and_every_limit(exercise):
     shown = exercise._repr_markdown_()
     assert f"pl.exercises.{exercise.name}.check(" in shown
     for limit, asked in exercise.asked.items():
-        assert f"| {limit} | {asked} |" in shown and exercise.limits["asked"][limit] == asked
+        assert f"| {limit} | {asked} |" in shown
     assert "SOLUTION" not in exercise.stub + str(exercise.solution())
 
 

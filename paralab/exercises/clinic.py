@@ -120,9 +120,13 @@ def _look(notes: Notes, fixed: Mapping[str, Any]) -> None:
         if lists is None or len(lists) != len(patient.lists):
             continue
         before = actions(patient.lists)
-        changed = _changed(before, lists)
-        notes.each(WORK, changed, "nothing added or lost")
-        if not changed:
+        for rank, (old, new) in enumerate(
+            zip(map(Counter, before), map(Counter, lists), strict=True)
+        ):
+            other = [*(old - new), *(new - old)]
+            wrong = f"rank {rank} has {other[0]} lost or added" if other else ""
+            notes.each(WORK, wrong, "nothing added or lost")
+        if not notes.broke((WORK,)):
             made = sum(map(moves, before, lists))
             said = f"{made} moves, {patient.moves} would do"
             notes.each(MOVES, said if made > patient.moves else "", "no more than that")
@@ -174,14 +178,3 @@ def _fault(patient: Patient, lists: Schedule) -> str:
 def _said(error: ValueError) -> str:
     """The fault without what would mend it: that is the exercise."""
     return first_line(error).partition("; legal: ")[0]
-
-
-def _changed(before: Schedule, after: Schedule) -> str:
-    """The first action that was lost or added, in words; "" if there is none."""
-    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
-        lost, added = Counter(old) - Counter(new), Counter(new) - Counter(old)
-        if lost:
-            return f"rank {rank} has lost {next(iter(lost))}"
-        if added:
-            return f"rank {rank} has {next(iter(added))}, which was not in its list"
-    return ""

@@ -107,6 +107,21 @@ def first_wrong_tensor(
     return ""
 
 
+def first_other_bits(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> str:
+    """The first tensor that is not the same bit for bit, in words, or ""."""
+    for name, right in wanted.items():
+        if found[name].shape != right.shape:
+            return f"{name} has shape {found[name].shape}, required: {right.shape}"
+        if found[name].tobytes() != right.tobytes():
+            count = int((found[name] != right).sum())
+            most = np.abs(found[name] - right).max() / np.abs(right).max()
+            return (
+                f"{name} differs in {count:,} of {right.size:,} elements, by up to {most:.1e} of "
+                "its largest entry"
+            )
+    return ""
+
+
 def _unchanged(before: np.ndarray, started: bool) -> Iterable[tuple[str, Any]]:
     yield "it is as it was before" if started else "it is zero everywhere", before
 

@@ -19,15 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import real, shown, whole
 from paralab.exercises import sources
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes, Verdict
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TASKS = Path(__file__).resolve().parent / "tasks"
 TIMEOUT_S = 20.0  # without any sign of life: a check needs a second or two
@@ -183,13 +180,6 @@ class Exercise:
         number = whole("number", number, at_least=1, at_most=len(self.hints))
         which = f"hint {number} of {len(self.hints)} for {self.name}"
         return Text(f"{which}: {self.hints[number - 1]}")
-
-    @property
-    def limits(self) -> pd.DataFrame:
-        """What is required, limit by limit; ``check`` enforces each row."""
-        import pandas as pd
-
-        return pd.DataFrame(self.asked.items(), columns=["limit", "asked"]).set_index("limit")
 
     @property
     def stub(self) -> str:

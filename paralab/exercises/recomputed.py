@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import np, reference, torch, watched
+from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.verdict import first
 from paralab.spec import ModelSpec
 
@@ -36,7 +37,8 @@ GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
 def checkpoint(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
         right, yours, bare, torchs = found.results[0]
-        notes.look(GRADIENTS, _differs(yours["gradients"], right["gradients"]), "all equal")
+        wrong = first_other_bits(yours["gradients"], right["gradients"])
+        notes.look(GRADIENTS, wrong, "all equal")
         same = (yours["after"] == right["after"]).all()
         wrong = "" if same else "the program draws other numbers after the step than without"
         notes.look(GENERATOR, wrong, "as without")
@@ -116,18 +118,8 @@ def _step(apply: Callable[[Any, Any], Any], seed: int, measured: Any) -> dict[st
     missing = [name for name, p in gpt.named_parameters() if p.grad is None]
     if missing:
         raise ValueError(f"after backward {missing[0]} has no gradient")
-    gradients = {name: watched.array(p.grad) for name, p in gpt.named_parameters()}
+    named = reversed(list(gpt.named_parameters()))  # as backward comes to them
+    gradients = {name: watched.array(p.grad) for name, p in named}
     after = watched.array(torch.rand(8))
     peak = getattr(section, "peak", 0)
     return {"gradients": gradients, "after": after, "calls": calls, "peak": peak}
-
-
-def _differs(yours: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> str:
-    """The last tensor, in the order of forward, whose gradient differs, in words, or ""."""
-    for name, array in reversed(right.items()):
-        if yours[name].tobytes() != array.tobytes():
-            off = float(np.abs(yours[name] - array).max() / np.abs(array).max())
-            if not np.isfinite(off) or off > 1e-4:
-                return f"{name} is off by {100 * off:.2g} % of its largest entry"
-            return f"{name} differs in its last digits ({off:.1e} of its largest entry)"
-    return ""

@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import np, reference, torch, watched
+from paralab.exercises.late import reference, torch, watched
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
@@ -21,6 +22,7 @@ SETTINGS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05}
 UNIT = 3000  # elements: less than the embedding has, and no divisor of anything
 STEPS, ZEROED = 4, 2  # before this step files and moments are set to zero
 COPIES = 8  # times 4 bytes per element of a unit: both moments, and temporaries of the update
+BEFORE = "; before this step the files were set to zero, so the states are not in them alone"
 SCALARS = 20_000  # bytes: names, counts, paths
 ASKED = {
     "weights": f"after each of {STEPS} steps: torch.optim.AdamW's, bit for bit",
@@ -78,10 +80,13 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
             with watch.section() as section:
                 mine.step()
             result["peaks"].append(section.peak)
-            for (name, p), right in zip(named.items(), alike.parameters(), strict=True):
-                yours, wanted = watched.array(p), watched.array(right)
-                if yours.tobytes() != wanted.tobytes() and not result["wrong"]:
-                    result["wrong"] = _words(name, step, yours, wanted)
+            yours, right = (
+                {name: watched.array(p) for name, p in one.named_parameters()}
+                for one in (gpt, alike)
+            )
+            if (wrong := first_other_bits(yours, right)) and not result["wrong"]:
+                result["wrong"] = f"after step {step + 1} {wrong}{BEFORE * (step == ZEROED)}"
+            del yours, right
             gpt.zero_grad()
             alike.zero_grad()
         result["files"] = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
@@ -97,14 +102,3 @@ def _zero(folder: str) -> None:
             size = path.stat().st_size
             with path.open("r+b") as file:
                 file.write(bytes(size))
-
-
-def _words(name: str, step: int, yours: np.ndarray, wanted: np.ndarray) -> str:
-    if yours.shape != wanted.shape:
-        return f"{name} has shape {yours.shape} after step {step + 1}"
-    count, off = int((yours != wanted).sum()), float(np.abs(yours - wanted).max())
-    said = f"{name} differs after step {step + 1} in {count:,} of {wanted.size:,} elements, "
-    said += f"by up to {off:.1e}"
-    if step == ZEROED:
-        said += "; before this step the files were set to zero, so the states are not in them alone"
-    return said

@@ -18,7 +18,6 @@ from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
-from paralab.exercises.verdict import Notes
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
 
@@ -134,7 +133,9 @@ def trillion_plan(tries: Tries) -> None:
         ranks = plan.world_size
         notes.at_most(GPUS, ranks, published.world_size, "{:,}".format)
         if batch == ours and ranks <= published.world_size:
-            _look_at_days(notes, *_predicted(model, plan))
+            days, held = _predicted(model, plan)
+            notes.at_most(FITS, held, MOST_GB, "{:.1f} GB".format)
+            notes.at_most(DAYS, days, MOST_DAYS, "{:.1f} days".format)
 
 
 def _legal(model: ModelSpec, settings: Mapping[str, Any]) -> Plan:
@@ -150,8 +151,3 @@ def _predicted(model: ModelSpec, plan: Plan) -> tuple[float, float]:
     report = predict(model, plan, nodes, steps=1, detail="actions")
     updates = TOKENS / (plan.global_batch * model.seq_len)
     return report.step_time * updates / 86_400, report.peak_memory / 1e9
-
-
-def _look_at_days(notes: Notes, days: float, held: float) -> None:
-    notes.at_most(FITS, held, MOST_GB, "{:.1f} GB".format)
-    notes.at_most(DAYS, days, MOST_DAYS, "{:.1f} days".format)

@@ -11,6 +11,7 @@ is divided by N. Plain data parallelism sends as many bytes, and is refused for 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
@@ -26,6 +27,7 @@ SCALARS = 1000  # bytes of step counts and the like
 COPIES, PARTS = 3, 3  # padded gradient, the others' parts of it, padded parameters; N-ths of them
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
+AS_FIRST = "it has moved as in a first step, without what v was before"
 ASKED = {
     RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
     BYTES: "exactly 2(N-1)/N · 4Ψ in a step, Ψ padded to N equal parts",
@@ -102,25 +104,17 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
 
 
 def _wrong_step(found: Found, n: int) -> str:
-    """The first part of the parameters that is wrong, after the first such step, or ""."""
+    """What is wrong with the parameters after the first step where anything is, or ""."""
     right, gradients = of_one_process(found.seed, n)
-    lr, cuts = SETTINGS[n][0], [part_of(n) * k for k in range(1, n)]
-    for step in range(STEPS):
-        yours = [np.split(steps[step], cuts) for steps in found["parameters"]]
-        before, after, gradient = (
-            np.split(whole, cuts) for whole in (right[step], right[step + 1], gradients[step])
+    for step, (before, after) in enumerate(pairwise(right)):
+        plain = before - SETTINGS[n][0] * gradients[step]
+        wrong = first_wrong(
+            f"step {step + 1}",
+            [steps[step] for steps in found["parameters"]],
+            [after] * n,
+            start=[before] * n,
+            known=lambda _, plain=plain: [(AS_FIRST, plain)],
         )
-        for part in range(n):
-            plain = before[part] - lr * gradient[part]
-            wrong = first_wrong(
-                f"step {step + 1}, part {part}",
-                [one[part] for one in yours],
-                [after[part]] * n,
-                start=[before[part]] * n,
-                known=lambda _, plain=plain: [
-                    ("it has moved as in a first step, without what v was before", plain)
-                ],
-            )
-            if wrong:
-                return wrong
+        if wrong:
+            return wrong
     return ""
