@@ -24,7 +24,7 @@ PADDING = 1.001
 ASKED = {
     "gradients": f"of one step on {RANKS} ranks: those of one process",
     "weights": "after 2 steps of SGD: those of one process",
-    "bytes per rank": "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)",
+    "bytes per rank": "2(N-1)/N · 4Ψ in a step, within 0.1 % (for padding)",
 }
 GRADIENTS, WEIGHTS, BYTES = ASKED
 
