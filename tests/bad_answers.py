@@ -36,6 +36,11 @@ def states_blocks_only(model, recipe):
     return {state: count * size for state, size in recipe.items()}
 
 
+def states_without_embeddings(model, recipe):
+    blocks = model.layers * (12 * model.hidden**2 + 13 * model.hidden)
+    return {state: blocks * size for state, size in recipe.items()}
+
+
 def states_in_gb(model, recipe):
     return {state: size / 1e9 for state, size in states(model, recipe).items()}
 
@@ -59,6 +64,10 @@ def states_nothing(model, recipe):
 
 def devices_gib(model, recipe, memory_gb):
     return math.ceil(sum(states(model, recipe).values()) / (memory_gb * 2**30))
+
+
+def devices_of_bytes(model, recipe, memory_gb):
+    return math.ceil(sum(states(model, recipe).values()) / memory_gb)
 
 
 def devices_floor(model, recipe, memory_gb):

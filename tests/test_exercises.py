@@ -55,6 +55,7 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (bad.states_head_twice, "tied output matrix", "count it once"),
     (bad.states_head_never, "untied output matrix", "a tensor of its own"),
     (bad.states_blocks_only, "large models", "12 l h²"),
+    (bad.states_without_embeddings, "large models", "the blocks alone: embeddings"),
     (bad.states_in_gb, "large models", "required: bytes"),
     (
         bad.states_always_sixteen,
@@ -67,6 +68,7 @@ STATES = [  # answer, a limit it breaks, words of the verdict
 ]
 DEVICES = [
     (bad.devices_gib, "GiB"),
+    (bad.devices_of_bytes, "a GB is 10⁹ bytes"),
     (bad.devices_floor, "rounded, but not up"),
     (bad.devices_round, "rounded, but not up"),
     (bad.devices_one_more, "yours 5 devices"),
@@ -284,7 +286,7 @@ def test_slider_and_button_commit_like_the_call():
     assert bundle["text/plain"] == repr(guess)
     assert "application/vnd.jupyter.widget-view+json" in bundle
     slider, button, said = parts(guess)
-    assert (slider.value, slider.min, slider.max) == (5, 0, 10)
+    assert (slider.value, slider.min, slider.max) == (0, 0, 10)
     slider.value = 7.5
     button.click()
     assert guess.value == 7.5 and slider.disabled and button.disabled
@@ -325,9 +327,14 @@ def test_the_buttons_pick_and_then_show_what_was_picked():
     assert (
         shown["text/plain"] == repr(choice) and "application/vnd.jupyter.widget-view+json" in shown
     )
-    first, second = (row.children[0] for row in choice._box.children[1:])
+    *rows, said = choice._box.children[1:]
+    first, second = (row.children[0] for row in rows)
     second.click()
     assert choice.value == 2 and first.disabled and second.button_style == "primary"
+    assert said.value == "picked 2"
+    late = why()
+    late._repr_mimebundle_(), late.reveal(1)
+    assert "run the question's cell again to choose again" in late._box.children[-1].value
 
 
 @pytest.mark.parametrize("options", [(), ["one"], ["same", "same"], "words"])

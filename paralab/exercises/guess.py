@@ -61,10 +61,14 @@ class Question:
         if self.value is not None:
             return Text(f"you have {self._state()} already, and that stands")
         if self.revealed:
-            return Text(f"the answer is out: run the question's cell again to {self.verb} again")
+            return Text(self._out)
         self.value = value
         self._close()
         return Text(said)
+
+    @property
+    def _out(self) -> str:
+        return f"the answer is out: run the question's cell again to {self.verb} again"
 
     def _reveal(self, said: str) -> Text:
         self.revealed = True
@@ -138,7 +142,7 @@ class Guess(Question):
 
     def _inputs(self, widgets: Any) -> list[Any]:
         slider = widgets.FloatSlider(
-            value=(self.low + self.high) / 2,
+            value=self.low,  # the middle of the range may be near the answer
             min=self.low,
             max=self.high,
             step=10.0**-self.decimals,
@@ -154,7 +158,7 @@ class Guess(Question):
     def _show_answer(self, *rows: Any) -> None:
         slider, _, button, said = rows[0].children
         slider.disabled = button.disabled = True
-        said.value = "the answer is out"
+        said.value = self._out
         if self.value is not None:
             slider.value = self.value
             said.value = f"committed: {self.shown(self.value)}"
@@ -197,10 +201,12 @@ class Choice(Question):
             button = widgets.Button(description=str(number), layout={"width": "40px"})
             button.on_click(lambda _, number=number: self.pick(number))
             rows.append(widgets.HBox([button, widgets.Label(option)]))
-        return rows
+        return [*rows, widgets.Label()]
 
     def _show_answer(self, *rows: Any) -> None:
+        *rows, said = rows
         for number, row in enumerate(rows, 1):
             button = row.children[0]
             button.disabled = True
             button.button_style = "primary" if number == self.value else ""
+        said.value = self._out if self.value is None else f"picked {self.value}"

@@ -78,6 +78,8 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
     yield "the tied output matrix is the embedding: count it once", right + head
     matrices = 12 * model.layers * model.hidden**2 * size
     yield "12 l h² are the blocks' matrices alone: embeddings, biases and norms count too", matrices
+    blocks = matrices + 13 * model.layers * model.hidden * size
+    yield "the blocks alone: embeddings, and the norm behind the blocks, count too", blocks
     yield from known_units(right, size)
 
 
@@ -96,6 +98,7 @@ def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) ->
         ("one more than needed: they fit exactly", total // size + 1),
         ("those are GiB; 1 GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
         ("only whole devices can be had", total / size),
+        ("a GB is 10⁹ bytes", math.ceil(total / memory)),
         (
             "the 16-bit weights alone; the other states need memory too",
             math.ceil(model.num_params * 2 / size),
