@@ -55,13 +55,6 @@ def ring_changes_what_it_sends(group, tensor):
         chunks[(r - s) % n].copy_(arriving)
 
 
-# ---- memory that is no tensor --------------------------------------------------------------------
-def ring_numpy_copy(group, tensor):
-    copy = tensor.numpy().copy()
-    ring_copied(group, tensor)
-    del copy
-
-
 # ---- bytes around the ledger ---------------------------------------------------------------------
 def ring_decoy(group, tensor):
     """Broadcasts by torch.distributed, and exchanges of the right size for the ledger."""
@@ -114,12 +107,6 @@ def ring_exits(group, tensor):
 
 def ring_generator_exit(group, tensor):
     raise GeneratorExit
-
-
-def ring_prints(group, tensor):
-    """A right answer that is not short of words."""
-    print("x" * 2_000_000)
-    ring_copied(group, tensor)
 
 
 def ring_prints_for_ever(group, tensor):

@@ -42,7 +42,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
             "        return ctx.y.detach()"),
            ("again = x.detach().requires_grad_()", "again = ctx.leaf"), (COMPUTE, "y = ctx.y")),
      {"forwards", "peak memory"}, "bytes at its peak, required:"),
-    (again((KEEP, f"ctx.kept = [x.detach().numpy().copy() for _ in range(40)]\n        {KEEP}")),
+    (again((KEEP, f"ctx.kept = [x.detach().clone() for _ in range(40)]\n        {KEEP}")),
      {"peak memory"}, "bytes at its peak, required:"),
     (again((APPLY, "x.mean()")), {"gradients"},
      "my_checkpoint returns Tensor, not the block's y"),

@@ -77,11 +77,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
          {WEIGHTS}, "t=2: rank 0 holds 138,912 bytes of weights, its part is 46,"),
         (mlp(("weight.copy_", "weight.set_")), {WEIGHTS}, "t=2: rank 0 holds 92,832 bytes"),
-        (mlp((NO_GRAD, "self.whole = [one.weight.detach().numpy().copy() for one in (up, down)]\n"
-              f"        {NO_GRAD}")), {WEIGHTS}, "t=2: rank 0 holds 138,"),
-        (mlp((NO_GRAD, "self.whole = [[number.item() for number in one.weight.detach().flatten()]\n"
-              f"                      for one in (up, down)]\n        {NO_GRAD}")), {WEIGHTS},
-         "t=2: rank 0 holds "),
         (mlp(("own = slice(rank", "rank = (rank + 1) % t\n        own = slice(rank")),
          {"gradients"},         "; it is rank 1's part"),
         (mlp(("t, rank = dist.get_world_size(), dist.get_rank()", "t, rank = 1, 0"),

@@ -62,7 +62,7 @@ WRONG = [
     (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
     (EVERYTHING, {PEAK}, "bytes at once, a unit's parameters 12,000"),
     (adam((MAPPED, f"self.kept = self.kept if self.steps > 1 else {READ}"), (FLUSH, WRITE)),
-     {WEIGHTS, KEPT}, "so the states are not in them alone"),
+     {WEIGHTS}, "so the states are not in them alone"),
     (adam((MAPPED, MAPPED.replace("r+", "c"))), {WEIGHTS}, "after step 2 "),
     (adam((NEXT, f"{NEXT}                {COUNT}\n")), {WEIGHTS}, "after step 1 embedding.token"),
     (adam(("p.mul_(1 - self.lr * self.weight_decay)", "g = g + self.weight_decay * p")),

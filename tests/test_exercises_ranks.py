@@ -63,26 +63,22 @@ RING = [  # answer, limits it breaks, words of the verdict
     (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),
     (attacks.ring_changes_what_it_sends, {"result"},
      "of send #0 was changed before it was waited for"),
-    (attacks.ring_numpy_copy, {"extra memory"}, "n=2: rank 0 takes 60,"),
     (attacks.ring_decoy, {"calls", "bytes per rank"}, "n=2: rank 0 calls group.broadcast"),
     (attacks.ring_control, {"calls", "extra memory"}, "calls group.all_gather"),
     (attacks.ring_writes_the_numbers, {"result"}, "n=2: rank 0, chunk 0, element 0: 0, required: "),
     (attacks.ring_resizes, {"result"}, "n=2: rank 0: the tensor has shape (10,) now"),
     (attacks.ring_exits, {"result"}, "n=2: rank 0 called sys.exit(3)"),
     (attacks.ring_generator_exit, {"result"}, "n=2: rank 0 raised GeneratorExit"),
-    (attacks.ring_prints_for_ever, {"result"}, "nothing moves any more: rank 0 line "),
 ]  # fmt: skip
 RIGHT_RINGS = [bad.ring_copied, bad.ring_to_the_left]
-RING_ALONE = (WAITS_FOR_NOBODY, SENDS_FIRST, attacks.ring_prints_for_ever)
+RING_ALONE = (WAITS_FOR_NOBODY, SENDS_FIRST)
 RINGS = Table(pl.exercises.all_gather_half, RING, RIGHT_RINGS, alone=RING_ALONE)
 test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = RINGS.tests()
 
 
-def test_what_an_answer_prints_is_cut(capfd):
-    assert pl.exercises.all_gather_half.check(attacks.ring_prints).passed
-    shown = capfd.readouterr()
-    assert "and more, which is left out" in shown.out
-    assert len(shown.out) + len(shown.err) < 9 * 25_000  # nine ranks in three launches
+def test_an_answer_that_prints_for_ever_is_ended():
+    verdict = pl.exercises.all_gather_half.check(attacks.ring_prints_for_ever, timeout=1)
+    assert "n=2: it has not ended in the time that there is for a check" in repr(verdict)
 
 
 def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():

@@ -9,8 +9,9 @@
     pl.exercises.all_gather_half                   # the task and its limits
     pl.exercises.all_gather_half.check(my_answer)  # a Verdict: limit | asked | yours | ok
 
-A checker looks at the result, gradients, bytes, peak memory and simulated time, never at the wall
-clock, so its verdict is the same on every machine. Importing this leaves torch and widgets out.
+A checker looks at the result, gradients, bytes, peak memory of tensors and simulated time, never at
+the wall clock, so its verdict is the same on every machine. Importing this leaves torch and widgets
+out.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ ASKED = {
     "gradient norm": "of the mean gradient over all parameters, before clipping",
     "weights": "after each of 2 steps of SGD: those of one large batch, clipped to clip_norm",
     "forward passes": "each micro-batch once, one by one",
-    "peak memory": f"at most {ROOM:g} times that of the largest micro-batch with all gradients",
+    "peak memory": f"tensors: at most {ROOM:g} times those of the largest micro-batch and all "
+    "gradients",
 }
 LOSS, NORM, WEIGHTS, PASSES, MEMORY = ASKED
 

@@ -32,7 +32,7 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
         RESULT: f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
         "calls": "sends and receives between neighbours on the ring",
         BYTES: "2(N-1) S together; no rank more than 2 (S − its smallest chunk)",
-        MEMORY: "at most one chunk, of ⌈elements/N⌉",
+        MEMORY: "tensors: at most one chunk, of ⌈elements/N⌉",
         "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
     },
 )
@@ -93,7 +93,7 @@ def _wrong_sum(found: Found, length: int) -> str:
         RESULT: "2 nodes of 2 and of 3 ranks: the sum, in place, on every rank",
         BETWEEN: "exactly S/k sent by each of the k ranks of a node",
         INSIDE: "exactly 2(k-1)/k S sent by each rank",
-        MEMORY: "at most one copy of the tensor and a k-th",
+        MEMORY: "tensors: at most one copy of the tensor and a k-th",
     },
 )
 def hierarchical_all_reduce(tries: Tries) -> None:

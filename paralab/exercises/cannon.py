@@ -35,7 +35,7 @@ ASKED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
     "calls": "messages between two ranks only",
     "blocks sent": "by each rank at most q blocks of X and q blocks of W",
-    "memory": "in addition to x and w: two blocks of X and of W, y, and one product",
+    "memory": "tensors in addition to x and w: two blocks of X and of W, y, and one product",
 }
 PRODUCT, CALLS, SENT, MEMORY = ASKED
 AT_FIRST = " before the first product"

@@ -49,7 +49,7 @@ LIMIT_S = 15e-3  # buckets without overlap take 21 ms, overlap without buckets a
 EXTRA_COPIES = 1.5
 ASKED = sync.ASKED | {
     "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
-    "extra memory": "at most one and a half more copies of the gradients",
+    "extra memory": "tensors: at most one and a half more copies of the gradients",
 }
 GRADIENTS, WEIGHTS, _, TIME, MEMORY = ASKED
 

@@ -41,7 +41,7 @@ def _asked(runs: Sequence[Run]) -> dict[str, str]:
         "loss": "on the last rank: the mean over the micro-batches",
         "order of work": "that of the rank's list, each action once",
         "bytes per rank": "exactly 4 b s h per activation and per gradient that crosses a border",
-        "in flight": "bytes of as many micro-batches as the list keeps at once, and all messages",
+        "in flight": "tensors of as many micro-batches as the list keeps at once, and all messages",
     }
 
 

@@ -33,7 +33,7 @@ LIMIT_S = WITHOUT_S / 2
 GATHERS, EXPOSED = "gathers", "exposed time"
 ASKED = zero3.ASKED | {
     zero3.WEIGHTS: "N = 3: after a step of SGD those of one process, on every rank",
-    zero3.PEAK: f"at most {zero3.UNITS + 1} units, one more than without prefetch",
+    zero3.PEAK: f"tensors: at most {zero3.UNITS + 1} units, one more than without prefetch",
     GATHERS: "each unit for its forward and for its backward, at most one unit ahead",
     EXPOSED: f"at most {1e3 * LIMIT_S:.0f} ms, half of the time without prefetch",
 }

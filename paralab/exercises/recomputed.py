@@ -28,7 +28,7 @@ ASKED = {
     "gradients": "of one step: those without my_checkpoint, bit for bit",
     "generator": "random numbers drawn after the step: as without it",
     "forwards": "every block: exactly 2 per micro-batch",
-    "peak memory": "at most 30 % more than torch.utils.checkpoint, beyond the parameters",
+    "peak memory": "tensors: at most 30 % more than torch.utils.checkpoint, beyond the parameters",
 }
 GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
 

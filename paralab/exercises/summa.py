@@ -33,8 +33,8 @@ LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
 ASKED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
     "elements forward": "exactly (q-1)(M K + K N), all ranks together",
-    "memory forward": f"in addition to its own x and w: y, one product, and {RECEIVED} received "
-    "blocks of X and of W at most (4 x 4 ranks)",
+    "memory forward": f"tensors in addition to its own x and w: y, one product, and {RECEIVED} "
+    "received blocks of X and of W at most (4 x 4 ranks)",
     "gradients": "block (i, j) of dY Wᵀ and of Xᵀ dY on rank (i, j)",
     "elements backward": "exactly 2(q-1)(M K + K N), all ranks together",
 }

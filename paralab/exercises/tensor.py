@@ -40,7 +40,7 @@ LIMITS = {
     "gradients": "of the input on every rank, and of the rank's parts of the weights",
     "bytes, forward": "exactly 2(t-1)/t b s h elements: one all-reduce",
     "bytes, backward": "exactly 2(t-1)/t b s h elements: one all-reduce",
-    "weights per rank": "at most a t-th of the sharded weights, and the last bias (and 2 kB)",
+    "weights per rank": "tensors: at most a t-th of the sharded ones, and the last bias (and 2 kB)",
 }
 RESULT, GRADIENTS, FORWARD, BACKWARD, WEIGHTS = LIMITS
 

@@ -9,48 +9,31 @@ never waited for is written down.
 An answer in plain PyTorch calls torch.distributed's functions, which are those of a `Watched` group
 meanwhile (plain.py). Everything that tensors say to torch.distributed passes torch's dispatcher;
 what does not come from a `Watched` group there goes around the checker, and is refused. Memory is
-that of tensors (instruments/memory.py) and, once an answer has taken the numbers out of a tensor,
-of large blocks that Python allocates: a NumPy copy, bytes, a list. To follow those doubles the time
-of a rank, so one that leaves its numbers where they are does not pay for it.
+that of tensors (instruments/memory.py), as every limit says.
 """
 
 from __future__ import annotations
 
-import _weakrefset
 import contextlib
 import functools
 import gc
-import sys
-import threading
-import tracemalloc
-from _tracemalloc import _get_traces
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library import simple_registry
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paralab.checks import illegal
 from paralab.comm import Group, Pending
 from paralab.exercises.plain import functions
-from paralab.instruments.foreign_hooks import around
 from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
 from paralab.strict import Strict
 from paralab.trace import part_of
 from paralab.transports import Call, Posted, Transport
-
-BLOCK = 4096  # bytes: smaller Python objects are not counted, a rank makes some of its own
-JUMP, DRIFT = 4 * BLOCK, 16 * BLOCK  # bytes between two operations, and since the last look
-OURS = str(Path(__file__).parents[1])
-PRINTED = 20_000  # characters that one answer may print on a rank
-# What takes numbers out of a tensor: all of them, or one, of which as many as `SINGLE` are free.
-ARRAYS = "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__reduce_ex__"
-NUMBERS, SINGLE = ("item", "__float__", "__int__"), 500
 
 
 class Watch(PeakMemory):
@@ -65,12 +48,9 @@ class Watch(PeakMemory):
 
     def __init__(self, group: Group, number: int) -> None:
         super().__init__("cpu")
-        self.label, self.open, self.most = "data", {}, 0
+        self.label, self.open = "data", {}
         self.groups: dict[Group, Group] = {}
         self.names: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-        self._blocks = self._traced = self._last = 0
-        self._taken = 0  # numbers or arrays, out of tensors
-        self._ours = False  # whether this package computes, not the answer
         self._freed = False  # whether the answer has ever freed a storage
         self.group = Watched(group, self, number)
 
@@ -84,27 +64,7 @@ class Watch(PeakMemory):
             )
         if self._freed:
             _look_at_freed(func, (args, kwargs))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not func.is_view:
-            self.most = max(self.most, self._alive())
-        return result
-
-    def _alive(self, look: bool = False) -> int:
-        """Bytes of tensors and of Python's large blocks. To list the second takes milliseconds:
-        it is done to ``look``, and where more may have changed than a few small objects do.
-        """
-        if tracemalloc.is_tracing():
-            traced = tracemalloc.get_traced_memory()[0]
-            grown, all_of_it, self._last = traced - self._last, traced - self._traced, traced
-            if not self._blocks and all_of_it < 0:  # there is nothing large that could be less
-                grown, all_of_it, self._traced = max(0, grown), 0, traced
-            if look or abs(grown) >= JUMP or abs(all_of_it) >= DRIFT:
-                large = [trace for trace in _get_traces() if trace[1] >= BLOCK]
-                self._blocks = sum(
-                    size for _, size, frames, *_ in large if not frames[0][0].startswith(NOT_THEIRS)
-                )
-                self._traced = traced
-        return self.live + self._blocks
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -112,20 +72,10 @@ class Watch(PeakMemory):
         self.names = ours, real = functions(self.group)
         vars(torch.distributed).update(ours)
         try:
-            with self.resizes(self._resized), contextlib.ExitStack() as undo:
-                for name in ARRAYS + NUMBERS:
-                    around(undo, Tensor, name, functools.partial(self._taking, name))
+            with self.resizes(self._resized):
                 yield
         finally:
             vars(torch.distributed).update(real)
-
-    def _taking(self, name: str, *_: Any) -> contextlib.AbstractContextManager:
-        """Around what takes numbers out of a tensor: from then on Python's blocks are counted."""
-        if not self._ours:
-            self._taken += 1
-            if name in ARRAYS or self._taken > SINGLE:
-                _follow()
-        return contextlib.nullcontext()
 
     def _resized(self, life: Life) -> None:
         self._freed |= life.size == 0
@@ -140,33 +90,16 @@ class Watch(PeakMemory):
         finally:
             vars(torch.distributed).update(ours)
 
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
+    def unseen(self) -> AbstractContextManager:
         """Within, no tensor is counted: this package computes what is right, not the answer."""
-        before, self._ours = self._ours, True
-        try:
-            with _disable_current_modes():
-                yield
-        finally:
-            self._ours = before
+        return _disable_current_modes()
 
     @contextlib.contextmanager
-    def section(self, *, files: bool = False) -> Iterator[Section]:
-        """Bytes from here on, beyond those that are alive now. files: whether the answer has
-        numbers of its own that come out of no tensor.
-        """
-        if files:
-            _follow()
+    def section(self) -> Iterator[Section]:
+        """Bytes from here on, beyond those that are alive now."""
         found = Section(self)
         yield found
-        self.most = max(self.most, self._alive(look=True))
-        found.peak = self.most - found.before
-
-
-def _follow() -> None:
-    """Count Python's blocks from here on; for good, to stop while gloo allocates is a crash."""
-    if not tracemalloc.is_tracing():
-        tracemalloc.start()
+        found.peak = max(self.peak, self.live) - found.before
 
 
 def _look_at_freed(func: Any, given: Any) -> None:
@@ -195,25 +128,18 @@ def freed(given: Any) -> Tensor | None:
     return next(found, None)
 
 
-# Of lists that Python and torch keep themselves, and that grow by a large block at some answer.
-NOT_THEIRS = (
-    *("<frozen ", OURS),
-    *(one.__file__ for one in (tracemalloc, threading, _weakrefset, simple_registry)),
-)
-
-
 class Section:
     """``now()``: bytes that stay; ``peak``: the most there were, once the section is over."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.peak = watch, 0
         self.before = 0
-        self.before = watch.most = self.now()
+        self.before = watch.peak = self.now()
 
     def now(self) -> int:
         gc.collect()  # what is gone is counted as gone
         self.watch._settle()
-        return self.watch._alive(look=True) - self.before
+        return self.watch.live - self.before
 
 
 class Watched(Group):
@@ -296,24 +222,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-class Short:
-    """An output that says no more than `PRINTED` characters."""
-
-    def __init__(self, out: Any) -> None:
-        self.out, self.left = out, PRINTED
-
-    def write(self, text: str) -> int:
-        if self.left > 0:
-            self.out.write(text[: self.left])
-            self.left -= len(text)
-            if self.left <= 0:
-                self.out.write("\n... and more, which is left out\n")
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.out, name)
-
-
 def each(
     group: Group, work: Callable[..., Any], answers: Sequence[tuple[Any, int]], args: tuple
 ) -> list[dict[str, Any]]:
@@ -326,11 +234,9 @@ def each(
         own = Group(
             group.ranks, axis="world", context=context, recorder=recorder, process_group=other
         )
-        if tracemalloc.is_tracing():  # what earlier answers left is looked through at every change
-            tracemalloc.clear_traces()
         watch = Watch(own, number)
         try:
-            with watch, watch.plain(), contextlib.redirect_stdout(Short(sys.stdout)):
+            with watch, watch.plain():
                 recorder.begin_step(0)
                 with recorder.span("compute"):
                     result = work(watch, answer, seed, *args)
@@ -346,11 +252,8 @@ def each(
     return parts
 
 
-_numpy = Tensor.numpy  # this package's own: no sign that an answer takes numbers out
-
-
 def array(value: Any) -> Any:
     """A copy of a tensor, for the verdict. Raises TypeError if it is none."""
     if not isinstance(value, Tensor):
         raise TypeError(f"required: a tensor, this is a {type(value).__name__}")
-    return _numpy(value.detach().cpu()).copy()
+    return value.detach().cpu().numpy().copy()

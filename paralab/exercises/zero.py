@@ -31,8 +31,8 @@ AS_FIRST = "it has moved as in a first step, without what v was before"
 ASKED = {
     RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
     BYTES: "exactly 2(N-1)/N · 4Ψ in a step, Ψ padded to N equal parts",
-    KEPT: "at most 4 Ψ/N bytes (and 1 kB)",
-    PEAK: f"at most {COPIES} copies of Ψ and {PARTS} N-ths in addition to what is kept",
+    KEPT: "tensors: at most 4 Ψ/N bytes (and 1 kB)",
+    PEAK: f"tensors: at most {COPIES} copies of Ψ and {PARTS} N-ths in addition to what is kept",
 }
 
 

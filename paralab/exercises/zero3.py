@@ -31,8 +31,8 @@ WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", 
 ASKED = {
     WEIGHTS: "N = 4, 3: after 1 and 2 steps of SGD those of one process, on every rank",
     BYTES: "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts",
-    KEPT: "at most 8Ψ/N bytes, an N-th of parameters and gradients (and 4 kB)",
-    PEAK: f"at most {UNITS} units in addition to what is kept and what forward saves",
+    KEPT: "tensors: at most 8Ψ/N bytes, an N-th of parameters and gradients (and 4 kB)",
+    PEAK: f"tensors: at most {UNITS} units in addition to what is kept and what forward saves",
 }
 
 
