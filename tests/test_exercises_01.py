@@ -17,7 +17,7 @@ HALF = ring((SECOND, "pass"))
 SENDS_FIRST = ring((FIRST, f"dist.send({LEAVING}, right)\n        dist.recv(partial, left)"))
 RINGS = [  # answer, limits it breaks, words of the verdict
     (bad.by_collective, {"calls"}, "calls all_reduce, which is the thing to be"),
-    (bad.imported_by_name, {"result"}, "goes around what is counted"),
+    (bad.imported_by_name, {"calls"}, "calls all_reduce, which is the thing to be"),
     (bad.through_rank_0, {"calls", "extra memory", "simulated time"}, "no neighbour of it"),
     (bad.whole_tensor, {"extra memory"}, "takes 80,008 bytes, one chunk is 20,004"),
     (HALF, {"result", "bytes per rank"}, "in 5,001 of 10,001 elements it is as it was before"),

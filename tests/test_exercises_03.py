@@ -115,7 +115,7 @@ def functional(stage, actions, previous, following, batches, shape):
 STEPS = [  # answer, limits it breaks, words of the verdict
     (step(" / len(batches)", ""), {"gradients", "loss"}, "gpipe, p=2, m=4: rank 0: embedding"),
     (step("x.requires_grad_()", "pass"), {"gradients"},
-     "rank 1 raised ValueError: tensor=None: rank 0 cannot get it"),
+     "rank 1 raised ValueError: tensor=None: it cannot be sent"),
     (step("in_flight.pop(k)", "in_flight[k]", "backward(gradient)",
           "backward(gradient, retain_graph=True)"), {"in flight"}, "the list has 4 in flight, of"),
     (step("in_flight.pop(k)", "in_flight.popitem()[1]"), {"order of work"},

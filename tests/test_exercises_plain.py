@@ -1,4 +1,4 @@
-"""Answers in plain PyTorch: torch.distributed's own functions, counted and delivered late."""
+"""Answers in plain PyTorch: calls of torch.distributed, counted and delivered late."""
 
 from __future__ import annotations
 
@@ -131,18 +131,33 @@ def test_a_result_arrives_in_wait_and_a_call_without_one_is_seen():
     assert "rank 0 never waits for all_reduce #0" in repr(late.verdict())
 
 
+def by_other_names():
+    """Functions that were imported, in a thread, and an operation that few use."""
+    import threading
+
+    import torch
+    from torch.distributed import ReduceOp, all_gather_object, get_rank
+    from torch.distributed.distributed_c10d import all_reduce
+
+    two, names = torch.full((1,), 2.0), [None, None]
+    thread = threading.Thread(target=all_reduce, args=(two, ReduceOp.PRODUCT))
+    thread.start()
+    thread.join()
+    all_gather_object(names, f"rank {get_rank()}")
+    return two.item(), names
+
+
+def test_calls_are_seen_whatever_they_are_called_by():
+    [(notes, found)] = run(by_other_names, ranks=2)
+    assert not notes.over and found.results == [(4.0, ["rank 0", "rank 1"])] * 2
+    assert found.report.collectives["op"].tolist() == ["all_reduce", *2 * ["all_gather"]] * 2
+
+
 def functional():
     import torch
     from torch.distributed._functional_collectives import all_reduce
 
     return all_reduce(torch.ones(1), "sum", [0, 1])
-
-
-def by_name():
-    import torch
-    from torch.distributed.distributed_c10d import all_reduce
-
-    all_reduce(torch.ones(1))
 
 
 def wrapped():
@@ -159,14 +174,6 @@ def tagged():
     (dist.isend if dist.get_rank() else dist.irecv)(torch.ones(1), 1 - dist.get_rank(), tag=3)
 
 
-def stranger():
-    import torch
-    import torch.distributed as dist
-
-    group = dist.new_group([0])
-    dist.all_reduce(torch.ones(1), group=group)
-
-
 def to_itself():
     import torch
     import torch.distributed as dist
@@ -174,22 +181,28 @@ def to_itself():
     dist.isend(torch.ones(1), dist.get_rank())
 
 
-def product():
+def sliced():
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT)
+    dist.all_reduce(torch.ones(2, 2)[:, 0])
+
+
+def future():
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
 
 
 @pytest.mark.parametrize(
     "answer, words",
     [
         (functional, "all_reduce goes around what is counted: call the functions of torch.dist"),
-        (by_name, "allreduce goes around what is counted"),
         (wrapped, "goes around what is counted"),
         (tagged, "tag=3: messages of two ranks are matched in the order in which they are sent"),
-        (stranger, "no member of it; legal: one that dist.new_group(ranks) has returned"),
-        (product, "gloo has no such reduction"),
+        (sliced, "all_reduce=(2,): not contiguous; legal: tensor.contiguous()"),
+        (future, "call its wait()"),
         (to_itself, "a rank sends nothing to itself"),
     ],
 )

@@ -59,7 +59,7 @@ RING = [  # answer, limits it breaks, words of the verdict
     (ring(("(group, tensor)", "(group)")), {"result"},
      "yours cannot be called so: too many positional"),
     # right by luck, around the ledger, for one size
-    (attacks.ring_waits_at_the_end, {"result"}, "of send #1 was changed before it was waited for"),
+    (attacks.ring_waits_at_the_end, {"result"}, "of send #2 was changed before it was waited for"),
     (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),
     (attacks.ring_changes_what_it_sends, {"result"},
      "of send #0 was changed before it was waited for"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from paralab.checks import shown
 from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
@@ -68,6 +69,9 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
         raise ValueError(f"required: a row and a column, two groups, this is {what}")
     found: dict[str, Any] = {"sums": []}
     for name, group in zip(GROUPS, given, strict=True):
+        if not isinstance(group, dist.ProcessGroup):
+            legal = "a group that dist.new_group(ranks) has returned to a member"
+            raise ValueError(f"the {name} is {shown(group)}, required: {legal}")
         found[name] = list(dist.get_process_group_ranks(group))
         total = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(total, group=group)

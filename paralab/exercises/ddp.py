@@ -89,7 +89,7 @@ def backwards(
     from paralab.exercises.timed import Timed
 
     group, draw = watch.group, torch.Generator().manual_seed(seed)
-    module, wrong = Timed([[size] for size in sizes], group.recorder), ""
+    module, wrong = Timed([[size] for size in sizes], watch.recorder), ""
     parameters = list(module.parameters())
     with watch.section() as section:
         ddp = answer[0](module, bucket_bytes=bucket_bytes)

@@ -1,237 +1,208 @@
-"""torch.distributed as a judged answer sees it: its own functions, counted like those of a group.
+"""The calls of torch.distributed that a judged answer makes: written down, and delivered late.
 
-While an answer runs, the names below are functions of the answer's `Watched` group, so that a call
-is written down and its result arrives in ``wait()`` (watched.py). What has no such function here
-reaches torch's dispatcher and is refused there. Messages between two ranks are matched in the order
-in which they are sent, as NCCL does it, so a tag is refused; they do not wait for their peer to
-arrive, as those of a group do.
+An answer calls torch's own functions. Below them each call is an operation of c10d's, which is seen
+on every thread (instruments/foreign_hooks.py) and counted as NCCL would send it. Messages between
+two ranks are matched in the order in which they are sent, as NCCL does it, so a tag is refused.
+
+[Note: late] A result must not be read before it has been waited for. On one machine it has often
+arrived by then, and the answer is right by luck. So a call works on copies, and its result is
+delivered in ``wait()``: an answer that reads too early reads what was there before. A tensor that
+is changed while its call is in flight is an error at the wait, and a call that is never waited for
+is written down. DistributedDataParallel and functional collectives wait in C++, where nothing would
+be delivered: what does not come from a function of torch.distributed's is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from paralab.checks import illegal
+from paralab.comm import Group
+from paralab.instruments.foreign_calls import CALLS, PEER, Calls, payload
+from paralab.instruments.foreign_hooks import around, stand_before
+from paralab.instruments.memory import tensors
+from paralab.instruments.recorder import Recorder
+from paralab.strict import Strict
+from paralab.theory.traffic import POINT_TO_POINT
+from paralab.transports import Call, Posted, Transport
 
-if TYPE_CHECKING:
-    from paralab.comm import Group, Pending
-
-# torch 2.13 renamed two.
-RENAMED = {
-    "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-}
-SUM = dist.ReduceOp.SUM
 ORDER = "messages of two ranks are matched in the order in which they are sent, as NCCL does it"
+OURS = str(Path(__file__).parents[1])
+BELOW = OURS, torch._ops.__file__  # frames between torch.distributed's function and `LateCalls`
 
 
-class Message(NamedTuple):
-    """What `torch.distributed.P2POp` is to an answer."""
+class Sent(NamedTuple):
+    """A call in flight.
 
-    op: Callable
-    tensor: Tensor
-    peer: int
-    group: Any = None
-    tag: int = 0
-
-
-class Work:
-    """What an asynchronous call returns."""
-
-    def __init__(self, call: Pending, deliver: Callable[[], None] | None = None) -> None:
-        self.call, self.deliver = call, deliver
-
-    def wait(self, timeout: object = None) -> bool:
-        self.call.wait()
-        deliver, self.deliver = self.deliver, None
-        if deliver is not None:
-            deliver()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.call._posted.works)
-
-
-class Plain:
-    """The functions of torch.distributed, on the groups of one answer. Their arguments are torch's.
-
-    world  the group of all ranks
+    words    which one it is: "send #0"
+    span     its id
+    given    (a tensor of the answer's, what was in it), of all that it was given
+    results  (a tensor of the answer's, the copy in which its result arrives)
     """
 
-    P2POp = Message
+    words: str
+    span: int
+    given: list[tuple[Tensor, Tensor]]
+    results: list[tuple[Tensor, Tensor]]
 
-    def __init__(self, world: Group) -> None:
-        self.world = world
-
-    def of(self, group: Any) -> Group:
-        """The group that an argument ``group=`` means."""
-        if group is None or group is dist.group.WORLD:
-            return self.world
-        if type(group) is type(self.world):
-            return group
-        what = "no member of it" if group is dist.GroupMember.NON_GROUP_MEMBER else "unknown here"
-        legal = "one that dist.new_group(ranks) has returned to a member, or none for all ranks"
-        raise illegal("group", group, what, legal)
-
-    # ---- groups ------------------------------------------------------------------------------
-    def new_group(self, ranks=None, *_, **__):
-        ranks = sorted(self.world.ranks if ranks is None else ranks)
-        axis = "ranks " + ",".join(map(str, ranks))
-        made = self.world.subgroup(ranks, axis=axis)
-        return dist.GroupMember.NON_GROUP_MEMBER if made is None else made
-
-    def get_rank(self, group=None):
-        return -1 if group is dist.GroupMember.NON_GROUP_MEMBER else self.of(group).index
-
-    def get_world_size(self, group=None):
-        return -1 if group is dist.GroupMember.NON_GROUP_MEMBER else self.of(group).size
-
-    def get_backend(self, group=None):
-        return "gloo"
-
-    def get_process_group_ranks(self, group=None):
-        return list(self.of(group).ranks)
-
-    def get_global_rank(self, group, group_rank):
-        return self.of(group).ranks[group_rank]
-
-    def get_group_rank(self, group, global_rank):
-        return self.of(group).ranks.index(global_rank)
-
-    def barrier(self, group=None, async_op=False, **_):
-        self.of(group).barrier()
-
-    # ---- collectives -------------------------------------------------------------------------
-    def all_reduce(self, tensor, op=SUM, group=None, async_op=False):
-        return _done(self.of(group).all_reduce(tensor, reduce=_kind(op)), async_op)
-
-    def reduce(self, tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
-        group = self.of(group)
-        _sum_only("reduce", op)
-        return _done(group.reduce(tensor, root=_peer(group, dst, group_dst)), async_op)
-
-    def broadcast(self, tensor, src=None, group=None, async_op=False, group_src=None):
-        group = self.of(group)
-        return _done(group.broadcast(tensor, root=_peer(group, src, group_src)), async_op)
-
-    def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
-        return _done(self.of(group).all_gather(_flat(output_tensor), _flat(input_tensor)), async_op)
-
-    def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        whole = tensor.new_empty(len(tensor_list) * tensor.numel())
-
-        def deliver() -> None:
-            for part, out in zip(whole.chunk(len(tensor_list)), tensor_list, strict=True):
-                out.copy_(part.view_as(out))
-
-        return _done(self.of(group).all_gather(whole, _flat(tensor)), async_op, deliver)
-
-    def reduce_scatter_tensor(self, output, input, op=SUM, group=None, async_op=False):
-        _sum_only("reduce_scatter_tensor", op)
-        return _done(self.of(group).reduce_scatter(_flat(output), _flat(input)), async_op)
-
-    def reduce_scatter(self, output, input_list, op=SUM, group=None, async_op=False):
-        whole = torch.cat([part.flatten() for part in input_list])
-        return self.reduce_scatter_tensor(output, whole, op, group, async_op)
-
-    def all_to_all_single(
-        self,
-        output,
-        input,
-        output_split_sizes=None,
-        input_split_sizes=None,
-        group=None,
-        async_op=False,
-    ):
-        if output_split_sizes or input_split_sizes:
-            raise illegal("input_split_sizes", input_split_sizes, "not counted here", "equal parts")
-        return _done(self.of(group).all_to_all(output, input), async_op)
-
-    # ---- messages ----------------------------------------------------------------------------
-    def isend(self, tensor, dst=None, group=None, tag=0, group_dst=None):
-        group = self.of(group)
-        return _messages(group, [("send", tensor, _peer(group, dst, group_dst))], [tag])
-
-    def irecv(self, tensor, src=None, group=None, tag=0, group_src=None):
-        group = self.of(group)
-        return _messages(group, [("recv", tensor, _peer(group, src, group_src))], [tag])
-
-    def send(self, *args, **settings):
-        self.isend(*args, **settings).wait()
-
-    def recv(self, tensor, *args, **settings):
-        self.irecv(tensor, *args, **settings).wait()
-        return 0
-
-    def batch_isend_irecv(self, p2p_op_list):
-        sides = {self.isend: "send", self.irecv: "recv"}
-        parts = [(sides[one.op], one.tensor, one.peer) for one in p2p_op_list]
-        group = self.of(p2p_op_list[0].group if parts else None)
-        return [_messages(group, parts, [one.tag for one in p2p_op_list])]
+    def arrive(self) -> None:
+        """The call has been waited for, and its result may be read."""
+        if not all(torch.equal(_bits(now), _bits(was)) for now, was in self.given):
+            raise RuntimeError(f"a tensor of {self.words} was changed before it was waited for")
+        for tensor, copy in self.results:
+            tensor.detach().copy_(copy)
 
 
-def _messages(group: Group, parts: list[tuple[str, Tensor, int]], tags: list[int]) -> Work:
-    if group.context.rank in {peer for _, _, peer in parts}:
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class LateCalls:
+    """The calls of one answer on this rank. See [Note: late].
+
+    watch  the answer's: its label says what calls are for, its recorder has their rows
+    open   calls that have not been waited for, by their Work
+    """
+
+    def __init__(self, watch: Any, number: int) -> None:
+        self.watch, self.context = watch, watch.group.context
+        self.calls = Calls(self.context.rank, self.context.nodes)
+        self.strict = Strict(self.context, axis=f"calls of answer {number}")
+        self.open: dict[Any, Sent] = {}
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """Within, calls are the answer's, and the default group is its own."""
+        with contextlib.ExitStack() as undo:
+            for op, names in CALLS.items():
+                for name in names.split():
+                    stand_before(undo, "c10d", name, functools.partial(self._called, op))
+            around(undo, dist.Work, "wait", self._waiting)
+            around(undo, dist.Work, "get_future", _no_future)
+            around(undo, dist.distributed_c10d, "_check_single_tensor", _no_tensor)
+            undo.callback(setattr, dist.Work, "is_completed", dist.Work.is_completed)
+            dist.Work.is_completed = lambda work: True  # gloo never says so of a message
+            undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
+            dist.group.WORLD = self.watch.group.process_group
+            yield
+
+    def _called(self, op: str, given: dict[str, Any], own: Callable[..., Any]) -> Any:
+        """One call: written down, and made with copies."""
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        _refuse(op, given, group)
+        if op == "barrier":
+            return own()
+        words, span = self._written_down(op, given, group)
+        with _disable_current_modes():
+            before = [(tensor, _copy(tensor)) for tensor in tensors(given)]
+            copied = tree_map_only(Tensor, _copy, list(given.values()))
+        result = own(*copied)
+
+        filled, root = next(iter(given.values())), given.get("root_rank") == group.rank()
+        gets = {"send": False, "broadcast": not root, "reduce": root}.get(op, True)
+        results = zip(tensors(filled), tensors(copied[0]), strict=True) if gets else ()
+        in_tuple = isinstance(result, tuple)
+        work = result[-1] if in_tuple else result
+        self.open[dist.Work.unbox(work)] = Sent(words, span, before, list(results))
+        return (filled, work) if in_tuple else work
+
+    def _written_down(self, op: str, given: dict[str, Any], group: Any) -> tuple[str, int]:
+        """Which call this is, in words, and its span. Its bytes are those that NCCL would send."""
+        recorder, used = self.watch.recorder, tensors(given)
+        where = self.calls.where(group, used[0].device)._replace(gloo=False)
+        number = self.calls.made[where.axis, where.ranks]
+        rows = list(self.calls.rows(op, given, payload(op, given), where, self.watch.label))
+        if all(name not in POINT_TO_POINT for _, name, *_ in rows):
+            self.strict.collective(where.ranks, op, max(used, key=Tensor.numel))
+        span = recorder.launch(f"comm:{where.axis}", recorder.cut(), recorder.clock.host())
+        for row in rows:
+            recorder.call((*row, span))
+        return f"{op} #{number}", span
+
+    @contextlib.contextmanager
+    def _waiting(self, work: Any, *_: Any) -> Iterator[None]:
+        sent = self.open.pop(work, None)
+        if sent is None:  # it has been waited for
+            yield
+            return
+        recorder = self.watch.recorder
+        recorder.enter("wait", after=(sent.span,))
+        self.context.note(sent.words)
+        try:
+            with _disable_current_modes():  # a reduce-scatter copies here from gloo's own tensor
+                yield
+                sent.arrive()
+        finally:
+            self.context.note("")
+            recorder.leave()
+            recorder.settled(sent.span)
+
+
+def _refuse(op: str, given: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Refuse calls whose results would not arrive, and what NCCL does not have."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(BELOW):
+        frame = frame.f_back
+    if frame.f_code.co_filename != dist.distributed_c10d.__file__:
+        raise RuntimeError(
+            f"{op} goes around what is counted: call the functions of torch.distributed"
+        )
+    for tensor in tensors(given):
+        if not tensor.is_contiguous():
+            raise illegal(op, tuple(tensor.shape), "not contiguous", "tensor.contiguous()")
+    if given.get("tag"):
+        raise illegal("tag", given["tag"], ORDER, "no tag, and the same order on both ranks")
+    peer = next((given[name] for name in PEER if name in given), None)
+    if peer is not None and not 0 <= peer < group.size():
+        raise illegal("rank", peer, "no member of the group", f"0 to {group.size() - 1}")
+    if peer == group.rank() and op in POINT_TO_POINT:
         legal = "another rank of the group; within a rank, copy the tensor"
-        raise illegal("peer", group.context.rank, "a rank sends nothing to itself", legal)
-    for tag in tags:
-        if tag:
-            raise illegal("tag", tag, ORDER, "no tag, and the same order on both ranks")
-    for side, tensor, peer in parts:
-        if not isinstance(tensor, Tensor):
-            why = f"rank {peer} cannot {'get' if side == 'send' else 'fill'} it"
-            raise illegal("tensor", tensor, why, "a tensor; .grad is None without a gradient")
-    strict, group._strict = group._strict, None
-    try:
-        return Work(group.exchange(parts))
-    finally:
-        group._strict = strict
+        raise illegal("peer", peer, "a rank sends nothing to itself", legal)
 
 
-def _done(call: Pending, async_op: bool, deliver: Callable[[], None] | None = None) -> Work | None:
-    work = Work(call, deliver)
-    if async_op:
-        return work
-    work.wait()
-    return None
+def _no_tensor(given: Any, name: str, *_: Any) -> Any:
+    if not isinstance(given, Tensor):
+        legal = "a tensor; .grad is None without a gradient"
+        raise illegal(name, given, "it cannot be sent or filled", legal)
+    return contextlib.nullcontext()
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A group takes the parts one after the other; torch takes them as rows too."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor
+def _no_future(*_: Any) -> Any:
+    raise RuntimeError("a call's future says nothing of a wait: call its wait()")
 
 
-def _kind(op: Any) -> str:
-    kinds = {SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
-    for known, name in kinds.items():
-        if op == known:
-            return name
-    raise illegal("op", op, "gloo has no such reduction", "dist.ReduceOp.SUM, MAX or MIN")
+class Direct(Transport):
+    """torch.distributed itself, whose calls are seen."""
+
+    def post(self, call: Call) -> Posted:
+        span = self.recorder.launch(self.lane, (), self.recorder.clock.host())
+        return Posted(span, self.ask(call, call.tensors, self.group), call.finish)
 
 
-def _sum_only(name: str, op: Any) -> None:
-    if op != SUM:
-        raise illegal("op", op, f"a {name} adds up here", "dist.ReduceOp.SUM")
+class Given(Group):
+    """All ranks, for an answer that is given a group. What it writes down itself no one reads."""
 
+    def __init__(self, group: Group, number: int, process_group: dist.ProcessGroup) -> None:
+        context, ranks = group.context, group.ranks
+        settings = {"context": context, "process_group": process_group, "transport": Direct}
+        unread = Recorder(rank=context.rank, world_size=group.size, device="cpu")
+        super().__init__(ranks, axis="world", recorder=unread, **settings)
+        self._strict = Strict(context, axis=f"group of answer {number}")
 
-def _peer(group: Group, rank: int | None, in_group: int | None) -> int:
-    """A global rank, which may be given by its place in the group."""
-    peer = rank if in_group is None else group.ranks[in_group]
-    if peer not in group.ranks:
-        raise illegal("rank", peer, "no member of the group", f"one of {group.ranks}")
-    return peer
-
-
-def functions(group: Group) -> tuple[dict[str, Any], dict[str, Any]]:
-    """torch.distributed's functions by name: as the answer has them, on ``group``, and the real
-    ones.
-    """
-    plain = Plain(group)
-    ours = {name: getattr(plain, name) for name in vars(Plain) if name[0] != "_" and name != "of"}
-    ours |= {new: ours[old] for new, old in RENAMED.items() if hasattr(dist, new)}
-    return ours, {name: getattr(dist, name) for name in ours}
+    def barrier(self, *, phase: str = "control") -> None:
+        dist.barrier(self.process_group)

@@ -50,7 +50,7 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
     """What every rank runs. Returns what comes out of the units, and what should, in each step."""
     from paralab.exercises.timed import Timed
 
-    module, found = Timed([SIZES] * UNITS, watch.group.recorder), []
+    module, found = Timed([SIZES] * UNITS, watch.recorder), []
     module.gradients = [watch.group.index] * UNITS
     values = torch.rand(UNITS, len(SIZES), generator=torch.Generator().manual_seed(seed)) + 1
     for layer, numbers in zip(module.layers, values, strict=True):

@@ -95,7 +95,7 @@ def look_at_calls(notes: Notes, found: Found, named: str, by: str) -> None:
     by     of whom the sends are counted, which are those of rank 0
     """
     n, calls = len(found.results), found.report.collectives
-    rows = calls[calls["phase"] != "control"].sort_values(["rank", "span"]).to_dict("records")
+    rows = calls.sort_values(["rank", "span"]).to_dict("records")
     count = sum(row["op"] == "send" and row["rank"] == 0 for row in rows)
     notes.look(CALLS, first(_strange_call(row, n, named) for row in rows), f"{count} sends by {by}")
 

@@ -71,7 +71,7 @@ class Found:
         """
         calls = self.report.collectives
         calls = calls[calls["level"] == level] if level else calls
-        calls = calls[calls["phase"].isin(labels) if labels else calls["phase"] != "control"]
+        calls = calls[calls["phase"].isin(labels)] if labels else calls
         sent = calls.groupby("rank")["wire_bytes"].sum()
         return [int(sent.get(rank, 0)) for rank in range(len(self.results))]
 

@@ -35,6 +35,7 @@ def around(
 
 def stand_before(undo: ExitStack, namespace: str, name: str, seen: Callable[..., Any]) -> None:
     """Until ``undo`` is closed, a call of the operation is ``seen({argument: value}, the call)``.
+    The call takes other arguments in the place of its own, or none.
 
     See [Note: before].
     """
@@ -45,7 +46,10 @@ def stand_before(undo: ExitStack, namespace: str, name: str, seen: Callable[...,
 
     def kernel(keys: Any, *args: Any) -> Any:
         below = keys.remove(DispatchKey.BackendSelect)
-        own = functools.partial(packet.default.redispatch, below, *args)
+
+        def own(*others: Any) -> Any:
+            return packet.default.redispatch(below, *(others or args))
+
         return seen(dict(zip(names, args, strict=False)), own)
 
     library = Library(namespace, "IMPL")
