@@ -371,7 +371,7 @@ import textwrap
 
 clinic = pl.exercises.deadlock_clinic
 for name, patient in clinic.patients.items():
-    print(f"{name}: {patient.story}\n{textwrap.fill(patient.diagnosis, 100)}\n")
+    print(f"{name}: {patient.story}\n{textwrap.fill(str(patient.diagnosis), 100)}\n")
 
 # %%
 clinic.patients["two ranks"].chart()
