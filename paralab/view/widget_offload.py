@@ -2,10 +2,13 @@
 
 Two pictures follow the sliders: a step on a time axis, with what every link carries meanwhile, and
 the time of that step over the bandwidth of the disk, predicted and by ZeRO-Infinity's formula
-(Rajbhandari+ 2021, arXiv:2104.07857, eq. 6) between the two that it can be between:
+(Rajbhandari+ 2021, arXiv:2104.07857, eq. 6), without overlap and with all of it:
 
     nothing overlaps   compute + bytes / bandwidth, with the bytes that files are read and written
     all overlaps       max(compute, bytes / bandwidth)
+
+The formula has the device and the disk. What the host computes comes on top, so with a fast disk
+the prediction is above both.
 
 “Run it” trains for real with states on the host and in files, its links held down to what the
 sliders say. Of that run the step has the replay on such links, below the prediction.
