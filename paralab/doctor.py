@@ -96,7 +96,7 @@ def examine(*, device: str = "cpu") -> Machine:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         packages={name: calibrate.version_of(name) for name in PACKAGES},
-        cores=cores_at_once(),
+        cores=available_cores(),
         memory=calibrate.memory_bytes(),  # of the machine, or of the container
         free_memory=free_memory(),
         torch=ask_torch(),
@@ -162,15 +162,6 @@ def calibrated(device: str = "cpu") -> str | None:
     if known.get("busy", 0.0) > calibrate.BUSY:
         said += "; other programs were busy, so it is measured again once they are not"
     return said
-
-
-def cores_at_once() -> int:
-    """Cores that compute at the same time: the machine's, or the container's share of them."""
-    cores = available_cores()
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
 
 
 def free_memory() -> int | None:

@@ -302,3 +302,16 @@ def test_the_largest_sizes_that_are_legal_are_counted_in_63_bits():
 def test_more_steps_than_a_report_can_hold_are_refused(ask):
     with pytest.raises(ValueError, match="^steps=.* rows each, which are alike; legal: up to "):
         ask(pl.ModelSpec(**GOOD_MODEL), pl.Plan())
+
+
+@pytest.mark.parametrize(
+    "said, cores", [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), (None, 8)]
+)
+def test_a_container_s_cores_are_its_share_of_the_machine_s(monkeypatch, tmp_path, said, cores):
+    from paralab.spec import cluster
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(cluster, "QUOTA", tmp_path / "cpu.max")
+    if said is not None:
+        cluster.QUOTA.write_text(said)
+    assert cluster.available_cores() == cores

@@ -52,8 +52,9 @@ def streamed_optimizer(tries: Tries) -> None:
         wrong = f"{result['files']:,} bytes, required: {states:,}"
         notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
         held = max(*result["peaks"], min(result["arrays"]))  # some first step imports a module
-        words = f"has {{held}} bytes at once, a unit's parameters {4 * UNIT:,}"
-        notes.memory(PEAK, [held], 4 * COPIES * UNIT + SCALARS, words)
+        wrong = f"it has {held:,} bytes at once, a unit's parameters {4 * UNIT:,}"
+        fits = held <= 4 * COPIES * UNIT + SCALARS  # Python's own objects are in it: a few bytes
+        notes.look(PEAK, "" if fits else wrong, "no more than that")
         words = f"keeps {{held}} bytes in memory, all states have {states:,}"
         notes.memory(KEPT, [result["kept"]], SCALARS, words)
 

@@ -6,9 +6,11 @@ literature (`Cluster.preset`), or stated field by field.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from paralab.checks import Description, choice, count, illegal, instance, real
@@ -17,6 +19,7 @@ from paralab.theory.traffic import OPS
 
 ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
 OVERHEADS = ("op", "launch", "call", "wait")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor in a period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +218,16 @@ def _three(precision: str, rates: Any) -> tuple[float, ...]:
 
 
 def available_cores() -> int:
-    """Processor cores that this process and its ranks may use."""
+    """Processor cores that this process and its ranks may use at the same time: the machine's, or
+    a container's share of them.
+    """
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        quota, period = QUOTA.read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 def _dgx(
