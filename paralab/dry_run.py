@@ -18,8 +18,10 @@ from paralab.programs.compile import compiled
 from paralab.report.report import Report
 from paralab.report.tables import DRY
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.uncollected import uncollected
 
 
+@uncollected()
 def dry_run(
     model: ModelSpec,
     plan: Plan | None = None,

@@ -21,6 +21,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import ends, untraced
 from paralab.exercises.verdict import Notes
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.uncollected import uncollected
 
 QUESTIONS, SLACK = 12, 1.10
 PRECISION = "bf16"
@@ -131,6 +132,7 @@ def suits(plan: Any, case: Case) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
+@uncollected()
 def known(plan: Plan, case: Case) -> Answer:
     """What `ask` says."""
     from paralab.interpret.totals import Totals

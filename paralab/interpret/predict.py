@@ -31,6 +31,7 @@ from paralab.programs.program import Program
 from paralab.report.report import Report
 from paralab.report.tables import COLUMNS
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.uncollected import uncollected
 
 OPTIMIZERS = ("adamw", "sgd")
 DETAILS = ("calls", "actions")
@@ -39,6 +40,7 @@ MOST = 2_000_000  # rows: beyond, a report takes minutes and gigabytes
 Tables = dict[str, dict[str, list[Any]]]
 
 
+@uncollected()
 def predict(
     model: ModelSpec,
     plan: Plan | None = None,

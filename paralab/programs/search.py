@@ -33,6 +33,7 @@ from paralab.programs.space import Space, space
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import Cluster
 from paralab.spec.rules import MAX_RANKS
+from paralab.theory.uncollected import uncollected
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,6 +51,7 @@ SETTINGS = (
 )
 
 
+@uncollected()
 def plan_search(
     model: ModelSpec,
     cluster: Cluster,

@@ -1,0 +1,47 @@
+"""Predicting without the garbage collector: it is back afterwards, and has little to do."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import paralab as pl
+from paralab.theory.uncollected import uncollected
+
+MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
+LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
+CLUSTER = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=8, intra=LINK)
+
+
+@uncollected()
+def fails() -> None:
+    assert not gc.isenabled()
+    raise KeyError
+
+
+def test_the_collector_is_as_it_was():
+    with pytest.raises(KeyError):
+        fails()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected(), uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_search_leaves_hardly_any_cycles():
+    def search() -> None:
+        pl.plan_search(MODEL, CLUSTER, devices=8, global_batch=16)
+
+    search()  # what is imported and remembered once
+    gc.collect()
+    gc.disable()
+    try:
+        search()
+        assert gc.collect() < 2000  # objects, most of them closures
+    finally:
+        gc.enable()
