@@ -38,7 +38,6 @@ class Curve(NamedTuple):
     times: list[float]
     samples: list[dict[str, int]]
     totals: list[int]
-    phases: list[Phase]
     length: float
     start: float
 
@@ -46,6 +45,22 @@ class Curve(NamedTuple):
     def numbered(self) -> bool:
         """Whether times are numbers of what happens, in order, and no seconds."""
         return self.report.clock == DRY
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Work of a kind that follows work of its kind is one, whatever was waited between."""
+        spans = self.report.spans
+        spans = spans[(spans["rank"] == self.rank) & (spans["step"] == self.step)]
+        spans = spans[(spans["lane"] == "compute") & spans["kind"].isin(PHASES)]
+        merged: list[Phase] = []
+        columns = (spans.sort_values("start")[c].tolist() for c in ("kind", "start", "end"))
+        for kind, start, end in zip(*columns, strict=True):
+            phase = Phase(kind, start - self.start, end - self.start)
+            if merged and merged[-1].kind == kind:
+                before = merged.pop()
+                phase = Phase(kind, before.start, max(before.end, phase.end))
+            merged.append(phase)
+        return merged
 
     @property
     def peak_at(self) -> int:
@@ -95,9 +110,11 @@ def curves(
         raise not_sampled(report)
     table = _chosen(table, "rank", ranks)
     table = _chosen(table, "step", None if step is None else [step])
+    steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
+    edges = {at: (start, end) for at, start, end in steps.itertuples()}
     found = {
-        (int(rank), int(at)): _curve(report, int(rank), int(at), mine)
-        for (rank, at), mine in table.groupby(["rank", "step"])
+        at: _curve(report, *map(int, at), mine, edges.get(at))
+        for at, mine in table.groupby(["rank", "step"])
     }
     if step is None:
         step = max(found, key=lambda at: (found[at].peak, -at[1]))[1]
@@ -120,7 +137,10 @@ def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
     return table[table[column].isin(list(wanted))]
 
 
-def _curve(report: Tables, rank: int, step: int, rows: Any) -> Curve:
+def _curve(
+    report: Tables, rank: int, step: int, rows: Any, edges: tuple[float, float] | None
+) -> Curve:
+    """edges: where the step begins and ends, if that is known."""
     times: list[float] = []
     samples: list[dict[str, int]] = []
     columns = (rows[c].tolist() for c in ("time", "category", "bytes"))
@@ -134,26 +154,9 @@ def _curve(report: Tables, rank: int, step: int, rows: Any) -> Curve:
     samples = [{c: samples[i].get(c, 0) for c in names} for i in order]
     totals = [sum(sample.values()) for sample in samples]
     times.sort()
-    spans, own = (
-        t[(t["rank"] == rank) & (t["step"] == step)] for t in (report.spans, report.steps)
-    )
-    zero = float(own["start"].min()) if len(own) else times[0]
-    end = max(float(own["end"].max()) if len(own) else zero, times[-1])
-    at, phases = [time - zero for time in times], _phases(spans, zero)
-    return Curve(report, rank, step, at, samples, totals, phases, end - zero, zero)
-
-
-def _phases(spans: Any, zero: float) -> list[Phase]:
-    """Work of a kind that follows work of its kind is one phase, whatever was waited between."""
-    spans = spans[(spans["lane"] == "compute") & spans["kind"].isin(PHASES)].sort_values("start")
-    merged: list[Phase] = []
-    columns = (spans[c].tolist() for c in ("kind", "start", "end"))
-    for kind, start, end in zip(*columns, strict=True):
-        if merged and merged[-1].kind == kind:
-            merged[-1] = merged[-1]._replace(end=max(merged[-1].end, end - zero))
-        else:
-            merged.append(Phase(kind, start - zero, end - zero))
-    return merged
+    zero, end = edges or (times[0], times[0])
+    at = [time - zero for time in times]
+    return Curve(report, rank, step, at, samples, totals, max(end, times[-1]) - zero, zero)
 
 
 def fullest(report: Tables) -> Curve:
