@@ -91,12 +91,19 @@ def test_only_what_differs_is_sent_to_the_page(monkeypatch):
     assert len(sent) == 1 and list(values["restyle_data"]) == ["y"]
 
 
-def test_a_figure_that_no_page_shows_yet_is_replaced_and_the_old_one_is_not_closed(widget):
-    """A page that is making itself a model of it would complain if it were closed meanwhile."""
-    old = widget.figure
+def test_a_page_that_begins_to_listen_is_told_all_that_has_changed(widget, monkeypatch):
+    """What was said before may have been lost, with the figure shown or not (figure.js)."""
+    figure, told = widget.figure, []
+    for name in ("_send_addTraces_msg", "_send_relayout_msg"):
+        monkeypatch.setattr(figure, name, lambda what, *_, **__: told.append(what))
+    figure._handle_custom_msg({"listens": True}, [])
+    assert not told
     widget.set(ranks=3)
-    assert widget.figure is not old and old.comm is not None
-    assert shown(widget.figure) == shown(View(widget.chart).figure) != shown(old)
+    told.clear()
+    figure._handle_custom_msg({"listens": True}, [])
+    traces, layout = told
+    assert len(traces) == len(widget.chart.data) and layout["height"] == figure.layout.height
+    assert widget.figure is figure and shown(figure) == shown(View(widget.chart).figure)
 
 
 # ---- sliders -------------------------------------------------------------------------------------

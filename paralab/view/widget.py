@@ -117,7 +117,7 @@ class Widget(ipw.VBox):
         self._results: dict[Any, Any] = {}
         self._notes: list[str] = []  # what the prediction warns of, to be shown
         self._lock = threading.RLock()  # JupyterLab answers sliders while a cell is busy
-        self._held = self._displayed = False
+        self._held = False
         self._upper: float | None = None
         self._go = parts.button("Run it", "play", "primary")
         self._halt = parts.button("Stop", "stop", "danger")
@@ -379,7 +379,6 @@ class Widget(ipw.VBox):
         return said if len(said) <= MAX_REPR else f"{said[: MAX_REPR - 2]}…)"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        self._displayed = True
         bundle = super()._repr_mimebundle_(**kwargs)
         return bundle | widget_picture.bundle(self.charts, repr(self))
 
@@ -410,14 +409,10 @@ class Widget(ipw.VBox):
         return self.charts
 
     def _draw(self, charts: list[Chart]) -> None:
-        """A figure that no page has seen yet is replaced: it would not learn of changes. The old
-        one is not closed: a page that is making itself a model of it would fail, and say so.
-        """
-        if self._displayed:
-            for view, chart in zip(self._views.children, charts, strict=True):
-                view.show(chart)
-            return
-        self._views.children = [View(chart, first=i == 0) for i, chart in enumerate(charts)]
+        if not self._views.children:
+            self._views.children = [View(chart, first=i == 0) for i, chart in enumerate(charts)]
+        for view, chart in zip(self._views.children, charts, strict=True):
+            view.show(chart)
 
     def _steadied(self, chart: Chart) -> Chart:
         """The chart with the time axis of the last one, while that is not far too long."""

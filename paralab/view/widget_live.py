@@ -96,7 +96,7 @@ class View(ipw.VBox):
         if self.chart is not self._first:
             self.figure.data = []
             self.figure.add_traces(list(self.chart.data))
-            self.figure.update_layout(self._shown[1], overwrite=True)
+            self.figure.layout = {"annotations": (), "shapes": (), **self._shown[1]}
 
     def show(self, chart: Chart) -> None:
         """Become another chart."""

@@ -88,7 +88,6 @@ SLIDERS: dict[str, tuple[Callable[[], Any], list[dict], list[tuple[str, list]]]]
 def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second(name):
     make, settings, moves = SLIDERS[name]
     bench = make()
-    bench._displayed = True  # as on a page
     for some in settings:
         bench.set(**some)
         for knob, values in moves:
@@ -104,7 +103,6 @@ def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second(name):
 
 def test_the_explorer_answers_within_a_tenth_of_a_second():
     bench = pl.explore(cluster=CLUSTER)
-    bench._displayed = True
     bench.set(pp=4), bench.set(pp=2)
     gc.collect()
     gc.freeze()  # what was made before is not gone through with every move
