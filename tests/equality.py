@@ -39,7 +39,7 @@ def _each_trained(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _trained(model: pl.ModelSpec, **asked: Any) -> dict[str, Any]:
-    found = pl.reference.train(model, optimizer="sgd", **asked)
+    found = list(pl.reference.train(model, optimizer="sgd", **asked))
     return {**found[-1]._asdict(), "losses": [step.loss for step in found[1:]]}
 
 

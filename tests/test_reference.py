@@ -206,7 +206,7 @@ def test_batches_are_those_that_a_run_feeds_its_ranks(text):
 def test_the_defaults_are_those_of_a_run(run, optimizer):
     """Steps, micro-batches, text, seed, and the learning rate, on which later losses depend."""
     report = run(SPEC, optimizer=optimizer, data=None)
-    found = pl.reference.train(SPEC, optimizer=optimizer)
+    found = list(pl.reference.train(SPEC, optimizer=optimizer))
     assert [step.loss for step in found[1:]] == pytest.approx(report.losses, rel=2e-6)
     assert reference.DEFAULT_LR == DEFAULT_LR
 
@@ -244,9 +244,9 @@ def test_a_loop_of_ones_own_on_ranks_is_the_training_of_one_process(text):
         return {name: p.detach().numpy() for name, p in gpt.named_parameters()}
 
     first, second = pl.launch(by_hand, ranks=2, args=(DROPPED, text))
-    expected = pl.reference.train(
+    *_, expected = pl.reference.train(
         DROPPED, steps=2, microbatches=4, optimizer="sgd", lr=0.5, data=text
-    )[-1]
+    )
     assert all(np.array_equal(first[name], second[name]) for name in first)
     assert worst(expected.weights, first)[0] < 1e-5
 
@@ -262,7 +262,8 @@ def test_training_is_the_plain_loop(text):
         (sum(found) / 2).backward()
         losses.append(sum(loss.item() for loss in found) / 2)
         update.step()
-    got = pl.reference.train(SPEC, steps=3, microbatches=2, optimizer="sgd", lr=0.5, data=text)
+    given = {"steps": 3, "microbatches": 2, "optimizer": "sgd", "lr": 0.5, "data": text}
+    got = list(pl.reference.train(SPEC, **given))
     assert [step.loss for step in got[1:]] == pytest.approx(losses, rel=1e-6)
     weights = {name: p.detach().numpy() for name, p in gpt.named_parameters()}
     gradients = {name: p.grad.numpy() for name, p in gpt.named_parameters()}
@@ -272,9 +273,9 @@ def test_training_is_the_plain_loop(text):
 
 def test_clipping_shrinks_the_update_and_not_the_gradients(text):
     given = {"steps": 2, "optimizer": "sgd", "lr": 1.0, "data": text}
-    free = pl.reference.train(SPEC, **given)
+    free = list(pl.reference.train(SPEC, **given))
     for clip_norm in (0.01, (0.01, 1e9)):
-        clipped = pl.reference.train(SPEC, clip_norm=clip_norm, **given)
+        clipped = list(pl.reference.train(SPEC, clip_norm=clip_norm, **given))
         assert worst(free[1].gradients, clipped[1].gradients)[0] == 0
         assert worst(free[0].weights, clipped[0].weights)[0] == 0
         moved = [
@@ -291,8 +292,8 @@ def test_in_16_bits_updates_that_rounding_would_lose_add_up(text, precision, lr)
     given = {"lr": lr, "data": text, "precision": precision}
     norm = "head.norm.weight"  # begins at 1
     for steps, moves in ((1, False), (12, True)):
-        weights = pl.reference.train(SPEC, steps=steps, **given)[-1].weights
-        assert (weights[norm] != 1).any() == moves
+        *_, last = pl.reference.train(SPEC, steps=steps, **given)
+        assert (last.weights[norm] != 1).any() == moves
 
 
 def test_a_step_that_overflows_in_fp16_is_left_out_and_the_scale_halved(text, monkeypatch):

@@ -47,7 +47,7 @@ def of_one_process(
 
 
 def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
-    return reference.train(model, **settings)
+    return list(reference.train(model, **settings))
 
 
 def look_at_tensors(

@@ -67,7 +67,9 @@ def one_step(
     sizes = {"microbatches": m, "microbatch_size": SAMPLES, "seed": seed}
     batches = reference.batches(model, step=0, **sizes)
     with watch.unseen():  # what is right is the same on all ranks
-        right = None if rank else reference.train(model, steps=1, optimizer="sgd", **sizes)[1]
+        right = None
+        if not rank:
+            _, right = reference.train(model, steps=1, optimizer="sgd", **sizes)
     stages = {s: reference.Stage(model, s, v * p, seed) for s in range(rank, v * p, p)}
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True

@@ -24,7 +24,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -292,8 +293,9 @@ def train(
     clip_norm: float | Sequence[float] | None = None,
     data: object = None,
     seed: int = 0,
-) -> list[Step]:
-    """Train on this process. Returns the steps; first, as number 0, the weights before any.
+) -> Iterator[Step]:
+    """Train on this process. The steps, each made when it is asked for and not kept; first, as
+    number 0, the weights before any.
 
     The arguments are those of `pl.run` and `pl.Plan`, and ``clip_norm`` may be one for each step. A
     plan with data-parallel ranks equals dp * microbatches micro-batches here.
@@ -309,15 +311,30 @@ def train(
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())
     update = _optimizer(masters.values(), optimizer, lr)
+    return _steps(gpt, feed, parameters, masters, update, precision, clip_norm, steps)
+
+
+def _steps(
+    gpt: GPT,
+    feed: Callable[..., Any],
+    parameters: dict[str, Tensor],
+    masters: dict[str, Tensor],
+    update: torch.optim.Optimizer,
+    precision: str,
+    clip_norm: float | Sequence[float] | None,
+    steps: int,
+) -> Iterator[Step]:
+    """See `train`. parameters: those of ``gpt``; masters: theirs in fp32, which are updated."""
     scale, good = (FIRST_SCALE if precision == "fp16" else 1.0), 0
-    found = [Step(0.0, {}, _arrays(parameters))]
+    yield Step(0.0, {}, _arrays(parameters))
     for step in range(steps):
         gpt.zero_grad()
         gpt.at(step)
         total = 0.0
-        for tokens, targets in feed(step=step):
+        given = feed(step=step)
+        for tokens, targets in given:
             loss = gpt(tokens, targets)
-            (loss / microbatches * scale).backward()
+            (loss / len(given) * scale).backward()
             total += loss.item()
         gradients = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).float() / scale
@@ -335,8 +352,7 @@ def train(
                 p.data.copy_(masters[name])
         if precision == "fp16" and (not finite or good == DOUBLE_AFTER):
             scale, good = min(max(scale * (2.0 if finite else 0.5), 1.0), LARGEST_SCALE), 0
-        found.append(Step(total / microbatches, _arrays(gradients), _arrays(parameters)))
-    return found
+        yield Step(total / len(given), _arrays(gradients), _arrays(parameters))
 
 
 def _arrays(named: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
