@@ -133,11 +133,12 @@ def test_phases_are_named_at_borders_between_and_before(two):
     (curve,) = curves(two, ranks=[0])
     said = [curve.phase(i) for i in range(len(curve.times))]
     assert said[0] == "before forward" and said[-1] == "in optimizer"
+    assert curve.phases is curve.phases  # looked for once, not for each of thousands of samples
     assert [phase.kind for phase in found.values()] == \
         ["forward", "backward", "forward", "backward", "optimizer"]  # fmt: skip
-    after = curve._replace(times=[found[3].end + 1e-9], samples=curve.samples[:1])
+    after = dataclasses.replace(curve, times=[found[3].end + 1e-9], samples=curve.samples[:1])
     assert after.phase(0) == "after backward"
-    border = curve._replace(times=[found[0].end], samples=curve.samples[:1])
+    border = dataclasses.replace(curve, times=[found[0].end], samples=curve.samples[:1])
     assert border.phase(0) == "in forward"
 
 

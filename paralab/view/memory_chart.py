@@ -179,9 +179,9 @@ def _spaced(found: list[Curve]) -> list[Curve]:
 def _table(shown: Sequence[tuple[str, Curve]]) -> Any:
     """Every sample drawn."""
     rows = [
-        (label, curve.rank, curve.step, curve.times[i], curve.phase(i), category, size)
+        (label, curve.rank, curve.step, curve.times[i], phase, category, size)
         for label, curve in shown
-        for i in range(len(curve.samples))
+        for i, phase in enumerate(map(curve.phase, range(len(curve.samples))))
         for category, size in curve.samples[i].items()
     ]
     return "panel rank step time phase category bytes", rows

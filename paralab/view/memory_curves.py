@@ -7,6 +7,8 @@ come from the spans. Bytes, and seconds from the start of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal, whole
@@ -24,7 +26,8 @@ class Phase(NamedTuple):
     end: float
 
 
-class Curve(NamedTuple):
+@dataclass(frozen=True)
+class Curve:
     """What one rank had on its device in one step.
 
     times     seconds from the step's start
@@ -46,7 +49,7 @@ class Curve(NamedTuple):
         """Whether times are numbers of what happens, in order, and no seconds."""
         return self.report.clock == DRY
 
-    @property
+    @cached_property
     def phases(self) -> list[Phase]:
         """Work of a kind that follows work of its kind is one, whatever was waited between."""
         spans = self.report.spans
@@ -62,7 +65,7 @@ class Curve(NamedTuple):
             merged.append(phase)
         return merged
 
-    @property
+    @cached_property
     def peak_at(self) -> int:
         """The sample with the most bytes, the first of equals."""
         return max(range(len(self.samples)), key=lambda i: (self.totals[i], -i))
