@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import paralab as pl
 from paralab.report.metrics import achieved, utilisation
@@ -76,6 +77,17 @@ def test_no_peak_is_stated_and_none_is_assumed():
     report = pl.predict(MODEL, pl.Plan(), PRODUCTS.replace(peak_flops=None), steps=1)
     assert utilisation(report) == {}
     assert not [name for name in report.summary().index if "utilisation" in name]
+
+
+def test_a_block_of_ones_own_has_no_formula_of_flops_and_no_utilisation():
+    model = MODEL.replace(block=lambda spec: torch.nn.Linear(spec.hidden, spec.hidden))
+    with pytest.raises(ValueError, match="block=.*not one of your own; legal: "):
+        step_flops(model, 1)
+    report = pl.predict(model, pl.Plan(), PRODUCTS)
+    assert achieved(report) == utilisation(report) == {}
+    assert "FLOP" not in report.summary().to_string() and report.step_time > 0
+    with pytest.raises(ValueError, match="run 0 is refused: block="):
+        pl.fit_cluster([(model, pl.Plan(), 1.0)], PRODUCTS)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -529,10 +529,11 @@ def achieved(report: Tables) -> dict[str, float]:
     """{"model", "hardware"}: FLOP/s per device. Model FLOPs are what a step has to compute, forward
     and backward, however it is done; hardware FLOPs have recomputation on top (Korthikanti+ 2022,
     arXiv:2205.05198, sec. 6; "achieved teraFLOP/s" in PTD-P is these). Matrix products alone, 2
-    FLOPs per multiply-add. Empty where no model was trained or no time is known.
+    FLOPs per multiply-add. Empty where no model was trained, for a model with a block of one's own,
+    and where no time is known.
     """
     seconds, plan = step_time(report), report.plan
-    if report.model is None or not seconds > 0:
+    if report.model is None or report.model.block is not None or not seconds > 0:
         return {}
     how = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
     return training.utilisation(report.model, plan.global_batch, peak=1.0, **how)._asdict()

@@ -14,11 +14,18 @@ head is not recomputed there either. What the ops of this program do is in model
 
 from __future__ import annotations
 
+from paralab.checks import illegal
 from paralab.spec import ModelSpec
 
 
 def block_flops(model: ModelSpec, batch: int) -> int:
-    """Forward FLOPs of one block on ``batch`` samples: 24 b s h^2 (1 + s/(6h))."""
+    """Forward FLOPs of one block on ``batch`` samples: 24 b s h^2 (1 + s/(6h)).
+
+    Raises ValueError for a block of one's own, which no formula knows.
+    """
+    if model.block is not None:
+        why = "the formula counts the standard block, not one of your own"
+        raise illegal("block", model.block, why, "a ModelSpec without block")
     s, h = model.seq_len, model.hidden
     return 24 * batch * s * h * h + 4 * batch * s * s * h
 
