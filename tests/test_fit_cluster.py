@@ -12,6 +12,7 @@ from paralab.theory.fit_cluster import FACTORS, ClusterFit
 TRUE = pl.Cluster.preset("dgx-a100", nodes=4)
 WRONG = TRUE.replace(
     flops=0.8 * TRUE.flops,
+    products={name: [0.8 * rate for rate in some] for name, some in TRUE.products.items()},
     intra=pl.Link(alpha=TRUE.intra.alpha, bandwidth=1.5 * TRUE.intra.bandwidth),
 )
 SMALL = pl.ModelSpec(layers=4, hidden=2048, heads=16, seq_len=1024, vocab=51200)
@@ -46,6 +47,8 @@ def test_a_cluster_that_was_stated_wrong_is_corrected_by_what_was_measured():
     assert max(map(abs, fit.errors)) < 0.35 * max(map(abs, before))
     assert max(map(abs, fit.inside)) < 0.3 * max(map(abs, before))
     assert fit.cluster.flops == pytest.approx(TRUE.flops, rel=0.1)
+    _, stated, fitted = fit.constants["products"]  # in what was trained in
+    assert (stated, fitted) == (WRONG.rate("bf16"), fit.cluster.rate("bf16"))
     assert TRUE.intra.bandwidth < fit.cluster.intra.bandwidth < 0.95 * WRONG.intra.bandwidth
     assert max(map(abs, fit.null)) > 5 * max(map(abs, fit.errors))
     assert set(fit.constants) == set(FACTORS) and len(FACTORS) <= 6

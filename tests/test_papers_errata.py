@@ -35,21 +35,25 @@ def test_errata_follow():
     assert round(312e12 / 12.5e9 / 1e3, 2) == 24.96  # Ring Attention
 
 
-# Datasheets: bytes of memory, bytes/s of memory, of NVLink and between nodes, FLOP/s; and what
-# a matrix product reaches at best by stas00/ml-engineering's tables.
+# Datasheets: bytes of memory, bytes/s of memory, of NVLink and between nodes, TFLOP/s in fp32, with
+# tf32, in bf16 and fp16 (a V100 has no products in two of these); and what a product in 16 bits
+# reaches at best by stas00/ml-engineering's tables.
 DATASHEETS = {
-    "dgx-v100": (32e9, 900e9, 150e9, 12.5e9, 125e12, 0.869 * 125e12),
-    "dgx-a100": (80e9, 2039e9, 300e9, 25e9, 312e12, 271.2e12),
-    "dgx-h100": (80e9, 3350e9, 450e9, 50e9, 989e12, 794.5e12),
+    "dgx-v100": (32e9, 900e9, 150e9, 12.5e9, (15.7, 15.7, 15.7, 125), 271.2 / 312 * 125),
+    "dgx-a100": (80e9, 2039e9, 300e9, 25e9, (19.5, 156, 312, 312), 271.2),
+    "dgx-h100": (80e9, 3350e9, 450e9, 50e9, (67, 494.5, 989, 989), 794.5),
 }
 
 
 @pytest.mark.parametrize("preset", DATASHEETS)
 def test_presets_are_datasheets_and_published_measurements(preset):
-    size, rate, inside, between, peak, product = DATASHEETS[preset]
+    size, rate, inside, between, peaks, product = DATASHEETS[preset]
     cluster = pl.Cluster.preset(preset)
     assert cluster.memory == size
-    assert cluster.flops == product and cluster.peak_flops == peak
+    rates = [cluster.rate(precision) / 1e12 for precision in ("fp32", "tf32", "bf16", "fp16")]
+    share = product / peaks[-1]
+    assert rates == pytest.approx([share * peak for peak in peaks])
+    assert cluster.peak_flops == 1e12 * peaks[-1]
     # Calls reach 76 to 90 % of NVLink, whose packets have heads, and 192 of eight ports' 200 GB/s.
     assert 0.76 < cluster.intra.bandwidth / inside < 0.9
     assert cluster.inter.bandwidth == pytest.approx(0.96 * between)

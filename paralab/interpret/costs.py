@@ -112,7 +112,7 @@ class Costs:
         # How many times longer products take than on infinitely many tokens.
         tokens = self.plan.microbatch_size * program.spec.seq_len
         self.slower = 1 + cluster.half_rate_tokens / tokens
-        self.precision = "tf32" if self.plan.tf32 else self.plan.precision
+        self.precision = self.plan.product_precision
         self._known: dict[tuple, Cost] = {}
         self._reaches: dict[tuple, Reach] = {}
 

@@ -28,9 +28,10 @@ class Cluster(Description):
 
     name              what reports and figures call it
     nodes, devices_per_node   how many; a plan's ranks fill one node after the other
-    flops             rate that large matrix products really reach, FLOP/s per device
-    peak_flops        FLOP/s that a device's datasheet promises in the precision that is trained in;
-                      None: not stated, and no report says how much of it a step uses
+    flops             rate that large matrix products really reach, FLOP/s per device; in fp32 if
+                      ``products`` states others
+    peak_flops        FLOP/s that a device's datasheet promises, in 16 bits where it has such
+                      products; None: not stated, and no report says how much of it a step uses
     half_rate_tokens  tokens of a micro-batch at which products reach half of ``flops``, where small
                       ones are slower: n_1/2 of Hockney's r = r_inf n / (n + n_1/2). 0: they are not
     memory_bandwidth  bytes/s that elementwise kernels really reach, per device
@@ -61,7 +62,7 @@ class Cluster(Description):
     collectives       links measured per operation inside a node, alpha per message; they go before
                       `intra`
     products          {"bf16", "fp16" or "tf32": FLOP/s of products x W^T, g W, g^T x} where they
-                      differ from fp32's: theory/work.py; empty: `flops` in any precision
+                      differ from fp32's: theory/work.py, `rate`; empty: `flops` in any precision
     odd_products      share of their rate that products in 16 bits reach with an odd number of
                       columns. Tensor cores take rows of whole multiples of 16 bytes
     cores             processor cores that this cluster's devices share; None where each device
@@ -153,6 +154,11 @@ class Cluster(Description):
         """Whether every device computes on its own, as GPUs do; ranks on processors share cores."""
         return self.cores is None
 
+    def rate(self, precision: str) -> float:
+        """FLOP/s of products in it, of a layer's three together. precision: or "tf32"."""
+        rates = self.products.get(precision)
+        return 3 / sum(1 / rate for rate in rates) if rates else self.flops
+
     def node_of(self, rank: int) -> int:
         """Ranks fill one node after the other."""
         return rank // self.devices_per_node
@@ -231,8 +237,8 @@ def available_cores() -> int:
 
 
 def _dgx(
-    peak: float,
-    products: float,
+    peaks: Mapping[str, float],
+    reached: float,
     memory_gb: int,
     memory_gbs: float,
     intra_gbs: float,
@@ -241,11 +247,17 @@ def _dgx(
     host_memory_gbs: float,
     devices: int = 8,
 ) -> dict:
-    """See CLUSTER_PRESETS; figures in GB and GB/s."""
+    """See CLUSTER_PRESETS; figures in GB and GB/s.
+
+    peaks    {precision: FLOP/s of the data sheet}, where there are such products
+    reached  the share of these that large products reach
+    """
+    rates = {name: reached * peak for name, peak in peaks.items()}
     return {
         "devices_per_node": devices,
-        "peak_flops": peak,
-        "flops": products,
+        "peak_flops": peaks["fp16"],
+        "flops": rates.pop("fp32"),
+        "products": {name: (rate, rate, rate) for name, rate in rates.items()},
         "memory_bandwidth": 0.65e9 * memory_gbs,
         "operand_bandwidth": 0.65e9 * memory_gbs,
         "fused": True,
@@ -259,15 +271,16 @@ def _dgx(
     }
 
 
-# Of data sheets: 16-bit dense peak, memory size and bandwidth, one-way GB/s of a port to other
-# nodes (HDR or NDR InfiniBand, as many as GPUs; the DGX-2 has 8 for 16); PCIe x16 to the host, one
-# way, and an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of DDR5-4800).
-# Disks differ from site to site: state yours. "dgx-v100" is the DGX-2 that the ZeRO papers ran on:
-# 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054, sec. 10), PCIe 3 to
-# hosts of 6 channels of DDR4-2666 a socket.
+# Of data sheets: dense peaks by precision, memory size and bandwidth, one-way GB/s of a port to
+# other nodes (HDR or NDR InfiniBand, as many as GPUs; the DGX-2 has 8 for 16); PCIe x16 to the
+# host, one way, and an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of
+# DDR5-4800). Disks differ from site to site: state yours. "dgx-v100" is the DGX-2 that the ZeRO
+# papers ran on: 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054,
+# sec. 10), PCIe 3 to hosts of 6 channels of DDR4-2666 a socket; it has no products in bf16 or tf32.
 #
-# Published measurements: products, the best that any shape reaches (stas00/ml-engineering, MAMF:
-# 271.2 of an A100, 794.5 of an H100; of a V100 there is none, so the A100's share of its peak);
+# Published measurements: products, the best that any shape reaches in bf16 (stas00/ml-engineering,
+# MAMF: 271.2 of an A100, 794.5 of an H100), as a share of the peak; of other precisions and of a
+# V100 there is none, so the same share of theirs (an H100 of ours reached 0.77 of its fp32 peak);
 # all-reduces between 8 GPUs of a node, 134.5 GB/s for V100s and 229 for A100s, these 92 us at least
 # for 14 messages, of which 7 us each (VIA-Research/vTrain, its tables); 370 GB/s between H100s (a
 # maintainer of NCCL, nccl-tests issue 212; an all-reduce that the switches add up, NVLink SHARP, is
@@ -276,11 +289,14 @@ def _dgx(
 #
 # Fitted, to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 65 %
 # of the memory's bandwidth, and 30 us of Megatron-LM's host program for a kernel.
+_V100 = {"fp32": 15.7e12, "fp16": 125e12}
+_A100 = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}
+_H100 = {"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp16": 989e12}
 CLUSTER_PRESETS: dict[str, dict[str, Any]] = {
     "dgx-v100": {
-        **_dgx(125e12, 0.869 * 125e12, 32, 900, 134.5, 12.5, 16, 16, devices=16),
+        **_dgx(_V100, 271.2 / 312, 32, 900, 134.5, 12.5, 16, 16, devices=16),
         "ports": 8,
     },
-    "dgx-a100": _dgx(312e12, 271.2e12, 80, 2039, 229, 25, 31, 51),
-    "dgx-h100": _dgx(989e12, 794.5e12, 80, 3350, 370, 50, 63, 77),
+    "dgx-a100": _dgx(_A100, 271.2 / 312, 80, 2039, 229, 25, 31, 51),
+    "dgx-h100": _dgx(_H100, 794.5 / 989, 80, 3350, 370, 50, 63, 77),
 }

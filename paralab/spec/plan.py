@@ -142,6 +142,11 @@ class Plan(Description):
         return resolved(self.offload, self.zero_stage)
 
     @property
+    def product_precision(self) -> str:
+        """What products multiply in: ``precision``, or "tf32"."""
+        return "tf32" if self.tf32 else self.precision
+
+    @property
     def world_size(self) -> int:
         """Ranks this plan needs: dp * tp * pp."""
         return self.dp * self.tp * self.pp

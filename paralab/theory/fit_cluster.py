@@ -66,14 +66,13 @@ def _memory(cluster: Cluster, by: float) -> dict[str, Any]:
 
 
 def _products(cluster: Cluster, by: float) -> dict[str, Any]:
-    half = cluster.products
-    rates = {name: tuple(rate * by for rate in some) for name, some in (half or {}).items()}
-    return {"flops": cluster.flops * by} | ({"products": rates} if half else {})
+    rates = {name: tuple(rate * by for rate in some) for name, some in cluster.products.items()}
+    return {"flops": cluster.flops * by, "products": rates}
 
 
 # What each factor changes, and the figure that it is shown by, with its unit.
 FACTORS: dict[str, tuple[Callable[[Cluster, float], dict[str, Any]], str, str]] = {
-    "products": (_products, "flops", "FLOP/s"),
+    "products": (_products, "products", "FLOP/s"),
     "memory": (_memory, "memory_bandwidth", "bytes/s"),
     "launch": (lambda c, by: {"launch_overhead": c.launch_overhead * by}, "launch_overhead", "s"),
     "inside": (lambda c, by: _links(c, 1, by, 1), "intra.bandwidth", "bytes/s"),
@@ -157,13 +156,14 @@ def fit_cluster(
     wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))
     for run in runs:
         check_cluster(run.plan, wide)
+    in_ = runs[0].plan.product_precision
     used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
     steps = _Steps(runs, wide)
     factors, slopes, now = _fitted(steps, wide, used)
     errors, null = _out_of_sample(steps, wide, used, factors, slopes, now, by)
     fitted = _with(cluster, used, factors)
     shown = {
-        name: (unit, _figure(cluster, at), _figure(fitted, at))
+        name: (unit, _figure(cluster, at, in_), _figure(fitted, at, in_))
         for name, (_, at, unit) in FACTORS.items()
         if name in used
     }
@@ -171,7 +171,10 @@ def fit_cluster(
     return ClusterFit(fitted, shown, tuple(runs), inside, errors, null)
 
 
-def _figure(cluster: Cluster, at: str) -> float:
+def _figure(cluster: Cluster, at: str, precision: str) -> float:
+    """What stands at a name; of products what they reach in the precision that was trained in."""
+    if at == "products":
+        return cluster.rate(precision)
     for name in at.split("."):
         cluster = getattr(cluster, name)
     return float(cluster)  # type: ignore[arg-type]
@@ -193,6 +196,7 @@ def _runs(rows: Any) -> list[Run]:
         try:
             run = Run(*row)
             run.plan.validate(run.model)
+            _work(run)  # refuses a model whose FLOPs are not known
             found.append(run._replace(seconds=real("seconds", run.seconds, above=0.0)))
         except (TypeError, AttributeError, ValueError) as error:
             why = f"run {number} is refused: {error}"

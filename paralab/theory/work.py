@@ -97,8 +97,7 @@ class Work:
             taken = sum(flops / fast for flops, fast in zip(self.products, rates, strict=True))
             rest -= sum(self.products)
         if self.odd and item < ITEM and cluster.odd_products < 1:
-            fast = 3 / sum(1 / rate for rate in rates) if rates else cluster.flops
-            taken += self.odd * (1 / cluster.odd_products - 1) / fast
+            taken += self.odd * (1 / cluster.odd_products - 1) / cluster.rate(precision)
         if cluster.operand_bandwidth is not None:
             taken += self.operands * wide / cluster.operand_bandwidth
         if cluster.elements:
