@@ -11,9 +11,19 @@ from paralab.spec import ModelSpec, Plan
 
 
 def load_batches(
-    corpus: Corpus, model: ModelSpec, plan: Plan, *, step: int, rank: int, seed: int
+    corpus: Corpus,
+    model: ModelSpec,
+    plan: Plan,
+    *,
+    step: int,
+    rank: int,
+    seed: int,
+    pinned: bool = False,
 ) -> list[Tensor]:
-    """This rank's micro-batches of one step, (b, s + 1) each; data.py's [Note: same batches]."""
+    """This rank's micro-batches of one step, (b, s + 1) each; data.py's [Note: same batches].
+
+    pinned  for a GPU: a copy from other memory may wait until the device has done what it has
+    """
     first = rank * plan.microbatches
     texts = [
         corpus.microbatch(
@@ -26,10 +36,14 @@ def load_batches(
         )
         for k in range(plan.microbatches)
     ]
-    return [
+    found = [
         torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1)
         for text in texts
     ]
+    if pinned:
+        locked = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in found]
+        found = [place.copy_(each) for place, each in zip(locked, found, strict=True)]
+    return found
 
 
 def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:

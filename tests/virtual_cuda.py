@@ -231,6 +231,7 @@ class Machine:
         self.turns: dict[tuple, int] = defaultdict(int)
         self.known: dict[int, tuple[weakref.ref, Memory]] = {}
         self.pinned: dict[int, weakref.ref] = {}
+        self.pageable: weakref.WeakSet = weakref.WeakSet()  # storages of the host, not page-locked
         self.allocator = Allocator()
         self.undo = contextlib.ExitStack()
 
@@ -554,6 +555,9 @@ class _Watch(TorchDispatchMode):
                     seconds = machine.takes(op.name, args, some, size)
                     machine.node(chain, seconds=seconds, label=op.name)
                 machine.touched(op.name, read, wrote, chain, place, chain.knows)
+        slow = any(t.untyped_storage() in machine.pageable for t in reads)
+        if slow and any(memory.home for memory in wrote):
+            machine.meeting("a copy of memory that is not page-locked")
         if op.name == "aten::copy_" and _stands_still(machine, args, kwargs or {}):
             machine.meeting("a copy to the host that is not asynchronous")
         return made
@@ -649,7 +653,7 @@ class _Refusing:
 
 
 def _pin(machine: Machine) -> None:
-    make = torch.empty
+    make, wrap = torch.empty, torch.frombuffer
 
     def empty(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
         made = make(*shape, **how)
@@ -659,7 +663,12 @@ def _pin(machine: Machine) -> None:
             machine.known.pop(storage._cdata, None)
         return made
 
-    machine.put(torch, empty=empty)
+    def frombuffer(*given: Any, **how: Any) -> Tensor:
+        made = wrap(*given, **how)
+        machine.pageable.add(made.untyped_storage())
+        return made
+
+    machine.put(torch, empty=empty, frombuffer=frombuffer)
 
 
 def _nccl(machine: Machine, comm: Any, transports: Any) -> None:

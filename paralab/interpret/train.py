@@ -110,7 +110,13 @@ class Trainer:
         recorder, plan, env, rank = self.recorder, self.plan, self.env, self.rank
         number = self.first_step + step
         batches = load_batches(
-            self.corpus, self.model, plan, step=number, rank=self.grid.dp.index, seed=self.seed
+            self.corpus,
+            self.model,
+            plan,
+            step=number,
+            rank=self.grid.dp.index,
+            seed=self.seed,
+            pinned=self.context.device.startswith("cuda"),
         )
 
         def batch(k: int) -> Tensor:
