@@ -22,6 +22,7 @@ from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
+from paralab.programs.parts import reach
 from paralab.programs.search import SETTINGS, SPARE, Search
 from paralab.programs.search_words import brief
 from paralab.programs.space import NEEDLESS, space, values
@@ -177,6 +178,17 @@ def test_estimates_rank_as_compiled_plans_do(cluster, least):
     times, sizes = closed / seconds, estimates / peaks
     assert np.quantile(times, 0.05) >= least and np.quantile(times, 0.95) <= 1.1
     assert np.quantile(sizes, 0.95) <= 1.4 and SPARE * sizes.min() >= 1
+
+
+def test_pipelines_of_odd_depth_are_searched_and_their_ends_are_where_they_are():
+    cluster, model = NODES.replace(nodes=3), TINY.replace(layers=6, tied=True)
+    how = {"tp": 2, "zero_stage": 0, "schedule": "1f1b", "recompute": "none"}
+    found = pl.plan_search(model, cluster, 12, global_batch=24, **how)
+    assert set(found.table["pp"]) == {1, 2, 3, 6}
+    for dp, tp, pp in ((2, 2, 3), (1, 2, 6), (6, 1, 2), (4, 1, 3)):  # rank 0 and its last stage's
+        last = (pp - 1) * dp * tp
+        pairs = [cluster.reach([rank, rank + last]) for rank in range(dp * tp)]
+        assert reach(cluster, 2, last, dp * tp * pp) in pairs
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ class Estimate:
         replicas = self.link("all_reduce", copies, tp * self.n)
         sent = 2 * (copies - 1) / copies * own / units * self.grad
         late = late + (copies > 1) * (zero > 0) * units * replicas(sent)
-        both = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p // 2, 1))
+        both = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1))
         late = late + (self.tied > 0) * both(self.grad * self.tied * own / self.psi)
         update = own * self.moved / self.cluster.memory_bandwidth
         update = (update + 6 * units * self.cluster.op_overhead) * (self.place("optimizer") == 0)

@@ -165,8 +165,9 @@ def reach(cluster: Cluster, size: int, stride: int, world: int) -> Reach:
     """Where the ranks of that group are, of all of ``size`` ranks ``stride`` apart, that is spread
     furthest.
     """
-    nodes = np.arange(world).reshape(-1, size, stride) // cluster.devices_per_node
-    groups = nodes.transpose(0, 2, 1).reshape(-1, size)
+    first = np.arange(world - (size - 1) * stride)
+    first = first[first // stride % size == 0]
+    groups = (first[:, None] + stride * np.arange(size)) // cluster.devices_per_node
     unlike = np.unique(groups - groups[:, :1], axis=0).tolist()
     return furthest(Reach.of(group, int) for group in unlike)
 
