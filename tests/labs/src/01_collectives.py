@@ -484,11 +484,11 @@ view.algorithms(
 # %% [markdown]
 # So why does anyone use rings? The model leaves two things out. Halving-doubling talks to ranks far
 # away, so several of its messages share a link between switches, whereas a ring's messages go to
-# neighbours. And a tree need not send the whole tensor at once: cut into pieces that follow one
-# another (a **pipelined tree**), it sends the same bytes, but all its levels send at once, so they
-# take about as long as on a ring. NCCL's *double binary trees* do this with two trees, so that each
-# rank is a leaf in one of them ([NVIDIA
-# 2019](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)). The
+# neighbours. And a tree can be better than this one, whose root sends $\log_2 N\,S$ bytes. NCCL
+# uses two binary trees, each for one half of the tensor, cut into pieces so that all levels send at
+# once. Each rank is a leaf in one of them and sends about $2S$, as on a ring ([NVIDIA
+# 2019](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/);
+# [Sanders, Speck and Träff 2009](https://doi.org/10.1016/j.parco.2009.09.001)). The
 # left end of the picture shows latency alone: 126 α = 6.3 ms on the ring, 12 α = 0.6 ms on the
 # tree. It grows with N on a ring, and with log N on a tree. Do not read the crossing as NCCL's
 # switching point.
