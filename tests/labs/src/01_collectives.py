@@ -578,10 +578,10 @@ traced.traffic_chart().titled("Hierarchical: of 12 MB that a rank sends 4 MB lea
 # gradients have 1440 MB. The thread names neither model nor nodes; suppose two nodes of eight:
 
 # %%
-S, N, nodes = 1440 * MB, 16, 2
-per_rank = 2 * (N - 1) / N * S
+update, ranks, nodes = 1440 * MB, 16, 2
+per_rank = 2 * (ranks - 1) / ranks * update
 print(f"a rank sends {per_rank / MB:,.0f} MB; a flat ring sends that from each node to the next")
-across = 2 * (nodes - 1) / nodes * S / 8
+across = 2 * (nodes - 1) / nodes * update / 8
 out = f"{across / MB:.0f} MB per rank leave a node, {8 * across / MB:,.0f} MB per node"
 print("hierarchical:", out)
 

@@ -141,11 +141,11 @@ view.ring(4)
 import pandas as pd
 
 rows = {}
-for N in (1, 2, 3, 4, 64, 1024):
-    rows[N] = {"by formula (MB)": 2 * (N - 1) / N * 4 * model.num_params / 1e6}
-    if N <= 4:
-        counted = pl.run(model, plan.replace(dp=N), steps=2, progress=False)
-        rows[N]["counted (MB)"] = counted.traffic()["bytes"].max() / 1e6
+for n in (1, 2, 3, 4, 64, 1024):
+    rows[n] = {"by formula (MB)": 2 * (n - 1) / n * 4 * model.num_params / 1e6}
+    if n <= 4:
+        counted = pl.run(model, plan.replace(dp=n), steps=2, progress=False)
+        rows[n]["counted (MB)"] = counted.traffic()["bytes"].max() / 1e6
 pd.DataFrame(rows).T.rename_axis("ranks").round(3)
 
 # %%
