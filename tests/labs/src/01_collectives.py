@@ -388,9 +388,10 @@ view.link_fit(calibration_points()["links"], op="all_reduce")
 # ### algbw and busbw
 # `nccl-tests`, the usual benchmark, prints two bandwidths
 # ([PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)).
-# **algbw** is the bytes of the tensor over the time. **busbw** is algbw times the bytes that a rank
-# sends per byte of the tensor: it is the speed at which a rank sends, and can be compared with the
-# bandwidth of a link, whatever N is:
+# **algbw** is the bytes of the tensor over the time. Where all ranks send the same number of bytes,
+# **busbw** is algbw times the bytes that a rank sends per byte of the tensor: it is the speed at
+# which a rank sends, and can be compared with the bandwidth of a link, whatever N is. In a
+# broadcast or a reduce the root sends or receives the whole tensor, and the factor is 1:
 #
 # $$\text{algbw} = \frac{S}{T}, \qquad
 # \text{busbw}_\text{all-reduce} = 2\,\frac{N-1}{N}\cdot\frac{S}{T},
