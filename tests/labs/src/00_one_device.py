@@ -228,7 +228,8 @@ print(f"the ledger of the run agrees: {most['bytes']['activations'] == four}")
 # %% [markdown]
 # The 16-bit formula needs no run. In all four models below $5as/h$ is larger than 34: the attention
 # scores take more memory than all other activations of the block together. (Lab 06 shows how to
-# avoid storing them.)
+# avoid storing them.) Outside of the blocks forward saves above all the logits, $4sbV$ bytes in
+# fp32: 0.2 GB more for GPT-2.
 
 # %%
 import pandas as pd
@@ -240,7 +241,7 @@ for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
     one = pl.ModelSpec.preset(name)
     rows[name] = {
         "5 a s / h": 5 * one.heads * one.seq_len / one.hidden,
-        "activations of one sample (GB)": float(one.layers * layer_bytes(one, 1)) / GB,
+        "activations of the blocks, one sample (GB)": float(one.layers * layer_bytes(one, 1)) / GB,
         "model states (GB)": 16 * one.num_params / GB,
     }
 pd.DataFrame(rows).T.round(1)
@@ -283,11 +284,12 @@ question.reveal(3, "The scores of attention, a s² b, grow with the square of s.
 # %% [markdown]
 # Twice the width gives less than twice, because the scores do not depend on $h$.
 #
-# ## The peak is less than the sum
+# ## The peak is not the sum
 #
 # States and activations are not all there at once: backward frees the activations block by block,
-# while gradients appear. The memory that a device must have is the **peak** over the step,
-# $M_\text{peak} = \max_t M(t)$. When does it come?
+# while gradients appear. In addition there are temporary tensors, and for long sequences or large
+# vocabularies these make the peak larger than the sum. The memory that a device must have is the
+# **peak** over the step, $M_\text{peak} = \max_t M(t)$. When does it come?
 
 # %%
 moment = pl.exercises.choose(
