@@ -681,10 +681,10 @@ pl.exercises.interleaved_executor.check(interleaved_step_posted)
 # |---|---|---|---|---|
 # | GPipe | $\frac{p-1}{m+p-1}$ | $m$ | $2m(p-1)$ | few micro-batches, or with recomputation |
 # | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default |
-# | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)$ | $2m(pv-1)$ | $m=p,2p$ |
+# | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)/v$ | $2m(pv-1)$ | small $m$ |
 # | ZB-H1 | lab 04 | $p$ | $2m(p-1)$ | where the bubble still counts |
 #
-# A chunk has $1/v$ of a rank's layers.
+# A chunk has $1/v$ of a rank's layers, and counts as $1/v$ of a micro-batch in flight.
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has these schedules. A rank gives it the module of each of its
