@@ -230,6 +230,11 @@ def test_chunks_beside_whole_stages_count_as_their_share():
     assert "share of the rank's layers" in both.below
 
 
+def test_halves_of_a_backward_are_named_where_a_schedule_has_them():
+    for lists, split in ((schedules.gpipe(4, 8), False), (schedules.zb_h1(4, 8), True)):
+        assert ("I and W" in view.live_activations(lists).below) == split
+
+
 def test_live_activations_refuse_what_has_none():
     with pytest.raises(ValueError, match="sources"):
         view.live_activations()

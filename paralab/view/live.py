@@ -39,6 +39,7 @@ class _Source(NamedTuple):
     clock: str  # empty: a bare schedule, times are in forwards
     chunks: int
     curves: list[_Curve]
+    split: bool  # some backwards, into the halves I and W
 
     def in_shares(self) -> _Source:
         """Counted in shares of a rank's layers, not in chunks."""
@@ -103,7 +104,8 @@ def _read(source: Any, step: int | None) -> _Source:
     lives = (work.agg({"start": "min", "end": "max"}) - zero).reset_index("rank")
     mine = (lives[lives["rank"] == pp] for pp in range(plan.pp))
     curves = [_curve(one["start"].tolist(), one["end"].tolist(), end - zero) for one in mine]
-    return _Source(name, clock, plan.virtual_stages, curves)
+    split = "weight_grad" in set(spans["kind"])
+    return _Source(name, clock, plan.virtual_stages, curves, split)
 
 
 def _curve(starts: list[float], ends: list[float], total: float) -> _Curve:
@@ -127,7 +129,8 @@ def _drawn(found: list[_Source]) -> Chart:
     timed, row = all(one.clock for one in found), ROOM * highest
     base = [(len(ranks) - 1 - r) * row for r in ranks]
     said = naming.clock_lines(one.clock for one in found if one.clock)
-    said += ["a schedule: F takes one unit of time, B two (I and W one each)"] * (not timed)
+    halves = " (I and W one each)" if any(one.split for one in found) else ""
+    said += [f"a schedule: F takes one unit of time, B two{halves}"] * (not timed)
     if len({one.chunks for one in found}) > 1:
         said.append("a chunk counts as its share of the rank's layers")
     elif first.chunks > 1:

@@ -257,8 +257,8 @@ improves.reveal(
 # **Why the memory is bounded.** Micro-batch 0 comes back to rank $r$ when it has gone down through
 # the $p-r-1$ stages after it and up again. In 1F1B rank $r$ starts one forward for each of these
 # stages, and then its first steady one. From there on each forward is followed by a backward, which
-# frees what a forward has saved. So the largest number of micro-batches **in flight** on rank $r$
-# is
+# frees what a forward has saved. So the largest number of micro-batches **in flight** on rank $r$,
+# whose activations are alive there, is
 #
 # $$ \text{GPipe: } m, \qquad \text{1F1B: } \min(m,\; p-r) . $$
 
