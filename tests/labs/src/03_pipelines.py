@@ -583,7 +583,8 @@ pl.exercises.pipeline_executor.check(pipeline_step_ahead)
 # ## Your executor trains the GPT
 # Four ranks, each with its stage of the reference GPT, under 1F1B. `pl.observe` watches: it needs
 # to know nothing of your code. In its timeline the orange bar of a message ends where your code has
-# waited for it, because gloo does not report when a message is over.
+# waited for it, because gloo does not report when a message is over. *Compute* is what your code
+# does outside of forward and backward.
 
 
 # %%
@@ -610,7 +611,8 @@ yours = pl.observe(train, ranks=4, args=(model, lists, 8)) if verdict else first
 yours
 
 # %% tags=["measured"]
-yours.timeline() if verdict else yours
+title = "Your executor runs 1F1B: rank r has 4 − r forwards before its first backward"
+yours.timeline().titled(title) if verdict else yours
 
 # %%
 settings = {"steps": 4, "optimizer": "sgd", "progress": False}
@@ -721,7 +723,8 @@ torch_1f1b = pl.observe(with_torch, ranks=4, args=(model, "Schedule1F1B", 1, 8))
 next_to_ours(torch_1f1b, torch_1f1b.results[3])
 
 # %% tags=["measured"]
-torch_1f1b.timeline()
+title = "torch's 1F1B runs forwards and backwards in the same order as the library's"
+torch_1f1b.timeline().titled(title)
 
 # %% [markdown]
 # The losses and the bytes are the same. torch's peak is higher. One reason is that it makes the
