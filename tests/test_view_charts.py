@@ -655,7 +655,7 @@ def test_scaling_holds_every_point_against_what_one_rank_does_alone():
     by_name = {t.name: t for t in chart.data}
     assert by_name["naive"].line.dash == "dash" and by_name["naive"].marker.symbol.endswith("-open")
     assert [a.text for a in chart.layout.annotations] == [
-        "<b>naive 50 %</b>", "<b>overlapped 90 %</b>"]  # fmt: skip
+        "<b>naive 50 %</b>", "<b>overlapped 90 %</b>", "<b>ideal</b>"]  # fmt: skip
 
 
 def test_a_form_is_held_against_its_own_fewest_ranks():
@@ -666,6 +666,8 @@ def test_a_form_is_held_against_its_own_fewest_ranks():
     assert share["weak", 8] == pytest.approx(4**-0.1)
     ideals = [t.y[-1] for t in chart.data if t.name == "ideal"]
     assert ideals == pytest.approx([8 * 140, 8 * 100 * 2**-0.1])
+    named = [a.y for a in chart.layout.annotations if a.text == "<b>ideal</b>"]
+    assert named == pytest.approx(sorted(ideals))
 
 
 def test_scaling_names_what_a_row_lacks():

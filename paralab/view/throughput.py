@@ -44,17 +44,17 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         ]
         ink, alone = style[form]["ink"], found[0][1] / found[0][0]
         ideal = [(n, alone * n) for n in ranks]
-        shown = {"showlegend": form == forms[0], "legendgroup": "ideal"}
-        traces.append(curve("ideal", ideal, ink=ink, width=1.0, **shown))
+        traces.append(curve("ideal", ideal, ink=ink, width=1.0, showlegend=False))
         traces.append(curve(form, [pair[:2] for pair in found], said, ink=ink, **look))
-        ends.append((found[-1], form))
+        n, y, share = found[-1]
+        ends.append((n, y, f"{theme.text(form)} {theme.percent(share)}", ink))
+        if all(ideal[-1] != end[:2] for end in ends):  # mostly one alone reaches the same in each
+            ends.append((*ideal[-1], "ideal", ink))
     last, gap = float("-inf"), NEAR * table["throughput"].max()
     notes = []
-    for (n, y, share), form in sorted(ends):
+    for n, y, word, ink in sorted(ends):
         last = max(y, last + gap)
-        word = f"<b>{theme.text(form)} {theme.percent(share)}</b>"
-        at = {"hold": "left", "xshift": 10, "ink": style[form]["ink"], "size": 14}
-        notes.append(note(word, n, last, **at))
+        notes.append(note(f"<b>{word}</b>", n, last, hold="left", xshift=10, ink=ink, size=14))
     room = 0.03 * (ranks[-1] - ranks[0]) or 0.5
     fig = figure(
         _finding(table),
