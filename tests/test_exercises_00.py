@@ -61,6 +61,7 @@ ESTIMATES = [
     (handed_in("at_update"), {LAB, LOGITS}, "the model states alone"),
     (handed_in("16 * psi + saved + 8 * sbh + 4 * logits"), {LAB},
      "(model states and all activations, which are not"),
+    (handed_in("16 * psi + saved"), {"long sequences"}, "activations, but no temporary tensors)"),
     (handed_in("always + saved"), {"wide models, few tokens"},
      "the blocks' activations; what else is alive"),
     (handed_in("16 * psi + L * (34 * sbh + 5 * scores)"), {LAB},

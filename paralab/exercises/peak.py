@@ -71,7 +71,9 @@ def _mistakes(model: ModelSpec, b: int, right: float) -> Mistakes:
     sbh, scores = s * b * h, model.heads * s * s * b
     block, head = 64 * sbh + 4 * scores, 8 * sbh + 4 * s * b * model.vocab
     saved = model.layers * block + head
-    yield "model states and all activations, which are not there at once", 16 * psi + saved
+    both = 16 * psi + saved
+    why = "which are not there at once" if both > right else "but no temporary tensors"
+    yield f"model states and all activations, {why}", both
     yield "the model states alone", 16 * psi
     yield "weights and moments alone", 12 * psi
     blocks = 12 * psi + model.layers * block
