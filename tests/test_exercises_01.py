@@ -40,6 +40,8 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (ring(("tensor_split", "chunk"), ("buffer = torch.empty_like(chunks[0])", "kept = []"),
           ("buffer[: mine.numel()]", "torch.empty_like(mine)\n        kept.append(partial)")),
      {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
+    (ring(("tensor_split", "chunk")), {"bytes per rank"},
+     "N=4: rank 1 sends 60,012 bytes in chunks that differ by 3 elements, more than one, required"),
     (bad.in_pieces, {"simulated time"}, "µs, required: at most "),
     (bad.one_rank_receives_first, {"simulated time"}, "144.0 µs, required: at most 72.0 µs"),
     (ring((SECOND, f"{SECOND}\n    exchange(chunks[rank], chunks[left])")), {"bytes per rank"},

@@ -44,7 +44,7 @@ def ring_all_reduce(tries: Tries) -> None:
             look_at_calls(notes, found, "{}", "rank 0")
             largest, smallest = 4 * -(-LENGTH // n), 4 * (LENGTH // n)
             sent, most, least = found.sent(), 2 * (size - smallest), 2 * (size - largest)
-            notes.bytes(BYTES, sent, most, least=least)
+            notes.bytes(BYTES, sent, most, _uneven(found), least=least)
             every = 2 * (n - 1) * size
             wrong = f"together {sum(sent):,} bytes, required: {every:,}"
             notes.look(BYTES, wrong if sum(sent) != every else "", f"{every:,} bytes together")
@@ -52,6 +52,13 @@ def ring_all_reduce(tries: Tries) -> None:
             notes.memory(MEMORY, found["extra"], largest, words)
             limit = collectives.seconds("ring_all_reduce", n, size, CLUSTER.intra)
             look_at_time(notes, found, limit)
+
+
+def _uneven(found: Found) -> str:
+    """By how much messages differ, in words, if that is more than one element."""
+    sizes = found.report.collectives["payload_bytes"]
+    more = int(sizes.max() - sizes.min()) // 4 if len(sizes) else 0
+    return f"in chunks that differ by {more:,} elements, more than one" if more > 1 else ""
 
 
 def added(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict[str, Any]:

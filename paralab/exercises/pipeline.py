@@ -19,7 +19,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Found
-from paralab.exercises.verdict import Notes, first
+from paralab.exercises.verdict import Notes, as_many, first
 from paralab.exercises.warmup import BACKWARD_FIRST, lists_of
 from paralab.model.step import Step
 from paralab.spec import ModelSpec
@@ -160,7 +160,7 @@ def _wrong_loss(*, loss: Any, right: Step, **_: Any) -> str:
     said = f" returns {loss!r}, required: {right.loss:.5g}"
     if not isinstance(loss, float):
         return said
-    factor = f"; it is {loss / right.loss:.3g} times what is required"
+    factor = as_many(loss, right.loss, "; it is {} times what is required")
     return "" if abs(loss - right.loss) <= 1e-4 else said + factor
 
 
@@ -173,7 +173,7 @@ def _wrong_order(*, done: Sequence[str], listed: Sequence[Any], **_: Any) -> str
 
 def _wrong_bytes(*, sent: int, messages: int, **_: Any) -> str:
     said = f" sends {sent:,} bytes, required: {messages:,}"
-    return said + f", {sent / messages:.3g} times as many" if sent != messages else ""
+    return said + as_many(sent, messages) if sent != messages else ""
 
 
 def _too_many(

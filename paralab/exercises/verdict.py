@@ -104,6 +104,12 @@ def ms(seconds: float) -> str:
     return f"{round(1e3 * seconds, 1):g} ms"
 
 
+def as_many(yours: float, required: float, words: str = ", {} times as many") -> str:
+    """The factor, in ``words``; "" where it rounds to 1, or nothing is required."""
+    factor = f"{yours / required:.3g}" if required else "1"
+    return "" if factor == "1" else words.format(factor)
+
+
 def first(wrongs: Iterable[str]) -> str:
     """The first of these that says something, or ""."""
     return next((wrong for wrong in wrongs if wrong), "")
@@ -187,7 +193,7 @@ class Notes:
             wrong = f"rank {worst} sends nothing through the group{doing}"
         elif off[worst] > 0:
             wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required}"
-            wrong += f", {sent[worst] / most:.3g} times as many" if most else ""
+            wrong += as_many(sent[worst], most)
         self.look(limit, wrong, f"{sent[worst]:,} bytes")
 
     def memory(

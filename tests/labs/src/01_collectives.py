@@ -767,9 +767,10 @@ else:
 # each chunk travel once around the ring and grow; the all-gather lets the complete sums travel
 # once more. Whatever N is, a rank sends all chunks but one in each half.
 #
-# **Common mistakes.** `tensor.chunk(n)`, which can return fewer than n chunks; a buffer for each
-# step; a send that is waited for before the receive is posted (deadlock); padding a copy of the
-# whole tensor; passing whole tensors around, which is right and sends N/2 times as much.
+# **Common mistakes.** `tensor.chunk(n)`, whose last chunk can be smaller by more than one element
+# or missing; a buffer for each step; a send that is waited for before the receive is posted
+# (deadlock); padding a copy of the whole tensor; passing whole tensors around, which is right and
+# sends N/2 times as much.
 #
 # **A second answer** goes to the left, with both halves in one loop.
 
