@@ -76,6 +76,10 @@ def never_gathers(program):
     return each(program, reduce_scatter)
 
 
+def inserts_no_list(program):
+    return behind_backward(program, all_reduce(0))
+
+
 def divides(program):
     def divide(unit):
         return all_reduce(unit)._replace(op="DIVIDE", lane="")
@@ -121,6 +125,8 @@ WRONG = [  # answer, limits it misses, words of the verdict
     (sums_each_microbatch, {PROGRAM}, "adds to the gradient of head.norm.bias"),
     (sums_behind_the_update, {PROGRAM}, "='UPDATE bucket 0': the gradient of"),
     (never_gathers, {PROGRAM}, "bucket 0"),
+    (inserts_no_list, {PROGRAM}, "is no instruction; legal: Instr(op, ...), or a helper such as "
+     "all_reduce(unit); insert() takes lists of them"),
     (divides, {PROGRAM}, "has an unknown op 'DIVIDE'"),
     (drops_a_backward, {PROGRAM}, "the schedule has BACKWARD"),
     (lambda program: [*by_unit(program).code, Instr("SUM")], {PROGRAM}, "it returned a list"),

@@ -97,7 +97,8 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     """Why something is no instruction that this rank can run, and what would be legal."""
     plan = program.plan
     if not isinstance(ins, Instr):
-        return "is no instruction", "Instr(op, ...), or a helper such as all_reduce(unit)"
+        legal = "Instr(op, ...), or a helper such as all_reduce(unit); insert() takes lists of them"
+        return "is no instruction", legal
     if ins.op not in OPS:
         return f"has an unknown op {ins.op!r}", ", ".join(sorted(OPS))
     groups = {"dp", *mode_of(plan).axes, *(["pp", "ends"] * (plan.pp > 1))}
