@@ -40,7 +40,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.schedule_forgets_a_half, {"schedule"}, "the weight half of the backward of stage"),
     (bad.schedule_only_six, {"other sizes"}, "p=2, m=1: schedule[0][1]='0F1': there is no micro-"),
     (bad.schedule_only_four_ranks, {"other sizes"}, "p=2, m=5: rank 0 holds 4 micro-batches"),
-    (bad.schedule_one_list, {"schedule"}, "made 48 lists; legal: 4, one per pipeline rank"),
+    (bad.schedule_one_list, {"schedule"}, "own: your answer': made 48 lists; legal: 4, one"),
     (bad.schedule_tuples, {"schedule"}, "schedule[0][0]=('F', 0): not an action"),
     (bad.schedule_nothing, {"schedule"}, "schedule=None: not a schedule"),
     (bad.schedule_raises, {"schedule"}, "p=4, m=6: raised IndexError"),
