@@ -82,14 +82,14 @@ ALL_INSIDE, ALL_ACROSS = (f"dist.all_reduce(tensor, group={one})" for one in ("i
 LEADER = "rank - rank % k, group=inside)"
 TWO_LEVELS = [
     (steps("dist.all_reduce(tensor)"), {"bytes between nodes", "bytes inside nodes"},
-     "bytes to others, required"),
+     "bytes to other nodes, required"),
     (steps(ALL_INSIDE, ALL_ACROSS), {"bytes between nodes"},
-     "48,000 bytes to others, required: 24"),
+     "48,000 bytes to other nodes, required: 24"),
     (steps(ALL_ACROSS, ALL_INSIDE), {"bytes between nodes"},
-     "48,000 bytes to others, required: 24,000"),
+     "48,000 bytes to other nodes, required: 24,000"),
     (steps(f"dist.reduce(tensor, dst={LEADER}", f"if rank % k == 0:\n        {ALL_ACROSS}",
            f"dist.broadcast(tensor, src={LEADER}"),
-     {"bytes between nodes", "bytes inside nodes"}, "48,000 bytes to oth"),
+     {"bytes between nodes", "bytes inside nodes"}, "48,000 bytes to other n"),
     (steps(ALL_INSIDE), {"result", "bytes between nodes"}, "sends nothing through the group"),
     (levels((MIDDLE, "pass")), {"result", "bytes between nodes"}, "rank 0, element 0: "),
     (levels(("inside, across =", "across, inside ="), ("// k", "// (n // k)")),

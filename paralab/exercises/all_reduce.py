@@ -110,7 +110,7 @@ def hierarchical_all_reduce(tries: Tries) -> None:
         for notes, found in tries.run(added, n, EVEN, k, **how):
             notes.look(RESULT, _wrong_sum(found, EVEN), f"{n} ranks, all equal")
             between = 2 * (NODES - 1) * size // (NODES * k)
-            notes.bytes(BETWEEN, found.sent(level="inter"), between, "to others")
+            notes.bytes(BETWEEN, found.sent(level="inter"), between, "to other nodes")
             inside = 2 * (k - 1) * size // k
             notes.bytes(INSIDE, found.sent(level="intra"), inside, "to its node")
             words = f"takes {{held}} bytes, the tensor has {size:,}"
