@@ -70,16 +70,12 @@ def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict
     """Training through the answer's wrapper, of a GPT whose weights only rank 0 has right."""
 
     def wrap(gpt: Any) -> tuple[Any, Any]:
-        if watch.group.index:
-            with torch.no_grad():
-                for parameter in gpt.parameters():
-                    parameter.add_(watch.group.index)
         watch.label = "weights of rank 0"
         ddp = answer[0](gpt, bucket_bytes=BUCKET)
         watch.label = "data"
         return ddp, ddp.finish
 
-    return sync.training(watch, steps, what, wrap)
+    return sync.training(watch, steps, what, wrap, shift=watch.group.index)
 
 
 def backwards(

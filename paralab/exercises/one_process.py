@@ -7,7 +7,7 @@ their micro-batches, in the same order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import launched
@@ -51,10 +51,16 @@ def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
 
 
 def look_at_tensors(
-    notes: Notes, limit: str, right: Arrays, found: Sequence[Mapping[str, np.ndarray]]
+    notes: Notes,
+    limit: str,
+    right: Arrays,
+    found: Sequence[Mapping[str, np.ndarray]],
+    known: Callable[[str], Iterable[tuple[str, Any]]] = lambda name: (),
 ) -> None:
-    """Tensors by name, as every rank has them, against those of one process."""
-    wrong = first_wrong_tensor(found, right)
+    """Tensors by name, as every rank has them, against those of one process. known: of a name, as
+    `first_wrong_tensor` has it.
+    """
+    wrong = first_wrong_tensor(found, right, known=known)
     notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right)} tensors, all equal")
 
 

@@ -8,11 +8,14 @@ whose hooks do this while backward still runs, trains in the same way (ddp.py).
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, watched
+from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
+from paralab.exercises.tries import Found
 from paralab.spec import ModelSpec
 
 RANKS = 4
@@ -43,10 +46,20 @@ def look_at_training(tries: Tries, work: Any) -> None:
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.look(BYTES, wrong, "")
-            look_at_tensors(notes, limit, getattr(right, limit), found.results)
+            known = functools.partial(_mistakes, found)
+            look_at_tensors(notes, limit, getattr(right, limit), found["tensors"], known)
             if limit == GRADIENTS:
                 least = int(most / PADDING)
                 notes.bytes(BYTES, sent, int(PADDING * most), "in a step", least=least)
+
+
+def _mistakes(found: Found, name: str) -> Iterator[tuple[str, Any]]:
+    n = len(found.results)
+    for rank, own in enumerate(found["own"]):
+        for words, factor in (("", 1), (f" divided by {n}", n)):
+            said = f"it is rank {rank}'s own gradient{words}, to which no other was added"
+            yield said, own[name] / factor
+    yield "the ranks began with unequal weights", sum(one[name] for one in found["unequal"]) / n
 
 
 def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
@@ -54,19 +67,21 @@ def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dic
     return training(watch, steps, what, lambda gpt: (gpt, lambda: answer[0](gpt)))
 
 
-def training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
-    """What every rank runs. Returns the "gradients" of the last step or the "weights" after it.
+def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> dict[str, Any]:
+    """What every rank runs. Returns the "gradients" of the last step or the "weights" after it, and
+    gradients of this rank's samples alone.
 
-    wrap  module -> (what is called with tokens and targets, what is called after backward)
+    wrap   module -> (what is called with tokens and targets, what is called after backward)
+    shift  by how much the weights of this rank are too large
     """
-    gpt, group = reference.GPT(MODEL), watch.group
+    gpt, group = _shifted(shift), watch.group
     model, finish = wrap(gpt)
     named, count = dict(gpt.named_parameters()), BATCH["microbatches"]
     update = reference.optimizer(named.values(), "sgd", LR)
     quiet = getattr(model, "no_sync", contextlib.nullcontext)
     for step in range(steps):
         update.zero_grad()
-        data = {"step": step, "rank": group.index, "ranks": group.size, "device": "cpu"}
+        data = {"step": step, "rank": group.index, "ranks": group.size}
         for k, (tokens, targets) in enumerate(reference.batches(MODEL, **data, **BATCH)):
             with quiet() if k < count - 1 else contextlib.nullcontext():
                 loss = model(tokens, targets) / count
@@ -77,4 +92,26 @@ def training(watch: Any, steps: int, what: str, wrap: Any) -> dict[str, Any]:
                 raise ValueError(f"after the step's last call {name} has no gradient")
         gradients = {name: watched.array(parameter.grad) for name, parameter in named.items()}
         update.step()
-    return gradients if what == GRADIENTS else {name: watched.array(p) for name, p in named.items()}
+    weights = {name: watched.array(parameter) for name, parameter in named.items()}
+    with watch.unseen():
+        own, unequal = (_own(group.index, group.size, by) for by in (0, shift))
+    tensors = gradients if what == GRADIENTS else weights
+    return {"tensors": tensors, "own": own, "unequal": unequal}
+
+
+def _shifted(by: int) -> Any:
+    gpt = reference.GPT(MODEL)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.add_(by)
+    return gpt
+
+
+@functools.cache  # the same for every answer
+def _own(rank: int, ranks: int, shift: int) -> dict[str, Any]:
+    """Gradients of one rank's samples of the first step, with weights that are too large."""
+    gpt = _shifted(shift)
+    batches = reference.batches(MODEL, step=0, rank=rank, ranks=ranks, **BATCH)
+    for tokens, targets in batches:
+        (gpt(tokens, targets) / len(batches)).backward()
+    return {name: watched.array(p.grad) for name, p in gpt.named_parameters()}
