@@ -50,7 +50,7 @@ RINGS = [  # answer, limits it breaks, words of the verdict
           (f"{FIRST}\n        mine += partial",
            f"works = [dist.isend({LEAVING}, right), dist.irecv(partial, left)]\n"
            "        mine += partial\n        [work.wait() for work in works]")),
-     {"result"}, "N=2: rank 0, element "),
+     {"result"}, "a chunk is read before the wait() of its receive"),
     (SENDS_FIRST, {"result"}, "nothing moves any more: rank 0 in send"),
     (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
      "yours cannot be called so: missing a required argument"),

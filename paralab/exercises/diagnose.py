@@ -142,18 +142,21 @@ def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: floa
 
 
 def near(got: np.ndarray, other: Any, allowed: float) -> bool:
-    """Whether two arrays are the same but for rounding, in two places or more."""
-    return np.shape(other) == got.shape and bool((np.abs(got - other) <= 2 * allowed).all())
+    """Whether two arrays are the same but for rounding; NaN is equal to NaN."""
+    if np.shape(other) != got.shape:
+        return False
+    return bool(((np.abs(got - other) <= 2 * allowed) | (np.isnan(got) & np.isnan(other))).all())
 
 
 def _factor(
     got: np.ndarray, right: np.ndarray, before: np.ndarray, allowed: float, started: bool
 ) -> str:
-    moved, required = np.nan_to_num(got - before), right - before
+    moved, required = got - before, right - before
     size = float((required * required).sum())
     with np.errstate(over="ignore", invalid="ignore"):
         factor = float((moved * required).sum()) / size if size else 0.0
-        if not size or not near(moved, factor * required, allowed * max(1.0, abs(factor))):
+        close = allowed * max(1.0, abs(factor))
+        if not (size and np.isfinite(factor) and near(moved, factor * required, close)):
             return ""
     if required.size == 1 and not _simple(factor):  # every number is some multiple of another
         return ""

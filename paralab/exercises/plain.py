@@ -6,10 +6,11 @@ two ranks are matched in the order in which they are sent, as NCCL does it, so a
 
 [Note: late] A result must not be read before it has been waited for. On one machine it has often
 arrived by then, and the answer is right by luck. So a call works on copies, and its result is
-delivered in ``wait()``: an answer that reads too early reads what was there before. A tensor that
-is changed while its call is in flight is an error at the wait, and a call that is never waited for
-is written down. DistributedDataParallel and functional collectives wait in C++, where nothing would
-be delivered: what does not come from a function of torch.distributed's is refused.
+delivered in ``wait()``: an answer that reads too early reads what was there before, or NaN where a
+message is received, the same in every run. A tensor that is changed while its call is in flight is
+an error at the wait, and a call that is never waited for is written down. DistributedDataParallel
+and functional collectives wait in C++, where nothing would be delivered: what does not come from a
+function of torch.distributed's is refused.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ class LateCalls:
             return own()
         words, span = self._written_down(op, given, group)
         with _disable_current_modes():
+            for tensor in tensors(given) if op == "recv" else ():
+                if tensor.is_floating_point():
+                    tensor.detach().fill_(torch.nan)
             before = [(tensor, _copy(tensor)) for tensor in tensors(given)]
             copied = tree_map_only(Tensor, _copy, list(given.values()))
         result = own(*copied)
