@@ -203,7 +203,7 @@ def by_inspection(stages, lists, batches, shape):
 
 CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("inbox[queue[sender].popleft()] = message", "inbox[action] = message"), {"gradients"},
-     "backwards first on rank 0, p=2, m=4, v=2: rank "),
+     "; rank 0 does 0B0 with the message for 2F2"),
     (chunks(" / len(batches)", ""), {"gradients", "loss"}, "it is 4 times what is required"),
     (chunks("in_flight.pop((stage, k))", "in_flight[stage, k]", "if stage < last else None)",
             "if stage < last else None, retain_graph=True)"), {"in flight"}, "in flight, of"),

@@ -10,6 +10,7 @@ order, so with two ranks and several stages each an executor has to know what it
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -75,8 +76,10 @@ def one_step(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True
     )
     done: list[str] = []
+    made: dict[str, int] = {}
+    got: dict[str, int] = {}
     for s, stage in stages.items():
-        _write_down(stage, s, done)
+        _write_down(stage, s, done, made, got)
     with watch.section() as section:
         if v > 1:
             texts = [list(map(str, row)) for row in lists]
@@ -94,6 +97,8 @@ def one_step(
         "right": right,
         "loss": plain(loss.detach() if hasattr(loss, "detach") else loss),
         "done": done,
+        "made": made,
+        "got": got,
         "peak": section.peak - weights,
         "weights": weights,
         "kept": max(kept),
@@ -113,17 +118,36 @@ def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
     return kept, section.peak - kept
 
 
-def _write_down(stage: Any, number: int, done: list[str]) -> None:
-    """Note every forward of the stage, and every backward that begins in it, in ``done``."""
+def _write_down(
+    stage: Any, number: int, done: list[str], made: dict[str, int], got: dict[str, int]
+) -> None:
+    """Note every forward of the stage, and every backward that begins in it, in ``done``; in
+    ``got`` a checksum of what each of them is given, in ``made`` of what it gives to another one.
+    """
     calls = iter(range(10**6))
 
     def hook(module: Any, given: Any, y: Any) -> None:
-        k = next(calls)
+        k, x = next(calls), given[0]
+
+        def began(gradient: Any) -> None:
+            done.append(f"{number}B{k}")
+            got[f"{number}B{k}"] = _checksum(gradient)
+
+        def ended(gradient: Any) -> None:
+            made[f"{number - 1}B{k}"] = _checksum(gradient)
+
         done.append(f"{number}F{k}")
+        got[f"{number}F{k}"], made[f"{number + 1}F{k}"] = _checksum(x), _checksum(y)
         if y.requires_grad:
-            y.register_hook(lambda _: done.append(f"{number}B{k}"))
+            y.register_hook(began)
+        if x.requires_grad:
+            x.register_hook(ended)
 
     stage.register_forward_hook(hook)
+
+
+def _checksum(tensor: Any) -> int:
+    return zlib.crc32(tensor.detach().numpy().tobytes())
 
 
 def _look(notes: Notes, found: Found, run: Run) -> None:
@@ -145,8 +169,10 @@ def _look(notes: Notes, found: Found, run: Run) -> None:
         (FLIGHT, _too_many),
     ):
         ranks = found.results[-1:] if limit == LOSS else found.results
-        said = ((one["rank"], wrong(**one)) for one in ranks)
-        notes.look(limit, first(f"rank {rank}{what}" for rank, what in said if what), "kept")
+        each = ((one["rank"], wrong(**one)) for one in ranks)
+        said = first(f"rank {rank}{what}" for rank, what in each if what)
+        why = _mixed_up(found.results) if said and limit == GRADIENTS else ""
+        notes.look(limit, said + why, "kept")
 
 
 def _wrong_gradient(*, gradients: dict[str, Any], right: Step, **_: Any) -> str:
@@ -154,6 +180,17 @@ def _wrong_gradient(*, gradients: dict[str, Any], right: Step, **_: Any) -> str:
     if missing:
         return f": {missing[0]} has no gradient"
     return first_wrong_tensor([gradients], right.gradients, ranks=lambda _: "")
+
+
+def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
+    """The first action that computes with a message for another one, in words, or ""."""
+    made = {action: sum_ for one in results for action, sum_ in one["made"].items()}
+    meant = {sum_: action for action, sum_ in made.items()}
+    for rank, one in enumerate(results):
+        for action, sum_ in one["got"].items():
+            if sum_ in meant and sum_ != made.get(action, sum_):
+                return f"; rank {rank} does {action} with the message for {meant[sum_]}"
+    return ""
 
 
 def _wrong_loss(*, loss: Any, right: Step, **_: Any) -> str:
