@@ -164,6 +164,7 @@ def test_a_forgotten_unit_is_refused_by_name():
     ("change", "words"),
     [
         (lambda code: None, "='own: <lambda>': it returned a NoneType, not a program"),
+        (lambda code: [], "it returned an empty list"),
         (lambda code: [*code, "sum"], "'sum', is no instruction"),
         (lambda code: [*code, Instr("SUM")], "has an unknown op 'SUM'; legal: ADD, ALL_GATHER"),
         (lambda code: [*code, all_reduce(0, "tensor")], "has the lane 'tensor', which this plan"),
@@ -199,6 +200,14 @@ def test_a_wrong_result_is_refused_in_words(change, words):
 )
 def test_what_no_rank_could_do_is_refused(made, why):
     assert why in refusal(lambda p: p.replace([*p.code, made(("grad", 0, 0))]))
+
+
+def test_a_loss_scale_that_does_not_adapt_is_refused():
+    def drops(program):
+        return program.replace([i for i in my_sync(program).code if i.op != RESCALE])
+
+    said = refusal(drops, precision="fp16")
+    assert "the loss scale is adapted 0 times; legal: one RESCALE" in said
 
 
 def test_another_ranks_program_is_refused():

@@ -77,6 +77,8 @@ def own_passes(program: Program, pp: int, code: Code) -> Code:
             raise illegal(name, form_name(form), why, legal)
         if made.program is not program or made.pp != pp:
             raise illegal(name, form_name(form), "it returned another rank's program", legal)
+        if not made.code:  # or a generator that was used up before
+            raise illegal(name, form_name(form), "it returned an empty list", legal)
         as_given = set(map(id, code))
         for position, ins in enumerate(made.code):
             wrong = None if id(ins) in as_given else _wrong(program, pp, ins)

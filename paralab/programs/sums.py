@@ -30,6 +30,7 @@ from paralab.programs.instructions import (
     KEEP,
     NORM,
     REDUCE_SCATTER,
+    RESCALE,
     UPDATE,
     WAIT,
     Code,
@@ -90,6 +91,10 @@ class Sums:
             if self.updated[unit] != 1:
                 why = f"UPDATE of {self._parameters(unit)} is there {self.updated[unit]} times"
                 raise self.refuse(len(self.code), why, "one UPDATE of all that has a gradient")
+        rescaled = sum(ins.op == RESCALE for ins in self.code)
+        if rescaled != (self.program.plan.precision == "fp16"):
+            why = f"the loss scale is adapted {rescaled} times"
+            raise self.refuse(len(self.code), why, "one RESCALE, behind the norm")
         for v, position in self.unread.items():
             why = f"nothing reads the gradient of {self._parameters(v[1])} that it leaves"
             raise self.refuse(position, why, "what adds it up or updates with it")
