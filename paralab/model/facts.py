@@ -79,6 +79,8 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
             named = {n: p.detach().to(dtype) for n, p in module.named_parameters()}
             parameters = [p.requires_grad_() for p in named.values()]
+            for parameter in module.parameters():  # a rank's module has none of its own either
+                parameter.data = parameter.new_empty(0)
             for local, b in module.named_buffers():
                 named[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(named.values())[len(parameters) :]
@@ -102,11 +104,20 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         why = f"run on tensors without values, in {precision}, it raised {said}"
-        legal = f"{MAPS}, and whose shapes do not depend on values"
+        legal = f"{MAPS}, whose shapes do not depend on values, and which recomputes nothing "
+        legal += 'itself: Plan(recompute="full") does'
         raise illegal("block", name, why, legal) from error
     if not isinstance(y, torch.Tensor) or (y.shape, y.dtype) != (x.shape, dtype):
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
         raise illegal("block", name, f"it makes {made} of {shape} in {dtype}", MAPS)
+    for local, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                place = f"{local}.{attribute}".lstrip(".")
+                why = (
+                    f"it keeps a tensor in {place}, which is no parameter and no registered buffer"
+                )
+                raise illegal("block", name, why, "a local variable, or register_buffer(...)")
     if versions != [buffer._version for buffer in buffers]:
         why = "its forward changes a buffer, and such a state would not be the same on all ranks"
         legal = "a module whose buffers stay as they are: a LayerNorm in place of a BatchNorm, say"

@@ -101,7 +101,8 @@ def check_block(form: Any) -> None:
 @lru_cache(maxsize=16)
 def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
     """{name: shape} of the parameters of ``form(model)``, a block of the user's own. It is made
-    once for this, on torch's "meta" device, without memory and without a random number.
+    twice for this, on torch's "meta" device, without memory and without a random number: every
+    rank makes its own blocks, so each call has to make the same.
     """
     if isinstance(form, str):
         raise illegal(
@@ -116,15 +117,21 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
     name = form_name(form)
     try:
         with torch.device("meta"):
-            module = form(model)
+            module, again = form(model), form(model)
     except Exception as error:
         raise illegal(
             "block", name, f"block(model) raised {type(error).__name__}: {error}", legal
         ) from error
     if not isinstance(module, torch.nn.Module):
         raise illegal("block", name, f"block(model) returned a {type(module).__name__}", legal)
+    if repr(module) != repr(again):
+        why = f"block(model) made {shown(module)}, and the next time {shown(again)}"
+        raise illegal("block", name, why, "one that makes the same module at every call")
     shapes = {}
     for local, parameter in module.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            why = f"its parameter {local!r} has no shape until it is called"
+            raise illegal("block", name, why, "layers that are given their sizes, no lazy ones")
         if not parameter.requires_grad:
             raise illegal(
                 "block",

@@ -34,7 +34,8 @@ class ModelSpec(Description):
               or "sdpa" (torch's fused kernel); by default what suits the device. See `resolved`
     block     a block of your own in place of the standard one: a class or function, called as
               ``block(spec)``, that makes an ``nn.Module`` which maps (b, s, h) to (b, s, h). It
-              trains with autograd inside; each block is one op of the program
+              trains with autograd inside; each block is one op of the program. Every call
+              has to make the same module: each rank makes its own
     """
 
     layers: int = count(at_most=2**16)  # they are counted one by one
