@@ -319,6 +319,9 @@ def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
     assert str(caught.value).endswith(f"or the other checkpoint there, {folder / 'step-00000001'}")
     rest = run(deep, PLANS["one device"], steps=1, resume=folder / "step-00000001")
     assert rest.meta["first_step"] == 1
+    shutil.rmtree(victim.parent)
+    with pytest.warns(UserWarning, match="no longer there: step-00000001 is taken"):
+        assert checkpoints.find(folder).step == 1
 
 
 @pytest.mark.parametrize("file", ["rank-0.safetensors", "rank-1.safetensors"])

@@ -28,6 +28,7 @@ import re
 import shutil
 import tempfile
 import time
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,12 +148,15 @@ def find(path: object) -> Checkpoint:
         why = "is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
     if not (folder / ABOUT).is_file():
-        names = _listed(folder)
+        named, names = _named(folder), _listed(folder)
         if not names:
             there = sorted(p.parent.name for p in folder.glob(f"step-*/{ABOUT}"))
             why = f"no file {LATEST!r} in it names a checkpoint"
             legal = ", ".join(str(folder / name) for name in there) or _LEGAL
             raise illegal("resume", str(path), why, legal)
+        if names[0] != named[0]:
+            why = f"{named[0]}, the newest checkpoint of {folder}, is no longer there"
+            warnings.warn(f"{why}: {names[0]} is taken", stacklevel=2)
         folder /= names[0]
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():
@@ -227,13 +231,18 @@ def _facts(files: Mapping[str, Any], name: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _listed(folder: Path) -> list[str]:
-    """The names in ``latest``, newest first, of checkpoints that are there."""
+def _named(folder: Path) -> list[str]:
+    """The names in ``latest``, newest first."""
     try:
         names = (folder / LATEST).read_text().split()
     except (OSError, UnicodeDecodeError):
         return []
-    return [n for n in names if _NAME.fullmatch(n) and (folder / n / ABOUT).is_file()]
+    return [name for name in names if _NAME.fullmatch(name)]
+
+
+def _listed(folder: Path) -> list[str]:
+    """Of these, the checkpoints that are there."""
+    return [name for name in _named(folder) if (folder / name / ABOUT).is_file()]
 
 
 # ---- writing ------------------------------------------------------------------------------------
