@@ -6,7 +6,7 @@ import pytest
 
 import paralab as pl
 from paralab.interpret import quick
-from paralab.theory import needs
+from paralab.theory import flops, needs
 
 GPT3 = pl.ModelSpec.preset("gpt3-175b")
 ONE_T = pl.ModelSpec.preset("ptdp-1t")
@@ -54,7 +54,12 @@ def test_devices_are_counted_upward():
     assert [needs.devices_for(n, 80) for n in (1, 80, 81, 160, 161)] == [1, 1, 2, 2, 3]
 
 
-def test_an_unknown_recipe_is_refused_with_those_there_are():
+def test_what_is_no_model_and_an_unknown_recipe_are_refused():
+    for refused in (needs.step_flops, flops.head_flops, lambda model, _: needs.model_states(model)):
+        with pytest.raises(ValueError, match="model='gpt3-175b': not a model; legal: "):
+            refused("gpt3-175b", 1)
+    with pytest.raises(ValueError, match="batch=-4"):
+        flops.forward_flops(GPT3, -4)
     with pytest.raises(ValueError, match="recipe='fp4'.*'zero-fp16'"):
         needs.model_states(GPT3, "fp4")
 

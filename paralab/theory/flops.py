@@ -14,7 +14,7 @@ head is not recomputed there either. What the ops of this program do is in model
 
 from __future__ import annotations
 
-from paralab.checks import illegal
+from paralab.checks import illegal, instance, whole
 from paralab.spec import ModelSpec
 
 
@@ -23,6 +23,7 @@ def block_flops(model: ModelSpec, batch: int) -> int:
 
     Raises ValueError for a block of one's own, which no formula knows.
     """
+    _check(model, batch)
     if model.block is not None:
         why = "the formula counts the standard block, not one of your own"
         raise illegal("block", model.block, why, "a ModelSpec without block")
@@ -32,9 +33,15 @@ def block_flops(model: ModelSpec, batch: int) -> int:
 
 def head_flops(model: ModelSpec, batch: int) -> int:
     """Forward FLOPs of the output projection: 2 b s h V."""
+    _check(model, batch)
     return 2 * batch * model.seq_len * model.hidden * model.vocab
 
 
 def forward_flops(model: ModelSpec, batch: int) -> int:
     """Forward FLOPs of the whole model on ``batch`` samples; backward is twice as many."""
-    return model.layers * block_flops(model, batch) + head_flops(model, batch)
+    return block_flops(model, batch) * model.layers + head_flops(model, batch)
+
+
+def _check(model: ModelSpec, batch: int) -> None:
+    instance("model", model, ModelSpec, "a pl.ModelSpec(...)")
+    whole("batch", batch, at_least=1)

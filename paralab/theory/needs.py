@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, illegal, instance, real, whole
 from paralab.spec import ModelSpec
 from paralab.theory.flops import forward_flops, head_flops
 
@@ -54,6 +54,7 @@ def bytes_per_parameter(recipe: str) -> int:
 
 def model_states(model: ModelSpec, recipe: str = "zero-fp16") -> dict[str, int]:
     """{category: bytes} of one whole copy of the model states; their sum is what has to fit."""
+    instance("model", model, ModelSpec, "a pl.ModelSpec(...)")
     return {name: width * model.num_params for name, width in recipe_parts(recipe).items()}
 
 
