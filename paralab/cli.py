@@ -12,6 +12,7 @@ this process's traceback, only what the rank said. torch is imported by the rank
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paralab import doctor, experiment, observing
-from paralab.checks import illegal, number, size
+from paralab.checks import choice, illegal, number, size
 from paralab.dry_run import dry_run
 from paralab.interpret.predict import predict
 from paralab.options import (
@@ -333,10 +334,15 @@ def _predict(given: argparse.Namespace) -> int:
         elif "device" in given:
             raise illegal("device", given.device, "a preset has its own", "no --cluster")
         else:
+            choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
             enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
             cluster = Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
         report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
+    from paralab.view.explore_parts import fits
+
     _print_summary(report)
+    if refusal := fits(report):
+        print(refusal + ".\n")
     for what, sizes in _amounts(report).items():
         lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
         print("\n".join([what, *(lines or ["  none"])]) + "\n")
@@ -436,10 +442,14 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal has no letter for is a "?"
+            stream.reconfigure(errors="replace")
     given = make_parser().parse_args(arguments)
     try:
         done = given.act(given)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
         return done
     except BrokenPipeError:  # the reader, as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,7 +22,7 @@ from paralab.data import Corpus
 from paralab.default_device import LEGAL
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.quick import table
-from paralab.launch import MAX_RANKS, launch_program, torchrun_context
+from paralab.launch import MAX_RANKS, NEVER, launch_program, torchrun_context
 from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped
 from paralab.ranks.started import variable
@@ -217,7 +217,7 @@ def run_under_torchrun(
     ``pl.load(folder)`` merges the parts once they lie in one place.
     """
     checked = Settings.check(model, plan, **settings)
-    timeout = real("timeout", timeout, above=0.0)
+    timeout = min(real("timeout", timeout, above=0.0), NEVER)
     choice("device", device, LEGAL)
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))

@@ -34,6 +34,7 @@ from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
 from paralab.ranks.watch import Run
 
 MAX_RANKS = 64
+NEVER = 1e8  # seconds: what is longer is three years, too, which gloo can count in
 
 
 def launch(
@@ -173,12 +174,17 @@ def launch_program(
         raise illegal(name, program, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
-    timeout = real("timeout", timeout, above=0.0)
+    timeout = min(real("timeout", timeout, above=0.0), NEVER)
     choice("device", device, LEGAL)
     choice("live", live, (False, True))
+    choice("strict", strict, (False, True))
     if stop is not None and not isinstance(stop, threading.Event):
         raise illegal("stop", stop, "not an event", "None | threading.Event()")
     payload = _pickled(name, program, tuple(args))
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError("the current folder was deleted: change to another one") from None
     task = {
         "ranks": ranks,
         "device": device or default_device(),
@@ -188,8 +194,8 @@ def launch_program(
         # One rank's output extends the time of all, so gloo's own, per call, has to be far longer:
         # the error that says who waits for whom comes from here.
         "group_timeout": 10 * timeout + 60,
-        "cwd": os.getcwd(),
-        "path": [entry or os.getcwd() for entry in sys.path],
+        "cwd": here,
+        "path": [entry or here for entry in sys.path],
         "argv": sys.argv,
         "env": dict(os.environ),
         "lines": _cells(),

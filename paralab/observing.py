@@ -139,7 +139,8 @@ def _script_file(path: str | os.PathLike[str]) -> Path:
     legal = "a function, a Python file, or nothing for this process"
     script = checks.path("fn", path, legal)
     if not script.is_file():
-        raise illegal("fn", str(path), "there is no such file", legal)
+        why = "is a folder" if script.is_dir() else "there is no such file"
+        raise illegal("fn", str(path), why, legal)
     return script.absolute()
 
 

@@ -70,7 +70,6 @@ def trace(
         raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
     node_of = places(fn, ranks, args, nodes)
     choice("memory", memory, (False, True))
-    choice("strict", strict, (False, True))
     program = functools.partial(_program, fn)
     parts = launch_program(
         program,

@@ -259,6 +259,14 @@ def test_a_prediction_is_for_the_device_that_is_named_or_that_a_run_takes(capsys
     assert cli.main(small[:-2]) == 0 and asked[1:] == [{"device": "cpu"}]
     capsys.readouterr()
     assert "a preset has its own" in refused(capsys, *small, "--cluster", "dgx-a100")
+    assert "cluster='dgx': unknown" in refused(capsys, *small[:-2], "--cluster", "dgx")
+
+
+def test_a_prediction_says_that_a_plan_does_not_fit(capsys):
+    large = shlex.split("predict --preset ptdp-39b --dp 8 --cluster dgx-a100")
+    assert cli.main(large) == 0
+    said = capsys.readouterr().out
+    assert "It does not fit: one rank needs 684 GB on a device that has 80 GB" in said
 
 
 def test_what_is_predicted_beside_a_run_is_for_its_device(experiment, monkeypatch):
@@ -386,6 +394,15 @@ def test_a_failed_rank_is_exit_1_with_its_own_traceback_and_not_the_parents(expe
     err = capsys.readouterr().err
     assert err.startswith("paralab: rank ") and "ZeroDivisionError: in the rank" in err
     assert "paralab/cli.py" not in err
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_terminal_without_letters_or_none_at_all_is_no_error(closed):
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    asked = f"{sys.executable} -m paralab program --dp 2 --diff-dp 1" + " >&-" * closed
+    found = subprocess.run(asked, shell=True, env=env, capture_output=True, text=True)
+    assert found.returncode == 0 and found.stderr == ""
+    assert ("ALL_REDUCE" in found.stdout) is not closed
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
