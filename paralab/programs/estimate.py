@@ -27,6 +27,7 @@ from paralab.programs.space import Space, numbered
 from paralab.spec import BYTES_PER_ELEMENT, ModelSpec
 from paralab.spec.cluster import Cluster, Link
 from paralab.spec.links import Reach, Way
+from paralab.theory.pipeline import idle_seconds
 
 Array = np.ndarray
 Seconds = Callable[[Array], Array]  # of a call with so many bytes or elements
@@ -176,31 +177,14 @@ class Estimate:
         }
 
     def bubble(self, through: Array, mine: Array, weights: Array) -> Array:
-        """Seconds that the slowest rank waits for others: what a micro-batch takes on all others.
+        """Seconds that the slowest rank waits for others (theory/pipeline.py).
 
-            naive        (m (p-1)) (F + I + W)
-            gpipe, 1f1b  (p-1) (F + I + W)       PTD-P, sec. 2.2.1
-            interleaved  (p-1) (F + I + W) / v   PTD-P, sec. 2.2.2
-            zb-h1        (p-1) (F + I - W)       Zero Bubble, Qi+ 2023, arXiv:2401.10241, table 2
-            zb-h2        (p-1) (F + I - 2 W)
-
-        in equal stages. In the last two a rank's W runs next to the next one's I, and weight halves
-        of later micro-batches, of which there are m - 1, fill what is left. A block that is
-        recomputed before its gradient is there, a rank's last, waits for no other rank.
+        A block that is recomputed before its gradient is there, a rank's last, waits for no other
+        rank.
         """
-        p, m = self.p, self.m
-        ahead = (p - 1) * self.parts.block.again * (self.space.recompute == "full")
-        others = through - mine - ahead
-        later = (m - 1) / np.maximum(p - 1, 1)  # micro-batches there are to fill a gap with
-        found = {
-            "naive": m * others,
-            "gpipe": others,
-            "1f1b": others,
-            "interleaved": through * (p - 1) / (p * self.v) - ahead,
-            "zb-h1": others - weights * (1 + np.minimum(later, 1)),
-            "zb-h2": others - weights * (1 + np.minimum(later, 2)),
-        }
-        return np.where(p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
+        ahead = (self.p - 1) * self.parts.block.again * (self.space.recompute == "full")
+        found = idle_seconds(self.p, self.m, self.v, through, mine, weights, ahead)
+        return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
     def messages(self) -> tuple[Array, Array]:
         """Seconds of a message, b s h elements, and what stages wait for each other's: per boundary

@@ -187,6 +187,40 @@ def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
     return np.array([real(f"{name}[{s}]", c, at_least=0.0) for s, c in enumerate(cost)])
 
 
+def idle_seconds(
+    p: Any, m: Any, v: Any, through: Any, mine: Any, weights: Any, ahead: Any = 0.0
+) -> dict[str, Any]:
+    """{schedule: seconds for which a rank waits for others}, each a number or an array.
+
+    through  what a micro-batch takes on all ranks
+    mine     what it takes on this one
+    weights  its weight halves on all other ranks
+    ahead    what the other ranks compute before its gradient is there, so that no rank waits for it
+
+    With p ranks, m micro-batches, v stages per rank, equal stages and free links that is
+
+        naive        m (p-1) (F + I + W)   one rank works at a time
+        gpipe, 1f1b  (p-1) (F + I + W)     PTD-P, arXiv:2104.04473, sec. 2.2.1: (p-1)/(m+p-1)
+        interleaved  (p-1) (F + I + W) / v PTD-P, sec. 2.2.2
+        zb-h1        (p-1) (F + I - k W)   Zero Bubble, arXiv:2401.10241, sec. 2.3, table 2: k = 1
+        zb-h2        (p-1) (F + I - k W)   the same, k = 2
+
+    In the last two a rank's W runs next to the next one's I, and weight halves of later
+    micro-batches fill what is left. There are m - 1 of those, so k is at most (m-1)/(p-1): the
+    paper has micro-batches enough. It also takes halves that fit the gaps (F = I = W do).
+    """
+    others = through - mine - ahead
+    later = (m - 1) / np.maximum(p - 1, 1)  # micro-batches there are to fill a gap with
+    return {
+        "naive": m * others,
+        "gpipe": others,
+        "1f1b": others,
+        "interleaved": through * (p - 1) / (p * v) - ahead,
+        "zb-h1": others - weights * (1 + np.minimum(later, 1)),
+        "zb-h2": others - weights * (1 + np.minimum(later, 2)),
+    }
+
+
 def bubble_formula(
     name: str,
     pp: int,
@@ -201,28 +235,13 @@ def bubble_formula(
     F, B, W  seconds of one micro-batch on one *rank* per forward, input half and weight half; as in
              `simulate` a whole backward is B + W. Only their ratios matter.
 
-    With p ranks, m micro-batches and v stages per rank, idle seconds per rank are
-
-        naive        m (p-1) (F + B + W)   one rank works at a time
-        gpipe, 1f1b  (p-1) (F + B + W)     PTD-P, arXiv:2104.04473, sec. 2.2.1: (p-1)/(m+p-1)
-        interleaved  (p-1) (F + B + W) / v PTD-P, sec. 2.2.2
-        zb-h1        (p-1) (F + B - W)     Zero Bubble, arXiv:2401.10241, sec. 2.3, table 2
-        zb-h2        (p-1) (F + B - 2 W)   the same
-
-    and the share is idle / (idle + m (F + B + W)). The last two hold for m >= 2p - 1 and where the
-    halves fit the gaps (F = B = W does); an idle time below zero counts as none.
+    With idle seconds per rank as in `idle_seconds`, the share is idle / (idle + m (F + B + W)); an
+    idle time below zero counts as none.
     """
     choice("name", name, tuple(SCHEDULES))
     p, m = whole("pp", pp, at_least=1), whole("microbatches", microbatches, at_least=1)
     v = whole("virtual_stages", virtual_stages, at_least=1)
     work = F + B + W
-    idle = (p - 1) * {
-        "naive": m * work,
-        "gpipe": work,
-        "1f1b": work,
-        "interleaved": work / v,
-        "zb-h1": F + B - W,
-        "zb-h2": F + B - 2 * W,
-    }[name]
+    idle = float(idle_seconds(p, m, v, p * work, work, (p - 1) * W)[name])
     idle = max(0.0, idle)  # in this order: -0.0 becomes 0.0
     return idle / (idle + m * work) if work else 0.0
