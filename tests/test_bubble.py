@@ -13,7 +13,7 @@ from paralab.report.report import Report
 from paralab.report.tables import COLUMNS
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
-from test_predict import FREE, NAMES, cluster, plan_of
+from test_predict import FREE, NAMES, cluster, mixed, plan_of
 from test_predict import MODEL as SMALL
 
 MODEL = SMALL.replace(layers=5)
@@ -114,7 +114,7 @@ def test_a_measured_report_shows_its_replay_before_the_wall_clock():
 
 
 def test_a_replay_of_a_prediction_has_its_bubble():
-    for name in NAMES:
+    for name in (*NAMES, mixed):
         report = pl.predict(MODEL, plan_of(name), cluster())
         measured = dataclasses.replace(report, clock="measured")
         # Costs become medians; the first micro-batch's differ a little.

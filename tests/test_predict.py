@@ -52,6 +52,13 @@ def plan_of(name, pp=2, microbatches=4, **settings):
     return pl.Plan(pp=pp, schedule=name, microbatches=microbatches, virtual_stages=v, **settings)
 
 
+def mixed(pp, microbatches):
+    """1F1B whose last backward alone is made in halves."""
+    last, lists = microbatches - 1, plan_of("1f1b", pp, microbatches).actions()
+    texts = [" ".join(map(str, rank)) for rank in lists]
+    return [f"{t.replace(f'B{last}', f'I{last}')} {r}W{last}" for r, t in enumerate(texts)]
+
+
 def payloads(model, plan):
     sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
     return [4 * unit.numel for unit in units(sizes, model, plan)]
@@ -329,7 +336,7 @@ def test_a_shard_takes_an_nth_of_the_optimizers_time():
 
 
 # ---- pipelines ------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, mixed])
 def test_with_free_links_a_prediction_is_the_simulated_schedule(name):
     plan = plan_of(name, pp=4, microbatches=8)
     free = cluster(intra=FREE, op_overhead=0.0)

@@ -192,6 +192,18 @@ def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFr
     return pd.DataFrame(columns, index=index)
 
 
+def letters(spans: pd.DataFrame) -> pd.Series:
+    """The schedule's letter of each span, or its kind where it has none.
+
+    A backward is an I where the weight half of its micro-batch is an action of its own, else a B.
+    """
+    import pandas as pd
+
+    kinds, places = spans["kind"], pd.MultiIndex.from_frame(spans[["stage", "microbatch"]])
+    halves = (kinds == "backward") & places.isin(places[kinds == "weight_grad"])
+    return kinds.replace(LETTER).mask(halves, "I")
+
+
 def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:
     """What must hold between rows, or ValueError: unique ids, references that exist, time."""
     for name, table in tables.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import SCHEDULES, Action
 from paralab.report import metrics
-from paralab.report.tables import COMPUTE_KINDS, LETTER
+from paralab.report.tables import COMPUTE_KINDS, letters
 from paralab.spec import Cluster
 from paralab.theory.replay import replay
 
@@ -42,13 +42,10 @@ def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]
     step = metrics.typical_step(report) if step is None else step
     spans = _compute(report)
     spans = spans[spans["step"] == step].sort_values("id")
-    split = set(_places(spans[spans["kind"] == "weight_grad"]))
     found: list[dict[Action, None]] = [{} for _ in range(report.plan.pp)]
-    for rank, kind, (stage, microbatch) in zip(
-        spans["rank"].tolist(), spans["kind"], _places(spans), strict=True
-    ):
+    columns = (spans[name].tolist() for name in ("rank", "stage", "microbatch"))
+    for letter, rank, stage, microbatch in zip(letters(spans), *columns, strict=True):
         pp_index, *pipeline = report.plan.place(rank)
-        letter = "I" if kind == "backward" and (stage, microbatch) in split else LETTER[kind]
         if not any(pipeline):  # a backward that messages cut into pieces is one action
             found[pp_index][Action(stage, letter, microbatch)] = None
     return [list(actions) for actions in found]
@@ -58,10 +55,13 @@ def stage_costs(report: Tables) -> dict[str, list[float]]:
     """{kind: seconds per stage}: the median cost of one micro-batch over the steps that count.
 
     What is measured by the processor's or device's own clock, so that ranks which share cores do
-    not stretch one another's costs. 0.0 where a stage has no such kind.
+    not stretch one another's costs. 0.0 where a stage has no such kind. Where a stage has weight
+    halves, "backward" is the input half: backwards that it makes whole are left out.
     """
     spans = _compute(report)
     spans = spans[spans["step"].isin(metrics.measured_steps(report))]
+    split = spans["stage"].isin(spans["stage"][spans["kind"] == "weight_grad"])
+    spans = spans[~(split & (letters(spans) == "B"))]
     stages = 1 + int(spans["stage"].max()) if len(spans) else 1
     action = ["kind", "stage", "rank", "step", "microbatch"]  # its pieces add up
     typical = spans.groupby(action)["cost"].sum().groupby(action[:2]).median().to_dict()
@@ -124,7 +124,3 @@ def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:
 def _compute(report: Tables) -> pd.DataFrame:
     spans = report.spans
     return spans[(spans["lane"] == "compute") & spans["kind"].isin(COMPUTE_KINDS)]
-
-
-def _places(spans: pd.DataFrame) -> list[tuple[int, int]]:
-    return list(zip(spans["stage"].tolist(), spans["microbatch"].tolist(), strict=True))

@@ -8,7 +8,7 @@ the timeline that devices of their own would have given.
 
     cost of a span   median over steps >= 1 and ranks that hold the same stages, of spans of the
                      same stage and kind at the same place: a backward that launches collectives is
-                     cut there, and every part has its own
+                     cut there, and every part has its own; its input half is a kind of its own
     collective       alpha + wire bytes / bandwidth, from its row in the traffic table
     copy             the same between memory tiers, if the cluster states these links; no faster
                      than the plan's ``bandwidth``. Else as long as it took
@@ -29,6 +29,7 @@ from paralab.checks import illegal, real
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
 from paralab.programs.instructions import Instr
 from paralab.report.metrics import device_of, in_outline, reach
+from paralab.report.tables import letters
 from paralab.spec import Cluster
 from paralab.spec.links import Reach
 from paralab.theory.traffic import POINT_TO_POINT
@@ -132,7 +133,8 @@ def _typical_costs(report: Tables, setup: set[int], *, scale: float) -> dict[int
     role = spans["rank"]
     if report.model is not None:
         role = role.map(lambda rank: report.plan.place(rank)[0])
-    alike = [role, *(spans[name] for name in place), parts.transform("size"), parts.cumcount()]
+    columns = (spans[name] for name in place[:-1])
+    alike = [role, *columns, letters(spans), parts.transform("size"), parts.cumcount()]
     on_link = ~spans["lane"].isin(PROCESSORS)  # what it took there; else its thread's CPU seconds
     own = spans["cost"].clip(lower=0.0).mask(on_link, spans["end"] - spans["start"])
     warm = own.where(spans["step"] >= 1)
