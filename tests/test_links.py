@@ -63,6 +63,18 @@ def test_of_an_all_to_all_every_member_sends_what_leaves_the_node_through_its_ow
     assert way.bandwidth == pytest.approx(10e9 * 7 / 4)
 
 
+def test_over_gloo_a_root_takes_in_what_all_others_reduce_and_over_nccl_the_tensor():
+    gloo, size = NODES.replace(cores=4), 10**6
+    for n in (2, 4, 8):
+        inside = took("reduce", size, Reach(n, n, 1), gloo)
+        assert inside == pytest.approx(1e-6 + (n - 1) * size / 100e9)
+        ring = took("reduce", size, Reach(n, n, 1))
+        assert ring == pytest.approx((n - 1) * 1e-6 + size / 100e9)
+    # Of seven members' bytes those of the four on the other node pass the root's port.
+    across = took("reduce", size, Reach(8, 4, 2), gloo)
+    assert across == pytest.approx(1e-5 + 4 * size / 10e9)
+
+
 def test_alpha_is_paid_for_every_message_and_between_nodes_for_those_that_cross():
     ring = NODES.ways("all_reduce", Reach(16, 4, 4))["ring"]
     assert ring.latency == pytest.approx(2 * (12 * 1e-6 + 3 * 1e-5))

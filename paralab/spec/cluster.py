@@ -179,7 +179,8 @@ class Cluster(Description):
         near = self.collectives.get(op, self.intra)
         share = 1.0 if self.ports is None else self.ports / self.devices_per_node
         far: Link = self.inter  # type: ignore[assignment]  # __post_init__ filled it
-        found = ways(op, reach, near, far.replace(bandwidth=share * far.bandwidth))
+        far = far.replace(bandwidth=share * far.bandwidth)
+        found = ways(op, reach, near, far, nccl=self.gpus)
         if op in self.collectives and "ring" in found:
             return {"ring": found["ring"]}
         return {self.algorithm: found[self.algorithm]} if self.algorithm in found else found

@@ -4,7 +4,9 @@
 node at once: in a ring's k copies, one per port, every member is the one at the border once. So a
 ring's bytes leave a node at k times one port's bandwidth, and never faster than links inside the
 node bring them there. In an all-to-all every member sends what goes elsewhere, (n-k)/(n-1) of its
-bytes, through its own port.
+bytes, through its own port. So it is where n-1 members reduce straight to a root, as over gloo: all
+their bytes come in on its link, those from other nodes at its port. NCCL reduces along a ring that
+passes pieces on (its src/graph/tuning.cc): no member takes in more than the tensor.
 
 [Note: latency] Alpha is paid for every message that has to come after another one:
 
@@ -88,26 +90,28 @@ class Way(NamedTuple):
         return self.latency + wire_bytes / self.bandwidth
 
 
-def ways(op: str, reach: Reach, near: Link, far: Link) -> dict[str, Way]:
+def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) -> dict[str, Way]:
     """{algorithm: `Way`} of an operation. See [Note: ports] and [Note: latency].
 
     near  between two members on one node
     far   between two on different nodes, with as many ports as one member has
+    nccl  makes the calls, else gloo does
     """
     n, k, nodes = reach
     if n == 1:
         return {"ring": Way(0.0, near.bandwidth)}
-    ports = min(k * far.bandwidth, near.bandwidth) if nodes > 1 else near.bandwidth
+    ports = own = near.bandwidth
+    if nodes > 1:
+        ports = min(k * far.bandwidth, near.bandwidth)
+        own = min(far.bandwidth * (n - 1) / (n - k), near.bandwidth)
     rounds = _rounds(k) * near.alpha + _rounds(nodes) * far.alpha
-    if op in ("send", "recv", "reduce"):  # one message after no other
-        return {"direct": Way((far if nodes > 1 else near).alpha, ports)}
+    if op in ("send", "recv") or (op == "reduce" and not nccl):  # one message after no other
+        return {"direct": Way((far if nodes > 1 else near).alpha, own / (n - 1))}
     if op == "broadcast":  # down a tree
         return {"tree": Way(rounds, ports)}
-    halves, name = 2 if op == "all_reduce" else 1, "ring"
-    if op == "all_to_all":
-        name, own = "pairwise", far.bandwidth * (n - 1) / max(n - k, 1)
-        ports = min(own, near.bandwidth) if nodes > 1 else ports
-    found = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), ports)}
+    halves = 2 if op == "all_reduce" else 1
+    name, sent = ("pairwise", own) if op == "all_to_all" else ("ring", ports)
+    found = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), sent)}
     if op == "all_reduce":
         whole = _rounds(k) / near.bandwidth + _rounds(nodes) / ports  # per byte of the tensor
         found["tree"] = Way(2 * rounds, (n - 1) / n / whole)  # per byte that a ring's member sends
