@@ -37,13 +37,13 @@ from paralab.programs.instructions import (
     COPY,
     FORWARD,
     KEEP,
-    REDUCE_SCATTER,
     Code,
     Instr,
     Value,
     completed,
     gradients,
     insert,
+    reduce_scatter,
     wait,
 )
 
@@ -67,7 +67,7 @@ def zero1(code: Code, *, alone: bool = False, at_once: bool = False) -> Code:
                 continue
             if in_flight is not None and not at_once:
                 made.append(wait(in_flight))
-            in_flight = _reduce(u, -1, ("grad", u, 0), ("gshard", u, 0))
+            in_flight = reduce_scatter(u)._replace(writes=(("gshard", u, 0),))
             made.append(in_flight)
     return made
 
@@ -88,17 +88,13 @@ def zero2(code: Code, *, alone: bool = False) -> Code:
             grad, part, k = ("grad", u, ins.mb), ("part", u, ins.mb), ins.mb
             made += owed
             if not alone:
-                made.append(_reduce(u, k, grad, part))
+                made.append(reduce_scatter(u)._replace(mb=k, reads=(grad,), writes=(part,)))
             op, given = ADD if u in seen else KEEP, grad if alone else part
             add = Instr(op, u, k, u, (given,), (("gshard", u, 0),))
             seen.add(u)
             made += [add] * alone
             owed = [add] * (not alone)
     return made + owed
-
-
-def _reduce(u: int, k: int, grad: Value, into: Value) -> Instr:
-    return Instr(REDUCE_SCATTER, u, k, u, (grad,), (into,), "dp", phase="grad_sync")
 
 
 def replicas(code: Code) -> Code:

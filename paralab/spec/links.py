@@ -104,17 +104,17 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
     if nodes > 1:
         ports = min(k * far.bandwidth, near.bandwidth)
         own = min(far.bandwidth * (n - 1) / (n - k), near.bandwidth)
-    rounds = _rounds(k) * near.alpha + _rounds(nodes) * far.alpha
+    down = rounds(k) * near.alpha + rounds(nodes) * far.alpha  # a tree's messages
     if op in ("send", "recv") or (op == "reduce" and not nccl):  # one message after no other
         return {"direct": Way((far if nodes > 1 else near).alpha, own / (n - 1))}
     if op == "broadcast":  # down a tree
-        return {"tree": Way(rounds, ports)}
+        return {"tree": Way(down, ports)}
     halves = 2 if op == "all_reduce" else 1
     name, sent = ("pairwise", own) if op == "all_to_all" else ("ring", ports)
     found = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), sent)}
     if op == "all_reduce":
-        whole = _rounds(k) / near.bandwidth + _rounds(nodes) / ports  # per byte of the tensor
-        found["tree"] = Way(2 * rounds, (n - 1) / n / whole)  # per byte that a ring's member sends
+        whole = rounds(k) / near.bandwidth + rounds(nodes) / ports  # per byte of the tensor
+        found["tree"] = Way(2 * down, (n - 1) / n / whole)  # per byte that a ring's member sends
     return found
 
 
@@ -124,5 +124,6 @@ def messages(op: str, n: int) -> int:
     return round(next(iter(ways(op, Reach(n, n, 1), unit, unit).values())).latency)
 
 
-def _rounds(n: int) -> int:
-    return (n - 1).bit_length()  # ceil(log2 n)
+def rounds(n: int) -> int:
+    """ceil(log2 n): of a tree of n members."""
+    return (n - 1).bit_length()

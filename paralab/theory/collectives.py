@@ -23,7 +23,7 @@ Where n does not divide the tensor, chunks differ by one element and the largest
 from __future__ import annotations
 
 from paralab.checks import choice, illegal, instance, whole
-from paralab.spec.cluster import Link
+from paralab.spec.links import Link, rounds
 from paralab.theory.traffic import share
 from paralab.theory.work import ITEM
 
@@ -37,7 +37,7 @@ def steps(algorithm: str, n: int) -> int:
     """
     choice("algorithm", algorithm, ALGORITHMS)
     n = whole("n", n, at_least=1)
-    return 2 * _rounds(n) if algorithm == TREE else len(_halves(algorithm)) * (n - 1)
+    return 2 * rounds(n) if algorithm == TREE else len(_halves(algorithm)) * (n - 1)
 
 
 def seconds(algorithm: str, n: int, nbytes: int, link: Link) -> float:
@@ -78,13 +78,9 @@ def _elements(nbytes: int) -> int:
     return nbytes // ITEM
 
 
-def _rounds(n: int) -> int:
-    return (n - 1).bit_length()  # ceil(log2 n)
-
-
 def _tree_neighbours(n: int, index: int) -> int:
     """With how many members ``index`` shares an edge of the binomial tree rooted in member 0."""
-    distances = [2**k for k in range(_rounds(n))]
+    distances = [2**k for k in range(rounds(n))]
     parent = [d for d in distances if index % (2 * d) == d]
     children = [d for d in distances if index % (2 * d) == 0 and index + d < n]
     return len(parent) + len(children)

@@ -23,7 +23,7 @@ import numpy as np
 from paralab.checks import choice, illegal, real, whole
 from paralab.parallel.schedules import SCHEDULES, Action
 from paralab.theory.order import B, F, I, Order, W
-from paralab.theory.schedule_check import checked, live, timed
+from paralab.theory.schedule_check import checked, peak_live, timed
 
 if TYPE_CHECKING:
     from paralab.report.tables import Tables
@@ -70,7 +70,7 @@ class Simulation:
     @cached_property
     def peak_live(self) -> list[int]:
         """Per rank: most micro-batches (with v chunks: chunks of them) alive at once."""
-        return [max(counts) for counts in live(self.schedule)]
+        return peak_live(self.schedule)
 
     def report(self, name: str = "a schedule") -> Tables:
         """The same as a predicted `Tables` of one step, for whatever draws or compares reports."""
