@@ -109,11 +109,9 @@ class Group:
             self.exchange([(side, first, peer)], phase="setup").wait()
 
     # ---- collectives ------------------------------------------------------------------------
-    def all_reduce(
-        self, tensor: Tensor, *, phase: str | None = None, reduce: str = "sum"
-    ) -> Pending:
-        """Sum ``tensor`` over the group, in place. reduce: "max" or "min" instead."""
-        return self._call("all_reduce", [tensor], phase, reads=[tensor], reduce=reduce)
+    def all_reduce(self, tensor: Tensor, *, phase: str | None = None) -> Pending:
+        """Sum ``tensor`` over the group, in place."""
+        return self._call("all_reduce", [tensor], phase, reads=[tensor])
 
     def all_gather(self, output: Tensor, part: Tensor, *, phase: str | None = None) -> Pending:
         """``output`` = the members' ``part`` one after the other, (n * numel,)."""
@@ -153,7 +151,6 @@ class Group:
         fills: Sequence[Tensor] | None = None,
         reads: Sequence[Tensor] = (),
         root: int | None = None,
-        reduce: str = "sum",
     ) -> Pending:
         """A collective. Its payload is the largest tensor; by default it fills the first one."""
         payload = max(tensors, key=Tensor.numel)
@@ -166,7 +163,6 @@ class Group:
             reads=reads,
             root=() if root is None else (root,),
             number=self._calls,
-            reduce=reduce,
         )
         row = (op, payload.nbytes, -1 if root is None else root)
         return self._noted(self.transport.post(call), op, [row], phase)
@@ -244,13 +240,6 @@ class Pending:
 
     def wait(self) -> None:
         wait_all([self])
-
-    def test(self) -> bool:
-        """Whether it is over, without waiting: then there is nothing left to wait for."""
-        if not self._done and all(work.is_completed() for work in self._posted.works):
-            self._settle()
-            self._end()
-        return self._done
 
     def _settle(self) -> None:
         """Hold the rank (with NCCL: its compute stream) until it is over; raises what the transport

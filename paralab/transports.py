@@ -67,7 +67,6 @@ class Call(NamedTuple):
     ways     of an exchange
     number   of the group's calls, for the words that say why a rank is idle
     finish   what this rank does when it has waited for the call
-    reduce   "sum", "max" or "min", of an all-reduce
     """
 
     op: str
@@ -78,7 +77,6 @@ class Call(NamedTuple):
     ways: Sequence[Way] = ()
     number: int = 0
     finish: Callable[[], None] | None = None
-    reduce: str = "sum"
 
 
 class Posted(NamedTuple):
@@ -113,10 +111,7 @@ class Transport:
                 tensors[0].view(-1).copy_(tensors[1].view(-1))
             return []
         if not call.ways:
-            how = {"group": group, "async_op": True}
-            if call.reduce != "sum":
-                how["op"] = getattr(dist.ReduceOp, call.reduce.upper())
-            return [ASK[call.op](*tensors, *call.root, **how)]
+            return [ASK[call.op](*tensors, *call.root, group=group, async_op=True)]
         sides = {"send": dist.isend, "recv": dist.irecv}
         ops = [
             dist.P2POp(sides[side], tensor, peer, group=group)
@@ -294,9 +289,6 @@ class Enqueued:
     def __init__(self, event: Any, tensors: Sequence[Tensor]) -> None:
         self.event, self.tensors = event, tensors
 
-    def is_completed(self) -> bool:
-        return self.event.query()
-
     def wait(self) -> None:
         """Order the compute stream behind this call alone; the host does not stand still."""
         torch.cuda.current_stream().wait_event(self.event)
@@ -313,9 +305,6 @@ class Lent:
         self.tensors = [torch.from_dlpack(tensor.detach()) for tensor in tensors]
         ledger.shares_bytes(*self.tensors)
         self._own = self._counts()
-
-    def is_completed(self) -> bool:
-        return True  # as soon as the call is; what is held a little longer is waited for
 
     def wait(self) -> None:
         give_up = time.monotonic() + PATIENCE
@@ -342,9 +331,6 @@ class Arrival:
         self.ended, self.error = ended, None
         self._lock = threading.Lock()  # held until the end
         self._lock.acquire()
-
-    def is_completed(self) -> bool:
-        return not self._lock.locked()
 
     def wait(self) -> None:
         """Stand still until the end. Raises what the transport raised."""
