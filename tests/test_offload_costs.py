@@ -122,7 +122,7 @@ def test_1_23_terabytes_per_second_give_90_percent_where_1_5_are_printed():
     # sec. 4.2: optimizer states at 2 samples of 1024 tokens per GPU
     ait = costs.ait_optimizer(2, 1024)
     assert costs.bandwidth_needed(0.9, ait, PEAK) / 1e12 == printed(1.23)
-    assert 100 * costs.efficiency_at(ait, 1.5e12, PEAK) == pytest.approx(91.6, abs=0.05)
+    assert 100 * costs.efficiency(ait, 1, PEAK, 1.5e12) == pytest.approx(91.6, abs=0.05)
 
 
 def test_optimizer_states_need_four_times_70_gb_per_second_for_half_the_peak():
@@ -139,14 +139,14 @@ rates = st.floats(1e6, 1e15)
 @given(share=shares, ait=st.floats(0.1, 1e7), peak=rates)
 def test_bandwidth_needed_inverts_the_efficiency(share, ait, peak):
     bandwidth = costs.bandwidth_needed(share, ait, peak)
-    assert costs.efficiency_at(ait, bandwidth, peak) == pytest.approx(share, rel=1e-9)
+    assert costs.efficiency(ait, 1, peak, bandwidth) == pytest.approx(share, rel=1e-9)
 
 
 @given(flops=st.floats(1.0, 1e21), moved=st.floats(1.0, 1e15), peak=rates, bandwidth=rates)
 def test_both_efficiencies(flops, moved, peak, bandwidth):
     alone = costs.efficiency(flops, moved, peak, bandwidth)
     hidden = costs.efficiency_overlapped(flops, moved, peak, bandwidth)
-    assert alone == pytest.approx(costs.efficiency_at(flops / moved, bandwidth, peak), rel=1e-9)
+    assert alone == pytest.approx(costs.efficiency(flops / moved, 1, peak, bandwidth), rel=1e-9)
     assert alone <= hidden <= min(1.0, 2 * alone * (1 + 1e-12))
     assert hidden == 1.0 or alone < 0.5 * (1 + 1e-12)
 
@@ -202,9 +202,6 @@ def test_infinity_table_2_is_what_the_plans_do(states, shared, parameters, whole
         (lambda: costs.cuts("nvme"), "update='nvme': unknown choice; legal: 'gpu' | 'cpu'"),
         (lambda: costs.ait_optimizer(0, 8), "batch=0: out of range; legal: a finite number above"),
         (lambda: costs.ait_optimizer(1, 0), "seq_len=0: out of range"),
-        (lambda: costs.efficiency_at(512, 0, PEAK), "bandwidth=0: out of range"),
-        (lambda: costs.efficiency_at(0, 1e9, PEAK), "ait=0: out of range"),
-        (lambda: costs.efficiency_at(512, 1e9, 0), "peak_flops=0: out of range"),
         (lambda: costs.bandwidth_needed(1, 512, PEAK), "efficiency=1: without overlap every"),
         (lambda: costs.bandwidth_needed(0, 512, PEAK), "efficiency=0: out of range"),
         (lambda: costs.bandwidth_needed(0.5, 0, PEAK), "ait=0: out of range"),
@@ -212,6 +209,7 @@ def test_infinity_table_2_is_what_the_plans_do(states, shared, parameters, whole
         (lambda: costs.efficiency(0, 8, 1, 1), "flops_per_step=0: out of range"),
         (lambda: costs.efficiency(1, -8, 1, 1), "bytes_per_step=-8: out of range"),
         (lambda: costs.efficiency(1, 8, 0, 1), "peak_flops=0: out of range"),
+        (lambda: costs.efficiency(1, 8, 1, 0), "bandwidth=0: out of range"),
         (lambda: costs.efficiency_overlapped(1, 8, 1, float("nan")), "bandwidth=nan: not finite"),
     ],
 )  # fmt: skip

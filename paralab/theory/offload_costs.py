@@ -112,19 +112,12 @@ def ait_optimizer(batch: float, seq_len: int) -> float:
     return real("batch", batch, above=0.0) * whole("seq_len", seq_len, at_least=1) / 4
 
 
-def efficiency_at(ait: float, bandwidth: float, peak_flops: float) -> float:
-    """Share of time spent computing, ait bw / (ait bw + peak), with no overlap; eq. 6.
+def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
+    """Bytes/s at which so large a share of time is spent computing: e / (1 - e) peak / ait.
 
     ait         FLOPs per byte moved
-    bandwidth   bytes/s to one device
     peak_flops  FLOP/s that one device reaches when it waits for nothing; the paper takes 70e12
     """
-    fed = real("ait", ait, above=0.0) * real("bandwidth", bandwidth, above=0.0)
-    return fed / (fed + real("peak_flops", peak_flops, above=0.0))
-
-
-def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
-    """Bytes/s at which `efficiency_at` is ``efficiency``: e / (1 - e) peak / ait."""
     share = real("efficiency", efficiency, above=0.0)
     if share >= 1:
         why = "without overlap every transfer costs time"
@@ -138,8 +131,9 @@ def efficiency(
 ) -> float:
     """compute / (compute + transfer): transfers wait for the computation, and it for them.
 
-    This is the paper's assumption (eq. 6), for any precision. bytes_per_step is what crosses: with
-    gradients down and parameters up, 4 bytes per parameter in 16 bits, and 8 in paralab's fp32.
+    This is the paper's assumption, for any precision; with ait the FLOPs of one byte it is eq. 6,
+    ait bw / (ait bw + peak). bytes_per_step is what crosses: with gradients down and parameters up,
+    4 bytes per parameter in 16 bits, and 8 in paralab's fp32.
     """
     compute, transfer = _seconds(flops_per_step, bytes_per_step, peak_flops, bandwidth)
     return compute / (compute + transfer)

@@ -218,7 +218,7 @@ print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per ste
 
 # %%
 intensity = offload_costs.ait_optimizer(batch=2, seq_len=1024)
-e = offload_costs.efficiency_at(intensity, 1.5e12, 70e12)
+e = offload_costs.efficiency(intensity, 1, peak_flops=70e12, bandwidth=1.5e12)  # of one byte
 print(f"I = {intensity:g} FLOPs per byte; at 1.5 TB/s and 70 TFLOP/s e = {100 * e:.1f} %")
 
 # %% [markdown]
