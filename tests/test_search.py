@@ -25,6 +25,7 @@ from paralab.programs.fold import folds
 from paralab.programs.parts import reach
 from paralab.programs.search import SETTINGS, SPARE, Search
 from paralab.programs.search_words import brief
+from paralab.programs.skeleton import stage_parts
 from paralab.programs.space import NEEDLESS, space, values
 from paralab.spec.settings import Asked
 from paralab.view.plan_times import rank_correlation
@@ -240,6 +241,35 @@ def test_bytes_of_blocks_of_ones_own_are_estimated_too():
         bytes_of = sum(column[at] for column in found.categories.values())
         assert 0.9 <= bytes_of / exact.peak <= 1.35, found.plans[at]
         assert 0.7 <= found.closed[at] / exact.seconds() <= 1.3, found.plans[at]
+
+
+def own_product(spec: pl.ModelSpec) -> Any:
+    """A block of which most FLOPs are a product of two weights: as many for any micro-batch."""
+    import torch
+    from torch import nn
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(spec.hidden, 16 * spec.hidden))
+            self.b = nn.Parameter(torch.zeros(16 * spec.hidden, spec.hidden))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + x @ (self.a @ self.b)
+
+    return Product()
+
+
+def test_the_estimate_cuts_stages_as_the_compiler_does_at_every_micro_batch_size():
+    model = TINY.replace(layers=8, seq_len=16, vocab=8192, tied=False, block=own_product)
+    plans = space(model, LAPTOP, 2, 8, {"pp": 2, "schedule": "gpipe", "recompute": "none"})
+    estimate, seen = Estimate(plans, model, LAPTOP, "adamw"), set()
+    for at, plan in enumerate(plans):
+        stages = stage_parts(model, plan)
+        blocks = [sum(name.startswith("blocks.") for name in stage) for stage in stages]
+        assert estimate.blocks[[0, 2], at].tolist() == blocks, plan
+        seen.add(tuple(blocks))
+    assert len(seen) > 1
 
 
 def test_megatrons_advice_comes_out():

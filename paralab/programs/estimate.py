@@ -83,14 +83,14 @@ class Estimate:
     def _load_stages(self) -> None:
         """How many blocks the rows' ranks have, and who has embedding and head."""
 
-        def shares(pp: int, v: int) -> tuple[int, ...]:
-            names = partition(self.model, pp * v)
+        def shares(pp: int, v: int, samples: int) -> tuple[int, ...]:
+            names = partition(self.model, pp * v, samples)
             counts = [sum(part.startswith("blocks.") for part in some) for some in names]
             of_ranks = [sum(counts[r::pp]) for r in range(pp)]
             most = max(of_ranks)
             return of_ranks[0], most, of_ranks[-1], of_ranks.index(most)
 
-        first, most, last, at = self.once(shares, self.p, self.v).T
+        first, most, last, at = self.once(shares, self.p, self.v, self.space.microbatch_size).T
         none, end = 0 * self.p, self.p - 1
         self.at = np.stack([none, at, end, none])
         self.blocks = np.stack([first, most, last, none + self.model.layers])
