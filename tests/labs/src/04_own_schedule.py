@@ -554,7 +554,8 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 # | ZB-H2 | $(p-1)(F+I-2W)$ | $2p-1$ | memory is free, and no barrier between steps |
 # | DualPipe | $(\frac{p}{2}-1)(F\&B+B-3W)$ | $p+1$ | messages need hiding, two copies fit |
 #
-# The formulas of ZB-H1 and ZB-H2 need $W \le F$, and ZB-H2's idle time is 0 where $2W > F+I$.
+# ZB-H1's formula needs $W \le F$ and $m \ge p$; ZB-H2's needs $W \le F$, $2W \le F+I$ and
+# $m \ge 2p-1$: with fewer micro-batches there are too few weight halves to fill the gaps.
 # DualPipe's is that of the rank which is idle longest, for $F=I=W$; for unequal halves it is an
 # estimate.
 #
