@@ -102,6 +102,8 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
             peak, kept = max(peak, this.peak), max(kept, before, all_of_it.now())
             del micro
         mine.gather()
+        if (lost := watched.freed(list(gpt.parameters()))) is not None:
+            raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
         weights = {name: watched.array(p) for name, p in gpt.named_parameters()}
     held = {"kept": kept, "peak": peak, "forward": forward}
     return {"start": start, "weights": weights, **held}
