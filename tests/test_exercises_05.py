@@ -19,7 +19,9 @@ SUMS = (MEAN, "own")
 ALL_REDUCES = (REDUCE, "dist.all_reduce(flat)\n        own = flat.chunk(self.ranks)[self.rank]")
 WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3((FREED_AFTER, "        pass")), {"peak of a step"},
-     "bytes in addition to what forward saves, a unit is "),
+     "required: at most 179,072, which are 4 units; more are still gathered when backward begins"),
+    (zero3((READY, ""), (STEP, f"        for i in range(len(self.units)):\n{READY}{STEP}")),
+     {"peak of a step"}, "bytes in addition to what forward saves, required: at most 179,072, "),
     (zero3(("pre_hook(lambda *_, i=i: self.gather_unit(i))", "pre_hook(lambda *_: None)")),
      {"weights"}, "whose storage is freed: it has to be gathered before"),
     (zero3(("        output.register_hook(lambda _: self.gather_unit(i))", "")), {"weights"},
@@ -74,7 +76,7 @@ LATE = [  # answer, limits it breaks, words of the verdict
            ("        self.free(i)\n        pass", "        pass")), {"gathers"},
      "6 units are gathered in a step, required"),
     (ahead((READY, ""), (STEP, f"        for i in range(len(self.units)):\n{READY}{STEP}")),
-     {"peak of a step"}, "bytes in addition to what forward saves, a unit is "),
+     {"peak of a step"}, "which are 5 units"),
     (bad.Alone, {"gathers", "weights"}, "0 units are gathered in a step, required: 12"),
     (ahead((KEEP, f"{KEEP}\n        unit.copy = flat.clone()")), {"kept between steps"},
      "N=3: rank 0 keeps "),

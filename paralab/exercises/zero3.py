@@ -63,9 +63,13 @@ def look_at_training(
             words = f"keeps {{held}} bytes, an N-th of both is {2 * sum(parts):,}"
             notes.memory(KEPT, found["kept"], 2 * sum(parts) + SCALARS, words)
 
-            passing, unit = [r["peak"] - r["forward"] for r in found.results], n * max(parts)
-            words = f"has {{held}} bytes in addition to what forward saves, a unit is {unit:,}"
-            notes.memory(PEAK, passing, most_units * unit, words)
+            passing = [r["peak"] - r["forward"] for r in found.results]
+            most = most_units * n * max(parts)
+            words = "has {held} bytes in addition to what forward saves, required: at most "
+            words += f"{most:,}, which are {most_units} units"
+            if any(r["gathered"] - r["forward"] > most for r in found.results):
+                words += "; more are still gathered when backward begins"
+            notes.memory(PEAK, passing, most, words)
 
 
 def sizes() -> list[int]:
@@ -79,12 +83,13 @@ def sizes() -> list[int]:
 
 def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     """What every rank runs. Returns the gathered weights, the bytes that are there after a step,
-    those that a step has at its peak beyond that, and what forward alone takes of a plain GPT.
+    those that a step has at its peak and when backward first begins beyond that, and what forward
+    alone takes of a plain GPT.
     """
     group, m = watch.group, BATCH["microbatches"]
     share = {"rank": group.index, "ranks": group.size, "device": "cpu"}
     start, forward = plain()
-    kept = peak = 0
+    kept = peak = gathered = 0
     with watch.section() as all_of_it:
         gpt = reference.GPT(MODEL)
         mine = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=LR)
@@ -95,6 +100,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
                 watch.label = f"step {step}"
                 for tokens, targets in micro:
                     loss = gpt(tokens, targets) / m
+                    gathered = gathered or watch.live - this.before
                     loss.backward()
                     del loss
                 mine.step()
@@ -105,7 +111,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
         if (lost := watched.freed(list(gpt.parameters()))) is not None:
             raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
         weights = {name: watched.array(p) for name, p in gpt.named_parameters()}
-    held = {"kept": kept, "peak": peak, "forward": forward}
+    held = {"kept": kept, "peak": peak, "gathered": gathered, "forward": forward}
     return {"start": start, "weights": weights, **held}
 
 
