@@ -12,7 +12,7 @@ from judged import Table, altered
 from paralab.exercises.tries import Found
 
 SUMMA = pl.exercises.summa
-summa = importlib.import_module("paralab.exercises.summa")
+summa, torus = (importlib.import_module(f"paralab.exercises.{n}") for n in ("summa", "cannon"))
 ALONE = "it is the one term "
 
 
@@ -83,6 +83,12 @@ ROWS, COLUMNS = (
 LINES, BEGIN = "return rows[i], columns[j]", "    i, j = divmod"
 # Some of its ranks fail, and the others wait for them.
 FIRST_ONES = groups((LINES, "return rows[0], columns[0]"))
+# Its members alone make a group, which hangs in a launch that other answers share.
+LOCAL = groups(
+    (ROWS, "rows = {i: dist.new_group([i * q + b for b in range(q)], **local)}"),
+    (COLUMNS, "columns = {j: dist.new_group([a * q + j for a in range(q)], **local)}"),
+    (BEGIN, f"    local = {{'use_local_synchronization': True}}\n{BEGIN}"),
+)
 LINE = [  # answer, limits it breaks, words of the verdict
     (groups((LINES, "return columns[j], rows[i]")), {"row", "column"},
      "[0, 2], required: [0, 1]; it is its column"),
@@ -97,6 +103,11 @@ LINE = [  # answer, limits it breaks, words of the verdict
     (groups((LINES, "return (rows[i],)")), {"row"},
      "a row and a column, two groups, this is 1 of them"),
     (FIRST_ONES, {"row"}, " raised ValueError: the row is -100, required: a group"),
+    (groups((ROWS, "rows = {i: dist.new_group([i * q + b for b in range(q)])}"),
+            (COLUMNS, "columns = {j: dist.new_group([a * q + j for a in range(q)])}")), {"row"},
+     "q=2: rank 2 makes [2, 3] where rank 0 makes [0, 1]: every rank has to make every group"),
+    (groups((COLUMNS, COLUMNS.replace("b in range(q)", "b in range(q if i else j + 1)"))), {"row"},
+     "q=2: rank 1 makes [1, 3] where rank 0 makes no other group"),
     (groups((LINES, "pass")), {"row"}, "a row and a column, two groups, this is NoneType"),
     (groups((BEGIN, f"    raise KeyError('row')\n{BEGIN}")), {"row"},
      "q=2: rank 0 raised KeyError: 'row'"),
@@ -138,11 +149,17 @@ TURN = [
     (cannon((", q: int", "")), {"Y"}, "required: cannon(x, w, q), yours cannot be called so: too"),
 ]  # fmt: skip
 GROUPED = [
+    LOCAL,
     groups((f"{ROWS}\n    {COLUMNS}", f"{COLUMNS}\n    {ROWS}"),
            (LINES, "return [rows[i], columns[j]]")),
 ]  # fmt: skip
 MOVED = [cannon((NEXT, "moved(x, w, -1, -1)"))]
-ALL_LINES = Table(pl.exercises.grid_groups, LINE, GROUPED, alone=[FIRST_ONES])
+ALL_LINES = Table(pl.exercises.grid_groups, LINE, GROUPED, alone=[FIRST_ONES, LOCAL])
 TORUS = Table(pl.exercises.cannon, TURN, MOVED)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = ALL_LINES.tests()
 test_a_wrong_cannon_is_refused, test_a_right_cannon_passes, test_the_stub = TORUS.tests()
+
+
+def test_a_wrong_sum_over_a_group_is_said_with_the_right_one():
+    said = torus._wrong_sums(0, "a sum over each", {"sums": [3.0, 2.0]}, 2)
+    assert said == "rank 0: the sums are [3.0, 2.0], required: [1.0, 2.0]"
