@@ -11,8 +11,9 @@ each direction with one all-reduce, and what a rank holds with a t-th of the wei
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
@@ -56,10 +57,12 @@ def forward_and_back(
     from paralab.exercises.answers import f_and_g, tensor_mlp
 
     pair, call, how = PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
+    given_to: list[Given] = []
     if operators and len(answer) < 2:
         raise ValueError("f alone is no answer: give both, check(f, g)")
     if operators:
-        call, how = tensor_mlp.MyMLP, dict(zip("fg", answer, strict=True))
+        call = tensor_mlp.MyMLP
+        how = {name: _kept(name, one, given_to) for name, one in zip("fg", answer, strict=True)}
     how |= {"heads": HEADS} if kind == "attention" else {}
     numbers = {name: torch.from_numpy(one) for name, one in given(pair, seed).items()}
     with watch.section() as section:
@@ -74,6 +77,7 @@ def forward_and_back(
     watch.label = BACKWARD
     z.backward(numbers["grad"].clone())
     found |= {"x": watched.array(x.grad), "held": held}
+    found |= {one.limit: one.words for one in given_to if not torch.equal(one.now, one.before)}
     named = dict(mine.named_parameters())
     for name in pair.shapes:
         if name not in named:
@@ -82,6 +86,32 @@ def forward_and_back(
             raise ValueError(f"{name} has no gradient after backward")
         found[name] = watched.array(named[name].grad)
     return found
+
+
+class Given(NamedTuple):
+    """A tensor that f or g got and must not change; words: that it did, in ``limit``."""
+
+    limit: str
+    words: str
+    now: Any
+    before: Any
+
+
+def _kept(name: str, operator: Any, given_to: list[Given]) -> Any:
+    """The operator, with a note of what it is given in both directions."""
+
+    def note(limit: str, what: str, tensor: Any) -> None:
+        words = f"{name} changes {what}, which autograd may still need: work on a clone"
+        given_to.append(Given(limit, words, tensor.detach(), tensor.detach().clone()))
+
+    def call(x: Any) -> Any:
+        note(RESULT, "its argument", x)
+        y = operator(x)
+        if getattr(y, "requires_grad", False):
+            y.register_hook(functools.partial(note, GRADIENTS, "the gradient that arrives"))
+        return y
+
+    return call
 
 
 def _linears(weights: dict[str, Any]) -> list[Any]:
@@ -106,6 +136,7 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
             right = of_one_device(pair, found.seed)
             for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):
                 wrong = first(_wrong(found, pair, right, name) for name in names)
+                wrong = wrong or found.results[0].get(limit, "")
                 notes.look(limit, wrong, "right, on every rank")
             for limit in (FORWARD, BACKWARD):
                 required = 2 * (t - 1) * ACTIVATION // t
