@@ -531,8 +531,17 @@ psi_u = sum(pd.Series(shape).prod() for shape in block.values())
 for q in (1, len(block)):
     tokens = 2 * (N - 1) / N * beta * X + q * (N - 1) * alpha * X / (2 * psi_u)
     print(f"{q:2} calls for {psi_u:,} parameters: at least {tokens:.0f} tokens per micro-batch")
+for size in (2, 4):
+    timed = pl.predict(model, one.replace(prefetch=1, microbatch_size=size), cluster)
+    waits, ms = timed.summary()["value"]["waiting"], 1e3 * timed.step_time
+    print(f"{size * model.seq_len:3} tokens, prefetch=1: a rank waits {waits:.1f} of {ms:.1f} ms")
 
 # %% [markdown]
+# The timelines above have 64 tokens, too few even for one call, so with `prefetch=1` a rank still
+# waits in every block. With 128 tokens it waits where forward and backward begin and where the step
+# ends, because nothing computes meanwhile. In backward a unit has twice the FLOPs and two messages
+# to hide, the gather and the reduce-scatter, so the bound is the same.
+#
 # DeepSpeed gathers module by module (a linear layer, a norm) unless its prefetch bucket
 # (`stage3_prefetch_bucket_size`) joins several of them; FSDP gathers a unit in one call. If latency
 # is high, prefer large units, as long as two of them fit. Against low bandwidth larger units do not
