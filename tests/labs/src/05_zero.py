@@ -694,7 +694,8 @@ pd.DataFrame(rows).T.round(1)
 # The sum of both kinds of bytes says little, because the links differ by a factor of twenty. The
 # step waits for the bytes between the nodes. The price of hybrid sharding is memory. (ZeRO-3 has
 # less than above: these devices count as GPUs, whose reduce-scatter needs no buffer to receive
-# into.)
+# into. Bytes are counted as gloo sends them; with NCCL's rings half of ZeRO-3's, 131.9 MB, would be
+# sent between the nodes.)
 #
 # ## Is it the same training?
 # One process computes all micro-batches with plain SGD; its gradients and weights are compared with
