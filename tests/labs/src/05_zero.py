@@ -561,8 +561,8 @@ for size in (2, 4):
 # %%
 rows = {"ZeRO-2": sum(pl.program(model, plan.replace(zero_stage=2)).peak().values()) / 1e6}
 for depth in (0, 1, 2, 4, 8):
-    deep = pl.program(model, plan.replace(zero_stage=3, prefetch=depth))
-    rows[f"ZeRO-3, prefetch={depth}"] = sum(deep.peak().values()) / 1e6
+    program = pl.program(model, plan.replace(zero_stage=3, prefetch=depth))
+    rows[f"ZeRO-3, prefetch={depth}"] = sum(program.peak().values()) / 1e6
 pd.Series(rows, name="peak memory (MB)").round(1).to_frame()
 
 # %% [markdown]
