@@ -99,7 +99,7 @@ pl.exercises.zero_step.check(MyZero1)
 # * momentum for all parameters: more bytes are kept between steps than an N-th;
 # * an all-reduce in place of the reduce-scatter: 1.5 times the bytes;
 # * the update of another rank's part: the first wrong part and element are named;
-# * no padding: the answer is right on 2 ranks, and wrong on 3, which do not divide Ψ.
+# * no padding: the answer is right on 2 ranks, and fails on 3, which do not divide Ψ.
 #
 # ## A second answer: torch's optimizer on a flat shard
 # The shard is a tensor of its own, and any optimizer of torch.optim updates it.
@@ -484,7 +484,7 @@ wrapped = {
     for words, blocks in (("every block a unit", True), ("the model as one unit", False))
 }
 wrapped = {name: peak.drop("total").to_dict() for name, peak in wrapped.items()}
-view.bytes_bars(wrapped, title="As one unit the whole model is gathered at once: the peak doubles")
+view.bytes_bars(wrapped, title="Gathered at once, as one unit, the model more than doubles the peak")
 
 # %% [markdown]
 # The buffers of the model as one unit are twice its parameters: the gathered parameters, and the
