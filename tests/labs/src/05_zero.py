@@ -470,8 +470,8 @@ for name, run in seen.items():
 # price of memory that the picture shows. (gloo has no reduce-scatter of its own; what it sends in
 # addition is in the phase *gloo surplus*, and is left out here. NCCL sends no such surplus.)
 #
-# The picture has your shards of parameters and gradients as *other*: they are plain tensors, and no
-# observer can know what they are for.
+# Once your class passes, the picture has its shards of parameters and gradients as *other*: they are
+# plain tensors, and no observer can know what they are for.
 #
 # [Accelerate #3474](https://github.com/huggingface/accelerate/issues/3474) reports high memory
 # under FSDP2 with LoRA, which trains small added matrices only. One of the three changes that
