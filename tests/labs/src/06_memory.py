@@ -724,6 +724,8 @@ try:
     pl.run(model, eight, steps=2, memory_limit="60MB", progress=False)
 except pl.OutOfMemory as error:
     print(error.table)
+else:
+    print("the step runs")
 
 # %% [markdown]
 # ## Exercise: four plans that do not profit from more devices
