@@ -560,7 +560,9 @@ further_pairs.reveal(1, "The embedding's rows and the head's columns are cut ove
 # \qquad M_\text{full} = 2\,s\,b\,h$$
 #
 # Selective recomputation drops the term with a s/h, the scores; full recomputation keeps the
-# block's input only. For the models of their table 3, with t = 8:
+# block's input only. The paper has $M_\text{full}$ for all ranks alike. With sequence parallelism the
+# input is sharded too, and this library keeps a t-th of it. For the models of their table 3, with t
+# = 8:
 
 # %%
 sizes = {"22 B": (64, 6144, 2048, 4), "175 B": (96, 12288, 2048, 1), "1 T": (160, 25600, 2048, 1)}
@@ -574,6 +576,7 @@ for name, (a, h, s, b) in sizes.items():
         "tensor, selective recomputation": x * (10 + 24 / t),
         "tensor, sequence, selective": x * 34 / t,
         "full recomputation": x * 2,
+        "sequence, full recomputation": x * 2 / t,
     }
 pd.DataFrame(kept).round().astype(int)
 
@@ -883,9 +886,10 @@ saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms 
 # * PyTorch's [tensor
 #   parallelism](https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html) and its
 #   [tutorial](https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html).
-# * With recomputation, all ranks keep the same input of a block. ZeRO-R's P<sub>a</sub> shards it:
-#   Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054), section 6.1, here
-#   `pl.Plan(..., recompute="full", partition_activations=True)`.
+# * With recomputation and without sequence parallelism, all ranks keep the same input of a block.
+#   ZeRO-R's P<sub>a</sub> shards it: Rajbhandari et al. 2020,
+#   [ZeRO](https://arxiv.org/abs/1910.02054), section 6.1, here `pl.Plan(..., recompute="full",
+#   partition_activations=True)`.
 # * In the package: `paralab/parallel/tensor_parallel.py` (the four operators),
 #   `paralab/model/ops.py` (the layers), `paralab/programs/sums.py` (finds a missing sum),
 #   `paralab/theory/tensor.py` (the formulas).
