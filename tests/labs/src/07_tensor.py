@@ -512,8 +512,8 @@ view.memory_bars(
 # In [torchtitan #1369](https://github.com/pytorch/torchtitan/issues/1369) a one-block model (dim
 # 256, 16 heads, 8 × 2048 tokens) runs with TP=2 under sequence parallelism. Its author expects
 # four all-reduces per rank (as pairs of reduce-scatter and all-gather), finds six, and wonders
-# about further calls of 1, 256 and 2048 numbers. Answer, then read the calls of our program for
-# these sizes:
+# about further calls of 1, 256 and 2048 numbers. Answer, then read the calls of our program for the
+# same model:
 
 # %%
 further_pairs = pl.exercises.choose(
@@ -530,8 +530,8 @@ further_pairs
 thread = pl.ModelSpec(layers=1, hidden=256, heads=16, seq_len=2048)
 theirs = pl.predict(thread, pl.Plan(tp=2, sequence_parallel=True, microbatch_size=8))
 calls = theirs.collectives.query("rank == 0 and step == 0")
-calls = calls.assign(MB=calls.payload_bytes / 1e6)
-calls.groupby(["phase", "op", "MB"], sort=False).size().rename("calls").to_frame()
+calls = calls.assign(numbers=calls.payload_bytes // 4)
+calls.groupby(["phase", "op", "numbers"], sort=False).size().rename("calls").to_frame()
 
 # %%
 further_pairs.reveal(1, "The embedding's rows and the head's columns are cut over the ranks too.")
@@ -541,9 +541,10 @@ further_pairs.reveal(1, "The embedding's rows and the head's columns are cut ove
 # block, and three in backward, for the inputs of the head and of the two pairs. With one all-gather
 # for each that makes six pairs, for L blocks 4L + 2. (The three further all-gathers of backward
 # are those that PyTorch avoids by saving the gathered input.) As to the small calls: 256 numbers
-# are the gradient of a norm's weight, the subject of the section after next; a single number is a
-# scalar such as the norm of all gradients, which `max_norm` needs. Our model has no call of 2048
-# numbers, and the thread does not say where theirs comes from.
+# are the gradient of a norm's weight, the subject of the section after next. Our program adds those
+# of all norms in one call: 1,536 numbers are the weight and the bias of 3 norms, 256 each. A single
+# number is a scalar such as the norm of all gradients, which `max_norm` needs. Our model has no
+# call of 2048 numbers, and the thread does not say where theirs comes from.
 #
 # ## What a block keeps for backward
 # [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (table 2) write the activations of a block,
