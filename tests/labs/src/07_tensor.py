@@ -320,10 +320,10 @@ calls_guess.reveal(int(per_block))
 # ## Four all-reduces per block: 8(t−1)/t · b s h
 # The program of a rank says where they are. This is what changes from the program of one device
 # to that of rank 0 of four. The work is cut into smaller pieces, because it has to stop for
-# messages; the two lines ALL_REDUCE are the messages themselves. In these lines `x` is an
-# activation and `g` a gradient: the one with `x` is the operator g, the one with `g` the operator
-# f. Of the seven in each direction six belong to the three blocks; the others to embedding and
-# head. The size is that of the seven tensors S; a rank sends 2(t−1)/t = 1.5 times as many bytes.
+# messages; the two lines ALL_REDUCE are the messages themselves. The line with `x`, an activation,
+# is the operator g of the table above; the line with `g`, here a gradient, is the operator f. Of
+# the seven in each direction six belong to the three blocks; the others to embedding and head.
+# Their size, 918 kB, is 7 S; a rank sends 2(t−1)/t = 1.5 times as many bytes.
 
 # %%
 pl.program(model, pl.Plan(microbatch_size=4)).diff(pl.program(model, columns))
@@ -365,9 +365,10 @@ pair_guess.reveal(100 * rows["t=2"]["counted"] / rows["t=4"]["counted"])
 # %% [markdown]
 # The formula does not shrink with t, it grows towards 8 b s h. The weights are not in it: no weight
 # and no gradient of a weight is ever sent. In backward a part of the messages can be hidden: the
-# gradient of the layer's weight is computed while the sum of ∂X is in flight. In forward the
-# next layer needs the sum, so it can be hidden only if the product and its message are cut into
-# pieces (the last section says who does); the runs here do not.
+# gradient of the layer's weight is computed while the sum of ∂X is in flight (with
+# `tp_overlap=False` in the plan a rank waits instead). In forward the next layer needs the sum, so
+# it can be hidden only if the product and its message are cut into pieces (the last section says
+# who does); the runs here do not.
 #
 # In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
 # parallelised with `ColwiseParallel` or `RowwiseParallel`. The author sees one collective per rank
