@@ -470,8 +470,8 @@ for name, run in seen.items():
 # price of memory that the picture shows. (gloo has no reduce-scatter of its own; what it sends in
 # addition is in the phase *gloo surplus*, and is left out here. NCCL sends no such surplus.)
 #
-# Once your class passes, the picture has its shards of parameters and gradients as *other*: they are
-# plain tensors, and no observer can know what they are for.
+# Once your class passes, the picture has its shards of parameters and gradients as *other*: they
+# are plain tensors, and no observer can know what they are for.
 #
 # [Accelerate #3474](https://github.com/huggingface/accelerate/issues/3474) reports high memory
 # under FSDP2 with LoRA, which trains small added matrices only. One of the three changes that
@@ -484,7 +484,7 @@ wrapped = {
     for words, blocks in (("every block a unit", True), ("the model as one unit", False))
 }
 wrapped = {name: peak.drop("total").to_dict() for name, peak in wrapped.items()}
-view.bytes_bars(wrapped, title="Gathered at once, as one unit, the model more than doubles the peak")
+view.bytes_bars(wrapped, title="Gathered as one unit, the model more than doubles the peak")
 
 # %% [markdown]
 # The buffers of the model as one unit are twice its parameters: the gathered parameters, and the

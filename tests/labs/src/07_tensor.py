@@ -562,9 +562,8 @@ further_pairs.reveal(1, "The embedding's rows and the head's columns are cut ove
 # \qquad M_\text{full} = 2\,s\,b\,h$$
 #
 # Selective recomputation drops the term with a s/h, the scores; full recomputation keeps the
-# block's input only. The paper has $M_\text{full}$ for all ranks alike. With sequence parallelism the
-# input is sharded too, and this library keeps a t-th of it. For the models of their table 3, with t
-# = 8:
+# block's input only. $M_\text{full}$ is the paper's; with sequence parallelism the input is sharded
+# too, and a rank of this library keeps a t-th of it. For the models of their table 3, with t = 8:
 
 # %%
 sizes = {"22 B": (64, 6144, 2048, 4), "175 B": (96, 12288, 2048, 1), "1 T": (160, 25600, 2048, 1)}

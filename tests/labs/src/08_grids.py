@@ -362,7 +362,7 @@ from_here.reveal(3 * (q - 1) * 8 / (4 * (t - 1) - 3 * (q - 1) * 5))
 view.crossover(gpt3, 64, name="GPT-3")
 
 # %% [markdown]
-# The rings are where the lowest curve changes. 2D meets 1D at your 1.14 h, 14,000 tokens, above the
+# The rings are where the lowest curve changes. 2D meets 1D at 1.14 h, 14,000 tokens, above the
 # curve of 3D. Move the other parameters yourself; *Run it* starts real ranks:
 
 # %%
