@@ -163,7 +163,7 @@ def test_ranks_do_not_fault_pages_in_again_at_every_step() -> None:
             step()
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    assert max(pl.launch(faults, ranks=1)) < 500
+    assert max(pl.launch(faults, ranks=1)) < 5_000  # of 40,960; a busy machine moves a tensor
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own")
