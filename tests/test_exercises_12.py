@@ -41,7 +41,12 @@ def counted_at_the_second_try(model, plan, rank):
 
 WRONG = [  # changes of the answer, limits it breaks, words of the verdict
     ([("6 if", "4 if")], {"tp"}, "forward is made twice, and its two all-reduces too"),
-    ([("else 4)", "else 6)")], {"tp"}, "(nothing is recomputed there)"),
+    ([("else 4)", "else 6)")], {"tp"}, "(that is with recomputation, which this plan has not)"),
+    ([("plan.microbatch_size * s", "s")], {"tp", "pp"}, "(that is one sample per micro-batch)"),
+    ([("4 if plan", "2 if plan")], {"tp", "pp", "dp"}, "a number has 4 bytes"),
+    ([('"fp32" else 2', '"fp32" else 4')], {"tp", "pp", "dp"}, "a number has 2 bytes"),
+    ([("rank // (d * t)", "rank // t % p")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
+    ([("rank // (d * t)", "rank // t")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
     ([("        reduces += 1 ", "        reduces += 0 ")], {"tp"}, "the embedding's all-reduce is"),
     ([("    if stage == 0:\n        reduces", "    if True:\n        reduces")], {"tp"},
      "there is no embedding on this stage"),

@@ -34,14 +34,14 @@ class Case(NamedTuple):
 
 def _case(name: str, rank: int, **settings: Any) -> Case:
     model = ModelSpec.preset(name).replace(tied=False)
-    return Case(model, Plan(**{"precision": "bf16", **settings}), rank)
+    return Case(model, Plan(**{"precision": "bf16", "microbatch_size": 3, **settings}), rank)
 
 
-CASES = (
+CASES = (  # 12 is on the first stage and 192 is not, whatever order of the axes is taken for right
     _case("ptdp-7.5b", 0, tp=4, pp=3, dp=2, microbatches=6, recompute="full"),
-    _case("ptdp-7.5b", 9, tp=4, pp=3, dp=2, microbatches=6, microbatch_size=2),
-    _case("ptdp-39b", 5, tp=8, pp=6, dp=4, microbatches=7, precision="fp32"),
-    _case("gpt3-175b", 200, tp=8, pp=12, dp=4, microbatches=16, recompute="full"),
+    _case("ptdp-7.5b", 9, tp=4, pp=3, dp=2, microbatches=6),
+    _case("ptdp-39b", 12, tp=8, pp=6, dp=4, microbatches=7, precision="fp32"),
+    _case("gpt3-175b", 192, tp=8, pp=12, dp=4, microbatches=16, recompute="full"),
 )
 
 
@@ -84,37 +84,42 @@ def known_bytes(axis: str, case: Case) -> Mistakes:
     model, plan, rank = case
     size, d, t, m = right(case)[axis], plan.dp, plan.tp, plan.microbatches
     w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
+    a_number = f"a number has {w} bytes"
+    half = "that is half of an all-reduce" + f", or {a_number}" * (w == 4)
     if axis != "dp":
         yield "that is one micro-batch", size / m
+        yield "that is one sample per micro-batch", size / plan.microbatch_size
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
         calls, call = m * model.layers // plan.pp, 2 * (t - 1) / t * activation
         if plan.recompute == "full":
             yield "forward is made twice, and its two all-reduces too", size - 2 * calls * call
         else:
-            yield "nothing is recomputed there", size + 2 * calls * call
+            yield "that is with recomputation, which this plan has not", size + 2 * calls * call
         if first:
             yield "the embedding's all-reduce is missing", size - m * call
         else:
             yield "there is no embedding on this stage", size + m * call
         yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
-        yield "that is half of an all-reduce", size / 2
+        yield half, size / 2
         yield "that is the whole model; a stage has L/p blocks", size * plan.pp
     elif axis == "pp":
         if first:
-            yield "the first stage has none to send gradients to", size * 2
+            twice = "the first stage has none to send gradients to" + f", or {a_number}" * (w == 2)
+            yield twice, size * 2
         else:
             yield "a stage in the middle sends gradients back, too", size / 2
         yield "every tensor-parallel rank sends the whole activation here", size / t
-        yield f"a number has {w} bytes", size * (0.5 if w == 4 else 2)
+        yield a_number, size / 2
     else:
         each = 2 * (d - 1) / d * w  # bytes that an element costs
         whole, norms = each * model.num_params, model.layers / plan.pp * 6 * model.hidden
         yield "an all-reduce sends 2 (d-1)/d of its tensor", size * d / (2 * (d - 1))
-        yield "that is half of an all-reduce", size / 2
+        yield half, size / 2
         yield "gradients are summed once per step, not per micro-batch", size * m
         yield "a rank holds the parameters of its stage and its part of them", whole
         part = whole / (t * plan.pp)
         yield "an N-th of the parameters: stages and embedding are not equal", part
         sharded = size - each * norms * (1 - 1 / t)
         yield "biases after a row-parallel layer and norms are not sharded", sharded
+    yield a_number, size * 2
