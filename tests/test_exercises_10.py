@@ -60,6 +60,7 @@ test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups =
 REDUCE = '    dist.all_reduce(flat, group=groups["dp"])  # a sum of shares: the mean\n'
 SQUARE = '    dist.all_reduce(square, group=groups["pp"])  # stages have different parameters\n'
 SUM = "    square = flat.square().sum()\n"
+ZERO = "    optimizer.zero_grad()\n"
 NORM, WEIGHTS, BYTES = STEP.asked
 WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(" / share", "")], {NORM, WEIGHTS}, "the loss is divided neither by m nor by dp"),
@@ -71,6 +72,8 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(SQUARE, "")], {NORM, WEIGHTS}, "that is the norm of this stage alone"),
     ([(SQUARE, "    dist.all_reduce(square)\n")], {NORM, WEIGHTS},
      "every parameter is counted once for each data-parallel rank"),
+    ([(SQUARE, SQUARE.replace("square,", "square.sqrt_(),")),
+      ("square.sqrt().item()", "square.item()")], {NORM, WEIGHTS}, "norms are added, not squares"),
     ([(REDUCE + SUM, SUM + REDUCE)], {NORM, WEIGHTS}, "dp=2, pp=2, step 1, rank 0: "),
     ([(REDUCE, "")], {NORM, WEIGHTS, BYTES}, "dp=2, pp=2, step 1, rank 0: "),
     ([("flat *= min(1.0, max_norm / (norm + 1e-6))", "flat *= 1.0")], {WEIGHTS},
@@ -80,7 +83,8 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("return norm", "return min(norm, max_norm)")], {NORM}, "it is the norm after clipping"),
     ([("return norm", "return norm**2")], {NORM}, "that is the square of the norm"),
     ([("return norm", "return")], {NORM}, "required: a number, the norm, yours is 'None'"),
-    ([("    optimizer.zero_grad()\n", "")], {NORM, WEIGHTS}, "step 2, rank 0: "),
+    ([(ZERO, "")], {NORM, WEIGHTS}, "(old gradients were not set to zero)"),
+    ([(ZERO, ""), ("    return", f"{ZERO}    return")], {NORM, WEIGHTS}, "(old gradients were not"),
     ([("    optimizer.step()\n", "")], {NORM, WEIGHTS}, "it is as it was before"),
     ([(REDUCE, 2 * (REDUCE + "    flat /= dist.get_world_size(groups['dp'])\n") +
        "    flat *= dist.get_world_size(groups['dp'])\n")], {BYTES}, "and a norm's"),

@@ -14,7 +14,7 @@ from typing import Any
 from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import dist, reference, watched
+from paralab.exercises.late import dist, reference, torch, watched
 from paralab.exercises.one_process import of_one_process
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
 from paralab.exercises.tries import Found
@@ -22,6 +22,8 @@ from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec, Plan
 
 RANKS, STEPS, LR = 4, 2, 0.5
+NEAR = 3e-5  # of a norm: two known mistakes are 5e-5 apart
+OLD = 1e4  # each element of the gradients that are there at the first step
 CLIPS = (0.6, 100.0)  # in each step: the first gradient is longer, the second one is not
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16, tied=False)
 BATCH = {"microbatches": 3, "microbatch_size": 2}
@@ -54,6 +56,8 @@ def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str,
             made = dist.new_group(ranks)
             groups |= {axis: made} if rank in ranks else {}
     stage = reference.Stage(MODEL, at.pp, pp)
+    for parameter in stage.parameters():
+        parameter.grad = torch.full_like(parameter, OLD)
     update, norms, weights = reference.optimizer(stage.parameters(), "sgd", LR), [], []
     for step in range(STEPS):
         batches = reference.batches(MODEL, step=step, rank=at.dp, ranks=dp, **BATCH)
@@ -72,10 +76,11 @@ def _look(notes: Notes, found: Found, plan: Plan) -> None:
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in found["weights"]]
+        stages = [sum(squares[name] for name in names) ** 0.5 for names in weights]
         for rank, norms in enumerate(found["norms"]):
-            own = sum(squares[name] for name in weights[rank]) ** 0.5
-            known = known_norms(norm, own, plan, CLIPS[step])
-            wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", 1e-4)
+            added = sum(stages[other] for other in plan.ranks("pp", rank))
+            known = known_norms(norm, stages[rank], added, plan, CLIPS[step])
+            wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
         wrong = first_wrong_tensor(weights, right.weights, start=before.weights)
@@ -95,10 +100,13 @@ def required_bytes(plan: Plan, rank: int, psi: int) -> int:
     return messages + 2 * (d - 1) * psi // d
 
 
-def known_norms(right: float, own: float, plan: Plan, most: float) -> Mistakes:
-    """(what was done, the norm that it gives) of the mistakes that are made."""
+def known_norms(right: float, own: float, added: float, plan: Plan, most: float) -> Mistakes:
+    """(what was done, the norm that it gives) of the mistakes that are made. own, added: the norm
+    of this rank's stage, and the sum of those of all stages
+    """
     d, m = plan.dp, BATCH["microbatches"]
     return [
+        ("old gradients were not set to zero", d * OLD * MODEL.num_params**0.5),
         ("that is the norm of this stage alone: other stages have other parameters", own),
         ("it is the norm after clipping", min(right, most)),
         ("every parameter is counted once for each data-parallel rank", right * d**0.5),
@@ -106,6 +114,7 @@ def known_norms(right: float, own: float, plan: Plan, most: float) -> Mistakes:
         ("the loss is not divided by the number of micro-batches", right * m),
         ("the loss is divided neither by m nor by dp", right * m * d),
         ("gradients are averaged twice over dp", right / d),
+        ("norms are added, not squares", added),
         ("squares are averaged over the stages, not added", right / plan.pp**0.5),
         ("that is the square of the norm", right**2),
     ]
