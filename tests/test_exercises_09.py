@@ -60,7 +60,8 @@ EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
 WEIGHTS, FILES, PEAK, KEPT = STREAMED.asked
 WRONG = [
     (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
-    (EVERYTHING, {PEAK}, "bytes at once, a unit's parameters 12,000"),
+    (EVERYTHING, {PEAK}, "bytes at once, required: at most 92,000"),
+    (adam(("unit, 0", "2 * unit, 0")), {PEAK}, "bytes at once, required: at most 92,000"),
     (adam((MAPPED, f"self.kept = self.kept if self.steps > 1 else {READ}"), (FLUSH, WRITE)),
      {WEIGHTS}, "so the states are not in them alone"),
     (adam((MAPPED, MAPPED.replace("r+", "c"))), {WEIGHTS}, "after step 2 "),
