@@ -47,17 +47,18 @@ def raises(m, n):
 
 
 WRONG_FLOPS = [  # answer, words of the verdict
-    (lambda m, n: spent(m, n, 3, 3), "nothing is recomputed there"),
+    (lambda m, n: spent(m, n, 3, 3), "(yours recomputes nothing: with recomputation"),
     (lambda m, n: spent(m, n, 4, 4), "the head is recomputed there too"),
     (lambda m, n: spent(m, n, 1, 1), "that is forward alone"),
     (lambda m, n: spent(m, n, 2, 1), "that is forward twice"),
     (lambda m, n: eq3(m, n) / 2, "a multiply-add is two FLOPs"),
     (lambda m, n: eq3(m, 1), "that is one sample"),
     (lambda m, n: eq3(m, n) / m.seq_len, "that is one token per sample"),
-    (lambda m, n: eq3(m, n, 0, 0), "that is the term before the bracket"),
-    (lambda m, n: eq3(m, n, head=0), "the head is missing, V/(16 l h)"),
-    (lambda m, n: eq3(m, n, scores=0), "attention's scores are missing, s/(6h)"),
-    (lambda m, n: 8 * m.num_params * n * m.seq_len, "that is eq. 4, 8 Ψ for every token"),
+    (lambda m, n: eq3(m, n, 0, 0), "those are the linear layers alone"),
+    (lambda m, n: eq3(m, n, head=0), "(the head is missing)"),
+    (lambda m, n: eq3(m, n, scores=0), "(attention's scores are missing)"),
+    (lambda m, n: eq3(m, n, scores=0.5), "for all pairs of tokens, masked or not"),
+    (lambda m, n: 8 * m.num_params * n * m.seq_len, "that is 8 Ψ for every token"),
     (lambda m, n: 6 * m.num_params * n * m.seq_len, "that is 6 Ψ for every token"),
     (lambda m, n: eq3(m, n) * 1.001, "(1.001 times as much)"),
     (lambda m, n: 1.5 * eq3(m, n), "(1.5 times as much)"),
@@ -80,9 +81,9 @@ def days(m, tokens, devices, flops, per_token=None):
 
 
 WRONG_DAYS = [
-    (lambda *a: days(*a, lambda m: 8 * m.num_params), "that is eq. 4, 2.6 % too low"),
+    (lambda *a: days(*a, lambda m: 8 * m.num_params), "8 Ψ for every token, 2.6 % too low"),
     (lambda *a: days(*a, lambda m: 6 * m.num_params), "that is 6 Ψ for every token"),
-    (lambda *a: days(*a, lambda m: needs.step_flops(m, 1) / m.seq_len), "nothing is recomputed"),
+    (lambda *a: days(*a, lambda m: needs.step_flops(m, 1) / m.seq_len), "yours recomputes nothing"),
     (lambda *a: 86_400 * days(*a), "those are seconds"),
     (lambda *a: 24 * days(*a), "those are hours"),
     (lambda *a: 1440 * days(*a), "those are minutes"),

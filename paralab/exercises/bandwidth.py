@@ -1,7 +1,7 @@
 """Lab 09: which bandwidth keeps a device busy while states or parameters cross a link.
 
 ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857, sec. 4): intensity I = FLOPs / bytes moved,
-efficiency e = I B / (I B + P), so B = e / (1 - e) P / I; FLOPs with recomputation, 8 b s per
+efficiency e = I B / (I B + X), so B = e / (1 - e) X / I; FLOPs with recomputation, 8 b s per
 parameter.
 """
 
@@ -48,11 +48,11 @@ def known(tokens: int, moved: int, peak: float, e: float) -> Mistakes:
     yield "tokens are missing: a parameter is used once per token", right * tokens
     yield "that is for one byte per parameter", right / moved
     yield (
-        "that is e P / I: the device computes e of the time and copies 1 - e of it",
+        "that is e X / I: the device computes e of the time and copies 1 - e of it",
         right * (1 - e),
     )
     yield "e and 1 - e are exchanged", right * ((1 - e) / e) ** 2
-    yield "that is P / I: copies as long as computation, half of the time", right * (1 - e) / e
+    yield "that is X / I: copies as long as computation, half of the time", right * (1 - e) / e
     yield "that is with perfect overlap", right * (1 - e) / e * e
     yield "those are GB/s", right / 1e9
     yield "those are GiB/s", right / 2**30

@@ -94,9 +94,10 @@ def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
     """{what was done: the FLOPs it gives} of the mistakes that are made with eq. 3."""
     blocks, head = model.layers * block_flops(model, samples), head_flops(model, samples)
     linear = 24 * samples * model.seq_len * model.hidden**2 * model.layers
-    right, per_token = 4 * blocks + 3 * head, model.num_params * samples * model.seq_len
+    right, unscored = 4 * blocks + 3 * head, 4 * linear + 3 * head
+    per_token = model.num_params * samples * model.seq_len
     return {
-        "nothing is recomputed there: with recomputation a block's forward is made twice": 3
+        "yours recomputes nothing: with recomputation a block's forward is made twice": 3
         * (blocks + head),
         "the head is recomputed there too; it is made once": 4 * (blocks + head),
         "that is forward alone": blocks + head,
@@ -104,10 +105,11 @@ def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
         "a multiply-add is two FLOPs": right / 2,
         "that is one sample": right / samples,
         "that is one token per sample": right / model.seq_len,
-        "that is the term before the bracket; attention and the head are missing": 4 * linear,
-        "the head is missing, V/(16 l h) of eq. 3": 4 * blocks,
-        "attention's scores are missing, s/(6h) of eq. 3": 4 * linear + 3 * head,
-        "that is eq. 4, 8 Ψ for every token: a good guess, but not the count": 8 * per_token,
+        "those are the linear layers alone; attention and the head are missing": 4 * linear,
+        "the head is missing": 4 * blocks,
+        "attention's scores are missing": unscored,
+        "scores are computed for all pairs of tokens, masked or not": (right + unscored) / 2,
+        "that is 8 Ψ for every token: a good guess, but not the count": 8 * per_token,
         "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing": 6
         * per_token,
     }
@@ -125,9 +127,9 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> d
         model, tokens=tokens, devices=devices, flops=flops, recompute=False
     )
     return {
-        f"that is eq. 4, {100 * (1 - eq4 / right):.1f} % too low: it leaves out attention's scores "
-        "and counts the head as if it were a block": eq4,
-        "nothing is recomputed there": spared,
+        f"that is 8 Ψ for every token, {100 * (1 - eq4 / right):.1f} % too low: it leaves out "
+        "attention's scores and counts the head as if it were a block": eq4,
+        "yours recomputes nothing": spared,
         "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing": 0.75
         * eq4,
         "those are seconds": right * needs.SECONDS_PER_DAY,

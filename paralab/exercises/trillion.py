@@ -69,9 +69,9 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
         ("those of all tensor-parallel ranks together", _whole(plan, stage)),
         ("an equal part of the whole model: stages differ", MODEL.num_params / plan.pp / plan.tp),
         ("the embedding or the head is missing", right - ends * table / plan.tp),
-        ("the embedding and the head are not sharded", right + ends * table * (1 - 1 / plan.tp)),
+        ("yours shards neither embedding nor head", right + ends * table * (1 - 1 / plan.tp)),
         (
-            "every stage has an embedding",
+            "yours has an embedding on every stage",
             right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h),
         ),
         ("the positions' embedding is missing", right - (stage == 0) * MODEL.seq_len * h),
