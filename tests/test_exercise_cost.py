@@ -69,7 +69,13 @@ WRONG_FLOPS = [  # answer, words of the verdict
     (lambda m, n: f"{eq3(m, n)}", "required: a number of FLOPs, yours is '"),
     (lambda m, n: np.ones(2), "required: a number of FLOPs"),
     (lambda m, n: None, "yours is None"),
-    (raises, "gpt2, 8 samples: raised AttributeError: 'ModelSpec' object has no"),
+    (
+        raises,
+        (
+            "gpt2, 8 samples: raised AttributeError: 'ModelSpec' object has no",
+            "of test_exercise_cost.py in raises: return m.width",
+        ),
+    ),
     (lambda m: 1, "yours cannot be called so: too many positional arguments"),
 ]
 

@@ -90,7 +90,7 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
        "    flat *= dist.get_world_size(groups['dp'])\n")], {BYTES}, "and a norm's"),
     ([("dist.recv(gradient, after)", "dist.irecv(gradient, after)")], {NORM, WEIGHTS},
      "never waits for"),
-    ([('group=groups["dp"])  #', ")  #")], {NORM}, "raised "),
+    ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " of <string> in mesh_step")),
 ]  # fmt: skip
 STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
 LAST_ONE_FIRST = altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]"))

@@ -76,11 +76,12 @@ def test_what_a_notebook_redefines_does_not_reach_the_checker(tmp_path):
         ([pl.exercises.model_states.stub], "not started yet", DEFINED_S),
         (["import math"], "does not define model_states, devices_needed", DEFINED_S),
         (["import math", "def model_states(:"], "code cell 2 cannot be read", DEFINED_S),
+        ([ANSWER, "def model_states(*_):\n    1 / 0"], "in model_states: 1 / 0", DEFINED_S),
         ([ANSWER, "model_states = 1 / 0"], "ZeroDivisionError", DEFINED_S),
         ([ANSWER, LOOPS], "not through after 0.5 s", 0.5),
         (["import os", ANSWER, "model_states = os._exit(3)"], "its cells failed", DEFINED_S),
     ],
-    ids=["stub", "missing", "syntax", "raises", "endless", "exits"],
+    ids=["stub", "missing", "syntax", "fails", "raises", "endless", "exits"],
 )
 def test_a_notebook_without_an_answer_gets_a_verdict(tmp_path, cells, words, timeout):
     row = judged(notebook(tmp_path, *cells), timeout=timeout)

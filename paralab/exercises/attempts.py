@@ -8,6 +8,7 @@ from typing import Any
 
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.ranks.waits import noted_place, place
 
 WHOLE = 6  # times `timeout`: the longest that a launch may take, whatever it prints meanwhile
 
@@ -38,13 +39,14 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
     except Stopped:
         return None, "it has not ended in the time that there is for a check"
     except (RankError, OutOfMemory) as error:
-        return None, said(first_line(error))
+        return None, said(first_line(error) + noted_place(error.traceback))
     except NotImplementedError:
         return None, NOT_STARTED
     except Exception as error:
         if isinstance(error, ValueError) and "; legal: " in first_line(error):
             return None, first_line(error)  # a refusal in paralab's own words
-        return None, f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
+        said_by_it = f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
+        return None, said_by_it + place(error)
 
 
 def said(failure: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import linecache
 import pickle
 import re
 import subprocess
@@ -177,6 +178,8 @@ def _executed(source: str, names: Sequence[str], folder: Path, timeout: float) -
         if done.returncode or not out.exists():
             said = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
             return (), f"its cells failed: {said[-1]}"
+        # where a verdict looks for the line of an error
+        linecache.cache["answer"] = len(source), None, source.splitlines(True), "answer"
         return pickle.loads(out.read_bytes()), ""
 
 

@@ -145,7 +145,7 @@ def asked(
         call = functools.partial(answer[number], *copy.deepcopy(args))
         with ends():
             replies.append(Reply(*attempt(lambda call=call: _alone(call, alone, legal))))
-        if replies[-1].trouble.endswith(ENDLESS):
+        if ENDLESS in replies[-1].trouble:
             endless[number] = replies[-1]
     return replies
 

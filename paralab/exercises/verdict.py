@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paralab.checks import shortened
+from paralab.ranks.waits import show_places
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -133,10 +134,10 @@ class Notes:
         if limit not in self.limits:
             raise KeyError(f"{limit!r} is not a stated limit of {self.exercise}")
         if not self.broke((limit,)):
-            self._found[limit] = (shortened(yours, LONGEST), bool(ok))
+            self._found[limit] = (shortened(show_places(yours), LONGEST), bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
-            self.said = shortened(said, LONGEST)
+            self.said = shortened(show_places(said), LONGEST)
 
     def look(self, limit: str, wrong: str, right: str) -> None:
         """Note ``wrong``, or, if that is empty, that the limit is kept, as ``right`` says."""

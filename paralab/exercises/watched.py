@@ -23,6 +23,7 @@ from paralab.exercises.plain import Given, LateCalls
 from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
+from paralab.ranks.waits import place
 from paralab.trace import part_of
 
 
@@ -125,8 +126,9 @@ def each(
                 recorder.end_step()
         except (Exception, SystemExit, GeneratorExit) as error:
             if len(answers) == 1:
+                error.add_note(place(error))
                 raise
-            said = describe(error, rank, 0.0).what
+            said = describe(error, rank, 0.0).what + place(error)
             parts.append({"failed": f"rank {rank} {said}"})
             continue
         part = part_of(group.context, recorder.tables(), result)

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from paralab.ranks.errors import RankTimeout
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
+_PLACE = re.compile(r'line (\d+) of "([^"\n]+)" in (\S+)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _NOTE = re.compile(r"^(?:in )?(?P<call>\w+(?: #\w+)?)")
 _NOTE_RANKS = re.compile(r"\branks ([0-9][0-9, \-]*)")
@@ -69,6 +71,27 @@ def show_file(file: str) -> str:
         if label:
             return " ".join(label)
     return os.path.basename(file)
+
+
+def place(error: BaseException) -> str:
+    """The last line of the user's that an error came through, ', line 7 of "FILE" in step', or "".
+    The launching process, which knows the notebook's cells, shows it by `show_places`.
+    """
+    passed = traceback.walk_tb(error.__traceback__)
+    frames = [Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in passed]
+    own = [f', line {f.line} of "{f.file}" in {f.function}' for f in frames if f.own]
+    return own[-1] if own else ""
+
+
+def show_places(text: str) -> str:
+    """``text`` with each `place` in it as the user knows it, and the code that stands there."""
+    return _PLACE.sub(lambda at: str(Frame(at[2], int(at[1]), at[3])), text)
+
+
+def noted_place(trace: str) -> str:
+    """The `place` that a rank added to its error as a note, from the error's traceback, or ""."""
+    found = _PLACE.search(trace)
+    return f", {found[0]}" if found else ""
 
 
 def show_cells(traceback: str) -> str:
