@@ -310,8 +310,8 @@ bars = {}
 for d in (1, 6, 8, 50):
     plan = pl.Plan(dp=d, tp=8, zero_stage=2, recompute="full", precision="fp16", microbatch_size=1)
     on = pl.Cluster.preset("dgx-a100", nodes=d)
-    found = pl.predict(forty, plan, on, steps=1, detail="actions").peaks()["predicted"]
-    bars[f"{8 * d} GPUs: tp 8, dp {d}"] = found.drop("total").to_dict()
+    held = pl.predict(forty, plan, on, steps=1, detail="actions").peaks()["predicted"]
+    bars[f"{8 * d} GPUs: tp 8, dp {d}"] = held.drop("total").to_dict()
 view.bytes_bars(
     bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need over 80 GB each"
 )
@@ -797,12 +797,12 @@ pd.DataFrame({n: t.set_index(["axis", "op"])["bytes"] / 1e6 for n, t in by.items
 
 # %%
 theirs_1319 = pl.ModelSpec(layers=2, hidden=256, heads=16, seq_len=256, vocab=32_000, tied=False)
-bars = {}
+doubled = {}
 for d in (2, 4, 8):
     plan = pl.Plan(dp=d, tp=2, zero_stage=3, sequence_parallel=True, microbatch_size=8)
-    found = pl.predict(theirs_1319, plan, nodes, steps=1).peaks()["predicted"]
-    bars[f"{2 * d} GPUs: dp {d}, tp 2"] = found.drop("total").to_dict()
-view.bytes_bars(bars, title="More GPUs shard the states, which are the smaller part")
+    held = pl.predict(theirs_1319, plan, nodes, steps=1).peaks()["predicted"]
+    doubled[f"{2 * d} GPUs: dp {d}, tp 2"] = held.drop("total").to_dict()
+view.bytes_bars(doubled, title="More GPUs shard the states, which are the smaller part")
 
 # %% [markdown]
 # States halve with every doubling. The workspace is the logits, $4\,b\,s\,V = 4 \cdot 8 \cdot 256

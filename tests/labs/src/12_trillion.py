@@ -272,17 +272,17 @@ factor
 expect = pl.predict(model, plan, nodes, steps=1, detail="actions")
 between = expect.collectives.query("level == 'inter'")
 ranks = expect.spans["rank"].nunique()
-rows = {}
+sent = {}
 for who, calls, count in (("rank 0", between[between["rank"] == 0], 1), ("mean", between, ranks)):
     stages = calls.query("op == 'send'")["wire_bytes"].sum() / count
     plain = calls["wire_bytes"].sum() / count
     spared = plain - stages * (1 - 1 / t)
-    rows[who] = {"as here (GB)": plain / GB, "with scatter/gather (GB)": spared / GB}
-    rows[who]["seconds spared"] = (plain - spared) / nodes.inter.bandwidth
-pd.DataFrame(rows).T.round(1)
+    sent[who] = {"as here (GB)": plain / GB, "with scatter/gather (GB)": spared / GB}
+    sent[who]["seconds spared"] = (plain - spared) / nodes.inter.bandwidth
+pd.DataFrame(sent).T.round(1)
 
 # %%
-factor.reveal(rows["rank 0"]["as here (GB)"] / rows["rank 0"]["with scatter/gather (GB)"])
+factor.reveal(sent["rank 0"]["as here (GB)"] / sent["rank 0"]["with scatter/gather (GB)"])
 
 # %% [markdown]
 # The factor is not eight: activations are sent in eighths, the gradients of weights are not.
