@@ -66,9 +66,10 @@ view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
 #
 # Forward and backward read the first two bytes. Backward makes the next two, and only the update
 # needs the last twelve. The update makes a few FLOPs per parameter, while forward and backward make
-# six per parameter *and token*. So even a slow processor is fast enough for the update. What
-# offload adds to a program (`host.` marks what is on the host: `gshard` the gradients, `part` those
-# of one more micro-batch before they are added, `opt` master weights and moments):
+# six per parameter *and token*. So with enough tokens per step even a slow processor keeps up with
+# the device. What offload adds to a program (`host.` marks what is on the host: `gshard` the
+# gradients, `part` those of one more micro-batch before they are added, `opt` master weights and
+# moments):
 
 # %%
 plain = pl.program(wide, plan.replace(zero_stage=2))
