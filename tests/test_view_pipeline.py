@@ -108,6 +108,9 @@ def test_the_margin_has_every_ranks_idle_share():
     said = [a.text for a in view.simulated_timeline(uneven).layout.annotations]
     shares = [f"{100 * (1 - busy / uneven.cost):.0f} %" for busy in uneven.busy]
     assert shares[0] != shares[1] and set(shares) <= set(said)
+    without = pl.predict(MODEL, pl.Plan(dp=2), cluster(), steps=2)
+    both = [a.text for a in view.timelines(predicted(pp=2), without).layout.annotations]
+    assert both.count("idle") == 1  # no heading where nothing is beneath
 
 
 def test_forward_backward_and_its_halves_have_the_kits_colours():

@@ -64,7 +64,7 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
 def _idle(sections: list[Section]) -> list[dict[str, Any]]:
     """In the right margin the share of its time that every rank is idle."""
     said: list[dict[str, Any]] = []
-    for one in sections if any(one.idle for one in sections) else ():
+    for one in (one for one in sections if one.idle):
         y = {rank: one.rows[rank, "compute"][0] for rank in one.ranks}
         shares = [(y[rank], share) for rank, share in one.idle.items() if rank in y]
         said += box_traces.idle_notes(
