@@ -649,27 +649,25 @@ verdict
 # **Common mistakes.** The norm of the rank's own stage alone (every stage then clips by another
 # factor, and the weights are not those of one process); a norm before the gradients are averaged; a
 # sum over the whole world, which is too large by $\sqrt{d}$; a loss that is not divided by $m\,d$;
-# gradients that are summed in every backward. A second answer works in 1F1B order and reduces
-# without a copy:
-
-# %% tags=["solution-only"]
-### ANSWER: mesh_step_other
-
-
-pl.exercises.mesh_step.check(mesh_step)
+# gradients that are summed in every backward.
 
 # %% [markdown]
 # ## Your step trains the GPT, next to the library's plan
 # Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next
 # to the library's program for the same plan. Both send the same bytes. The picture has the wall
 # clock of this machine, so where ranks share cores they wait for a core, too. Hatched time is a
-# recorded wait; white time is neither computation nor a recorded wait, and the column *idle* counts
-# both. Look for what your step waits for after the last backward.
+# recorded wait; white time is neither computation nor a recorded wait, and the library's column
+# *idle* counts both. Look for what your step waits for after the last backward.
 
 
 # %%
 def train(spec, dp, pp, steps=4):
+    from torch.distributed.device_mesh import DeviceMesh
+
     where, groups = mesh_groups(dp=dp, pp=pp, tp=1)
+    both, ranks = [groups["pp"], groups["dp"]], np.arange(pp * dp).reshape(pp, dp)
+    # as long as it lives it gives your groups their names in the picture
+    _mesh = DeviceMesh.from_group(both, "cpu", ranks, mesh_dim_names=("pp", "dp"))
     stage = pl.reference.Stage(spec, where["pp"], pp)
     optimizer = pl.reference.optimizer(stage.parameters(), "adamw")
     for step in range(steps):
@@ -690,6 +688,15 @@ pd.DataFrame({"sent by all ranks (MB)": sent}).round(3)
 
 # %% tags=["measured"]
 view.timelines(*reports.values(), labels=list(reports))
+
+# %% [markdown] tags=["solution-only"]
+# A second answer works in 1F1B order and reduces without a copy:
+
+# %% tags=["solution-only"]
+### ANSWER: mesh_step_other
+
+
+pl.exercises.mesh_step.check(mesh_step)
 
 # %% [markdown]
 # ## Go further: a planner with twelve questions
