@@ -7,6 +7,7 @@ import pytest
 import paralab as pl
 from paralab import view
 from paralab.programs.search import SPARE
+from paralab.view import theme
 from test_search import LAPTOP, SMALL
 
 
@@ -24,6 +25,10 @@ def test_the_front_and_the_best_are_drawn(search):
     assert all(trace.name for trace in chart.data if trace.showlegend)
     assert chart.finding and all("MB" in tick for tick in chart.layout.xaxis.ticktext)
     assert repr(chart).startswith("Chart(")
+    assert not search.fits[search.front[0]]  # both numbers of the title are then estimates
+    estimate = theme.scaled(float(search.closed[0]), "s")
+    assert estimate != theme.scaled(float(search.simulated[0]), "s")
+    assert f"takes {estimate} by estimate; with " in chart.finding
 
 
 def test_plans_that_do_not_fit_are_told_apart(search):

@@ -171,9 +171,10 @@ def _best(search: Search) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _finding(search: Search) -> str:
     """What the front says: what memory buys, or that it buys nothing."""
-    first, seconds = search.front[0], theme.scaled(float(search.simulated[0]), "s")
+    first, estimate = search.front[0], theme.scaled(float(search.closed[0]), "s")
     if search.fits[first]:
+        seconds = theme.scaled(float(search.simulated[0]), "s")
         return f"The fastest plan of all fits: {seconds} per step"
     less = theme.percent(1 - search.closed[first] / search.closed[0])
     more = theme.scaled(float(search.memory[first]), "B")
-    return f"The fastest plan that fits takes {seconds}; with {more}, {less} less"
+    return f"The fastest plan that fits takes {estimate} by estimate; with {more}, {less} less"

@@ -562,13 +562,13 @@ search
 view.pareto(search)
 
 # %% [markdown]
-# No plan is below the line, and for every plan above it there is one on the line that is faster or
-# needs less memory. A faster plan on the line needs more memory. The winner uses ZeRO-3 across
+# No estimate is below the line, and for every one above it there is one on the line that is faster
+# or needs less memory. A faster plan on the line needs more memory. The winner uses ZeRO-3 across
 # nodes, against Megatron's advice. The prediction lets its gathers overlap with computation
 # perfectly, and no device does quite that. The column *without overlap* (`serial_s` in
 # `search.table`) says how long the same step takes if nothing overlaps. Lab 12 compares both with a
-# measurement. The next table has the best plan for each other choice of one setting. The column
-# *times* says how many times the step of the winner it takes.
+# measurement. The next table chooses one setting otherwise: *times* says how many times the step of
+# the winner the best plan with this choice takes.
 
 # %%
 losers = search.losers().query("setting in ['tp', 'pp', 'recompute', 'schedule']")
