@@ -367,9 +367,10 @@ took = {name: report.step_time for name, report in replayed.items()}
 guess.reveal(max(took.values()) / min(took.values()))
 
 # %% [markdown]
-# The times are those of this machine. The bytes are the same on every machine, and were predicted
-# before the first run. These are the three plans that send the least, and the three that send the
-# most:
+# A prediction takes its times from a few speeds of this machine. The replay plays the processor
+# time that each piece of the step took, with other ranks in the same caches. The bytes are the same
+# on every machine, and were predicted before the first run. These are the three plans that send the
+# least, and the three that send the most:
 
 # %%
 pd.DataFrame(
