@@ -71,6 +71,7 @@ def test_over_gloo_a_root_takes_in_what_all_others_reduce_and_over_nccl_the_tens
         ring = took("reduce", size, Reach(n, n, 1))
         assert ring == pytest.approx((n - 1) * 1e-6 + size / 100e9)
     # Of seven members' bytes those of the four on the other node pass the root's port.
+    assert took("send", size, Reach(8, 8, 1), gloo) == took("send", size, Reach(2, 2, 1), gloo)
     across = took("reduce", size, Reach(8, 4, 2), gloo)
     assert across == pytest.approx(1e-5 + 4 * size / 10e9)
 

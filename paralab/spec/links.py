@@ -106,7 +106,8 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
         own = min(far.bandwidth * (n - 1) / (n - k), near.bandwidth)
     down = rounds(k) * near.alpha + rounds(nodes) * far.alpha  # a tree's messages
     if op in ("send", "recv") or (op == "reduce" and not nccl):  # one message after no other
-        return {"direct": Way((far if nodes > 1 else near).alpha, own / (n - 1))}
+        comes_in = n - 1 if op == "reduce" else 1
+        return {"direct": Way((far if nodes > 1 else near).alpha, own / comes_in)}
     if op == "broadcast":  # down a tree
         return {"tree": Way(down, ports)}
     halves = 2 if op == "all_reduce" else 1

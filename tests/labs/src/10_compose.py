@@ -182,7 +182,7 @@ def terms(plan):
     d, p, t, m = plan.dp, plan.pp, plan.tp, plan.microbatches
     S = 2 * plan.microbatch_size * big.seq_len * big.hidden
     T = needs.step_flops(big, plan.global_batch, recompute=plan.recompute) / (
-        d * p * t * ideal.flops
+        d * p * t * ideal.rate(plan.precision)
     )
     tp, pp, dp = (
         link(plan, *of) for of in (("tp", "all_reduce"), ("pp", "send"), ("dp", "all_reduce"))

@@ -477,7 +477,7 @@ work = expect.spans[expect.spans["kind"].isin(["forward", "backward"])]
 computing = work.groupby("rank")["cost"].sum()  # seconds, one rank of each stage
 edges = {
     "products at the peak": C_hw / n / PEAK,
-    "products below the peak": C_hw / n / nodes.flops,
+    "products below the peak": C_hw / n / nodes.rate(plan.precision),
     "traffic to memory: norms, GELU, softmax, operands of products": computing.mean(),
     "the slowest stage": computing.max(),
     "bubble": computing.max() * (1 + (plan.pp - 1) / plan.microbatches),
