@@ -55,6 +55,9 @@ def test_an_optimizers_step_ends_a_step_and_losses_are_what_fn_returns(report):
         sum(r[0] for r in report.results) / 2
     )
     assert repr(report) == "Report(measured, ddp on 2 ranks, 10 collectives)"
+    loss = report.summary().loc["loss, first step"]
+    assert loss["unit"] == "" and "nats" not in str(report.loss_chart().layout)
+    assert "per step" in report.traffic_chart().finding
 
 
 def test_spans_have_their_kinds_and_micro_batches(report):
@@ -109,6 +112,36 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "no hook" in answers["What is not known?"]
     kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
     assert kept[once].startswith("1 times Ψ per step, which has 2 backwards")
+
+
+def averaged_by_hand():
+    import torch
+    import torch.distributed as dist
+
+    layer = torch.nn.Linear(64, 64)
+    for _ in range(3):
+        layer(torch.randn(8, 64)).sum().backward()
+        for parameter in layer.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+        pl.step()
+
+
+def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism():
+    answers = pl.observe(averaged_by_hand, 2, steps="marked", timeout=60).explain()
+    said = answers["Do the bytes agree with theory?"]
+    assert "gradients all-reduced: 2 (n−1)/n Ψ = 16,640 B per rank" in said
+
+
+def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
+    model = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=8)
+    plan = pl.Plan(pp=2, microbatches=2000)
+    found = pl.predict(model, plan, CLUSTER, steps=1)
+    answers = found.explain()
+    assert "pl.compare" in answers["Do the bytes agree with theory?"]
+    assert "What is not known?" not in answers
+    assert " × " not in answers["Which collectives does a step make, of what sizes?"]
 
 
 def fsdp(reshard):

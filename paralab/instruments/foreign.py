@@ -317,6 +317,8 @@ class Observer:
             if spans:
                 self.recorder.was_waiting(spans)
         self._settle(spans)
+        if not self.about["parameters"] and "FSDPModule" not in self.about["modules"]:
+            self._describe()  # modules may be gone when the program has ended
         if self.ledger is not None:
             self.ledger.find_gradients()
 

@@ -53,7 +53,9 @@ def explain(report: Tables) -> Explanation:
     calls = report.collectives[report.collectives["step"].isin(steps)]
     calls = calls[~calls["phase"].isin(BOOKKEEPING)]
     answers = {
-        "Which collectives does a step make, of what sizes?": _collectives(calls, len(steps)),
+        "Which collectives does a step make, of what sizes?": _collectives(
+            calls, len(steps), metrics.in_outline(report)
+        ),
         "Do the bytes agree with theory?": _forms(report, calls, len(steps)),
         "How much communication is hidden?": _hidden(report),
         "What does the peak of memory consist of?": _peak(report),
@@ -66,10 +68,14 @@ def explain(report: Tables) -> Explanation:
 
 
 # ---- bytes --------------------------------------------------------------------------------------
-def _collectives(calls: pd.DataFrame, steps: int) -> str:
+def _collectives(calls: pd.DataFrame, steps: int, outline: bool) -> str:
     lines = []
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
         each = steps * rows["rank"].nunique()
+        if outline:  # a row stands for all calls alike
+            sent = _mb(rows["wire_bytes"].sum() / each)
+            lines.append(f"axis {axis}, {phase}: {op}; a rank sends {sent}")
+            continue
         sizes = list(dict.fromkeys(map(_mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} sizes more" * (len(sizes) > NAMED)
         lines.append(
@@ -83,6 +89,8 @@ LIKE = "a pipeline, a ring made by hand, or an exchange of unequal parts"
 
 
 def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
+    if report.model is not None:
+        return "pl.compare(pl.predict(model, plan), report) puts the predicted bytes next to these."
     lines = []
     for axis, rows in calls[~calls["op"].isin(POINT_TO_POINT)].groupby("axis"):
         lines.append(f"axis {axis}: {_form(report, rows, steps)}")
@@ -109,10 +117,12 @@ def _form(report: Tables, rows: pd.DataFrame, steps: int) -> str:
             "sums activations in the forward and their gradients in the backward, as tensor "
             "parallelism does; its bytes follow from the batch, not from the parameters"
         )
-    reduced, scattered = (times[op, "backward"] for op in REDUCTIONS)
+    late = ("backward", "data", "optimizer")  # by hand, or in a closure
+    reduced, scattered = (sum(times[op, phase] for phase in late) for op in REDUCTIONS)
     before = times["all_gather", "forward"] + times["all_gather", "data"]  # ``model.unshard()``
     again, spread = times["all_gather", "backward"], times["broadcast", "optimizer"]
-    name, factor = "no paradigm that is known here", 0.0
+    if not (scattered or reduced):
+        return "no paradigm that is known here"
     if scattered:
         name, factor = "sharded gradients (ZeRO-2)", before + again + scattered
         if before:
@@ -126,7 +136,8 @@ def _form(report: Tables, rows: pd.DataFrame, steps: int) -> str:
     closed = f"{name}: {factor:.3g} (n−1)/n Ψ = {_mb(factor * (n - 1) / n * psi)} per rank"
     said = f"{closed} (n={n}, Ψ={_mb(psi)})"
     if not _whole_number(scattered or reduced):
-        said += "; not a whole number of times Ψ: some parameters take no part"
+        said += "; not a whole number of times Ψ: parameters that take no part, messages in fewer "
+        said += "bits, or shards in place of whole gradients send less"
     if extra := rows[rows["phase"] == SURPLUS]["wire_bytes"].sum() / steps:
         said += f"; gloo's reduce-scatter is an all-reduce and sends {_mb(extra)} more"
     return said
@@ -252,6 +263,8 @@ def _whole(report: Tables) -> str:
 
 
 def _unknown(report: Tables, calls: pd.DataFrame) -> str:
+    if report.clock == "predicted":
+        return ""
     said, counted = [], sorted(set(report.memory["step"]))
     if not str(report.meta.get("device", "cpu")).startswith("cuda") and len(calls):
         said.append(

@@ -585,8 +585,9 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
     if report.plan.pp > 1:
         yield "bubble", 100 * bubble(report), "% of device time"
     if report.losses:
-        yield "loss, first step", report.losses[0], "nats"
-        yield "loss, last step", report.losses[-1], "nats"
+        unit = "nats" if report.model is not None else ""  # what a program returns may be any loss
+        yield "loss, first step", report.losses[0], unit
+        yield "loss, last step", report.losses[-1], unit
     if skipped := report.meta.get("skipped_steps"):
         yield "left out: a gradient overflowed", skipped, f"of {report.meta['steps']} steps"
 
@@ -608,6 +609,8 @@ def _of_copies(report: Tables, steps: Sequence[int], n: int) -> Iterable[Row]:
     if len(host):
         busy = median(float(host.get(step, 0.0)) for step in steps) / n
         yield "host's processor at work", busy * 1e3, "ms"
+    if not (in_outline(report) or report.spans["lane"].isin(COPY_LANES).any()):
+        return
     parts = [copy_shares(report, step) for step in steps]
     if middle := median([part["copies"] for part in parts] or [0.0]):
         yield COPIES_HIDDEN, 100 * median(part["hidden"] for part in parts) / middle, "%"

@@ -21,7 +21,8 @@ ALIKE = 1e-3  # nats: curves nearer than that everywhere are one curve to the ey
 
 
 def loss_chart(report: Tables) -> Chart:
-    """Loss (nats per token, mean over the global batch) against the step.
+    """Loss (nats per token, mean over the global batch; of a program of one's own what it returns)
+    against the step.
 
     Raises ValueError if there are no losses: a prediction or a traced function has none.
     """
@@ -42,8 +43,9 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     vocabularies = {r.model.vocab for r in reports if r.model is not None}
     batches = {None if r.model is None else r.plan.global_batch for r in reports}
     same = len(batches) == 1 and None not in batches and len(reports) == len(runs)
-    below = f"{batches.pop()} samples per step" if same else "nats per token"
-    fig = _drawn(curves, _verdict(curves), below, vocabularies).titled(title)
+    nats = not reports or bool(vocabularies)  # else of programs that may return any loss
+    below = f"{batches.pop()} samples per step" if same else "nats per token" * nats
+    fig = _drawn(curves, _verdict(curves, nats), below, vocabularies, nats).titled(title)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
     steps = max(map(len, curves.values()))
     return fig.explained(
@@ -74,7 +76,7 @@ def _spread(curves: Mapping[str, Sequence[float]]) -> float:
     return max(max(column) - min(column) for column in columns)
 
 
-def _verdict(curves: Mapping[str, Sequence[float]]) -> str:
+def _verdict(curves: Mapping[str, Sequence[float]], nats: bool) -> str:
     names = {label: theme.text(label) for label in curves}
     lost = [label for label, v in curves.items() if not all(map(math.isfinite, v))]
     if lost:
@@ -91,7 +93,7 @@ def _verdict(curves: Mapping[str, Sequence[float]]) -> str:
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
     low, high = curves[best][-1], curves[worst][-1]
-    return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f} nats"
+    return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f}{' nats' * nats}"
 
 
 def _round_up(value: float) -> str:
@@ -100,7 +102,11 @@ def _round_up(value: float) -> str:
 
 
 def _drawn(
-    curves: Mapping[str, Sequence[float]], finding: str, below: str, vocabularies: Collection[int]
+    curves: Mapping[str, Sequence[float]],
+    finding: str,
+    below: str,
+    vocabularies: Collection[int],
+    nats: bool,
 ) -> Chart:
     style, alike = theme.series(list(curves)), len(curves) > 1 and _alike(curves)
     traces, notes, shapes, faint = [], [], [], theme.look().faint
@@ -108,7 +114,7 @@ def _drawn(
         width = max(2.0, 2.5 * len(curves) - 3.0 * i) if alike else 2.2
         name, look = theme.text(label), style[label]
         pairs = [(at, v if math.isfinite(v) else None) for at, v in enumerate(values)]
-        said = [f"{name}, step {at}: {v:.4f} nats" for at, v in enumerate(values)]
+        said = [f"{name}, step {at}: {v:.4f}{' nats' * nats}" for at, v in enumerate(values)]
         look = {"mode": "lines+markers", "showlegend": len(curves) > 1, **look}
         traces.append(curve(label, pairs, said, width=width, size=4 + 1.5 * width, **look))
     for vocab in vocabularies:
@@ -120,6 +126,6 @@ def _drawn(
     count = max(map(len, curves.values()))
     steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
     steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
-    nats = {"title": {"text": "loss (nats per token)"}, "tickformat": ".2f"}
-    fig = figure(finding, below, height=400, xaxis=steps, yaxis=nats)
+    losses = {"title": {"text": "loss" + " (nats per token)" * nats}, "tickformat": ".2f"}
+    fig = figure(finding, below, height=400, xaxis=steps, yaxis=losses)
     return fig.draw(traces, notes, shapes)

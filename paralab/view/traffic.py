@@ -33,7 +33,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     matrix  False: the bars alone
     """
     dry = report.clock == DRY  # rows of one rank: whom it sends to is no matrix
-    n, unit = len(metrics.reported_ranks(report)), "call" if report.model is None else "step"
+    n, unit = len(metrics.reported_ranks(report)), "step" if _has_steps(report) else "call"
     sent = metrics.traffic(report, by=("level", "axis", "op"))
     copied = metrics.copied(report, by=("link", "category"))
     if report.plan.tiers is None:  # what messages pass through on their way is theirs already
@@ -85,6 +85,11 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
         f"{len(links)} link{'s' * (len(links) != 1)}",
         lambda: _moved(report, copies),
     )
+
+
+def _has_steps(report: Tables) -> bool:
+    """Of a training or an observed program, not of one call of a function."""
+    return report.model is not None or "observed" in report.meta
 
 
 def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
@@ -166,7 +171,7 @@ def _finding(
     if report.clock == DRY:
         who = f"rank {report.meta.get('rank')}"
     said = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}"
-    said += " per step" * (report.model is not None)
+    said += " per step" * _has_steps(report)
     if optimum is not None and total:
         off = total / n / optimum - 1
         side = f"{abs(100 * off):.2f} % {'above' if off > 0 else 'below'}" if off else "exactly"
