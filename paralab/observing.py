@@ -66,7 +66,8 @@ def observe(
                   program calls ``paralab.step()``
     memory_steps  how many steps, from the first, the live ledger counts bytes in. Such a step is 5
                   to 20 % slower, and more where operations are small; later ones are timed without
-                  it. The first step lacks what optimizers make in it, so there are two
+                  it. The first step lacks what optimizers make in it, so there are two. While it
+                  counts, torch.compile compiles nothing: observe such a program with 0
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The device is the program's own, and ``report.meta["device"]`` says which: times and bytes are a

@@ -293,6 +293,21 @@ def test_memory_is_saved_and_read_again(run, tmp_path: Path):
     assert again.memory.equals(report.memory) and again.peaks().equals(report.peaks())
 
 
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        ({"pp": 2, "microbatches": 2}, "sgd"),
+        ({"precision": "bf16", "grad_dtype": "fp32-copy"}, "adamw"),
+    ],
+)
+def test_what_is_copied_at_the_peak_has_its_category(run, plan, optimizer):
+    """A tied embedding's sum, and gradients in fp32: the largest tensors of a wide vocabulary."""
+    model = pl.ModelSpec(layers=2, hidden=24, heads=4, seq_len=4, vocab=5000)
+    report = run(model, pl.Plan(**plan), steps=2, optimizer=optimizer)
+    table = report.peaks(report.plan.pp - 1)
+    assert (table["program"] == table["measured"]).all(), table
+
+
 def test_a_prediction_has_peaks_and_what_was_not_sampled_says_so(run):
     link = pl.Link(alpha=1e-5, bandwidth=1e10)
     cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link, inter=link)

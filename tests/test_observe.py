@@ -134,6 +134,23 @@ def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism()
     assert "gradients all-reduced: 2 (n−1)/n Ψ = 16,640 B per rank" in said
 
 
+def compiled():
+    import torch
+
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    whole = torch.compile(layer, backend="eager", fullgraph=True)
+    for _ in range(3):
+        whole(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    return torch._dynamo.explain(layer)(torch.randn(4, 8)).graph_break_count
+
+
+def test_a_compiled_program_is_observed_without_a_break_in_its_graph():
+    report = pl.observe(compiled, 1, memory_steps=0, timeout=60)
+    assert report.results == [0] and set(report.spans["kind"]) >= {"forward", "backward"}
+
+
 def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
     model = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=8)
     plan = pl.Plan(pp=2, microbatches=2000)

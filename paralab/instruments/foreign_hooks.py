@@ -21,11 +21,15 @@ from torch.library import Library
 def around(
     undo: ExitStack, owner: Any, name: str, block: Callable[..., AbstractContextManager]
 ) -> None:
-    """Until ``undo`` is closed, ``owner.name`` is called within ``with block(*its arguments)``."""
+    """Until ``undo`` is closed, ``owner.name`` is called within ``with block(*its arguments)``; not
+    where torch.compile traces it, which would break the graph.
+    """
     own = getattr(owner, name)
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(*args, **kwargs)
         with block(*args):
             return own(*args, **kwargs)
 

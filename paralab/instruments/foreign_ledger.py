@@ -51,6 +51,8 @@ class ForeignLedger(Ledger):
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # DTensor goes first; what it does inside comes here
+        if torch.compiler.is_compiling():  # nothing is computed
+            return func(*args, **(kwargs or {}))
         self.before_each()
         return super().__torch_dispatch__(func, types, args, kwargs)
 

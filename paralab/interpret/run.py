@@ -312,8 +312,8 @@ class Rank:
         "second", a shard for hpZ; else this tp rank's part of a block's input, along the sequence.
         """
         if ins.writes[0][0] == "wide":
-            self.store[ins.writes[0]] = wide = flat_of(self.store[ins.reads[0]]).float()
-            self.recorder.owns("gradients", wide)
+            with self.recorder.making("gradients"):
+                self.store[ins.writes[0]] = flat_of(self.store[ins.reads[0]]).float()
             return
         if ins.writes[0][0] == "host.verdict":
             self._updates_begin()
@@ -396,8 +396,8 @@ class Rank:
             parts = self.state.shared_parts(ins.at)
             if not parts:
                 return
-            flat = torch.cat(parts)
-            self.recorder.owns("buffers", flat)
+            with self.recorder.making("buffers"):
+                flat = torch.cat(parts)
 
             def put_back() -> None:
                 for part, summed in zip(parts, flat.split([p.numel() for p in parts]), strict=True):

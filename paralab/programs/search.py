@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 PER_DEVICE = 4  # samples of the global batch per device, where none is stated
 SPARE = 1.1  # what an estimate of bytes may be off by
 BEHIND = 1.02  # what is estimated so many times slower than the fastest compiled is not compiled
+OVER = 2.0  # what it may be too high by; so many plans are compiled to see whether one fits
+NEAR = 30
 AT_LEAST = 3  # of the best are compiled, whatever their estimates are
 LARGE = 100_000  # rows of a step that cannot be folded: it takes seconds to compile
 MAX_TOP = 100  # plans, each compiled: of a trillion parameters seconds each
@@ -110,10 +112,11 @@ class Search:
     table    DataFrame, one row per plan, best first: rank, the settings, closed_s and simulated_s
              (seconds per step, estimated and of the compiled plan; NaN where not compiled),
              serial_s (the same where no communication and no copy overlaps with compute; of the
-             compiled plan, else estimated), memory (bytes per device), fits, bubble (share of the
-             pipeline's time), then the estimate's seconds of compute, recompute, tp, pp and dp
-             communication that is waited for, offload and optimizer
-    best     the plan that is fastest of those that fit
+             compiled plan, else estimated), memory (bytes per device), fits (by the estimate and a
+             tenth more where a plan was not compiled), bubble (share of the pipeline's time), then
+             the estimate's seconds of compute, recompute, tp, pp and dp communication that is
+             waited for, offload and optimizer
+    best     the plan that is fastest of those that were compiled and fit
     plans    all of them, in the table's order
     losers() what each other choice would cost, and why
     pareto() the front of time against memory
@@ -140,14 +143,16 @@ class Search:
         self.simulated = np.full(len(plans), np.nan)
         self.fits = SPARE * self.memory <= memory_limit
         # Whatever may fit, by time; if none of the first does, what fits by the estimate; if none
-        # of that does, what needs least.
+        # of that does, what needs least, and all that needs little more.
         likely = np.flatnonzero(self.memory <= SPARE * memory_limit)
         by_time = likely[np.argsort(self.closed[likely], kind="stable")]
         self._simulate(by_time, top)
         if not self._one_fits():
             self._simulate(by_time[self.fits[by_time]], top)
         if not self._one_fits():
-            self._simulate(np.argsort(self.memory, kind="stable"), 1)
+            least = np.argsort(self.memory, kind="stable")
+            near = int((self.memory <= OVER * memory_limit).sum())
+            self._simulate(least, 1, min(max(near, 1), NEAR))
         if not self._one_fits():
             raise words.what_helps(self)
         # Of those that fit the simulated come first, then by time; last what does not fit.
@@ -168,16 +173,18 @@ class Search:
         """Whether one of the plans that were simulated fits."""
         return bool((np.isfinite(self.simulated) & self.fits).any())
 
-    def _simulate(self, order: np.ndarray, top: int) -> None:
-        """The first plans in this order, until ``top`` of them fit, or it seems in vain. Those that
-        take seconds each come last, and only where no other fits.
+    def _simulate(self, order: np.ndarray, top: int, most: int = 0) -> None:
+        """The first plans in this order, ``most`` or three times ``top``, until ``top`` of them
+        fit, or it seems in vain. Those that take seconds each come last, and only where no other
+        fits.
         """
-        good, fastest = 0, np.inf
-        slow = {at for at in order[: 3 * top].tolist() if self._is_slow(self.plans[at])}
-        for at in sorted(order[: 3 * top].tolist(), key=slow.__contains__):
+        good, fastest, several = 0, np.inf, len(order) > top
+        first = order[: most or 3 * top].tolist()
+        slow = {at for at in first if self._is_slow(self.plans[at])}
+        for at in sorted(first, key=slow.__contains__):
             if good == top or (good and at in slow):
                 return
-            if good >= AT_LEAST and self.closed[at] > BEHIND * fastest:
+            if several and good >= AT_LEAST and self.closed[at] > BEHIND * fastest:
                 return
             found = Totals(self.model, self.plans[at], self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = found.seconds(), found.peak
