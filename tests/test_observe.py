@@ -134,6 +134,23 @@ def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism()
     assert "gradients all-reduced: 2 (n−1)/n Ψ = 16,640 B per rank" in said
 
 
+def sums_and_sends():
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.ones(1000)
+    dist.all_reduce(numbers)
+    if dist.get_rank() == 0:
+        dist.send(numbers, 1)
+    else:
+        dist.recv(numbers, 0)
+
+
+def test_a_program_without_a_model_may_send_after_it_has_summed():
+    report = pl.observe(sums_and_sends, 2, timeout=60)
+    assert report.traffic()["bytes"].tolist() == [4000 + 4000, 4000]
+
+
 def compiled():
     import torch
 

@@ -166,6 +166,12 @@ def test_a_setting_that_no_slider_has_is_refused_by_name(widget, knob, why):
     assert widget.state == "idle"
 
 
+def test_a_schedule_of_ones_own_has_no_button():
+    own = pl.Plan(pp=2, microbatches=2, schedule=lambda pp, microbatches, virtual_stages: [])
+    with pytest.raises(ValueError, match="schedule='own: .*there is no button for it; legal: "):
+        widgets.pipeline(plan=own)
+
+
 REPRS = {
     "data_parallel": "data_parallel(4 ranks, overlapped, 200 kB, own link, 2 samples)",
     "memory": "memory(4 layers, hidden 128, 64 tokens, 2 samples, zero-fp16)",

@@ -89,7 +89,7 @@ class Observer:
         self.ledger = ForeignLedger(recorder) if memory_steps else None
         self.step = 0  # the step that is open, or comes next
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
-        self.raw = False  # the program has none of these: its first step is all that it did
+        self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
@@ -263,7 +263,6 @@ class Observer:
             return  # the optimizer's step ended it
         self.recorder.leave()
         self.recorder.end_step()
-        self.raw = self.raw or not self.found
         self.open, self.found, self.step = False, True, self.step + 1
         self._numbers.clear()
         self._by_storage.clear()
@@ -276,6 +275,7 @@ class Observer:
     def _part(self, kind: str, counted: Any) -> Iterator[None]:
         """A forward or a backward; how many of ``counted`` there were is its micro-batch."""
         self._begin()
+        self.raw = False
         self.recorder.enter(kind, self._numbers[counted])
         self._numbers[counted] += 1
         self.inside.append(kind)
@@ -339,6 +339,7 @@ class Observer:
                 raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
             self._optimizer = optimizer
             self._begin()
+            self.raw = False
             self._describe()
             if self.ledger is not None:
                 self.ledger.find_gradients(optimizer)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from paralab.checks import illegal
 from paralab.parallel.schedules import SCHEDULES, Schedule, build
 from paralab.report.tables import COMPUTE_KINDS, Tables
 from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec.forms import form_name
 from paralab.theory import ideal
 from paralab.theory.pipeline import Simulation, bubble_formula, simulate
 from paralab.theory.schedule_check import peak_live
@@ -65,7 +67,12 @@ class Pipeline(Widget):
     }
 
     def _check(self) -> None:
-        """Which model a run can train is seen when it is to run."""
+        """Which model a run can train is seen when it is to run. Raises ``ValueError`` for a
+        schedule that has no button.
+        """
+        if self.plan.schedule not in SCHEDULES:
+            why, legal = "there is no button for it", " | ".join(map(repr, SCHEDULES))
+            raise illegal("schedule", form_name(self.plan.schedule), why, legal)
 
     def _plan(self, at: At) -> Plan:
         return self.plan.replace(**self._set(at.but(virtual_stages=_chunks(at)), Plan))
