@@ -2,7 +2,7 @@
 
 The truth is the program's peak, which is that of a run to the byte (tests/test_memory.py). The
 cases are chosen so that each of four moments is the peak of one: the backward of the output matrix,
-of a block's MLP, of its scores, and the update.
+of a block's MLP, of its scores, and of the lookup in the embedding.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
     (SMALL, (6, 192, 6, 96, 256), 12, 1),
     (WORDS, (12, 768, 12, 1024, 50304), 4, 1),
     (WORDS, (6, 384, 6, 256, 65536), 2, 1),
+    (WORDS, (12, 768, 12, 128, 50304), 1, 1),
     (LONG, (2, 256, 16, 1024, 256), 2, 1),
     (LONG, (4, 128, 8, 512, 256), 4, 1),
     (WIDE, (32, 4096, 32, 128, 32000), 1, 1),

@@ -22,6 +22,6 @@ def peak_estimate(model, batch: int, microbatches: int) -> float:
     in_last_block = always + saved + 4 * (psi if later else V * h + in_block)
     at_mlp = in_last_block + (36 - 16) * sbh
     at_scores = in_last_block + 8 * scores - 40 * sbh
-    at_update = 16 * psi
-    return max(at_output, at_mlp, at_scores, at_update)
+    at_lookup = 16 * psi + 4 * V * h  # all gradients; that of the lookup is not added yet
+    return max(at_output, at_mlp, at_scores, at_lookup)
     ### END SOLUTION

@@ -14,7 +14,7 @@ def moments(model, batch, microbatches):
         "MLP": (blocks + 20 * tokens * h, embedding + block),
         "scores": (blocks + 2 * scores - 40 * tokens * h, embedding + block),
     }
-    found = {"update": 16 * psi}
+    found = {"lookup": 16 * psi + 4 * embedding}
     for moment, (alive, gradients) in early.items():
         found[moment] = 12 * psi + alive + 4 * (psi if microbatches > 1 else gradients)
     return found

@@ -533,7 +533,9 @@ pl.exercises.peak_estimate.check(peak_estimate)
 # **Why it works.** The peak is the largest of a few moments,
 # and each is a sum of what is alive then. With a large vocabulary it is the backward of the output
 # matrix, when the gradient of the logits is there; with a long sequence that of the scores; with a
-# wide model and few tokens it is the update, when all gradients are there and no activations.
+# wide model and few tokens that of the lookup in the embedding, when all gradients are there and
+# no activations. Embedding and output matrix are one tensor, so the gradient of the lookup ($4Vh$)
+# is held next to that of the output matrix until the two are added.
 #
 # Where the terms in $sbh$ come from: in the MLP's backward there are the gradient of GeLU's output
 # ($16sbh$), of its input ($16sbh$) and of the residual stream ($4sbh$), together $36sbh$; the saved
@@ -544,7 +546,7 @@ pl.exercises.peak_estimate.check(peak_estimate)
 #
 # **Common mistakes.** Adding all gradients to all activations ($m = 1$); forgetting that with
 # $m > 1$ all gradients are there from the second micro-batch on; leaving out the logits ($4sbV$
-# bytes, twice); taking the 16-bit formula for an fp32 run.
+# bytes, twice) or the gradient of the lookup; taking the 16-bit formula for an fp32 run.
 #
 # **A second answer** goes through the same moments as a dictionary, so that one can ask which it
 # is.
