@@ -133,6 +133,9 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
     LOSS: [
         (loss((LARGEST, "largest = torch.zeros(n)")), {"loss", "gradient"},
          "exp overflows without the maximum"),
+        *((loss((LARGEST, f"largest = logits{other}")), {"loss", "gradient"},
+           "exp overflows without the maximum")
+          for other in (".min(dim=1).values", ".mean(dim=1)", "[:, 0].clone()")),
         (loss(("dist.all_reduce(largest, op=dist.ReduceOp.MAX)", "pass")), {"loss", "gradient"},
          "subtracts the maximum of its own part"),
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},

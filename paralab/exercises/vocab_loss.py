@@ -21,6 +21,7 @@ from paralab.exercises.tries import Found
 RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512
 LARGE = 200.0  # added to every logit of a third of the tokens
+ALONE = 90.0  # one logit of another third: exp overflows without its maximum, 1 / exp is above 0
 COPIES, SCALARS = 5, 6 * 8 * TOKENS  # of the rank's own logits; and a few numbers per token
 
 ASKED = {
@@ -67,6 +68,8 @@ def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(seed)
     logits = 3 * draw.standard_normal((TOKENS, VOCAB), dtype=np.float32)
     logits[::3] += np.float32(LARGE)
+    alone = np.arange(1, TOKENS, 3), draw.integers(VOCAB, size=TOKENS // 3)
+    logits[alone] = ALONE
     return logits, draw.integers(VOCAB, size=TOKENS)
 
 
