@@ -141,6 +141,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
          "sums of exp were not added over the ranks"),
         (bad.loss_of_own_part, {"loss", "gradient"}, "t=2: rank 0: the loss, element 0: "),
+        *((loss(edge), {"loss", "gradient"}, "t=2: rank 0: the loss, element 0: ")
+          for edge in ((">= 0", "> 0"), ("< width", "<= width"), ("< width", "< width - 1"))),
         (loss(("[:, 0] * here", "[:, 0]"), (HERE, "1.0")), {"loss", "gradient"},
          "ranks without the target contribute"),
         (loss((BOTH, "dist.all_reduce(sums[0])")), {"loss"},

@@ -70,7 +70,11 @@ def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
     logits[::3] += np.float32(LARGE)
     alone = np.arange(1, TOKENS, 3), draw.integers(VOCAB, size=TOKENS // 3)
     logits[alone] = ALONE
-    return logits, draw.integers(VOCAB, size=TOKENS)
+    targets = draw.integers(VOCAB, size=TOKENS)
+    width = VOCAB // max(RANKS)
+    edges = [edge for first in range(0, VOCAB, width) for edge in (first, first + width - 1)]
+    targets[: len(edges)] = edges  # the first and the last entry of every shard
+    return logits, targets
 
 
 def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
