@@ -21,7 +21,7 @@ from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
 SETTINGS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05}
-UNIT = 3000  # elements: less than the embedding has, and no divisor of anything
+UNIT = 3413  # elements: the embedding has three times as many, and one more
 STEPS, ZEROED = 4, 2  # before this step files and moments are set to zero
 COPIES = 6  # times 4 bytes per element of a unit: both moments, and temporaries of the update
 BEFORE = "; before this step the files were set to zero, so the states are not in them alone"
