@@ -69,6 +69,8 @@ DDPS = [
           "part.view_as(parameter)")), {"gradients"},
      "gradients: rank 1: embedding.token.weight"),
     (PER_PARAMETER, {"simulated step"}, "52 messages"),
+    (own((BUCKET, "= module, 512 * 1024")), {"bytes per rank"},
+     "one message has 136,704 bytes, bucket_bytes and a gradient 81,920"),
     (bad.AfterBackward, {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),
     (own((WORK, f"{WORK}\n        work.wait()")), {"simulated step"}, "backward is idle while"),
     (own((WORK, f"{WORK}\n        self.kept = [*getattr(self, 'kept', ()), flat.clone()]")),

@@ -48,6 +48,7 @@ CLUSTER = Cluster(
 LIMIT_S = 15e-3  # buckets without overlap take 21 ms, overlap without buckets as long
 EXTRA_COPIES = 1.5
 ASKED = sync.ASKED | {
+    sync.BYTES: f"{sync.ASKED[sync.BYTES]}; in one message at most bucket_bytes and one gradient",
     "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
     "extra memory": "tensors: at most one and a half more copies of the gradients",
 }
@@ -58,7 +59,7 @@ GRADIENTS, WEIGHTS, _, TIME, MEMORY = ASKED
     Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")), lab="02", asked=ASKED
 )
 def my_ddp(tries: Tries) -> None:
-    sync.look_at_training(tries, trained)
+    sync.look_at_training(tries, trained, BUCKET)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
     right = {"limit": TIME, "standing": (GRADIENTS, WEIGHTS)}
     for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, **right):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ def average_gradients(tries: Tries) -> None:
     look_at_training(tries, averaged)
 
 
-def look_at_training(tries: Tries, work: Any) -> None:
+def look_at_training(tries: Tries, work: Any, bucket_bytes: float = math.inf) -> None:
+    largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
     for limit, (steps, ranks) in RUNS.items():
         how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
         for notes, found in tries.run(work, ranks, steps, limit, **how):
@@ -49,6 +51,10 @@ def look_at_training(tries: Tries, work: Any) -> None:
             known = functools.partial(_mistakes, found)
             look_at_tensors(notes, limit, getattr(right, limit), found["tensors"], known)
             if limit == GRADIENTS:
+                calls = found.report.collectives
+                one = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
+                wrong = f"one message has {one:,} bytes, bucket_bytes and a gradient {largest:,}"
+                notes.look(BYTES, wrong if one > largest else "", "")
                 least = int(most / PADDING)
                 notes.bytes(BYTES, sent, int(PADDING * most), "in a step", least=least)
 
