@@ -41,6 +41,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "required: the pair (loss, norm)"),
     (step((BEGIN, f"    raise KeyError('micro-batch 7')\n{BEGIN}")), {"loss"},
      "raised KeyError: 'micro-batch 7'"),
+    (step((ADDED, "mean += loss")), {"loss"},
+     ("required: a number, detached or by .item(), yours is 'tensor(", "grad_fn=")),
     (bad.without_clip, {"loss"}, "yours cannot be called so: got an unexpected keyword"),
 ]  # fmt: skip
 STEPS = Table(STEP, WRONG, [bad.by_autograd_grad])

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from paralab.checks import shown
 from paralab.exercises.accumulated import LR, Arrays, Step
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
@@ -71,7 +72,7 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
             parts = returned if isinstance(returned, (tuple, list)) else (returned,)
-            made = [float(part) if is_number(part) else type(part).__name__ for part in parts]
+            made = [float(part) if is_number(part) else shown(part) for part in parts]
             own = section.peak + held * (step > 0)  # alive are those of the step before
             after = _weights(gpt)
             of_answer = before, after, gradients, losses, made, [*passes], own, peak + held
@@ -120,7 +121,8 @@ def _look(notes: Notes, step: Step) -> None:
     pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
     show = "{:.5f}".format
     for place, (limit, (right, known)) in enumerate({LOSS: step.loss(), NORM: step.norm()}.items()):
-        wrong = pair or wrong_number(step.returned[place], right, known, show, tolerance=TOLERANCE)
+        how = {"what": ", detached or by .item()", "tolerance": TOLERANCE}
+        wrong = pair or wrong_number(step.returned[place], right, known, show, **how)
         notes.look(limit, wrong, show(right))
 
     wanted, others = step.weights()

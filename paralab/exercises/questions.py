@@ -218,8 +218,12 @@ def plain(value: Any, depth: int = 4) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is one finite or infinite number: of Python, NumPy or torch, no text."""
+    """Whether ``value`` is one finite or infinite number: of Python, NumPy or torch, no text, and
+    no tensor that autograd has a graph of.
+    """
     if not hasattr(value, "__float__") or isinstance(value, (bool, str)):
+        return False
+    if getattr(value, "requires_grad", False):
         return False
     try:
         float(value)  # type: ignore[arg-type]
