@@ -106,6 +106,7 @@ TWO_LEVELS = [
      "bytes, the tensor has 48,000"),
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
+    (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
     (bad.raises, {"result"}, "raised KeyError: 'chunk 7'"),
     (bad.by_collective, {"result"}, "yours cannot be called so: too many positional"),
 ]  # fmt: skip
@@ -120,4 +121,4 @@ test_wrong_levels_are_refused, test_right_levels_pass, test_the_stub_of_levels =
 
 def test_a_table_of_answers_costs_one_check():
     assert not ALL_RINGS[HALF] and ALL_RINGS.launches == 3
-    assert not ALL_LEVELS[TWO_LEVELS[0][0]] and ALL_LEVELS.launches == 2
+    assert not ALL_LEVELS[TWO_LEVELS[0][0]] and ALL_LEVELS.launches == 3

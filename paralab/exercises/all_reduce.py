@@ -20,7 +20,8 @@ from paralab.theory import collectives
 
 LENGTH = 10_001  # elements: no number of ranks divides it
 RANKS = (2, 3, 4)
-NODES, PER_NODE, EVEN = 2, (2, 3), 12_000  # elements: a multiple of the ranks of a node
+NODES = ((2, 2), (2, 3), (3, 2))  # how many, and ranks of each
+EVEN = 12_000  # elements: a multiple of the ranks of a node
 BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 
 
@@ -98,19 +99,19 @@ def _wrong_sum(found: Found, length: int) -> str:
     Takes("hierarchical_all_reduce(tensor, ranks_per_node)"),
     lab="01",
     asked={
-        RESULT: "2 nodes of 2 and of 3 ranks: the sum, in place, on every rank",
-        BETWEEN: "exactly S/k sent by each of the k ranks of a node",
+        RESULT: "2 nodes of 2 and of 3 ranks, 3 nodes of 2: the sum, in place, on every rank",
+        BETWEEN: "on M nodes exactly 2(M-1)/M S/k sent by each rank",
         INSIDE: "exactly 2(k-1)/k S sent by each rank",
         MEMORY: "tensors: at most one copy of the tensor and a k-th",
     },
 )
 def hierarchical_all_reduce(tries: Tries) -> None:
-    for k in PER_NODE:
-        n, size = NODES * k, 4 * EVEN
-        how = {"where": f"{NODES} nodes of {k}", "nodes": NODES, "standing": (RESULT,)}
+    for nodes, k in NODES:
+        n, size = nodes * k, 4 * EVEN
+        how = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "standing": (RESULT,)}
         for notes, found in tries.run(added, n, EVEN, k, **how):
             notes.look(RESULT, _wrong_sum(found, EVEN), f"{n} ranks, all equal")
-            between = 2 * (NODES - 1) * size // (NODES * k)
+            between = 2 * (nodes - 1) * size // n
             notes.bytes(BETWEEN, found.sent(level="inter"), between, "to other nodes")
             inside = 2 * (k - 1) * size // k
             notes.bytes(INSIDE, found.sent(level="intra"), inside, "to its node")
