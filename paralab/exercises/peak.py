@@ -18,19 +18,21 @@ from paralab.spec import ModelSpec, Plan
 TOLERANCE = 0.05
 FIELDS = ("layers", "hidden", "heads", "seq_len", "vocab")
 ASKED = {
-    "the lab's model": "4 blocks, h = 256, 8 samples of 128 tokens, and a variant: within 5 %",
-    "large vocabularies": "V = 50,304 and 65,536",
+    "the lab's model": "4 blocks, h = 256, 8 samples of 128 tokens, and two more: within 5 %",
+    "large vocabularies": "V = 8,192 to 65,536",
     "long sequences": "s = 512 and 1024, up to 16 heads",
     "wide models, few tokens": "up to h = 4096 and 48 blocks, one sample",
-    "several micro-batches": "m = 3 and 4",
+    "several micro-batches": "m = 2, 3 and 4",
 }
 SMALL, WORDS, LONG, WIDE, SEVERAL = ASKED
 CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
     (SMALL, (4, 256, 4, 128, 256), 8, 1),
     (SMALL, (6, 192, 6, 96, 256), 12, 1),
+    (SMALL, (1, 256, 4, 32, 64), 64, 1),
     (WORDS, (12, 768, 12, 1024, 50304), 4, 1),
     (WORDS, (6, 384, 6, 256, 65536), 2, 1),
     (WORDS, (12, 768, 12, 128, 50304), 1, 1),
+    (WORDS, (1, 128, 2, 128, 8192), 32, 1),
     (LONG, (2, 256, 16, 1024, 256), 2, 1),
     (LONG, (4, 128, 8, 512, 256), 4, 1),
     (WIDE, (32, 4096, 32, 128, 32000), 1, 1),
@@ -38,6 +40,7 @@ CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
     (SEVERAL, (4, 256, 4, 128, 256), 8, 4),
     (SEVERAL, (12, 768, 12, 1024, 50304), 8, 4),
     (SEVERAL, (2, 1024, 16, 64, 256), 1, 3),
+    (SEVERAL, (4, 256, 2, 256, 1024), 2, 2),
 )
 
 
