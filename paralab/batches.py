@@ -41,8 +41,7 @@ def load_batches(
         for text in texts
     ]
     if pinned:
-        locked = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in found]
-        found = [place.copy_(each) for place, each in zip(locked, found, strict=True)]
+        found = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t) for t in found]
     return found
 
 

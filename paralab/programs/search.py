@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 PER_DEVICE = 4  # samples of the global batch per device, where none is stated
 SPARE = 1.1  # what an estimate of bytes may be off by
 BEHIND = 1.02  # what is estimated so many times slower than the fastest compiled is not compiled
-OVER = 2.0  # what it may be too high by; so many plans are compiled to see whether one fits
-NEAR = 30
+OVER = 2.0  # how many times too high it may be: plans within that may fit after all
+NEAR = 30  # of these at most are compiled to see whether one does
 AT_LEAST = 3  # of the best are compiled, whatever their estimates are
 LARGE = 100_000  # rows of a step that cannot be folded: it takes seconds to compile
 MAX_TOP = 100  # plans, each compiled: of a trillion parameters seconds each
@@ -178,13 +178,13 @@ class Search:
         fit, or it seems in vain. Those that take seconds each come last, and only where no other
         fits.
         """
-        good, fastest, several = 0, np.inf, len(order) > top
+        good, fastest, few = 0, np.inf, len(order) <= top
         first = order[: most or 3 * top].tolist()
         slow = {at for at in first if self._is_slow(self.plans[at])}
         for at in sorted(first, key=slow.__contains__):
             if good == top or (good and at in slow):
                 return
-            if several and good >= AT_LEAST and self.closed[at] > BEHIND * fastest:
+            if not few and good >= AT_LEAST and self.closed[at] > BEHIND * fastest:
                 return
             found = Totals(self.model, self.plans[at], self.cluster, self.optimizer)
             self.simulated[at], self.memory[at] = found.seconds(), found.peak

@@ -72,16 +72,12 @@ def _collectives(calls: pd.DataFrame, steps: int, outline: bool) -> str:
     lines = []
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
         each = steps * rows["rank"].nunique()
-        if outline:  # a row stands for all calls alike
-            sent = _mb(rows["wire_bytes"].sum() / each)
-            lines.append(f"axis {axis}, {phase}: {op}; a rank sends {sent}")
-            continue
         sizes = list(dict.fromkeys(map(_mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} sizes more" * (len(sizes) > NAMED)
-        lines.append(
-            f"axis {axis}, {phase}: {len(rows) / each:g} × {op} of {', '.join(sizes[:NAMED])}{more}"
-            f"; a rank sends {_mb(rows['wire_bytes'].sum() / each)}"
-        )
+        counted = f"{len(rows) / each:g} × {op} of {', '.join(sizes[:NAMED])}{more}"
+        what = op if outline else counted  # in outline a row stands for all calls alike
+        sent = _mb(rows["wire_bytes"].sum() / each)
+        lines.append(f"axis {axis}, {phase}: {what}; a rank sends {sent}")
     return "\n".join(lines)
 
 
