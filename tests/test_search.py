@@ -52,6 +52,7 @@ NODES = LAPTOP.replace(devices_per_node=4, nodes=2, inter=pl.Link(alpha=2e-4, ba
 TINY = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=8, vocab=64)
 SMALL = TINY.replace(hidden=256, seq_len=64)
 LOGITS = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=128, vocab=8192)
+KEEPS = pl.ModelSpec(layers=8, hidden=64, heads=8, seq_len=512)  # activations, most of all
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 COUNTS = ("dp", "tp", "pp", "microbatches", "microbatch_size")
@@ -235,14 +236,20 @@ def test_a_step_without_overlap_is_estimated_with_all_that_overlapped(plan):
     assert saved and estimate.serial[0] == pytest.approx(serial, abs=0.3 * saved)
 
 
-def test_no_estimate_of_bytes_is_smaller_than_what_is_spared():
-    """Where one parameter is larger than a bucket, and as large as several blocks."""
-    settings = {"offload": [None, "cpu"], "recompute": "none", "zero_stage": [2, 3]}
-    found = pl.plan_search(LOGITS, LAPTOP, devices=4, global_batch=8, top=1, **settings)
+@pytest.mark.parametrize(
+    "model, settings",
+    [
+        (LOGITS, {"offload": [None, "cpu"], "recompute": "none", "zero_stage": [2, 3]}),
+        (KEEPS, {"schedule": ["zb-h1", "zb-h2"], "recompute": "full", "pp": [2, 4], "tp": 1}),
+    ],
+    ids=["a parameter larger than a bucket", "blocks recomputed for two halves"],
+)
+def test_no_estimate_of_bytes_is_smaller_than_what_is_spared(model, settings):
+    found = pl.plan_search(model, LAPTOP, devices=4, global_batch=8, top=1, **settings)
     estimates = sum(found.categories.values())
     for at in np.flatnonzero(found.plans.microbatch_size == 1)[::6]:
         plan = found.plans[at]
-        assert SPARE * estimates[at] >= Totals(LOGITS, plan, LAPTOP, "adamw").peak, plan
+        assert SPARE * estimates[at] >= Totals(model, plan, LAPTOP, "adamw").peak, plan
 
 
 def plain(spec: pl.ModelSpec) -> Any:

@@ -4,10 +4,10 @@
 
 States by ZeRO's stage (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5); of activations what the
 compiled parts keep for a micro-batch (parts.py), times those that the schedule has in flight; and
-what a part holds at its peak, what is gathered, and what is sent. The moments looked at
-are the backward of the head, of a block, of the next unit and of the embedding, with all
-micro-batches in flight; a weight half; and the update. A column has an entry per plan, and a row
-for each of a pipeline's ranks that estimate.py looks at.
+what a part holds at its peak, what is gathered, and what is sent. The moments looked at are the
+backward of the head, of a block, of the next unit and of the embedding, with all micro-batches in
+flight; a weight half, and the last block before there is one; and the update. A column has an entry
+per plan, and a row for each of a pipeline's ranks that estimate.py looks at.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def held(c: Any) -> dict[str, Array]:
         (base + kept * (1 - 1 / c.units), np.where(leaves, later + left, stay), of_next + sent),
         (base, np.where(leaves, later + left, stay), c.first * embedding.behind + sent),
         (base + aside, stay, over + sent),
+        (base + c.space.splits * (aside - block.aside), stay, of_block + sent),
         (0.0, np.where(c.often, stay, grad * own) + copies, of_update),
     ]
     table = [np.broadcast_arrays(parameters, optimizer, *moment, base)[:-1] for moment in moments]
