@@ -236,6 +236,17 @@ def test_a_step_without_overlap_is_estimated_with_all_that_overlapped(plan):
     assert saved and estimate.serial[0] == pytest.approx(serial, abs=0.3 * saved)
 
 
+@pytest.mark.parametrize("zero, offload", [(3, "cpu"), (1, "cpu"), (2, "nvme")])
+def test_seconds_with_small_buckets_are_estimated_whatever_is_offloaded(zero, offload):
+    """ZeRO-3 moves parts, not buckets; and buckets that were gathered make room for the next."""
+    model = SMALL.replace(hidden=128)
+    how = {"dp": 4, "zero_stage": zero, "offload": offload, "bucket_bytes": 2**16}
+    plans = space(model, LAPTOP, 4, 4, how | {"recompute": "none"})
+    seconds = sum(Estimate(plans, model, LAPTOP, "adamw").terms.values())
+    exact = [Totals(model, plan, LAPTOP, "adamw").seconds() for plan in plans]
+    assert (seconds / exact).min() >= 0.9 and (seconds / exact).max() <= 1.1
+
+
 @pytest.mark.parametrize(
     "model, settings",
     [

@@ -62,9 +62,11 @@ class Estimate:
         head = self.last * (self.parts.head.elements + copy * self.parts.token)
         self.psi = self.blocks * self.parts.block.elements + embedding + head
         self.ends = np.maximum(embedding, head)
-        units = self.total("units") + self.last * copy
+        parts = self.blocks + self.first + self.last + (self.tied > 0)
+        buckets = self.total("units") + self.last * copy
         filled = np.ceil(self.psi * self.grad / self.each("bucket_bytes", float))
-        self.units = np.maximum(np.where(self.zero == 3, units, np.minimum(units, filled)), 1)
+        units = np.where(self.zero == 3, parts, np.minimum(buckets, filled))
+        self.units = np.maximum(units, 1)
         self.own = self.psi / np.where(self.zero > 0, self.n, 1)
         self.terms, self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False).values())
@@ -254,14 +256,15 @@ class Estimate:
         late = late + (copies > 1) * (zero > 0) * units * replicas(sent)
         both = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1))
         late = late + (self.tied > 0) * both(self.grad * self.tied * own / self.psi)
+        stays = self.place("optimizer") == 0
         update = own * self.moved / self.cluster.memory_bandwidth
-        update = (update + 6 * units * self.cluster.op_overhead) * (self.place("optimizer") == 0)
-        late = late + ((zero == 1) | (zero == 2)) * units * gather
-        return late, self.offloaded(overlap), update
+        update = (update + 6 * units * self.cluster.op_overhead) * stays
+        gather = gather * ((zero == 1) | (zero == 2))
+        return late + stays * units * gather, self.offloaded(gather, overlap), update
 
-    def offloaded(self, overlap: bool) -> Array:
+    def offloaded(self, gather: Array, overlap: bool) -> Array:
         """Exposed seconds of everything that leaves the device (ZeRO-Infinity, Rajbhandari+ 2021,
-        arXiv:2104.07857, sec. 6).
+        arXiv:2104.07857, sec. 6), and of the gather of each unit that comes back.
 
         Copies of one unit run next to the update of another: the slowest lane sets the pace, the
         others add a unit's worth. What moves during forward and backward is waited for where it is
@@ -277,7 +280,7 @@ class Estimate:
         file = file + (weights == 2) * (1 + (self.item == 4)) * disk(part)
         host = self.cluster.host_bandwidth or 1.0
         lanes = [own * self.moved / host, file]
-        lanes += [(sums == 0) * down(grad), (weights == 0) * up(part)]
+        lanes += [(sums == 0) * down(grad), (weights == 0) * up(part), gather]
         update = (units - 1) * together(lanes, overlap) + sum(lanes)
         # In every micro-batch gradients go down and are added, blocks' inputs go down and come up.
         often, moves = np.where(self.often, self.m, 1) * units, self.m * self.blocks * (inputs > 0)
