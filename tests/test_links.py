@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import paralab as pl
-from paralab.spec.links import Reach, furthest, messages, ways
+from paralab.spec.links import Reach, furthest, messages, rounds, ways
 from paralab.theory import collectives
 from paralab.theory.traffic import most_sent
 
@@ -61,6 +61,17 @@ def test_half_as_many_ports_are_half_the_bandwidth():
 def test_of_an_all_to_all_every_member_sends_what_leaves_the_node_through_its_own_port():
     way = NODES.ways("all_to_all", Reach(8, 4, 2))["pairwise"]
     assert way.bandwidth == pytest.approx(10e9 * 7 / 4)
+
+
+def test_over_gloo_a_root_broadcasts_to_one_after_the_other_and_nccl_passes_pieces_on():
+    """A broadcast that was measured is one that was fitted as a tree, whoever made it."""
+    measured, size = NODES.replace(collectives={"broadcast": NEAR}), 10**6
+    for n in (2, 4, 5, 8):
+        ring, inside = (n - 1) * 1e-6 + size / 100e9, Reach(n, n, 1)
+        tree = rounds(n) * (1e-6 + size / 100e9)
+        assert took("broadcast", size, inside) == pytest.approx(ring)
+        for cluster in (NODES.replace(cores=4), measured):
+            assert took("broadcast", size, inside, cluster) == pytest.approx(tree)
 
 
 def test_over_gloo_a_root_takes_in_what_all_others_reduce_and_over_nccl_the_tensor():

@@ -180,7 +180,8 @@ class Cluster(Description):
         share = 1.0 if self.ports is None else self.ports / self.devices_per_node
         far: Link = self.inter  # type: ignore[assignment]  # __post_init__ filled it
         far = far.replace(bandwidth=share * far.bandwidth)
-        found = ways(op, reach, near, far, nccl=self.gpus)
+        tree = op == "broadcast" and op in self.collectives  # as it was fitted
+        found = ways(op, reach, near, far, nccl=self.gpus and not tree)
         if op in self.collectives and "ring" in found:
             return {"ring": found["ring"]}
         return {self.algorithm: found[self.algorithm]} if self.algorithm in found else found

@@ -5,8 +5,9 @@ node at once: in a ring's k copies, one per port, every member is the one at the
 ring's bytes leave a node at k times one port's bandwidth, and never faster than links inside the
 node bring them there. In an all-to-all every member sends what goes elsewhere, (n-k)/(n-1) of its
 bytes, through its own port. So it is where n-1 members reduce straight to a root, as over gloo: all
-their bytes come in on its link, those from other nodes at its port. NCCL reduces along a ring that
-passes pieces on (its src/graph/tuning.cc): no member takes in more than the tensor.
+their bytes come in on its link, those from other nodes at its port. NCCL reduces and broadcasts
+along a ring that passes pieces on (its src/graph/tuning.cc): no member takes in, or sends, more
+than the tensor.
 
 [Note: latency] Alpha is paid for every message that has to come after another one:
 
@@ -108,10 +109,12 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
     if op in ("send", "recv") or (op == "reduce" and not nccl):  # one message after no other
         comes_in = n - 1 if op == "reduce" else 1
         return {"direct": Way((far if nodes > 1 else near).alpha, own / comes_in)}
-    if op == "broadcast":  # down a tree
+    if op == "broadcast" and not nccl:  # down a tree, whose root sends the tensor in every round
         return {"tree": Way(down, ports)}
     halves = 2 if op == "all_reduce" else 1
     name, sent = ("pairwise", own) if op == "all_to_all" else ("ring", ports)
+    if op == "broadcast":  # the bytes are a tree's; of a ring's members each sends the tensor once
+        sent *= rounds(n)
     found = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), sent)}
     if op == "all_reduce":
         whole = rounds(k) / near.bandwidth + rounds(nodes) / ports  # per byte of the tensor
