@@ -18,7 +18,7 @@ from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
 from paralab.interpret.spans import KINDS
 from paralab.interpret.time import Body, Times
 from paralab.interpret.traffic import Calls, Member
-from paralab.interpret.turns import LETTERS, Box, Step, Sum, Turns
+from paralab.interpret.turns import Box, Step, Sum, Turns
 from paralab.interpret.walk import Inside
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
@@ -146,7 +146,7 @@ class Line:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """When the box begins that an instruction may open: see `boxes.since`."""
+        """When the box begins that an instruction may open: see boxes.py."""
         now = np.where(self.computes, self.left, 0.0)
         now = np.where(self.waits, self.over + self.summed, now)
         return np.r_[0.0, np.maximum.accumulate(now)[:-1]]
@@ -347,6 +347,5 @@ def step(
     rank = np.repeat(np.arange(len(lines)), [len(mine.first) for mine in turns])
     stage, letter, microbatch, *_ = map(np.concatenate, zip(*turns, strict=True))
     timed = map(np.concatenate, zip(*found, strict=True))
-    letter = np.array(list(LETTERS))[letter]
     ends = np.array([line.end for line in lines])
     return Step(rank, stage, letter, microbatch, *timed, drawn, sums, ends, moving, kinds, held)

@@ -12,17 +12,21 @@ memory       of every rank the peak, and samples between
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from paralab.interpret.lines import SHORT
-from paralab.interpret.turns import Box, Step
+from paralab.interpret.turns import LETTERS, Box, Step
 from paralab.report.tables import COLUMNS
 from paralab.spec import Plan
+from paralab.theory.pipeline import SPAN_KINDS
 
-KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
+F, _, _, W = range(len(LETTERS))
+TYPES = {"lane": object, "kind": object} | dict.fromkeys(("start", "end", "cost"), float)
 ARROWS = 20_000  # boxes: of more, no reader follows from one to the other what waited for what
+Rows = dict[str, np.ndarray]
 
 
 def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
@@ -44,36 +48,27 @@ def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def _spans(plan: Plan, step: Step) -> dict[str, Any]:
-    n, boxes = len(step.start), list(step.boxes)
+    n, boxes, forward = len(step.start), list(step.boxes), step.letter == F
     # What an action adds up and copies is drawn at its end; of a backward at its begin, for the
     # first forward and the last backward are where the pipeline begins and ends.
-    forward = step.letter == "F"
     copied = np.concatenate([np.where(forward, step.end - step.copies, step.start), step.end])
     long = np.r_[step.copies, step.more]
     for at in np.flatnonzero(long > 0).tolist():
         start, more = float(copied[at]), float(long[at])
         boxes.append(Box(step.pp[at % n], "compute", "copy", start, start + more, more))
-    step = step._replace(
+    actions = _rows(
+        pp=step.pp,
+        kind=np.array(SPAN_KINDS, object)[step.letter],
+        stage=step.stage,
+        microbatch=step.microbatch,
         start=step.start + np.where(forward, 0.0, step.copies),
         end=step.end - np.where(forward, step.copies, 0.0),
         cost=step.cost - step.copies,
+        after=_sources(plan, step),
     )
-    of = {
-        "pp": np.concatenate([step.pp, [box.pp for box in boxes]]).astype(int),
-        "lane": np.array(["compute"] * n + [box.lane for box in boxes], object),
-        "kind": np.concatenate(
-            [_named(step.letter), np.array([box.kind for box in boxes], object)]
-        ),
-        "stage": np.concatenate([step.stage, np.zeros(len(boxes), int)]),
-        "microbatch": np.concatenate([step.microbatch, np.full(len(boxes), -1)]),
-        **{
-            name: np.concatenate([getattr(step, name), [getattr(box, name) for box in boxes]])
-            for name in ("start", "end", "cost")
-        },
-        "after": np.concatenate([_sources(plan, step), np.full(len(boxes), -1)]),
-    }
-    gaps = _gaps(step, of)
-    of = {name: np.concatenate([some, gaps[name]]) for name, some in of.items()}
+    others = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
+    of = _joined(actions, _rows(**others))
+    of = _joined(of, _gaps(step, of))
     order = np.lexsort((of["start"], of["pp"]))
     of = {name: some[order] for name, some in of.items()}
     place = np.empty(len(order) + 1, int)
@@ -89,18 +84,22 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
     }
 
 
-def _named(letters: np.ndarray) -> np.ndarray:
-    found = np.empty(len(letters), object)
-    for letter, kind in KINDS.items():
-        found[letters == letter] = kind
-    return found
+def _rows(**columns: Any) -> Rows:
+    """Boxes; a column that is not named is that of a wait."""
+    usual = {"lane": "compute", "kind": "wait", "stage": 0, "microbatch": -1, "cost": 0.0}
+    usual = {name: [one] * len(columns["start"]) for name, one in (usual | {"after": -1}).items()}
+    return {name: np.array(some, TYPES.get(name, int)) for name, some in (usual | columns).items()}
+
+
+def _joined(some: Rows, more: Rows) -> Rows:
+    return {name: np.concatenate([column, more[name]]) for name, column in some.items()}
 
 
 def _sources(plan: Plan, step: Step) -> np.ndarray:
     """The action that made what each one needs of another rank, or -1."""
     made = np.full((2, plan.stages + 2, plan.microbatches), -1)
-    back = (step.letter != "F").astype(int)
-    number, halves = np.arange(len(back)), step.letter != "W"
+    back = (step.letter != F).astype(int)
+    number, halves = np.arange(len(back)), step.letter != W
     if plan.pp == 1 or plan.relays:
         return np.full(len(back), -1)
     made[back[halves], step.stage[halves] + 1, step.microbatch[halves]] = number[halves]
@@ -108,45 +107,34 @@ def _sources(plan: Plan, step: Step) -> np.ndarray:
     return np.where(halves, source, -1)
 
 
-def _gaps(step: Step, of: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _gaps(step: Step, of: Rows) -> Rows:
     """Where a rank computes nothing before something, or before its step ends."""
     here = np.flatnonzero(of["lane"] == "compute")
     here = here[np.lexsort((of["start"][here], of["pp"][here]))]
     pp, start, end = (of[name][here] for name in ("pp", "start", "end"))
     last = np.flatnonzero(np.diff(pp, append=-1))
-    first = np.r_[0, last[:-1] + 1]
     before = np.r_[0.0, end[:-1]]
-    before[first] = 0.0
+    before[np.r_[0, last[:-1] + 1]] = 0.0
     begin, until = np.r_[before, end[last]], np.r_[start, step.ends[pp[last]]]
     late = np.flatnonzero(until - begin > SHORT * step.ends.max())
-    n = len(late)
-    return {
-        "pp": np.r_[pp, pp[last]][late],
-        "lane": np.full(n, "compute", object),
-        "kind": np.full(n, "wait", object),
-        "stage": np.zeros(n, int),
-        "microbatch": np.full(n, -1),
-        "start": begin[late],
-        "end": until[late],
-        "cost": np.zeros(n),
-        "after": np.r_[of["after"][here], np.full(len(last), -1)][late],
-    }
+    after = np.r_[of["after"][here], np.full(len(last), -1)][late]
+    return _rows(pp=np.r_[pp, pp[last]][late], start=begin[late], end=until[late], after=after)
 
 
 def _sums(plan: Plan, step: Step, name: str) -> dict[str, list[Any]]:
-    made: dict[str, list[Any]] = {column: [] for column in COLUMNS[name]}
-    count: dict[tuple[int, str], int] = {}
+    rows: list[tuple] = []
+    calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
     for (pp, *what), one in step.sums.items():
         if (len(what) == 3) != (name == "copies"):
             continue
         rank, times = pp * plan.dp * plan.tp, (one.start, one.start + one.seconds, -1)
-        row: tuple = (rank, 0, *what, one.payload, *times)
-        if name == "collectives":
-            call = count[rank, what[-1]] = count.get((rank, what[-1]), -1) + 1
-            row = (call, rank, 0, *what, one.payload, one.wire, *times)
-        for column, value in zip(made.values(), row, strict=True):
-            column.append(value)
-    return made
+        if name == "copies":
+            rows.append((rank, 0, *what, one.payload, *times))
+        else:
+            call = rank, what[-1]
+            rows.append((calls[call], rank, 0, *what, one.payload, one.wire, *times))
+            calls[call] += 1
+    return {column: [row[n] for row in rows] for n, column in enumerate(COLUMNS[name])}
 
 
 def _memory(plan: Plan, step: Step) -> dict[str, Any]:

@@ -15,8 +15,8 @@ LETTERS = "FBIW"
 
 
 class Turns(NamedTuple):
-    """The actions in a rank's list, in order; letter: in LETTERS; first and last instruction of
-    compute. (n,) each.
+    """The actions in a rank's list, in order; letter: its number in LETTERS; first and last
+    instruction of compute. (n,) each.
     """
 
     stage: np.ndarray
@@ -62,7 +62,7 @@ class Sum(NamedTuple):
 class Step(NamedTuple):
     """Seconds from the start of the step, and bytes; n actions, rank after rank, in order.
 
-    pp, stage, letter, microbatch  of actions; letter: one of "FBIW"                          (n,)
+    pp, stage, letter, microbatch  of actions; as in `Turns`                               (n,)
     start, end     (n,)
     cost, copies   what the rank does in that time, and of it what it adds up and copies      (n,)
     more           what it adds up and copies behind it, before the next one                  (n,)
