@@ -11,7 +11,7 @@ The update is that of `state.Optimizer`, the same kernels on the same numbers, s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -99,26 +99,25 @@ class Away:
         return torch.linalg.vector_norm(torch.stack([zero, *norms]))
 
     def update(
-        self,
-        optimizer: Any,
-        states: Tensor | None,
-        share: Tensor | None,
-        gradient: Tensor,
-        count: Tensor,
-        verdict: tuple[Tensor | None, Tensor | None],
+        self, optimizer: Any, held: Mapping[str, Any], gradient: Tensor, arrived: Any
     ) -> Callable[[], None]:
         """One step of a unit, to be made by the host's processor.
 
-        share    parameters off the device: the weights themselves, or to be rounded from them
-        verdict  what to divide the gradient by, and whether the step is left out
+        held     {kind: value} of what it reads and writes. "host.shard", parameters off the device:
+                 the weights themselves, or to be rounded from them. "host.verdict": what to divide
+                 the gradient by, and whether the step is left out
+        arrived  the event behind which the verdict is there, or None
         """
+        states, share, count = (held.get(kind) for kind in ("host.opt", "host.shard", "host.count"))
         weights = states[-1] if self.master else share
         kept = {}
         if self.adamw:
             kept = {"exp_avg": [states[0]], "exp_avg_sq": [states[1]], "step": [count]}
-        divisor, overflow = verdict
+        divisor, overflow = held.get("host.verdict", (None, None))
 
         def step() -> None:
+            if arrived is not None:
+                arrived.synchronize()
             grads = [gradient.float()]  # 16 bits become 32; fp32 stays as it is
             optimizer.step([weights], grads, kept, divisor=divisor, overflow=overflow)
             if share is not None and self.master:

@@ -122,20 +122,5 @@ class Workers:
 
     def _update(self, ins: Instr, gradient: Tensor) -> Work:
         held = {v[0]: self.store[v] for v in (*ins.reads, *ins.writes)}
-        work = self.state.away.update(
-            self.state.optimizer,
-            held.get("host.opt"),
-            held.get("host.shard"),
-            gradient,
-            held["host.count"],
-            held.get("host.verdict", (None, None)),
-        )
         arrived = self.arrived if "host.verdict" in held else None
-        if arrived is None:
-            return work
-
-        def when_it_is_there() -> None:
-            arrived.synchronize()
-            work()
-
-        return when_it_is_there
+        return self.state.away.update(self.state.optimizer, held, gradient, arrived)
