@@ -17,7 +17,7 @@ from equality import TOLERANCE, worst
 from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat
 from paralab.interpret.run import DTYPES
-from paralab.interpret.state import Optimizer, State
+from paralab.interpret.state import State
 from paralab.interpret.train import Trainer
 from paralab.programs.compile import compiled
 from paralab.theory.needs import bytes_per_parameter
@@ -40,9 +40,8 @@ class Update:
         plan, clips = pl.Plan(precision=precision), clip_norm is not None
         self.program = compiled(SPEC, plan, optimizer=optimizer, clips=clips)
         self.state = State(
-            self.program, pp=0, index=0, tp=0, optimizer=Optimizer(optimizer, LR[optimizer]),
-            clip_norm=clip_norm, seed=0, recorder=Recorder(rank=0, world_size=1), device="cpu",
-            dtype=DTYPES[precision],
+            self.program, 0, lr=LR[optimizer], clip_norm=clip_norm, seed=0,
+            recorder=Recorder(rank=0, world_size=1), device="cpu",
         )  # fmt: skip
         self.asks_for_norm = clips or precision == "fp16"
 

@@ -104,7 +104,7 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
 
     from paralab.instruments.recorder import Recorder
     from paralab.interpret.run import Env, Rank
-    from paralab.interpret.state import Optimizer, State
+    from paralab.interpret.state import State
     from paralab.programs.compile import compiled
     from paralab.programs.instructions import BACKWARD, FORWARD, UPDATE
 
@@ -112,11 +112,9 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
     spec = ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
     program = compiled(spec, Plan(microbatch_size=samples))
     recorder = Recorder(rank=0, world_size=1, device=device)
-    common = {"tp": 0, "seed": 0, "device": device}
-    own = {"pp": 0, "index": 0, "optimizer": Optimizer("adamw", 1e-3), "clip_norm": None}
-    state = State(program, recorder=recorder, dtype=torch.float32, host=None, **own, **common)
-    env = Env(program, {}, recorder, **common)
-    rank = Rank(state, {}, env=env)
+    common = {"seed": 0, "device": device}
+    state = State(program, 0, lr=1e-3, clip_norm=None, recorder=recorder, **common)
+    rank = Rank(state, {}, env=Env(program, {}, recorder, tp=0, **common))
     spent: dict[str, list] = defaultdict(list)
     names = {FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
 

@@ -154,7 +154,6 @@ class Rank:
         self.workers = None if host is None else Workers(state, host, self._room)
         self.first_sample = 0
         self.before_update: Callable[[int], None] | None = None
-        self.seen: set[int] = set()  # units that `before_update` was called for
         self.named = [(op, _names(op)) for op in self.model.ops]
         self._lasting: dict[tuple[int, int], list] = {}
         self.steps = [
@@ -316,7 +315,6 @@ class Rank:
                 self.store[ins.writes[0]] = flat_of(self.store[ins.reads[0]]).float()
             return
         if ins.writes[0][0] == "host.verdict":
-            self._updates_begin()
             verdict = self.state.decided(self.store[ins.reads[0]])
             self.store[ins.writes[0]] = self.workers.copied(verdict)
             return
@@ -335,14 +333,13 @@ class Rank:
 
     # ---- the optimizer ---------------------------------------------------------------------------
     def NORM(self, ins: Instr) -> None:
-        self._updates_begin()
         grads = {v[1]: flat_of(self.store[v]) for v in ins.reads}
         away = ins.reads[0][0] == "host.norm"
         self.store[ins.writes[0]] = norm = self.state.squares(grads, away=away)
         self.recorder.owns("buffers", norm)
 
     def UPDATE(self, ins: Instr) -> None:
-        self._updates_begin(ins.unit)
+        self._update_begins(ins.unit)
         grad = self.store[ins.reads[0]]
         norm = next((self.store[v] for v in ins.reads if v[0] == "norm"), None)
         self.state.update(ins.unit, grad, norm)
@@ -350,17 +347,9 @@ class Rank:
     def RESCALE(self, ins: Instr) -> None:
         self.state.rescale()
 
-    def _updates_begin(self, *units: int) -> None:
-        """Tell `before_update`, if it is set, that the gradients of these units (default: all) are
-        final; once per unit, and after their calls in flight.
-        """
-        if self.before_update is None:
-            return
-        for unit in [u for u in units or range(len(self.units)) if u not in self.seen]:
-            self.seen.add(unit)
-            for writes in [key for key in self.pending if key[0][0] in ("grad", "gshard")]:
-                if writes[0][1] == unit:
-                    self.WAIT(Instr(WAIT, reads=writes))
+    def _update_begins(self, unit: int) -> None:
+        """Tell `before_update`, if it is set, that the gradient of this unit is final."""
+        if self.before_update is not None:
             with self.recorder.unwatched():
                 self.before_update(unit)
 
@@ -368,7 +357,7 @@ class Rank:
     def _begin(self, ins: Instr) -> None:
         """An instruction that another thread works on."""
         if ins.op == UPDATE:
-            self._updates_begin(ins.unit)
+            self._update_begins(ins.unit)
         self._call(ins, self.workers.begin(ins))
 
     def settle(self) -> None:

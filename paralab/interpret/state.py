@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paralab.interpret.away import Away
-from paralab.interpret.flat import Flat, flat_of
+from paralab.interpret.flat import DTYPES, Flat, flat_of
 from paralab.interpret.host import Host
 from paralab.model.draws import initialize
 from paralab.parallel.layouts import holding
@@ -77,38 +77,39 @@ class Optimizer:
 class State:
     """The lasting values of one rank.
 
-    index  of the rank among those that share the states; ``tp``: in its tensor-parallel group
+    rank   global
+    index  among the ranks that share the states; ``tp``: in its tensor-parallel group
     host   its memory outside the device, where the plan uses it
     """
 
     def __init__(
         self,
         program: Program,
+        rank: int,
         *,
-        pp: int,
-        index: int,
-        tp: int,
-        optimizer: Optimizer,
+        lr: float,
         clip_norm: float | None,
         seed: int,
         recorder: Any,
         device: str,
-        dtype: torch.dtype,
         host: Host | None = None,
     ) -> None:
-        self.program, self.pp, self.index, self.tp = program, pp, index, tp
-        self.optimizer, self.clip_norm, self.recorder = optimizer, clip_norm, recorder
-        self.device, self.dtype = device, dtype
-        self.units, self.zero = program.units[pp], program.plan.zero_stage
+        plan, at = program.plan, program.plan.place(rank)
+        self.program, self.pp, self.tp = program, at.pp, at.tp
+        self.index = at.dp % program.shards
+        self.optimizer = Optimizer(program.optimizer, lr)
+        self.clip_norm, self.recorder = clip_norm, recorder
+        self.device, self.dtype = device, DTYPES[plan.precision]
+        self.units, self.zero = program.units[at.pp], plan.zero_stage
         self.store: dict[Value, Any] = {}
         self.targets: list[list[Tensor]] = []  # fp32 tensors that the optimizer updates, by unit
         self.counted = self._counted()
         self.away: Away | None = None
-        if host is not None and program.plan.tiers.states:
+        if host is not None and plan.tiers.states:
             self.away = Away(program, host, self.store, norms=self.norms)
-        self.shared = program.shared(pp, index)
+        self.shared = program.shared(at.pp, self.index)
         self.loss_scale = self.good_steps = self._share = divisor = overflow = None
-        if program.plan.precision == "fp16":
+        if plan.precision == "fp16":
             self.loss_scale = divisor = torch.full((), FIRST_SCALE, device=device)
             self.good_steps = torch.zeros((), device=device)  # since the scale last changed
             self._share, overflow = torch.zeros(2, device=device).unbind()
@@ -117,8 +118,8 @@ class State:
         self._verdict, self._decided = (divisor, overflow), False
         scalars = (self.good_steps, self.loss_scale, divisor, overflow)
         recorder.owns("buffers", *(scalar for scalar in scalars if scalar is not None))
-        own = functools.partial(holding, program.spec, program.plan, index=tp)
-        cut = own if program.plan.tp > 1 else None
+        own = functools.partial(holding, program.spec, plan, index=at.tp)
+        cut = own if plan.tp > 1 else None
         fill = functools.partial(initialize, spec=program.spec, seed=seed, holding=cut)
         for u in range(len(self.units)):
             self._lay_out(u, fill)

@@ -26,8 +26,8 @@ from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat
 from paralab.interpret.host import Host
 from paralab.interpret.pieces import Piece, pieces
-from paralab.interpret.run import DTYPES, Env, Rank
-from paralab.interpret.state import Optimizer, State
+from paralab.interpret.run import Env, Rank
+from paralab.interpret.state import State
 from paralab.model.build import loss_share
 from paralab.parallel.layouts import says_loss
 from paralab.programs.compile import compiled
@@ -87,15 +87,12 @@ class Trainer:
             self.host = Host(plan.tiers, context=context, recorder=self.recorder, folder=folder)
         self.state = State(
             self.program,
-            pp=at.pp,
-            index=grid.shard.index if plan.zero_stage else 0,
-            tp=self.tp,
-            optimizer=Optimizer(optimizer, lr),
+            context.rank,
+            lr=lr,
             clip_norm=clip_norm,
             seed=seed,
             recorder=self.recorder,
             device=context.device,
-            dtype=DTYPES[plan.precision],
             host=self.host,
         )
         self.env = Env(
@@ -126,7 +123,7 @@ class Trainer:
         env.share = self.state.scaled(loss_share(plan))
         env.step, rank.first_sample = number, self.grid.dp.index * plan.microbatches
         if keep_gradients:
-            rank.before_update, rank.seen, self.gradients = self._look_at_gradients, set(), {}
+            rank.before_update, self.gradients = self._look_at_gradients, {}
         recorder.begin_step(step)
         losses = rank.step(batch)
         rank.before_update = None
