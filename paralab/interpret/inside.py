@@ -72,7 +72,7 @@ class Insides:
 
     def _forward(self, i: int, j: int, *, keep: bool) -> Iterator[Moment]:
         ops, sharing = self.model.ops, self.sharing
-        state = [*sharing.below(i), sharing.forward(i)] if i else []
+        state = list(sharing.state(i)) if i else []
         there = dict(state)  # alive before, and to the end
         kept: dict[Name, int] = {}
         own = 0  # what is kept by this one alone
@@ -100,7 +100,7 @@ class Insides:
         own = sum(ops[at].keeps for at in range(i, j))
         kept = [goes(sharing.kept(at)) for at in range(i, j)]
         saved = {name: size for some in kept for name, size in some.items()}
-        grads = goes((*sharing.above(j), sharing.backward(j))) if j < n else {}
+        grads = goes(sharing.grads(j)) if j < n else {}
         begin = Moment(own + _bytes(saved), _bytes(grads))
         aside: dict[Name, int] = {}
         waits = saved_waits = 0
@@ -108,8 +108,8 @@ class Insides:
             op = ops[at]
             names = {name: size for some in kept[: at - i + 1] for name, size in some.items()}
             names |= {name: size for name, size in aside.items() if name in saved}
-            into = goes((*sharing.above(at), sharing.backward(at))) if at else {}
-            fresh = sharing.aside(at)
+            into = goes(sharing.grads(at)) if at else {}
+            fresh = op.deferred
             scratch = op.in_hand("input", self._received) - op.defers_kept
             moved = _bytes({**grads, **into, **aside}, besides=(names,)) + waits
             held = own + saved_waits + _bytes(names)
@@ -131,8 +131,8 @@ class Insides:
 
     def _weight(self, i: int, j: int) -> Iterator[Moment]:
         """From what was deferred last to what was first; each is let go when it is used."""
-        sharing = self.sharing
-        left = [(dict(sharing.put_aside(at)), sharing.aside(at)) for at in range(i, j)]
+        ops, sharing = self.model.ops, self.sharing
+        left = [(dict(sharing.put_aside(at)), ops[at].deferred) for at in range(i, j)]
 
         def size() -> int:
             names = {name: size for some, _ in left for name, size in some.items()}
@@ -140,8 +140,7 @@ class Insides:
 
         begin = size()
         for at in reversed(range(i, j)):
-            op = self.model.ops[at]
-            yield Moment(size() - begin, op.in_hand("weight", self._received, alone=True))
+            yield Moment(size() - begin, ops[at].in_hand("weight", self._received, alone=True))
             left.pop()
 
     def _received(self, call: Call) -> int:

@@ -14,7 +14,7 @@ second time is another storage, ("r", b): the first may still be on its way to a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -77,13 +77,14 @@ class Sharing:
         """The same of its gradient."""
         return ("g", self.g[at]), self.model.item * self.model.ops[at - 1].out
 
-    def below(self, at: int) -> Sized:
-        """The storage of the state's other entry, inside a branch."""
-        return (self.forward(self.model.inside[at]),) if at in self.model.inside else ()
+    def state(self, at: int) -> Sized:
+        """The storages of the state there, which has two entries inside a branch."""
+        inside = self.model.inside
+        return tuple(map(self.forward, (inside[at], at) if at in inside else (at,)))
 
-    def above(self, at: int) -> Sized:
+    def grads(self, at: int) -> Sized:
         """The same of its gradient."""
-        return (self.backward(self.closed[at]),) if at in self.closed else ()
+        return tuple(map(self.backward, (self.closed[at], at) if at in self.closed else (at,)))
 
     def kept(self, at: int) -> list[tuple[Name, int]]:
         """What an op keeps for backward of what it was given and returned."""
@@ -97,10 +98,6 @@ class Sharing:
         op = self.model.ops[at]
         found = [self.forward(at)] * op.defers_input + [self.backward(at + 1)] * op.defers_grad
         return found + [self.backward(at)] * op.defers_made
-
-    def aside(self, at: int) -> int:
-        """Bytes in addition to these."""
-        return self.model.ops[at].deferred
 
 
 class Storages:
@@ -130,13 +127,12 @@ class Storages:
 
     def _held(self, kind: str, where: Any) -> Held:
         names = self.names
-        if kind == "saved":
-            return self._several(where, names.kept, lambda at: self.model.ops[at].keeps)
-        if kind == "deferred":
-            return self._several(where, names.put_aside, names.aside)
-        if kind == "g":
-            return Held(self.category(kind, where), 0, (names.backward(where),), names.above(where))
-        mine, others = (names.forward(where),), names.below(where)
+        if kind in ("saved", "deferred"):
+            kept, of = ("keeps", names.kept) if kind == "saved" else ("deferred", names.put_aside)
+            own = sum(getattr(op, kept) for op in self.model.ops[slice(*where)])
+            return self._several(where, dict(pair for at in range(*where) for pair in of(at)), own)
+        *others, last = names.grads(where) if kind == "g" else names.state(where)
+        mine, others = (last,), tuple(others)
         if kind in ("r", "again"):  # the op in front of a boundary wrote it
             mine, others = self._again(mine, where - 1), self._again(others, where - 1)
         if kind == "back" and not self.plan.partition_activations:
@@ -153,21 +149,13 @@ class Storages:
             for name, size in held
         )
 
-    def _several(
-        self,
-        at: tuple[int, int],
-        of: Callable[[int], Iterable[tuple[Name, int]]],
-        own: Callable[[int], int],
-    ) -> Held:
+    def _several(self, at: tuple[int, int], held: dict[Name, int], own: int) -> Held:
         """What ops (i, j) hold together: named is only what an op outside them may hold."""
-        (i, j), names = at, self.names
-        held = dict(pair for op in range(i, j) for pair in of(op))
-        ends = [end for end in at if 0 < end < len(self.model.ops)]
-        outside = {name for end in ends for name, _ in (names.forward(end), names.backward(end))}
-        outside |= {name for end in ends for name, _ in names.below(end) + names.above(end)}
+        names, ends = self.names, [end for end in at if 0 < end < len(self.model.ops)]
+        outside = {name for end in ends for name, _ in names.state(end) + names.grads(end)}
         shared = tuple((name, size) for name, size in held.items() if name in outside)
         alone = sum(held.values()) - sum(size for _, size in shared)
-        return Held("activations", sum(map(own, range(i, j))) + alone, self._again(shared, i))
+        return Held("activations", own + alone, self._again(shared, at[0]))
 
     def category(self, kind: str, boundary: int) -> str:
         """Of a state, or its gradient: what backward comes back to is an activation, what goes to
