@@ -3,8 +3,9 @@
 The recorder (instruments/recorder.py) closes a box of the compute lane wherever a call or a wait
 begins, and opens a new part of it behind; so do these. An instruction may have several boxes
 (a wait, then what a reduce-scatter's parts are added up in), several instructions of one action one
-box (spans.py). Boxes are numbered in the order in which a rank closes them, as in a run. Whatever
-goes on more slowly behind a wait, or has to post a call, begins with that: see `since`.
+box (spans.py). Boxes are numbered in the order in which a rank closes them, as in a run. What calls
+cost to be posted, and what goes on more slowly behind a wait, is in the box of what is computed
+next.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from paralab.interpret.costs import Awaited, Compute, Job, Posted
 from paralab.interpret.spans import Span, spans
-from paralab.interpret.time import Body, Times
+from paralab.interpret.time import Times
 from paralab.interpret.traffic import Calls, Member
 from paralab.model.ops import Call
 from paralab.programs.instructions import Instr
@@ -47,21 +48,6 @@ class Box(NamedTuple):
         return 0.0 if self.span[0] in ("wait", "comm") else self.end - self.start
 
 
-def since(times: Times, pp: int) -> list[float]:
-    """When the box begins that an instruction of pipeline rank ``pp`` may open: what calls cost to
-    be posted, and what goes on more slowly behind a wait, is in the box of what is computed next.
-    """
-    found, costs, now = [], times.costs[pp], 0.0
-    for position, cost in enumerate(costs):
-        found.append(now)
-        if type(cost) in (Compute, Body):
-            now = times.left[pp][position]
-        elif position in times.waits[pp]:
-            of = costs[times.waits[pp][position]]  # what it received is added up in a box
-            now = times.turned[pp][position] + (of.summed if type(of) is Posted else 0.0)
-    return found
-
-
 def boxes(times: Times, member: Member, calls: Calls) -> list[Box]:
     """Of a step on a rank, in a program that is not folded. Other ranks of its pipeline rank have
     the same, but for shards that a rank has nothing of, which make no call, and a sum's root.
@@ -86,19 +72,21 @@ class _Writer:
         self.at: dict[int, int] = {}
         code, of = program.codes[pp], spans(program, program.codes[pp])
         entered, turned, left = times.entered[pp], times.turned[pp], times.left[pp]
-        begins = since(times, pp)
-        for position, (ins, cost) in enumerate(zip(code, times.costs[pp], strict=True)):
-            self.move(of[position], begins[position])
+        costs, waits, since = times.costs[pp], times.waits[pp], 0.0  # when the next box begins
+        for position, (ins, cost) in enumerate(zip(code, costs, strict=True)):
+            self.move(of[position], since)
             kind = type(cost)
             if kind is Compute:
                 if cost.inside:
                     self.inside(cost, calls.of(pp, ins), times.inside[pp][position])
+                since = left[position]
             elif kind is Awaited:
-                call = times.waits[pp].get(position)
-                if call in self.at:
-                    begun = times.costs[pp][call]
+                if position in waits:
+                    begun = costs[call := waits[position]]
                     summed = begun.summed if type(begun) is Posted else 0.0
-                    self.wait(entered[position], turned[position], self.at[call], summed)
+                    if call in self.at:
+                        self.wait(entered[position], turned[position], self.at[call], summed)
+                    since = turned[position] + summed
             elif kind is Job:
                 behind = times.behind[pp][position]
                 self.job(position, ins, turned[position], times.calls[pp][position], behind)

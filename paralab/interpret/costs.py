@@ -117,10 +117,15 @@ class Costs:
         self._reaches: dict[tuple, Reach] = {}
 
     def of(self, pp: int, ins: Instr) -> Cost:
-        """Of an instruction of pipeline rank ``pp``."""
-        key = (ins.op, ins.at) if ins.op in COMPUTE else alike(pp, ins)
-        if ins.unit < 0 and ins.at in self.model.behind:  # of a state between two ops of a block
-            key = (*key[:2], ins.at - self.model.behind[ins.at], *key[3:])
+        """Of an instruction of pipeline rank ``pp``. Blocks are alike, and share what one takes."""
+        behind = self.model.behind
+        if ins.op in COMPUTE:
+            (i, j), less = ins.at, behind.get(ins.at[0], 0)
+            key: tuple = (pp, ins.op, i - less, j - less)
+        else:
+            key = alike(pp, ins)
+            if ins.unit < 0 and ins.at in behind:  # of a state between two ops of a block
+                key = (*key[:2], ins.at - behind[ins.at], *key[3:])
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._of(pp, ins)
@@ -147,15 +152,6 @@ class Costs:
         return work.seconds(self.cluster, precision or self.precision)
 
     def _compute(self, pp: int, ins: Instr) -> Compute:
-        """Blocks are alike: what one takes is worked out for the first."""
-        behind = self.model.behind.get(ins.at[0], 0)
-        ins = ins._replace(at=(ins.at[0] - behind, ins.at[1] - behind))
-        key = (pp, ins.op, ins.at)
-        if key not in self._known:
-            self._known[key] = self._worked(pp, ins)
-        return self._known[key]
-
-    def _worked(self, pp: int, ins: Instr) -> Compute:
         ops = self.model.ops[slice(*ins.at)]
         halves = METHODS[ins.op]
         works = [op.work[WHICH[half]] for op in ops for half in halves]

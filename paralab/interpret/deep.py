@@ -125,14 +125,10 @@ class Deep:
             table.said = [*own, *table.said[self.first :]]
             self.alike.append(one._replace(table=table, weights=weights))
         posting = self.cluster.call_overhead
-        self._order(tuple(shapes), tuple(kinds), posting > 0)
+        asked = tuple(shapes), tuple(kinds), posting > 0
+        if asked != self._asked:  # of the same, the graph that is there
+            self._asked, self.graph = asked, pipeline.graph(self.plan, *asked)
         self.weights = np.concatenate([[0.0, posting], *(one.weights for one in self.alike)])
-
-    def _order(self, *asked: Any) -> None:
-        """The graph of these shapes and kinds; the one that is there, where it is of the same."""
-        if asked != self._asked:
-            shapes, kinds, posts = self._asked = asked
-            self.graph = pipeline.graph(self.plan, shapes, kinds, posts=posts)
 
     @cached_property
     def _lanes(self) -> dict[int, list[str]]:

@@ -86,7 +86,7 @@ class Graph(NamedTuple):
         return now
 
 
-def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], *, posts: bool) -> Graph:
+def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: bool) -> Graph:
     """Of a plan's schedule.
 
     shapes, kinds  per pipeline rank the number of its shape: `Item`s whose ``takes`` and ``before``

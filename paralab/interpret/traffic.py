@@ -26,16 +26,15 @@ from typing import NamedTuple
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
     ALL_GATHER,
-    ALL_REDUCE,
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     BACKWARDS,
+    COLLECTIVES,
     COMPUTE,
     FORWARD,
     RECEIVE,
     RECOMPUTE,
-    REDUCE_SCATTER,
     SEND,
     STATES,
     Instr,
@@ -44,13 +43,7 @@ from paralab.programs.instructions import (
 from paralab.programs.program import Program
 from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
 
-OPS = {
-    SEND: "send",
-    RECEIVE: "recv",
-    ALL_REDUCE: "all_reduce",
-    REDUCE_SCATTER: "reduce_scatter",
-    ALL_GATHER: "all_gather",
-}
+OPS = {op: op.lower() for op in (SEND, *COLLECTIVES)} | {RECEIVE: "recv"}
 # The methods of a model's op that an instruction runs.
 METHODS = {
     FORWARD: ("forward",),

@@ -75,7 +75,8 @@ class Sums:
 
     def __init__(self, program: Program, pp: int, code: Code, refuse: Refusal) -> None:
         self.program, self.pp, self.code, self.refuse = program, pp, code, refuse
-        self.names, self.born = refuse.names, born(program, pp)
+        self.names, self.parameters = refuse.names, refuse.names.parameters
+        self.born = born(program, pp)
         self.owed: dict[Value, frozenset[Axis]] = {}  # what each value is still partial over
         self.adds: dict[int, int] = {}  # unit -> position of what adds to its gradient last
         self.unread: dict[Value, int] = {}  # gradients, and where they were written
@@ -89,17 +90,17 @@ class Sums:
                 self._follow(position, ins)
         for unit in self.adds:
             if self.updated[unit] != 1:
-                why = f"UPDATE of {self._parameters(unit)} is there {self.updated[unit]} times"
+                why = f"UPDATE of {self.parameters(unit)} is there {self.updated[unit]} times"
                 raise self.refuse(len(self.code), why, "one UPDATE of all that has a gradient")
         rescaled = sum(ins.op == RESCALE for ins in self.code)
         if rescaled != (self.program.plan.precision == "fp16"):
             why = f"the loss scale is adapted {rescaled} times"
             raise self.refuse(len(self.code), why, "one RESCALE, behind the norm")
         for v, position in self.unread.items():
-            why = f"nothing reads the gradient of {self._parameters(v[1])} that it leaves"
+            why = f"nothing reads the gradient of {self.parameters(v[1])} that it leaves"
             raise self.refuse(position, why, "what adds it up or updates with it")
         for unit, position in self.stale.items():
-            why = f"each rank updates its share of {self._parameters(unit)}, and no other gets it"
+            why = f"each rank updates its share of {self.parameters(unit)}, and no other gets it"
             raise self.refuse(position, why, "ALL_GATHER over 'dp' behind it, for the next step")
 
     def _follow(self, position: int, ins: Instr) -> None:
@@ -130,9 +131,6 @@ class Sums:
             if self.program.plan.zero_stage in (1, 2) and self.program.shards > 1:
                 self.stale[ins.unit] = position
 
-    def _parameters(self, unit: int) -> str:
-        return self.names.parameters(unit)
-
     def _complete(self, position: int, v: Value) -> None:
         """A later instruction needs the sum over all ranks."""
         missing = self.owed.get(v)
@@ -146,7 +144,7 @@ class Sums:
             why = f"{self.names.value(v)} is a partial sum: it is not summed {over}"
             raise self.refuse(position, why, f"{call} before this position")
         at = self.adds[v[1]]
-        why = f"the gradient of {self._parameters(v[1])} is never summed {over}, so "
+        why = f"the gradient of {self.parameters(v[1])} is never summed {over}, so "
         last = self.names.instruction(self.code[at])
         legal = f"{call} behind position {at}, {last!r}, which adds to it last"
         raise self.refuse(position, why + _without(lane), legal)
@@ -158,7 +156,7 @@ class Sums:
         unit = v[1]
         self.adds[unit] = position
         if self.owed.setdefault(v, self.born[unit]) != self.born[unit]:
-            why = f"adds to the gradient of {self._parameters(unit)}, which is summed over "
+            why = f"adds to the gradient of {self.parameters(unit)}, which is summed over "
             why += f"{_axes(self.born[unit] - self.owed[v])} already: another sum would count "
             why += "that part once per rank"
             legal = "a sum behind the last position that adds to it"
@@ -173,7 +171,7 @@ class Sums:
         what, legal = self.names.value(v), "one sum over each axis over which a value is partial"
         why = f"is not partial over {ins.lane!r}"
         if is_gradient(v):
-            what = f"the gradient of {self._parameters(v[1])}"
+            what = f"the gradient of {self.parameters(v[1])}"
             legal = f"one sum over each of its axes: {_axes(self.born[v[1]])}"
             if axis in self.born[v[1]]:
                 why = f"is summed over {ins.lane!r} already: again would count it once per rank"
