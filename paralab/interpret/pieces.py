@@ -13,7 +13,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from paralab.interpret.state import State
-from paralab.parallel.buckets import cut
 from paralab.parallel.layouts import box_shape, holding
 from paralab.spec import TIED
 
@@ -66,18 +65,14 @@ def boxes(
 def pieces(state: State) -> list[Piece]:
     """The training's state as far as a rank keeps it, to be read or filled."""
     program, found = state.program, []
-    for u, unit in enumerate(state.units):
-        sizes = {name: math.prod(program.model.shapes[name]) for name in unit.names}
-        count = unit.numel // program.shards
-        for name, first, where in cut(sizes, state.index * count, count):
-            real = TIED[0] if program.spec.tied and name == TIED[1] else name
-            held = holding(program.spec, program.plan, real, state.tp)
-            parts, at = state.kept(u, name, where), 0
-            last = first + where.stop - where.start
-            for offsets, box in boxes(box_shape(held.box), first, last):
-                size = math.prod(box)
-                views = {kind: part[at : at + size].view(box) for kind, part in parts.items()}
-                corner = tuple(o + part.start for o, part in zip(offsets, held.box, strict=True))
-                found.append(Piece(real, corner, views.pop("weight"), views))
-                at += size
+    for u, name, start, count, first in program.places(state.pp, state.index):
+        real = TIED[0] if program.spec.tied and name == TIED[1] else name
+        held = holding(program.spec, program.plan, real, state.tp)
+        parts, at = state.kept(u, name, slice(start, start + count)), 0
+        for offsets, box in boxes(box_shape(held.box), first, first + count):
+            size = math.prod(box)
+            views = {kind: part[at : at + size].view(box) for kind, part in parts.items()}
+            corner = tuple(o + part.start for o, part in zip(offsets, held.box, strict=True))
+            found.append(Piece(real, corner, views.pop("weight"), views))
+            at += size
     return found

@@ -245,7 +245,7 @@ class State:
         """{unit: slices that the norm is taken of}; one where this rank counts all of the unit."""
         places, found = self.program.places(self.pp, self.index), {}
         kept, counted = Counter(), Counter()
-        for u, _, _, count in places:
+        for u, _, _, count, _ in places:
             kept[u] += count
         for u, start, count in self.program.counted(self.pp, self.index, self.tp):
             counted[u] += count

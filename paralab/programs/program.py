@@ -31,12 +31,14 @@ class Share(NamedTuple):
     name   of the parameter
     start  first element, in the rank's own part of what is kept of the unit
     count  how many
+    first  the first of them in the parameter
     """
 
     unit: int
     name: str
     start: int
     count: int
+    first: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,15 +181,15 @@ class Program:
         for number, unit in enumerate(self.units[rank]):
             sizes = {name: prod(self.model.shapes[name]) for name in unit.names}
             count = unit.numel // (1 if index is None else self.shards)
-            for name, _, where in cut(sizes, (index or 0) * count, count):
-                yield Share(number, name, where.start, where.stop - where.start)
+            for name, first, where in cut(sizes, (index or 0) * count, count):
+                yield Share(number, name, where.start, where.stop - where.start, first)
 
     def counted(self, rank: int, index: int, tp: int) -> list[tuple[int, int, int]]:
         """(unit, first element, count) of what this rank counts in the gradients' norm; others
         count a tied embedding's copy, and what tp ranks hold the same.
         """
         found, at = [], coordinates(self.plan, tp) if self.plan.tp > 1 else {}
-        for number, name, start, count in self.places(rank, index):
+        for number, name, start, count, _ in self.places(rank, index):
             if self.spec.tied and name == TIED[1]:
                 continue
             if self.plan.tp > 1:
