@@ -361,7 +361,7 @@ def test_the_best_and_their_figures_are_those_of_compiled_programs():
         for at in np.flatnonzero(np.isfinite(found.simulated))[::4].tolist():
             plan = found.plans[at]
             program = compiled(found.model, plan)
-            peak = max(memory(program, pp, samples=False).peak for pp in range(plan.pp))
+            peak = max(memory(program, pp).peak for pp in range(plan.pp))
             assert peak == found.memory[at] and found.fits[at] == (peak <= found.memory_limit)
             both = (time(program, found.cluster, overlap=some).seconds for some in (True, False))
             shown = found.simulated[at], found.serial[at]

@@ -52,47 +52,39 @@ POPPED = frozenset(("saved", "deferred", "g"))  # a backward lets go of these it
 class Memory(NamedTuple):
     """Bytes on one rank in a step.
 
-    peak     most bytes on the device at once
-    where    the instruction that they are there in; -1: before the first
-    held     {(tier, category): bytes} at that moment
-    most     {(tier, category): bytes}, of each its own most
-    before   {(tier, category): bytes} before the first instruction
-    between  the same behind every instruction; empty if it was not asked for
+    peak    most bytes on the device at once
+    held    {(tier, category): bytes} at that moment
+    most    {(tier, category): bytes}, of each its own most
+    before  {(tier, category): bytes} before the first instruction
     """
 
     peak: int
-    where: int
     held: dict[Kind, int]
     most: dict[Kind, int]
     before: dict[Kind, int]
-    between: list[dict[Kind, int]]
 
 
-def memory(
-    program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True, samples: bool = True
-) -> Memory:
+def memory(program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True) -> Memory:
     """Follow the list of pipeline rank ``rank``.
 
-    index    of the data-parallel rank among those that share the states
-    gloo     messages are gloo's, as on processors; NCCL needs no buffers of its own
-    samples  say what there is behind every instruction
+    index  of the data-parallel rank among those that share the states
+    gloo   messages are gloo's, as on processors; NCCL needs no buffers of its own
     """
-    found, between = _Rank(program, rank, index, gloo), []
+    found = _Rank(program, rank, index, gloo)
     found.most, before = {}, dict(found.here)
-    found.look(-1, NOTHING)
+    found.look(NOTHING)
     for _ in found.walk():
-        if samples:
-            between.append(dict(found.here))
-    return Memory(found.peak, found.where, found.held, found.most or {}, before, between)
+        pass
+    return Memory(found.peak, found.held, found.most, before)
 
 
 def moments(
-    program: Program, rank: int = 0, *, gloo: bool = True
+    program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True
 ) -> Iterator[tuple[int, dict[Kind, int], dict[Kind, int]]]:
     """Yields (bytes on the device at the peak, {(tier, category): bytes} then, the same behind the
     instruction), first of the begin of the step, then of each instruction of a pipeline rank.
     """
-    found = _Rank(program, rank, 0, gloo)
+    found = _Rank(program, rank, index, gloo)
     yield found.total, dict(found.here), dict(found.here)
     for _ in found.walk():
         yield found.peak, found.held, dict(found.here)
@@ -118,8 +110,7 @@ class _Rank:
         self.item, self.storages = program.model.item, program.storages(rank)
         self.insides = insides(program.model, cuts(program.plan), gloo)
         self.here: dict[Kind, int] = {}
-        self.total, self.peak = 0, -1
-        self.where, self.held = -1, {}
+        self.total, self.peak, self.held = 0, -1, {}
         self.most: dict[Kind, int] | None = None
         self.alive: dict[Value, tuple[Kind, int, tuple[tuple[Name, int], ...]]] = {}
         self.refs: dict[tuple[Name, int], list] = {}
@@ -172,20 +163,20 @@ class _Rank:
     # ---- instructions ----------------------------------------------------------------------------
     def walk(self) -> Iterator[None]:
         """To behind one instruction after the other."""
-        for position, ins in enumerate(self.program.codes[self.rank]):
-            self.step(position, ins)
+        for ins in self.program.codes[self.rank]:
+            self.step(ins)
             for value in ins.frees:
                 self.died(value)
             yield
 
-    def step(self, position: int, ins: Instr) -> None:
+    def step(self, ins: Instr) -> None:
         """What an instruction does, but for what it frees."""
         op = ins.op
         if op in COMPUTE:
             for value in ins.writes:
                 if value[0] == "grad":
                     self.born(value)
-            self.look(position, self.insides.of(ins, self.stays(ins)))
+            self.look(self.insides.of(ins, self.stays(ins)))
             if op == FORWARD and ins.at[1] == len(self.program.model.ops):
                 self.born(("loss", 0, ins.mb))
             for value in ins.writes:
@@ -206,7 +197,7 @@ class _Rank:
             self.add(BUFFERS, more)
         elif op == UPDATE:
             inside = Inside(workspace=self.widened(ins.unit))
-        self.look(position, inside)
+        self.look(inside)
         if op == WAIT:
             self.add(BUFFERS, -self.in_flight.pop(ins.reads, 0))
 
@@ -222,12 +213,12 @@ class _Rank:
             if self.refs[name, value[2]][0] > 1
         )
 
-    def look(self, position: int, inside: Inside) -> None:
+    def look(self, inside: Inside) -> None:
         """Is this the most there was? With what an instruction has besides."""
         here, most = self.here, self.most
         top = self.total + inside.activations + inside.workspace + inside.buffers
         if top > self.peak:
-            self.peak, self.where, self.held = top, position, dict(here)
+            self.peak, self.held = top, dict(here)
             for kind, size in zip((ACTIVATIONS, WORKSPACE, BUFFERS), inside, strict=False):
                 self.held[kind] = here.get(kind, 0) + size
         if most is None:

@@ -23,7 +23,7 @@ from typing import Any
 from paralab.checks import choice, illegal, instance, whole
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.boxes import Box, boxes
-from paralab.interpret.memory import Kind, memory
+from paralab.interpret.memory import Kind, moments
 from paralab.interpret.time import Times, time
 from paralab.interpret.traffic import Calls, Member
 from paralab.programs.compile import compiled
@@ -165,8 +165,8 @@ def samples(
     """(seconds from the start of the step, bytes) where an instruction ends, and at the peak
     of each; of several at once the largest.
     """
-    found = memory(program, pp, gloo=gloo)
-    made = [(0.0, found.before)]
+    (_, _, before), *found = moments(program, pp, gloo=gloo)
+    made = [(0.0, before)]
 
     def add(moment: float, here: dict[Kind, int]) -> None:
         if moment > made[-1][0]:
@@ -174,10 +174,12 @@ def samples(
         elif sum(here.values()) > sum(made[-1][1].values()):
             made[-1] = (moment, here)
 
-    for position, here in enumerate(found.between):
+    peaks = [peak for peak, *_ in found]
+    where = peaks.index(max(peaks))
+    for position, (_, top, here) in enumerate(found):
         moment = times.left[pp][position]
-        if position == found.where:
-            add((times.entered[pp][position] + moment) / 2, found.held)
+        if position == where:
+            add((times.entered[pp][position] + moment) / 2, top)
         add(moment, here)
     return made
 

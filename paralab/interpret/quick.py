@@ -33,7 +33,7 @@ def weighed(
     plan.validate(model)
     at = plan.place(rank)
     program = program_of(model, plan, optimizer, at.pp)
-    return memory(program, at.pp, index=at.dp % program.shards, gloo=gloo, samples=False)
+    return memory(program, at.pp, index=at.dp % program.shards, gloo=gloo)
 
 
 def peak(

@@ -138,7 +138,7 @@ class ProgramText(RankProgram):
     def _weighed(self) -> Memory:
         index = self.plan.place(self.rank).dp % self.program.shards
         gloo = device_of_run(self.plan.world_size) != "cuda"
-        return memory(self._alone, self.pp, index=index, gloo=gloo, samples=False)
+        return memory(self._alone, self.pp, index=index, gloo=gloo)
 
     @property
     def _alone(self) -> Program:

@@ -46,4 +46,4 @@ class Totals:
         if self._program is None:
             return self._deep.peak
         ranks, gloo = range(self.plan.pp), not self.cluster.gpus
-        return max(memory(self._program, r, gloo=gloo, samples=False).peak for r in ranks)
+        return max(memory(self._program, r, gloo=gloo).peak for r in ranks)
