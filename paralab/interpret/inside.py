@@ -57,18 +57,16 @@ class Insides:
         key = at, "forward" if forward else ins.op, not forward or keeps(ins), left
         found = self._known.get(key)
         if found is None:
-            moments = list(self._moments(ins._replace(at=at), left))
+            if forward:
+                moments = list(self._forward(*at, keep=keeps(ins)))
+            elif ins.op == BACKWARD_WEIGHT:
+                moments = list(self._weight(*at))
+            else:
+                moments = list(self._backward(*at, left, halves=ins.op == BACKWARD_INPUT))
             activations, workspace = max(moments, key=sum)
             most = max(m.activations for m in moments), max(m.workspace for m in moments)
             found = self._known[key] = Inside(activations, workspace, 0, most)
         return found
-
-    def _moments(self, ins: Instr, stays: frozenset[Name]) -> Iterator[Moment]:
-        if ins.op in FORWARDS:
-            return self._forward(*ins.at, keep=keeps(ins))
-        if ins.op == BACKWARD_WEIGHT:
-            return self._weight(*ins.at)
-        return self._backward(*ins.at, stays, halves=ins.op == BACKWARD_INPUT)
 
     def _forward(self, i: int, j: int, *, keep: bool) -> Iterator[Moment]:
         ops, sharing = self.model.ops, self.sharing
@@ -150,12 +148,9 @@ class Insides:
         if self.gloo and call.op == "reduce_scatter":
             return call.payload
         if self.gloo and call.op == "reduce":
-            return call.payload * (self._size(call.axis) - 1)
+            sizes = extents(self.plan)
+            return call.payload * (prod(sizes[a] for a in mode_of(self.plan).axes[call.axis]) - 1)
         return 0
-
-    def _size(self, axis: str) -> int:
-        sizes = extents(self.plan)
-        return prod(sizes[name] for name in mode_of(self.plan).axes[axis])
 
 
 def _bytes(names: dict[Name, int], *, besides: Iterable[dict[Name, int]] = ()) -> int:

@@ -218,9 +218,12 @@ class Rank:
         env.keeping = keep = ins.op == RECOMPUTE or keeps(ins)
         kept, last = [], j == len(self.model.ops)
         counted = self.recorder.ledger is not None
-        if last:
-            env.targets = self._targets(k)
-        state = store[ins.reads[0]] if i else self._tokens(k)
+        if last:  # each token's target is the one behind it, (T,)
+            env.targets = self.batches(k)[env.boxes["logits"][0], 1:].long().flatten()
+        if i:
+            state = store[ins.reads[0]]
+        else:  # what the first op is given, (b, s): nothing else holds it
+            state = (self.batches(k)[env.boxes["token samples"], :-1].long(),)
         for op, _, weights in ops or self._ops(ins):
             state, more = op.forward(weights, state, env)
             if keep:
@@ -274,14 +277,6 @@ class Rank:
             op, names, rest = deferred.pop(0)
             op.weight_grad(rest, Into(names, flats), env)
         env.regathered = None
-
-    def _tokens(self, k: int) -> tuple[Tensor, ...]:
-        """What the first op is given, (b, s): nothing else holds it."""
-        return (self.batches(k)[self.env.boxes["token samples"], :-1].long(),)
-
-    def _targets(self, k: int) -> Tensor:
-        """Each token's target is the one behind it, (T,)."""
-        return self.batches(k)[self.env.boxes["logits"][0], 1:].long().flatten()
 
     def _ops(self, ins: Instr) -> list[tuple[Op, dict[str, str], dict[str, Tensor]]]:
         """The ops of the range, each with its names and with its weights, by local name."""
