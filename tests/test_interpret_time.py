@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import paralab as pl
-from paralab.interpret.costs import Compute, Costs, Posted
+from paralab.interpret.costs import Compute, Cost, Costs, Posted
 from paralab.interpret.spans import spans
 from paralab.interpret.time import Times, time
 from paralab.interpret.traffic import rows
@@ -17,6 +17,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.derive import derived
 from paralab.programs.instructions import (
     BACKWARD,
+    COMPUTE,
     FORWARD,
     RECEIVE,
     SEND,
@@ -53,14 +54,17 @@ def costly(monkeypatch):
     """Of all that is computed only forward and backward take time: of a whole stage so much."""
 
     def take(**seconds: float) -> None:
-        def compute(costs: Costs, pp: int, ins: Instr) -> Compute:
+        def of(costs: Costs, pp: int, ins: Instr) -> Cost:
+            if ins.op not in COMPUTE:
+                return plain(costs, pp, ins)
             i, j = ins.at
             stage = next((a, b) for a, b in costs.program.stages if a <= i < b)
             part = (j - i) / (stage[1] - stage[0])
             return Compute(part * seconds.get(ins.op.lower(), 0.0))
 
-        monkeypatch.setattr(Costs, "_compute", compute)
+        monkeypatch.setattr(Costs, "of", of)
 
+    plain = Costs.of
     return take
 
 

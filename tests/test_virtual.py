@@ -105,10 +105,11 @@ def test_virtual_bubbles_are_those_of_the_formulas(pipelines, schedule):
 
 @pytest.mark.parametrize(("schedule", "m"), [one[:2] for one in PIPELINES if one[2] is SLOW])
 def test_virtual_pipelines_take_as_long_as_predicted(pipelines, schedule, m, monkeypatch):
+    plain = Costs.of
     monkeypatch.setattr(
-        Costs, "_compute",
-        lambda costs, pp, ins: Compute(
-            SLOW.compute(ins.op, share(costs.program, ins)) if ins.op in COMPUTE else 0.0),
+        Costs, "of",
+        lambda costs, pp, ins: Compute(SLOW.compute(ins.op, share(costs.program, ins)))
+        if ins.op in COMPUTE else plain(costs, pp, ins),
     )  # fmt: skip
     link = pl.Link(alpha=SLOW.message, bandwidth=1e30)
     cluster = pl.Cluster(devices_per_node=4, flops=1e30, memory_bandwidth=1e30, intra=link)
