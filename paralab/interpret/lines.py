@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
 from paralab.interpret.spans import KINDS
 from paralab.interpret.time import Body, Times
 from paralab.interpret.traffic import Calls, Member
-from paralab.interpret.turns import Box, Step, Sum, Turns
+from paralab.interpret.turns import Box, Step, Turns
 from paralab.interpret.walk import Inside
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
@@ -93,6 +94,7 @@ class Table:
         return int(type(cost) is Posted and ins.phase not in BOOKKEEPING)
 
 
+@dataclass(eq=False)
 class Line:
     """A rank's list with its moments; n instructions, (n,) each.
 
@@ -104,22 +106,19 @@ class Line:
     inside         {position: the calls that its ops make}
     """
 
-    def __init__(
-        self,
-        pp: int,
-        table: Table,
-        symbol: np.ndarray,
-        left: np.ndarray,
-        over: np.ndarray,
-        calls: np.ndarray,
-        when: np.ndarray,
-        inside: Mapping[int, Sequence[Inside]] | None = None,
-    ) -> None:
-        self.pp, self.table, self.symbol, self.left, self.over = pp, table, symbol, left, over
-        self.calls, self.when, self.inside = calls, when, inside or {}
-        self.entered = np.r_[0.0, left[:-1]]
+    pp: int
+    table: Table
+    symbol: np.ndarray
+    left: np.ndarray
+    over: np.ndarray
+    calls: np.ndarray
+    when: np.ndarray
+    inside: Mapping[int, Sequence[Inside]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        table, symbol = self.table, self.symbol
+        self.entered, self.waits = np.r_[0.0, self.left[:-1]], self.over >= 0.0
         self.computes, self.works = table.computes[symbol], table.works[symbol]
-        self.waits = over >= 0.0
         self.summed = table.summed[symbol] * self.waits
 
     @classmethod
@@ -270,26 +269,21 @@ class Line:
             found = found + np.sum(own, 1) - within
         return np.r_[found, beside(jobs, *self.worked(self.computes)) if len(jobs) else np.zeros(2)]
 
-    def sums(self, costs: Costs) -> dict[tuple, Sum]:
-        """Of the rank, by the row of a report's table that they are in."""
+    def sums(self, costs: Costs) -> dict[tuple, list]:
+        """`Step.sums` of the rank."""
         plan, table = costs.plan, self.table
         member = Member(costs.program, self.pp * plan.dp * plan.tp, costs.cluster.node_of)
         count = np.bincount(self.symbol, minlength=len(table.code)).tolist()
         first = np.zeros(len(count), int)
         first[self.symbol[::-1]] = np.arange(len(self.symbol))[::-1]
-        found: dict[tuple, Sum] = {}
+        found: dict[tuple, list] = {}
         for symbol in np.argsort(first, kind="stable").tolist():
             for (what, seconds), each in table.said[symbol].items() if count[symbol] else ():
                 *row, payload, wire = member.row(what) if type(what) is Call else (*what, 0)
-                times, key = each * count[symbol], (self.pp, *row)
-                start = float(self.entered[first[symbol]])
-                before = found.get(key, Sum(0, 0, 0.0, start))
-                found[key] = Sum(
-                    before.payload + times * payload,
-                    before.wire + times * wire,
-                    before.seconds + times * seconds,
-                    min(before.start, start),
-                )
+                times, start = each * count[symbol], float(self.entered[first[symbol]])
+                one = found.setdefault((self.pp, *row), [0, 0, 0.0, start])
+                for at, more in enumerate((payload, wire, seconds)):
+                    one[at] += times * more
         return found
 
 

@@ -124,15 +124,15 @@ def _gaps(step: Step, of: Rows) -> Rows:
 def _sums(plan: Plan, step: Step, name: str) -> dict[str, list[Any]]:
     rows: list[tuple] = []
     calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
-    for (pp, *what), one in step.sums.items():
+    for (pp, *what), (payload, wire, seconds, start) in step.sums.items():
         if (len(what) == 3) != (name == "copies"):
             continue
-        rank, times = pp * plan.dp * plan.tp, (one.start, one.start + one.seconds, -1)
+        rank, times = pp * plan.dp * plan.tp, (start, start + seconds, -1)
         if name == "copies":
-            rows.append((rank, 0, *what, one.payload, *times))
+            rows.append((rank, 0, *what, payload, *times))
         else:
             call = rank, what[-1]
-            rows.append((calls[call], rank, 0, *what, one.payload, one.wire, *times))
+            rows.append((calls[call], rank, 0, *what, payload, wire, *times))
             calls[call] += 1
     return {column: [row[n] for row in rows] for n, column in enumerate(COLUMNS[name])}
 

@@ -96,31 +96,25 @@ def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: 
     own = callable(plan.schedule)  # it may change its mind
     sizes = plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages
     make = _graph.__wrapped__ if own else _graph
-    return make(*sizes, shapes, kinds, posts, plan if plan.tiers else None)
+    return make(sizes, shapes, kinds, posts, plan if plan.tiers else None)
 
 
 @lru_cache(maxsize=2)
-def _rows(schedule: Any, pp: int, m: int, v: int) -> list[list[Any]]:
+def _rows(*sizes: Any) -> list[list[Any]]:
     """What every rank does: the same, whatever its actions consist of."""
-    return lower(make_schedule(schedule, pp, m, v))
+    return lower(make_schedule(*sizes))
 
 
 @lru_cache(maxsize=6)
 def _graph(
-    schedule: Any,
-    pp: int,
-    m: int,
-    v: int,
-    shapes: tuple[Shape, ...],
-    kinds: tuple[int, ...],
-    posts: bool,
-    offloads: Plan | None,
+    sizes: tuple, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: bool, plan: Plan | None
 ) -> Graph:
+    """sizes: schedule, ranks, micro-batches, stages of a rank; plan: of one that offloads."""
     walk, base, lists, ranks = _Nodes(POSTING * posts), POSTING + 1, [], []
-    rows = _rows.__wrapped__ if callable(schedule) else _rows
-    for r, row in enumerate(rows(schedule, pp, m, v)):
-        lists.append(_List(r, pp, m, v, base, dict(shapes[kinds[r]])))
-        ranks.append(Rank(walk, lists[r].items(row), Order(offloads)))
+    rows = _rows.__wrapped__ if callable(sizes[0]) else _rows
+    for r, row in enumerate(rows(*sizes)):
+        lists.append(_List(r, *sizes[1:], base, dict(shapes[kinds[r]])))
+        ranks.append(Rank(walk, lists[r].items(row), Order(plan)))
         base += lists[r].size
     walk.go(ranks)
     over = []

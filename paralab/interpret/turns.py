@@ -48,17 +48,6 @@ class Box(NamedTuple):
     cost: float
 
 
-class Sum(NamedTuple):
-    """All calls of a rank that a table has in one row, or copies: the seconds of all, and when the
-    first is launched.
-    """
-
-    payload: int
-    wire: int
-    seconds: float
-    start: float
-
-
 class Step(NamedTuple):
     """Seconds from the start of the step, and bytes; n actions, rank after rank, in order.
 
@@ -67,7 +56,8 @@ class Step(NamedTuple):
     cost, copies   what the rank does in that time, and of it what it adds up and copies      (n,)
     more           what it adds up and copies behind it, before the next one                  (n,)
     boxes      of no action
-    sums       {(pipeline rank, what a row of a table says): Sum} of calls and of copies
+    sums       {(pipeline rank, what a row of a table says): [payload, bytes sent, seconds, begin]}
+               of all calls of a rank that a table has in one row, or copies
     ends       of every rank's step                                                       (ranks,)
     moving     seconds that calls are in flight, and of these during forward and backward; that
                copies between tiers are, and of these during any work: of all ranks           (4,)
@@ -85,7 +75,7 @@ class Step(NamedTuple):
     copies: np.ndarray
     more: np.ndarray
     boxes: list[Box]
-    sums: dict[tuple, Sum]
+    sums: dict[tuple, list]
     ends: np.ndarray
     moving: np.ndarray
     kinds: list[tuple[str, str]]
