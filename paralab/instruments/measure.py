@@ -103,7 +103,7 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
     import torch
 
     from paralab.instruments.recorder import Recorder
-    from paralab.interpret.run import Env, Rank
+    from paralab.interpret.run import Rank
     from paralab.interpret.state import State
     from paralab.programs.compile import compiled
     from paralab.programs.instructions import BACKWARD, FORWARD, UPDATE
@@ -112,9 +112,8 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
     spec = ModelSpec(layers=layers, hidden=hidden, heads=heads, seq_len=seq_len)
     program = compiled(spec, Plan(microbatch_size=samples))
     recorder = Recorder(rank=0, world_size=1, device=device)
-    common = {"seed": 0, "device": device}
-    state = State(program, 0, lr=1e-3, clip_norm=None, recorder=recorder, **common)
-    rank = Rank(state, {}, env=Env(program, {}, recorder, tp=0, **common))
+    own = {"lr": 1e-3, "clip_norm": None, "seed": 0}
+    rank = Rank(State(program, 0, recorder=recorder, device=device, **own), {})
     spent: dict[str, list] = defaultdict(list)
     names = {FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
 

@@ -30,20 +30,12 @@ class Away:
     """The states of one rank that its plan offloads.
 
     store    of the rank's values: a tensor on the host, or the name of a file
-    norms    of what this rank counts of a unit's gradient: called with its number and the gradient
     """
 
-    def __init__(
-        self,
-        program: Program,
-        host: Host,
-        store: dict[tuple, Any],
-        *,
-        norms: Callable[[int, Tensor], list[Tensor]],
-    ) -> None:
+    def __init__(self, program: Program, host: Host, store: dict[tuple, Any]) -> None:
         self.tiers, self.host, self.store = program.plan.tiers, host, store
         self.precision_of = program.precision_of
-        self.norms, self.rows, self.master = norms, rows(program), own_master(program.plan)
+        self.rows, self.master = rows(program), own_master(program.plan)
         self.adamw = program.optimizer == "adamw"
 
     def lay_out(self, u: int, share: Tensor, weights: Tensor) -> None:
@@ -90,14 +82,6 @@ class Away:
         self.store[tier + kind, u, 0] = held
 
     # ---- on the host's own thread ----------------------------------------------------------------
-    def norm_of(self, u: int, gradient: Tensor) -> Tensor:
-        """The norm of what this rank counts of a share, in fp32, 0-d."""
-        norms = self.norms(u, gradient)
-        if len(norms) == 1:
-            return norms[0]
-        zero = gradient.new_zeros((), dtype=float32)  # a rank may have nothing to count
-        return torch.linalg.vector_norm(torch.stack([zero, *norms]))
-
     def update(
         self, optimizer: Any, held: Mapping[str, Any], gradient: Tensor, arrived: Any
     ) -> Callable[[], None]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from paralab.interpret.flat import DTYPES, Flat, Into, flat_of
-from paralab.interpret.host import Host
 from paralab.interpret.spans import spans
 from paralab.interpret.state import State
 from paralab.interpret.workers import Workers
@@ -46,19 +45,14 @@ from paralab.programs.program import Program
 from paralab.programs.storages import SHARING
 from paralab.spec import TIED
 
+Groups = dict[str, Any]  # {axis: comm.Group}
+
 
 class Env:
     """What ops ask for in addition to weights and states: targets, masks, messages of their own."""
 
     def __init__(
-        self,
-        program: Program,
-        groups: dict[str, Any],
-        recorder: Any,
-        *,
-        seed: int,
-        device: str,
-        tp: int,
+        self, program: Program, groups: Groups, recorder: Any, *, seed: int, device: str, tp: int
     ) -> None:
         spec, plan = program.spec, program.plan
         self.spec, self.plan, self.groups, self.recorder = spec, plan, groups, recorder
@@ -137,21 +131,20 @@ class Env:
 class Rank:
     """One rank of a program: its values, and a method per kind of instruction.
 
-    groups  {axis: comm.Group}
-    host    its memory outside the device, where the plan uses it
+    env  what its ops ask for
     """
 
-    def __init__(
-        self, state: State, groups: dict[str, Any], *, env: Env, host: Host | None = None
-    ) -> None:
-        self.state, self.groups, self.env, self.store = state, groups, env, state.store
+    def __init__(self, state: State, groups: Groups) -> None:
+        self.state, self.groups, self.store = state, groups, state.store
         self.program = program = state.program
+        own = {"seed": state.seed, "device": state.device, "tp": state.tp}
+        self.env = Env(program, groups, state.recorder, **own)
         self.plan, self.model, self.code = program.plan, program.model, program.codes[state.pp]
         self.units, self.pp, self.recorder = state.units, state.pp, state.recorder
         self.pending: dict[tuple[Value, ...], tuple[Any, Callable | None]] = {}
         self.losses: dict[int, Tensor] = {}
         self.batches: Callable[[int], Tensor] = lambda k: torch.empty(0)
-        self.workers = None if host is None else Workers(state, host, self._room)
+        self.workers = None if state.host is None else Workers(state, self._room)
         self.first_sample = 0
         self.before_update: Callable[[int], None] | None = None
         self.named = [(op, _names(op)) for op in self.model.ops]

@@ -101,12 +101,13 @@ class State:
         self.clip_norm, self.recorder = clip_norm, recorder
         self.device, self.dtype = device, DTYPES[plan.precision]
         self.units, self.zero = program.units[at.pp], plan.zero_stage
+        self.seed, self.host = seed, host
         self.store: dict[Value, Any] = {}
         self.targets: list[list[Tensor]] = []  # fp32 tensors that the optimizer updates, by unit
         self.counted = self._counted()
         self.away: Away | None = None
         if host is not None and plan.tiers.states:
-            self.away = Away(program, host, self.store, norms=self.norms)
+            self.away = Away(program, host, self.store)
         self.shared = program.shared(at.pp, self.index)
         self.loss_scale = self.good_steps = self._share = divisor = overflow = None
         if plan.precision == "fp16":
@@ -205,6 +206,14 @@ class State:
         """Of what this rank counts of a unit's gradient, in fp32, 0-d each."""
         slices = self.counted.get(u, ())
         return [torch.linalg.vector_norm(gradient[at], dtype=torch.float32) for at in slices]
+
+    def norm_of(self, u: int, gradient: Tensor) -> Tensor:
+        """The norm of these together, on the host's own thread."""
+        norms = self.norms(u, gradient)
+        if len(norms) == 1:
+            return norms[0]
+        zero = gradient.new_zeros((), dtype=torch.float32)  # a rank may have nothing to count
+        return torch.linalg.vector_norm(torch.stack([zero, *norms]))
 
     def decided(self, norm: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The verdict on this step's gradients, kept until the next."""

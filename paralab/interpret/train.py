@@ -26,7 +26,7 @@ from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat
 from paralab.interpret.host import Host
 from paralab.interpret.pieces import Piece, pieces
-from paralab.interpret.run import Env, Rank
+from paralab.interpret.run import Rank
 from paralab.interpret.state import State
 from paralab.model.build import loss_share
 from paralab.parallel.layouts import says_loss
@@ -73,7 +73,7 @@ class Trainer:
         self.program = compiled(
             model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
         )
-        groups = {
+        self.groups = {
             "dp": grid.shard if plan.zero_stage else grid.dp,
             "replica": grid.replica,
             "secondary": grid.secondary,
@@ -81,7 +81,7 @@ class Trainer:
             "ends": grid.ends,
             **grid.tp,
         }
-        self.groups, self.host = groups, None
+        self.host = None
         if plan.tiers is not None:
             folder = Path(offload_folder or ".") / f"rank-{context.rank}"
             self.host = Host(plan.tiers, context=context, recorder=self.recorder, folder=folder)
@@ -95,16 +95,13 @@ class Trainer:
             device=context.device,
             host=self.host,
         )
-        self.env = Env(
-            self.program, groups, self.recorder, seed=seed, device=context.device, tp=self.tp
-        )
-        self.rank = Rank(self.state, groups, env=self.env, host=self.host)
+        self.rank = Rank(self.state, self.groups)
         self.gradients: dict[str, np.ndarray] | None = None  # on the first data-parallel rank
 
     @torch.no_grad()
     def step(self, step: int, *, keep_gradients: bool = False) -> list[float]:
         """One optimizer update. Returns the losses of this rank's micro-batches."""
-        recorder, plan, env, rank = self.recorder, self.plan, self.env, self.rank
+        recorder, plan, rank = self.recorder, self.plan, self.rank
         number = self.first_step + step
         batches = load_batches(
             self.corpus,
@@ -120,8 +117,8 @@ class Trainer:
             return batches[k].to(self.context.device, non_blocking=True)
 
         # One division makes the mean over the global batch: micro-batches and ranks add up.
-        env.share = self.state.scaled(loss_share(plan))
-        env.step, rank.first_sample = number, self.grid.dp.index * plan.microbatches
+        rank.env.share = self.state.scaled(loss_share(plan))
+        rank.env.step, rank.first_sample = number, self.grid.dp.index * plan.microbatches
         if keep_gradients:
             rank.before_update, self.gradients = self._look_at_gradients, {}
         recorder.begin_step(step)

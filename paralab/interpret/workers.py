@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, float32, uint8
 
 from paralab.interpret.flat import DTYPES, flat_of
-from paralab.interpret.host import Host
 from paralab.interpret.jobs import Order
 from paralab.interpret.lanes import Job
 from paralab.interpret.state import State
@@ -29,13 +28,13 @@ class Workers:
     new  makes room on the device for a value: called as new(value)
     """
 
-    def __init__(self, state: State, host: Host, new: Callable[[Value], Any]) -> None:
-        self.state, self.host, self.new = state, host, new
+    def __init__(self, state: State, new: Callable[[Value], Any]) -> None:
+        self.state, self.host, self.new = state, state.host, new
         self.program, self.pp, self.store = state.program, state.pp, state.store
         self.order = Order(self.program.plan)
         self.arrived: Any = None
         self.buffers = {  # of the rings
-            name: [host.empty((size,), uint8, "buffers") for _ in range(BUFFERS)]
+            name: [self.host.empty((size,), uint8, "buffers") for _ in range(BUFFERS)]
             for name, size in rings(self.program, self.pp).items()
         }
 
@@ -100,7 +99,7 @@ class Workers:
         if ins.op == ADD:
             return lambda: last.add_(first)
         if ins.op == NORM:
-            return lambda: last.copy_(self.state.away.norm_of(ins.unit, first))
+            return lambda: last.copy_(self.state.norm_of(ins.unit, first))
         return self._update(ins, first)
 
     def _copy(self, ins: Instr) -> Work:

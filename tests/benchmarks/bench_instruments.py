@@ -52,7 +52,7 @@ def turns(context: Any, ours_first: bool) -> dict[str, list[float]]:
     def side(name: str) -> Any:
         def step(number: int) -> None:
             groups = filter(None, trainer.groups.values())
-            for holder in (trainer, trainer.rank, trainer.env, *groups):
+            for holder in (trainer, trainer.rank, trainer.rank.env, *groups):
                 holder.recorder = recorders[name]
             trainer.step(number)
 
