@@ -21,6 +21,7 @@ from paralab.programs.instructions import (
     Code,
     Instr,
     Pass,
+    Value,
     compute,
 )
 
@@ -58,19 +59,16 @@ def write(skeleton: Code, chain: Sequence[Pass], n: int) -> Code:
 def of_microbatch(code: Iterable[Instr], k: int) -> Code:
     """What is written of one micro-batch, as it is of another."""
     return [
-        Instr(
-            op,
-            at,
-            k,
-            unit,
-            tuple([(v[0], v[1], k) if v[0] in OF_MICROBATCH else v for v in reads]),
-            tuple([(v[0], v[1], k) if v[0] in OF_MICROBATCH else v for v in writes]),
-            lane,
-            peer,
-            phase,
-        )
+        Instr(op, at, k, unit, numbered(reads, k), numbered(writes, k), lane, peer, phase)
         for op, at, _, unit, reads, writes, lane, peer, phase, _ in code
     ]
+
+
+def numbered(
+    values: Iterable[Value], k: int, kinds: frozenset[str] = OF_MICROBATCH
+) -> tuple[Value, ...]:
+    """Values of which every micro-batch has its own, of micro-batch ``k``."""
+    return tuple([(v[0], v[1], k) if v[0] in kinds else v for v in values])
 
 
 def mark(at: Any) -> Instr:

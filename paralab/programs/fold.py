@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from paralab.parallel.lowering import Transfer
 from paralab.parallel.schedules import Action
-from paralab.programs.actions import OF_MICROBATCH, mark
+from paralab.programs.actions import OF_MICROBATCH, mark, numbered
 from paralab.programs.compile import passed
 from paralab.programs.derive import derived
 from paralab.programs.instructions import (
@@ -37,7 +37,6 @@ from paralab.programs.instructions import (
     WAIT,
     Code,
     Instr,
-    Value,
 )
 from paralab.programs.program import Program
 from paralab.programs.skeleton import instruction, stage_parts
@@ -48,6 +47,7 @@ LIKE_ALL = 2  # the one of these that stands for all but two at the start and on
 END = "end"  # what a step ends with, behind its last action
 # Kinds of values of which every micro-batch has its own.
 IN_EACH = OF_MICROBATCH | {"part", "grad"}
+VALUES = ("reads", "writes", "frees")  # what instructions have of them
 Key = tuple[str, int, int]  # "F", "B", "I" or "W"; of which of the rank's stages; which of FEW
 Way = tuple[str, str, int]  # SEND, RECEIVE, or WAIT for a SEND; "x" or "g"; of which stage
 
@@ -139,12 +139,8 @@ def _few(program: Program, rank: int) -> Code:
 
 def _plain(ins: Instr) -> Instr:
     """Without the number of a micro-batch."""
-
-    def of(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple([(v[0], v[1], 0) if v[0] in IN_EACH else v for v in values])
-
-    op, at, k, unit, reads, writes, lane, peer, phase, frees = ins
-    return Instr(op, at, min(k, 0), unit, of(reads), of(writes), lane, peer, phase, of(frees))
+    values = {name: numbered(getattr(ins, name), 0, IN_EACH) for name in VALUES}
+    return ins._replace(mb=min(ins.mb, 0), **values)
 
 
 def first_alike(program: Program) -> list[int]:
