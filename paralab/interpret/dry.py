@@ -13,8 +13,8 @@ from itertools import groupby
 
 from paralab.interpret.boxes import boxes
 from paralab.interpret.costs import Costs, Posted
-from paralab.interpret.memory import Kind, moments, on_device
-from paralab.interpret.predict import Rows, Tables
+from paralab.interpret.memory import moments, on_device
+from paralab.interpret.predict import Rows, Samples, Tables
 from paralab.interpret.spans import spans
 from paralab.interpret.time import Times, counted, walked
 from paralab.interpret.traffic import Calls, Member
@@ -52,7 +52,7 @@ def numbered(program: Program, rank: int, node_of: Callable[[int], int], steps: 
     return rows.tables()
 
 
-def _samples(program: Program, times: Times, pp: int) -> list[tuple[float, dict[Kind, int]]]:
+def _samples(program: Program, times: Times, pp: int) -> Samples:
     """(number, bytes) of each action at its peak, behind the instruction where it is, and
     where it ends.
     """

@@ -38,6 +38,7 @@ DETAILS = ("calls", "actions")
 MANY = 40_000  # rows of a report, at about 40 microseconds each
 MOST = 2_000_000  # rows: beyond, a report takes minutes and gigabytes
 Tables = dict[str, dict[str, list[Any]]]
+Samples = list[tuple[float, dict[Kind, int]]]
 
 
 @uncollected()
@@ -159,9 +160,7 @@ def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tab
     return rows.tables()
 
 
-def samples(
-    program: Program, times: Times, pp: int, *, gloo: bool = True
-) -> list[tuple[float, dict[Kind, int]]]:
+def samples(program: Program, times: Times, pp: int, *, gloo: bool = True) -> Samples:
     """(seconds from the start of the step, bytes) where an instruction ends, and at the peak
     of each; of several at once the largest.
     """
@@ -193,13 +192,7 @@ class Rows:
         self.calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
 
     def add(
-        self,
-        member: Member,
-        mine: list[Box],
-        held: list[tuple[float, dict[Kind, int]]],
-        step: int,
-        start: float,
-        end: float,
+        self, member: Member, mine: list[Box], held: Samples, step: int, start: float, end: float
     ) -> None:
         """A rank's step from ``start`` to ``end``: its boxes, and what it holds at which moment."""
         rank, world = member.rank, self.world
