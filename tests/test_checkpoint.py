@@ -200,7 +200,7 @@ def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor():
         program, held = compiled(model, plan, optimizer="sgd", clips=False), []
         for at in map(plan.place, range(plan.world_size)):
             state = SimpleNamespace(
-                program=program, units=program.units[at.pp], tp=at.tp,
+                program=program, pp=at.pp, tp=at.tp,
                 index=at.dp % plan.shard_degree if plan.zero_stage else 0,
                 kept=lambda unit, name, where: {"weight": torch.empty(where.stop - where.start)},
             )  # fmt: skip

@@ -23,7 +23,7 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from paralab.interpret.traffic import METHODS, STATES, Calls, Member, alike
+from paralab.interpret.traffic import Calls, Member, alike
 from paralab.model.ops import METHODS as HALVES
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
@@ -32,9 +32,11 @@ from paralab.programs.instructions import (
     BACKWARDS,
     COMPUTE,
     COPY,
+    METHODS,
     NORM,
     REDUCE_SCATTER,
     RESCALE,
+    STATES,
     UPDATE,
     WAIT,
     WORKERS,
@@ -228,14 +230,9 @@ class Costs:
             summed = self.seconds(Work(0, elements * (1 + 1 / n), 2))
         elif adds and op == "reduce":  # by the root, and the others' next call waits for it
             summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
-        return Posted(
-            lane,
-            took,
-            members={"pp": self.plan.pp, "ends": 2}.get(lane, 0),
-            summed=summed,
-            behind=behind,
-            other=op == "reduce" and group[root] != first,
-        )
+        members, other = {"pp": self.plan.pp, "ends": 2}.get(lane, 0), op == "reduce"
+        other = other and group[root] != first
+        return Posted(lane, took, members, summed=summed, behind=behind, other=other)
 
     def reach(self, pp: int, lane: str, peer: int = -1) -> Reach:
         """Of the groups of this lane that pipeline rank ``pp`` has members in, the one that is

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
-from paralab.interpret.spans import KINDS
 from paralab.interpret.time import Body, Times
 from paralab.interpret.traffic import Calls, Member
 from paralab.interpret.turns import Box, Step, Turns
@@ -26,6 +25,7 @@ from paralab.programs.instructions import (
     CALL,
     COMPUTE,
     COPY,
+    KINDS,
     MESSAGES,
     UPDATE,
     WAIT,

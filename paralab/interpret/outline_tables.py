@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from paralab.interpret.lines import SHORT
-from paralab.interpret.turns import LETTERS, Box, Step
+from paralab.interpret.turns import Box, Step
 from paralab.report.tables import COLUMNS
 from paralab.spec import Plan
+from paralab.theory.order import F, W
 from paralab.theory.pipeline import SPAN_KINDS
 
-F, _, _, W = range(len(LETTERS))
 TYPES = {"lane": object, "kind": object} | dict.fromkeys(("start", "end", "cost"), float)
 ARROWS = 20_000  # boxes: of more, no reader follows from one to the other what waited for what
 Rows = dict[str, np.ndarray]

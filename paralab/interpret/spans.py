@@ -7,36 +7,8 @@ waited for, the box is cut.
 
 from __future__ import annotations
 
-from paralab.programs.instructions import (
-    ADD,
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    COMPUTE,
-    COPY,
-    FORWARD,
-    KEEP,
-    NORM,
-    RECOMPUTE,
-    RESCALE,
-    UPDATE,
-    Code,
-)
+from paralab.programs.instructions import COMPUTE, KINDS, Code
 from paralab.programs.program import Program
-
-KINDS = {
-    FORWARD: "forward",
-    RECOMPUTE: "backward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "backward",
-    BACKWARD_WEIGHT: "weight_grad",
-    UPDATE: "optimizer",
-    NORM: "optimizer",
-    RESCALE: "optimizer",
-    KEEP: "copy",
-    ADD: "copy",
-    COPY: "copy",
-}
 
 Span = tuple[str, int, int, int]  # kind, micro-batch, stage, chunk
 

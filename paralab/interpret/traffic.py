@@ -26,15 +26,11 @@ from typing import NamedTuple
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
     ALL_GATHER,
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
     BACKWARDS,
     COLLECTIVES,
     COMPUTE,
-    FORWARD,
+    METHODS,
     RECEIVE,
-    RECOMPUTE,
     SEND,
     STATES,
     Instr,
@@ -44,14 +40,6 @@ from paralab.programs.program import Program
 from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
 
 OPS = {op: op.lower() for op in (SEND, *COLLECTIVES)} | {RECEIVE: "recv"}
-# The methods of a model's op that an instruction runs.
-METHODS = {
-    FORWARD: ("forward",),
-    RECOMPUTE: ("forward",),
-    BACKWARD: ("input", "weight"),
-    BACKWARD_INPUT: ("input",),
-    BACKWARD_WEIGHT: ("weight",),
-}
 
 
 class Row(NamedTuple):
@@ -175,10 +163,6 @@ class Member:
             self._groups[lane] = found
         return found
 
-    def level(self, ranks: tuple[int, ...]) -> str:
-        here = self.node_of(self.rank)
-        return "inter" if any(self.node_of(rank) != here for rank in ranks) else "intra"
-
     def row(self, call: Call) -> Row:
         """The call as this rank makes it."""
         found = self._rows.get(call)
@@ -192,5 +176,6 @@ class Member:
         peer = ranks[call.root] if call.root >= 0 else -1
         root = call.root if call.op in ROOTED else 0
         wire = wire_bytes(call.op, call.payload, len(ranks), ranks.index(self.rank), root)
-        level = self.level((peer,) if call.op in POINT_TO_POINT else ranks)
+        met, here = (peer,) if call.op in POINT_TO_POINT else ranks, self.node_of(self.rank)
+        level = "inter" if any(self.node_of(other) != here for other in met) else "intra"
         return Row(call.op, axis, ranks, peer, level, call.phase, call.payload, wire)

@@ -54,6 +54,25 @@ COLLECTIVES = frozenset((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER))
 MESSAGES = frozenset((SEND, RECEIVE))
 # All that a list may have; a CALL marks or stands for several, in predictions alone.
 OPS = COMPUTE | COLLECTIVES | MESSAGES | {COPY, UPDATE, NORM, RESCALE, KEEP, ADD, WAIT}
+# What a schedule calls an action, and what of a model's ops compute runs.
+ACTIONS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}
+METHODS = {
+    FORWARD: ("forward",),
+    RECOMPUTE: ("forward",),
+    BACKWARD: ("input", "weight"),
+    BACKWARD_INPUT: ("input",),
+    BACKWARD_WEIGHT: ("weight",),
+}
+# What a report calls what the rank's own thread does.
+KINDS = {
+    FORWARD: "forward",
+    RECOMPUTE: "backward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward",
+    BACKWARD_WEIGHT: "weight_grad",
+    **dict.fromkeys((UPDATE, NORM, RESCALE), "optimizer"),
+    **dict.fromkeys((KEEP, ADD, COPY), "copy"),
+}
 # Lanes of a rank that other threads run, or streams; any other lane is a group's.
 WORKERS = frozenset(("h2d", "d2h", "disk", "host"))
 # Values that are the state between two ops, of which the last entry is sent.

@@ -70,29 +70,28 @@ def own_passes(program: Program, pp: int, code: Code) -> Code:
     for number, form in enumerate(plan.passes):
         given = RankProgram(program, pp * plan.dp * plan.tp, code)
         made = form(given)
-        name = f"passes[{number}]"
-        legal = "return program.replace(code), with a list of paralab.programs.Instr"
-        if not isinstance(made, RankProgram):
-            why = f"it returned a {type(made).__name__}, not a program"
-            raise illegal(name, form_name(form), why, legal)
-        if made.program is not program or made.pp != pp:
-            raise illegal(name, form_name(form), "it returned another rank's program", legal)
-        if not made.code:  # or a generator that was used up before
-            raise illegal(name, form_name(form), "it returned an empty list", legal)
-        as_given = set(map(id, code))
-        for position, ins in enumerate(made.code):
-            wrong = None if id(ins) in as_given else _wrong(program, pp, ins)
-            if wrong is not None:
-                why = f"instruction {position} of its list, {_short(ins)}, {wrong[0]}"
-                raise illegal(name, form_name(form), why, wrong[1])
+        if why := _refused(program, pp, code, made):
+            raise illegal(f"passes[{number}]", form_name(form), *why)
         code = made.code
     return code
 
 
-def _short(ins: Any) -> str:
-    if not isinstance(ins, Instr):
-        return repr(ins)[:60]
-    return f"{ins.op} of {(ins.reads or ins.writes)!r:.60}"
+def _refused(program: Program, pp: int, code: Code, made: Any) -> tuple[str, str] | None:
+    """Why what a pass has made of a list is no program, and what would be legal."""
+    legal = "return program.replace(code), with a list of paralab.programs.Instr"
+    if not isinstance(made, RankProgram):
+        return f"it returned a {type(made).__name__}, not a program", legal
+    if made.program is not program or made.pp != pp:
+        return "it returned another rank's program", legal
+    if not made.code:  # or a generator that was used up before
+        return "it returned an empty list", legal
+    as_given = set(map(id, code))
+    for position, ins in enumerate(made.code):
+        if id(ins) not in as_given and (wrong := _wrong(program, pp, ins)):
+            known = isinstance(ins, Instr)
+            said = f"{ins.op} of {(ins.reads or ins.writes)!r:.60}" if known else repr(ins)[:60]
+            return f"instruction {position} of its list, {said}, {wrong[0]}", wrong[1]
+    return None
 
 
 def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:

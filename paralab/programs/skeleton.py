@@ -12,23 +12,11 @@ from typing import TYPE_CHECKING
 from paralab.model.build import Model
 from paralab.parallel.partition import partition
 from paralab.parallel.schedules import Action, relay
-from paralab.programs.instructions import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECEIVE,
-    SEND,
-    Code,
-    Instr,
-    compute,
-)
+from paralab.programs.instructions import ACTIONS, RECEIVE, SEND, Code, Instr, compute
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
     from paralab.parallel.lowering import Transfer
-
-OPS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}
 
 
 def stage_parts(spec: ModelSpec, plan: Plan) -> list[tuple[str, ...]]:
@@ -50,7 +38,7 @@ def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = No
     n = len(model.ops)
     if plan.relays:
         row = relay(len(model.parts), plan.microbatches)
-        return [[compute(OPS[kind], *model.parts[s][1:], k, n) for s, kind, k in row]]
+        return [[compute(ACTIONS[kind], *model.parts[s][1:], k, n) for s, kind, k in row]]
     rows = plan.actions()
     if plan.pp > 1:
         # NumPy comes along, which `import paralab` leaves out.
@@ -64,7 +52,7 @@ def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = No
 def instruction(step: Action | Transfer, stages: Sequence[tuple[int, int]], n: int) -> Instr:
     """An action or a message of a pipeline whose stages are these ranges of n ops."""
     if isinstance(step, Action):
-        return compute(OPS[step.kind], *stages[step.stage], step.microbatch, n)
+        return compute(ACTIONS[step.kind], *stages[step.stage], step.microbatch, n)
     border = stages[min(step.stage, step.other_stage)][1]
     v = ("x" if step.what == "F" else "g", border, step.microbatch)
     if step.kind == "send":

@@ -11,8 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Protocol
 
-from paralab.interpret.spans import KINDS
-from paralab.programs.instructions import COLLECTIVES, KEEP, MESSAGES, WAIT, WORKERS, Instr
+from paralab.programs.instructions import COLLECTIVES, KEEP, KINDS, MESSAGES, WAIT, WORKERS, Instr
 from paralab.view import theme
 
 FAMILY = {"replica": "dp", "secondary": "dp", "ends": "pp"}  # axes that a wider one contains
