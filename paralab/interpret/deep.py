@@ -24,7 +24,6 @@ from paralab.interpret.lines import Line, Table, said, step
 from paralab.interpret.memory import Kind
 from paralab.interpret.pipeline import ARRIVAL, number, way
 from paralab.interpret.time import Body, body
-from paralab.interpret.traffic import Calls
 from paralab.interpret.turns import LETTERS, Step, Turns
 from paralab.interpret.walk import Item
 from paralab.programs.compile import laid_out
@@ -58,7 +57,7 @@ class Deep:
     def __init__(self, spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> None:
         self.plan, self.cluster, self.v = plan, cluster, plan.virtual_stages
         self.program = laid_out(spec, plan, optimizer=optimizer, clips=False)
-        self.calls, self.like = Calls(self.program), first_alike(self.program)
+        self.like = first_alike(self.program)
         self.lists = {like: lists(self.program, like) for like in dict.fromkeys(self.like)}
         self.first = len(pipeline.WAYS) * 2 * self.v  # instruction that is no message
         self._asked: tuple = ()
@@ -121,7 +120,7 @@ class Deep:
             table, weights = copy(one.table), one.weights.copy()
             table.code, table.costs = table.code.copy(), table.costs.copy()
             self._write_messages(pp, table.code, table.costs, weights)
-            own = (said(self.costs, self.calls, pp, [ins]) for ins in table.code[: self.first])
+            own = (said(costs, pp, [ins]) for ins in table.code[: self.first])
             table.said = [*own, *table.said[self.first :]]
             self.alike.append(one._replace(table=table, weights=weights))
         posting = self.cluster.call_overhead
@@ -138,7 +137,7 @@ class Deep:
             every = list(chain.from_iterable(some.turns.values()))
             found = {ins.lane for ins in every} - WORKERS - {"", "pp"}
             for ins in every:
-                found |= {call.axis for call in self.calls.of(like, ins) if not ins.lane}
+                found |= {call.axis for call in self.costs.calls.of(like, ins) if not ins.lane}
             lanes[like] = sorted(found)
         return lanes
 
@@ -197,7 +196,7 @@ class Deep:
                 ends[:, number(*key, self.v)] = works[0], works[-1]
         table = Table(code, costs, awaited)
         several = (getattr(cost, "code", [ins]) for ins, cost in zip(code, costs, strict=True))
-        table.said = [said(self.costs, self.calls, pp, some) for some in several]
+        table.said = [said(self.costs, pp, some) for some in several]
         return Alike(table, np.array(weights), shape, ends)
 
     # ---- memory ----------------------------------------------------------------------------------

@@ -78,8 +78,10 @@ class Difference:
     def __init__(self, before: Any, after: Any) -> None:
         self.before, self.after = before, after
         old, new = _steps(before), _steps(after)
-        both = [key for key in new if key in old]
-        self.same, kept = len(both), _in_order([key for key in old if key in new], both)
+        both, first = [key for key in new if key in old], [key for key in old if key in new]
+        blocks = SequenceMatcher(None, first, both, autojunk=False).get_matching_blocks()
+        kept = {key for at, _, count in blocks for key in first[at : at + count]}  # in one order
+        self.same = len(both)
         found = [("-", step.does, step) for key, step in old.items() if key not in new]
         found += [("+", step.does, step) for key, step in new.items() if key not in old]
         found += [("↕", new[key].does, new[key]) for key in both if key not in kept]
@@ -156,12 +158,6 @@ def _does(ins: Instr, made: str, needed: str) -> str:
     if made:
         return f"{text}, after {made}"
     return f"{text}, before {needed}" if needed else text
-
-
-def _in_order(old: Sequence[tuple], new: Sequence[tuple]) -> set[tuple]:
-    """Of equal ones those that are in the same order."""
-    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
-    return {key for at, _, count in blocks for key in old[at : at + count]}
 
 
 def _frees(old: Instr, new: Instr) -> str:

@@ -16,7 +16,7 @@ from paralab.interpret.costs import Costs, Posted
 from paralab.interpret.memory import moments, on_device
 from paralab.interpret.predict import Rows, Samples, Tables
 from paralab.interpret.spans import spans
-from paralab.interpret.time import Times, counted, walked
+from paralab.interpret.time import Times, walked
 from paralab.interpret.traffic import Calls, Member
 from paralab.model.ops import Call
 from paralab.programs.instructions import Instr
@@ -43,7 +43,7 @@ class _Numbers(Costs):
 
 def numbered(program: Program, rank: int, node_of: Callable[[int], int], steps: int) -> Tables:
     """The rows of a global rank whose pipeline rank's list is there, every step like the first."""
-    times = walked(program, counted(program, _Numbers(program, ONES)), ONES.call_overhead)
+    times = walked(program, _Numbers(program, ONES))
     member, length = Member(program, rank, node_of), times.seconds
     mine, held = boxes(times, member, Calls(program)), _samples(program, times, member.at.pp)
     rows = Rows(program.plan.world_size)

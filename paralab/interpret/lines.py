@@ -17,7 +17,7 @@ import numpy as np
 
 from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
 from paralab.interpret.time import Body, Times
-from paralab.interpret.traffic import Calls, Member
+from paralab.interpret.traffic import Member
 from paralab.interpret.turns import Box, Step, Turns
 from paralab.interpret.walk import Inside
 from paralab.model.ops import Call
@@ -287,7 +287,7 @@ class Line:
         return found
 
 
-def said(costs: Costs, calls: Calls, pp: int, code: Iterable[Instr]) -> Counter[Said]:
+def said(costs: Costs, pp: int, code: Iterable[Instr]) -> Counter[Said]:
     """The calls that instructions make, and the copies that they are, and how many of each."""
     found: Counter[Said] = Counter()
     for ins in code:
@@ -297,7 +297,7 @@ def said(costs: Costs, calls: Calls, pp: int, code: Iterable[Instr]) -> Counter[
             what = moved(costs.program, ins, pp)
             if what.op not in ("optimizer", "compute"):
                 found[(ins.lane, *what), costs.of(pp, ins).seconds] += 1
-        elif made := calls.of(pp, ins):
+        elif made := costs.calls.of(pp, ins):
             cost = costs.of(pp, ins)
             each = [cost] if type(cost) is Posted else posted(cost)
             found.update((call, one.seconds) for call, one in zip(made, each, strict=True))

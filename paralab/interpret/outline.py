@@ -24,8 +24,7 @@ from paralab.interpret.lines import Line, said, step
 from paralab.interpret.memory import moments
 from paralab.interpret.outline_tables import tables
 from paralab.interpret.spans import spans
-from paralab.interpret.time import counted, walked
-from paralab.interpret.traffic import Calls
+from paralab.interpret.time import walked
 from paralab.interpret.turns import LETTERS, Step, Turns
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
@@ -53,15 +52,15 @@ def outline(
 def whole(program: Program, cluster: Cluster) -> Step:
     """The step of a program that is not folded."""
     costs, ranks = Costs(program, cluster), range(len(program.codes))
-    times = walked(program, counted(program, costs), cluster.call_overhead)
+    times = walked(program, costs)
     lines = [Line.of(program.codes[pp], times, pp) for pp in ranks]
     turns = [turns_of(program, pp) for pp in ranks]
     walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
     kinds = sorted({kind for walk in walks for _, *both in walk for one in both for kind in one})
     device = np.array([tier == "device" for tier, _ in kinds])
-    calls, held = Calls(program), []
+    held = []
     for line, mine, walk in zip(lines, turns, walks, strict=True):
-        one = cache(lambda ins, pp=line.pp: said(costs, calls, pp, [ins]))
+        one = cache(lambda ins, pp=line.pp: said(costs, pp, [ins]))
         line.table.said = list(map(one, program.codes[line.pp]))
         peaks, *both = zip(*walk, strict=True)
         tops, behind = (

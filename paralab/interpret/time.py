@@ -69,28 +69,21 @@ def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
 
     Raises ValueError naming where each rank stands, if no rank can go on.
     """
-    every = counted(program, costs_of(program, cluster, overlap=overlap))
-    return walked(program, every, cluster.call_overhead)
-
-
-def counted(program: Program, costs: Costs) -> list[list[Cost | Body]]:
-    """What every instruction takes, of every pipeline rank."""
-    return [[costs.of(r, ins) for ins in code] for r, code in enumerate(program.codes)]
+    return walked(program, costs_of(program, cluster, overlap=overlap))
 
 
 def body(program: Program, costs: Costs, r: int, code: Code) -> Body:
     """What a CALL takes on pipeline rank ``r``: nothing is in flight when it begins and ends, so it
     takes as long wherever it stands.
     """
-    part = replace(program, codes=[*([] for _ in range(r)), code])
-    times = walked(part, counted(part, costs), costs.cluster.call_overhead)
+    times = walked(replace(program, codes=[*([] for _ in range(r)), code]), costs)
     return Body(code, times.ends[r], times)
 
 
-def walked(program: Program, costs: list[list[Cost | Body]], posting: float) -> Times:
-    """When everything happens, if instructions take ``costs``. posting: seconds that posting a
-    call takes.
-    """
+def walked(program: Program, prices: Costs) -> Times:
+    """When everything happens, if instructions take so much."""
+    posting = prices.cluster.call_overhead
+    costs = [[prices.of(r, ins) for ins in code] for r, code in enumerate(program.codes)]
     lists = list(enumerate(zip(program.codes, costs, strict=True)))
     walk = Walk(posting)
     ranks = [Rank(walk, items(r, *one), Order(program.plan)) for r, one in lists]

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import zip_longest
 
-from paralab.model.ops import Op
 from paralab.programs.derive import lasts
 from paralab.programs.instructions import (
     ADD,
@@ -62,7 +61,8 @@ def _schedule(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
     """A weight half that is split off to hide a message may run later than its input half."""
     ops = program.model.ops
     asked = skeleton(program.spec, program.plan, program.model, only=pp)[pp]
-    turns = [turn for turn in _computed(asked) if not _is_message(ops[turn[1]])]
+    sends = [bool(op.message and op.message.forward and op.message.backward) for op in ops]
+    turns = [turn for turn in _computed(asked) if not sends[turn[1]]]  # f-bar, g-bar: no compute
     found, nothing = _computed(code), ("", 0, 0, len(code))
     for turn, mine in zip_longest(turns, found, fillvalue=nothing):
         if turn[:3] != mine[:3]:
@@ -90,11 +90,6 @@ def _computed(code: Code) -> list[tuple[str, int, int, int]]:
             kind = ins.op if ins.op in (FORWARD, BACKWARD_WEIGHT) else BACKWARD
             found += ((kind, at, ins.mb, position) for at in ops)
     return found
-
-
-def _is_message(op: Op) -> bool:
-    """Whether an op computes nothing: f-bar and g-bar."""
-    return op.message is not None and bool(op.message.forward and op.message.backward)
 
 
 # ---- lifetimes -----------------------------------------------------------------------------------
