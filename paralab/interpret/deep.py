@@ -229,32 +229,23 @@ class Deep:
 
 
 def _runs(code: Code) -> Iterator[Code]:
-    """Instructions that run by themselves together, from one of compute to another; others one by
-    one.
+    """Instructions that run by themselves together, from one of compute to another, with nothing in
+    flight behind; others one by one.
     """
-    run: Code = []
-    begun: set[tuple] = set()
-    closed = 0  # so many of the run end with nothing in flight
-    for ins in code:
-        tensor, waits, works = ins.lane.startswith("tp"), ins.op == WAIT, ins.op in COMPUTE
-        outside = ins.lane and not tensor or waits and ins.reads not in begun
-        if outside or not (run or works):
-            yield from _parted(run, closed)
-            run, begun, closed = [], set(), 0
-            yield [ins]
-            continue
-        run.append(ins)
-        if waits:
-            begun.discard(ins.reads)
-        elif tensor:
-            begun.add(ins.writes)
-        if works and not begun:
-            closed = len(run)
-    yield from _parted(run, closed)
-
-
-def _parted(run: Code, closed: int) -> Iterator[Code]:
-    if closed:
-        yield run[:closed]
-    for ins in run[closed:]:
-        yield [ins]
+    at = 0
+    while at < len(code):
+        end, begun = at + 1, set()
+        for position in range(at, len(code) if code[at].op in COMPUTE else at):
+            ins = code[position]
+            if ins.op == WAIT:
+                if ins.reads not in begun:
+                    break
+                begun.discard(ins.reads)
+            elif ins.lane.startswith("tp"):
+                begun.add(ins.writes)
+            elif ins.lane:
+                break
+            elif ins.op in COMPUTE and not begun:
+                end = position + 1
+        yield code[at:end]
+        at = end
