@@ -64,10 +64,8 @@ class Workers:
         """
         with self.host.recorder.unwatched():
             found = tuple(
-                None
-                if number is None
-                else self.host.room((), float32).copy_(number, non_blocking=True)
-                for number in numbers
+                n if n is None else self.host.room((), float32).copy_(n, non_blocking=True)
+                for n in numbers
             )
         self.arrived = self.host.mark()
         return found

@@ -33,3 +33,20 @@ def add_parameters(code: Code, model: Model, units: Sequence[Unit]) -> Code:
             )
         made.append(ins)
     return made
+
+
+def gradient_cuts(model: Model, units: Sequence[Unit]) -> set[int]:
+    """Boundaries between ops where a unit's gradient may be complete: before the first op that one
+    of its parameters belongs to.
+
+    None separates a conjugate operator from the layer behind it: while the operator's message is in
+    flight, that layer's weight half is computed.
+    """
+    place = {name: index for index, op in enumerate(model.ops) for name in op.owned.values()}
+    found = set()
+    for unit in units:
+        at = min(place[name] for name in unit.names)
+        before = model.ops[at - 1].message if at else None
+        if before is None or before.forward:
+            found.add(at)
+    return found

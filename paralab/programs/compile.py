@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paralab.model.build import build
-from paralab.parallel import data_parallel, offload, optimizer, recompute, zero
-from paralab.parallel.parameters import add_parameters
+from paralab.parallel import buckets, data_parallel, offload, optimizer, recompute, zero
+from paralab.parallel.parameters import add_parameters, gradient_cuts
 from paralab.parallel.tensor_parallel import message_cuts, tensor_parallel
 from paralab.programs.actions import write
 from paralab.programs.checks import check
@@ -26,7 +26,6 @@ from paralab.programs.own import own_passes
 from paralab.programs.program import Program
 from paralab.programs.skeleton import skeleton, stage_parts, stage_ranges
 from paralab.programs.tiers import own_master, rows
-from paralab.programs.units import edges, rank_units
 from paralab.spec import ModelSpec, Plan
 
 
@@ -60,9 +59,14 @@ def compiled(
 def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Program:
     """A program without its lists: the model's ops, and which rank holds which."""
     model, names = build(spec, plan), stage_parts(spec, plan)
-    held = [[name for some in names[rank :: plan.pp] for name in some] for rank in range(plan.pp)]
-    units = tuple(rank_units(spec, plan, model, parts) for parts in held)
-    return Program(spec, plan, optimizer, clips, model, stage_ranges(spec, plan, model), units)
+    units = []
+    for rank in range(plan.pp):
+        held = (model.numels[part] for some in names[rank :: plan.pp] for part in some)
+        sizes = {name: size for numels in held for name, size in numels.items()}
+        units.append(buckets.units(sizes, spec, plan))
+    return Program(
+        spec, plan, optimizer, clips, model, stage_ranges(spec, plan, model), tuple(units)
+    )
 
 
 def passed(program: Program, rank: int, code: Code) -> Code:
@@ -82,7 +86,7 @@ def inside(program: Program, rank: int) -> list[Pass]:
         chain.append(lambda code: recompute.recompute(code, model, plan.recompute))
     cuts = message_cuts(model)
     if plan.dp > 1 or plan.zero_stage:
-        cuts |= edges(model, units)
+        cuts |= gradient_cuts(model, units)
     chain += [lambda code: cut(code, cuts, n), lambda code: add_parameters(code, model, units)]
     if plan.tp > 1 and plan.tp_mode == "1d":
         chain.append(lambda code: tensor_parallel(code, model, overlap=plan.tp_overlap))

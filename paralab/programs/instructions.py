@@ -23,7 +23,7 @@ Kinds, and what they hold on one rank:
     sent     a message has left
 
 ``host.`` or ``file.`` before a kind: the same values off the device. A *unit* is the parameters in
-one flat buffer (units.py); ``where`` of w, grad ... is its number on the rank.
+one flat buffer (buckets.py); ``where`` of w, grad ... is its number on the rank.
 
 Data-parallel and tensor-parallel ranks of a pipeline rank have the same list. Passes (parallel/)
 say only what each instruction reads and writes; when a rank waits, and when a value's memory ends,

@@ -21,6 +21,7 @@ from paralab.interpret.costs import Compute
 from paralab.interpret.memory import GRADIENTS, moments
 from paralab.interpret.time import time
 from paralab.model.build import build
+from paralab.parallel.buckets import units
 from paralab.parallel.schedules import SPLIT
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import (
@@ -35,7 +36,6 @@ from paralab.programs.instructions import (
 )
 from paralab.programs.program import Program
 from paralab.programs.space import Space, numbered
-from paralab.programs.units import rank_units
 from paralab.spec import TIED, ModelSpec, Plan
 from paralab.spec.cluster import Cluster
 from paralab.spec.links import Link, Reach, furthest
@@ -127,9 +127,9 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
             part["over"] = max(part["over"], most - came - (gradients - made))
     several = plan.replace(dp=2)
     for part, (name, _, _) in zip(found, model.parts, strict=True):
-        sizes = model.numels[name].values()
-        part["elements"], part["largest"] = sum(sizes), max(sizes)
-        part["units"] = len(rank_units(program.spec, several, model, (name,)))
+        sizes = model.numels[name]
+        part["elements"], part["largest"] = sum(sizes.values()), max(sizes.values())
+        part["units"] = len(units(sizes, program.spec, several))
     shared = sum(took[at] for at in range(last + 1, len(code)) if code[at].op not in (COPY, UPDATE))
     numbers = [number for part in found for number in part.values()]
     return [*numbers, shared, there, prod(model.shapes[TIED[0]]), program.constant_bytes(0)]

@@ -90,7 +90,9 @@ def _row(search: Any, name: str, value: Any, those: np.ndarray) -> tuple[Any, ..
 def _sentence(search: Any, at: int) -> str:
     """Why the plan at this position loses against the best."""
     if not search.fits[at]:
-        said = f"does not fit: the smallest such plan {_needs(search, at)}"
+        need, limit = float(search.memory[at]), search.memory_limit
+        much = f"{size(need - limit)} too much" if need > limit else "too near to what there is"
+        said = f"does not fit: the smallest such plan needs {size(need)}, {much}"
         return f"{said}; {_largest(search, at)}"
     closed, both = search.closed[[at, 0]], search.simulated[[at, 0]]
     late = closed[0] - closed[1]
@@ -107,13 +109,6 @@ def _sentence(search: Any, at: int) -> str:
     gain = "; it saves less: " + ", ".join(f"{GROWS[n]} {more[n]:.3g} s" for n in shrunk)
     longer = f"{late:.3g} s longer ({late / closed[1]:+.1%}): {said}"
     return longer + gain * bool(shrunk and grown)
-
-
-def _needs(search: Any, at: int) -> str:
-    """Of a plan that does not fit, or whose estimate leaves too little to spare."""
-    need, limit = float(search.memory[at]), search.memory_limit
-    much = f"{size(need - limit)} too much" if need > limit else "too near to what there is"
-    return f"needs {size(need)}, {much}"
 
 
 def _largest(search: Any, at: int) -> str:
