@@ -71,7 +71,7 @@ class _Writer:
         self.began, self.last = 0.0, -1
         self.at: dict[int, int] = {}
         code, of = program.codes[pp], spans(program, program.codes[pp])
-        entered, turned, left = times.entered[pp], times.turned[pp], times.left[pp]
+        entered, left, begun = times.entered[pp], times.left[pp], times.calls[pp]
         costs, waits, since = times.costs[pp], times.waits[pp], 0.0  # when the next box begins
         for position, (ins, cost) in enumerate(zip(code, costs, strict=True)):
             self.move(of[position], since)
@@ -82,18 +82,19 @@ class _Writer:
                 since = left[position]
             elif kind is Awaited:
                 if position in waits:
-                    begun = costs[call := waits[position]]
-                    summed = begun.summed if type(begun) is Posted else 0.0
+                    call, end = waits[position]
+                    until = max(entered[position], end)
+                    summed = costs[call].summed if type(costs[call]) is Posted else 0.0
                     if call in self.at:
-                        self.wait(entered[position], turned[position], self.at[call], summed)
-                    since = turned[position] + summed
+                        self.wait(entered[position], until, self.at[call], summed)
+                    since = until + summed
             elif kind is Job:
                 behind = times.behind[pp][position]
-                self.job(position, ins, turned[position], times.calls[pp][position], behind)
+                self.job(position, ins, entered[position], begun[position], behind)
             else:
                 for call in calls.of(pp, ins, index):
-                    begun = times.calls[pp][position]
-                    self.at[position] = self.begin(call, turned[position], begun)
+                    launched = entered[position] + cost.before
+                    self.at[position] = self.begin(call, launched, begun[position])
         self.move(None, left[-1] if left else 0.0)
         before = (self.last - len(self.made),)  # what the step's first calls come after
         for number, box in enumerate(self.made):

@@ -125,9 +125,10 @@ class Line:
     def of(cls, code: Code, times: Times, pp: int) -> Line:
         """A rank's part of a walk; every instruction is one of its own."""
         costs, waits, calls = times.costs[pp], times.waits[pp], times.calls[pp]
-        table = Table(code, costs, {at: costs[call] for at, call in waits.items()})
+        table = Table(code, costs, {at: costs[call] for at, (call, _) in waits.items()})
         over = np.full(len(code), -1.0)
-        over[list(waits)] = np.array(times.turned[pp])[list(waits)]
+        for at, (_, end) in waits.items():
+            over[at] = max(times.entered[pp][at], end)
         return cls(
             pp,
             table,

@@ -34,21 +34,14 @@ class Times(NamedTuple):
     """Seconds from the start of the step, for every pipeline rank.
 
     entered, left  per instruction: the rank comes to it, goes on behind it
-    turned         of a call the moment of launch, of a WAIT its end: what follows until ``left`` is
-                   work that goes with it (costs.py). Else ``left``
-    calls          {position: (start, end)} of calls and jobs, on their lanes
-    waits          {position of a WAIT: position of its call or job}; without WAITs for a job that
-                   is over because an earlier WAIT was for one that comes after it
-    inside         {position: the calls that its ops made}
-    behind         {position of a job: positions of the jobs that it came after}
+    calls, waits, inside, behind  by position: see `walk.Rank`
     costs          per instruction what was counted
     """
 
     entered: list[list[float]]
-    turned: list[list[float]]
     left: list[list[float]]
     calls: list[dict[int, tuple[float, float]]]
-    waits: list[dict[int, int]]
+    waits: list[dict[int, tuple[int, float]]]
     inside: list[dict[int, list[Inside]]]
     behind: list[dict[int, list[int]]]
     costs: list[list[Cost | Body]]
@@ -107,22 +100,8 @@ def walked(program: Program, prices: Costs) -> Times:
     if stuck:  # what a learner writes is checked before (programs/checks.py)
         raise ValueError(f"no rank can go on: {'; '.join(stuck)}")
     entered = [[0.0, *rank.left[:-1]] if rank.left else [] for rank in ranks]
-    turned = [rank.left.copy() for rank in ranks]
-    for r, rank in enumerate(ranks):
-        for at in rank.calls:
-            turned[r][at] = entered[r][at] + getattr(costs[r][at], "before", 0.0)
-        for at, (_, end) in rank.waits.items():
-            turned[r][at] = max(entered[r][at], end)
-    return Times(
-        entered,
-        turned,
-        [rank.left for rank in ranks],
-        [rank.calls for rank in ranks],
-        [{at: call for at, (call, _) in rank.waits.items()} for rank in ranks],
-        [rank.inside for rank in ranks],
-        [rank.behind for rank in ranks],
-        costs,
-    )
+    names = ("left", "calls", "waits", "inside", "behind")
+    return Times(entered, *([getattr(rank, name) for rank in ranks] for name in names), costs)
 
 
 def items(r: int, code: Code, costs: list[Cost | Body]) -> Iterator[Item]:

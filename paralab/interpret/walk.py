@@ -136,7 +136,7 @@ class Rank:
     """Goes through one rank's list.
 
     left     behind every instruction
-    calls    {position: (start, end)} of calls and jobs
+    calls    {position: (start, end)} of calls and jobs, on their lanes
     waits    {position of a WAIT: (position of its call or job, the end of that)}, but for jobs that
              are over because an earlier WAIT was for one that comes after it
     jobs     {position: `Begun`}; ``behind``: {position: positions of the jobs that it came after}
