@@ -20,11 +20,11 @@ import numpy as np
 from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
 from paralab.interpret.held import Effects, steps
-from paralab.interpret.lines import Line, Table, said, step
+from paralab.interpret.lines import Line, Step, Table, said
 from paralab.interpret.memory import Kind
 from paralab.interpret.pipeline import ARRIVAL, number, way
 from paralab.interpret.time import Body, body
-from paralab.interpret.turns import LETTERS, Step, Turns
+from paralab.interpret.turns import LETTERS, Turns
 from paralab.interpret.walk import Item
 from paralab.programs.compile import laid_out
 from paralab.programs.fold import END, FEW, first_alike, lists
@@ -100,7 +100,7 @@ class Deep:
             turns.append(Turns(chunk * self.plan.pp + pp, letter, microbatch, first, last))
         kinds, effects = self.memory
         held = [effects[self.like[line.pp]].samples(line) for line in lines]
-        return step(lines, turns, kinds, held, self.costs)
+        return Step(lines, turns, kinds, held, self.costs)
 
     # ---- what everything is and takes ------------------------------------------------------------
     def _count(self, costs: Costs) -> None:

@@ -2,7 +2,7 @@
 
 Of a list with thousands of micro-batches almost all instructions are the same few again and again.
 So what is known of each before anything is timed stands in a `Table`, and a `Line` is a list by
-numbers in it, with the moments of every instruction. From lines follows a `Step` (turns.py).
+numbers in it, with the moments of every instruction. A `Step` is all of them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
 from paralab.interpret.time import Body, Times
 from paralab.interpret.traffic import Member
-from paralab.interpret.turns import Box, Step, Turns
+from paralab.interpret.turns import Box, Turns
 from paralab.interpret.walk import Inside
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
@@ -160,7 +160,9 @@ class Line:
 
     # ---- compute ---------------------------------------------------------------------------------
     def actions(self, turns: Turns) -> tuple[np.ndarray, ...]:
-        """`Step.start`, ``end``, ``cost``, ``copies`` and ``more``."""
+        """When each starts and ends; what the rank does in that time, and of it what it adds up
+        and copies; and what of this it does behind it, before the next one            (n,) each
+        """
         first, last = turns.first, turns.last
         still, copies = (
             np.r_[0.0, some.cumsum()] for some in (self.still, self.copies(first, last))
@@ -257,8 +259,10 @@ class Line:
         return calls, self.when[flight == 2]
 
     def moving(self, behind: int) -> np.ndarray:
-        """`Step.moving`; behind: what belongs to no action. Calls within CALLs count once, next to
-        others in flight.
+        """Seconds that calls are in flight, and of these during forward and backward; that copies
+        between tiers are, and of these during any work                                         (4,)
+
+        behind: what belongs to no action. Calls within CALLs count once, next to others in flight.
         """
         calls, jobs = self.in_flight
         found = beside(calls, *self.worked(self.works & (np.arange(len(self.left)) < behind)))
@@ -271,7 +275,9 @@ class Line:
         return np.r_[found, beside(jobs, *self.worked(self.computes)) if len(jobs) else np.zeros(2)]
 
     def sums(self, costs: Costs) -> dict[tuple, list]:
-        """`Step.sums` of the rank."""
+        """{(pipeline rank, what a row of a table says): [payload, bytes sent, seconds, begin]} of
+        all calls of the rank that a table has in one row, or copies.
+        """
         plan, table = costs.plan, self.table
         member = Member(costs.program, self.pp * plan.dp * plan.tp, costs.cluster.node_of)
         count = np.bincount(self.symbol, minlength=len(table.code)).tolist()
@@ -328,19 +334,26 @@ def beside(some: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndar
     return np.array([(ends - begins).sum(), *inside])
 
 
-def step(
-    lines: Sequence[Line], turns: Sequence[Turns], kinds: list, held: list, costs: Costs
-) -> Step:
-    """Of every rank's line, its actions, and its `samples` of memory."""
-    drawn, sums, moving = [], {}, np.zeros(4)
-    short = SHORT * max(line.end for line in lines)
-    for line, mine in zip(lines, turns, strict=True):
-        drawn += line.boxes(mine.since, mine.behind, short)
-        sums |= line.sums(costs)
-        moving += line.moving(mine.behind)
-    found = [line.actions(mine) for line, mine in zip(lines, turns, strict=True)]
-    rank = np.repeat(np.arange(len(lines)), [len(mine.first) for mine in turns])
-    stage, letter, microbatch, *_ = map(np.concatenate, zip(*turns, strict=True))
-    timed = map(np.concatenate, zip(*found, strict=True))
-    ends = np.array([line.end for line in lines])
-    return Step(rank, stage, letter, microbatch, *timed, drawn, sums, ends, moving, kinds, held)
+class Step(NamedTuple):
+    """A timed step, rank after rank.
+
+    lines, turns  every rank's list, and its actions
+    kinds         (tier, category) of bytes
+    held          per rank (moment, bytes of every kind), the peaks among them
+    costs         of what is in the lists
+    """
+
+    lines: list[Line]
+    turns: list[Turns]
+    kinds: list[tuple[str, str]]
+    held: list[list[tuple[float, np.ndarray]]]
+    costs: Costs
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Of every rank's step."""
+        return np.array([line.end for line in self.lines])
+
+    @property
+    def ranks(self) -> list[tuple[Line, Turns]]:
+        return list(zip(self.lines, self.turns, strict=True))

@@ -20,12 +20,12 @@ import numpy as np
 from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
 from paralab.interpret.held import samples
-from paralab.interpret.lines import Line, said, step
+from paralab.interpret.lines import Line, Step, said
 from paralab.interpret.memory import moments
 from paralab.interpret.outline_tables import tables
 from paralab.interpret.spans import spans
 from paralab.interpret.time import walked
-from paralab.interpret.turns import LETTERS, Step, Turns
+from paralab.interpret.turns import LETTERS, Turns
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE
@@ -45,8 +45,8 @@ def outline(
     else:
         step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
     names = ("communication", "communication hidden", "copies", "copies hidden")
-    moving = zip(names, (step.moving / plan.pp).tolist(), strict=True)
-    return tables(plan, step, steps), dict(moving)
+    moving = sum((line.moving(turns.behind) for line, turns in step.ranks), np.zeros(4)) / plan.pp
+    return tables(plan, step, steps), dict(zip(names, moving.tolist(), strict=True))
 
 
 def whole(program: Program, cluster: Cluster) -> Step:
@@ -68,7 +68,7 @@ def whole(program: Program, cluster: Cluster) -> Step:
         )
         most, top = np.array(peaks[1:]), tops[1:].__getitem__
         held.append(samples(behind[0], behind[1:], most, top, line.left, mine.last, device))
-    return step(lines, turns, kinds, held, costs)
+    return Step(lines, turns, kinds, held, costs)
 
 
 def turns_of(program: Program, pp: int) -> Turns:

@@ -1,4 +1,4 @@
-"""The tables of a step in outline: the rows of `Report`, from a `Step` of actions (turns.py).
+"""The tables of a step in outline: the rows of `Report`, from a `Step` (lines.py).
 
 spans        one box per action; its ``cost`` is what the rank computes in it, what is missing to
              its length is what it is idle for. Gaps between are "wait". Then the end of a
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from paralab.interpret.lines import SHORT
-from paralab.interpret.turns import Box, Step
+from paralab.interpret.lines import SHORT, Step
+from paralab.interpret.turns import Box
 from paralab.report.tables import COLUMNS
 from paralab.spec import Plan
 from paralab.theory.order import F, W
@@ -31,10 +31,11 @@ Rows = dict[str, np.ndarray]
 
 def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
     """Of ``steps`` steps, all alike."""
+    sums = {key: one for line in step.lines for key, one in line.sums(step.costs).items()}
     one = {
         "spans": _spans(plan, step),
-        "collectives": _sums(plan, step, "collectives"),
-        "copies": _sums(plan, step, "copies"),
+        "collectives": _sums(plan, sums, "collectives"),
+        "copies": _sums(plan, sums, "copies"),
         "memory": _memory(plan, step),
         "steps": {
             "rank": np.arange(plan.pp) * plan.dp * plan.tp,
@@ -48,27 +49,32 @@ def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def _spans(plan: Plan, step: Step) -> dict[str, Any]:
-    n, boxes, forward = len(step.start), list(step.boxes), step.letter == F
+    timed = [line.actions(turns) for line, turns in step.ranks]
+    start, end, cost, copies, more = map(np.concatenate, zip(*timed, strict=True))
+    stage, letter, microbatch, *_ = map(np.concatenate, zip(*step.turns, strict=True))
+    pp = np.repeat(np.arange(plan.pp), [len(turns.first) for turns in step.turns])
+    short, forward = SHORT * float(step.ends.max()), letter == F
+    boxes = [b for line, turns in step.ranks for b in line.boxes(turns.since, turns.behind, short)]
     # What an action adds up and copies is drawn at its end; of a backward at its begin, for the
     # first forward and the last backward are where the pipeline begins and ends.
-    copied = np.concatenate([np.where(forward, step.end - step.copies, step.start), step.end])
-    long = np.r_[step.copies, step.more]
+    copied = np.concatenate([np.where(forward, end - copies, start), end])
+    long = np.r_[copies, more]
     for at in np.flatnonzero(long > 0).tolist():
-        start, more = float(copied[at]), float(long[at])
-        boxes.append(Box(step.pp[at % n], "compute", "copy", start, start + more, more))
+        now, took = float(copied[at]), float(long[at])
+        boxes.append(Box(pp[at % len(pp)], "compute", "copy", now, now + took, took))
     actions = _rows(
-        pp=step.pp,
-        kind=np.array(SPAN_KINDS, object)[step.letter],
-        stage=step.stage,
-        microbatch=step.microbatch,
-        start=step.start + np.where(forward, 0.0, step.copies),
-        end=step.end - np.where(forward, step.copies, 0.0),
-        cost=step.cost - step.copies,
-        after=_sources(plan, step),
+        pp=pp,
+        kind=np.array(SPAN_KINDS, object)[letter],
+        stage=stage,
+        microbatch=microbatch,
+        start=start + np.where(forward, 0.0, copies),
+        end=end - np.where(forward, copies, 0.0),
+        cost=cost - copies,
+        after=_sources(plan, stage, letter, microbatch),
     )
     others = {name: [getattr(box, name) for box in boxes] for name in Box._fields}
     of = _joined(actions, _rows(**others))
-    of = _joined(of, _gaps(step, of))
+    of = _joined(of, _gaps(step.ends, of))
     order = np.lexsort((of["start"], of["pp"]))
     of = {name: some[order] for name, some in of.items()}
     place = np.empty(len(order) + 1, int)
@@ -95,19 +101,19 @@ def _joined(some: Rows, more: Rows) -> Rows:
     return {name: np.concatenate([column, more[name]]) for name, column in some.items()}
 
 
-def _sources(plan: Plan, step: Step) -> np.ndarray:
+def _sources(
+    plan: Plan, stage: np.ndarray, letter: np.ndarray, microbatch: np.ndarray
+) -> np.ndarray:
     """The action that made what each one needs of another rank, or -1."""
-    made = np.full((2, plan.stages + 2, plan.microbatches), -1)
-    back = (step.letter != F).astype(int)
-    number, halves = np.arange(len(back)), step.letter != W
     if plan.pp == 1 or plan.relays:
-        return np.full(len(back), -1)
-    made[back[halves], step.stage[halves] + 1, step.microbatch[halves]] = number[halves]
-    source = made[back, step.stage + 2 * back, step.microbatch]
-    return np.where(halves, source, -1)
+        return np.full(len(stage), -1)
+    made = np.full((2, plan.stages + 2, plan.microbatches), -1)
+    back, halves = (letter != F).astype(int), letter != W
+    made[back[halves], stage[halves] + 1, microbatch[halves]] = np.flatnonzero(halves)
+    return np.where(halves, made[back, stage + 2 * back, microbatch], -1)
 
 
-def _gaps(step: Step, of: Rows) -> Rows:
+def _gaps(ends: np.ndarray, of: Rows) -> Rows:
     """Where a rank computes nothing before something, or before its step ends."""
     here = np.flatnonzero(of["lane"] == "compute")
     here = here[np.lexsort((of["start"][here], of["pp"][here]))]
@@ -115,16 +121,16 @@ def _gaps(step: Step, of: Rows) -> Rows:
     last = np.flatnonzero(np.diff(pp, append=-1))
     before = np.r_[0.0, end[:-1]]
     before[np.r_[0, last[:-1] + 1]] = 0.0
-    begin, until = np.r_[before, end[last]], np.r_[start, step.ends[pp[last]]]
-    late = np.flatnonzero(until - begin > SHORT * step.ends.max())
+    begin, until = np.r_[before, end[last]], np.r_[start, ends[pp[last]]]
+    late = np.flatnonzero(until - begin > SHORT * ends.max())
     after = np.r_[of["after"][here], np.full(len(last), -1)][late]
     return _rows(pp=np.r_[pp, pp[last]][late], start=begin[late], end=until[late], after=after)
 
 
-def _sums(plan: Plan, step: Step, name: str) -> dict[str, list[Any]]:
+def _sums(plan: Plan, sums: dict[tuple, list], name: str) -> dict[str, list[Any]]:
     rows: list[tuple] = []
     calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
-    for (pp, *what), (payload, wire, seconds, start) in step.sums.items():
+    for (pp, *what), (payload, wire, seconds, start) in sums.items():
         if (len(what) == 3) != (name == "copies"):
             continue
         rank, times = pp * plan.dp * plan.tp, (start, start + seconds, -1)
