@@ -321,11 +321,11 @@ MUTANTS = {
         "pipeline", UPDATES, "if ins.op == UPDATE else ins for", "if ins.op == 'none' else ins for",
         equal=GRADIENTS),
     "clip: what tp ranks hold the same is counted by each": Mutant(
-        "tensor parallel", PROGRAM, "if axis and any(at[c]", "if axis and any(at[c] < 0",
+        "tensor parallel", PROGRAM, "others or any(at[c]", "others or any(at[c] < 0",
         equal=GRADIENTS),
     "clip: a tied copy is counted too": Mutant(
-        "pipeline", PROGRAM, "if self.spec.tied and name == TIED[1]:",
-        "if not self.spec.tied and name == TIED[1]:", equal=GRADIENTS),
+        "pipeline", PROGRAM, "others = self.spec.tied and name == TIED[1]",
+        "others = not self.spec.tied and name == TIED[1]", equal=GRADIENTS),
     "a unit is not updated": Mutant(
         "data parallel", UPDATES, "for u in units:", "for u in units[1:]:",
         check="is there 0 times"),

@@ -10,7 +10,6 @@ values (Micikevicius+ 2018, arXiv:1710.03740, sec. 3.1).
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +103,7 @@ class State:
         self.seed, self.host = seed, host
         self.store: dict[Value, Any] = {}
         self.targets: list[list[Tensor]] = []  # fp32 tensors that the optimizer updates, by unit
-        self.counted = self._counted()
+        self.counted = program.counted(at.pp, self.index, at.tp)  # in the gradients' norm, by unit
         self.away: Away | None = None
         if host is not None and plan.tiers.states:
             self.away = Away(program, host, self.store)
@@ -249,17 +248,6 @@ class State:
     def scaling(self) -> list[Tensor]:
         """fp16: 1.0 if this step was left out, and the scale of the next; else nothing."""
         return [] if self.loss_scale is None else [self._verdict[1], self.loss_scale]
-
-    def _counted(self) -> dict[int, list[slice]]:
-        """{unit: slices that the norm is taken of}; one where this rank counts all of the unit."""
-        places, found = self.program.places(self.pp, self.index), {}
-        kept, counted = Counter(), Counter()
-        for u, _, _, count, _ in places:
-            kept[u] += count
-        for u, start, count in self.program.counted(self.pp, self.index, self.tp):
-            counted[u] += count
-            found.setdefault(u, []).append(slice(start, start + count))
-        return {u: [slice(0, kept[u])] if counted[u] == kept[u] else found[u] for u in found}
 
     def shared_parts(self, key: tuple[str, str]) -> list[Tensor]:
         """What an axis of the tp group adds up: views of this rank's gradients."""

@@ -28,16 +28,7 @@ from paralab.parallel.schedules import Action
 from paralab.programs.actions import OF_MICROBATCH, mark, numbered
 from paralab.programs.compile import passed
 from paralab.programs.derive import derived
-from paralab.programs.instructions import (
-    CALL,
-    COMPUTE,
-    MESSAGES,
-    RECEIVE,
-    SEND,
-    WAIT,
-    Code,
-    Instr,
-)
+from paralab.programs.instructions import CALL, COMPUTE, MESSAGES, RECEIVE, SEND, WAIT, Code, Instr
 from paralab.programs.program import Program
 from paralab.programs.skeleton import instruction, stage_parts
 from paralab.spec import Plan

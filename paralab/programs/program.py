@@ -184,20 +184,22 @@ class Program:
             for name, first, where in cut(sizes, (index or 0) * count, count):
                 yield Share(number, name, where.start, where.stop - where.start, first)
 
-    def counted(self, rank: int, index: int, tp: int) -> list[tuple[int, int, int]]:
-        """(unit, first element, count) of what this rank counts in the gradients' norm; others
-        count a tied embedding's copy, and what tp ranks hold the same.
+    def counted(self, rank: int, index: int, tp: int) -> dict[int, list[slice]]:
+        """{unit: elements} of what this rank counts in the gradients' norm: one slice where that is
+        the whole unit. Others count a tied embedding's copy, and what tp ranks hold the same.
         """
-        found, at = [], coordinates(self.plan, tp) if self.plan.tp > 1 else {}
+        found: dict[int, list[slice]] = {}
+        in_part, at = set(), coordinates(self.plan, tp) if self.plan.tp > 1 else {}
         for number, name, start, count, _ in self.places(rank, index):
-            if self.spec.tied and name == TIED[1]:
-                continue
-            if self.plan.tp > 1:
-                axis = holding(self.spec, self.plan, name, tp).copies
-                if axis and any(at[c] for c in mode_of(self.plan).axes[axis]):
-                    continue
-            found.append((number, start, count))
-        return found
+            others = self.spec.tied and name == TIED[1]
+            if self.plan.tp > 1 and (axis := holding(self.spec, self.plan, name, tp).copies):
+                others = others or any(at[c] for c in mode_of(self.plan).axes[axis])
+            if others:
+                in_part.add(number)
+            else:
+                found.setdefault(number, []).append(slice(start, start + count))
+        whole = {u: [slice(0, some[-1].stop)] for u, some in found.items() if u not in in_part}
+        return found | whole
 
     def constant_bytes(self, rank: int) -> int:
         """What no step changes: which tokens lie ahead of which, or a block's own buffers."""
