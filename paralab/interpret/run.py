@@ -391,14 +391,13 @@ class Rank:
             part, parts = self._made(made), value.flat
         else:
             *others, whole = value
-            parts = _by_rank(whole, self._samples(whole), group.size)
+            parts = _by_rank(whole, self.plan.microbatch_size, group.size)
             part = whole.new_empty((whole.shape[0] // group.size, whole.shape[1]))
             self.store[made] = (*others, part)
             self._owns(made, part)
             if parts is not whole:
                 self.recorder.owns("buffers", parts)
-        call = group.reduce_scatter(part.view(-1), parts.view(-1), phase=ins.phase)
-        self._call(ins, call)
+        self._call(ins, group.reduce_scatter(part.view(-1), parts.view(-1), phase=ins.phase))
 
     def ALL_GATHER(self, ins: Instr) -> None:
         group, made, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
@@ -414,15 +413,12 @@ class Rank:
         self._owns(made, whole)
 
         def arrived() -> None:
-            found = _by_sample(whole, self._samples(whole), group.size)
+            found = _by_sample(whole, self.plan.microbatch_size, group.size)
             self._owns(made, found)
             self.store[made] = found if made[0] == "again" else (*others, found)
 
         parts = part.contiguous().view(-1)
         self._call(ins, group.all_gather(whole.view(-1), parts, phase=ins.phase), arrived)
-
-    def _samples(self, whole: Tensor) -> int:
-        return whole.shape[0] // self.program.spec.seq_len
 
     def SEND(self, ins: Instr) -> None:
         group, tensor = self.groups["pp"], self.store[ins.reads[0]][-1]
