@@ -100,22 +100,16 @@ class Calls:
         else:
             return ()
         found = self._known.get(key)
-        if found is None:
-            make = self._inside if ins.op in COMPUTE else self._message
-            found = self._known[key] = tuple(make(pp, ins, index))
-        return found
-
-    def _inside(self, pp: int, ins: Instr, index: int) -> Iterator[Call]:
-        """What ops send inside their methods; a whole backward is both halves, op by op."""
-        ops = self.program.model.ops[slice(*ins.at)]
-        for op in reversed(ops) if ins.op in BACKWARDS else ops:
-            for method in METHODS[ins.op]:
-                yield from op.calls.get(method, ())
-
-    def _message(self, pp: int, ins: Instr, index: int) -> Iterator[Call]:
-        payload = self.payload(pp, ins, index)
-        if payload is not None:
-            yield Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer)
+        if found is not None:
+            return found
+        made: list[Call] = []
+        if ins.op in COMPUTE:  # ops send inside their methods; a whole backward is both, op by op
+            ops = self.program.model.ops[slice(*ins.at)]
+            for op in reversed(ops) if ins.op in BACKWARDS else ops:
+                made += (call for method in METHODS[ins.op] for call in op.calls.get(method, ()))
+        elif (payload := self.payload(pp, ins, index)) is not None:
+            made.append(Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer))
+        return self._known.setdefault(key, tuple(made))
 
     def payload(self, pp: int, ins: Instr, index: int = 0) -> int | None:
         """Bytes of the full buffer; None where this rank has nothing to say."""
@@ -165,12 +159,8 @@ class Member:
 
     def row(self, call: Call) -> Row:
         """The call as this rank makes it."""
-        found = self._rows.get(call)
-        if found is None:
-            found = self._rows[call] = self._row(call)
-        return found
-
-    def _row(self, call: Call) -> Row:
+        if call in self._rows:
+            return self._rows[call]
         ranks = self.group(call.axis)
         axis = "pp" if call.axis == "ends" else call.axis
         peer = ranks[call.root] if call.root >= 0 else -1
@@ -178,4 +168,5 @@ class Member:
         wire = wire_bytes(call.op, call.payload, len(ranks), ranks.index(self.rank), root)
         met, here = (peer,) if call.op in POINT_TO_POINT else ranks, self.node_of(self.rank)
         level = "inter" if any(self.node_of(other) != here for other in met) else "intra"
-        return Row(call.op, axis, ranks, peer, level, call.phase, call.payload, wire)
+        made = Row(call.op, axis, ranks, peer, level, call.phase, call.payload, wire)
+        return self._rows.setdefault(call, made)

@@ -49,7 +49,11 @@ def write(skeleton: Code, chain: Sequence[Pass], n: int) -> Code:
                     code += [mark((op, at)), compute(op, *at, 0, n)]
                 for step in chain:
                     code = step(code)
-                known |= by_mark(code)
+                for ins in code:
+                    if ins.op == CALL:
+                        here = known[ins.at] = []
+                    else:
+                        here.append(ins)
     made: Code = []
     for ins in skeleton:
         made += of_microbatch(known[ins.op, ins.at], ins.mb) if ins.op in COMPUTE else [ins]
@@ -74,15 +78,3 @@ def numbered(
 def mark(at: Any) -> Instr:
     """A CALL of nothing: what follows belongs to ``at``. Passes leave it where it is."""
     return Instr(CALL, at)
-
-
-def by_mark(code: Iterable[Instr]) -> dict[Any, Code]:
-    """{at: what stands behind its mark}; None: before the first."""
-    here: Code = []
-    found: dict[Any, Code] = {None: here}
-    for ins in code:
-        if ins.op == CALL:
-            here = found[ins.at] = []
-        else:
-            here.append(ins)
-    return found

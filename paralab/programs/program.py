@@ -155,12 +155,9 @@ class Program:
         pipeline's first and last stage have a copy of each.
         """
         key = "shared", rank, index
-        if key not in self._known:
-            self._known[key] = self._shared(rank, index)
-        return self._known[key]
-
-    def _shared(self, rank: int, index: int | None) -> dict[tuple[str, str], list[Share]]:
-        found: dict[tuple[str, str], list[Share]] = {}
+        if key in self._known:
+            return self._known[key]
+        found: dict[tuple[str, str], list[Share]] = self._known.setdefault(key, {})
         for share in self.places(rank, index) if self.plan.tp > 1 else ():
             held = holding(self.spec, self.plan, share.name, 0)
             if held.partial:
