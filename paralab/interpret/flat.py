@@ -22,8 +22,6 @@ class Flat:
     fresh  names of the views that nothing was written into yet: of a new gradient all
     """
 
-    __slots__ = ("flat", "views", "fresh")
-
     def __init__(self, unit: Unit, flat: Tensor, model: Model) -> None:
         places, size = _places(unit, model)
         first = flat.storage_offset()
@@ -61,8 +59,6 @@ class Into:
     names  {local: full name}
     flats  the gradients of units, one of which has a view of that name
     """
-
-    __slots__ = ("names", "flats")
 
     def __init__(self, names: Mapping[str, str], flats: Sequence[Flat]) -> None:
         self.names, self.flats = names, flats

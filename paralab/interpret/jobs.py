@@ -24,8 +24,6 @@ class Ordered:
     came after it.
     """
 
-    __slots__ = ("behind", "over")
-
     def __init__(self, behind: tuple[Any, ...]) -> None:
         self.behind, self.over = behind, False
 
@@ -103,8 +101,6 @@ class Begun(Ordered):
     """A job in a prediction: its place in the list, or None if it is of the step before; and its
     end.
     """
-
-    __slots__ = ("position", "end")
 
     def __init__(self, position: int, end: Any, behind: tuple[Begun, ...]) -> None:
         super().__init__(behind)

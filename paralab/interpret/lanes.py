@@ -38,8 +38,6 @@ from paralab.interpret.jobs import Ordered
 class Job(Ordered):
     """Work handed to a lane."""
 
-    __slots__ = ("lane", "span", "work", "after", "size", "ready", "issued", "done", "error", "end")
-
     def __init__(
         self, lane: Lane, span: int, work: Callable[[], Any], after: tuple[Job, ...], size: int
     ) -> None:

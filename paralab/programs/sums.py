@@ -104,12 +104,7 @@ class Sums:
             raise self.refuse(position, why, "ALL_GATHER over 'dp' behind it, for the next step")
 
     def _follow(self, position: int, ins: Instr) -> None:
-        if ins.op in COMPUTE:
-            for v in ins.reads:
-                self._complete(position, v)
-            for v in ins.writes:
-                self._made(position, ins, v)
-        elif ins.op in (ALL_REDUCE, REDUCE_SCATTER):
+        if ins.op in (ALL_REDUCE, REDUCE_SCATTER):
             for v, made in zip(ins.reads, ins.writes, strict=True):
                 self._summed(position, ins, v, made)
         elif ins.op in PASS_ON:
@@ -117,11 +112,12 @@ class Sums:
         else:
             for v in ins.reads:
                 self._complete(position, v)
+            for v in ins.writes if ins.op in COMPUTE else ():
+                self._made(position, ins, v)
         for v in ins.reads:
             self.unread.pop(v, None)
-        for v in ins.writes:
-            if is_gradient(v) and not lasts(v):
-                self.unread[v] = position
+        new = [v for v in ins.writes if is_gradient(v) and not lasts(v)]
+        self.unread |= dict.fromkeys(new, position)
         if ins.op == NORM and not ins.lane:  # the host's is of one unit
             self.owed[ins.writes[0]] = frozenset(self.program.norm_axes)
         if ins.op == ALL_GATHER and ins.writes[0][0] == "w":
