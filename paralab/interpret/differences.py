@@ -137,14 +137,9 @@ def _steps(program: Any) -> dict[tuple, _Step]:
             made = next((maker[v] for v in ins.reads if v in maker), "")
             line = ins.op, program.names.what(ins)
             times[line] += 1
-            found[*line, times[line]] = _Step(
-                ins,
-                after,
-                _does(ins, made, needed[position]),
-                program.names.about(ins),
-                ins.mb if several else -1,
-                program.bytes_of(ins),
-            )
+            does, place = _does(ins, made, needed[position]), program.names.about(ins)
+            mb, size = ins.mb if several else -1, program.bytes_of(ins)
+            found[*line, times[line]] = _Step(ins, after, does, place, mb, size)
     return found
 
 

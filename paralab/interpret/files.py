@@ -43,15 +43,12 @@ class Files:
 
     def create(self, name: str, size: int) -> None:
         """A file of ``size`` bytes; what it holds is not defined."""
-        with self._explained("reserve room for", name):
-            file = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                if size and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file, 0, size)
-                else:
-                    os.ftruncate(file, size)
-            finally:
-                os.close(file)
+        new = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        with self._explained("reserve room for", name), self._open(name, new) as file:
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, size)
+            else:
+                os.ftruncate(file, size)
         self.sizes[name] = size
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -101,7 +98,8 @@ class Files:
 
     @contextlib.contextmanager
     def _open(self, name: str, how: int) -> Iterator[int]:
-        file = os.open(self.folder / name, how)  # each time: a folder that went away is noticed
+        # Each time: a folder that went away is noticed.
+        file = os.open(self.folder / name, how, 0o600)
         try:
             yield file
         finally:

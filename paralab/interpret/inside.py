@@ -36,12 +36,6 @@ class Moment(NamedTuple):
     workspace: int
 
 
-@lru_cache(maxsize=64)
-def insides(model: Model, plan: Plan, gloo: bool) -> Insides:
-    """The same for all ranks of a program."""
-    return Insides(model, plan, gloo)
-
-
 class Insides:
     """Of all instructions of a program."""
 
@@ -151,6 +145,9 @@ class Insides:
             sizes = extents(self.plan)
             return call.payload * (prod(sizes[a] for a in mode_of(self.plan).axes[call.axis]) - 1)
         return 0
+
+
+insides = lru_cache(maxsize=64)(Insides)  # the same for all ranks of a program
 
 
 def _bytes(names: dict[Name, int], *, besides: Iterable[dict[Name, int]] = ()) -> int:

@@ -42,14 +42,8 @@ class Held(NamedTuple):
     passed: Sized = ()
 
 
-@lru_cache(maxsize=64)
-def sharing_of(model: Model) -> Sharing:
-    """Which storages the ops of a model write and hand on."""
-    return Sharing(model)
-
-
 class Sharing:
-    """Of the storages that a model's ops write and hand on."""
+    """The storages that a model's ops write and hand on."""
 
     def __init__(self, model: Model) -> None:
         self.model, ops = model, model.ops
@@ -98,6 +92,9 @@ class Sharing:
         op = self.model.ops[at]
         found = [self.forward(at)] * op.defers_input + [self.backward(at + 1)] * op.defers_grad
         return found + [self.backward(at)] * op.defers_made
+
+
+sharing_of = lru_cache(maxsize=64)(Sharing)  # the same for all programs of a model
 
 
 class Storages:
