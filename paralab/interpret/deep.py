@@ -22,14 +22,15 @@ from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
 from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Step, Table, said
 from paralab.interpret.memory import Kind
-from paralab.interpret.pipeline import ARRIVAL, number, way
+from paralab.interpret.pipeline import ARRIVAL, way
 from paralab.interpret.time import Body, body
-from paralab.interpret.turns import LETTERS, Turns
+from paralab.interpret.turns import Turns
 from paralab.interpret.walk import Item
 from paralab.programs.compile import laid_out
 from paralab.programs.fold import END, FEW, first_alike, lists
 from paralab.programs.instructions import CALL, COMPUTE, RECEIVE, SEND, WAIT, WORKERS, Code, Instr
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.order import CODE
 
 NOTHING = Instr(WAIT)
 WAITED = {SEND: pipeline.SENT, RECEIVE: ARRIVAL}
@@ -42,7 +43,7 @@ class Alike(NamedTuple):
     table    the instructions
     weights  seconds of each, as the graph has them                                             (k,)
     shape    per action what the graph has of it
-    ends     per `number` of an action where in it its first and its last compute are       (2, ...)
+    ends     where in an action its first and its last compute are                  (2, 4, v, FEW)
     """
 
     table: Table
@@ -96,7 +97,7 @@ class Deep:
             waits = np.where(over > 0, end, -1.0)
             lines.append(Line(pp, one.table, symbol, left, waits, at, when))
             letter, chunk, few, microbatch, begin = found.actions[pp]
-            first, last = begin + one.ends[:, (letter * self.v + chunk) * FEW + few]
+            first, last = begin + one.ends[:, letter, chunk, few]
             turns.append(Turns(chunk * self.plan.pp + pp, letter, microbatch, first, last))
         kinds, effects = self.memory
         held = [effects[self.like[line.pp]].samples(line) for line in lines]
@@ -160,7 +161,7 @@ class Deep:
         begun = {ins.writes: ins for ins in actions if ins.lane and ins.op != WAIT}
         awaited: dict[int, Cost] = {}
         shape: dict[Any, list[Item]] = {key: [] for key in turns}
-        ends = np.zeros((2, len(LETTERS) * self.v * FEW), int)
+        ends = np.zeros((2, len(CODE), self.v, FEW), int)
 
         def add(ins: Instr, cost: Cost | Body, seconds: float) -> int:
             code.append(ins)
@@ -193,7 +194,7 @@ class Deep:
                 before = None if found.before is None else add(NOTHING, AWAITED, found.before)
                 items.append(found._replace(takes=at, before=before))
             if key != END:
-                ends[:, number(*key, self.v)] = works[0], works[-1]
+                ends[:, CODE[key[0]], *key[1:]] = works[0], works[-1]
         table = Table(code, costs, awaited)
         several = (getattr(cost, "code", [ins]) for ins, cost in zip(code, costs, strict=True))
         table.said = [said(self.costs, pp, some) for some in several]
@@ -221,7 +222,7 @@ class Deep:
         for key, *_ in walk[1:]:
             if key == END:
                 found.append(next(end))
-            elif key[0] in LETTERS:
+            elif key[0] in CODE:
                 found.append(shape[key][-1].takes)
             else:
                 found.append(way(WAITED[SEND] if key[0] == WAIT else key[0], *key[1:], self.v))

@@ -13,8 +13,8 @@ import numpy as np
 
 from paralab.interpret.lines import Line
 from paralab.interpret.memory import Kind, moments
-from paralab.interpret.turns import LETTERS
 from paralab.programs.fold import Lists
+from paralab.theory.order import CODE
 
 SAMPLES = 12  # in addition to the peaks
 Held = dict[Kind, int]
@@ -30,7 +30,7 @@ def samples(
     actions: np.ndarray,
     device: np.ndarray,
 ) -> list[tuple[float, np.ndarray]]:
-    """`Step.held` of a rank: at the start, behind some actions, at each tier's peak, at the end.
+    """Of a rank in a step: at the start, behind some actions, at each tier's peak, at the end.
 
     before, behind  bytes of every kind before the first instruction, and behind each (n, kinds)
     most, top       on the device at its peak within each; called with one, of every kind then
@@ -72,7 +72,7 @@ class Effects:
         for at, (key, *three) in reversed(list(zip(symbols, rest, strict=True))):
             here, most, behind = (np.array([held.get(kind, 0) for kind in kinds]) for held in three)
             self.added[at], self.top[at] = behind - here, most - here
-            self.there[at], self.actions[at] = True, key[0] in LETTERS
+            self.there[at], self.actions[at] = True, key[0] in CODE
 
     def samples(self, line: Line) -> list[tuple[float, np.ndarray]]:
         """Of a rank of this kind, and in addition where most is behind its actions."""
@@ -112,7 +112,7 @@ def steps(found: Lists, gloo: bool) -> Iterator[Step]:
     now: list[Any] = []
     most = -1  # bytes on the device so far in this step
     for (peak, top, behind), key in zip(walk, found.labels, strict=True):
-        if now and not (key == now[0] and key[0] in LETTERS):
+        if now and not (key == now[0] and key[0] in CODE):
             yield tuple(now)
             now = []
         if not now:

@@ -25,13 +25,14 @@ from paralab.interpret.memory import moments
 from paralab.interpret.outline_tables import tables
 from paralab.interpret.spans import spans
 from paralab.interpret.time import walked
-from paralab.interpret.turns import LETTERS, Turns
+from paralab.interpret.turns import Turns
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE
 from paralab.programs.program import Program
 from paralab.report.tables import LETTER
 from paralab.spec import Cluster, ModelSpec, Plan
+from paralab.theory.order import CODE
 
 
 def outline(
@@ -82,6 +83,6 @@ def turns_of(program: Program, pp: int) -> Turns:
         ins = code[position]
         if span and span[0] in LETTER and ins.op in COMPUTE:
             stage = part_of.get(ins.at[0], span[2])
-            what = stage, LETTERS.index(LETTER[span[0]]), span[1]
+            what = stage, CODE[LETTER[span[0]]], span[1]
             found.setdefault(what, [position, 0])[1] = position
     return Turns(*np.array([(*what, *ends) for what, ends in found.items()]).T)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paralab.interpret.jobs import Order
-from paralab.interpret.turns import LETTERS
 from paralab.interpret.walk import CALL, WAIT, Item, Rank, Walk
 from paralab.parallel.lowering import lower
 from paralab.parallel.schedules import Action
@@ -26,6 +25,7 @@ from paralab.programs.fold import END, FEW, LIKE_ALL
 from paralab.programs.instructions import RECEIVE, SEND
 from paralab.spec import Plan
 from paralab.spec.forms import make_schedule
+from paralab.theory.order import CODE
 
 # What stands between actions: messages, and WAITs for those that were sent. The WAIT for an
 # ARRIVAL, of what was received, stands inside an action.
@@ -40,11 +40,6 @@ Shape = tuple[tuple[Any, tuple[Item, ...]], ...]  # what a kind of rank does in 
 def way(op: str, state: str, chunk: int, v: int) -> int:
     """The number in a rank's table of one of `WAYS`: of "x" or "g", of one of its v stages."""
     return (2 * WAYS.index(op) + (state == "g")) * v + chunk
-
-
-def number(letter: str, chunk: int, few: int, v: int) -> int:
-    """Of an action among those of a rank with v stages."""
-    return (LETTERS.index(letter) * v + chunk) * FEW + few
 
 
 class Graph(NamedTuple):
@@ -206,7 +201,7 @@ class _List:
                 done = count[step[:2]] = count.get(step[:2], -1) + 1
                 few = FEW - 1 if done == self.m - 1 else min(done, LIKE_ALL)
                 key = letter, stage // pp, few
-                self.actions.extend((LETTERS.index(letter), *key[1:], k, len(symbol)))
+                self.actions.extend((CODE[letter], *key[1:], k, len(symbol)))
                 needs = "F" if letter == "F" else "B", stage, k
                 for at, item in self.turns[key]:
                     symbol.append(at)

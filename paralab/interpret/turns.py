@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-LETTERS = "FBIW"
+from paralab.theory.order import CODE
 
 
 class Turns(NamedTuple):
-    """The actions in a rank's list, in order; letter: its number in LETTERS; first and last
+    """The actions in a rank's list, in order; letter: as in `CODE`; first and last
     instruction of compute. (n,) each.
     """
 
@@ -23,7 +23,7 @@ class Turns(NamedTuple):
     @property
     def since(self) -> int:
         """Where the first action of a stage's last micro-batch begins."""
-        _, at = np.unique((self.stage * len(LETTERS) + self.letter)[::-1], return_index=True)
+        _, at = np.unique((self.stage * len(CODE) + self.letter)[::-1], return_index=True)
         return int(self.first[::-1][at].min())
 
     @property

@@ -32,6 +32,7 @@ from paralab.programs.instructions import CALL, COMPUTE, MESSAGES, RECEIVE, SEND
 from paralab.programs.program import Program
 from paralab.programs.skeleton import instruction, stage_parts
 from paralab.spec import Plan
+from paralab.theory.order import CODE
 
 FEW = 5  # micro-batches of the lists that a step is put together from
 LIKE_ALL = 2  # the one of these that stands for all but two at the start and one at the end
@@ -114,7 +115,7 @@ def _few(program: Program, rank: int) -> Code:
     letters = {action.kind for action in plan.actions()[rank]}
     mine, code = range(rank, plan.stages, plan.pp), []
     for k in range(FEW):
-        for letter in (some for some in "FBIW" if some in letters):
+        for letter in (some for some in CODE if some in letters):
             for s in mine if letter == "F" else reversed(mine):
                 what, to = ("F", 1) if letter == "F" else ("B", -1)
                 steps = [Action(s, letter, k)]
