@@ -54,7 +54,7 @@ class OneDevice:
         del loss
         with self.recorder.span("optimizer"), torch.no_grad():
             grads = [p.grad for p in self.parameters]
-            self.optimizer.step(self.parameters, grads, self.states, divisor=None, overflow=None)
+            self.optimizer.step(self.parameters, grads, self.states, (None, None))
             del grads
             self.gpt.zero_grad()
 

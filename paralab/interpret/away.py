@@ -88,8 +88,7 @@ class Away:
         """One step of a unit, to be made by the host's processor.
 
         held     {kind: value} of what it reads and writes. "host.shard", parameters off the device:
-                 the weights themselves, or to be rounded from them. "host.verdict": what to divide
-                 the gradient by, and whether the step is left out
+                 the weights themselves, or to be rounded from them
         arrived  the event behind which the verdict is there, or None
         """
         states, share, count = (held.get(kind) for kind in ("host.opt", "host.shard", "host.count"))
@@ -97,13 +96,13 @@ class Away:
         kept = {}
         if self.adamw:
             kept = {"exp_avg": [states[0]], "exp_avg_sq": [states[1]], "step": [count]}
-        divisor, overflow = held.get("host.verdict", (None, None))
+        verdict = held.get("host.verdict", (None, None))
 
         def step() -> None:
             if arrived is not None:
                 arrived.synchronize()
             grads = [gradient.float()]  # 16 bits become 32; fp32 stays as it is
-            optimizer.step([weights], grads, kept, divisor=divisor, overflow=overflow)
+            optimizer.step([weights], grads, kept, verdict)
             if share is not None and self.master:
                 share.copy_(weights)
 

@@ -34,6 +34,11 @@ _ADAMW |= {"amsgrad": False, "maximize": False}
 # overflows even there has diverged. Above 2^24 it only finds the next overflow.
 DOUBLE_AFTER, FIRST_SCALE, FLOOR, CEILING = 2000, 2.0**16, 1.0, 2.0**24
 
+Tensors = list[Tensor]
+States = dict[str, Tensors]
+# What to divide the gradients by; 1.0 where one of them is not finite and the step is left out.
+Verdict = tuple[Tensor | None, Tensor | None]
+
 
 class Optimizer:
     """One fused optimizer step of some tensors."""
@@ -41,7 +46,7 @@ class Optimizer:
     def __init__(self, name: str, lr: float) -> None:
         self.name, self.lr = name, lr
 
-    def states(self, tensors: list[Tensor]) -> dict[str, list[Tensor]]:
+    def states(self, tensors: Tensors) -> States:
         """{"exp_avg", "exp_avg_sq", "step"}: a tensor each for every one that is updated."""
         if self.name == "sgd":
             return {}
@@ -52,16 +57,9 @@ class Optimizer:
             "step": [torch.zeros((), dtype=torch.float32, device=device) for _ in tensors],
         }
 
-    def step(
-        self,
-        tensors: list[Tensor],
-        grads: list[Tensor],
-        states: dict[str, list[Tensor]],
-        *,
-        divisor: Tensor | None,
-        overflow: Tensor | None,
-    ) -> None:
-        """Update in place. divisor: of the gradients; overflow: 1.0 where the step is left out."""
+    def step(self, tensors: Tensors, grads: Tensors, states: States, verdict: Verdict) -> None:
+        """Update in place."""
+        divisor, overflow = verdict
         how = {"lr": self.lr, "grad_scale": divisor, "found_inf": overflow}
         if self.name == "sgd":
             torch._fused_sgd_(tensors, grads, [], **_SGD, **how)
@@ -175,12 +173,12 @@ class State:
     # ---- the update ------------------------------------------------------------------------------
     def update(self, u: int, grad: Any, norm: Tensor | None) -> None:
         """One optimizer step of unit ``u``."""
-        divisor, overflow = self.decided(norm)
+        verdict = self.decided(norm)
         grads = self.tensors(u, grad)
         if self.dtype != torch.float32:
             grads = [g.float() for g in grads]
         states = self.store["opt", u, 0]
-        self.optimizer.step(self.targets[u], grads, states, divisor=divisor, overflow=overflow)
+        self.optimizer.step(self.targets[u], grads, states, verdict)
         if self.dtype != torch.float32:
             self.refresh(u)
 
@@ -214,7 +212,7 @@ class State:
         zero = gradient.new_zeros((), dtype=torch.float32)  # a rank may have nothing to count
         return torch.linalg.vector_norm(torch.stack([zero, *norms]))
 
-    def decided(self, norm: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def decided(self, norm: Tensor | None) -> Verdict:
         """The verdict on this step's gradients, kept until the next."""
         if norm is not None and not self._decided:
             self._decided = True
@@ -223,8 +221,7 @@ class State:
                     kept.copy_(found)
         return self._verdict
 
-    def verdict(self, squares: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What to divide the gradients by, and whether one of them is not finite, 1.0 or 0.0."""
+    def verdict(self, squares: Tensor) -> Verdict:
         norm, divisor, overflow = squares.view(()).sqrt(), None, None
         if self.loss_scale is not None:
             overflow = 1.0 - torch.isfinite(norm).float()
