@@ -17,27 +17,23 @@ from paralab.programs.fold import Lists
 from paralab.theory.order import CODE
 
 SAMPLES = 12  # in addition to the peaks
+Array = np.ndarray
 Held = dict[Kind, int]
 Step = tuple[Any, Held, Held, Held]  # its key; what there is before it, at its peak, and behind it
 
 
 def samples(
-    before: np.ndarray,
-    behind: np.ndarray,
-    most: np.ndarray,
-    top: Callable[[int], np.ndarray],
-    leave: np.ndarray,
-    actions: np.ndarray,
-    device: np.ndarray,
-) -> list[tuple[float, np.ndarray]]:
+    behind: Array, most: Array, top: Callable, leave: Array, actions: Array, device: Array
+) -> list[tuple[float, Array]]:
     """Of a rank in a step: at the start, behind some actions, at each tier's peak, at the end.
 
-    before, behind  bytes of every kind before the first instruction, and behind each (n, kinds)
-    most, top       on the device at its peak within each; called with one, of every kind then
-    leave           when the rank goes on behind it                                         (n,)
-    actions         the last instruction of each
-    device          which kinds are on the device
+    behind     bytes of every kind before the first instruction, and behind each    (1 + n, kinds)
+    most, top  on the device at its peak within each; called with one, of every kind then
+    leave      when the rank goes on behind it                                                (n,)
+    actions    the last instruction of each
+    device     which kinds are on the device
     """
+    before, behind = behind[0], behind[1:]
     some = actions[np.unique(np.linspace(0, len(actions) - 1, SAMPLES).astype(int))]
     found = {0.0: before} | {float(leave[at]): behind[at] for at in some.tolist()}
     other = behind[:, ~device].sum(1)
@@ -78,14 +74,14 @@ class Effects:
         """Of a rank of this kind, and in addition where most is behind its actions."""
         at = np.flatnonzero(self.there[line.symbol])
         symbol, leave = line.symbol[at], line.left[at]
-        behind = self.before + self.added[symbol].cumsum(0)
+        behind = np.vstack([self.before, self.added[symbol]]).cumsum(0)
         beyond, actions = self.top - self.added, np.flatnonzero(self.actions[symbol])
         most = self._most(symbol)
 
         def top(n: int) -> np.ndarray:
-            return behind[n] + beyond[symbol[n]]
+            return behind[n + 1] + beyond[symbol[n]]
 
-        found = dict(samples(self.before, behind, most, top, leave, actions, self.device))
+        found = dict(samples(behind, most, top, leave, actions, self.device))
         end = actions[-1] + 1
         found.setdefault((leave[end - 1] + line.end) / 2, top(end + int(most[end:].argmax())))
         return sorted(found.items(), key=lambda sample: sample[0])

@@ -68,7 +68,7 @@ def whole(program: Program, cluster: Cluster) -> Step:
             np.array([[one.get(kind, 0) for kind in kinds] for one in some]) for some in both
         )
         most, top = np.array(peaks[1:]), tops[1:].__getitem__
-        held.append(samples(behind[0], behind[1:], most, top, line.left, mine.last, device))
+        held.append(samples(behind, most, top, line.left, mine.last, device))
     return Step(lines, turns, kinds, held, costs)
 
 
