@@ -60,7 +60,6 @@ class Deep:
         self.program = laid_out(spec, plan, optimizer=optimizer, clips=False)
         self.like = first_alike(self.program)
         self.lists = {like: lists(self.program, like) for like in dict.fromkeys(self.like)}
-        self.first = len(pipeline.WAYS) * 2 * self.v  # instruction that is no message
         self._asked: tuple = ()
         self._count(Costs(self.program, cluster))
 
@@ -119,10 +118,10 @@ class Deep:
             one, kind = known[at]
             kinds.append(kind)
             table, weights = copy(one.table), one.weights.copy()
-            table.code, table.costs = table.code.copy(), table.costs.copy()
-            self._write_messages(pp, table.code, table.costs, weights)
-            own = (said(costs, pp, [ins]) for ins in table.code[: self.first])
-            table.said = [*own, *table.said[self.first :]]
+            table.said = table.said.copy()
+            for at, wait, ins, cost in self._messages(pp):
+                weights[at], weights[wait] = cost.seconds, cost.behind
+                table.said[at] = said(costs, pp, [ins])
             self.alike.append(one._replace(table=table, weights=weights))
         posting = self.cluster.call_overhead
         asked = tuple(shapes), tuple(kinds), posting > 0
@@ -142,21 +141,21 @@ class Deep:
             lanes[like] = sorted(found)
         return lanes
 
-    def _write_messages(self, pp: int, code: Code, costs: list, weights: Any) -> None:
-        """Those of a rank, into their places."""
+    def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
+        """Those of a rank: its place, and that of the WAIT for it."""
         like = self.like[pp]
         for (op, *of), ins in self.lists[like].messages.items():
             if op != WAIT:
                 ins = ins._replace(peer=(ins.peer + pp - like) % self.plan.pp)
                 at, wait = (way(one, *of, self.v) for one in (op, WAITED[op]))
-                code[at], costs[at] = ins, self.costs.of(pp, ins)
-                weights[at], weights[wait] = costs[at].seconds, costs[at].behind
+                yield at, wait, ins, self.costs.of(pp, ins)
 
     def _alike(self, pp: int, name: tuple) -> Alike:
         """Of a rank, whose kind and groups have this name."""
-        n, turns = self.first, self.lists[name[0]].turns
+        n, turns = len(pipeline.WAYS) * 2 * self.v, self.lists[name[0]].turns  # n: of messages
         code, costs, weights = [NOTHING] * n, [AWAITED] * n, [0.0] * n
-        self._write_messages(pp, code, costs, weights)
+        for at, _, ins, cost in self._messages(pp):
+            code[at], costs[at] = ins, cost
         actions = chain.from_iterable(some for key, some in turns.items() if key != END)
         begun = {ins.writes: ins for ins in actions if ins.lane and ins.op != WAIT}
         awaited: dict[int, Cost] = {}

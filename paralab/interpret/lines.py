@@ -55,7 +55,7 @@ class Table:
     said             set by who needs it: what it sends and copies, and how often
     """
 
-    said: Sequence[Counter[Said]]
+    said: list[Counter[Said]]
 
     def __init__(
         self, code: Code, costs: Sequence[Cost | Body], awaited: Mapping[int, Cost]
