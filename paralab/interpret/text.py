@@ -88,7 +88,7 @@ class ProgramText(RankProgram):
               a group, or "h2d", "d2h", "disk", "host"
         """
         ops = {choice("op", str(name).upper(), tuple(sorted(OPS))) for name in _several(op)}
-        lanes, known = set(_several(lane)), set(map(lane_of, self.lines))
+        lanes, known = set(_several(lane)), {ins.lane or "compute" for ins in self.lines}
         for name in lanes - known:
             raise illegal("lane", name, "no instruction runs there", ", ".join(sorted(known)))
         last = self.plan.microbatches - 1
@@ -98,7 +98,7 @@ class ProgramText(RankProgram):
             (position, ins)
             for position, ins in self
             if (op is None or ins.op in ops)
-            and (lane is None or lane_of(ins) in lanes)
+            and (lane is None or (ins.lane or "compute") in lanes)
             and (microbatch is None or ins.mb in batches)
         ]
         return found
@@ -112,7 +112,7 @@ class ProgramText(RankProgram):
 
     def count(self) -> Counter[tuple[str, str]]:
         """{(op, lane): lines}."""
-        return Counter((ins.op, lane_of(ins)) for _, ins in self)
+        return Counter((ins.op, ins.lane or "compute") for _, ins in self)
 
     def diff(self, other: ProgramText) -> Difference:
         """What ``other`` does that this program does not, and what it leaves out."""
@@ -257,11 +257,6 @@ def said(plan: Plan) -> str:
     usual, mine = Plan().to_dict(), plan.to_dict()
     found = [f"{name}={value}" for name, value in mine.items() if value != usual[name]]
     return ", ".join(found) or "one device"
-
-
-def lane_of(ins: Instr) -> str:
-    """Where an instruction runs, by the name that a filter takes."""
-    return ins.lane or "compute"
 
 
 def _several(value: Any) -> list:

@@ -150,8 +150,7 @@ class Member:
         """Global ranks of the group whose calls are made on this lane."""
         found = self._groups.get(lane)
         if found is None:
-            name = "shard" if lane == "dp" and self.plan.zero_stage else lane
-            found = self.plan.ranks("pp" if lane == "ends" else name, self.rank)
+            found = self.plan.ranks({"ends": "pp", "dp": "shard"}.get(lane, lane), self.rank)
             if lane == "ends":
                 found = (found[0], found[-1])
             self._groups[lane] = found

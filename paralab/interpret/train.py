@@ -74,7 +74,7 @@ class Trainer:
             model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
         )
         self.groups = {
-            "dp": grid.shard if plan.zero_stage else grid.dp,
+            "dp": grid.shard,
             "replica": grid.replica,
             "secondary": grid.secondary,
             "pp": grid.pp,

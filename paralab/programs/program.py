@@ -108,7 +108,7 @@ class Program:
             "piece": ("buffers", item * share),
             "second": ("parameters", item * unit.numel // (plan.secondary_shard or 1)),
             "grad": ("gradients", grad * unit.numel),
-            "part": ("buffers", grad * (share if plan.zero_stage else unit.numel // plan.dp)),
+            "part": ("buffers", grad * (unit.numel // plan.shard_degree)),
             "gshard": ("gradients", grad * share),
             "wide": ("gradients", 4 * unit.numel // self.shards),
             "master": ("optimizer", 4 * elements // self.shards),

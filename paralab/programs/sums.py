@@ -189,9 +189,8 @@ class Sums:
 def born(program: Program, pp: int) -> list[frozenset[Axis]]:
     """Per unit of a pipeline rank the axes over which its gradient is partial after backward."""
     plan = program.plan
-    alike: set[Axis] = {"dp"} if (plan.shard_degree if plan.zero_stage else plan.dp) > 1 else set()
-    if plan.zero_stage and plan.shard_degree < plan.dp:
-        alike.add("replica")
+    sizes = {"dp": plan.shard_degree, "replica": plan.dp // plan.shard_degree}
+    alike: set[Axis] = {axis for axis, size in sizes.items() if size > 1}
     found = [set(alike) for _ in program.units[pp]]
     for key, shares in program.shared(pp, None).items():
         for share in shares:
