@@ -131,8 +131,7 @@ class State:
             for name, view in Flat(unit, whole, model).views.items():
                 fill(view, name=name)
         n = self.program.shards
-        mine = whole.chunk(n)[self.index] if self.zero else whole
-        low = whole if self.dtype == torch.float32 else whole.to(self.dtype)
+        mine, low = whole.chunk(n)[self.index], whole.to(self.dtype)
         recorder.owns("parameters", low)
         if self.away is not None:
             self.away.lay_out(u, low.chunk(n)[self.index], mine)
@@ -174,9 +173,7 @@ class State:
     def update(self, u: int, grad: Any, norm: Tensor | None) -> None:
         """One optimizer step of unit ``u``."""
         verdict = self.decided(norm)
-        grads = self.tensors(u, grad)
-        if self.dtype != torch.float32:
-            grads = [g.float() for g in grads]
+        grads = [g.float() for g in self.tensors(u, grad)]
         states = self.store["opt", u, 0]
         self.optimizer.step(self.targets[u], grads, states, verdict)
         if self.dtype != torch.float32:

@@ -118,8 +118,7 @@ def between(program: Program, rank: int) -> list[Pass]:
         chain.append(data_parallel.FORMS[plan.grad_sync])
     shared = program.shared(rank, None)  # of any data-parallel rank: all have one list
     axes = {key: {share.unit for share in shares} for key, shares in shared.items()}
-    if axes:
-        chain.append(lambda code: optimizer.shared(code, axes, kind))
+    chain.append(lambda code: optimizer.shared(code, axes, kind))
     if tiers and tiers.gradients != "device":
         waits = {u for u, unit in enumerate(program.units[rank]) if unit.waits}
         chain.append(
