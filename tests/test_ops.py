@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,8 @@ def made(setting: str, dtype: torch.dtype):
     changes, plan, tp = SETTINGS.get(setting) or ({"block": OWN[setting]}, {}, 0)
     spec = SPEC.replace(**changes)
     program = compiled(spec, pl.Plan(precision=NAMES[dtype], **plan))
-    env = Env(program, {}, Recorder(rank=0, world_size=1), seed=3, device="cpu", tp=tp)
+    recorder = Recorder(rank=0, world_size=1)
+    env = Env(SimpleNamespace(program=program, recorder=recorder, seed=3, device="cpu", tp=tp), {})
     env.step, env.sample, env.share, env.dtype = 2, 5, SHARE, dtype
     env.future_mask = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool).triu(1)
     return program.model.ops, env, program

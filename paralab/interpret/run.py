@@ -41,7 +41,6 @@ from paralab.programs.instructions import (
     keeps,
     sums_shared,
 )
-from paralab.programs.program import Program
 from paralab.programs.storages import SHARING
 from paralab.spec import TIED
 
@@ -51,12 +50,10 @@ Groups = dict[str, Any]  # {axis: comm.Group}
 class Env:
     """What ops ask for in addition to weights and states: targets, masks, messages of their own."""
 
-    def __init__(
-        self, program: Program, groups: Groups, recorder: Any, *, seed: int, device: str, tp: int
-    ) -> None:
-        spec, plan = program.spec, program.plan
-        self.spec, self.plan, self.groups, self.recorder = spec, plan, groups, recorder
-        self.seed, self.device, self.dtype = seed, device, DTYPES[plan.precision]
+    def __init__(self, state: State, groups: Groups) -> None:
+        spec, plan, tp = state.program.spec, state.program.plan, state.tp
+        self.spec, self.plan, self.groups, self.recorder = spec, plan, groups, state.recorder
+        self.seed, self.device, self.dtype = state.seed, state.device, DTYPES[plan.precision]
         self.step = self.sample = 0
         self.share: Any = loss_share(plan)
         self.targets = self.regathered = None
@@ -70,9 +67,9 @@ class Env:
         self.first_logit = self.boxes["logits"][2].start
         self.future_mask: Tensor | None = None  # True where a token would look ahead, (s, s)
         if spec.attention != "sdpa" and spec.block is None:
-            ones = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool, device=device)
+            ones = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool, device=self.device)
             self.future_mask = ones.triu(1)
-            recorder.owns("buffers", self.future_mask)
+            self.recorder.owns("buffers", self.future_mask)
         self.in_flight: list[Any] = []  # calls during which an op's weight half is computed
 
     def mask(self, name: str, p: float, what: str) -> Tensor:
@@ -137,8 +134,7 @@ class Rank:
     def __init__(self, state: State, groups: Groups) -> None:
         self.state, self.groups, self.store = state, groups, state.store
         self.program = program = state.program
-        own = {"seed": state.seed, "device": state.device, "tp": state.tp}
-        self.env = Env(program, groups, state.recorder, **own)
+        self.env = Env(state, groups)
         self.plan, self.model, self.code = program.plan, program.model, program.codes[state.pp]
         self.units, self.pp, self.recorder = state.units, state.pp, state.recorder
         self.pending: dict[tuple[Value, ...], tuple[Any, Callable | None]] = {}
