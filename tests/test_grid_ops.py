@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import paralab as pl
-from paralab.interpret import memory
+from paralab.interpret.memory import moments
 from paralab.interpret.traffic import rows
 from paralab.model import grid_ops
 from paralab.model.build import build
@@ -83,29 +83,20 @@ def test_memory_inside_every_op_is_what_the_ledger_counts(monkeypatch, grid, pla
     """Each op is an instruction here. On the first rank; others, whose turn in SUMMA is another,
     may stay below it.
     """
-    tops, look = {}, memory._Rank.look
-
-    def looked(self, position: int, *inside: Any) -> None:
-        more = sum(found.activations + found.workspace for found in inside)
-        tops[position] = max(tops.get(position, 0), self.total + more)
-        look(self, position, *inside)
-
-    monkeypatch.setattr(memory._Rank, "look", looked)
     monkeypatch.setattr(
         "paralab.programs.compile.message_cuts", lambda model: set(range(len(model.ops)))
     )
     plan, model = grid_plan(grid, **plan), MODEL.replace(hidden=64)
     program = compiled(model, plan)
     for rank in {0, 1, plan.world_size - 1}:
-        tops.clear()
-        found = memory.memory(program, plan.place(rank).pp)
+        _, *found = moments(program, plan.place(rank).pp)
         seen = witness(model, plan, rank)
-        between = [{kind: n for (_, kind), n in then.items() if n} for then in found.between]
+        between = [{kind: n for (_, kind), n in then.items() if n} for *_, then in found]
         assert between == [{kind: n for kind, n in then.items() if n} for then in seen.between]
         checked = 0
         for position, ins in enumerate(program.codes[plan.place(rank).pp]):
             if ins.op in COMPUTE and isinstance(program.model.ops[ins.at[0]], GRID_OPS):
-                said, was = tops[position], seen.tops[position][0]
+                said, was = found[position][0], seen.tops[position][0]
                 assert was <= said if rank else was == said, (rank, ins)
                 checked += 1
         assert checked > 20
