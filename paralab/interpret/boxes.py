@@ -140,7 +140,6 @@ class _Writer:
     def inside(self, cost: Compute, calls: tuple[Call, ...], made: list) -> None:
         """Compute whose ops make calls: events, calls and moments are in one order."""
         numbers: list[int] = []
-        posted = [event for event in cost.inside if type(event) is Posted]
         for event in cost.inside:
             if type(event) is Posted:
                 at = made[len(numbers)]
@@ -148,7 +147,7 @@ class _Writer:
                 numbers.append(self.begin(call, at.begun, (at.start, at.end)))
             elif type(event) is int:
                 at = made[event]
-                self.wait(at.waited, at.until, numbers[event], posted[event].summed)
+                self.wait(at.waited, at.until, numbers[event], at.of.summed)
 
     def job(
         self, position: int, ins: Instr, now: float, begun: tuple[float, float], behind: list[int]

@@ -177,10 +177,7 @@ class Line:
         """Seconds that the rank does nothing in every instruction."""
         found = self.table.idle[self.symbol] + self.waits * (self.over - self.entered)
         for at, calls in self.inside.items():
-            found[at] = sum(
-                call.until - call.waited + of.summed * of.other
-                for call, of in zip(calls, self._posted(at), strict=True)
-            )
+            found[at] = sum(c.until - c.waited + c.of.summed * c.of.other for c in calls)
         return found
 
     def copies(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -191,12 +188,9 @@ class Line:
         np.add.at(edges, first, 1)
         np.add.at(edges, last, -1)
         adds = self.computes & ~self.works & (edges.cumsum() == 0)
-        for at in self.inside:
-            found[at] = sum(of.summed for of in self._posted(at) if not of.other)
+        for at, calls in self.inside.items():
+            found[at] = sum(call.of.summed for call in calls if not call.of.other)
         return np.where(adds, self.left - self.begins, found)
-
-    def _posted(self, at: int) -> list[Posted]:
-        return posted(self.table.costs[self.symbol[at]])
 
     def worked(self, which: np.ndarray) -> np.ndarray:
         """Of all that computes and counts: begin, end and seconds of work; where an op waits for
@@ -206,10 +200,9 @@ class Line:
         start, end, rows = self.begins[which], self.left[which], []
         for at, calls in self.inside.items():
             begin = self.begins[at]
-            some = zip(calls, self._posted(at), strict=True)
-            for call, of in sorted(some, key=lambda both: both[0].waited):
+            for call in sorted(calls, key=lambda call: call.waited):
                 rows.append((begin, call.waited, call.waited - begin))
-                begin = call.until + of.summed
+                begin = call.until + call.of.summed
             rows.append((begin, self.left[at], self.left[at] - begin))
         found = np.stack([start, end, end - start - self.table.idle[self.symbol[which]]])
         found = np.concatenate([found, np.array(rows).reshape(-1, 3).T], 1)
@@ -306,14 +299,10 @@ def said(costs: Costs, pp: int, code: Iterable[Instr]) -> Counter[Said]:
                 found[(ins.lane, *what), costs.of(pp, ins).seconds] += 1
         elif made := costs.calls.of(pp, ins):
             cost = costs.of(pp, ins)
-            each = [cost] if type(cost) is Posted else posted(cost)
+            events = [cost] if type(cost) is Posted else cost.inside
+            each = (event for event in events if type(event) is Posted)
             found.update((call, one.seconds) for call, one in zip(made, each, strict=True))
     return found
-
-
-def posted(cost: Compute) -> list[Posted]:
-    """The calls that ops make inside an instruction."""
-    return [event for event in cost.inside if type(event) is Posted]
 
 
 def beside(some: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndarray) -> np.ndarray:

@@ -69,8 +69,8 @@ def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None) -> Item:
 
 
 class Inside(NamedTuple):
-    """A call that an op made inside an instruction. Seconds: posted at ``begun``, on its lane from
-    ``start`` to ``end``, waited for from ``waited`` to ``until``.
+    """A call that an op made inside an instruction, and what it takes. Seconds: posted at
+    ``begun``, on its lane from ``start`` to ``end``, waited for from ``waited`` to ``until``.
     """
 
     begun: float
@@ -78,6 +78,7 @@ class Inside(NamedTuple):
     end: float
     waited: float
     until: float
+    of: Posted
 
 
 class Walk:
@@ -210,7 +211,6 @@ class Rank:
     def _inside(self, position: int, clock: float, events: tuple) -> float:
         """Go through compute that makes calls; each of its groups is one of alike ranks."""
         made: list[Inside] = []
-        behind = []
         for event in events:
             kind = type(event)
             if kind is float:
@@ -218,12 +218,11 @@ class Rank:
             elif kind is int:
                 call, until = made[event], max(clock, made[event].end)
                 made[event] = call._replace(waited=clock, until=until)
-                clock = until + behind[event]
+                clock = until + (call.of.summed + call.of.behind)
             else:
                 start = max(clock, self.lanes.get(event.lane, 0.0))
                 end = self.lanes[event.lane] = start + event.seconds
-                made.append(Inside(clock, start, end, end, end))
-                behind.append(event.summed + event.behind)
+                made.append(Inside(clock, start, end, end, end, event))
                 clock += self.common.posting
         self.inside[position] = made
         return clock
