@@ -68,8 +68,7 @@ class Trainer:
             torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         at = plan.place(context.rank)
         self.corpus = Corpus(data)
-        self.tp = grid.tp["tp"].index
-        self.says_loss = says_loss(plan, self.tp)  # one rank for all that have the same tokens
+        self.says_loss = says_loss(plan, at.tp)  # one rank for all that have the same tokens
         self.program = compiled(
             model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
         )
