@@ -161,8 +161,8 @@ def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tab
 
 
 def samples(program: Program, times: Times, pp: int, *, gloo: bool = True) -> Samples:
-    """(seconds from the start of the step, bytes) where an instruction ends, and at the peak
-    of each; of several at once the largest.
+    """(seconds from the start of the step, bytes) where an instruction ends, and at the highest
+    peak; of several at once the largest.
     """
     (_, _, before), *found = moments(program, pp, gloo=gloo)
     made = [(0.0, before)]
