@@ -36,10 +36,10 @@ from paralab.programs.instructions import COLLECTIVES, MESSAGES, Code, Instr
 from paralab.programs.names import Names
 from paralab.programs.own import OPS, RankProgram
 from paralab.programs.program import Program
+from paralab.report.tables import TIERS
 from paralab.spec import ModelSpec, Plan
 from paralab.view.theme import scaled
 
-TIERS = ("device", "host", "file")
 BUCKETS = 4  # that are said what lies in them
 WIDTH = 60  # of what an instruction is about, before what it frees
 
