@@ -32,6 +32,7 @@ PLAN = {
     "tp_mode": ("1d", "2d", "2.5d", "3d"),
     "tp_depth": (None, 1, 2),
     "partition_activations": (False, True),
+    "partition_messages": (False, True),
     "grad_sync": ("naive", "bucketed", "overlapped"),
     "bucket_bytes": (1, 7_000, 50_000, 10**9),
     "prefetch": (0, 1, 2, 5),

@@ -144,6 +144,7 @@ CASES = {
     "tensor and data parallel": Case({"tp": 2, "dp": 2, "grad_sync": "naive"}),
     "sequence parallel": Case({"tp": 2, "sequence_parallel": True, "microbatches": 2}),
     "parts": Case({"tp": 2, "recompute": "full", "partition_activations": True}),
+    "messages in parts": Case({"tp": 2, "pp": 2, "microbatches": 2, "partition_messages": True}),
     "2D": Case({"tp": 4, "tp_mode": "2d"}),
     "2.5D": Case({"tp": 8, "tp_mode": "2.5d", "tp_depth": 2, "microbatch_size": 4}),
     "3D": Case({"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),
@@ -357,6 +358,9 @@ MUTANTS = {
         "data parallel", TRAIN, "self.grid.dp.index * plan.microbatches", "0", equal=GRADIENTS),
     "parts: every rank keeps the first": Mutant(
         "parts", RUN, "source.shape[1])[:, group.index]", "source.shape[1])[:, 0]",
+        equal=GRADIENTS),
+    "messages in parts: every rank sends the first": Mutant(
+        "messages in parts", RUN, "source.shape[1])[:, group.index]", "source.shape[1])[:, 0]",
         equal=GRADIENTS),
     "parts: samples come back mixed": Mutant(
         "parts", RUN, "return parts.transpose(0, 1).reshape(whole.shape)",

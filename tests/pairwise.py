@@ -56,6 +56,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "selective", "full"),
     "partition_activations": (False, True),
     "tp_overlap": (True, False),
+    "partition_messages": (False, True),
     "offload": (None, "cpu", "nvme", (("activations", "cpu"),)),  # pairs: values can be keys
     "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": (None, "fp32"),

@@ -89,7 +89,7 @@ OTHER = {  # for every field a legal value that is not its default
     "recompute": "full", "offload": "cpu", "precision": "bf16", "tp_mode": "2d",
     "grad_sync": "naive", "bucket_bytes": 12345, "prefetch": 2, "tp_depth": 2,
     "partition_activations": True, "secondary_shard": 2, "grad_dtype": "fp32",
-    "tf32": True, "tp_overlap": False,
+    "tf32": True, "tp_overlap": False, "partition_messages": True,
 }  # fmt: skip
 
 

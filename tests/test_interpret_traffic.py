@@ -40,6 +40,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "sequence parallel": {
         "tp": 2, "dp": 2, "sequence_parallel": True, "zero_stage": 1, "bucket_bytes": SMALL},
     "inputs in parts": {"tp": 2, "recompute": "full", "partition_activations": True},
+    "messages in parts": {"tp": 2, "pp": 2, "partition_messages": True, "microbatches": 3},
     "2D": {"tp": 4, "tp_mode": "2d", "microbatch_size": 4},
     "3D": {"tp": 8, "tp_mode": "3d", "microbatch_size": 4},
     "ZeRO-Infinity": {"dp": 2, "zero_stage": 3, "offload": "nvme", "microbatches": 2},

@@ -20,7 +20,7 @@ FIELDS = {
     pl.ModelSpec: "layers hidden heads seq_len vocab tied dropout attention",
     pl.Plan: "dp tp pp schedule microbatches microbatch_size virtual_stages zero_stage shard "
     "sequence_parallel recompute offload precision tp_mode tp_depth partition_activations "
-    "grad_sync bucket_bytes prefetch passes secondary_shard tp_overlap",
+    "grad_sync bucket_bytes prefetch passes secondary_shard tp_overlap partition_messages",
     pl.Cluster: "name nodes devices_per_node flops peak_flops half_rate_tokens memory_bandwidth "
     "op_overhead call_overhead wait_overhead wait_work memory intra inter host disk host_bandwidth "
     "collectives products cores ports algorithm operand_bandwidth elements fused "

@@ -66,6 +66,8 @@ PLANS = {
                             "virtual_stages": 2, "zero_stage": 1},
     "zero 3 and pp": {"dp": 2, "pp": 2, "microbatches": 8, "zero_stage": 3},
     "full": {"tp": 2, "microbatches": 6, "recompute": "full", "partition_activations": True},
+    "messages in parts": {"tp": 2, "pp": 4, "microbatches": 8, "partition_messages": True,
+                          "schedule": "zb-h1"},
     "selective": {"pp": 2, "microbatches": 6, "recompute": "selective"},
     "all on the host": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "cpu"},
     "all in files": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "nvme"},

@@ -32,7 +32,9 @@ from paralab.programs.instructions import (
     COPY,
     FORWARD,
     LATE,
+    PARTS,
     RECOMPUTE,
+    STATES,
     UPDATE,
     WAIT,
     WORKERS,
@@ -292,7 +294,7 @@ class Rank:
     def COPY(self, ins: Instr) -> None:
         """Without a lane. By what is written: "wide", a gradient in fp32; "host.verdict", what the
         norm says about the gradients, which the host reads and the next step may not change;
-        "second", a shard for hpZ; else this tp rank's part of a block's input, along the sequence.
+        "second", a shard for hpZ; else this tp rank's part of a state, along the sequence.
         """
         if ins.writes[0][0] == "wide":
             with self.recorder.making("gradients"):
@@ -313,7 +315,7 @@ class Rank:
         part = source.view(samples, group.size, -1, source.shape[1])[:, group.index]
         part = part.clone(memory_format=torch.contiguous_format).view(-1, source.shape[1])
         self.store[ins.writes[0]] = part
-        self._owns("activations", part)
+        self._owns(ins.writes[0], part)
 
     # ---- the optimizer ---------------------------------------------------------------------------
     def NORM(self, ins: Instr) -> None:
@@ -417,11 +419,11 @@ class Rank:
         self._call(ins, group.all_gather(whole.view(-1), parts, phase=ins.phase), arrived)
 
     def SEND(self, ins: Instr) -> None:
-        group, tensor = self.groups["pp"], self.store[ins.reads[0]][-1]
+        group, tensor = self.groups["pp"], _last(self.store[ins.reads[0]])
         self._call(ins, group.send(tensor, to=group.ranks[ins.peer], phase=ins.phase))
 
     def RECEIVE(self, ins: Instr) -> None:
-        group, tensor = self.groups["pp"], self._made(ins.writes[0])[-1]
+        group, tensor = self.groups["pp"], _last(self._made(ins.writes[0]))
         self._call(ins, group.recv(tensor, source=group.ranks[ins.peer], phase=ins.phase))
 
     def _call(self, ins: Instr, pending: Any, finish: Callable | None = None) -> None:
@@ -446,7 +448,9 @@ class Rank:
         """Room on the device for a state between two ops, for a unit, or for a share of one."""
         _, category, size = self.program.size(v, self.pp)
         of_state, dtype = v[0] in SHARING, DTYPES[self.program.precision_of(v[0])]
-        shape = (self.model.tokens, self.model.width) if of_state else (size // dtype.itemsize,)
+        shape = (size // dtype.itemsize,)
+        if v[0] in STATES:
+            shape = (self.model.tokens // (self.plan.tp if v[0] in PARTS else 1), self.model.width)
         made = torch.empty(shape, dtype=dtype, device=self.env.device)
         self.recorder.owns(category, made)
         if v[0] in ("w", "grad"):
@@ -471,6 +475,11 @@ def _tensors(kept: Any) -> Iterator[Tensor]:
     elif isinstance(kept, (tuple, list)):
         for more in kept:
             yield from _tensors(more)
+
+
+def _last(value: Any) -> Tensor:
+    """Of a state that entry which is sent; a part of a state is that."""
+    return value[-1] if isinstance(value, tuple) else value
 
 
 def _by_rank(whole: Tensor, samples: int, n: int) -> Tensor:

@@ -4,7 +4,7 @@ An instruction whose lane is a group's axis is one call; an op may make calls of
 instruction of compute, which it lists as data (`model.ops.Call`). What travels follows from the
 sizes of values, S bytes of the full buffer:
 
-    SEND, RECEIVE               the last entry of the state
+    SEND, RECEIVE               the last entry of the state, or a tp rank's part of it
     ALL_REDUCE                  what it reads: a gradient, a shard of one, the norm, a state; of
                                 gradients that ranks of another axis share, those parts alone
     ALL_GATHER                  what it writes: a unit of parameters, the whole sequence of a state
@@ -30,6 +30,7 @@ from paralab.programs.instructions import (
     COLLECTIVES,
     COMPUTE,
     METHODS,
+    PARTS,
     RECEIVE,
     SEND,
     STATES,
@@ -118,7 +119,7 @@ class Calls:
             shares = program.shared(pp, index).get(ins.at, ())
             return program.item_of("grad") * sum(s.count for s in shares) if shares else None
         value = (ins.writes if ins.op in (ALL_GATHER, RECEIVE) else ins.reads)[0]
-        if value[0] in STATES:
+        if value[0] in STATES - PARTS:
             return model.item * model.ops[value[1] - 1].out
         return program.size(value, pp).bytes
 

@@ -3,8 +3,9 @@
 skeleton    what each pipeline rank computes, and its messages
 `inside`    passes that see one micro-batch's way through a stage: recompute, cut, add_parameters,
             tensor_parallel, partition_activations
-`between`   passes that see the whole step: sums of gradients; offload of gradients; update; gathers
-            of parameters; norm; the update moved to where its states are; offload of activations
+`between`   passes that see the whole step: messages in parts; sums of gradients; offload of
+            gradients; update; gathers of parameters; norm; the update moved to where its states
+            are; offload of activations
 own_passes  ``Plan.passes``, the learner's
 derived     waits and frees; then `check`, where a pass or the schedule is the learner's own
 """
@@ -17,6 +18,7 @@ from dataclasses import replace
 from paralab.model.build import build
 from paralab.parallel import buckets, data_parallel, offload, optimizer, recompute, zero
 from paralab.parallel.parameters import add_parameters, gradient_cuts
+from paralab.parallel.scatter_gather import scatter_gather
 from paralab.parallel.tensor_parallel import message_cuts, tensor_parallel
 from paralab.programs.actions import write
 from paralab.programs.checks import check
@@ -102,6 +104,8 @@ def between(program: Program, rank: int) -> list[Pass]:
     kind = "gshard" if stage else "grad"
     mixed, scaled = program.model.item < 4, plan.precision == "fp16"
     measured = program.clips or scaled  # whether the gradients' norm is needed
+    if plan.partition_messages:
+        chain.append(scatter_gather)
 
     def bring(u: int, number: int) -> tuple[Code, bool]:
         into = ("w" if alone else "piece", u, number)

@@ -195,11 +195,15 @@ class Estimate:
         A step begins with a hop to every later stage and ends with one to every earlier; naive does
         so for each micro-batch, and interleaved there are p v - 1 hops each way.
         """
-        p, nodes = self.p, self.p * self.space.dp * self.space.tp / self.cluster.devices_per_node
+        p, tp, message = self.p, self.space.tp, self.parts.message
+        nodes = p * self.space.dp * tp / self.cluster.devices_per_node
+        parts = self.each("partition_messages", int)  # put together by a gather over tp
+        gather = parts * self.link("all_gather", tp, 1 + 0 * p)((tp - 1) / tp * message)
+        message = message / np.where(parts, tp, 1)
         far = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node
         pairs = (Reach(2, 2, 1), Reach(2, 1, 2))
         near_by, across = (
-            self.cluster.ways("send", pair)["direct"].seconds(self.parts.message) for pair in pairs
+            self.cluster.ways("send", pair)["direct"].seconds(message) + gather for pair in pairs
         )
         hops = 2 * ((p - 1 - far) * near_by + far * across)
         each = hops / (2 * np.maximum(p - 1, 1))

@@ -92,7 +92,7 @@ def lists(program: Program, rank: int) -> Lists:
 
     def way(ins: Instr) -> Way:
         kind, at, _ = (ins.reads or ins.writes)[0]
-        kind, at = at if kind == "sent" else (kind, at)
+        kind, at = at if kind == "sent" else (kind[0], at)  # "x" of an xslice
         stage_of = ends if (kind == "x") == (ins.op != RECEIVE) else begins
         return ins.op, kind, stage_of[at] // plan.pp
 

@@ -8,7 +8,8 @@ Kinds, and what they hold on one rank:
     g        the gradient of x
     saved    what ops (i, j) keep from forward for backward; ``deferred`` what waits for the second
              half of a split backward; ``again`` an input that is gathered once more for it;
-             ``xpart`` a tp rank's part of a block's input
+             ``xpart`` a tp rank's part of a block's input; ``xslice``, ``gslice`` of what goes to
+             another stage
     w        a unit's parameters, flat; version > 0: gathered for one use
     grad     a unit's gradient, flat: the sum so far; where ZeRO reduces after every micro-batch
              (`Plan.reduces_often`) that of micro-batch ``version``
@@ -76,7 +77,8 @@ KINDS = {
 # Lanes of a rank that other threads run, or streams; any other lane is a group's.
 WORKERS = frozenset(("h2d", "d2h", "disk", "host"))
 # Values that are the state between two ops, of which the last entry is sent.
-STATES = frozenset(("x", "r", "g", "again", "back", "xpart"))
+PARTS = frozenset(("xpart", "xslice", "gslice"))  # a tp-th of one, along the sequence
+STATES = frozenset(("x", "r", "g", "again", "back")) | PARTS
 # The phase of what is carried on into the next step: no instruction waits for it in its own.
 LATE = "late"
 

@@ -223,8 +223,14 @@ class Program:
         return found
 
 
+def _part(category: str) -> Callable[[Program, Any], tuple[str, int]]:
+    return lambda p, i: (category, p.model.item * p.state_elements(i) // p.plan.tp)
+
+
 _OF_THE_RANK: Mapping[str, Callable[[Program, Any], tuple[str, int]]] = {
-    "xpart": lambda p, i: ("activations", p.model.item * p.state_elements(i) // p.plan.tp),
+    "xpart": _part("activations"),
+    "xslice": _part("buffers"),
+    "gslice": _part("buffers"),
     "loss": lambda p, _: ("workspace", 4),
     "sent": lambda p, _: ("buffers", 0),
     "norm": lambda p, _: ("buffers", 4),

@@ -86,6 +86,8 @@ class Plan(Description):
                      do not need them. False: each is waited for as soon as it is posted, as in
                      Megatron-LM before 30 August 2021
     partition_activations  with recompute="full": of a block's input each tp rank keeps a part
+    partition_messages  with tp_mode="1d" and pp > 1: of a message between stages each tp rank sends
+                     a part, and the receivers gather it (PTD-P's scatter/gather)
     offload          where states lie that are not on the device: "cpu" (the host's memory) or
                      "nvme" (files). Or a table of both, see `tiers.Offload`; with zero_stage of 1
                      to 3, on one device too
@@ -115,6 +117,7 @@ class Plan(Description):
     tp_depth: int | None = count(None, at_most=2**20)
     tp_overlap: bool = True
     partition_activations: bool = False
+    partition_messages: bool = False
     grad_sync: Any = "overlapped"
     bucket_bytes: int = count(4 * 2**20)
     prefetch: int = count(1, at_least=0, at_most=2**20)
@@ -133,6 +136,7 @@ class Plan(Description):
         choice("sequence_parallel", self.sequence_parallel, (True, False))
         choice("tp_overlap", self.tp_overlap, (True, False))
         choice("partition_activations", self.partition_activations, (True, False))
+        choice("partition_messages", self.partition_messages, (True, False))
         check_schedule(self.schedule)
         object.__setattr__(self, "offload", as_offload(self.offload))
 

@@ -156,12 +156,24 @@ TENSOR = (
         "every tp rank has its own part of a block's input already",
         "False, or tp_mode='1d' with tp of at least 2 and sequence_parallel=False",
     ),
+    Rule(
+        "partition_messages",
+        lambda s: implies(
+            s.partition_messages,
+            (s.pp > 1) & (s.tp > 1) & (s.tp_mode == "1d") & (s.sequence_parallel == 0),
+        ),
+        "it is for messages between stages that all tp ranks hold alike",
+        "False, or tp_mode='1d' with tp and pp of at least 2 and sequence_parallel=False",
+    ),
     _partitioned("heads", lambda s: s.grid.heads),
     _partitioned("hidden", lambda s: s.grid.hidden),
     _partitioned("vocab", lambda s: s.grid.vocab),
     _partitioned("microbatch_size", lambda s: s.grid.microbatch_size),
     _partitioned(
-        "seq_len", lambda s: 1 + (s.tp - 1) * (s.sequence_parallel | s.partition_activations)
+        "seq_len",
+        lambda s: (
+            1 + (s.tp - 1) * (s.sequence_parallel | s.partition_activations | s.partition_messages)
+        ),
     ),
     Rule(
         "attention",

@@ -1,0 +1,84 @@
+"""Messages in parts: a t-th of each between stages, gathered by the receivers; nothing else moves.
+
+PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 4.1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import paralab as pl
+from paralab.interpret.traffic import rows
+from paralab.programs.compile import compiled
+from together import Case, Trained
+
+SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
+T = 2
+WHOLE = pl.Plan(tp=T, pp=2, microbatches=3)
+PLANS = {
+    "1F1B": WHOLE,
+    "zero bubble, recomputed": WHOLE.replace(schedule="zb-h1", recompute="full"),
+    "interleaved, inputs in parts": WHOLE.replace(
+        schedule="interleaved", virtual_stages=2, microbatches=4, recompute="full",
+        partition_activations=True,
+    ),
+    "one sample, bf16": WHOLE.replace(microbatch_size=1, precision="bf16"),
+}  # fmt: skip
+
+
+CASES = {
+    (name, parts): Case(name, SPEC, plan.replace(partition_messages=parts), ())
+    for name, plan in PLANS.items()
+    for parts in (False, True)
+}
+
+
+@pytest.fixture(scope="module")
+def trained(text) -> Trained:
+    return Trained(CASES.values(), text)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_bit_of_the_training_differs(trained, name):
+    whole, parts = (trained[CASES[name, parts]] for parts in (False, True))
+    assert whole.losses == parts.losses
+    for key, value in whole.weights.items():
+        np.testing.assert_array_equal(value, parts.weights[key])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_are_the_papers(name):
+    """Of x a t-th leaves for the next stage, and (t-1)/t of it goes over tp."""
+
+    def sent(parts: bool) -> Counter:
+        program, found = compiled(SPEC, plan.replace(partition_messages=parts)), Counter()
+        for rank in range(plan.world_size):
+            for row in rows(program, rank):
+                found[row.op, row.axis, row.phase] += row.wire
+        return found
+
+    plan = PLANS[name]
+    whole, parts = sent(False), sent(True)
+    [message] = {key for key in whole if key[:2] == ("send", "pp")}
+    gathers = ("all_gather", "tp", "activations")
+    assert parts[message] * T == whole[message] > 0
+    assert parts[gathers] * T == whole[message] * (T - 1) and gathers not in whole
+    assert parts - Counter({message: parts[message], gathers: parts[gathers]}) == whole - Counter(
+        {message: whole[message]}
+    )
+
+
+def test_it_pays_where_links_between_nodes_are_slow_and_messages_large():
+    model = pl.ModelSpec.preset("gpt3-175b")
+    plan = pl.Plan(tp=8, pp=8, microbatches=16, precision="fp16", recompute="full")
+    nodes = pl.Cluster.preset("dgx-a100", nodes=8)
+    slow = nodes.replace(inter=nodes.inter.replace(bandwidth=nodes.inter.bandwidth / 10))
+    for cluster in (nodes, slow):
+        whole, parts = (
+            pl.predict(model, plan.replace(partition_messages=one), cluster, steps=1).step_time
+            for one in (False, True)
+        )
+        assert parts < whole
