@@ -145,18 +145,18 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
 def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tables:
     """The rows that every rank's recorder would have written, every step like the first."""
     plan, calls, rows = program.plan, Calls(program), Rows(program.plan.world_size)
-    known: dict[tuple, tuple] = {}  # of ranks that do the same at the same moments
+    held = [samples(program, times, pp, gloo=not cluster.gpus) for pp in range(plan.pp)]
+    known: dict[tuple, list[Box]] = {}  # of ranks that do the same at the same moments
     for rank in range(plan.world_size):
         member = Member(program, rank, cluster.node_of)
         pp = member.at.pp
         alike = pp, member.index, member.at.tp if plan.tp_mode != "1d" else 0
         if alike not in known:
-            held = samples(program, times, pp, gloo=not cluster.gpus)
-            known[alike] = boxes(times, member, calls), held
-        mine, held = known[alike]
+            known[alike] = boxes(times, member, calls)
         for step in range(steps):  # memory as in a run, which looks in its first step
             start = step * times.seconds
-            rows.add(member, mine, held * (step == 0), step, start, start + times.ends[pp])
+            here = held[pp] * (step == 0)
+            rows.add(member, known[alike], here, step, start, start + times.ends[pp])
     return rows.tables()
 
 
