@@ -144,7 +144,7 @@ def test_every_chart_has_numbers_behind_it_and_says_in_a_line_what_it_shows(ligh
         assert chart.summary in repr(chart)
     assert repr(light["timeline"]) == ("Chart(timeline of dp=2, overlapped, measured: 30 boxes of "
                                        "the typical step on 2 ranks)")  # fmt: skip
-    long = Chart(summary="x" * 300)
+    long = Chart().explained("x" * 300, None)
     assert len(repr(long)) == 110 and repr(long).endswith("…)")
 
 

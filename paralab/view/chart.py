@@ -25,7 +25,7 @@ MAX_REPR = 110  # characters: one line of a notebook
 
 
 class Chart(go.Figure):
-    """A plotly Figure, with everything that one can do, and four properties more.
+    """A plotly Figure, with everything that one can do, and four attributes more.
 
     table    DataFrame of what is drawn, one row per mark; None for an empty chart. Times in
              seconds, sizes in bytes, whatever unit the axis has
@@ -35,13 +35,10 @@ class Chart(go.Figure):
     ``go.FigureWidget(chart)`` makes a live one of it (the table stays behind, with the chart).
     """
 
-    def __init__(
-        self, *args: Any, table: pd.DataFrame | None = None, summary: str = "empty", **settings: Any
-    ) -> None:
-        super().__init__(*args, **settings)
-        self._title, self._lines = ("", ""), 0  # pixels that its lines take beyond the first two
-        self._rows, self._frame = 1, theme.ALONE  # rows of the legend
-        self._table, self._summary = table, summary
+    summary, finding, below = "empty", "", ""
+    _table: Any = None  # or what will make it, see `explained`
+    _lines, _rows = 0, 1  # pixels that the title's lines take beyond the first two; legend's rows
+    _frame = theme.ALONE
 
     @property
     def table(self) -> pd.DataFrame | None:
@@ -53,18 +50,6 @@ class Chart(go.Figure):
             columns, rows = self._table
             self._table = pd.DataFrame(rows, columns=columns.split())
         return self._table
-
-    @property
-    def summary(self) -> str:
-        return self._summary
-
-    @property
-    def finding(self) -> str:
-        return self._title[0]
-
-    @property
-    def below(self) -> str:
-        return self._title[1]
 
     def draw(
         self,
@@ -100,10 +85,26 @@ class Chart(go.Figure):
 
     def retitled(self, finding: str, below: str) -> Chart:
         """This chart under another title, of another number of lines maybe."""
-        before = self._lines
-        self._title, self._lines, self.layout.title = _head(finding, below, self._frame)
-        self.layout.margin.t += self._lines - before
-        self.layout.height += 0 if self._frame.height else self._lines - before
+        if re.match("[a-z]{3,}[ ,:]", finding):  # a word, and no symbol: dp=4, all_reduce
+            finding = finding[0].upper() + finding[1:]
+        self.finding, self.below = finding, below
+        frame, before = self._frame, self._lines
+        size, small, width = frame.large, frame.small, frame.width - 2 * theme.SIDE
+        first = theme.broken(finding, width, size * theme.BOLD)
+        second = theme.broken(below, width, small)
+        self._lines = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
+        style = f"font-size:{small}px;color:{theme.look().faint}"
+        self.layout.title = {
+            # One text: plotly's own subtitle falls on the title wherever a figure is drawn before
+            # it is on screen, or changes its width there.
+            "text": f"<b>{first}</b><br><span style='{style}'>{second}</span>",
+            **{"x": 0, "xref": "container", "xanchor": "left", "font": {"size": size}},
+            **{"y": 1, "yref": "container", "yanchor": "top"},
+            "pad": {"t": 18 if frame.height else 24, "l": theme.SIDE},
+        }
+        if self._lines != before:
+            self.layout.margin.t += self._lines - before
+            self.layout.height += 0 if frame.height else self._lines - before
         return self
 
     def titled(self, words: str | None) -> Chart:
@@ -119,19 +120,17 @@ class Chart(go.Figure):
         that will make one, or a function that returns either, for a slider's picture is gone
         before anybody asks for its table.
         """
-        self._table, self._summary = table, summary
+        self._table, self.summary = table, summary
         return self
 
     def __repr__(self) -> str:
-        said = f"Chart({self._summary})"
+        said = f"Chart({self.summary})"
         return said if len(said) <= MAX_REPR else f"{said[: MAX_REPR - 2]}…)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = {"_table": self.table} | {
-            name: getattr(self, name)
-            for name in ("_title", "_lines", "_rows", "_frame", "_summary")
-        }
-        return *super().__reduce__(), kept
+        names = ("summary", "finding", "below", "_lines", "_rows", "_frame")
+        kept = {name: getattr(self, name) for name in names}
+        return *super().__reduce__(), {**kept, "_table": self.table}
 
 
 # ---- the empty figure ----------------------------------------------------------------------------
@@ -141,7 +140,6 @@ def figure(finding: str, below: str, *, height: int, **settings: Any) -> Chart:
     all at once, for update_layout takes several times as long.
     """
     now, frame = theme.look(), theme.frame()
-    said, more, title = _head(finding, below, frame)
     axis = {"gridcolor": now.grid, "linecolor": now.grid, "zeroline": False, "automargin": True}
     axis |= {"ticks": "", "title": {"standoff": 8, "font": {"size": 13}}}
     layout = {
@@ -166,11 +164,9 @@ def figure(finding: str, below: str, *, height: int, **settings: Any) -> Chart:
     margin = {"t": 96, "l": 20, "r": 44, "b": 60} | settings.pop("margin", {})
     if frame.height:
         margin |= {"t": 88, "b": min(margin["b"], 110)}
-    margin["t"] += more
     made = {
         "template": {"layout": layout},
-        "title": title,
-        "height": height + more,
+        "height": height,
         "margin": margin,
         "legend": theme.LEGEND | settings.pop("legend", {}) | {"font": {"size": frame.small}},
         **settings,
@@ -178,27 +174,5 @@ def figure(finding: str, below: str, *, height: int, **settings: Any) -> Chart:
     if frame.height:
         made |= {"width": frame.width, "height": frame.height}
     chart = Chart(layout=made)
-    chart._title, chart._lines, chart._frame = said, more, frame
-    return chart
-
-
-def _head(
-    finding: str, below: str, frame: theme.Frame
-) -> tuple[tuple[str, str], int, dict[str, Any]]:
-    """What a title says, the pixels that its lines take beyond the first two, and the title."""
-    size, small, width = frame.large, frame.small, frame.width - 2 * theme.SIDE
-    if re.match("[a-z]{3,}[ ,:]", finding):  # a word, and no symbol: dp=4, all_reduce
-        finding = finding[0].upper() + finding[1:]
-    first = theme.broken(finding, width, size * theme.BOLD)
-    second = theme.broken(below, width, small)
-    more = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
-    style = f"font-size:{small}px;color:{theme.look().faint}"
-    title = {
-        # One text: plotly's own subtitle falls on the title wherever a figure is drawn before it
-        # is on screen, or changes its width there.
-        "text": f"<b>{first}</b><br><span style='{style}'>{second}</span>",
-        **{"x": 0, "xref": "container", "xanchor": "left", "font": {"size": size}},
-        **{"y": 1, "yref": "container", "yanchor": "top"},
-        "pad": {"t": 18 if frame.height else 24, "l": theme.SIDE},
-    }
-    return (finding, below), more, title
+    chart._frame = frame
+    return chart.retitled(finding, below)
