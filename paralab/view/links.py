@@ -18,7 +18,7 @@ from paralab.theory.fit import fit_link
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
-from paralab.view.marks.curves import HOLLOW, curve, drop, log_axis, rings
+from paralab.view.marks.curves import HOLLOW, PREFIXED, curve, drop, log_axis, rings
 
 Pairs = list[tuple[float, float]]  # (bytes, seconds), by size, or what else is on the axes
 STEPS = 60  # points of the fitted line
@@ -156,8 +156,8 @@ def algorithms(
         _finding(lines, changes, axes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
         height=440,
-        xaxis=log_axis(axes.x, min(sizes) / 1.3, max(sizes) * 1.3, _scaled(axes.x_unit)),
-        yaxis=log_axis(axes.y, low, high, _scaled(axes.y_unit)),
+        xaxis=log_axis(axes.x, min(sizes) / 1.3, max(sizes) * 1.3, axes.x_unit),
+        yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
     said = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
     said = f"predicted: {sum(map(len, lines.values()))} sizes, {said}"
@@ -235,14 +235,8 @@ def _finding(
     )
 
 
-# ---- units ---------------------------------------------------------------------------------------
-def _scaled(unit: str) -> str:
-    """The unit if it is one that is written with a decimal prefix, else ""."""
-    return unit if unit in ("B", "B/s", "s") else ""
-
-
 def _worded(value: float, unit: str, *, digits: int = 3) -> str:
     """A crossover of times is no sharper than two digits; what is counted has three."""
-    if _scaled(unit):
+    if unit in PREFIXED:
         return theme.scaled(value, unit, digits=digits)
     return f"{float(f'{value:.3g}'):,.7g} {unit}"

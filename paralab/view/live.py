@@ -8,7 +8,9 @@ has several stages; each holds 1/v of the rank's layers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
@@ -109,15 +111,11 @@ def _read(source: Any, step: int | None) -> _Source:
 
 
 def _curve(starts: list[float], ends: list[float], total: float) -> _Curve:
-    times, counts, now = [0.0], [0], 0
-    # At one moment: first let go, then keep.
-    for time, change in sorted([*((t, 1) for t in starts), *((t, -1) for t in ends)]):
-        now += change
-        if time == times[-1]:
-            counts[-1] = now
-        else:
-            times.append(time)
-            counts.append(now)
+    changes = Counter({0.0: 0})
+    changes.update(starts)
+    changes.subtract(ends)
+    times = sorted(changes)
+    counts = list(accumulate(changes[time] for time in times))
     return _Curve([*times, float(total)], [*counts, counts[-1]])
 
 

@@ -7,8 +7,10 @@ drawn from wide to narrow, so that each still shows behind the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from paralab.checks import illegal
 from paralab.report.tables import Tables
@@ -44,13 +46,37 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     batches = {None if r.model is None else r.plan.global_batch for r in reports}
     same = len(batches) == 1 and None not in batches and len(reports) == len(runs)
     nats = not reports or bool(vocabularies)  # else of programs that may return any loss
-    below = f"{batches.pop()} samples per step" if same else "nats per token" * nats
-    fig = _drawn(curves, _verdict(curves, nats), below, vocabularies, nats).titled(title)
+    several, spread = len(curves) > 1, _spread(list(curves.values()))
+    alike = several and spread <= ALIKE
+    style, faint = theme.series(list(curves)), theme.look().faint
+    traces, notes, shapes = [], [], []
+    for i, (label, values) in enumerate(curves.items()):
+        width = max(2.0, 2.5 * len(curves) - 3.0 * i) if alike else 2.2
+        pairs = [(at, v if math.isfinite(v) else None) for at, v in enumerate(values)]
+        name = theme.text(label)
+        said = [f"{name}, step {at}: {v:.4f}{' nats' * nats}" for at, v in enumerate(values)]
+        look = {"mode": "lines+markers", "showlegend": several, **style[label]}
+        traces.append(curve(label, pairs, said, width=width, size=4 + 1.5 * width, **look))
+    for vocab in vocabularies:
+        guess = math.log(vocab)
+        said = f"every token equally likely: ln {vocab} = {guess:.3f}"
+        at = {"axes": ("paper", "y"), "hold": "right bottom"}
+        notes.append(note(said, 1, guess, ink=faint, **at))
+        shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
+    count = max(map(len, curves.values()))
+    steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
+    steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
+    fig = figure(
+        _verdict(curves, spread, nats),
+        f"{batches.pop()} samples per step" if same else "nats per token" * nats,
+        height=400,
+        xaxis=steps,
+        yaxis={"title": {"text": "loss" + " (nats per token)" * nats}, "tickformat": ".2f"},
+    )
+    fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
-    steps = max(map(len, curves.values()))
     return fig.explained(
-        f"losses of {len(curves)} run{'s' * (len(curves) > 1)} over {steps} steps: "
-        f"{' | '.join(curves)}",
+        f"losses of {len(curves)} run{'s' * several} over {count} steps: {' | '.join(curves)}",
         ("run step loss", rows),
     )
 
@@ -64,19 +90,14 @@ def _values(label: str, run: Any) -> list[float]:
     return values
 
 
-def _alike(curves: Mapping[str, Sequence[float]]) -> bool:
-    return len({len(v) for v in curves.values()}) == 1 and _spread(curves) <= ALIKE
-
-
-def _spread(curves: Mapping[str, Sequence[float]]) -> float:
-    """Largest difference between two curves at one step; infinite where one is not finite."""
-    columns = list(zip(*curves.values(), strict=False))
-    if not all(math.isfinite(v) for column in columns for v in column):
+def _spread(curves: Sequence[Sequence[float]]) -> float:
+    """Largest difference between two curves at one step; infinite where one has no number."""
+    if len({len(values) for values in curves}) > 1 or not np.isfinite(curves).all():
         return math.inf
-    return max(max(column) - min(column) for column in columns)
+    return float(np.ptp(curves, axis=0).max())
 
 
-def _verdict(curves: Mapping[str, Sequence[float]], nats: bool) -> str:
+def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
     names = {label: theme.text(label) for label in curves}
     lost = [label for label, v in curves.items() if not all(map(math.isfinite, v))]
     if lost:
@@ -87,45 +108,11 @@ def _verdict(curves: Mapping[str, Sequence[float]], nats: bool) -> str:
         said = f"the loss {'fell' if values[-1] < values[0] else 'went'} from {values[0]:.3f} to "
         said += f"{values[-1]:.3f} in {len(values)} step{'s' * (len(values) > 1)}"
         return f"{names[label]}: {said}"
-    if _alike(curves):
+    if spread <= ALIKE:  # the next power of ten is a bound that two runs of a cell agree on
+        bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}" if spread > 0 else "nothing"
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
-        return f"{both} coincide: losses differ by {_round_up(_spread(curves))} at most"
+        return f"{both} coincide: losses differ by {bound} at most"
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
     low, high = curves[best][-1], curves[worst][-1]
     return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f}{' nats' * nats}"
-
-
-def _round_up(value: float) -> str:
-    """The next power of ten: a bound, which two runs of a cell agree on better than a figure."""
-    return "nothing" if value <= 0 else f"{10.0 ** math.ceil(math.log10(value)):.0e}"
-
-
-def _drawn(
-    curves: Mapping[str, Sequence[float]],
-    finding: str,
-    below: str,
-    vocabularies: Collection[int],
-    nats: bool,
-) -> Chart:
-    style, alike = theme.series(list(curves)), len(curves) > 1 and _alike(curves)
-    traces, notes, shapes, faint = [], [], [], theme.look().faint
-    for i, (label, values) in enumerate(curves.items()):
-        width = max(2.0, 2.5 * len(curves) - 3.0 * i) if alike else 2.2
-        name, look = theme.text(label), style[label]
-        pairs = [(at, v if math.isfinite(v) else None) for at, v in enumerate(values)]
-        said = [f"{name}, step {at}: {v:.4f}{' nats' * nats}" for at, v in enumerate(values)]
-        look = {"mode": "lines+markers", "showlegend": len(curves) > 1, **look}
-        traces.append(curve(label, pairs, said, width=width, size=4 + 1.5 * width, **look))
-    for vocab in vocabularies:
-        guess = math.log(vocab)
-        said = f"every token equally likely: ln {vocab} = {guess:.3f}"
-        at = {"axes": ("paper", "y"), "hold": "right bottom"}
-        notes.append(note(said, 1, guess, ink=faint, **at))
-        shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
-    count = max(map(len, curves.values()))
-    steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
-    steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
-    losses = {"title": {"text": "loss" + " (nats per token)" * nats}, "tickformat": ".2f"}
-    fig = figure(finding, below, height=400, xaxis=steps, yaxis=losses)
-    return fig.draw(traces, notes, shapes)

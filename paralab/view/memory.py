@@ -55,9 +55,10 @@ def bytes_bars(
         for n in size
         if n not in drawn
     ]
+    said = "bytes" if unit == "B" else f"1 {unit} = 10<sup>{len(str(int(per))) - 1}</sup> bytes"
     fig = figure(
         _finding(totals, size),
-        " · ".join([_unit(unit, per), *far]),
+        " · ".join([said, *far]),
         height=170 + int(58 * (len(bars) + above)),
         xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
         yaxis=mark.labels(list(bars), above=above),
@@ -74,10 +75,6 @@ def bytes_bars(
 
 
 # ---- words ---------------------------------------------------------------------------------------
-def _unit(unit: str, per: float) -> str:
-    return "bytes" if unit == "B" else f"1 {unit} = 10<sup>{len(str(int(per))) - 1}</sup> bytes"
-
-
 def _capacity_names(
     drawn: Mapping[str, float], per: float, end: float, letter: float
 ) -> tuple[list[dict[str, Any]], int]:

@@ -66,14 +66,14 @@ def memory_charts(
     """
     found = _each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
     peaks = {label: curve.peak for label, curve in found.items()}
-    several = len({report.clock for report in runs.values()}) > 1
-    heads = [
-        f"<b>{theme.text(label)}</b>{f' ({c.report.clock})' * several}{_against(label, peaks)}"
-        for label, c in found.items()
-    ]
+    several, first = len({report.clock for report in runs.values()}) > 1, next(iter(found))
+    heads = [f"<b>{theme.text(n)}</b>{f' ({c.report.clock})' * several}" for n, c in found.items()]
+    for i, size in enumerate(peaks.values()):
+        if i and peaks[first]:
+            heads[i] += f": {theme.percent(size / peaks[first])} of {theme.text(first)}"
     many = any(report.world_size > 1 for report in runs.values())
     below = f"{f'rank {rank}, ' * many}one step of each, on one scale of bytes"
-    fig = drawn(list(found.values()), heads, _verdict(peaks), below, against=next(iter(found)))
+    fig = drawn(list(found.values()), heads, _verdict(peaks), below, against=first)
     return fig.titled(title).explained(
         f"memory of {len(found)} runs on rank {rank}, by category: {' | '.join(found)}",
         _table(list(found.items())),
@@ -154,14 +154,6 @@ def _verdict(peaks: Mapping[str, float]) -> str:
         return f"All need the same memory, to {theme.percent(ALIKE)}: {high} at the peak"
     said = f"{theme.percent(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
     return f"“{theme.text(least)}” needs {low} at its peak, {said}"
-
-
-def _against(label: str, peaks: Mapping[str, float]) -> str:
-    """How much of the first run's peak another one has."""
-    first = next(iter(peaks))
-    if label == first or not peaks[first]:
-        return ""
-    return f": {theme.percent(peaks[label] / peaks[first])} of {theme.text(first)}"
 
 
 def _spaced(found: list[Curve]) -> list[Curve]:

@@ -110,7 +110,8 @@ def curves(
     """
     table = report.memory[report.memory["tier"] == "device"]
     if table.empty:
-        raise not_sampled(report)
+        legal = "what pl.run(...) or pl.predict(...) returned for a model"
+        raise illegal("report", report, "no memory was sampled in it", legal)
     table = _chosen(table, "rank", ranks)
     table = _chosen(table, "step", None if step is None else [step])
     steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
@@ -122,12 +123,6 @@ def curves(
     if step is None:
         step = max(found, key=lambda at: (found[at].peak, -at[1]))[1]
     return [curve for (_, at), curve in found.items() if at == step]
-
-
-def not_sampled(report: Tables) -> ValueError:
-    """The error of a report without samples."""
-    legal = "what pl.run(...) or pl.predict(...) returned for a model"
-    return illegal("report", report, "no memory was sampled in it", legal)
 
 
 def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:

@@ -64,26 +64,23 @@ class Grid:
         at_dp, self.gaps, self.right = placed(dps, wide, BLOCK_GAP * (plan.tp > 1), LEFT_OUT)
         self.gaps += [start + gap for start in at_dp.values() for gap in gaps]
         self.x = {(d, t): at_dp[d] + at_tp[t] for d in dps for t in tps}  # left edges
-        self.blocks = [(start + wide / 2, d) for d, start in at_dp.items()]  # middles
-        self.y, self.row_gaps, self.bottom = placed(pps, 1.0, ROW_GAP, LEFT_OUT + ROW_GAP)
-
-    def block_names(self) -> list[str]:
-        """ "dp 0", or where blocks are narrow "0", the first one in full."""
-        narrow = self.plan.tp == 1 and len(self.blocks) > 12
-        return [
-            str(index) if narrow and i else f"dp {index}"
-            for i, (_, index) in enumerate(self.blocks)
+        narrow = plan.tp == 1 and len(dps) > 12  # then "dp" stands before the first number alone
+        self.blocks = [  # middle and name
+            (start + wide / 2, f"{'dp ' * (not narrow or i == 0)}{d}")
+            for i, (d, start) in enumerate(at_dp.items())
         ]
+        self.y, self.row_gaps, self.bottom = placed(pps, 1.0, ROW_GAP, LEFT_OUT + ROW_GAP)
 
     def rank(self, pp: int, dp: int, tp: int) -> int:
         return (pp * self.plan.dp + dp) * self.plan.tp + tp
 
     def cells(
-        self, colours: dict[str, str], found: Sequence[Group], cluster: Cluster | None
+        self, colours: dict[str, str], of: dict[int, str], cluster: Cluster | None
     ) -> dict[str, Any]:
-        """All cells as one heat map whose numbers are colours; holes between them."""
+        """All cells as one heat map whose numbers are colours; holes between them. of: the axis of
+        the group that a rank shares with ``own``.
+        """
         codes = {name: code for code, name in enumerate(colours)}
-        of = {r: group.axis for group in reversed(found) for r in group.ranks} | {self.own: "rank"}
         (across, columns), (down, rows) = edges(self.x), edges(self.y)
 
         def cell(p: int | None, place: tuple[int, int] | None) -> tuple[int | None, str, str]:
@@ -194,12 +191,6 @@ def edges(starts: dict[Any, float]) -> tuple[list[float], list[Any]]:
     """Edges of cells of width 1 and of the holes between them; what is between two edges: a key of
     ``starts``, or None for a hole.
     """
-    made: list[float] = []
-    keys: list[Any] = []
-    for key, start in starts.items():
-        if made and start > made[-1]:
-            keys.append(None)
-            made.append(start)
-        made += [start, start + 1.0] if not made else [start + 1.0]
-        keys.append(key)
-    return made, keys
+    keys = {round(start, 9): key for key, start in starts.items()}  # sums of floats leave cracks
+    made = sorted({*keys, *(round(start + 1.0, 9) for start in keys)})
+    return made, [keys.get(edge) for edge in made[:-1]]

@@ -81,6 +81,13 @@ def subject(report: Tables) -> str:
     return f"{report.meta.get('function', 'function')} on {n} rank{'s' * (n != 1)}"
 
 
+def shared_cores(report: Tables) -> int:
+    """How many cores the ranks of a run had, if they were fewer than the ranks; else 0."""
+    cores = report.meta.get("cores")
+    few = report.clock == "measured" and isinstance(cores, int) and cores < report.world_size
+    return cores if few else 0
+
+
 def clock_line(report: Tables, *more: str) -> str:
     """The second line of every title: which clock, then what else."""
     return " · ".join([f"{report.clock} clock ({CLOCK_MEANS[report.clock]})", *more])

@@ -111,11 +111,14 @@ def section(
 
 def fill(
     one: Section, edges: Mapping[int, Interval], busy: Mapping[int, Interval] | None = None
-) -> int:
-    """Make every gap of a rank between its ``edges`` a box; how many there were.
+) -> None:
+    """Make every gap of a rank between its ``edges`` a box.
 
     busy  from when to when a rank has its own work: gaps in between are recorded then
     """
+    blank = {"id": -1, "step": one.step, "lane": "compute", "kind": "wait", "stage": 0, "chunk": 0}
+    blank |= {"microbatch": -1, "cost": 0.0, "calls": [], "copies": [], "label": one.label}
+    blank |= {"traced": False, "late": False, "track": 0}
     found = []
     for rank, (low, high) in edges.items():
         mine = [b for b in one.boxes if b["rank"] == rank and b["lane"] == "compute"]
@@ -123,31 +126,14 @@ def fill(
         begin, done = (taken[0][0], taken[-1][1]) if taken else (high, low)
         if busy is not None:
             begin, done = busy[rank]
-        for start, end in _free(taken, low, high):
+        starts, ends = [start for start, _ in taken] + [high], [low] + [end for _, end in taken]
+        for start, end in zip(ends, starts, strict=True):
+            start, end = max(start, low), min(end, high)
             why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
-            if busy is None or why != WAITING:
-                found.append(_box(one, rank, "wait", start, end, why=why))
+            long = end - start > 1e-9 * (high - low)  # sums of floats leave cracks
+            if long and (busy is None or why != WAITING):
+                found.append({**blank, "rank": rank, "start": start, "end": end, "why": why})
     one.boxes += found
-    return len(found)
-
-
-def _free(taken: Sequence[Interval], low: float, high: float) -> list[Interval]:
-    """The stretches of (low, high) that none of the disjoint intervals in order covers."""
-    found, now, least = [], low, 1e-9 * (high - low)  # sums of floats leave cracks
-    for start, end in [*taken, (high, high)]:
-        if start - now > least and start <= high:
-            found.append((now, start))
-        now = max(now, end)
-    return found
-
-
-def _box(
-    one: Section, rank: int, kind: str, start: float, end: float, **more: Any
-) -> dict[str, Any]:
-    box = {"id": -1, "rank": rank, "step": one.step, "lane": "compute", "kind": kind, "stage": 0}
-    box |= {"chunk": 0, "microbatch": -1, "start": start, "end": end, "cost": 0.0, "calls": []}
-    box |= {"copies": [], "label": one.label, "traced": False, "late": False, "track": 0}
-    return box | more
 
 
 def head(name: str, share: float) -> str:

@@ -33,15 +33,11 @@ def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Gr
     axes["pp"] = "activations forward, their gradients back"
     for axis, sends in axes.items():
         ranks = plan.ranks(axis, rank)
+        nodes = {cluster.node_of(r) for r in ranks} if cluster is not None else set()
         if len(ranks) > 1:
-            found.append(Group(axis, ranks, sends, _level(cluster, ranks)))
+            level = {0: "", 1: "intra"}.get(len(nodes), "inter")
+            found.append(Group(axis, ranks, sends, level))
     return found
-
-
-def _level(cluster: Cluster | None, ranks: Sequence[int]) -> str:
-    if cluster is None:
-        return ""
-    return "inter" if len({cluster.node_of(r) for r in ranks}) > 1 else "intra"
 
 
 def _tp_sends(plan: Plan) -> str:
@@ -91,8 +87,9 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     names = {key: theme.broken(said, width, 12) for key, said in names.items()}
     lines = sum(1 + said.count("<br>") for said in names.values())  # of the legend
     across = {"side": "top", "showgrid": False, "showline": False, "fixedrange": True}
-    across |= {"tickvals": [x for x, _ in grid.blocks], "ticktext": grid.block_names()}
-    across |= {"showticklabels": plan.dp > 1, "tickangle": 0}
+    across |= {"tickangle": 0}
+    middles, blocks = zip(*grid.blocks, strict=True)
+    across |= {"tickvals": middles, "ticktext": blocks, "showticklabels": plan.dp > 1}
     ticks = [(y + 0.5, f"{row_name(plan, index)} ") for index, y in grid.y.items()]
     fig = figure(
         _finding(plan, cluster, own, found),
@@ -109,16 +106,25 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     colours = {"other": look.grid, "rank": look.series[3]}
     colours |= {group.axis: theme.axis_colour(group.axis) for group in found}
     square = {"mode": "markers", "symbol": "square", "size": 12}
-    key = lambda name: curve("", [(None, None)], ink=colours[name], **square)  # noqa: E731
-    keys = [key(name) | {"name": said} for name, said in names.items()]
+    keys = [
+        curve("", [(None, None)], ink=colours[name], **square) | {"name": said}
+        for name, said in names.items()
+    ]
     notes, frames = grid.nodes(cluster)
-    fig.draw([grid.cells(colours, found, cluster), *keys], [*notes, *grid.dots()], frames)
+    of = {r: group.axis for group in reversed(found) for r in group.ranks} | {own: "rank"}
+    fig.draw([grid.cells(colours, of, cluster), *keys], [*notes, *grid.dots()], frames)
     drawn = len(grid.y) * len(grid.x)
     said = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(
         f"mesh of pp={plan.pp} x dp={plan.dp} x tp={plan.tp}{said}, "
         f"{len(found)} group{'s' * (len(found) != 1)} of rank {own}",
-        lambda: _table(plan, cluster, own, found),
+        lambda: (
+            "rank pp dp tp node group",  # node -1: none stated
+            [
+                (r, *plan.place(r), cluster.node_of(r) if cluster else -1, of.get(r, ""))
+                for r in range(world)
+            ],
+        ),
     )
 
 
@@ -145,15 +151,3 @@ def _finding(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Grou
     near = [group.axis for group in found if group.level == "intra"]
     said += f": {' and '.join(far)} between nodes"
     return said + f", {' and '.join(near)} inside one" * bool(near)
-
-
-def _table(
-    plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]
-) -> tuple[str, list[tuple]]:
-    """Every rank: its place, its node (-1: none stated) and the group that it shares with own."""
-    of = {r: group.axis for group in reversed(found) for r in group.ranks} | {own: "rank"}
-    rows = [
-        (r, *plan.place(r), -1 if cluster is None else cluster.node_of(r), of.get(r, ""))
-        for r in range(plan.world_size)
-    ]
-    return "rank pp dp tp node group", rows

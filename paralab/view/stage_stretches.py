@@ -71,7 +71,48 @@ def stage_time(
         first = [r for r in shown if report.plan.pp == 1 or not any(place(r)[1:])]
         shown = spread(first, MAX_ROWS)
     found, calls, seconds = _read(report, step, shown)
-    return _drawn(report, step, shown, found, calls, seconds)
+    plan, rows = report.plan, {rank: float(i) for i, rank in enumerate(shown)}
+    per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
+    said = [f"step {step}", "height of a colour: its share of the time"]
+    if len(shown) < report.world_size:
+        said.append(f"{len(shown)} of {report.world_size:,} ranks")
+    if any(one.parts.get("within", 0.0) > SHOWN * seconds for one in found):
+        said.append(f"in actions ranks wait for {' and '.join(_causes(report))}")
+    high = HEIGHT - MESSAGES if calls else HEIGHT
+    names = [row_name(plan, plan.place(r).pp) if plan.pp > 1 else f"rank {r}" for r in shown]
+    ticks = [(rows[r] + high / 2, f"<b>{name}</b>") for r, name in zip(shown, names, strict=True)]
+    fig = figure(
+        _finding(report, step),
+        naming.clock_line(report, *said),
+        height=int(220 + 36 * len(shown)),
+        barmode="overlay",
+        margin={"r": 68},
+        xaxis=mark.time_axis(f"time from the start of step {step} ({unit})", seconds * per),
+        yaxis=mark.rows_axis(ticks, len(shown), -0.1),
+    )
+    boxed: dict[str, list[tuple]] = {}
+    for one in found:
+        length, top = one.end - one.start, rows[one.rank]
+        for kind in ORDER if length >= SHOWN * seconds else ():
+            share = one.parts.get(kind, 0.0) / length
+            if share >= SHOWN:
+                at = (round(one.start * per, 6), round(length * per, 6), top + high * share / 2)
+                boxed.setdefault(kind, []).append((*at, high * share, "", _hover(one)))
+                top += high * share
+    drawn = [mark.boxes(boxed[kind], _style(report, kind)) for kind in ORDER if kind in boxed]
+    if calls:
+        drawn.append(_messages(calls, rows, per))
+    idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
+    shares = [(rows[r] + high / 2, idle[r]) for r in shown if r in idle]
+    kinds = [kind for kind in ORDER if any(kind in one.parts for one in found)]
+    said = f"{len(found)} stretches on {len(shown)} rank{'s' * (len(shown) != 1)}"
+    return fig.draw(drawn, box_traces.idle_notes(shares, None) if idle else ()).explained(
+        f"stage time of {naming.subject(report)}, {report.clock}: {said}",
+        lambda: (
+            " ".join(["rank phase start end", *kinds]),
+            [(*one[:4], *(one.parts.get(kind, 0.0) for kind in kinds)) for one in found],
+        ),
+    )
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -132,54 +173,6 @@ def _of_rank(rank: int, work: Any, seconds: float) -> list[Stretch]:
 
 
 # ---- drawing -------------------------------------------------------------------------------------
-def _drawn(
-    report: Tables,
-    step: int,
-    ranks: Sequence[int],
-    found: list[Stretch],
-    calls: dict[int, list[metrics.Interval]],
-    seconds: float,
-) -> Chart:
-    plan, rows = report.plan, {rank: float(i) for i, rank in enumerate(ranks)}
-    per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
-    said = [f"step {step}", "height of a colour: its share of the time"]
-    if len(ranks) < report.world_size:
-        said.append(f"{len(ranks)} of {report.world_size:,} ranks")
-    if any(one.parts.get("within", 0.0) > SHOWN * seconds for one in found):
-        said.append(f"in actions ranks wait for {' and '.join(_causes(report))}")
-    high = HEIGHT - MESSAGES if calls else HEIGHT
-    names = [row_name(plan, plan.place(r).pp) if plan.pp > 1 else f"rank {r}" for r in ranks]
-    ticks = [(rows[r] + high / 2, f"<b>{name}</b>") for r, name in zip(ranks, names, strict=True)]
-    title = f"time from the start of step {step} ({unit})"
-    fig = figure(
-        _finding(report, step),
-        naming.clock_line(report, *said),
-        height=int(220 + 36 * len(ranks)),
-        barmode="overlay",
-        margin={"r": 68},
-        xaxis=mark.time_axis(title, seconds * per),
-        yaxis=mark.rows_axis(ticks, len(ranks), -0.1),
-    )
-    traces: dict[str, list[tuple]] = {}
-    for one in found:
-        length, top = one.end - one.start, rows[one.rank]
-        for kind in ORDER if length >= SHOWN * seconds else ():
-            share = one.parts.get(kind, 0.0) / length
-            if share >= SHOWN:
-                at = (round(one.start * per, 6), round(length * per, 6), top + high * share / 2)
-                traces.setdefault(kind, []).append((*at, high * share, "", _hover(one)))
-                top += high * share
-    drawn = [mark.boxes(traces[kind], _style(report, kind)) for kind in ORDER if kind in traces]
-    if calls:
-        drawn.append(_messages(calls, rows, per))
-    idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
-    shares = [(rows[r] + high / 2, idle[r]) for r in ranks if r in idle]
-    said = f"{len(found)} stretches on {len(ranks)} rank{'s' * (len(ranks) != 1)}"
-    return fig.draw(drawn, box_traces.idle_notes(shares, None) if idle else ()).explained(
-        f"stage time of {naming.subject(report)}, {report.clock}: {said}", lambda: _table(found)
-    )
-
-
 def _finding(report: Tables, step: int) -> str:
     if report.plan.pp > 1:
         return pipeline.finding(report, metrics.step_bubble(report, step))
@@ -230,10 +223,3 @@ def _hover(one: Stretch) -> str:
             name = names.get(kind, kind.replace("_", " "))
             lines.append(f"{name}: {theme.percent(seconds / length)}")
     return "<br>".join(lines)
-
-
-def _table(found: Sequence[Stretch]) -> tuple[str, list[tuple]]:
-    """rank, phase, start, end, and the seconds of every kind there is."""
-    kinds = [kind for kind in ORDER if any(kind in s.parts for s in found)]
-    rows = [(*s[:4], *(s.parts.get(kind, 0.0) for kind in kinds)) for s in found]
-    return " ".join(["rank phase start end", *kinds]), rows

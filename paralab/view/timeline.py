@@ -84,7 +84,9 @@ def timelines(
     known = [metrics.reported_ranks(report) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
     sections = [
-        _section(report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks)
+        (boxes.section if report.plan.pp == 1 else pipeline_section)(
+            report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks
+        )
         for report, name, mine in zip(reports, names, known, strict=True)
     ]
     said = [theme.text(", ".join(naming.common([naming.subject(r) for r in reports])))]
@@ -95,12 +97,6 @@ def timelines(
     summary = f"timelines of {len(reports)} reports: {' | '.join(names)} ({clocks}): "
     summary += f"{sum(len(one.boxes) for one in sections)} boxes"
     return drawn(sections, _verdict(sections), said, summary).titled(title)
-
-
-def _section(report: Tables, **settings: Any) -> Section:
-    if report.plan.pp == 1:
-        return boxes.section(report, **settings)
-    return pipeline_section(report, **settings)
 
 
 def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:

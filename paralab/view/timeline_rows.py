@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from paralab.report.tables import Tables
 from paralab.view import box_traces, boxes, naming, theme
 from paralab.view.boxes import Section
 from paralab.view.chart import Chart, figure
@@ -30,7 +27,11 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
         said.append(
             f"the first {drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms); choose ranks="
         )
-    said += dict.fromkeys(filter(None, map(_crowded, reports)))
+    said += dict.fromkeys(
+        f"{report.world_size} ranks shared {cores} cores, which stretches boxes"
+        for report in reports
+        if (cores := naming.shared_cores(report))
+    )
     said += ["paler: a rank's later chunks"] * any(b["chunk"] for s in sections for b in s.boxes)
     said += ["framed: between nodes"] * any(one.two_levels for one in sections)
     below = [naming.clock_line(reports[0])]
@@ -57,20 +58,12 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
         yaxis=mark.rows_axis(ticks, bottom, -0.2),
     )
     notes, shapes = _heads(sections, window) if many else ([], [])
-    fig.draw(box_traces.traces(sections, shown, window), [*notes, *_idle(sections)], shapes)
+    for one in sections:
+        if one.idle:  # in the right margin the share of its time that every rank is idle
+            shares = [(one.rows[rank, "compute"][0], share) for rank, share in one.idle.items()]
+            notes += box_traces.idle_notes(shares, one.top + boxes.HEAD / 2 if many else None)
+    fig.draw(box_traces.traces(sections, shown, window), notes, shapes)
     return fig.explained(summary, lambda: boxes.table(sections))
-
-
-def _idle(sections: list[Section]) -> list[dict[str, Any]]:
-    """In the right margin the share of its time that every rank is idle."""
-    said: list[dict[str, Any]] = []
-    for one in (one for one in sections if one.idle):
-        y = {rank: one.rows[rank, "compute"][0] for rank in one.ranks}
-        shares = [(y[rank], share) for rank, share in one.idle.items() if rank in y]
-        said += box_traces.idle_notes(
-            shares, one.top + boxes.HEAD / 2 if len(sections) > 1 else None
-        )
-    return said
 
 
 def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dict]]:
@@ -86,10 +79,3 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
         notes.append(note(f"<b>{end:.1f} ms</b>", end, middle, size=14, **side))
         shapes.append(line((end, end), (one.top + 0.35, one.bottom)))
     return notes, shapes
-
-
-def _crowded(report: Tables) -> str:
-    cores = report.meta.get("cores")
-    if report.clock == "measured" and isinstance(cores, int) and cores < report.world_size:
-        return f"{report.world_size} ranks shared {cores} cores, which stretches boxes"
-    return ""

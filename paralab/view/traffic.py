@@ -73,14 +73,16 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     bars = mark.bars(rows, per=per, end=end, look=_look, kinds=kinds, letter=0, axes=axes)
     for kind, bar in zip(kinds, bars, strict=True):
         op = kind[1] if isinstance(kind, tuple) else ""
-        traces.append(bar | {"marker": bar["marker"] | _pattern(op)})
+        # "overlay" draws the colour beneath the pattern, else there is paper on paper.
+        look = {"shape": theme.OP_PATTERN.get(op, ""), "size": 7, "fillmode": "overlay"}
+        bar["marker"]["pattern"] = look | {"fgcolor": theme.look().paper}
     notes = mark.ends(tops, per, words=words, axes=axes, size=13)
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
         said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
         at = {"axes": ("x2", "y2 domain"), "hold": "right top", "xshift": -4}
         notes.append(note(said, optimum / per, 1, **at))
-    return fig.draw(traces, notes, shapes).explained(
+    return fig.draw([*traces, *bars], notes, shapes).explained(
         f"traffic of {naming.subject(report)}, {report.clock}: {len(flows)} parts of "
         f"{len(links)} link{'s' * (len(links) != 1)}",
         lambda: _moved(report, copies),
@@ -109,12 +111,6 @@ def _took(link: str, size: float, cluster: Cluster | None) -> str:
     if link == "inter" and cluster.ports is not None:
         speed *= cluster.ports / cluster.devices_per_node
     return f"{said}, {theme.scaled(size / speed, 's')}"
-
-
-def _pattern(op: str) -> dict[str, Any]:
-    """Of an operation; "overlay" draws the colour beneath it, else there is paper on paper."""
-    shape = {"shape": theme.OP_PATTERN.get(op, ""), "size": 7, "fillmode": "overlay"}
-    return {"pattern": shape | {"fgcolor": theme.look().paper}}
 
 
 def _matrix(

@@ -14,7 +14,7 @@ from paralab.checks import illegal, instance
 from paralab.instruments.calibrate import device_of_run
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, ModelSpec, Plan
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.chart import Chart
 
 MUTED, BAD = "var(--jp-ui-font-color2, #57606A)", "var(--jp-error-color0, #B3261E)"
@@ -26,15 +26,15 @@ in_speed = partial(theme.scaled, unit="B/s")
 
 
 # ---- knobs ---------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Knob:
     """One setting of a widget.
 
     offers  its values; or {what is written: value}, in order
+    says    how a value is written: "{} rank", to which ``plural`` is added but for 1, or a function
     start   the one that it starts with, or a function of the widget; default: the plan's or the
             model's
     sets    the field of the plan or the model that it sets; default: the one of its own name
-    says    how a value is written: "{} rank", to which ``plural`` is added but for 1, or a function
     link    of a bandwidth: the link of a cluster that it is of, and whose own it starts with
     brief   {value: how the widget's repr writes it}, where that must not depend on the machine;
             "dp": as "dp=2"
@@ -42,10 +42,10 @@ class Knob:
 
     label: str
     offers: Iterable[Any] | Mapping[str, Any]
-    start: Any = None
-    sets: str = ""
     says: str | Callable[[Any], str] = "{}"
     plural: str = ""
+    start: Any = None
+    sets: str = ""
     link: Callable[[Cluster], Link | None] | None = None
     buttons: bool = False
     tip: str = ""
@@ -103,24 +103,13 @@ class Knob:
         return ipw.HBox([name, widget], layout={"align_items": "center", "min_height": "34px"})
 
 
-def slider(
-    label: str, offers: Any, says: str | Callable[[Any], str] = "{}", plural: str = "", **more: Any
-) -> Knob:
-    return Knob(label=label, offers=offers, says=says, plural=plural, **more)
+slider = Knob
 
 
 def buttons(label: str, offers: Mapping[str, Any] | Iterable[str], **more: Any) -> Knob:
     """A row of buttons; a name without a value is its own."""
     named = offers if isinstance(offers, Mapping) else {name: name for name in offers}
-    return Knob(label=label, offers=named, buttons=True, **more)
-
-
-def at_speed(cluster: Cluster, bandwidth: float, own: float) -> Cluster:
-    """The cluster with its links at the chosen speed, its own if that is chosen; latency stays."""
-    if bandwidth == own:
-        return cluster
-    link, inter = links_of(cluster), cluster.inter.replace(bandwidth=bandwidth)
-    return cluster.replace(intra=link.replace(bandwidth=bandwidth), inter=inter, collectives={})
+    return Knob(label, named, buttons=True, **more)
 
 
 def links_of(cluster: Cluster) -> Link:
@@ -188,9 +177,8 @@ def period(seconds: float) -> str:
 
 def crowd(report: Tables) -> str:
     """ "measured", and how many ranks shared how many cores, if they did."""
-    cores = report.meta.get("cores")
-    shared = isinstance(cores, int) and cores < report.world_size
-    return f"measured ({report.world_size} ranks on {cores} cores)" if shared else "measured"
+    cores = naming.shared_cores(report)
+    return f"measured ({report.world_size} ranks on {cores} cores)" if cores else "measured"
 
 
 def few(chart: Chart, shown: int, ranks: int) -> Chart:
@@ -203,11 +191,11 @@ def button(text: str, icon: str, style: str) -> ipw.Button:
     return ipw.Button(description=text, icon=icon, button_style=style, layout={"width": "110px"})
 
 
-def grid(knobs: Sequence[ipw.Widget], width: str) -> ipw.GridBox:
-    """The knobs, in as many columns as the page has room for."""
-    columns = f"repeat(auto-fit, minmax({KNOB}px, 1fr))"
-    layout = {"grid_gap": "0 28px", "max_width": width, "grid_template_columns": columns}
-    return ipw.GridBox(list(knobs), layout=layout)
+def grid(least: str, gap: str, width: str) -> ipw.GridBox:
+    """An empty grid of as many columns as the page has room for, each of this width at least."""
+    columns = f"repeat(auto-fit, minmax({least}, 1fr))"
+    layout = {"grid_gap": gap, "max_width": width, "grid_template_columns": columns}
+    return ipw.GridBox(layout=layout)
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:

@@ -54,7 +54,6 @@ def bars(
     letter: float = LETTER,
     pale: Collection[str] = (),
     lines: Collection[float] = (),
-    said: Mapping[tuple[str, str], str] | None = None,
     unit: str = "B",
     **style: Any,
 ) -> list[dict[str, Any]]:
@@ -65,7 +64,6 @@ def bars(
     letter    share of the axis that a letter takes; 0: no words in the bars
     pale      labels whose bars are not meant
     lines     values that lines stand at: words step aside, or are left out
-    said      what else an element says when pointed at
     unit      "B", or "s" of seconds
     """
     labels = list(dict.fromkeys(row[0] for row in rows))
@@ -94,7 +92,6 @@ def bars(
         ]
         ink = [theme.look().ink if label in pale else theme.on(fill) for label in mine]
         edge = {"width": 1, "color": theme.look().paper}
-        more = [(said or {}).get((label, kind), "") for label in mine]
         trace = {
             "type": "bar",
             "name": name,
@@ -105,10 +102,8 @@ def bars(
             "marker": {"color": fill, "line": edge}
             | ({"opacity": [PALE if b in pale else 1.0 for b in mine]} if pale else {}),
             **hover(
-                f"{theme.text(label)}<br>{name}: {word}"
-                + f" ({n:,.0f} bytes)" * (unit == "B")
-                + also
-                for label, word, n, also in zip(mine, words, sizes, more, strict=True)
+                f"{theme.text(label)}<br>{name}: {word}" + f" ({n:,.0f} bytes)" * (unit == "B")
+                for label, word, n in zip(mine, words, sizes, strict=True)
             ),
             **on(axes),
         }

@@ -57,10 +57,14 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
     """(traces, notes, shapes): the trace is invisible and says what is pointed at."""
     shapes, notes, points = [], [], []
     for cell in cells:
-        shapes.append(rectangle(cell))
+        corners = dict(zip(("x0", "x1", "y0", "y1"), (*cell.x, *cell.y), strict=True))
+        edge = {"width": 1 if cell.edge else 0, "color": cell.edge or cell.fill}
+        look = {"fillcolor": cell.fill, "layer": "below", "line": edge}  # below words and marks
+        shapes.append({"type": "rect", **corners, **look})
         middle = (sum(cell.x) / 2, sum(cell.y) / 2)
-        if cell.word:
-            notes.append(note(cell.word, *middle, size=cell.size, ink=cell.ink or ink(cell.fill)))
+        if cell.word:  # without a colour of its own it has what can be read on the rectangle's
+            ink = cell.ink or (theme.on(cell.fill) if cell.fill.startswith("#") else "")
+            notes.append(note(cell.word, *middle, size=cell.size, ink=ink))
         if cell.said:
             points.append((*middle, cell.said))
     marks = {
@@ -73,15 +77,3 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         **hover(said for *_, said in points),
     }
     return [marks], notes, shapes
-
-
-def rectangle(cell: Cell) -> dict[str, Any]:
-    """Its shape, below words and marks."""
-    corners = dict(zip(("x0", "x1", "y0", "y1"), (*cell.x, *cell.y), strict=True))
-    line = {"width": 1 if cell.edge else 0, "color": cell.edge or cell.fill}
-    return {"type": "rect", **corners, "fillcolor": cell.fill, "layer": "below", "line": line}
-
-
-def ink(fill: str) -> str:
-    """What can be read on this colour; on none, the page's."""
-    return theme.on(fill) if fill.startswith("#") else theme.look().ink

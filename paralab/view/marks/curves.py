@@ -10,6 +10,7 @@ from paralab.view import theme
 from paralab.view.marks import AXES, hover, line, note, on
 
 HOLLOW = "-open"
+PREFIXED = ("B", "B/s", "s")  # units that are written with a decimal prefix
 
 
 def curve(
@@ -68,5 +69,7 @@ def log_axis(
         "title": {"text": title},
         "range": [math.log10(low) - pad[0] * length, math.log10(high) + pad[1] * length],
         "tickvals": ticks,
-        "ticktext": [theme.scaled(tick, unit) if unit else f"{tick:,.7g}" for tick in ticks],
+        "ticktext": [
+            theme.scaled(tick, unit) if unit in PREFIXED else f"{tick:,.7g}" for tick in ticks
+        ],
     }
