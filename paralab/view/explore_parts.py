@@ -123,17 +123,9 @@ def _boxes(report: Tables) -> float:
 
 
 # ---- the table -----------------------------------------------------------------------------------
-def _tokens(report: Tables) -> str:
-    return f"{report.plan.global_batch * report.model.seq_len / report.step_time:,.0f}"
-
-
 def _used(report: Tables) -> str:
     used = utilisation(report).get("model")
     return "no peak stated" if used is None else f"{100 * used:.0f} % of peak"
-
-
-def _bubble(report: Tables) -> str:
-    return f"{100 * report.bubble:.1f} %" if report.plan.pp > 1 else "no pipeline"
 
 
 def _sent(report: Tables, level: str) -> str:
@@ -144,9 +136,13 @@ def _sent(report: Tables, level: str) -> str:
 
 COLUMNS: dict[str, Says] = {
     "a step": lambda report: in_seconds(report.step_time),
-    "tokens per second": _tokens,
+    "tokens per second": lambda report: (
+        f"{report.plan.global_batch * report.model.seq_len / report.step_time:,.0f}"
+    ),
     "model FLOPs": _used,
-    "bubble": _bubble,
+    "bubble": lambda report: (
+        f"{100 * report.bubble:.1f} %" if report.plan.pp > 1 else "no pipeline"
+    ),
     "peak of a device": lambda report: in_bytes(peak_memory(report)),
     "sent inside a node": lambda report: _sent(report, "intra"),
     "sent between nodes": lambda report: _sent(report, "inter"),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import html
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -99,6 +99,7 @@ class Widget(ipw.VBox):
     steady = False  # whether the time axis stays while it can, so that a shorter step looks shorter
     width = "1200px"  # at most
     detail: str | None = None  # of the prediction, as `pl.predict` has it
+    replays: Mapping[str, Any] = {}  # how `replay` is asked, but for the cluster
     _now: _Run | None = None  # also of one whose settings were refused, which is closed like any
 
     def __init__(
@@ -111,7 +112,7 @@ class Widget(ipw.VBox):
         self.cluster = given("cluster", cluster, None)
         self._kept: dict[Any, tuple[Any, Any]] = {}
         self._check()
-        self._kinds = {name: self._starting(name, knob) for name, knob in self._board().items()}
+        self._kinds = {name: self._starting(name, knob) for name, knob in self.board.items()}
         self.knobs = {name: knob.widget() for name, knob in self._kinds.items()}
         self.state, self.error, self.charts, self._said = "idle", None, [Chart()], ""
         self._results: dict[Any, Any] = {}
@@ -124,14 +125,13 @@ class Widget(ipw.VBox):
         self._bar = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
         self._status = ipw.HTML(layout={"flex": "1 1 300px", "margin": "0 0 0 8px"})
         self._numbers, self._trouble, self._code = ipw.HTML(), ipw.HTML(), ipw.HTML()
-        columns = "repeat(auto-fit, minmax(max(min(100%, 560px), 34%), 1fr))"
-        layout = {"grid_gap": "12px 16px", "grid_template_columns": columns}
-        self._views = ipw.GridBox(layout={**layout, "max_width": self.width})
-        rows = [knob.row(self.knobs[name]) for name, knob in self._kinds.items()]
+        self._views = parts.grid("max(min(100%, 560px), 34%)", "12px 16px", self.width)
+        knobs = parts.grid(f"{parts.KNOB}px", "0 28px", self.width)
+        knobs.children = [knob.row(self.knobs[name]) for name, knob in self._kinds.items()]
         buttons = ipw.HBox([self._go, self._halt, self._bar, self._status])
         buttons.layout.align_items, buttons.layout.margin = "center", "6px 0"
         told = [buttons, self._trouble, self._numbers, self._code, self._views]
-        super().__init__([parts.grid(rows, self.width), *told], layout={"width": "100%"})
+        super().__init__([knobs, *told], layout={"width": "100%"})
         self._draw(self._sketch())
         for widget in self.knobs.values():
             widget.observe(self._moved, names="value")
@@ -155,9 +155,6 @@ class Widget(ipw.VBox):
     def _check(self) -> None:
         """Refuse a plan that the widget is not about."""
         self.plan.validate(self.model)
-
-    def _board(self) -> dict[str, Knob]:
-        return self.board
 
     def _offered(self, name: str, value: Any) -> bool:
         """Whether a knob has this value for this model and cluster."""
@@ -244,11 +241,15 @@ class Widget(ipw.VBox):
         return self.cluster.gpus
 
     def _cluster(self, at: At) -> Cluster:
-        """Its links are as fast as the knob "bandwidth" says, if there is one."""
+        """Its links are as fast as the knob "bandwidth" says, if there is one; latencies stay."""
         cluster = self.cluster or self._here(self._ranks(at))
-        if "bandwidth" not in at:
+        if "bandwidth" not in at or at["bandwidth"] == self._kinds["bandwidth"].start:
             return cluster
-        return parts.at_speed(cluster, at["bandwidth"], self._kinds["bandwidth"].start)
+        link, inter = (
+            one.replace(bandwidth=at["bandwidth"])
+            for one in (parts.links_of(cluster), cluster.inter)
+        )
+        return cluster.replace(intra=link, inter=inter, collectives={})
 
     def _expected(self, at: At, what: str = "chosen") -> Tables:
         """The predicted step; kept until ``what`` is asked for with other settings."""
@@ -266,7 +267,7 @@ class Widget(ipw.VBox):
 
     def _replay(self, at: At) -> Tables:
         key = "replay", id(at.found)
-        return self._once(key, at.cluster, lambda: at.found.replay(at.cluster))
+        return self._once(key, at.cluster, lambda: at.found.replay(at.cluster, **self.replays))
 
     def _once(self, what: Any, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gave for ``key`` the last time, if that was the last key of ``what``."""

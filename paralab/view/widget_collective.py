@@ -35,7 +35,7 @@ WAITING = "seconds before the first byte"
 class Collective(Widget):
     """Algorithm, ranks, bytes of the tensor, latency and bandwidth of the link."""
 
-    name = "collective"
+    name, replays = "collective", {"compute": 0.0}
     board = {
         "algorithm": buttons("algorithm", tuple(FORMS), start="ring"),
         "ranks": slider("ranks", (2, 3, 4, 6, 8), "{} ranks", start=4),
@@ -67,17 +67,14 @@ class Collective(Widget):
     def _seconds(self, at: At, form: str, nbytes: int) -> float:
         return collectives.seconds(FORMS[form], at["ranks"], nbytes, at.cluster.intra)
 
-    def _replayed(self, at: At, run: Tables) -> float:
-        made = lambda: run.replay(at.cluster, compute=0.0).step_time  # noqa: E731
-        return self._once(("replay", id(run)), at.cluster, made)
-
     def _charts(self, at: At) -> list[Chart]:
         n, size, chosen = at["ranks"], at["nbytes"], at["algorithm"]
         curves = {form: [(s, self._seconds(at, form, s)) for s in LINE] for form in FORMS}
         runs: dict[str, list[tuple[int, float]]] = {}
         for (form, ranks, nbytes), run in list(self._results.items()):
             if ranks == n:
-                runs.setdefault(form, []).append((nbytes, self._replayed(at, run)))
+                replayed = At(self, at, run).replayed.step_time
+                runs.setdefault(form, []).append((nbytes, replayed))
         took = {form: self._seconds(at, form, size) for form in FORMS}
         fast, slow = sorted(FORMS, key=took.__getitem__)
         times, finding = took[slow] / took[fast], "ring and tree take the same time"
@@ -97,7 +94,7 @@ class Collective(Widget):
             run, seen = self._results.get((form, n, size)), ["not run"] * 3
             if run is not None:
                 counted = int(metrics.traffic(run, warmup=True)["bytes"].max())
-                times = self._replayed(at, run), run.step_time
+                times = At(self, at, run).replayed.step_time, run.step_time
                 seen = [in_bytes(counted), *map(in_seconds, times)]
             rows.append(
                 {
@@ -113,7 +110,7 @@ class Collective(Widget):
         return rows
 
     def _done(self, at: At) -> str:
-        n, replayed = at["ranks"], self._replayed(at, at.found)
+        n, replayed = at["ranks"], at.replayed.step_time
         right = all(list(bounds) == [n * (n + 1) / 2] * 2 for bounds in at.found.results)
         off = abs(replayed / self._seconds(at, at["algorithm"], at["nbytes"]) - 1)
         sums = "every rank holds the sum" if right else "the sums are wrong"

@@ -31,7 +31,7 @@ from paralab.view.rank_mesh import mesh
 from paralab.view.timeline import timelines
 from paralab.view.traffic import traffic_chart
 from paralab.view.widget import At
-from paralab.view.widget_parts import Knob, few, given, here, is_here, no_room
+from paralab.view.widget_parts import few, given, here, is_here, no_room
 from paralab.view.widget_steps import Steps
 
 LONGEST = 60.0  # seconds of a run
@@ -63,16 +63,14 @@ class Explore(Steps):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        usual = given("model", model, self.model), given("cluster", cluster, None)
-        if plan is None and not _fits(self.plan, *usual):
-            plan = Plan(microbatches=4)
+        model, cluster = given("model", model, self.model), given("cluster", cluster, None)
+        usual = self.plan if _fits(self.plan, model, cluster) else Plan(microbatches=4)
+        plan = given("plan", plan, usual)
+        self.board = parts.knobs(model, plan, cluster)
         super().__init__(model, plan, cluster)
 
     def _check(self) -> None:
         """A plan that cannot be is shown as any other: with the reason."""
-
-    def _board(self) -> dict[str, Knob]:
-        return parts.knobs(self.model, self.plan, self.cluster)
 
     # ---- what settings mean ------------------------------------------------------------------
     def _model(self, at: At) -> ModelSpec:

@@ -16,6 +16,7 @@ sliders say. Of that run the step has the replay on such links, below the predic
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from paralab.interpret import quick
@@ -74,7 +75,10 @@ class Offload(Steps):
         "optimizer": buttons("optimizer", PLACES, start="nvme", tip=ONCE),
         "ranks": slider("devices", (1, 2, 4), "{} device", "s", sets="dp"),
     }
-    columns = {"time per step": step_time, "device computes": share_of_step("work")}
+    columns = {
+        "time per step": step_time,
+        "device computes": partial(share_of_step, part="work"),
+    }
 
     def __init__(self, model: ModelSpec | None = None, cluster: Cluster | None = None) -> None:
         super().__init__(model, None, cluster)

@@ -10,6 +10,7 @@ slider states, below the prediction and on the same time scale. One run is repla
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from paralab.checks import illegal
@@ -28,25 +29,17 @@ RESIDUAL = {"whole on every rank": "whole", "in parts of the sequence": "parts"}
 Says = Callable[[Tables], str]
 
 
-def share_of_step(part: str, of: str = "") -> Says:
+def share_of_step(report: Tables, part: str, of: str = "") -> str:
     """A part of the typical step, in per cent of it or of another part."""
-
-    def said(report: Tables) -> str:
-        parts = metrics.shares(report, metrics.typical_step(report))
-        whole = parts[of] if of else report.step_time
-        return f"{100 * parts[part] / whole:.0f} %" if whole else "none needed"
-
-    return said
+    parts = metrics.shares(report, metrics.typical_step(report))
+    whole = parts[of] if of else report.step_time
+    return f"{100 * parts[part] / whole:.0f} %" if whole else "none needed"
 
 
-def _kept(category: str) -> Says:
+def _kept(report: Tables, category: str) -> str:
     """The most of a category that a rank holds at any moment."""
-
-    def said(report: Tables) -> str:
-        mine = report.memory["category"] == category
-        return in_bytes(int(report.memory[mine]["bytes"].max()))
-
-    return said
+    mine = report.memory["category"] == category
+    return in_bytes(int(report.memory[mine]["bytes"].max()))
 
 
 def _sent(report: Tables) -> str:
@@ -73,7 +66,7 @@ class Steps(Widget):
         """As many ranks as the cluster has devices for, in equal parts of the model."""
         if name != "ranks":
             return True
-        sets = {self._board()[name].sets: value}
+        sets = {self.board[name].sets: value}
         try:
             Plan(**sets, sequence_parallel=sets.get("tp", 1) > 1).validate(self.model)
         except ValueError:
@@ -125,8 +118,8 @@ class DataParallel(Steps):
     columns = {
         "time per step": step_time,
         "samples per second": lambda report: f"{report.plan.global_batch / report.step_time:,.0f}",
-        "communication hidden": share_of_step("hidden", "communication"),
-        "ranks wait": share_of_step("wait"),
+        "communication hidden": partial(share_of_step, part="hidden", of="communication"),
+        "ranks wait": partial(share_of_step, part="wait"),
         "sent per rank": _sent,
     }
 
@@ -162,11 +155,11 @@ class Tensor1D(Steps):
         "bandwidth": SPEED,
     }
     columns = {
-        "parameters": _kept("parameters"),
-        "activations": _kept("activations"),
+        "parameters": partial(_kept, category="parameters"),
+        "activations": partial(_kept, category="activations"),
         "sent per rank": _sent,
         "time per step": step_time,
-        "of it waiting": share_of_step("wait"),
+        "of it waiting": partial(share_of_step, part="wait"),
     }
 
     def _check(self) -> None:
