@@ -55,8 +55,8 @@ def section(
     report: Tables,
     *,
     label: str = "",
-    step: int | None,
-    ranks: Sequence[int] | None,
+    step: int | None = None,
+    ranks: Sequence[int] | None = None,
     only: tuple[str, ...] | None = None,
     most: int | None = None,
 ) -> Section:

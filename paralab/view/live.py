@@ -25,28 +25,16 @@ MAX_RANKS = 16
 ROOM = 1.28  # of a curve's highest value: the height of a rank's row
 
 
-class _Curve(NamedTuple):
-    """times and counts of one rank, a step each; times in seconds, or in forwards."""
-
-    times: list[float]
-    counts: list[float]
-
-    @property
-    def peak(self) -> float:
-        return max(self.counts, default=0)
-
-
 class _Source(NamedTuple):
     name: str
     clock: str  # empty: a bare schedule, times are in forwards
     chunks: int
-    curves: list[_Curve]
+    curves: list[tuple[list[float], list[float]]]  # by rank: times and counts, a step each
     split: bool  # some backwards, into the halves I and W
 
-    def in_shares(self) -> _Source:
-        """Counted in shares of a rank's layers, not in chunks."""
-        parts = [(c.times, [n / self.chunks for n in c.counts]) for c in self.curves]
-        return self._replace(curves=[_Curve(*part) for part in parts])
+    @property
+    def peaks(self) -> list[float]:
+        return [max(counts) for _, counts in self.curves]
 
 
 def live_activations(
@@ -71,7 +59,9 @@ def live_activations(
         names = [f"{i}: {name}" for i, name in enumerate(names, 1)]
     found = [one._replace(name=str(name)) for one, name in zip(found, names, strict=True)]
     if len({one.chunks for one in found}) > 1:  # a chunk of v is 1/v of what a rank holds
-        found = [one.in_shares() for one in found]
+        for i, one in enumerate(found):
+            shares = [(times, [n / one.chunks for n in counts]) for times, counts in one.curves]
+            found[i] = one._replace(curves=shares)
     ranks = {len(one.curves) for one in found}
     if len(ranks) > 1:
         why = "pipelines of different length"
@@ -110,20 +100,20 @@ def _read(source: Any, step: int | None) -> _Source:
     return _Source(name, clock, plan.virtual_stages, curves, split)
 
 
-def _curve(starts: list[float], ends: list[float], total: float) -> _Curve:
+def _curve(starts: list[float], ends: list[float], total: float) -> tuple[list, list]:
     changes = Counter({0.0: 0})
     changes.update(starts)
     changes.subtract(ends)
     times = sorted(changes)
     counts = list(accumulate(changes[time] for time in times))
-    return _Curve([*times, float(total)], [*counts, counts[-1]])
+    return [*times, float(total)], [*counts, counts[-1]]
 
 
 # ---- drawing -------------------------------------------------------------------------------------
 def _drawn(found: list[_Source]) -> Chart:
     first, many = found[0], len(found) > 1
     ranks = range(min(len(first.curves), MAX_RANKS))
-    highest = max(max(one.curves[r].peak for r in ranks) for one in found) or 1
+    highest = max(one.peaks[r] for one in found for r in ranks) or 1
     timed, row = all(one.clock for one in found), ROOM * highest
     base = [(len(ranks) - 1 - r) * row for r in ranks]
     said = naming.clock_lines(one.clock for one in found if one.clock)
@@ -146,14 +136,14 @@ def _drawn(found: list[_Source]) -> Chart:
             dash = {"shape": "hv", "width": 2.5, "color": ink, "dash": styles[one.name]["dash"]}
             look = {"opacity": 0.16, "line": dash}
         for r in ranks:
-            curve, name = one.curves[r], theme.text(one.name)
-            told = [f"{name}, rank {r}: {n:g} alive" for n in curve.counts]
-            times = [round(t * (1e3 if timed else 1.0), 6) for t in curve.times]
+            (times, counts), name = one.curves[r], theme.text(one.name)
+            told = [f"{name}, rank {r}: {n:g} alive" for n in counts]
+            times = [round(t * (1e3 if timed else 1.0), 6) for t in times]
             place = {"base": base[r], "showlegend": many and r == 0}
-            traces += area(one.name, ink, times, curve.counts, told, **place, **look)
+            traces += area(one.name, ink, times, counts, told, **place, **look)
     written = inks if many else [theme.look().ink]
     each = "<span style='color:{}'>{:g}</span>".format
-    peaks = [" | ".join(map(each, written, (one.curves[r].peak for one in found))) for r in ranks]
+    peaks = [" | ".join(map(each, written, (one.peaks[r] for one in found))) for r in ranks]
     middle = [y + 0.5 * highest for y in base]
     notes = [margin(f"<b>{p}</b>", y, size=15) for p, y in zip(peaks, middle, strict=True)]
     notes.append(margin("peak", 1, ref="paper", hold="left bottom", ink=theme.look().faint))
@@ -173,7 +163,7 @@ def _drawn(found: list[_Source]) -> Chart:
         (one.name, rank, time, count)
         for one in found
         for rank, curve in enumerate(one.curves)
-        for time, count in zip(curve.times, curve.counts, strict=True)
+        for time, count in zip(*curve, strict=True)
     ]
     said = f"{' | '.join(one.name for one in found)} on {len(first.curves)} ranks"
     return fig.explained(f"live activations of {said}", ("source rank time live", rows))
@@ -181,7 +171,7 @@ def _drawn(found: list[_Source]) -> Chart:
 
 def _finding(found: list[_Source]) -> str:
     def peaks(one: _Source) -> str:
-        counts = [f"{curve.peak:g}" for curve in one.curves]
+        counts = [f"{peak:g}" for peak in one.peaks]
         what = "chunks" if one.chunks > 1 else "micro-batches"
         if len(set(counts)) == 1:
             return f"{counts[0]} {what} on every rank"
@@ -189,6 +179,6 @@ def _finding(found: list[_Source]) -> str:
 
     if len(found) == 1:
         return f"{theme.text(found[0].name)} keeps at most {peaks(found[0])}"
-    first, *others = (f"{one.curves[0].peak:g}{{}} under {theme.text(one.name)}" for one in found)
+    first, *others = (f"{one.peaks[0]:g}{{}} under {theme.text(one.name)}" for one in found)
     first = first.format(" micro-batches are alive")
     return ", ".join([f"On the first rank at most {first}", *(one.format("") for one in others)])

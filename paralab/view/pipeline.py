@@ -68,17 +68,17 @@ def section(
     report: Tables,
     *,
     label: str = "",
-    step: int | None,
-    ranks: Sequence[int] | None,
     only: tuple[str, ...] | None = LANES,
     marked: bool = False,
+    **asked: Any,
 ) -> Section:
     """One step of a pipeline, with what is idle before a rank's first box and after its last.
 
     marked  the line at the end stands where the pipeline ends, not the step
+    asked   step and ranks, as `boxes.section` has them
     """
     most = timeline_rows.MAX_BOXES
-    one = boxes.section(report, label=label, step=step, ranks=ranks, only=only, most=most)
+    one = boxes.section(report, label=label, only=only, most=most, **asked)
     one.gap = GAP if only == LANES else one.gap
     zero = float(report.steps["start"][report.steps["step"] == one.step].min())
     parts = {
@@ -198,6 +198,6 @@ def simulated(
     simulation: Simulation, name: str, *, label: str = "", ranks: Sequence[int] | None = None
 ) -> Section:
     """A simulated schedule as a section, every gap of it as bubble."""
-    one = section(simulation.report(name), label=label, step=None, ranks=ranks)
+    one = section(simulation.report(name), label=label, ranks=ranks)
     one.head = head(label, simulation.bubble_rate)
     return one

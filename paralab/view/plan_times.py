@@ -8,7 +8,6 @@ rank correlation says how far they do: 1 where both orders are the same, 0 where
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -29,10 +28,16 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
         legal = f"at least two, and for each both reports: {sorted(expected)}"
         raise illegal("found", sorted(found), "not the plans that were expected", legal)
     names = sorted(found, key=lambda name: found[name].step_time)
-    sources = {one_clock(reports): reports for reports in (expected, found)}
-    times = {c: [r[name].step_time for name in names] for c, r in sources.items()}
+    times: dict[str, list[float]] = {}
+    for reports in (expected, found):
+        clock, *others = sorted({report.clock for report in reports.values()})
+        if others:
+            legal = "reports that are all predicted, all replayed or all measured"
+            why = "times of different clocks in one row"
+            raise illegal("found", [clock, *others], why, legal)
+        times[clock] = [reports[name].step_time for name in names]
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
-    clocks, now = list(sources), theme.look()
+    clocks, now = list(times), theme.look()
     favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
     instead = f", and not {theme.text(favourite)}" * (favourite != names[0])
     finding = f"The fastest plan is {rows[0]}{instead}, as {clocks[0]}"
@@ -61,15 +66,6 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     return fig.draw(traces).explained(
         f"{len(names)} plans, {' and '.join(clocks)} time of a step", table
     )
-
-
-def one_clock(reports: Mapping[str, Any]) -> str:
-    """The clock that all of these are on."""
-    clocks = {report.clock for report in reports.values()}
-    if len(clocks) > 1:
-        legal = "reports that are all predicted, all replayed or all measured"
-        raise illegal("found", sorted(clocks), "times of different clocks in one row", legal)
-    return clocks.pop()
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -33,7 +33,8 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     matrix  False: the bars alone
     """
     dry = report.clock == DRY  # rows of one rank: whom it sends to is no matrix
-    n, unit = len(metrics.reported_ranks(report)), "step" if _has_steps(report) else "call"
+    steps = report.model is not None or "observed" in report.meta  # else one call of a function
+    n, unit = len(metrics.reported_ranks(report)), "step" if steps else "call"
     sent = metrics.traffic(report, by=("level", "axis", "op"))
     copied = metrics.copied(report, by=("link", "category"))
     if report.plan.tiers is None:  # what messages pass through on their way is theirs already
@@ -61,7 +62,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     borders = " · lines: where a node ends" * bool(shapes)
     seconds = " · seconds: the bytes alone, links and ports used evenly" * timed
     fig = figure(
-        _finding(report, sent, optimum, copied),
+        _finding(report, sent, optimum, copied, " per step" * steps),
         f"bytes of one {unit}, bookkeeping left out{borders}{seconds}",
         height=170 + ROW * max(3, len(tops)) if alone else max(400, min(40 * n, 560) + 180),
         showlegend=len(kinds) > 1,
@@ -87,11 +88,6 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
         f"{len(links)} link{'s' * (len(links) != 1)}",
         lambda: _moved(report, copies),
     )
-
-
-def _has_steps(report: Tables) -> bool:
-    """Of a training or an observed program, not of one call of a function."""
-    return report.model is not None or "observed" in report.meta
 
 
 def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
@@ -153,7 +149,7 @@ def _matrix(
 
 
 def _finding(
-    report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame
+    report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame, often: str
 ) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
@@ -166,8 +162,7 @@ def _finding(
     who = "a rank" if alike else "a rank, on average,"  # a byte may be left that n cannot divide
     if report.clock == DRY:
         who = f"rank {report.meta.get('rank')}"
-    said = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}"
-    said += " per step" * _has_steps(report)
+    said = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}{often}"
     if optimum is not None and total:
         off = total / n / optimum - 1
         side = f"{abs(100 * off):.2f} % {'above' if off > 0 else 'below'}" if off else "exactly"

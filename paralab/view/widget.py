@@ -234,6 +234,10 @@ class Widget(ipw.VBox):
         """
         return self._once(("here", parts.device_of_run(ranks)), None, lambda: here(ranks))
 
+    def _machine(self, at: At) -> Cluster:
+        """The cluster that the widget was given, else this machine."""
+        return self.cluster or self._here(self._ranks(at))
+
     def _gpus(self, at: At) -> bool:
         """Whether devices are GPUs, which is known before anything is measured."""
         if self.cluster is None:
@@ -242,7 +246,7 @@ class Widget(ipw.VBox):
 
     def _cluster(self, at: At) -> Cluster:
         """Its links are as fast as the knob "bandwidth" says, if there is one; latencies stay."""
-        cluster = self.cluster or self._here(self._ranks(at))
+        cluster = self._machine(at)
         if "bandwidth" not in at or at["bandwidth"] == self._kinds["bandwidth"].start:
             return cluster
         link, inter = (

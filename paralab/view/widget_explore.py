@@ -31,7 +31,7 @@ from paralab.view.rank_mesh import mesh
 from paralab.view.timeline import timelines
 from paralab.view.traffic import traffic_chart
 from paralab.view.widget import At
-from paralab.view.widget_parts import few, given, here, is_here, no_room
+from paralab.view.widget_parts import few, here, is_here, no_room
 from paralab.view.widget_steps import Steps
 
 LONGEST = 60.0  # seconds of a run
@@ -57,20 +57,11 @@ class Explore(Steps):
     plan = Plan(dp=2, pp=2, microbatches=4)
     columns = parts.COLUMNS
 
-    def __init__(
-        self,
-        model: ModelSpec | None = None,
-        plan: Plan | None = None,
-        cluster: Cluster | None = None,
-    ) -> None:
-        model, cluster = given("model", model, self.model), given("cluster", cluster, None)
-        usual = self.plan if _fits(self.plan, model, cluster) else Plan(microbatches=4)
-        plan = given("plan", plan, usual)
-        self.board = parts.knobs(model, plan, cluster)
-        super().__init__(model, plan, cluster)
-
     def _check(self) -> None:
-        """A plan that cannot be is shown as any other: with the reason."""
+        """A plan that was given and cannot be is shown as any other: with the reason."""
+        if self.plan is Explore.plan and not _fits(self.plan, self.model, self.cluster):
+            self.plan = Plan(microbatches=4)
+        self.board = parts.knobs(self.model, self.plan, self.cluster)
 
     # ---- what settings mean ------------------------------------------------------------------
     def _model(self, at: At) -> ModelSpec:
@@ -85,10 +76,10 @@ class Explore(Steps):
         name, nodes = at["cluster"], at["nodes"]
         if name not in (HERE, GIVEN):
             return self._once(name, nodes, lambda: Cluster.preset(name, nodes=nodes))
-        if name == HERE or self.cluster is None:
+        if name == HERE:
             return self._here(self._ranks(at))
-        if is_here(self.cluster):
-            return self.cluster
+        if self.cluster is None or is_here(self.cluster):
+            return self._machine(at)
         return self._once(name, nodes, lambda: self.cluster.replace(nodes=nodes))
 
     def _needs(self, at: At) -> Any:

@@ -94,7 +94,7 @@ class Offload(Steps):
 
     def _cluster(self, at: At) -> Cluster:
         """Its disk and its link to the host are as fast as the sliders say; latencies stay."""
-        own = self._own(at)
+        own = self._machine(at)
         disk = own.disk or Link(alpha=LATENCY, bandwidth=at["bandwidth"])
         host = own.host.replace(bandwidth=at["host"])
         return own.replace(disk=disk.replace(bandwidth=at["bandwidth"]), host=host)
@@ -104,12 +104,9 @@ class Offload(Steps):
         from paralab.experiment import run
 
         limits = {"disk": round(at["bandwidth"])}
-        if at["host"] < self._own(at).host.bandwidth:
+        if at["host"] < self._machine(at).host.bandwidth:
             limits["h2d"] = limits["d2h"] = round(at["host"])
         return run(at.model, self._plan(at, **limits), steps=self.steps, **how)
-
-    def _own(self, at: At) -> Cluster:
-        return self.cluster or self._here(at["ranks"])
 
     def _refused(self, at: At) -> str:
         plan, local = at.plan, here(at["ranks"])
@@ -125,10 +122,11 @@ class Offload(Steps):
         return at.plan, at["host"], at["bandwidth"]
 
     def _hint(self, at: At) -> str:
-        said, own = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}", self._own(at)
+        said = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
         if "nvme" not in (at["parameters"], at["optimizer"]):
             return f"{said}, without the disk."
-        if own.disk is not None and at["bandwidth"] > own.disk.bandwidth:
+        disk = self._machine(at).disk
+        if disk is not None and at["bandwidth"] > disk.bandwidth:
             return f"{said}; the disk stays as slow as it is."
         return f"{said}, with a disk held down to {in_speed(at['bandwidth'])}."
 

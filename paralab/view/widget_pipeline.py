@@ -116,7 +116,7 @@ class Pipeline(Widget):
         if at.found is None:
             return [drawing.simulated_timeline(simulation, name)]
         above = drawing.simulated(simulation, name, label="simulated")
-        real = drawing.section(at.replayed, label="replayed", step=None, ranks=None, marked=True)
+        real = drawing.section(at.replayed, label="replayed", marked=True)
         above.report = at.replayed  # whose clock its costs are on
         above.head = drawing.head("simulated, the run's median costs", simulation.bubble_rate)
         real.head = drawing.head("replayed", at.replayed.bubble)

@@ -24,12 +24,12 @@ from paralab.view.schematics import drawn
 STATES = ("parameters", "gradients", "optimizer")
 MOST_RANKS = 16
 GAP = 0.06  # of a cell
-KINDS = {  # of a unit's values: what they are called, in the order they are drawn
-    "shard": "own shard of the parameters",
-    "w": "gathered parameters",
-    "grad": "gradients of the whole unit",
-    "gshard": "own shard of the gradients",
-    "opt": "own shard of the optimizer states",
+KINDS = {  # of a unit's values: what they are called, and whose colour they have, as drawn
+    "shard": ("own shard of the parameters", "parameters"),
+    "w": ("gathered parameters", "buffers"),
+    "grad": ("gradients of the whole unit", "gradients"),
+    "gshard": ("own shard of the gradients", "gradients"),
+    "opt": ("own shard of the optimizer states", "optimizer"),
 }
 
 
@@ -93,14 +93,20 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     whole("unit", unit, at_least=0, at_most=len(units) - 1)
     lives = _lives(code, unit, len(code))
     rows = [
-        (KINDS[kind], start, end, program.size((kind, unit, version), 0).bytes)
+        (KINDS[kind][0], start, end, program.size((kind, unit, version), 0).bytes)
         for kind, version, start, end in lives
     ]
-    names = list(dict.fromkeys(name for name, *_ in rows))
-    traces = _work(code, unit) + [_row(rows, name, 1.0 + i) for i, name in enumerate(names)]
-    held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"]) / len(code)
-    sizes = {name: size for name, _, _, size in rows}
-    words = [margin(theme.scaled(sizes[name], "B"), 1.0 + i) for i, name in enumerate(names)]
+    fills = {name: theme.category_colour(category) for name, category in KINDS.values()}
+    names, words = list(dict.fromkeys(name for name, *_ in rows)), []
+    traces = _work(code, unit)
+    for i, name in enumerate(names):
+        boxes = []
+        for start, end, size in (row[1:] for row in rows if row[0] == name):
+            said = f"{name}<br>{size:,} bytes, instructions {start} to {end}"
+            boxes.append((start, end - start, 1.0 + i, 0.6, "", said))
+        traces.append(mark.boxes(boxes, mark.look(name, fills[name]), showlegend=False))
+        words.append(margin(theme.scaled(size, "B"), 1.0 + i))
+    held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
         f"All of unit {unit} is held for {theme.percent(held)} of the instructions, "
         "its own shard for all of them",
@@ -129,17 +135,6 @@ def _lives(code: Any, unit: int, end: int) -> list[tuple[str, int, int, int]]:
                 found.append((value[0], value[2], born.pop(value), at + 1))
     found += [(kind, version, start, end) for (kind, _, version), start in born.items()]
     return sorted(found, key=lambda one: (list(KINDS).index(one[0]), one[2]))
-
-
-def _row(rows: list[tuple], name: str, y: float) -> dict[str, Any]:
-    category = next((c for c in ("gradients", "optimizer") if c in name), "parameters")
-    category = "buffers" if name == KINDS["w"] else category
-    boxes = [
-        (start, end - start, y, 0.6, "", f"{name}<br>{size:,} bytes, instructions {start} to {end}")
-        for kind, start, end, size in rows
-        if kind == name
-    ]
-    return mark.boxes(boxes, mark.look(name, theme.category_colour(category)), showlegend=False)
 
 
 def _work(code: Any, unit: int) -> list[dict[str, Any]]:
