@@ -56,13 +56,10 @@ class Chart(go.Figure):
         traces: Iterable[dict[str, Any]],
         notes: Iterable[dict[str, Any]] = (),
         shapes: Iterable[dict[str, Any]] = (),
-        **layout: Any,
     ) -> Chart:
         """This chart with more marks, as dicts: one by one, each would check all before it again,
         and a slider is waiting.
         """
-        if layout:
-            self.update_layout(layout)
         self.add_traces(list(traces))
         self.layout.annotations = (*self.layout.annotations, *notes)
         self.layout.shapes = (*self.layout.shapes, *shapes)

@@ -52,11 +52,6 @@ def style(kind: str, row: str, category: str) -> tuple[str, str]:
     return named.get((kind, row), kind.replace("_", " ")), theme.colour(kind, row)
 
 
-def way(name: str) -> str:
-    """ "from disk to host": which way a row of this name goes, in a sentence."""
-    return "from " + {"disk read": "disk to host", "disk write": "host to disk"}.get(name, name)
-
-
 def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[int]:
     """The track of each interval, 0 first. Beyond ``at_most``, the one free soonest is shared."""
     free: list[float] = []

@@ -18,25 +18,17 @@ from typing import Any
 NAME = "rfc3987_syntax"
 
 
-class _Late(ModuleType):
-    """The module, before it is loaded."""
-
-    def is_valid_syntax(self, term: str, value: str) -> bool:
-        return _loaded().is_valid_syntax(term, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # code that goes through all modules asks for these
-            raise AttributeError(name)
-        return getattr(_loaded(), name)
-
-
-def _loaded() -> ModuleType:
-    if isinstance(sys.modules.get(NAME), _Late):
+def _real(name: str) -> Any:
+    """What the package has of this name; it is loaded now."""
+    if name.startswith("__"):  # code that goes through all modules asks for these
+        raise AttributeError(name)
+    if sys.modules.get(NAME) is late:
         del sys.modules[NAME]
-    return importlib.import_module(NAME)
+    return getattr(importlib.import_module(NAME), name)
 
 
 if NAME not in sys.modules and (found := importlib.util.find_spec(NAME)) is not None:
-    sys.modules[NAME] = late = _Late(NAME)
+    sys.modules[NAME] = late = ModuleType(NAME)
     late.__spec__, late.__path__ = found, found.submodule_search_locations
-    late.__file__ = found.origin
+    late.__file__, late.__getattr__ = found.origin, _real
+    late.is_valid_syntax = lambda term, value: _real("is_valid_syntax")(term, value)

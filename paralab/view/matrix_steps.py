@@ -61,7 +61,12 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     steps = cube(plan) if plan.tp_mode == "3d" else summa(plan)
     if step is not None:
         step = whole("step", step, at_least=0, at_most=len(steps) - 1)
-    pictures = [picture(s.cells, s.title, _below(plan), s.arrows) for s in steps]
+    q, depth = plan.tp_grid
+    grids = f"{depth} grids of " * (depth > 1)
+    below = f"SUMMA on {grids}{q} × {q} ranks · {COLOUR}; arrows: broadcasts"
+    if plan.tp_mode == "3d":
+        below = f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
+    pictures = [picture(s.cells, s.title, below, s.arrows) for s in steps]
     fig, said = pictures[step or 0], f"{len(steps)} steps"
     if step is None:
         _animate(fig, steps, pictures)
@@ -72,14 +77,6 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
         f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
         (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),
     )
-
-
-def _below(plan: Plan) -> str:
-    q, depth = plan.tp_grid
-    if plan.tp_mode == "3d":
-        return f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
-    grids = f"{depth} grids of " * (depth > 1)
-    return f"SUMMA on {grids}{q} × {q} ranks · {COLOUR}; arrows: broadcasts"
 
 
 # ---- the steps ----------------------------------------------------------------------------------

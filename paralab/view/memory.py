@@ -11,6 +11,7 @@ from typing import Any
 from paralab.checks import choice, real
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
+from paralab.view.lanes import tracks
 from paralab.view.marks import bars as mark
 from paralab.view.marks import note, upright
 
@@ -83,22 +84,20 @@ def _capacity_names(
 
     letter  share of the axis that a letter takes
     """
-    taken: list[list[tuple[float, float]]] = []
-    notes = []
+    words, places = [], []
     for label, count in sorted(drawn.items(), key=lambda pair: pair[1]):
         named = f"<b>{theme.text(label)}</b>: {theme.scaled(count, 'B')}"
         width = letter * (theme.letters(named) + 2) * end
         left = count > 0.6 * end or count + 1.1 * width > end  # bold letters are wider
-        mine = (count - width, count) if left else (count, count + width)
-        free = (
-            i for i, line in enumerate(taken) if all(mine[1] <= a or b <= mine[0] for a, b in line)
-        )
-        level = next(free, len(taken))
-        taken += [[]] * (level == len(taken))
-        taken[level] = [*taken[level], mine]
+        places.append((count - width, count) if left else (count, count + width))
         side = {"hold": "right", "xshift": -4} if left else {"hold": "left", "xshift": 4}
-        notes.append(note(named, count / per, -0.55 - ROW * (level + 0.5), above=True, **side))
-    return notes, len(taken)
+        words.append((named, count / per, side))
+    levels = tracks(places, at_most=len(places))
+    notes = [
+        note(named, x, -0.55 - ROW * (level + 0.5), above=True, **side)
+        for (named, x, side), level in zip(words, levels, strict=True)
+    ]
+    return notes, 1 + max(levels, default=-1)
 
 
 def _finding(totals: Mapping[str, float], capacity: Mapping[str, float]) -> str:

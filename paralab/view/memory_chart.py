@@ -34,7 +34,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     """
     found = curves(report, ranks=None if rank is None else [rank], step=step)
     shown = _spaced(found)
-    worst = max(found, key=lambda curve: (curve.peak, -curve.rank))
+    worst = fullest(found)
     said = [f"step {worst.step}"]
     if len(shown) < len(found):
         said.append(f"{len(shown)} of {len(found)} ranks drawn, the highest peak among them")
@@ -85,7 +85,7 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
 
     title  in place of the finding that the peaks give. Raises ValueError as `memory_charts`
     """
-    found = _each(runs, fullest)
+    found = _each(runs, lambda report: fullest(curves(report)))
     bars = {label: curve.samples[curve.peak_at] for label, curve in found.items()}
     finding = title or _verdict({label: curve.peak for label, curve in found.items()})
     chart = bytes_bars(bars, limits(found.values()), title=finding)
@@ -100,7 +100,7 @@ def stage_memory(report: Tables) -> Chart:
     worst: dict[int, Curve] = {}  # by stage: ranks of one differ in what a grid does not divide
     for curve in curves(report):
         stage = report.plan.place(curve.rank).pp
-        worst[stage] = max(worst.get(stage, curve), curve, key=lambda one: (one.peak, -one.rank))
+        worst[stage] = fullest([worst.get(stage, curve), curve])
     shown = _spaced([worst[stage] for stage in sorted(worst)])
     bars = {stage_of(report, c.rank): c.samples[c.peak_at] for c in shown}
     limit = capacity(report)

@@ -157,9 +157,9 @@ def _curve(
     return Curve(report, rank, step, at, samples, totals, max(end, times[-1]) - zero, zero)
 
 
-def fullest(report: Tables) -> Curve:
-    """The curve of the rank with the highest peak, in the step that has it."""
-    return max(curves(report), key=lambda curve: (curve.peak, -curve.rank))
+def fullest(found: Sequence[Curve]) -> Curve:
+    """The curve with the highest peak, of equals that of the first rank."""
+    return max(found, key=lambda curve: (curve.peak, -curve.rank))
 
 
 def thinned(totals: Sequence[int], most: int) -> list[int]:

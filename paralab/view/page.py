@@ -56,6 +56,8 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
     extra = "\n".join(
         f"<section><h2>{html.escape(head)}</h2>\n{body}</section>" for head, body in sections
     )
+    numbers = metrics.summary(report)
+    numbers["value"] = [f"{n:.3f}" if math.isfinite(n) else "–" for n in numbers["value"]]
     data = {
         name: {part: json.loads(fig.to_json()) for part, fig in charts.items()}
         for name, charts in figures.items()
@@ -67,7 +69,7 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         means=html.escape(naming.CLOCK_MEANS[report.clock]),
         extra=extra,
         drawn=drawn,
-        numbers=_summary(report),
+        numbers=numbers.to_html(header=False, index_names=False, border=0, classes="narrow"),
         described=_described(report),
         plotly=get_plotlyjs(),
         figures=_for_script(data),
@@ -97,12 +99,6 @@ def _for_script(value: Any) -> str:
     for sign in "<>&":
         dumped = dumped.replace(sign, f"\\u{ord(sign):04x}")
     return dumped
-
-
-def _summary(report: Tables) -> str:
-    numbers = metrics.summary(report)
-    numbers["value"] = [f"{n:.3f}" if math.isfinite(n) else "–" for n in numbers["value"]]
-    return numbers.to_html(header=False, index_names=False, border=0, classes="narrow")
 
 
 def _described(report: Tables) -> str:

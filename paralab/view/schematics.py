@@ -96,6 +96,7 @@ def ring(n: int = 4) -> Chart:
 
 # ---- offload -------------------------------------------------------------------------------------
 DOES = {"device": "forward, backward", "host": "optimizer's update", "files": "storage"}
+FROM_TO = {"disk read": "disk to host", "disk write": "host to disk"}  # in a sentence
 ENDS = {"d2h": (0, 1), "h2d": (1, 0), "disk write": (1, 2), "disk read": (2, 1)}  # places
 
 
@@ -138,7 +139,7 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
     said = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between its tiers"
     if len(most) == 1:
         said += f"; the most, {theme.scaled(sums[most[0]], 'B')}, goes "
-        said += lanes.way(lanes.ROW_NAME[most[0]])
+        said += f"from {FROM_TO.get(most[0]) or lanes.ROW_NAME[most[0]]}"
     rows = [(link, kind, n) for link, parts in flow.items() for kind, n in parts.items()]
     return drawn(
         said,

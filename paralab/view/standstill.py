@@ -57,7 +57,8 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     for trace in chart.data:
         if trace.name.startswith("waiting"):
             trace.name = "waiting; for ever where a need is named"
-    return chart.draw([], notes, xaxis={"title": {"text": "time (ms)"}}).explained(
+    chart.layout.xaxis.title.text = "time (ms)"
+    return chart.draw([], notes).explained(
         f"{name}: {sum(done)} of {len(done)} actions done, {len(standing)} of {order.ranks} ranks "
         "are stuck",
         chart.table,

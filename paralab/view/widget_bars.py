@@ -21,7 +21,7 @@ from paralab.spec import ModelSpec, Plan
 from paralab.theory.zero import volume
 from paralab.view.chart import Chart
 from paralab.view.matrix_blocks import MODE_NAME
-from paralab.view.memory_curves import fullest
+from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, count, here, in_bytes, no_room, slider
 from paralab.view.zero_bars import memory_and_traffic
@@ -229,7 +229,7 @@ class Tensor(Alternatives):
 
 def _measured(found: Tables) -> tuple[Kept, Fraction]:
     """({category: bytes} at the peak of the rank where it is highest, bytes sent per step)."""
-    curve, sent = fullest(found), found.traffic()["bytes"]
+    curve, sent = fullest(curves(found)), found.traffic()["bytes"]
     return curve.samples[curve.peak_at], Fraction(round(sent.sum()), len(sent))
 
 

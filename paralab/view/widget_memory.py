@@ -17,7 +17,7 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import needs
 from paralab.view.chart import Chart
 from paralab.view.memory import bytes_bars, share_of
-from paralab.view.memory_curves import fullest
+from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import Knob, in_bytes, no_room, period, slider
 
@@ -77,7 +77,7 @@ class Memory(Widget):
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}
         total = sum(bars[at["recipe"]].values())
         if at.found is not None:
-            curve = fullest(at.found)
+            curve = fullest(curves(at.found))
             bars["fp32, measured"] = curve.samples[curve.peak_at]
         title = f"To train {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
         title += f"{share_of(total, size)} one {label}"
