@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.report.tables import COMPUTE_KINDS, KINDS
-from paralab.view import lanes, marks, theme
+from paralab.view import lanes, theme
 from paralab.view.boxes import Box, Section
 from paralab.view.marks import boxes as mark
 
@@ -136,12 +136,3 @@ def _partners(b: Box) -> str:
 
 def _duration(box: Box) -> float:
     return box["end"] - box["start"]
-
-
-def idle_notes(shares: Sequence[tuple[float, float]], head: float | None) -> list[dict[str, Any]]:
-    """Notes for the right margin: each share at its y, and what they are, at y = ``head`` or, if
-    that is None, on top.
-    """
-    at = {"ref": "paper", "hold": "left bottom"} if head is None else {}
-    title = marks.margin("idle", 1 if head is None else head, ink=theme.look().faint, **at)
-    return [marks.margin(theme.percent(share), y) for y, share in shares] + [title]

@@ -6,7 +6,7 @@ Nothing here predicts or runs anything; see widget_explore.py.
 from __future__ import annotations
 
 import html
-from dataclasses import MISSING, fields
+from dataclasses import fields
 
 from paralab.parallel.schedules import SCHEDULES
 from paralab.report.metrics import peak, peak_memory, reported_ranks, traffic, utilisation
@@ -152,11 +152,12 @@ COLUMNS: dict[str, Says] = {
 # ---- the code line -------------------------------------------------------------------------------
 def as_code(plan: Plan) -> str:
     """Beneath the table: the plan as one would write it, what differs from the default."""
-    said = []
-    for field in fields(plan):
-        value = getattr(plan, field.name)
-        if field.default is MISSING or value != field.default:
-            said.append(f"{field.name}={getattr(value, '__name__', None) or repr(value)}")
+    usual = Plan()
+    said = [
+        f"{one.name}={getattr(value, '__name__', None) or repr(value)}"
+        for one in fields(plan)
+        if (value := getattr(plan, one.name)) != getattr(usual, one.name)
+    ]
     style = f"color:{MUTED};font-family:monospace;font-size:12px;line-height:1.5"
     code = html.escape(f"plan = pl.Plan({', '.join(said)})")
     return f'<div style="{style};overflow-wrap:anywhere">{code}</div>'

@@ -17,7 +17,7 @@ from paralab.checks import illegal
 from paralab.report.tables import COMPUTE_KINDS, Tables
 from paralab.view import boxes, naming, theme
 from paralab.view.chart import Chart, figure
-from paralab.view.marks import line, margin
+from paralab.view.marks import column, line
 from paralab.view.marks.areas import area
 from paralab.view.marks.boxes import rows_axis
 
@@ -145,8 +145,8 @@ def _drawn(found: list[_Source]) -> Chart:
     each = "<span style='color:{}'>{:g}</span>".format
     peaks = [" | ".join(map(each, written, (one.peaks[r] for one in found))) for r in ranks]
     middle = [y + 0.5 * highest for y in base]
-    notes = [margin(f"<b>{p}</b>", y, size=15) for p, y in zip(peaks, middle, strict=True)]
-    notes.append(margin("peak", 1, ref="paper", hold="left bottom", ink=theme.look().faint))
+    words = [(y, f"<b>{peak}</b>") for y, peak in zip(middle, peaks, strict=True)]
+    notes = column("peak", words, size=15)
     grid = theme.look().grid
     ticks = [(y, f"<b>rank {r}</b>") for y, r in zip(middle, ranks, strict=True)]
     title = f"time from the first forward ({'ms' if timed else 'units'})"

@@ -21,8 +21,6 @@ from paralab.view.matrix_blocks import (
     COLUMNS,
     GREY,
     MODE_NAME,
-    NAMES,
-    PITCH,
     Block,
     check,
     held,
@@ -115,7 +113,7 @@ def _block(name: str, i: int, j: int, z: int = 0, depth: int = 1) -> str:
 
 def _along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
     """Arrows from a block to both ends of its row (axis j) or column (axis i)."""
-    start, first, side = NAMES.index(cell.matrix) * PITCH, 0.5 / q, 0.26 / q
+    start, first, side = cell.left, 0.5 / q, 0.26 / q
     x, y = cell.centre
     found = []
     for end in (first, 1 - first):

@@ -18,6 +18,7 @@ from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
 from paralab.view import box_traces, boxes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
+from paralab.view.marks import column
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
 
@@ -103,10 +104,10 @@ def stage_time(
     if calls:
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
-    shares = [(rows[r] + high / 2, idle[r]) for r in shown if r in idle]
+    shares = [(rows[r] + high / 2, theme.percent(idle[r])) for r in shown if r in idle]
     kinds = [kind for kind in ORDER if any(kind in one.parts for one in found)]
     said = f"{len(found)} stretches on {len(shown)} rank{'s' * (len(shown) != 1)}"
-    return fig.draw(drawn, box_traces.idle_notes(shares, None) if idle else ()).explained(
+    return fig.draw(drawn, column("idle", shares) if idle else ()).explained(
         f"stage time of {naming.subject(report)}, {report.clock}: {said}",
         lambda: (
             " ".join(["rank phase start end", *kinds]),

@@ -6,7 +6,7 @@ from paralab.view import box_traces, boxes, naming, theme
 from paralab.view.boxes import Section
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import line, note
+from paralab.view.marks import column, line, note
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
 
@@ -60,8 +60,8 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
     notes, shapes = _heads(sections, window) if many else ([], [])
     for one in sections:
         if one.idle:  # in the right margin the share of its time that every rank is idle
-            shares = [(one.rows[rank, "compute"][0], share) for rank, share in one.idle.items()]
-            notes += box_traces.idle_notes(shares, one.top + boxes.HEAD / 2 if many else None)
+            shares = [(one.rows[r, "compute"][0], theme.percent(n)) for r, n in one.idle.items()]
+            notes += column("idle", shares, one.top + boxes.HEAD / 2 if many else None)
     fig.draw(box_traces.traces(sections, shown, window), notes, shapes)
     return fig.explained(summary, lambda: boxes.table(sections))
 

@@ -121,14 +121,13 @@ class Collective(Widget):
         """Whole decades that stay while they can: a slider moves the lines, not the axis."""
         low, high = chart.layout.yaxis.range
         need = math.floor(low + 0.15), math.ceil(high - 0.15)
-        held = self._decades or need
-        fits = held[0] <= need[0] and need[1] <= held[1]
-        if not fits or held[1] - held[0] > need[1] - need[0] + 2:
-            held = need
-        self._decades = held
-        ticks = [10.0**k for k in range(held[0], held[1] + 1)]
+        low, high = self._decades or need
+        if not low <= need[0] <= need[1] <= high <= low + need[1] - need[0] + 2:
+            low, high = need
+        self._decades = low, high
+        ticks = [10.0**k for k in range(low, high + 1)]
         words = [in_seconds(t) for t in ticks]
-        chart.layout.yaxis.update(range=list(held), tickvals=ticks, ticktext=words)
+        chart.layout.yaxis.update(range=[low, high], tickvals=ticks, ticktext=words)
         return chart
 
 

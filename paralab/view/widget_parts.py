@@ -103,7 +103,7 @@ class Knob:
         return ipw.HBox([name, widget], layout={"align_items": "center", "min_height": "34px"})
 
 
-slider = Knob
+slider = Knob  # what a knob is, unless it has buttons
 
 
 def buttons(label: str, offers: Mapping[str, Any] | Iterable[str], **more: Any) -> Knob:

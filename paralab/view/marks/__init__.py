@@ -52,6 +52,15 @@ def margin(text: str, y: Any, *, ref: str = "y", hold: str = "left", **more: Any
     return note(text, 1, y, axes=("paper", ref), hold=hold, xshift=8, **more)
 
 
+def column(
+    title: str, words: Iterable[tuple[float, str]], head: float | None = None, **style: Any
+) -> list[dict]:
+    """Words in the right margin, each at its y, and what they are: at y = ``head``, or on top."""
+    at = {"ref": "paper", "hold": "left bottom"} if head is None else {}
+    top = margin(title, 1 if head is None else head, ink=theme.look().faint, **at)
+    return [*(margin(said, y, **style) for y, said in words), top]
+
+
 def arrow(start: tuple[float, float], to: tuple[float, float], *, ink: str, **more: Any) -> dict:
     """An arrow between two places of the picture."""
     more |= {"showarrow": True, "arrowhead": 2, "arrowwidth": 2.5, "arrowcolor": ink}
