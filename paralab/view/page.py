@@ -12,13 +12,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 from paralab.report import metrics, written
 from paralab.report.tables import DRY
+from paralab.spec import Plan
 from paralab.spec.tiers import Offload
 from paralab.view import naming, theme
 
@@ -105,15 +105,10 @@ def _described(report: Tables) -> str:
     model: dict[str, Any] = {}
     if report.model is not None:
         model = {**report.model.to_dict(), "parameters Ψ": f"{report.model.num_params:,}"}
-    plan = {
-        f.name: getattr(report.plan, f.name)
-        for f in fields(report.plan)
-        if f.name in ("dp", "microbatches", "microbatch_size", "grad_sync", "precision")
-        or getattr(report.plan, f.name) != f.default
-    }
+    always = dict.fromkeys(("dp", "microbatches", "microbatch_size", "precision", "grad_sync"))
+    plan = _unusual(report.plan, {**Plan().to_dict(), **always})
     if isinstance(report.plan.offload, Offload):
-        places, usual = report.plan.offload.to_dict(), Offload()
-        plan["offload"] = {k: v for k, v in places.items() if v != getattr(usual, k)}
+        plan["offload"] = _unusual(report.plan.offload, Offload().to_dict())
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: list[tuple[str, Mapping[str, Any]]] = [("Model", model), ("Plan", plan)]
@@ -124,6 +119,10 @@ def _described(report: Tables) -> str:
     if report.meta:
         groups.append(("Run", report.meta))
     return "\n".join(f"<div><h3>{name}</h3>{_pairs(values)}</div>" for name, values in groups)
+
+
+def _unusual(described: Plan | Offload, usual: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in described.to_dict().items() if value != usual[name]}
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ cuts it off, or draws the legend over it. The figure is as wide as its place (fi
 from __future__ import annotations
 
 import functools
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -104,9 +105,8 @@ class View(ipw.VBox):
             return
         figure, (had, layout), wants = self.figure, self._shown, _plain(chart)
         new, old = list(chart.data), list(figure.data)
-        alike = 0
-        while alike < min(len(new), len(old)) and new[alike].type == old[alike].type:
-            alike += 1
+        pairs = zip(new, old, strict=False)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0].type == pair[1].type, pairs))
         if alike < len(old):
             figure.data = old[:alike]
         with figure.batch_update():
