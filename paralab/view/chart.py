@@ -104,6 +104,11 @@ class Chart(go.Figure):
             self.layout.height += 0 if frame.height else self._lines - before
         return self
 
+    def narrowed(self, width: int) -> Chart:
+        """This chart with its title broken for a figure of this width."""
+        self._frame = self._frame._replace(width=width)
+        return self.retitled(self.finding, self.below)
+
     def titled(self, words: str | None) -> Chart:
         """This chart under a caller's own words, if there are any, in place of its finding."""
         return self if words is None else self.retitled(theme.text(words), self.below)

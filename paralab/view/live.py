@@ -101,7 +101,7 @@ def _read(source: Any, step: int | None) -> _Source:
 
 
 def _curve(starts: list[float], ends: list[float], total: float) -> tuple[list, list]:
-    changes = Counter({0.0: 0})
+    changes = Counter({0.0: 0})  # of one moment, all together
     changes.update(starts)
     changes.subtract(ends)
     times = sorted(changes)

@@ -130,7 +130,7 @@ class Explore(Steps):
         return few(both, len(ranks), at.plan.world_size)
 
     def _mesh(self, at: At) -> Chart:
-        """The last mesh again, if nothing that it shows has metrics."""
+        """The last mesh again, if nothing that it shows has changed."""
         unseen = {"recompute": "none", "precision": "fp32", "offload": None}
         shown = at.plan.replace(microbatches=1, microbatch_size=1, **unseen)
         key = shown, at.cluster.nodes, at.cluster.devices_per_node, theme.look()

@@ -36,11 +36,8 @@ def bundle(charts: Sequence[Chart], said: str) -> dict[str, Any]:
     """
     if not os.environ.get(VARIABLE):
         return {}
-    figures = []
-    for chart in map(copy.copy, charts):
-        chart._frame = chart._frame._replace(width=WIDTH[min(2, len(charts))])
-        figures.append(json.loads(chart.retitled(chart.finding, chart.below).to_json()))
-    return {FIGURES: {"figures": figures, "said": said}}
+    narrow = [copy.copy(chart).narrowed(WIDTH[min(2, len(charts))]) for chart in charts]
+    return {FIGURES: {"figures": [json.loads(one.to_json()) for one in narrow], "said": said}}
 
 
 def drawn(data: dict[str, Any]) -> bytes:
