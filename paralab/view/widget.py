@@ -28,7 +28,7 @@ from typing import Any
 import ipywidgets as ipw
 import plotly.graph_objects as go
 
-from paralab.checks import illegal
+from paralab.checks import illegal, instance
 from paralab.interpret.predict import predict
 from paralab.ranks.errors import Stopped
 from paralab.report.tables import Tables
@@ -37,7 +37,7 @@ from paralab.view import widget_parts as parts
 from paralab.view import widget_picture
 from paralab.view.chart import MAX_REPR, Chart
 from paralab.view.widget_live import View
-from paralab.view.widget_parts import Knob, given, here, processes
+from paralab.view.widget_parts import Knob, here, processes
 
 STALE = "paralab-stale"
 GREY = f"<style>.{STALE} {{ opacity: 0.2; pointer-events: none; }}</style>"
@@ -108,8 +108,12 @@ class Widget(ipw.VBox):
         plan: Plan | None = None,
         cluster: Cluster | None = None,
     ) -> None:
-        self.model, self.plan = given("model", model, self.model), given("plan", plan, self.plan)
-        self.cluster = given("cluster", cluster, None)
+        given = {"model": (model, ModelSpec), "plan": (plan, Plan), "cluster": (cluster, Cluster)}
+        for name, (value, kind) in given.items():
+            said = "model description" if kind is ModelSpec else ""
+            instance(name, value, kind | None, f"a pl.{kind.__name__}(...) or None", said)
+            if value is not None:
+                setattr(self, name, value)
         self._kept: dict[Any, tuple[Any, Any]] = {}
         self._check()
         self._kinds = {name: self._starting(name, knob) for name, knob in self.board.items()}

@@ -10,10 +10,10 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from paralab.checks import illegal, instance
+from paralab.checks import illegal
 from paralab.instruments.calibrate import device_of_run
 from paralab.report.tables import Tables
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec import Cluster, Link
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 
@@ -116,15 +116,7 @@ def links_of(cluster: Cluster) -> Link:
     return cluster.link("all_reduce", "intra")
 
 
-# ---- what a widget was given, and what a run of it needs -----------------------------------------
-def given(name: str, value: Any, default: Any) -> Any:
-    """The "model", "plan" or "cluster" that a widget was given; ``default`` if that is None."""
-    kinds = {"model": (ModelSpec, "model description"), "plan": (Plan, "plan")}
-    kind, said = kinds.get(name, (Cluster, "cluster"))
-    instance(name, value, kind | None, f"a pl.{kind.__name__}(...) or None", said)
-    return default if value is None else value
-
-
+# ---- what a run of a widget needs ----------------------------------------------------------------
 def here(ranks: int) -> Cluster:
     """This machine as `pl.run` would take it for so many ranks: its GPUs where there are enough."""
     return Cluster.local(device=device_of_run(ranks))
