@@ -86,7 +86,7 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     title  in place of the finding that the peaks give. Raises ValueError as `memory_charts`
     """
     found = _each(runs, lambda report: fullest(curves(report)))
-    bars = {label: curve.samples[curve.peak_at] for label, curve in found.items()}
+    bars = {label: curve.held for label, curve in found.items()}
     finding = title or _verdict({label: curve.peak for label, curve in found.items()})
     chart = bytes_bars(bars, limits(found.values()), title=finding)
     return chart.said_below("the rank with the highest peak")
@@ -102,7 +102,7 @@ def stage_memory(report: Tables) -> Chart:
         stage = report.plan.place(curve.rank).pp
         worst[stage] = fullest([worst.get(stage, curve), curve])
     shown = _spaced([worst[stage] for stage in sorted(worst)])
-    bars = {stage_of(report, c.rank): c.samples[c.peak_at] for c in shown}
+    bars = {stage_of(report, c.rank): c.held for c in shown}
     limit = capacity(report)
     chart = bytes_bars(bars, dict([limit] if limit else []))
     some = f"{len(shown)} of {len(worst)} stages drawn" * (len(shown) < len(worst))
@@ -132,7 +132,8 @@ def _each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
 
 # ---- words ---------------------------------------------------------------------------------------
 def _finding(found: Sequence[Curve], worst: Curve) -> str:
-    report, (category, share) = worst.report, worst.largest
+    report, category = worst.report, max(worst.held, key=worst.held.__getitem__)
+    share = worst.held[category] / worst.peak if worst.peak else 0.0
     said = f"{theme.text(naming.subject(report))}: memory peaks at {theme.scaled(worst.peak, 'B')}"
     if limit := report.meta.get("memory_limit"):
         said += f" of {theme.scaled(limit, 'B')}"

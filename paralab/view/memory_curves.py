@@ -82,11 +82,9 @@ class Curve:
         return {name: int(mine[name].iloc[0]) for name in ("allocated", "reserved") if len(mine)}
 
     @property
-    def largest(self) -> tuple[str, float]:
-        """The category with most bytes at the peak, and its share."""
-        sample = self.samples[self.peak_at]
-        name = max(sample, key=lambda category: sample[category])
-        return name, sample[name] / self.peak if self.peak else 0.0
+    def held(self) -> dict[str, int]:
+        """{category: bytes} at the peak."""
+        return self.samples[self.peak_at]
 
     def phase(self, index: int) -> str:
         """ "in backward", "after backward": where a sample lies."""

@@ -229,8 +229,8 @@ class Tensor(Alternatives):
 
 def _measured(found: Tables) -> tuple[Kept, Fraction]:
     """({category: bytes} at the peak of the rank where it is highest, bytes sent per step)."""
-    curve, sent = fullest(curves(found)), found.traffic()["bytes"]
-    return curve.samples[curve.peak_at], Fraction(round(sent.sum()), len(sent))
+    sent = found.traffic()["bytes"]
+    return fullest(curves(found)).held, Fraction(round(sent.sum()), len(sent))
 
 
 def _row(name: str, held: Kept, sent: Fraction) -> dict[str, str]:

@@ -77,8 +77,7 @@ class Memory(Widget):
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}
         total = sum(bars[at["recipe"]].values())
         if at.found is not None:
-            curve = fullest(curves(at.found))
-            bars["fp32, measured"] = curve.samples[curve.peak_at]
+            bars["fp32, measured"] = fullest(curves(at.found)).held
         title = f"To train {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
         title += f"{share_of(total, size)} one {label}"
         return [bytes_bars(bars, {label: size}, title=title)]
