@@ -59,7 +59,7 @@ class Explore(Steps):
 
     def _check(self) -> None:
         """A plan that was given and cannot be is shown as any other: with the reason."""
-        if self.plan is Explore.plan and not _fits(self.plan, self.model, self.cluster):
+        if self.plan is type(self).plan and not _fits(self.plan, self.model, self.cluster):
             self.plan = Plan(microbatches=4)
         self.board = parts.knobs(self.model, self.plan, self.cluster)
 
