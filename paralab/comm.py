@@ -18,7 +18,7 @@ from torch import Tensor
 from paralab.checks import illegal
 from paralab.instruments.recorder import Recorder
 from paralab.strict import Strict
-from paralab.theory.traffic import POINT_TO_POINT, wire_bytes
+from paralab.theory.traffic import row
 from paralab.transports import Call, Gloo, Nccl, Posted, Staged, Transport
 
 
@@ -48,7 +48,6 @@ class Group:
         self.ranks, self.axis, self.context, self.recorder = tuple(ranks), axis, context, recorder
         self.size, self.index = len(ranks), list(ranks).index(context.rank)
         self.process_group = dist.group.WORLD if process_group is None else process_group
-        self.level = self._level_of(ranks)
         self.phase = "grad_sync" if axis == "dp" else "data"
         if transport is None:
             on_cuda = context.device.startswith("cuda")
@@ -58,9 +57,6 @@ class Group:
         self._calls = 0
         self._subgroups: dict[tuple, Group | None] = {}
         self._strict = Strict(context, axis=axis) if context.strict else None
-
-    def _level_of(self, ranks: Sequence[int]) -> str:
-        return "inter" if len({self.context.nodes[r] for r in ranks}) > 1 else "intra"
 
     def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
         """Some of these ranks as a group of their own; None on the others.
@@ -205,17 +201,13 @@ class Group:
     def _noted(
         self, posted: Posted, op: str, rows: list[tuple[str, int, int]], phase: str | None
     ) -> Pending:
-        """Write the rows (operation, payload bytes, root or peer) of a call that was posted, each
-        with the bytes that this rank sends for it, ``wire``.
-        """
+        """Write the rows (operation, payload bytes, root or peer) of a call that was posted."""
         number, phase = self._calls, phase or self.phase
+        how = {"phase": phase, "node_of": self.context.nodes.__getitem__}
         for name, payload, peer in rows:
-            pair = name in POINT_TO_POINT
-            root = 0 if pair or peer < 0 else self.ranks.index(peer)
-            wire = wire_bytes(name, payload, self.size, self.index, root)
-            level = self._level_of((self.context.rank, peer)) if pair else self.level
-            where = (self.axis, self.ranks, peer, level, phase)
-            self.recorder.call((number, name, *where, payload, wire, posted.span))
+            group = self.axis, self.ranks, self.context.rank
+            made = row(name, *group, peer=peer, payload=payload, **how)
+            self.recorder.call((number, *made, posted.span))
         self._calls += 1
         return Pending(self, posted, (op, number))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paralab.instruments.memory import tensors
 from paralab.ranks.host import send_first
-from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, ROOTED, SURPLUS, wire_bytes
+from paralab.theory.traffic import BOOKKEEPING, SURPLUS, row
 
 CALLS = {  # names of c10d's operations, by the name that rows have
     "all_reduce": "allreduce_ allreduce_coalesced_",
@@ -96,9 +96,6 @@ class Calls:
                         return name
         return ""
 
-    def _level(self, ranks: tuple[int, ...]) -> str:
-        return "inter" if len({self.nodes[r] for r in ranks}) > 1 else "intra"
-
     def rows(
         self, op: str, given: dict[str, Any], sent: list[Tensor], where: Where, phase: str
     ) -> Iterator[tuple]:
@@ -106,13 +103,11 @@ class Calls:
         axis, ranks, _ = where
         number = self.made[axis, ranks]
         self.made[axis, ranks] += 1
+        node_of = self.nodes.__getitem__
         for name, size, peer in self._sent(op, given, sent, where):
-            ends = (self.rank, peer) if name in POINT_TO_POINT and peer >= 0 else ranks
-            root = ranks.index(peer) if name in ROOTED else 0
-            wire = wire_bytes(name, size, len(ranks), ranks.index(self.rank), root)
             more = (op, name) == ("reduce_scatter", "all_gather") and phase not in BOOKKEEPING
-            own = SURPLUS if more else phase
-            yield number, name, axis, ranks, peer, self._level(ends), own, size, wire
+            how = {"phase": SURPLUS if more else phase, "payload": size, "node_of": node_of}
+            yield number, *row(name, axis, ranks, self.rank, peer=peer, **how)
 
     def _sent(
         self, op: str, given: dict[str, Any], sent: list[Tensor], where: Where

@@ -21,7 +21,6 @@ alike (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3 argues by the two levels
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
@@ -38,32 +37,9 @@ from paralab.programs.instructions import (
     sums_shared,
 )
 from paralab.programs.program import Program
-from paralab.theory.traffic import POINT_TO_POINT, ROOTED, wire_bytes
+from paralab.theory.traffic import Row, row
 
 OPS = {op: op.lower() for op in (SEND, *COLLECTIVES)} | {RECEIVE: "recv"}
-
-
-class Row(NamedTuple):
-    """One call of one rank; the columns are those of a report.
-
-    op       as in theory/traffic.py
-    axis     of the group, as a report names it
-    ranks    global ranks of the group, in order
-    peer     global rank of a message's other end, or of a broadcast's or reduce's root; else -1
-    level    "intra" or "inter": whether the call crosses nodes
-    phase    what it is for
-    payload  bytes of the full buffer
-    wire     bytes that this rank sends
-    """
-
-    op: str
-    axis: str
-    ranks: tuple[int, ...]
-    peer: int
-    level: str
-    phase: str
-    payload: int
-    wire: int
 
 
 def rows(
@@ -164,9 +140,6 @@ class Member:
         ranks = self.group(call.axis)
         axis = "pp" if call.axis == "ends" else call.axis
         peer = ranks[call.root] if call.root >= 0 else -1
-        root = call.root if call.op in ROOTED else 0
-        wire = wire_bytes(call.op, call.payload, len(ranks), ranks.index(self.rank), root)
-        met, here = (peer,) if call.op in POINT_TO_POINT else ranks, self.node_of(self.rank)
-        level = "inter" if any(self.node_of(other) != here for other in met) else "intra"
-        made = Row(call.op, axis, ranks, peer, level, call.phase, call.payload, wire)
+        about = {"peer": peer, "phase": call.phase, "payload": call.payload}
+        made = row(call.op, axis, ranks, self.rank, **about, node_of=self.node_of)
         return self._rows.setdefault(call, made)

@@ -20,7 +20,8 @@ for an all-reduce, a broadcast or a reduce it chooses rings or trees, and a swit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 RING = ("all_reduce", "all_gather")  # each member sends to its right neighbour only
 PAIRWISE = ("reduce_scatter", "all_to_all")  # each member sends a part to every other member
@@ -57,6 +58,52 @@ def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> 
     if op == "reduce":
         return payload * (index != root)
     return payload * len(_tree_children(n, index, root))  # broadcast
+
+
+class Row(NamedTuple):
+    """One call of one rank; the columns are those of a report.
+
+    op       as above
+    axis     of the group, as a report names it
+    ranks    global ranks of the group, in order
+    peer     global rank of a message's other end, or of a broadcast's or reduce's root; else -1
+    level    "intra" or "inter": whether the call crosses nodes
+    phase    what it is for
+    payload  bytes of the full buffer
+    wire     bytes that this rank sends
+    """
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    peer: int
+    level: str
+    phase: str
+    payload: int
+    wire: int
+
+
+def row(
+    op: str,
+    axis: str,
+    ranks: tuple[int, ...],
+    rank: int,
+    *,
+    peer: int,
+    phase: str,
+    payload: int,
+    node_of: Callable[[int], int],
+) -> Row:
+    """The call as ``rank`` makes it; ``node_of``: node by global rank."""
+    ends = (rank, peer) if op in POINT_TO_POINT and peer >= 0 else ranks
+    root = ranks.index(peer) if op in ROOTED else 0
+    wire = wire_bytes(op, payload, len(ranks), ranks.index(rank), root)
+    return Row(op, axis, ranks, peer, level(ends, node_of), phase, payload, wire)
+
+
+def level(ranks: Sequence[int], node_of: Callable[[int], int]) -> str:
+    """Whether these ranks are on several nodes."""
+    return "inter" if len(set(map(node_of, ranks))) > 1 else "intra"
 
 
 def most_sent(op: str, payload: int, n: int) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from paralab.checks import illegal, instance, whole
 from paralab.spec import Cluster, Plan
+from paralab.theory.traffic import level
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks.boxes import rows_axis
@@ -33,10 +34,9 @@ def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Gr
     axes["pp"] = "activations forward, their gradients back"
     for axis, sends in axes.items():
         ranks = plan.ranks(axis, rank)
-        nodes = {cluster.node_of(r) for r in ranks} if cluster is not None else set()
         if len(ranks) > 1:
-            level = {0: "", 1: "intra"}.get(len(nodes), "inter")
-            found.append(Group(axis, ranks, sends, level))
+            crosses = "" if cluster is None else level(ranks, cluster.node_of)
+            found.append(Group(axis, ranks, sends, crosses))
     return found
 
 
