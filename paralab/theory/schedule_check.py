@@ -17,7 +17,7 @@ the messages. Cost: about 1 microsecond per action.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from numbers import Integral
 from typing import Any
@@ -131,23 +131,27 @@ def timed(order: Order, seconds: np.ndarray, *more: Any) -> tuple[list[float], l
     return start, end
 
 
+def standing(order: Order, end: Sequence[float]) -> dict[int, tuple[int, str, str, int]]:
+    """Of each rank that does not come to the ``end`` of its list: the action that it stands at, as
+    a number and as text, the one that it needs, and the rank that has that one.
+    """
+    found: dict[int, tuple[int, str, str, int]] = {}
+    for node in np.flatnonzero(np.isinf(end)).tolist():
+        rank, need = int(order.rank[node]), order.source[node]
+        if rank not in found:
+            both = str(order.action(node)), str(order.action(need))
+            found[rank] = (node, *both, int(order.rank[need]))
+    return found
+
+
 def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     """The cycle of waits among the actions that never ``end``."""
-    first = order.first.tolist()
-    stands = {}  # rank -> the action it cannot do
-    for node in np.flatnonzero(np.isinf(end)).tolist():
-        stands.setdefault(int(order.rank[node]), node)
+    stands = standing(order, end)
     rank, path = min(stands), []
     while rank not in path:
         path.append(rank)
-        rank = int(order.rank[order.source[stands[rank]]])
-    cycle = path[path.index(rank) :]
-    waits = []
-    for rank in cycle:
-        node = stands[rank]
-        need = order.source[node]
-        both = str(order.action(node)), str(order.action(need))
-        waits.append((rank, *both, int(order.rank[need])))
+        *_, rank = stands[rank]
+    waits = [(rank, *stands[rank][1:]) for rank in path[path.index(rank) :]]
     said, fix = [], ""
     for i, (rank, action, need, other) in enumerate(waits):
         there = waits[(i + 1) % len(waits)][1]  # what the other one stands at
@@ -158,7 +162,8 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     rank, action = waits[0][:2]
     why = f"deadlock, the waits form a cycle: {'; '.join(said)}"
     legal = f"an order without the cycle, for instance {fix}"
-    return ScheduleError(rank, stands[rank] - first[rank], action, why, legal, waits)
+    position = stands[rank][0] - int(order.first[rank])
+    return ScheduleError(rank, position, action, why, legal, waits)
 
 
 def _first_fault(
@@ -176,12 +181,7 @@ def _first_fault(
     for rank, row in enumerate(lists):
         for at, action in enumerate(row):
             fault = _fault_of(action, rank, p, stages, microbatches, folded)
-            if fault is None and action in seen:
-                where = "{}, position {}".format(*seen[action])
-                fault = f"is there twice; the first is on rank {where}", "each action once"
-            if fault is None:
-                fault = _fault_within(action, seen)
-            if fault is not None:
+            if fault := fault or _fault_within(action, seen):
                 return ScheduleError(rank, at, str(action), *fault)
             seen[action] = (rank, at)
     for microbatch in range(microbatches):
@@ -222,9 +222,14 @@ def _fault_of(
     return None
 
 
-def _fault_within(action: Action, done: Container[Action]) -> tuple[str, str] | None:
-    """Why an action cannot come after what its rank has ``done``, and what could."""
+def _fault_within(action: Action, done: Mapping[Action, tuple[int, int]]) -> tuple[str, str] | None:
+    """Why an action cannot come after what was ``done``, which is where it is in the lists, and
+    what could.
+    """
     stage, kind, microbatch = action
+    if action in done:
+        where = "{}, position {}".format(*done[action])
+        return f"is there twice; the first is on rank {where}", "each action once"
     f, b, i, w = (Action(stage, k, microbatch) for k in "FBIW")
     if kind == "B" and (i in done or w in done):
         return (

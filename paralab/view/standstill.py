@@ -15,9 +15,9 @@ import pandas as pd
 
 from paralab.parallel.schedules import Action
 from paralab.report.tables import Tables
-from paralab.theory.order import B, F, I, Order, W, walk
+from paralab.theory.order import B, F, I, W, walk
 from paralab.theory.pipeline import Simulation
-from paralab.theory.schedule_check import checked
+from paralab.theory.schedule_check import checked, standing
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.marks import note
@@ -37,13 +37,12 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     lists, order = checked(schedule)
     seconds = np.array([SECONDS[kind] for kind in order.kind.tolist()])
     start, end = map(np.array, walk(order, seconds))
-    done = np.isfinite(end)
+    done, stand = np.isfinite(end), standing(order, end)
     start[~done] = end[~done] = 0.0
-    standing = _standing(order, done)
-    report, until = _so_far(Simulation(lists, order, start, end).report(name), done, standing)
+    report, until = _so_far(Simulation(lists, order, start, end).report(name), done, stand)
     chart = timeline(report, ideal=False)
     said = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
-    said += f"{len(standing)} of {order.ranks} ranks wait for ever" if standing else "all is done"
+    said += f"{len(stand)} of {order.ranks} ranks wait for ever" if stand else "all is done"
     below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links free"
     below += " · a rank's later stages are paler" * (order.stages > order.ranks)
     chart.retitled(said, below)
@@ -51,7 +50,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
     box = {"hold": "left", "xshift": 4, "above": True, "borderpad": 2}
     notes = []
-    for rank, (action, need, other) in standing.items():
+    for rank, (_, action, need, other) in stand.items():
         said = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
         notes.append(note(said, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
@@ -59,21 +58,10 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
             trace.name = "waiting; for ever where a need is named"
     chart.layout.xaxis.title.text = "time (ms)"
     return chart.draw([], notes).explained(
-        f"{name}: {sum(done)} of {len(done)} actions done, {len(standing)} of {order.ranks} ranks "
+        f"{name}: {sum(done)} of {len(done)} actions done, {len(stand)} of {order.ranks} ranks "
         "are stuck",
         chart.table,
     )
-
-
-def _standing(order: Order, done: Sequence[bool]) -> dict[int, tuple[str, str, int]]:
-    """{rank: (the action it is stuck at, the one that it needs, the rank that has it)}."""
-    found = {}
-    for node, over in enumerate(done):
-        rank = int(order.rank[node])
-        if not over and rank not in found:
-            need = int(order.source[node])
-            found[rank] = (str(order.action(node)), str(order.action(need)), int(order.rank[need]))
-    return found
 
 
 def _so_far(
