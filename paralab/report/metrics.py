@@ -25,7 +25,7 @@ from paralab.spec import OWN_FORM
 from paralab.spec.links import Reach
 from paralab.spec.tiers import WAYS
 from paralab.theory import training
-from paralab.theory.traffic import BOOKKEEPING, edges
+from paralab.theory.traffic import BOOKKEEPING, edges, level
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -361,28 +361,27 @@ def traffic(
     The column bytes is the mean over the counted steps: int64 whenever every row's mean is whole,
     float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
     """
-    names, sums = _named(by, BY), in_outline(report)
+    import pandas as pd
+
+    names, summed = _named(by, BY), in_outline(report)
     keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
-    calls = report.collectives
+    calls, nodes, rows = report.collectives, functools.partial(node_of, report), []
     if not bookkeeping:
         calls = calls[~calls["phase"].isin(BOOKKEEPING)]
-
-    def sent(row: dict[str, Any]) -> Iterable[tuple[dict[str, Any], int]]:
-        wire, settings = row["wire_bytes"], (row["payload_bytes"], row["peer"])
-        own = wire if sums else None
-        found = edges(row["op"], row["ranks"], row["rank"], *settings, sent=own)
-        if sum(found.values()) != wire:
+    for row in calls[calls["step"].isin(_counted(report, warmup))].itertuples(index=False):
+        rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
+        sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if summed else None)
+        if sum(sent.values()) != wire:
             raise ValueError(
-                f"collective {row['call']} on rank {row['rank']}: wire_bytes={wire}, but "
-                f"{row['op']} of {row['payload_bytes']} bytes among {len(row['ranks'])} ranks "
-                f"sends {sum(found.values())}; traffic() counts only bytes that the formulas know"
+                f"collective {row.call} on rank {rank}: wire_bytes={wire}, but {row.op} of "
+                f"{payload} bytes among {len(row.ranks)} ranks sends {sum(sent.values())}; "
+                "traffic() counts only bytes that the formulas know"
             )
-        for receiver, count in found.items():
-            apart = node_of(report, row["rank"]) != node_of(report, receiver)
-            edge = {"sender": row["rank"], "receiver": receiver}
-            yield {**row, "level": "inter" if apart else "intra", **edge}, count
-
-    return _per_step(report, calls, sent, keys, warmup, key=None)
+        for receiver, size in sent.items():
+            edge = level((rank, receiver), nodes), rank, receiver
+            rows.append((rank, row.op, row.axis, row.phase, *edge, size))
+    columns = ["rank", "op", "axis", "phase", "level", "sender", "receiver", "bytes"]
+    return _per_step(report, pd.DataFrame(rows, columns=columns), keys, warmup)
 
 
 def copied(
@@ -395,16 +394,12 @@ def copied(
 
     The column bytes is the mean over the counted steps, as in ``traffic``.
     """
-    place = {link: f"{i}" for i, link in enumerate(WAYS)}  # from the device outwards
+    import pandas as pd
 
-    def moved(row: dict[str, Any]) -> Iterable[tuple[dict[str, Any], int]]:
-        link = row["lane"] if row["op"] == "copy" else f"{row['lane']} {row['op']}"
-        yield {**row, "link": link}, row["bytes"]
-
-    def key(total: tuple[Any, int]) -> list[Any]:
-        return [place.get(label, label) for label in total[0]]
-
-    return _per_step(report, report.copies, moved, _named(by, COPIED_BY), warmup, key=key)
+    copies = report.copies[report.copies["step"].isin(_counted(report, warmup))]
+    link = copies["lane"].where(copies["op"] == "copy", copies["lane"] + " " + copies["op"])
+    link = pd.Categorical(link, WAYS, ordered=True)  # from the device outwards
+    return _per_step(report, copies.assign(link=link), _named(by, COPIED_BY), warmup)
 
 
 def _named(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
@@ -414,34 +409,23 @@ def _named(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
     return names
 
 
-def _per_step(
-    report: Tables,
-    table: pd.DataFrame,
-    parts: Callable[[dict[str, Any]], Iterable[tuple[dict[str, Any], int]]],
-    keys: Sequence[str],
-    warmup: bool,
-    *,
-    key: Callable[[Any], Any] | None,
-) -> pd.DataFrame:
-    """The bytes of one step by ``keys``, in order of ``key``; parts: (labels, bytes) of a row."""
-    import pandas as pd
+def _counted(report: Tables, warmup: bool) -> set[int]:
+    """The steps whose bytes are added up."""
+    return set(report.steps["step"].tolist() if warmup else measured_steps(report))
 
-    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
-    totals: dict[tuple[Any, ...], int] = defaultdict(int)
-    if list(keys) == ["rank"]:  # a rank that moves nothing is worth a row
-        totals |= {(rank,): 0 for rank in reported_ranks(report)}
-    for row in table[table["step"].isin(steps)].to_dict("records"):
-        for labels, count in parts(row):
-            totals[tuple(labels[name] for name in keys)] += count
-    rows, n = sorted(totals.items(), key=key), max(len(steps), 1)  # a report may have no steps
-    whole = all(count % n == 0 for _, count in rows)
-    columns: dict[str, Any] = {}
-    for i, name in enumerate(keys):
-        dtype = "int64" if name in ("rank", "sender", "receiver") else "object"
-        columns[name] = pd.Series([labels[i] for labels, _ in rows], dtype=dtype)
-    values = [count // n if whole else count / n for _, count in rows]
-    columns["bytes"] = pd.Series(values, dtype="int64" if whole else "float64")
-    return pd.DataFrame(columns)
+
+def _per_step(
+    report: Tables, moved: pd.DataFrame, keys: Sequence[str], warmup: bool
+) -> pd.DataFrame:
+    """The bytes of one step by ``keys``, of what was ``moved`` in all that count."""
+    keys, n = list(dict.fromkeys(keys)), max(len(_counted(report, warmup)), 1)  # there may be none
+    sums = moved.groupby(keys, observed=True)["bytes"].sum().astype("int64")
+    if keys == ["rank"]:  # one that moves nothing is worth a row
+        sums = sums.reindex(sums.index.union(reported_ranks(report)), fill_value=0)
+    numbers = ("rank", "sender", "receiver")
+    dtypes = {key: "int64" if key in numbers else "object" for key in keys}
+    mean = sums // n if (sums % n == 0).all() else sums / n
+    return mean.reset_index().astype(dtypes)
 
 
 # ---- bytes held ---------------------------------------------------------------------------------
