@@ -6,7 +6,7 @@ by alpha and bandwidth (spec/links.py). This is that choice, row by row, with wh
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
 
 import pandas as pd
 
@@ -39,30 +39,18 @@ def algorithms(report: Tables) -> pd.DataFrame:
         raise illegal("detail", "actions", why, "pl.predict(..., detail='calls')")
     cluster, calls = report.cluster, report.collectives
     calls = calls[~calls["phase"].isin(BOOKKEEPING) & (calls["op"] != "recv")]
-    count: dict[tuple[str, str, Reach, int], int] = {}
+    count: Counter[tuple[str, str, Reach, int]] = Counter()
     for row in calls.itertuples(index=False):
         where = reach(report, row.op, row.rank, row.peer, row.ranks)
         if where.members > 1:
-            kind = row.op, row.axis, where, row.payload_bytes
-            count[kind] = count.get(kind, 0) + 1
-    rows = [_row(cluster, *kind, number) for kind, number in count.items()]
+            count[row.op, row.axis, where, row.payload_bytes] += 1
+    rows = []
+    for (op, axis, where, payload), number in count.items():
+        sent, ways = most_sent(op, payload, where.members), cluster.ways(op, where)
+        name, seconds = cluster.call(op, sent, where)
+        others = [way.seconds(sent) for other, way in ways.items() if other != name]
+        latency = ways[name].latency
+        group = op, axis, where.members, where.nodes, where.near
+        times = latency, seconds - latency, min(others, default=None)
+        rows.append((*group, payload, number, name, *times))
     return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def _row(cluster: Any, op: str, axis: str, where: Reach, payload: int, calls: int) -> dict:
-    sent, ways = most_sent(op, payload, where.members), cluster.ways(op, where)
-    name, seconds = cluster.call(op, sent, where)
-    others = [way.seconds(sent) for other, way in ways.items() if other != name]
-    return {
-        "op": op,
-        "axis": axis,
-        "members": where.members,
-        "nodes": where.nodes,
-        "near": where.near,
-        "payload_bytes": payload,
-        "calls": calls,
-        "algorithm": name,
-        "latency_s": ways[name].latency,
-        "moving_s": seconds - ways[name].latency,
-        "otherwise_s": min(others, default=None),
-    }

@@ -67,11 +67,10 @@ class Comparison:
         rows = [("per step", *COLUMNS)]
         for name, row in self.table.iterrows():
             rows.append((str(name), *(_shown(row[c], row["unit"]) for c in COLUMNS)))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = []
-        for name, *cells in rows:
-            right = (cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))
-            lines.append("   ".join([name.ljust(widths[0]), *right]))
+        first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "   ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in rows
+        ]
         lines.insert(1, "-" * len(lines[0]))
         for name, note in self.notes.items():
             lines += ["", *textwrap.wrap(f"{name}: {note}", 100, subsequent_indent="  ")]

@@ -26,8 +26,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import mean, median
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from paralab.checks import illegal, instance, real
 from paralab.interpret.predict import check_cluster
@@ -158,9 +161,18 @@ def fit_cluster(
         check_cluster(run.plan, wide)
     in_ = runs[0].plan.product_precision
     used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
-    steps = _Steps(runs, wide)
-    factors, slopes, now = _fitted(steps, wide, used)
-    errors, null = _out_of_sample(steps, wide, used, factors, slopes, now, by)
+    steps = [  # each compiled once
+        Totals(model.resolved(gpus=wide.gpus), plan, wide, optimizer, many=True)
+        for model, plan, _, optimizer in runs
+    ]
+
+    def off(cluster: Cluster, some: Sequence[int] = range(len(runs))) -> Any:
+        """Logarithms of predicted over measured seconds, of all or some of the runs."""
+        took = [steps[at].seconds(cluster) for at in some]
+        return np.log(took) - np.log([runs[at].seconds for at in some])
+
+    factors, slopes, now = _fitted(off, wide, used)
+    errors, null = _out_of_sample(runs, off, wide, used, factors, slopes, now, by)
     fitted = _with(cluster, used, factors)
     shown = {
         name: (unit, _figure(cluster, at, in_), _figure(fitted, at, in_))
@@ -173,11 +185,7 @@ def fit_cluster(
 
 def _figure(cluster: Cluster, at: str, precision: str) -> float:
     """What stands at a name; of products what they reach in the precision that was trained in."""
-    if at == "products":
-        return cluster.rate(precision)
-    for name in at.split("."):
-        cluster = getattr(cluster, name)
-    return float(cluster)  # type: ignore[arg-type]
+    return cluster.rate(precision) if at == "products" else attrgetter(at)(cluster)
 
 
 def _runs(rows: Any) -> list[Run]:
@@ -215,37 +223,14 @@ def _with(cluster: Cluster, used: Sequence[str], factors: Sequence[float]) -> Cl
     return cluster
 
 
-class _Steps:
-    """The runs' steps, each compiled once."""
-
-    def __init__(self, runs: Sequence[Run], cluster: Cluster) -> None:
-        self.runs = runs
-        self.steps = [
-            Totals(model.resolved(gpus=cluster.gpus), plan, cluster, optimizer, many=True)
-            for model, plan, _, optimizer in runs
-        ]
-
-    def off(self, cluster: Cluster, some: Sequence[int] | None = None) -> Any:
-        """Logarithms of predicted over measured seconds, of all or some of the runs."""
-        import numpy as np
-
-        some = range(len(self.runs)) if some is None else some
-        took = [self.steps[at].seconds(cluster) for at in some]
-        return np.log(took) - np.log([self.runs[at].seconds for at in some])
-
-
 def _cost(off: Any, factors: Any) -> float:
     """Huber's, of the runs, and of the factors."""
-    import numpy as np
-
     size = np.abs(off) / CLOSE
     return float(np.where(size < 1, size**2, 2 * size - 1).sum() + ((factors / SPREAD) ** 2).sum())
 
 
 def _solved(off: Any, slopes: Any, factors: Any) -> Any:
     """Factors at which the cost is least, if ``off`` changed by ``slopes`` as they do here."""
-    import numpy as np
-
     found = np.array(factors)
     for _ in range(20):
         here = off + slopes @ (found - factors)
@@ -255,24 +240,24 @@ def _solved(off: Any, slopes: Any, factors: Any) -> Any:
     return found
 
 
-def _fitted(steps: _Steps, cluster: Cluster, used: Sequence[str]) -> tuple[Any, Any, Any]:
+def _fitted(
+    off_at: Callable[..., Any], cluster: Cluster, used: Sequence[str]
+) -> tuple[Any, Any, Any]:
     """(factors, the slopes at them, errors at them), as logarithms."""
-    import numpy as np
-
     factors = np.zeros(len(used))
-    off = steps.off(cluster)
+    off = off_at(cluster)
     if "launch" in used:  # while the device's work hides launches, no slope tells of them
         for more in LAUNCHES:
             there = np.where(np.array(used) == "launch", more, 0.0)
-            found = steps.off(_with(cluster, used, there))
+            found = off_at(_with(cluster, used, there))
             if _cost(found, there) < _cost(off, factors):
                 factors, off = there, found
     for _ in range(STEPS):
         nudged = [_with(cluster, used, factors + row) for row in NUDGE * np.eye(len(used))]
-        slopes = np.stack([(steps.off(there) - off) / NUDGE for there in nudged], axis=1)
+        slopes = np.stack([(off_at(there) - off) / NUDGE for there in nudged], axis=1)
         step = _solved(off, slopes, factors) - factors
         for part in (1.0, 0.5, 0.25):
-            found = steps.off(_with(cluster, used, factors + part * step))
+            found = off_at(_with(cluster, used, factors + part * step))
             if _cost(found, factors + part * step) < _cost(off, factors) - 1e-3:
                 factors, off = factors + part * step, found
                 break
@@ -282,7 +267,8 @@ def _fitted(steps: _Steps, cluster: Cluster, used: Sequence[str]) -> tuple[Any, 
 
 
 def _out_of_sample(
-    steps: _Steps,
+    runs: Sequence[Run],
+    off_at: Callable[..., Any],
     cluster: Cluster,
     used: Sequence[str],
     factors: Any,
@@ -291,9 +277,6 @@ def _out_of_sample(
     by: Callable[[Run], Hashable] | None,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(errors, those of one rate), of every run by the runs of other groups."""
-    import numpy as np
-
-    runs = steps.runs
     groups: list[Hashable] = [by(run) if by else run.model for run in runs]
     if len(set(groups)) == 1:
         groups = list(range(len(runs)))
@@ -305,7 +288,7 @@ def _out_of_sample(
     for group in dict.fromkeys(groups):
         out = np.array([other == group for other in groups])
         there = _solved(off[~out], slopes[~out], factors)
-        errors[out] = np.expm1(steps.off(_with(cluster, used, there), np.flatnonzero(out)))
+        errors[out] = np.expm1(off_at(_with(cluster, used, there), np.flatnonzero(out)))
         null[out] = rates[out] / np.median(rates[~out]) - 1
     return tuple(errors.tolist()), tuple(null.tolist())
 

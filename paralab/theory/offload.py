@@ -56,11 +56,11 @@ def tier_bytes(
     """{"host", "file": {category: bytes}} that ``rank`` has at most in addition to its device's
     memory.
     """
-    held = {
-        tier: quick.most(model, plan, optimizer=optimizer, rank=rank, tier=tier)
-        for tier in ("host", "file")
-    }
-    return {tier: {name: n for name, n in parts.items() if n} for tier, parts in held.items()}
+    found = {}
+    for tier in ("host", "file"):
+        held = quick.most(model, plan, optimizer=optimizer, rank=rank, tier=tier)
+        found[tier] = {name: size for name, size in held.items() if size}
+    return found
 
 
 def file_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> int:

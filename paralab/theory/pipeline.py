@@ -74,46 +74,37 @@ class Simulation:
 
     def report(self, name: str = "a schedule") -> Tables:
         """The same as a predicted `Tables` of one step, for whatever draws or compares reports."""
+        import pandas as pd
+
         from paralab.report.tables import Tables
         from paralab.spec import OWN_FORM, Plan
 
         order, n = self.order, len(self.start)
-        duration = self.end - self.start
         spans = {
-            "id": list(range(n)),
+            "id": range(n),
             "rank": order.rank,
-            "step": [0] * n,
-            "lane": ["compute"] * n,
+            "step": 0,
+            "lane": "compute",
             "kind": np.array(SPAN_KINDS, object)[order.kind],
             "stage": order.stage,
             "chunk": order.stage // order.ranks,
             "microbatch": order.microbatch,
             "start": self.start,
             "end": self.end,
-            "cost": duration,
+            "cost": self.end - self.start,
             "after": [(i,) if i >= 0 else () for i in order.source.tolist()],
         }
-        ranks, last = order.ranks, float(self.end.max())
-        steps = {
-            "rank": list(range(ranks)),
-            "step": [0] * ranks,
-            "start": [0.0] * ranks,
-            "end": [last] * ranks,
-            "beside": [0.0] * ranks,
-        }
-        plan = Plan(
-            pp=ranks,
-            microbatches=order.microbatches,
-            schedule=OWN_FORM + name,
-            virtual_stages=order.stages // ranks,
-        )
+        end = float(self.end.max())
+        steps = {"rank": range(order.ranks), "step": 0, "start": 0.0, "end": end, "beside": 0.0}
+        schedule, chunks = OWN_FORM + name, order.stages // order.ranks
+        sizes = {"microbatches": order.microbatches, "virtual_stages": chunks}
         return Tables(
             clock="predicted",
             model=None,
-            plan=plan,
+            plan=Plan(pp=order.ranks, schedule=schedule, **sizes),
             meta={"function": name},
-            spans=spans,
-            steps=steps,
+            spans=pd.DataFrame(spans),
+            steps=pd.DataFrame(steps),
         )
 
     def __repr__(self) -> str:
@@ -150,17 +141,9 @@ def simulate(
     Raises ScheduleError, a ValueError, as `validate` does, if the schedule is not valid.
     """
     schedule, order = checked(schedule, folded=folded)
-    stages = order.stages
-    f, i, w, delay = (
-        _per_stage(name, cost, stages)
-        for name, cost in (
-            ("forward", forward),
-            ("backward", backward),
-            ("weight_grad", weight_grad),
-            ("comm", comm),
-        )
-    )
-    table = np.empty((4, stages))
+    given = {"forward": forward, "backward": backward, "weight_grad": weight_grad, "comm": comm}
+    f, i, w, delay = (_per_stage(name, cost, order.stages) for name, cost in given.items())
+    table = np.empty((4, order.stages))
     table[[F, B, I, W]] = f, i + w, i, w
     seconds = table[order.kind, order.stage]
     delay, both = delay[order.stage], {}

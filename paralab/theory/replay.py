@@ -237,14 +237,8 @@ def _retimed(
 ) -> pd.DataFrame:
     """A copy of ``table`` with the times of the spans that ``column`` names; others keep theirs."""
     sides = {"start": start, "end": end}
-    return table.assign(
-        **{
-            name: [
-                times.get(span, old) for span, old in zip(table[column], table[name], strict=True)
-            ]
-            for name, times in sides.items()
-        }
-    )
+    new = {side: table[column].map(times).fillna(table[side]) for side, times in sides.items()}
+    return table.assign(**new)
 
 
 def _retimed_memory(report: Tables, start: dict[int, float], end: dict[int, float]) -> pd.DataFrame:
