@@ -13,7 +13,9 @@ arXiv:1910.02054, sec. 6.3). Lab 06.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import illegal
@@ -117,25 +119,16 @@ def first_fit(found: Sequence[Storage], *, apart: int | None = None) -> Space:
 
     apart  storages that live for more events than this get a region of their own, at the bottom
     """
-    long = [one for one in found if apart is not None and one.died - one.born > apart]
+    most = math.inf if apart is None else apart
     blocks: list[tuple[int, int, Storage]] = []
     extent = 0
-    lasting = set(long)
-    for region in (long, [one for one in found if one not in lasting]):
+    for long in (True, False):
+        region = [one for one in found if (one.died - one.born > most) == long]
         blocks += [(extent + start, extent + end, one) for start, end, one in _placed(region)]
         extent = max((end for _, end, _ in blocks), default=0)
-    alive = max((allocated for _, allocated in _alive(found)), default=0)
+    changes = [(one.born, one.bytes) for one in found] + [(one.died, -one.bytes) for one in found]
+    alive = max(accumulate(size for _, size in sorted(changes)), default=0)
     return Space(alive, extent, tuple(sorted(blocks)))
-
-
-def _alive(found: Sequence[Storage]) -> Iterator[tuple[int, int]]:
-    """(event, bytes alive) after every birth and death."""
-    now = 0
-    for event, size in sorted(
-        [*((s.born, s.bytes) for s in found), *((s.died, -s.bytes) for s in found)]
-    ):
-        now += size
-        yield event, now
 
 
 def _placed(found: Sequence[Storage]) -> list[tuple[int, int, Storage]]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from paralab.instruments.memory import Life, Storages
+from paralab.instruments.memory import Life, Storages, tensors
 from paralab.instruments.samples import CATEGORIES, Sample
 from paralab.ranks.errors import OutOfMemory
 
@@ -113,19 +113,13 @@ class Ledger(Storages):
             raise self._error(said, self.bytes, {}) from error
         if func.is_view:  # most operations are, and none of them makes a storage
             return result
-        self._meet_all(result)
+        for tensor in tensors(result):
+            self._meet(tensor)
         if self.recorder.samples and self._changed():
             self._note()
         if self.limit is not None and self.live > self.limit:
             raise self._over(self.live - before, self.made or self.born)
         return result
-
-    def _meet_all(self, result: Any) -> None:
-        if isinstance(result, Tensor):
-            self._meet(result)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self._meet_all(part)
 
     def _born(self, storage: torch.UntypedStorage) -> str | None:
         return self.made or self.born

@@ -38,29 +38,17 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     host's clock; on a GPU the span runs later, and the sample lies as far into it as the host was
     between launching its beginning and its end.
     """
+    import numpy as np
+
     table: list[tuple] = []
     seen: set[tuple[str, str]] = set()
     last = float("-inf")
-    before, ahead = None, _next_boundaries(samples)
-    for i, (step, mark, host, held, away) in enumerate(samples):
-        if mark is None:  # between two boundaries
-            after = ahead[i] or before
-            share = (host - before.host) / ((after.host - before.host) or 1.0)
-            start = clock.seconds(before.mark)
-            when = start + share * (clock.seconds(after.mark) - start)
-        else:
-            before = samples[i]
-            when = clock.seconds(mark)
+    moments = [(one.host, clock.seconds(one.mark)) for one in samples if one.mark is not None]
+    times = np.interp([one.host for one in samples], *zip(*moments, strict=True)) if samples else ()
+    for (step, mark, _, held, away), between in zip(samples, times, strict=True):
+        when = float(between) if mark is None else clock.seconds(mark)
         last = when = max(when, last + 1e-7)
         found = {**{("device", name): size for name, size in held.items()}, **away}
         seen.update(key for key, size in found.items() if size)
         table += [(rank, step, when, *key, size) for key, size in found.items() if key in seen]
     return table
-
-
-def _next_boundaries(samples: list[Sample]) -> list[Sample | None]:
-    """Of each sample the first at or after it that lies at a span's boundary."""
-    found: list[Sample | None] = []
-    for sample in reversed(samples):
-        found.append(sample if sample.mark is not None else found[-1] if found else None)
-    return found[::-1]
