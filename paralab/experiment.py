@@ -26,7 +26,7 @@ from paralab.launch import MAX_RANKS, NEVER, launch_program, torchrun_context
 from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped
 from paralab.ranks.started import variable
-from paralab.report import checkpoints, scratch
+from paralab.report import checkpoints, scratch, written
 from paralab.report.report import Report, save_part
 from paralab.report.storage import check_part
 from paralab.spec import ModelSpec, Plan
@@ -35,6 +35,7 @@ from paralab.theory.offload import file_bytes
 from paralab.version import __version__
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
+SAVE = "a folder that you may write to, or the name of a new one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ class Settings:
             now |= {"global_batch": plan.global_batch, "data": corpus.identity}
             found.check(model, changes, **now)
             resume = str(found.folder)
+        save = None if asked.save is None else str(written.check_folder("save", asked.save, SAVE))
         scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
         return replace(
             asked,
@@ -97,7 +99,7 @@ class Settings:
             seed=seed,
             keep_state=choice("keep_state", asked.keep_state, (True, False)),
             memory_limit=None if limit is None else num_bytes("memory_limit", limit),
-            save=None if asked.save is None else checkpoints.prepare(asked.save),
+            save=save,
             resume=resume,
         )
 

@@ -26,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 import warnings
 import zlib
@@ -246,20 +245,6 @@ def _listed(folder: Path) -> list[str]:
 
 
 # ---- writing ------------------------------------------------------------------------------------
-def prepare(path: object) -> str:
-    """Make the folder if need be and prove that it can be written to; its absolute path."""
-    legal = "a folder that you may write to, or the name of a new one"
-    folder = checks.path("save", path, legal).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder):
-            pass
-    except OSError as error:
-        why = f"cannot be written to ({error.strerror})"
-        raise illegal("save", str(path), why, legal) from None
-    return str(folder)
-
-
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """The folder is this process's for as long as the block runs."""

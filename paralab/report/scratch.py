@@ -21,6 +21,7 @@ from pathlib import Path
 
 from paralab import checks
 from paralab.checks import illegal
+from paralab.report import written
 from paralab.spec.tiers import Offload
 
 NAME, _UNLOCKED, _LOCK = "paralab-offload-", ".paralab-new-", "lock"
@@ -32,16 +33,11 @@ def check(tiers: Offload | None, needed: int) -> None:
         return
     field = "offload['folder']"
     legal = "a folder that exists, that you may write to, with room for what is offloaded"
-    base = _base(tiers)
-    checks.path(field, str(base), legal)
+    base = checks.path(field, _base(tiers), legal)
     if not base.is_dir():
         raise illegal(field, str(base), "there is no such folder", legal)
     _sweep(base)
-    try:
-        with tempfile.TemporaryFile(dir=base):
-            pass
-    except OSError as error:
-        raise illegal(field, str(base), f"cannot be written to: {error.strerror}", legal) from None
+    written.check_folder(field, base, legal)
     free = shutil.disk_usage(base).free
     if needed > free:
         takes, there = (f"{size / 1e6:,.0f} MB" for size in (needed, free))

@@ -55,12 +55,7 @@ def load_report(path: Path, kind: type[Some]) -> Some:
 
 def check_part(folder: str | os.PathLike[str]) -> None:
     """Raise ``ValueError``, before a training, if no rank's part can be written there."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"no folder can be made there: {error.strerror}"
-        raise checks.illegal("out", str(folder), why, "a new folder, or one of parts") from None
-    written.check("out", Path(folder) / "rank-00000.json")
+    written.check_folder("out", folder, "a new folder, or one of parts")
 
 
 def save_part(
@@ -118,9 +113,7 @@ def write(path: Path, body: dict[str, Any], kind: str) -> None:
     sealed = {"format": kind, "version": VERSION, "sha256": seal(body), "body": body}
     data = json.dumps(sealed, allow_nan=False).encode()
     if path.name.endswith(".gz"):
-        data = gzip.compress(
-            data, compresslevel=6, mtime=0
-        )  # no date: the same report, the same file
+        data = gzip.compress(data, 6, mtime=0)  # no date: the same report, the same file
     written.write(path, data)
 
 

@@ -26,6 +26,18 @@ def check(name: str, path: object) -> None:
         raise checks.illegal(name, str(path), why, LEGAL) from None
 
 
+def check_folder(name: str, path: object, legal: str) -> Path:
+    """The folder, made if need be. Raise ``ValueError`` if no file can be written in it."""
+    folder = checks.path(name, path, legal).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        why = f"cannot be written to: {error.strerror}"
+        raise checks.illegal(name, str(path), why, legal) from None
+    return folder
+
+
 def write(path: str | os.PathLike[str], data: bytes) -> None:
     """Replace ``path`` in one move: a reader, or a crash, meets the old file or the new one."""
     place = checks.path("path", path, LEGAL)
