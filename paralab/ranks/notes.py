@@ -1,8 +1,8 @@
 """What each rank is blocked in, on a page that the launching process can read at any time.
 
-One slot per rank in a small file that all of them map: [thread id 8][signs of life 4][length 2]
-[text]. A rank writes without a lock and without a system call, below 1 us; it is read when nothing
-has moved for a while.
+One slot per rank in a small file that all of them map: [thread id 8][signs of life 4][text 500]. A
+rank writes without a lock and without a system call, below 1 us; it is read when nothing has moved
+for a while.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import struct
 import threading
 from pathlib import Path
 
-SLOT_BYTES = 512
-_HEAD = struct.Struct("<QIH")
-_LIFE, _LENGTH = struct.Struct("<I"), struct.Struct("<H")
-_LIFE_AT, _LENGTH_AT = 8, 12
+_SLOT, _LIFE = struct.Struct("<QI500s"), struct.Struct("<I")
+_LIFE_AT, _TEXT_AT = 8, 12
 
 
 class Notebook:
@@ -24,25 +22,23 @@ class Notebook:
     def __init__(self, folder: Path, rank: int = 0) -> None:
         with (folder / "notes").open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
-        self._slot = rank * SLOT_BYTES
+        self._slot = rank * _SLOT.size
 
     @classmethod
     def create(cls, folder: Path, ranks: int) -> Notebook:
-        (folder / "notes").write_bytes(bytes(ranks * SLOT_BYTES))
+        (folder / "notes").write_bytes(bytes(ranks * _SLOT.size))
         return cls(folder)
 
     @classmethod
     def open(cls, folder: Path, rank: int) -> Notebook:
         """A rank's own slot; also says which of its threads is the main one."""
         notes = cls(folder, rank)
-        _HEAD.pack_into(notes._map, notes._slot, threading.main_thread().ident or 0, 0, 0)
+        _SLOT.pack_into(notes._map, notes._slot, threading.main_thread().ident or 0, 0, b"")
         return notes
 
     def write(self, text: str) -> None:
-        data = text.encode()[: SLOT_BYTES - _HEAD.size]
-        start = self._slot + _HEAD.size
-        self._map[start : start + len(data)] = data
-        _LENGTH.pack_into(self._map, self._slot + _LENGTH_AT, len(data))
+        start, end = self._slot + _TEXT_AT, self._slot + _SLOT.size
+        self._map[start:end] = text.encode()[: end - start].ljust(end - start, b"\0")
 
     def alive(self) -> None:
         """A sign of life: the rank's device gets on, though the rank writes nothing."""
@@ -51,10 +47,8 @@ class Notebook:
 
     def read(self, rank: int = 0) -> tuple[int, str]:
         """The main thread's id, and the text, of the rank-th slot from this one."""
-        slot = self._slot + rank * SLOT_BYTES
-        thread, _, length = _HEAD.unpack_from(self._map, slot)
-        start = slot + _HEAD.size
-        return thread, self._map[start : start + length].decode(errors="replace")
+        thread, _, text = _SLOT.unpack_from(self._map, self._slot + rank * _SLOT.size)
+        return thread, text.rstrip(b"\0").decode(errors="replace")
 
     def text(self) -> str:
         """What this rank wrote last."""

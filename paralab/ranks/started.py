@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 from paralab.checks import illegal
 
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-
-
-class Started(NamedTuple):
-    """Which rank this process is, and where the ranks meet."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_ranks: int
-    node: int
-    host: str
-    port: int
-
-
-def started() -> Started:
-    """Raise ``ValueError`` naming the variable that is missing or no number."""
-    numbers = [variable(name, number=True) for name in (*_NUMBERS, "MASTER_PORT")]
-    return Started(*map(int, numbers[:-1]), variable("MASTER_ADDR"), int(numbers[-1]))
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
 
 
 def variable(name: str, *, number: bool = False) -> str:

@@ -24,7 +24,7 @@ from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
 from paralab.ranks.host import keep_pages, send_first
 from paralab.ranks.process import RankContext, card, take_device
-from paralab.ranks.started import started
+from paralab.ranks.started import NUMBERS, variable
 
 
 def torchrun_context(
@@ -40,7 +40,9 @@ def torchrun_context(
     Raises ``RankError`` with one line if the ranks cannot meet, and ``ValueError`` if torchrun did
     not start this process.
     """
-    rank, world_size, local_rank, local_ranks, node, host, port = started()
+    numbers = [int(variable(name, number=True)) for name in NUMBERS]
+    rank, world_size, local_rank, local_ranks, node, port = numbers
+    host = variable("MASTER_ADDR")
     if local_ranks == world_size:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")

@@ -32,9 +32,7 @@ from paralab.ranks.output import RankOutput
 from paralab.ranks.server import LOOK_SECONDS, RankServer
 from paralab.ranks.waits import Standing, hung, main_stack, standing
 
-START_SECONDS = (
-    300.0  # for all ranks to be there, which is no sign of a hang: an import may be slow
-)
+START_SECONDS = 300.0  # for all ranks to be there; it is no hang, as an import may be slow
 GRACE_SECONDS = 0.25  # after an echo, for the failure behind it
 BRIEF_SECONDS = 0.1  # after a failure of a rank's own, for an earlier one still on its way
 STACK_SECONDS = 5.0  # for ranks to write down where they stand
