@@ -106,7 +106,7 @@ def examine(*, device: str = "cpu") -> Machine:
         temp_free=room_in(temp),
         forkserver=start_method() == "fork",
         loopback_counter=counted is not None,
-        load_shown=processors.spent().total > 0,  # how busy other programs are
+        load_shown=processors.spent()[0] > 0,  # how busy other programs are
     )
 
 

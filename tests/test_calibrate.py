@@ -282,7 +282,7 @@ def test_a_program_that_computes_makes_the_processors_busy():
 
 
 def test_where_nobody_tells_the_processors_are_not_busy(monkeypatch):
-    monkeypatch.setattr(processors, "spent", lambda: processors.Spent(0, 0))
+    monkeypatch.setattr(processors, "spent", lambda: (0, 0))
     assert processors.processors_busy(0.0) == 0.0
 
 

@@ -91,8 +91,8 @@ def programs(context: Any, gate: witness.Gate, repeats: int) -> list[dict[str, i
 
 def counted(program: Any, ranks: int, repeats: int, names: list[str], *args: Any) -> list[tuple]:
     """Of each name what every rank says, and the kernel's bytes."""
-    witness.REPEATS, gates = repeats, len(names) * (repeats + 1)
-    parts, counts = witness.between_gates(program, ranks, (repeats, *args), gates=gates)
+    witness.REPEATS = repeats
+    parts, counts = witness.between_gates(program, ranks, (repeats, *args))
     return [
         (name, [part[i] for part in parts], min(witness.per_call(counts, i)))
         for i, name in enumerate(names)

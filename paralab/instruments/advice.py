@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -20,13 +21,9 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
     together: dict[str, Any] = {}
     for change in alone:  # the later the stronger: stage 3 replaces stage 1
         together |= change
-    found = []
-    for change in [*alone, together]:
-        size = _peak(model, plan, change, how)
-        if size is not None:
-            found.append((change, size))
+    sizes = [(change, _peak(model, plan, change, how)) for change in [*alone, together]]
     now = _peak(model, plan, {}, how)
-    found = [(change, size) for change, size in found if now is None or size < now]
+    found = [(change, size) for change, size in sizes if size < now]
     enough = [(change, size) for change, size in found if size <= limit]
     if enough:
         first, *others = enough
@@ -64,8 +61,8 @@ def _changes(plan: Plan) -> list[dict[str, Any]]:
     return changes
 
 
-def _peak(model: ModelSpec, plan: Plan, change: dict[str, Any], how: dict[str, Any]) -> int | None:
-    """Bytes at the peak; None if the changed plan is not legal."""
+def _peak(model: ModelSpec, plan: Plan, change: dict[str, Any], how: dict[str, Any]) -> float:
+    """Bytes at the peak; infinite if the changed plan is not legal."""
     if change.get("zero_stage") and plan.grad_sync != "overlapped":
         change = {**change, "grad_sync": "overlapped"}  # ZeRO has its own way
     try:
@@ -75,9 +72,9 @@ def _peak(model: ModelSpec, plan: Plan, change: dict[str, Any], how: dict[str, A
             changed.validate(model)
             return sum(quick.peak(model, changed, **how).values())
     except ValueError:
-        return None
+        return math.inf
 
 
-def _said(change: dict[str, Any], size: int) -> str:
+def _said(change: dict[str, Any], size: float) -> str:
     settings = ", ".join(f"{name}={value!r}" for name, value in change.items())
     return f"{settings} ({size / 1e6:,.1f} MB)"

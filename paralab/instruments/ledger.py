@@ -20,7 +20,6 @@ no mode, no hook.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,6 +62,8 @@ class Ledger(Storages):
         advise: Callable[[], str] = str,
     ) -> None:
         super().__init__(device)
+        if limit is not None and device.startswith("cuda"):
+            _bound_allocator(limit, device)
         self.recorder, self.limit, self.advise = recorder, limit, advise
         self.bytes = dict.fromkeys(CATEGORIES, 0)
         self.born: str | None = "other"  # category of a new storage
@@ -240,17 +241,6 @@ class Ledger(Storages):
         lines += [f"  {name:<12}{size / 1e6:>14,.3f} MB" for name, size in rows.items()]
         table = "\n".join([*lines, *filter(None, [self.advise()])])
         return OutOfMemory(f"{first}\n\n{table}", rank=self.recorder.rank, table=table)
-
-
-def watch(
-    recorder: Recorder, *, device: str, limit: int | None, advise: Callable[[], str]
-) -> contextlib.ExitStack:
-    """A ledger that is on from here to the end of the ``with``, or to ``close()``."""
-    if limit is not None and device.startswith("cuda"):
-        _bound_allocator(limit, device)
-    watched = contextlib.ExitStack()
-    watched.enter_context(Ledger(recorder, device=device, limit=limit, advise=advise))
-    return watched
 
 
 def _bound_allocator(limit: int, device: str) -> None:

@@ -386,12 +386,12 @@ def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict
     import tempfile
 
     import torch
-    from torch.optim.adamw import adamw
 
     from paralab.instruments.recorder import Recorder
     from paralab.interpret.files import Files
     from paralab.interpret.host import host_threads
     from paralab.interpret.lanes import Lane
+    from paralab.interpret.state import Optimizer
     from paralab.spec.cluster import available_cores
 
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
@@ -401,7 +401,7 @@ def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict
     sizes, cuda = asked(context).tiers, link.stream is not None
     there = torch.zeros(sizes[-1] // 4, device=context.device)
     here = torch.empty(sizes[-1] // 4, pin_memory=cuda).zero_()
-    states = torch.zeros(3, sizes[-1] // 4)
+    states, optimizer = torch.zeros(3, sizes[-1] // 4), Optimizer("adamw", 1e-9)
     rows: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def timed(lane: Lane, op: str, size: int, work: Any) -> None:
@@ -417,22 +417,9 @@ def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict
         rows[op, size].append(passed if lane.stream is None else clock.cost(*marks))
 
     def update(size: int) -> None:
-        adamw(
-            [states[0, :size]],
-            [here[:size]],
-            [states[1, :size]],
-            [states[2, :size]],
-            [],
-            [torch.ones(())],
-            fused=True,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=1e-9,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
-        )
+        weights, first, second = (row[:size] for row in states)
+        moments = {"exp_avg": [first], "exp_avg_sq": [second], "step": [torch.ones(())]}
+        optimizer.step([weights], [here[:size]], moments, divisor=None, overflow=None)
 
     with tempfile.TemporaryDirectory() as folder:
         files = Files(folder)

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 LOOK_S = 0.2  # how long to look
 
 
-class Spent(NamedTuple):
+def spent() -> tuple[int, int]:
     """Processor time since the machine started, in ticks: all, with what a hypervisor gave to other
-    machines; idle or waiting for a disk.
+    machines; and idle or waiting for a disk. Zeros where it is not told.
     """
-
-    total: int
-    idle: int
-
-
-def spent() -> Spent:
-    """Until now; zeros where it is not told."""
     try:
         words = Path("/proc/stat").read_text().split(maxsplit=9)
         ticks = [int(word) for word in words[1:9]]
     except (OSError, ValueError):
-        return Spent(0, 0)
-    return Spent(sum(ticks), ticks[3] + ticks[4])
+        return 0, 0
+    return sum(ticks), ticks[3] + ticks[4]
 
 
 def processors_busy(seconds: float = LOOK_S) -> float:

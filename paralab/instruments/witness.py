@@ -2,8 +2,8 @@
 
 Ranks on one machine talk through the loopback interface, and the kernel counts its bytes without
 knowing anything of collectives. Ranks are held at a *gate* before and after every call, and the
-parent reads the counter while all of them stand still. So theory, ledger and kernel can be put side
-by side, and an implementation that moves more than its name says is found out.
+last one to come reads the counter while all the others are idle. So theory, ledger and kernel can
+be put side by side, and an implementation that moves more than its name says is found out.
 
 Headers add some 0.3 to 4 kB per rank and call: below 1 % from about 1 MiB on.
 
@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +63,7 @@ def witness(
     ranks = whole("ranks", ranks, at_least=2, at_most=MAX_RANKS)
     ops = [choice("ops", op, OPS) for op in ([ops] if isinstance(ops, str) else ops)]
     nbytes = whole("nbytes", nbytes, at_least=4 * ranks) // (4 * ranks) * (4 * ranks)
-    parts, counts = between_gates(
-        _calls, ranks, (ops, nbytes), gates=len(ops) * (REPEATS + 1), timeout=timeout
-    )
+    parts, counts = between_gates(_calls, ranks, (ops, nbytes), timeout=timeout)
     rows = []
     for i, op in enumerate(ops):
         expected = theory_bytes(op, ranks, nbytes)
@@ -92,34 +88,33 @@ def theory_bytes(op: str, ranks: int, nbytes: int) -> int:
 
 # ---- gates --------------------------------------------------------------------------------------
 def between_gates(
-    program: Callable[..., Any],
-    ranks: int,
-    args: Sequence[Any],
-    *,
-    gates: int,
-    timeout: float = 60.0,
+    program: Callable[..., Any], ranks: int, args: Sequence[Any], *, timeout: float = 60.0
 ) -> tuple[list[Any], list[int]]:
     """Run ``program(context, gate, *args)`` on every rank; the counter's state at every gate.
 
-    A rank that calls ``gate()`` is idle until all ranks have and the counter has been read.
-    Every rank passes ``gates`` of them. Returns the programs' results and the readings, in bytes.
+    A rank that calls ``gate()`` is idle until all ranks have and the counter has been read. Returns
+    the programs' results and the readings, in bytes.
     """
     loopback_bytes()  # refuse before a process starts
+    settings = {"timeout": timeout, "device": "cpu"}
+    found = launch_program(_gated, ranks, (program, *args), **settings)
+    return [result for result, _ in found], found[0][1]
+
+
+def _gated(context: Any, program: Callable[..., Any], *args: Any) -> tuple[Any, list[int]]:
+    """In a rank: what the program returns, and the readings. Ranks meet in their store: a file."""
     counts: list[int] = []
-    over = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="paralab-gates-") as folder:
-        keeper = threading.Thread(
-            target=_keep, args=(Path(folder), ranks, gates, counts, over), daemon=True
-        )
-        keeper.start()
-        try:
-            results = launch_program(
-                _gated, ranks, (program, folder, *args), timeout=timeout, device="cpu"
-            )
-        finally:
-            over.set()
-            keeper.join()
-    return results, counts
+
+    def gate() -> None:
+        name = f"gate {len(counts)} of the witness"
+        context.note(name)
+        if context.store.add(f"ranks at {name}", 1) == context.world_size:
+            time.sleep(_SETTLE_SECONDS)
+            context.store.set(name, str(loopback_bytes()))
+        counts.append(int(context.store.get(name)))
+        context.note("")
+
+    return program(context, gate, *args), counts
 
 
 def per_call(counts: Sequence[int], index: int) -> list[int]:
@@ -142,30 +137,6 @@ def loopback_bytes() -> int:
         f"the kernel shows no counter of the loopback interface in {_COUNTERS}: only Linux has it; "
         "elsewhere the ledger (report.traffic()) has no witness"
     )
-
-
-def _keep(folder: Path, ranks: int, gates: int, counts: list[int], over: threading.Event) -> None:
-    for number in range(gates):
-        while len(list(folder.glob(f"{number}.[0-9]*"))) < ranks:
-            if over.wait(0.002):
-                return
-        time.sleep(_SETTLE_SECONDS)
-        counts.append(loopback_bytes())
-        (folder / f"{number}.open").touch()
-
-
-def _gated(context: Any, program: Callable[..., Any], folder: str, *args: Any) -> Any:
-    numbers: Iterator[int] = itertools.count()
-
-    def gate() -> None:
-        number = next(numbers)
-        context.note(f"gate {number} of the witness")
-        Path(folder, f"{number}.{context.rank}").touch()
-        while not Path(folder, f"{number}.open").exists():
-            time.sleep(0.002)
-        context.note("")
-
-    return program(context, gate, *args)
 
 
 # ---- what ranks do between the gates ------------------------------------------------------------

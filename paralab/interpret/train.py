@@ -6,6 +6,7 @@ device for a number.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from paralab.data import Corpus
 from paralab.grid import Grid
 from paralab.instruments.advice import advice
 from paralab.instruments.clocks import measure_offset
-from paralab.instruments.ledger import watch
+from paralab.instruments.ledger import Ledger
 from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat
 from paralab.interpret.host import Host
@@ -235,7 +236,9 @@ def train(
     }
     what = f"{model} {plan.to_dict()} {sorted(asked.items())} {plan.actions()}"
     losses = []
-    with watch(recorder, device=context.device, limit=memory_limit, advise=help_with) as watched:
+    ledger = Ledger(recorder, device=context.device, limit=memory_limit, advise=help_with)
+    with contextlib.ExitStack() as watched:
+        watched.enter_context(ledger)
         trainer = Trainer(context, model, plan, recorder=recorder, **settings)
         agree(trainer.grid.world, what=what, corpus=trainer.corpus)
         offset, uncertainty = measure_offset(trainer.grid.world)

@@ -119,8 +119,8 @@ class Report(Tables):
         if self.model is None:
             name = self.meta.get("function", "a function")
             return f"Report({self.clock}, {', '.join([f'{name} on {said[0]}', *said[2:]])})"
-        degrees = [*[plan.tp_name] * (plan.tp > 1), *[f"pp={plan.pp}"] * (plan.pp > 1)]
-        return f"Report({self.clock}, {', '.join([f'dp={plan.dp}', *degrees, *said])})"
+        degrees = [f"dp={plan.dp}", plan.tp_name, f"pp={plan.pp}" * (plan.pp > 1)]
+        return f"Report({self.clock}, {', '.join([*filter(None, degrees), *said])})"
 
 
 def load(path: str | os.PathLike[str]) -> Report:

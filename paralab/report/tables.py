@@ -142,11 +142,22 @@ def _read(name: str, column: str, values: Any) -> Any:
     legal = _CHOICES.get((name, column))
     if _plain(kind, values) and (legal is None or set(values) <= set(legal)):
         return list(values)
-    return _checked(name, column, kind, values)
+    done = []
+    for row, value in enumerate(values):
+        wrong = ""
+        try:
+            done.append(_converted(kind, value))
+            if legal and done[-1] not in legal:
+                wrong = f"; legal: {', '.join(legal)}"
+        except (TypeError, ValueError, OverflowError):
+            wrong = f" is not {_NAMES[kind]}"
+        if wrong:
+            raise ValueError(f"table {name}: row {row}, {column}={value!r}{wrong}")
+    return done
 
 
 def _plain(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether all values are what they should be, found out at once; if not, `_checked` says."""
+    """Whether all values are what they should be, found out at once; `_read` says which is not."""
     if not set(map(type, values)) <= {kind}:
         return False
     if kind is tuple:
@@ -154,24 +165,6 @@ def _plain(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
     if kind is int:
         return not values or (min(values) >= -(2**63) and max(values) < 2**63)
     return kind is str or all(map(math.isfinite, values))
-
-
-def _checked(name: str, column: str, kind: type, values: list[Any] | tuple[Any, ...]) -> list[Any]:
-    legal = _CHOICES.get((name, column))
-    done = []
-    for row, value in enumerate(values):
-        try:
-            number = _converted(kind, value)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(
-                f"table {name}: row {row}, {column}={value!r} is not {_NAMES[kind]}"
-            ) from None
-        if legal and number not in legal:
-            raise ValueError(
-                f"table {name}: row {row}, {column}={value!r}; legal: {', '.join(legal)}"
-            )
-        done.append(number)
-    return done
 
 
 def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFrame:

@@ -269,16 +269,12 @@ def _call(what: tuple[str, str, str, int, int]) -> str:
 # ---- text -------------------------------------------------------------------------------------
 def _shape(report: Tables) -> str:
     plan = report.plan
-    degrees = [*[plan.tp_name] * (plan.tp > 1), *[f"pp={plan.pp}"] * (plan.pp > 1)]
-    form = [plan.grad_sync_name] * (plan.dp > 1 or plan.pp == 1)
+    form = plan.grad_sync_name * (plan.dp > 1 or plan.pp == 1)
     if plan.zero_stage:
-        form = [
-            f"zero_stage={plan.zero_stage}",
-            *[f"shard={plan.shard}"] * (plan.shard is not None),
-        ]
-    return ", ".join(
-        [f"dp={plan.dp}", *degrees, *[plan.schedule_name] * (plan.pp > 1 or plan.relays), *form]
-    )
+        form = f"zero_stage={plan.zero_stage}" + f", shard={plan.shard}" * (plan.shard is not None)
+    schedule = plan.schedule_name * (plan.pp > 1 or plan.relays)
+    parts = [f"dp={plan.dp}", plan.tp_name, f"pp={plan.pp}" * (plan.pp > 1), schedule, form]
+    return ", ".join(filter(None, parts))
 
 
 def _shown(value: float, unit: str) -> str:
