@@ -242,7 +242,9 @@ class Staged(Gloo):
         if any(t.is_cuda for pair in pairs for t in pair):
             torch.cuda.current_stream().synchronize()
         size = sum(target.nbytes for target, _ in pairs)
-        self.recorder.copied(lane, start, clock.mark(), after, size=size, category="buffers")
+        end = clock.mark()
+        span = self.recorder.queued(lane, after, size=size, category="buffers")
+        self.recorder.worked(span, start, end, None)
 
 
 class Nccl(Transport):

@@ -277,6 +277,7 @@ def _measure(device: str) -> dict[str, Any]:
     models, calls, products, tiers, kernels = map(_typical, measured.values())
     post, wait, work = (0.0, 0.0, 0.0) if found else overheads(calls)
     updates = [row for row in tiers if row["op"] == "optimizer"]
+    largest = max(updates, key=lambda row: row["wire_bytes"])
     launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
     accuracy: dict[str, dict[str, float]] = {}
     collectives, between = _links(links, accuracy), _links(tiers, accuracy)
@@ -320,7 +321,8 @@ def _measure(device: str) -> dict[str, Any]:
         disk=between["disk"],
         # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py. Next to
         # a GPU only the largest are more than the host's caches hold.
-        host_bandwidth=7 * (_largest(updates) if found else between["optimizer"].bandwidth),
+        host_bandwidth=7
+        * (largest["wire_bytes"] / largest["seconds"] if found else between["optimizer"].bandwidth),
         products=rates,
         odd_products=min(1.0, median(shares)) if shares else 1.0,
         cores=None if found else cores,
@@ -349,12 +351,6 @@ def _links(rows: list[dict[str, Any]], accuracy: dict[str, dict[str, float]]) ->
     for op in dict.fromkeys(row["op"] for row in rows):
         found[op], accuracy[op] = fit_link([row for row in rows if row["op"] == op])
     return found
-
-
-def _largest(rows: list[dict[str, Any]]) -> float:
-    """Bytes per second of the row with most bytes."""
-    most = max(rows, key=lambda row: row["wire_bytes"])
-    return most["wire_bytes"] / most["seconds"]
 
 
 def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ replay knows how much of the backward was left to hide it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class Recorder:
         self.rank, self.world_size = rank, world_size
         self.clock = clock_of(device)
         self.step = 0
-        self._count = 0
+        self._ids = itertools.count(rank, world_size)
         self._open: list[tuple] = []  # stack of (kind, stage, chunk, microbatch, after)
         self._began: Any = None  # marks of the current part of the innermost open span
         self._last = -1  # id of the last part closed on the compute lane
@@ -46,7 +47,7 @@ class Recorder:
         self._calls: list[tuple] = []
         self._copies: list[tuple] = []
         self._comm_ends: dict[int, Any] = {}
-        self._lane_work: dict[int, tuple[Any, Any, float]] = {}  # what other threads say of spans
+        self._lane_work: dict[int, tuple] = {}  # start, end, cost: what other threads say of spans
         self._steps: list[tuple] = []
         self.allocator = Allocator(device) if device.startswith("cuda") else None
         self._allocated: list[tuple] = []
@@ -181,19 +182,15 @@ class Recorder:
             self.leave()
 
     def _close(self, now: Any) -> int:
-        self._last = self._new_id()
+        self._last = next(self._ids)
         *what, after = self._open[-1]
         self._spans.append((self._last, self.step, "compute", *what, self._began, now, after))
         return self._last
 
-    def _new_id(self) -> int:
-        self._count += 1
-        return (self._count - 1) * self.world_size + self.rank
-
     # ---- other lanes --------------------------------------------------------------------------
     def launch(self, lane: str, after: tuple, start: Any) -> int:
         """Write down that a collective was launched; `completed` says later when it ended."""
-        span = self._new_id()
+        span = next(self._ids)
         self._spans.append((span, self.step, lane, "comm", 0, 0, -1, start, None, after))
         return span
 
@@ -205,15 +202,6 @@ class Recorder:
         """The wait for ``span`` is over: it ends now, unless its own signal said when."""
         self._comm_ends.setdefault(span, self.clock.host() if end is None else end)
 
-    def copied(
-        self, lane: str, start: Any, end: Any, after: tuple, *, size: int, category: str
-    ) -> int:
-        """Write down a finished copy of ``size`` bytes between tiers, lane "h2d" or "d2h"."""
-        span = self._new_id()
-        self._spans.append((span, self.step, lane, "copy", 0, 0, -1, start, end, after))
-        self._copies.append((self.step, lane, "copy", category, size, span))
-        return span
-
     def queued(
         self, lane: str, after: tuple, *, op: str = "copy", category: str = "", size: int = 0
     ) -> int:
@@ -222,14 +210,16 @@ class Recorder:
         op  "copy", "read" or "write" of ``size`` bytes; "optimizer" and "compute" move none
         """
         kind = op if op in ("optimizer", "compute") else "copy"
-        span, now = self._new_id(), self.clock.host()
+        span, now = next(self._ids), self.clock.host()
         self._spans.append((span, self.step, lane, kind, 0, 0, -1, now, now, after))
         if kind == "copy":
             self._copies.append((self.step, lane, op, category, size, span))
         return span
 
-    def worked(self, span: int, start: Any, end: Any, cost: float) -> None:
-        """When queued work was done, and its cost in seconds. Safe in any thread."""
+    def worked(self, span: int, start: Any, end: Any, cost: float | None) -> None:
+        """When queued work was done, and its cost in seconds, by default what lies between. Safe in
+        any thread.
+        """
         self._lane_work[span] = (start, end, cost)
 
     def call(self, row: tuple) -> None:

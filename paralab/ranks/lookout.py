@@ -47,8 +47,7 @@ class Lookout:
         if over or passed != self.before:
             self.before = passed
             self.alive()
-        in_flight = [what for what, event in calls if (what, event) not in over]
-        said = in_flight[0] if in_flight else ""
+        said = next((call[0] for call in calls if call not in over), "")
         if said or self.said:  # the rank's own thread writes too, and wipes what it wrote
             self.note(said)
         self.said = said

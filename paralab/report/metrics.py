@@ -266,12 +266,6 @@ def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
     return total
 
 
-def bookkeeping_spans(report: Tables) -> set[int]:
-    """Ids of comm spans that carry a loss or a clock, not the algorithm's bytes."""
-    calls = report.collectives
-    return set(calls["span"][calls["phase"].isin(BOOKKEEPING)].tolist())
-
-
 def _mean(sums: dict[str, float], names: Sequence[str], report: Tables) -> dict[str, float]:
     each = max(len(reported_ranks(report)), 1)
     return {name: float(sums[name]) / each for name in names}
@@ -300,7 +294,9 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         moving = report.meta["in flight"]  # sums have no moments; said when they were made
         here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
         return _mean(sums, names[:3], report) | here
-    spans = spans[~spans["id"].isin(bookkeeping_spans(report)) & (spans["lane"] != "host")]
+    calls = report.collectives  # those that carry a loss or a clock are none of the algorithm's
+    bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
+    spans = spans[~bookkeeping & (spans["lane"] != "host")]
     for at in _by_rank(spans, spans["kind"].mask(spans["kind"].isin(COMPUTE_KINDS), "work")):
         work, comm = union(at["work"]), union(at["comm"])
         for name in ("optimizer", "wait"):

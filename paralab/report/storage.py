@@ -182,13 +182,13 @@ def _body(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _said(body: dict[str, Any]) -> dict[str, Any]:
     """The way back, but for the losses' numbers."""
-    model = typed(body, "model", (dict, type(None)))
+    model, found = typed(body, "model", (dict, type(None))), typed(body, "tables", dict)
     return {
         "model": None if model is None else ModelSpec.from_dict(model),
         "plan": Plan.from_dict(typed(body, "plan", dict)),
         "meta": _decode(typed(body, "meta", dict)),
         "losses": _decode(typed(body, "losses", list)),
-        **_tables(body),
+        **{name: tables.columns_of(name, typed(found, name, dict)) for name in tables.COLUMNS},
     }
 
 
@@ -207,11 +207,6 @@ def _part(body: dict[str, Any]) -> dict[str, Any]:
     offsets = {name: float(typed(body, name, (int, float))) for name in CLOCK_OFFSET}
     rank = typed(body, "rank", int)
     return {"rank": rank, "run_id": said["meta"].get("run_id"), **offsets, **said}
-
-
-def _tables(body: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    found = typed(body, "tables", dict)
-    return {name: tables.columns_of(name, typed(found, name, dict)) for name in tables.COLUMNS}
 
 
 def _numbers(values: list[Any], name: str) -> list[float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from paralab import checks
@@ -45,22 +43,14 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         raise FileNotFoundError(f"{path}: there is no folder {place.parent}; make it first")
     scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        with _named(place), open(scratch, "xb") as file:
+        with open(scratch, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
             os.replace(scratch, place)
-    except BaseException:
+    except BaseException as error:
         scratch.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """The operating system's error with the file that was asked for: a full disk names none."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # not the system's
+        if getattr(error, "errno", None) is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        # The operating system's error with the file that was asked for: a full disk names none.
+        raise OSError(error.errno, error.strerror, str(place)) from None

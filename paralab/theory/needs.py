@@ -24,26 +24,23 @@ days.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from paralab.checks import choice, illegal, instance, real, whole
 from paralab.spec import ModelSpec
 from paralab.theory.flops import forward_flops, head_flops
 
-RECIPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {
-        "fp32": {"parameters": 4, "gradients": 4, "moments": 8},
-        "zero-fp16": {"parameters": 2, "gradients": 2, "master": 4, "moments": 8},
-        "megatron-bf16": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
-        "megatron-fp16": {
-            "parameters": 2,
-            "gradients": 2,
-            "master gradients": 4,
-            "master": 4,
-            "moments": 8,
-        },
-    }
-)
+RECIPES = {
+    "fp32": {"parameters": 4, "gradients": 4, "moments": 8},
+    "zero-fp16": {"parameters": 2, "gradients": 2, "master": 4, "moments": 8},
+    "megatron-bf16": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
+    "megatron-fp16": {
+        "parameters": 2,
+        "gradients": 2,
+        "master gradients": 4,
+        "master": 4,
+        "moments": 8,
+    },
+}
 SECONDS_PER_DAY = 86_400
 
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
-from types import MappingProxyType
 
 from paralab.checks import choice, illegal, real, whole
 
@@ -38,30 +37,18 @@ GPU, CPU = "gpu", "cpu"
 
 # ---- ZeRO-Offload: the graph and its cuts ----
 # Bytes per parameter that a node holds; what computes holds none.
-HELD: Mapping[str, int] = MappingProxyType(
-    {
-        "fwd-bwd": 0,
-        "p16": 2,
-        "g16": 2,
-        "update": 0,
-        "float2half": 0,
-        "p32": 4,
-        "m32": 4,
-        "v32": 4,
-    }
-)
+HELD = {"fwd-bwd": 0, "p16": 2, "g16": 2, "update": 0, "float2half": 0}
+HELD |= {"p32": 4, "m32": 4, "v32": 4}
 # Bytes per parameter and step that flow from one node to another.
-FLOWS: Mapping[tuple[str, str], int] = MappingProxyType(
-    {
-        ("p16", "fwd-bwd"): 2 * 2,  # forward reads it, backward reads it again
-        ("fwd-bwd", "g16"): 2,
-        ("g16", "update"): 2,
-        **{("update", state): 4 for state in ("p32", "m32", "v32")},
-        **{(state, "update"): 4 for state in ("p32", "m32", "v32")},
-        ("p32", "float2half"): 4,
-        ("float2half", "p16"): 2,
-    }
-)
+FLOWS = {
+    ("p16", "fwd-bwd"): 2 * 2,  # forward reads it, backward reads it again
+    ("fwd-bwd", "g16"): 2,
+    ("g16", "update"): 2,
+    **{("update", state): 4 for state in ("p32", "m32", "v32")},
+    **{(state, "update"): 4 for state in ("p32", "m32", "v32")},
+    ("p32", "float2half"): 4,
+    ("float2half", "p16"): 2,
+}
 
 
 def cut_volume(assignment: Mapping[str, str]) -> int:
