@@ -118,18 +118,20 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
     names = {FORWARD: "forward", BACKWARD: "backward", UPDATE: "optimizer"}
 
     def timed(method: Any, what: str) -> Any:
-        def run(ins: Any) -> None:
-            began = recorder.clock.mark()
-            method(ins)
-            spent[what].append((began, recorder.clock.mark()))
-
-        return run
+        return lambda ins: spent[what].append(_marked(recorder.clock, method, ins))
 
     rank.steps = [
         (timed(method, names[ins.op]) if ins.op in names else method, ins, None)
         for method, ins, _ in rank.steps
     ]
     return rank, torch.zeros(samples, seq_len + 1, dtype=torch.int64, device=device), spent
+
+
+def _marked(clock: Any, work: Any, *args: Any) -> tuple[Any, Any]:
+    """Do it; the marks before and behind."""
+    began = clock.mark()
+    work(*args)
+    return began, clock.mark()
 
 
 def _step(rank: Any, text: Any, spent: dict[str, list]) -> dict[str, float]:
@@ -256,9 +258,7 @@ def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any
         marks = []
         for row, multiply in rows:
             torch.backends.cuda.matmul.allow_tf32 = row["precision"] == "tf32"
-            began = clock.mark()
-            multiply()
-            marks.append((began, clock.mark()))
+            marks.append(_marked(clock, multiply))
         costs.append([clock.cost(*pair) for pair in marks])
         clock.resolve()
     return [
@@ -356,9 +356,7 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     x, w = message.view(seq_len, hidden), torch.zeros(hidden, hidden, device=context.device)
 
     def multiplied() -> float:
-        began = clock.mark()
-        torch.nn.functional.linear(x, w)
-        return clock.cost(began, clock.mark())
+        return clock.cost(*_marked(clock, torch.nn.functional.linear, x, w))
 
     for _ in range(rounds):
         train(usual)  # still feels the last one's waits
@@ -405,16 +403,10 @@ def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict
     rows: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def timed(lane: Lane, op: str, size: int, work: Any) -> None:
-        began, marks = time.perf_counter(), []
-
-        def marked() -> None:
-            marks.append(clock.mark())
-            work()
-            marks.append(clock.mark())
-
-        lane.submit(work if lane.stream is None else marked).wait()
+        began, marks, on_host = time.perf_counter(), [], lane.stream is None
+        lane.submit(work if on_host else lambda: marks.extend(_marked(clock, work))).wait()
         passed = time.perf_counter() - began
-        rows[op, size].append(passed if lane.stream is None else clock.cost(*marks))
+        rows[op, size].append(passed if on_host else clock.cost(*marks))
 
     def update(size: int) -> None:
         weights, first, second = (row[:size] for row in states)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NamedTuple
 
 from paralab.checks import choice, illegal
 from paralab.instruments.allocator import PEAKS
@@ -38,22 +37,6 @@ NAN = float("nan")
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")
 COPIES_HIDDEN = "of the copies hidden behind compute"
-
-
-def once(read: Callable[..., Any]) -> Callable[..., Any]:
-    """``read(report, *more)`` without reading twice: the tables never change, and several pictures
-    ask for the same. Forgotten with the report; what it returns is shared, and not to be altered.
-    """
-    known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
-
-    @functools.wraps(read)
-    def remembered(report: Any, *more: Any) -> Any:
-        found = known.setdefault(report, {})
-        if more not in found:
-            found[more] = read(report, *more)
-        return found[more]
-
-    return remembered
 
 
 # ---- what a report is ---------------------------------------------------------------------------
@@ -180,9 +163,15 @@ def _longest(report: Tables, step: int) -> dict[int, float]:
     return {rank: longest[of[rank]] for rank in parts}
 
 
-@once
 def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float]]:
     """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
+    known = vars(report).setdefault("_parts", {})  # tables never change, and pictures ask again
+    if step not in known:
+        known[step] = _parts(report, step)
+    return known[step]
+
+
+def _parts(report: Tables, step: int) -> dict[int, tuple[float, float, float]]:
     import numpy as np  # `import paralab` does without
 
     columns = ["rank", "kind", "start", "end", "cost"]
