@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from paralab.instruments.allocator import Allocator
 from paralab.instruments.marks import clock_of
 from paralab.instruments.samples import Sample, rows
-from paralab.report.tables import COLUMNS
+from paralab.report.tables import COLUMNS, by_column
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -277,9 +277,5 @@ class Recorder:
             for step, a, b, beside in self._steps
         ]
         memory = rows(self.samples, clock, self.rank)
-        return {
-            name: {column: [row[i] for row in found] for i, column in enumerate(COLUMNS[name])}
-            for name, found in zip(
-                COLUMNS, (spans, calls, copies, memory, steps, self._allocated), strict=True
-            )
-        }
+        found = spans, calls, copies, memory, steps, self._allocated
+        return by_column(dict(zip(COLUMNS, found, strict=True)))

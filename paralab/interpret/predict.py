@@ -29,7 +29,7 @@ from paralab.interpret.traffic import Calls, Member
 from paralab.programs.compile import compiled
 from paralab.programs.program import Program
 from paralab.report.report import Report
-from paralab.report.tables import COLUMNS
+from paralab.report.tables import COLUMNS, by_column
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
@@ -219,8 +219,4 @@ class Rows:
         steps.append((rank, step, start, end, 0.0))
 
     def tables(self) -> Tables:
-        """Column by column."""
-        return {
-            name: {column: [row[n] for row in self.rows[name]] for n, column in enumerate(columns)}
-            for name, columns in COLUMNS.items()
-        }
+        return by_column(self.rows)

@@ -13,6 +13,7 @@ from typing import Any
 
 from paralab.checks import illegal
 from paralab.parallel.layouts import holding
+from paralab.ranks.waits import ranks
 from paralab.report import tables
 from paralab.spec import ModelSpec, Plan
 
@@ -114,23 +115,19 @@ def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapp
     if strange:
         raise ValueError(f"{asked}, but there is a part of rank {strange[0]!r}")
     if twice:
-        raise ValueError(f"{asked}, but {_ranks(twice)} wrote more than one part")
+        raise ValueError(f"{asked}, but {ranks(twice)} wrote more than one part")
     if missing:
         raise ValueError(
-            f"{asked}, but there is no part of {_ranks(missing)}; every rank must write one"
+            f"{asked}, but there is no part of {ranks(missing)}; every rank must write one"
         )
     runs = {part.get("run_id") for part in parts}
     if len(runs) > 1:
         whose = "; ".join(
-            f"{_ranks(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
+            f"{ranks(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
             for run in sorted(runs, key=str)
         )
         raise ValueError(f"these parts belong to different runs ({whose}); keep one folder per run")
     return sorted(parts, key=lambda part: part["rank"])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def _own(name: str, part: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -99,6 +99,14 @@ def _converted(kind: type, value: Any) -> Any:
 _DTYPE = {int: "int64", float: "float64", str: "object", tuple: "object"}
 
 
+def by_column(rows: Mapping[str, Sequence[tuple]]) -> dict[str, dict[str, list[Any]]]:
+    """The rows of each table, column by column."""
+    return {
+        name: {column: [row[n] for row in rows[name]] for n, column in enumerate(columns)}
+        for name, columns in COLUMNS.items()
+    }
+
+
 def columns_of(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[str, list[Any]]:
     """Table ``name`` as plain lists, every value checked. None is a table without rows.
 

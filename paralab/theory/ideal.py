@@ -89,16 +89,9 @@ def formula(report: Tables) -> float:
         return 0.0
     if plan.schedule_name not in SCHEDULES:
         return NAN
-    of_rank = {kind: sum(seconds) / plan.pp for kind, seconds in stage_costs(report).items()}
-    return bubble_formula(
-        plan.schedule,
-        plan.pp,
-        plan.microbatches,
-        plan.virtual_stages,
-        F=of_rank["forward"],
-        B=of_rank["backward"],
-        W=of_rank["weight_grad"],
-    )
+    costs, sizes = stage_costs(report), (plan.pp, plan.microbatches, plan.virtual_stages)
+    of_rank = (sum(costs[kind]) / plan.pp for kind in COMPUTE_KINDS)
+    return bubble_formula(plan.schedule, *sizes, *of_rank)
 
 
 def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:

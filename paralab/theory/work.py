@@ -133,5 +133,4 @@ def on_processor(flops: float) -> dict[str, float]:
 
 def elementwise(**counts: float) -> Work:
     """The arithmetic of so many elements, by their names in ELEMENTS."""
-    gelu, backward, exp, draw = (counts.get(name, 0.0) for name in ELEMENTS)
-    return Work(elements=(gelu, backward, exp, draw))
+    return Work(elements=tuple(counts.get(name, 0.0) for name in ELEMENTS))

@@ -47,9 +47,9 @@ def _checked(kind: type[Row], name: str, row: Any, legal: str) -> Row:
     for field in kind._fields:
         if field not in given and field not in defaults:
             raise illegal(name, dict(given), f"{field} is missing", f"a row with {field} too")
-    types, row = get_type_hints(kind), kind(**given)
+    types = get_type_hints(kind)
     values = {f: _value(f"{name}.{f}", types[f], v, defaults.get(f)) for f, v in given.items()}
-    row = row._replace(**values)
+    row = kind(**values)
     if {"model", "plan"} <= set(kind._fields):
         row.plan.validate(row.model)
     return row
