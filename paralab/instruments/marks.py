@@ -16,8 +16,12 @@ def clock_of(device: str) -> Any:
     return _CudaClock(device) if device.startswith("cuda") else _CpuClock()
 
 
-class _Clock:
-    """What a clock of a real run knows besides its marks."""
+class _CpuClock:
+    """A mark is (wall seconds, this thread's CPU seconds).
+
+    The thread's CPU time leaves out what other ranks did on the same core: it is what the span
+    would take on a core of its own.
+    """
 
     def now(self) -> float:
         """The host's time, between two marks."""
@@ -32,14 +36,6 @@ class _Clock:
     def beside(self) -> float:
         """Processor seconds so far of this process's other threads: those that carry messages."""
         return time.process_time() - time.thread_time()
-
-
-class _CpuClock(_Clock):
-    """A mark is (wall seconds, this thread's CPU seconds).
-
-    The thread's CPU time leaves out what other ranks did on the same core: it is what the span
-    would take on a core of its own.
-    """
 
     def mark(self) -> tuple[float, float]:
         return time.perf_counter(), time.thread_time()
@@ -64,7 +60,7 @@ class _Mark:
         self.event, self.anchor, self.at = event, anchor, 0.0
 
 
-class _CudaClock(_Clock):
+class _CudaClock(_CpuClock):
     """A mark is a CUDA event on the current stream; its time is known once the device has passed
     it.
 

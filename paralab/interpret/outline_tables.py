@@ -19,10 +19,9 @@ import numpy as np
 
 from paralab.interpret.lines import SHORT, Step
 from paralab.interpret.turns import Box
-from paralab.report.tables import COLUMNS
+from paralab.report.tables import COLUMNS, KIND
 from paralab.spec import Plan
 from paralab.theory.order import F, W
-from paralab.theory.pipeline import SPAN_KINDS
 
 TYPES = {"lane": object, "kind": object} | dict.fromkeys(("start", "end", "cost"), float)
 ARROWS = 20_000  # boxes: of more, no reader follows from one to the other what waited for what
@@ -64,7 +63,7 @@ def _spans(plan: Plan, step: Step) -> dict[str, Any]:
         boxes.append(Box(pp[at % len(pp)], "compute", "copy", now, now + took, took))
     actions = _rows(
         pp=pp,
-        kind=np.array(SPAN_KINDS, object)[letter],
+        kind=np.array(list(KIND.values()), object)[letter],
         stage=stage,
         microbatch=microbatch,
         start=start + np.where(forward, 0.0, copies),

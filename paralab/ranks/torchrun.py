@@ -31,7 +31,6 @@ def torchrun_context(
     *,
     timeout: float = 120.0,
     device: str | None = None,
-    strict: bool = False,
     join_timeout: float = 60.0,
 ) -> RankContext:
     """Be the rank that torchrun says this process is; the default process group is up on return.
@@ -88,7 +87,6 @@ def torchrun_context(
         backend=chosen.backend,
         shared=chosen.shared,
         store=dist.PrefixStore("paralab", store),
-        strict=strict,
         note=lambda text: noted.__setitem__(0, text),
         noted=lambda: noted[0],
         progress=lambda done, total: None,

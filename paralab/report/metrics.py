@@ -137,41 +137,32 @@ def bubble(report: Tables) -> float:
 def step_bubble(report: Tables, step: int) -> float:
     """``bubble`` of one step; NaN if nothing was computed in it."""
     needs_times(report, "a bubble")
-    parts = pipeline_parts(report, step)
-    room = sum(_longest(report, step).values())
+    parts = pipeline_parts(report, step).values()
+    room = sum(longest for *_, longest in parts)
     if room <= 0:
         return NAN
-    return max(0.0, 1 - sum(busy for _, _, busy in parts.values()) / room)  # but for rounding
+    return max(0.0, 1 - sum(busy for _, _, busy, _ in parts) / room)  # but for rounding
 
 
 def idle_shares(report: Tables, step: int) -> dict[int, float]:
     """{rank: what it does not compute of the longest T in its pipeline}; their mean is the bubble
     where there is one pipeline.
     """
-    longest = _longest(report, step)
-    return {
-        rank: 1 - part[2] / longest[rank] for rank, part in pipeline_parts(report, step).items()
-    }
+    parts = pipeline_parts(report, step).items()
+    return {rank: 1 - busy / longest for rank, (_, _, busy, longest) in parts}
 
 
-def _longest(report: Tables, step: int) -> dict[int, float]:
-    """{rank: the longest time from first forward to last backward in its pipeline}"""
-    parts, longest = pipeline_parts(report, step), {}
-    of = {rank: report.plan.place(rank)[1:] for rank in parts}
-    for rank, (start, end, _) in parts.items():
-        longest[of[rank]] = max(longest.get(of[rank], 0.0), end - start)
-    return {rank: longest[of[rank]] for rank in parts}
-
-
-def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float]]:
-    """{rank: (start of its first forward, end of its last backward, seconds of compute between)}"""
+def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
+    """{rank: (start of its first forward, end of its last backward, seconds of compute between,
+    the longest such time of a rank in its pipeline)}
+    """
     known = vars(report).setdefault("_parts", {})  # tables never change, and pictures ask again
     if step not in known:
         known[step] = _parts(report, step)
     return known[step]
 
 
-def _parts(report: Tables, step: int) -> dict[int, tuple[float, float, float]]:
+def _parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
     import numpy as np  # `import paralab` does without
 
     columns = ["rank", "kind", "start", "end", "cost"]
@@ -190,7 +181,12 @@ def _parts(report: Tables, step: int) -> dict[int, tuple[float, float, float]]:
     counts = work | packs & (start >= first[at]) & (end <= last[at])
     seconds = seconds_of(report, spans).to_numpy()
     busy = np.bincount(at[counts], seconds[counts], len(ranks))
-    parts = zip(ranks.tolist(), first.tolist(), last.tolist(), busy.tolist(), strict=True)
+    longest: dict[tuple, float] = {}
+    of = [report.plan.place(rank)[1:] for rank in ranks.tolist()]
+    for pipeline, length in zip(of, (last - first).tolist(), strict=True):
+        longest[pipeline] = max(longest.get(pipeline, 0.0), length)
+    columns = (column.tolist() for column in (ranks, first, last, busy))
+    parts = zip(*columns, map(longest.get, of), strict=True)
     return {rank: tuple(part) for rank, *part in parts}
 
 
@@ -211,8 +207,8 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
     spans = report.spans[report.spans["step"] == step]
     sent = spans[spans["kind"] == "comm"]
     flights = dict(zip(sent["id"], zip(sent["start"], sent["end"], strict=True), strict=True))
-    parts, longest, rows = pipeline_parts(report, step), _longest(report, step), {}
-    for rank, (start, end, busy) in parts.items():
+    rows = {}
+    for rank, (start, end, busy, longest) in pipeline_parts(report, step).items():
         own = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")]
         own = own[(own["start"] >= start) & (own["end"] <= end)]
         forward = float(seconds_of(report, own[own["kind"] == "forward"]).sum())
@@ -221,8 +217,7 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
             overlap([(a, b)], union(flights[call] for call in after if call in flights))
             for a, b, after in zip(waits["start"], waits["end"], waits["after"], strict=True)
         )
-        rest = longest[rank] - busy - p2p
-        rows[rank] = (forward, busy - forward, p2p, rest, longest[rank])
+        rows[rank] = (forward, busy - forward, p2p, longest - busy - p2p, longest)
     names = ["forward", "backward", "p2p", "idle", "T"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=names).rename_axis("rank")
 

@@ -36,6 +36,7 @@ CLOCKS = ("measured", "replayed", "predicted", DRY)
 
 # What fills a pipeline, with a schedule's letters for it; the rest does not.
 LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
+KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
 COMPUTE_KINDS = tuple(LETTER)
 KINDS = (*COMPUTE_KINDS, "optimizer", "compute", "wait", "comm", "copy")
 LEVELS = ("intra", "inter")

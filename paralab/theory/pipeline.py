@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from paralab.report.tables import Tables
 
 Cost = float | Sequence[float]
-SPAN_KINDS = ("forward", "backward", "backward", "weight_grad")  # of F, B, I, W
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,7 +75,7 @@ class Simulation:
         """The same as a predicted `Tables` of one step, for whatever draws or compares reports."""
         import pandas as pd
 
-        from paralab.report.tables import Tables
+        from paralab.report.tables import KIND, Tables
         from paralab.spec import OWN_FORM, Plan
 
         order, n = self.order, len(self.start)
@@ -85,7 +84,7 @@ class Simulation:
             "rank": order.rank,
             "step": 0,
             "lane": "compute",
-            "kind": np.array(SPAN_KINDS, object)[order.kind],
+            "kind": np.array(list(KIND.values()), object)[order.kind],
             "stage": order.stage,
             "chunk": order.stage // order.ranks,
             "microbatch": order.microbatch,
