@@ -43,7 +43,6 @@ from paralab.report.report import load
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.compare import compare
-from paralab.theory.traffic import BOOKKEEPING
 from paralab.version import __version__
 
 DIFF = "diff_"  # --diff-zero-stage 3: the same plan but for this
@@ -352,7 +351,7 @@ def _predict(given: argparse.Namespace) -> int:
 
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
     """{what: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
-    calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
+    calls = metrics.own_calls(report)
     steps, ranks = report.steps["step"].nunique(), report.steps["rank"].nunique()
     where = {"intra": "inside a node", "inter": "across nodes"}
     sent = calls.groupby(["axis", "level"])["wire_bytes"].sum() / (steps * ranks)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.report import metrics
 from paralab.report.tables import Tables
-from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, SURPLUS
+from paralab.theory.traffic import POINT_TO_POINT, SURPLUS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,8 +50,8 @@ def explain(report: Tables) -> Explanation:
     """Answers from the steps that count: all but step 0, where there are others."""
     metrics.needs_times(report, "an explanation")
     steps = metrics.measured_steps(report)
-    calls = report.collectives[report.collectives["step"].isin(steps)]
-    calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+    calls = metrics.own_calls(report)
+    calls = calls[calls["step"].isin(steps)]
     answers = {
         "Which collectives does a step make, of what sizes?": _collectives(
             calls, len(steps), metrics.in_outline(report)

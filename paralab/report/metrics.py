@@ -76,6 +76,12 @@ def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -
     return Reach.of(group, functools.partial(node_of, report))
 
 
+def own_calls(report: Tables) -> pd.DataFrame:
+    """The algorithm's calls: without those that carry a loss or a clock."""
+    calls = report.collectives
+    return calls[~calls["phase"].isin(BOOKKEEPING)]
+
+
 def in_outline(report: Tables) -> bool:
     """Whether the report has one rank per pipeline stage and one box per action: see
     interpret/outline.py. A box's cost is what the rank computes in it; the rest of its length it
@@ -345,9 +351,8 @@ def traffic(
 
     names, summed = _named(by, BY), in_outline(report)
     keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
-    calls, nodes, rows = report.collectives, functools.partial(node_of, report), []
-    if not bookkeeping:
-        calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+    calls = report.collectives if bookkeeping else own_calls(report)
+    nodes, rows = functools.partial(node_of, report), []
     for row in calls[calls["step"].isin(_counted(report, warmup))].itertuples(index=False):
         rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
         sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if summed else None)

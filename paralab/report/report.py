@@ -21,7 +21,7 @@ from paralab.report.merge import merge
 from paralab.report.storage import load_folder, load_report, save, save_part
 from paralab.report.tables import DRY, Tables
 from paralab.spec import ModelSpec, Plan
-from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT
+from paralab.theory.traffic import POINT_TO_POINT
 
 
 class _Later:
@@ -98,8 +98,7 @@ class Report(Tables):
 
     def __repr__(self) -> str:
         # No times: notebooks compare this line, and a run must give the same one twice.
-        plan, calls = self.plan, self.collectives
-        calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+        plan, calls = self.plan, metrics.own_calls(self)
         messages = int((calls["op"] == "send").sum())
         calls = calls[~calls["op"].isin(POINT_TO_POINT)]
         calls = calls[["axis", "ranks", "call"]].drop_duplicates()

@@ -11,10 +11,10 @@ from collections import Counter
 import pandas as pd
 
 from paralab.checks import illegal
-from paralab.report.metrics import in_outline, reach
+from paralab.report.metrics import in_outline, own_calls, reach
 from paralab.report.tables import Tables
 from paralab.spec.links import Reach
-from paralab.theory.traffic import BOOKKEEPING, most_sent
+from paralab.theory.traffic import most_sent
 
 COLUMNS = ["op", "axis", "members", "nodes", "near", "payload_bytes", "calls", "algorithm"]
 COLUMNS += ["latency_s", "moving_s", "otherwise_s"]
@@ -37,10 +37,9 @@ def algorithms(report: Tables) -> pd.DataFrame:
     if in_outline(report):
         why = "an outline has its calls summed up"
         raise illegal("detail", "actions", why, "pl.predict(..., detail='calls')")
-    cluster, calls = report.cluster, report.collectives
-    calls = calls[~calls["phase"].isin(BOOKKEEPING) & (calls["op"] != "recv")]
+    cluster, calls = report.cluster, own_calls(report)
     count: Counter[tuple[str, str, Reach, int]] = Counter()
-    for row in calls.itertuples(index=False):
+    for row in calls[calls["op"] != "recv"].itertuples(index=False):
         where = reach(report, row.op, row.rank, row.peer, row.ranks)
         if where.members > 1:
             count[row.op, row.axis, where, row.payload_bytes] += 1

@@ -27,7 +27,6 @@ from paralab.report.metrics import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
 from paralab.theory.gaps import MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
-from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -184,9 +183,8 @@ def _quantities(report: Tables) -> dict[str, float]:
     """Every row of the table, in order, for one report: mean over ranks, median over the steps that
     count.
     """
-    steps = metrics.measured_steps(report)
-    spans, calls = report.spans, report.collectives
-    calls = calls[~calls["phase"].isin(BOOKKEEPING) & calls["step"].isin(steps)]
+    steps, spans, calls = metrics.measured_steps(report), report.spans, metrics.own_calls(report)
+    calls = calls[calls["step"].isin(steps)]
     shares = [metrics.shares(report, step) for step in steps]
     here = spans[spans["lane"] == "compute"]
     seconds = metrics.seconds_of(report, here).groupby([here["step"], here["kind"]]).sum()
@@ -247,8 +245,8 @@ def _sums_differ(expect: Tables, report: Tables) -> str:
 def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:
     """By step and rank: every call and copy, and how often; ``summed``: all of a kind as one."""
     kind = ["step", "rank", "op", "lane", "category"]
-    calls = report.collectives[~report.collectives["phase"].isin(BOOKKEEPING)]
-    calls = calls.rename(columns={"axis": "lane", "wire_bytes": "bytes"}).assign(category="")
+    names = {"axis": "lane", "wire_bytes": "bytes"}
+    calls = metrics.own_calls(report).rename(columns=names).assign(category="")
     found: dict[tuple[int, int], Counter] = defaultdict(Counter)
     for rows in (calls, report.copies.assign(payload_bytes=0)):
         rows = rows[[*kind, "payload_bytes", "bytes"]]

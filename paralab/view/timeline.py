@@ -15,7 +15,6 @@ from typing import Any
 from paralab.checks import illegal
 from paralab.report import metrics
 from paralab.report.tables import Tables
-from paralab.theory.traffic import BOOKKEEPING
 from paralab.view import boxes, naming, theme
 from paralab.view.boxes import Section
 from paralab.view.chart import Chart
@@ -134,8 +133,7 @@ def finding(one: Section) -> str:
 
 def _sent(report: Tables, step: int) -> str:
     """What the rank that sends most sends in this step, and in how many calls."""
-    calls = report.collectives.query("step == @step and wire_bytes > 0")
-    calls = calls[~calls["phase"].isin(BOOKKEEPING)]
+    calls = metrics.own_calls(report).query("step == @step and wire_bytes > 0")
     if calls.empty:
         return "no rank sends anything"
     sent = calls.groupby("rank")["wire_bytes"].sum()
