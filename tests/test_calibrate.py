@@ -126,7 +126,7 @@ def test_a_call_lasts_from_its_last_launch_to_its_last_end():
         "marks": [(0.0, 5.0), (10.0, 15.0)],
     }
     late = {"op": "all_reduce", "ranks": 2, "payload_bytes": 8, "marks": [(4.0, 4.5), (14.0, 15.5)]}
-    (row,) = calibrate._from_last_launch([[early], [late]])
+    (row,) = calibrate._from_last_launch([[early], [late]], 2)
     assert row["seconds"] == 1.0  # 5.0 - 4.0; the other one took 1.5
     assert row["wire_bytes"] == wire_bytes("all_reduce", 8, 2)
 
@@ -138,10 +138,8 @@ def test_a_launch_in_which_everything_is_slow_does_not_make_a_slow_link():
         for late in (0.0, 0.5):
             marks = [(t + late, t + 1 + slow) for t in (0.0, 100.0)]
             found.append([{"op": "send", "ranks": 2, "payload_bytes": 8, "marks": marks}])
-    pooled = calibrate._pooled(found, ranks=2)
-    assert [len(row["marks"]) for rank in pooled for row in rank] == [6, 6]
-    assert [rank[0]["marks"][0][0] for rank in pooled] == [0.0, 0.5]
-    assert calibrate._from_last_launch(pooled)[0]["seconds"] == 1.5
+    (row,) = calibrate._from_last_launch(found, 2)
+    assert row["seconds"] == 1.5
 
 
 def test_an_overhead_is_a_median_over_ranks_and_passes_and_never_negative():

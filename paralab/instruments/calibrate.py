@@ -229,15 +229,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     """The cache, or None if there is none or it is damaged: then it is measured again."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        if known["format"] != FORMAT:
-            return None
         Cluster.from_dict(known["cluster"])
-        rows = (
-            known["points"]["links"],
-            known["points"]["device"],
-            known["accuracy"]["device"]["median"],
-        )
-        return known if all(row is not None for row in rows) else None
+        points, fit = known["points"], known["accuracy"]["device"]["median"]
+        whole = None not in (points["links"], points["device"], fit)
+        return known if whole and known["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -273,7 +268,7 @@ def _measure(device: str) -> dict[str, Any]:
             if count:
                 measured[program] += launch_program(program, count, (), device=device)
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
-    links = _from_last_launch(_pooled(measured.pop(measure_links), ranks))
+    links = _from_last_launch(measured.pop(measure_links), ranks)
     models, calls, products, tiers, kernels = map(_typical, measured.values())
     post, wait, work = (0.0, 0.0, 0.0) if found else overheads(calls)
     updates = [row for row in tiers if row["op"] == "optimizer"]
@@ -361,20 +356,6 @@ def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     ]
 
 
-def _pooled(found: list[list[dict[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
-    """Each rank's rows with its marks of all passes: what ``found`` has pass by pass, rank by rank.
-
-    On a shared machine whole launches are ten times as slow while others have its processors.
-    """
-    return [
-        [
-            {**same[0], "marks": [m for row in same for m in row["marks"]]}
-            for same in zip(*found[rank::ranks], strict=True)
-        ]
-        for rank in range(ranks)
-    ]
-
-
 def overheads(calls: list[dict[str, Any]]) -> tuple[float, float, float]:
     """Seconds of posting a call; seconds that what follows a wait costs more, and of work that
     costs half as much more: `Cluster.wait_work`.
@@ -386,26 +367,27 @@ def overheads(calls: list[dict[str, Any]]) -> tuple[float, float, float]:
     return seconds["post"], wait, work
 
 
-def _from_last_launch(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row per operation and size: last end - last launch.
+def _from_last_launch(found: list[list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
+    """One row per operation and size: last end - last launch. found: pass by pass, rank by rank.
 
-    The lower quartile over repetitions: on a wall clock, other work can only add.
+    The lower quartile over the repetitions of all passes: on a wall clock, other work can only add,
+    and whole launches are ten times as slow while others have the processors.
     """
-    rows = []
-    for same in zip(*ranks, strict=True):
-        op, n, payload = same[0]["op"], same[0]["ranks"], same[0]["payload_bytes"]
-        members = same[:2] if op == "send" else same
-        seconds = sorted(
-            max(end for _, end in marks) - max(launched for launched, _ in marks)
-            for marks in zip(*(row["marks"] for row in members), strict=True)
-        )
-        rows.append(
-            {
-                "op": op,
-                "ranks": n,
-                "payload_bytes": payload,
-                "wire_bytes": most_sent(op, payload, n),
-                "seconds": seconds[len(seconds) // 4],
-            }
-        )
-    return rows
+    took: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for first in range(0, len(found), ranks):
+        for same in zip(*found[first : first + ranks], strict=True):
+            op, payload = same[0]["op"], same[0]["payload_bytes"]
+            members = same[:2] if op == "send" else same
+            for marks in zip(*(row["marks"] for row in members), strict=True):
+                launched, ended = map(max, zip(*marks, strict=True))
+                took[op, payload].append(ended - launched)
+    return [
+        {
+            "op": op,
+            "ranks": ranks,
+            "payload_bytes": payload,
+            "wire_bytes": most_sent(op, payload, ranks),
+            "seconds": sorted(seconds)[len(seconds) // 4],
+        }
+        for (op, payload), seconds in took.items()
+    ]

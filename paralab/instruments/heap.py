@@ -97,21 +97,15 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
         trainer = Trainer(context, model, plan, recorder=recorder)
         trainer.step(0)
         log.state()
-        kept = [entry for entry in log.lives.values() if entry[1] is None]
-        log.lives = {id(entry[3]): entry for entry in kept}
+        log.lives = {key: entry for key, entry in log.lives.items() if entry[1] is None}
         first = log.events
         trainer.step(1)
         log.state()
-    found = [
-        (
-            max(born - first, 0),
-            (log.events + 1 if died is None else died) - first,
-            size,
-            life.category,
-        )
+    end = log.events + 1
+    return sorted(
+        (max(born - first, 0), (end if died is None else died) - first, size, life.category)
         for born, died, size, life in log.lives.values()
-    ]
-    return sorted(found)
+    )
 
 
 def first_fit(found: Sequence[Storage], *, apart: int | None = None) -> Space:

@@ -284,11 +284,7 @@ def measure_links(context: Any, *, budget: float = 0.8) -> list[dict[str, Any]]:
     )
     # every member has an equal part
     sizes = [size - size % (4 * group.size) for size in wanted.messages]
-    rows = [
-        {"op": op, "ranks": group.size, "payload_bytes": size, "marks": []}
-        for op in OPS
-        for size in sizes
-    ]
+    rows = [{"op": op, "payload_bytes": size, "marks": []} for op in OPS for size in sizes]
     deadline = time.perf_counter() + budget
     for done in range(1, 13):
         clock.anchor()
