@@ -123,11 +123,11 @@ def test_the_context_says_who_a_rank_is() -> None:
     def program(context, word: str) -> tuple:
         context.store.set(f"said/{context.rank}", word)
         other = context.store.get(f"said/{1 - context.rank}").decode()
-        facts = context.rank, context.local_rank, context.world_size, context.nodes
+        facts = context.rank, context.world_size, context.nodes
         return *facts, context.device, context.backend, context.strict, other
 
     found = launch_program(program, 2, ("hello",), device="cpu", strict=True)
-    assert found == [(r, r, 2, (0, 0), "cpu", "gloo", True, "hello") for r in range(2)]
+    assert found == [(r, 2, (0, 0), "cpu", "gloo", True, "hello") for r in range(2)]
 
 
 def test_ranks_run_one_thread_each_and_draw_different_random_numbers() -> None:

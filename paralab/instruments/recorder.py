@@ -36,7 +36,7 @@ class Recorder:
     """
 
     def __init__(self, *, rank: int, world_size: int, device: str = "cpu") -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
         self.clock = clock_of(device)
         self.step = 0
         self._ids = itertools.count(rank, world_size)

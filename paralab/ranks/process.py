@@ -60,14 +60,12 @@ class RankContext:
     store     a torch Store that all ranks share
     strict    hold every call to NCCL's order rules, whatever the backend
     note      note(text): what this rank is about to block in; "" when it computes again
-    noted     what `note` was last given
     alive     alive(): the rank's device gets on, though the rank notes nothing
     progress  progress(done, total), reported at most 20 times a second, the last one always
     """
 
     rank: int
     world_size: int
-    local_rank: int
     nodes: tuple[int, ...]
     device: str
     backend: str
@@ -75,9 +73,8 @@ class RankContext:
     shared: bool = False
     strict: bool = False
     note: Callable[[str], None]
-    noted: Callable[[], str]
     alive: Callable[[], None] = lambda: None
-    progress: Callable[[int, int], None]
+    progress: Callable[[int, int], None] = lambda done, total: None
 
 
 class Chosen(NamedTuple):
@@ -244,7 +241,6 @@ def _work(
     context = RankContext(
         rank=rank,
         world_size=world_size,
-        local_rank=rank,
         nodes=(0,) * world_size,
         device=chosen.device,
         backend=chosen.backend,
@@ -252,7 +248,6 @@ def _work(
         shared=chosen.shared,
         strict=task["strict"],
         note=notes.write,
-        noted=notes.text,
         alive=notes.alive,
         progress=launcher.progress,
     )

@@ -77,19 +77,15 @@ def torchrun_context(
             chosen.backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
     send_first()
-    noted = _say_what_it_was_in(rank)
     return RankContext(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
         nodes=tuple(index for index, _ in everyone),
         device=chosen.device,
         backend=chosen.backend,
         shared=chosen.shared,
         store=dist.PrefixStore("paralab", store),
-        note=lambda text: noted.__setitem__(0, text),
-        noted=lambda: noted[0],
-        progress=lambda done, total: None,
+        note=_noting(rank),
     )
 
 
@@ -131,14 +127,18 @@ def _why_they_did_not_meet(error: Exception, seconds: float) -> str:
     return f"{said}; check --master-addr and --master-port"
 
 
-def _say_what_it_was_in(rank: int) -> list[str]:
-    """A one-element list to note things in; an error that ends this process shows what it holds."""
-    noted, previous = [""], sys.excepthook
+def _noting(rank: int) -> Callable[[str], None]:
+    """Notes why the rank is idle: an error that ends this process shows what was noted last."""
+    noted, previous = "", sys.excepthook
+
+    def note(text: str) -> None:
+        nonlocal noted
+        noted = text
 
     def hook(kind: type[BaseException], error: BaseException, frames: Any) -> None:
-        if noted[0]:
-            error.add_note(f"rank {rank} was in {noted[0].removeprefix('in ')}")
+        if noted:
+            error.add_note(f"rank {rank} was in {noted.removeprefix('in ')}")
         previous(kind, error, frames)
 
     sys.excepthook = hook
-    return noted
+    return note
