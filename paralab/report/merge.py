@@ -76,29 +76,19 @@ def whole_model(
     """
     import numpy as np  # `import paralab` does without
 
-    if not held:
+    if not held or model is None:
         return None
-    found: dict[str, Any] = {}
+    shapes, found = model.parameter_shapes(), {}
     for rank, own in held.items():
         for name, array in own.items():
-            if model is None or plan.tp == 1:
+            if plan.tp == 1:
                 found[name] = array
                 continue
             block = holding(model, plan, name, plan.place(rank).tp)
             if name not in found:
                 found[name] = np.empty(block.whole, array.dtype)
             found[name][block.box] = array.reshape(found[name][block.box].shape)
-    if model is not None and plan.tp > 1:
-        shapes = model.parameter_shapes()
-        found = {name: array.reshape(shapes[name]) for name, array in found.items()}
-    return {name: found[name] for name in sorted(found, key=_part_of_model)}
-
-
-def _part_of_model(name: str) -> tuple[int, int]:
-    """Where a tensor's part stands: "embedding", "blocks.0" ... "head". Within it, order stays."""
-    part, _, rest = name.partition(".")
-    number = int(rest.partition(".")[0]) if part == "blocks" else 0
-    return {"embedding": 0, "blocks": 1, "head": 2}.get(part, 3), number
+    return {name: found[name].reshape(shape) for name, shape in shapes.items() if name in found}
 
 
 def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapping[str, Any]]:
