@@ -255,48 +255,46 @@ def _measure(device: str) -> dict[str, Any]:
     found = gpus() if device == "cuda" else ()
     ranks = len(found) or max(2, min(4, cores))
     programs = {
-        measure_device: 0 if found else ranks,
-        measure_calls: 0 if found else ranks + (ranks >= cores),
-        measure_products: ranks,
-        functools.partial(measure_tiers, ranks=ranks): 1,
-        measure_kernels: ranks if found else 0,
-        measure_links: ranks if ranks > 1 else 0,
+        "device": (measure_device, 0 if found else ranks),
+        "calls": (measure_calls, 0 if found else ranks + (ranks >= cores)),
+        "products": (measure_products, ranks),
+        "tiers": (functools.partial(measure_tiers, ranks=ranks), 1),
+        "kernels": (measure_kernels, ranks if found else 0),
+        "links": (measure_links, ranks if ranks > 1 else 0),
     }
-    measured: dict[Any, list[list[dict[str, Any]]]] = {program: [] for program in programs}
+    measured: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in programs}
     for _ in range(1 if found else PASSES):
-        for program, count in programs.items():
+        for name, (program, count) in programs.items():
             if count:
-                measured[program] += launch_program(program, count, (), device=device)
+                measured[name] += launch_program(program, count, (), device=device)
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
-    links = _from_last_launch(measured.pop(measure_links), ranks)
-    models, calls, products, tiers, kernels = map(_typical, measured.values())
-    post, wait, work = (0.0, 0.0, 0.0) if found else overheads(calls)
+    links = _from_last_launch(measured.pop("links"), ranks)
+    points = {"links": links} | {name: _typical(rows) for name, rows in measured.items()}
+    tiers, kernels = points["tiers"], points["kernels"]
+    post, wait, work = (0.0, 0.0, 0.0) if found else overheads(points["calls"])
     updates = [row for row in tiers if row["op"] == "optimizer"]
     largest = max(updates, key=lambda row: row["wire_bytes"])
     launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
     accuracy: dict[str, dict[str, float]] = {}
     collectives, between = _links(links, accuracy), _links(tiers, accuracy)
-    kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in products:
-        if not row["odd"]:
-            kinds[row["precision"], row["what"]].append(row)
-    half = median(map(fit_half_rate, kinds.values())) if found else None
+    kinds: dict[tuple[str, str, bool], list[dict[str, Any]]] = defaultdict(list)
+    for row in points["products"]:
+        kinds[row["precision"], row["what"], row["odd"]].append(row)
+    even = {kind[:2]: rows for kind, rows in kinds.items() if not kind[2]}
+    half = median(map(fit_half_rate, even.values())) if found else None
     rates: dict[str, list[float]] = defaultdict(list)
     shares: list[float] = []
-    for (precision, what), rows in kinds.items():
+    for (precision, what), rows in even.items():
         rate, accuracy[f"{precision} {what}"] = fit_rate(rows, half)
         rates[precision].append(rate)
-        shares += [
-            row["flops"] / row["seconds"] / rate
-            for row in products
-            if row["odd"] and (row["precision"], row["what"]) == (precision, what)
-        ]
+        odd = kinds.get((precision, what, True), ())
+        shares += [row["flops"] / row["seconds"] / rate for row in odd]
     if found:
         flops = 3 / sum(1 / rate for rate in rates.pop("fp32"))  # as many of each kind
         own, accuracy["device"] = fit_link([row for row in kernels if row["op"] == "kernel"])
         bandwidth, overhead = own.bandwidth, own.alpha
     else:
-        (flops, bandwidth, overhead), accuracy["device"] = fit_device(models)
+        (flops, bandwidth, overhead), accuracy["device"] = fit_device(points["device"])
     cluster = Cluster(
         name="local GPUs" if found else "local",
         devices_per_node=len(found) or VIRTUAL_DEVICES,
@@ -325,14 +323,7 @@ def _measure(device: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "cluster": cluster.to_dict(),
-        "points": {
-            "links": links,
-            "device": models,
-            "calls": calls,
-            "products": products,
-            "tiers": tiers,
-            "kernels": kernels,
-        },
+        "points": points,
         "accuracy": accuracy,
         "busy": max(busy, processors_busy()),
         "seconds": time.perf_counter() - began,

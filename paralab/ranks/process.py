@@ -107,17 +107,11 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
     """
     if device == "cpu" or (device is None and not any(uuid for _, uuid in cards)):
         return Chosen("cpu", "gloo")
-    sees_one = torch.cuda.is_available()
+    sees_one, gpus = torch.cuda.is_available(), len({one for one in cards if one[1]})
     if device == "cuda" and not sees_one:
-        raise illegal(
-            "device",
-            device,
-            "torch sees no GPU here",
-            f"'cpu', or None for either; no {VARIABLE}=cuda in the environment",
-        )
-    own = len(set(cards)) == len(cards) and all(uuid for _, uuid in cards)
-    gpus = len({one for one in cards if one[1]})
-    few = f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
+        legal = f"'cpu', or None for either; no {VARIABLE}=cuda in the environment"
+        raise illegal("device", device, "torch sees no GPU here", legal)
+    own, few = gpus == len(cards), f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
     if device is None and not (own and sees_one):
         why = f"{few}: they train on the CPU, over gloo; with device='cuda' they would share, and "
         why += "times would mix"
