@@ -166,13 +166,13 @@ def fit_cluster(
         for model, plan, _, optimizer in runs
     ]
 
-    def off(cluster: Cluster, some: Sequence[int] = range(len(runs))) -> Any:
+    def off_at(cluster: Cluster, some: Sequence[int] = range(len(runs))) -> Any:
         """Logarithms of predicted over measured seconds, of all or some of the runs."""
         took = [steps[at].seconds(cluster) for at in some]
         return np.log(took) - np.log([runs[at].seconds for at in some])
 
-    factors, slopes, now = _fitted(off, wide, used)
-    errors, null = _out_of_sample(runs, off, wide, used, factors, slopes, now, by)
+    factors, slopes, now = _fitted(off_at, wide, used)
+    errors, null = _out_of_sample(runs, off_at, wide, used, factors, slopes, now, by)
     fitted = _with(cluster, used, factors)
     shown = {
         name: (unit, _figure(cluster, at, in_), _figure(fitted, at, in_))

@@ -25,7 +25,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import illegal, real
+from paralab.checks import illegal, instance, real
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
 from paralab.programs.instructions import Instr
 from paralab.report.metrics import device_of, in_outline, reach
@@ -63,8 +63,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
         legal = "pl.predict(..., detail='calls'), or pl.predict on the other cluster"
         raise illegal("detail", "actions", why, legal)
     cluster = Cluster.local(device=device_of(report)) if cluster is None else cluster
-    if not isinstance(cluster, Cluster):
-        raise illegal("cluster", cluster, "not a cluster", "a pl.Cluster(...) or None")
+    instance("cluster", cluster, Cluster, "a pl.Cluster(...) or None")
     compute = real("compute", compute, at_least=0.0)
     setup = _setup_spans(report)
     costs = _typical_costs(report, setup, scale=compute)
