@@ -103,14 +103,13 @@ class Recorder:
     def unwatched(self) -> Iterator[None]:
         """What happens here is no part of the training: it is not counted and not limited."""
         ledger = self.ledger
-        if ledger is None:
-            yield
-            return
-        ledger.__exit__(None, None, None)
+        if ledger is not None:
+            ledger.__exit__(None, None, None)
         try:
             yield
         finally:
-            ledger.__enter__()
+            if ledger is not None:
+                ledger.__enter__()
 
     @contextmanager
     def unwritten(self) -> Iterator[None]:

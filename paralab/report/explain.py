@@ -53,9 +53,7 @@ def explain(report: Tables) -> Explanation:
     calls = metrics.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
     answers = {
-        "Which collectives does a step make, of what sizes?": _collectives(
-            calls, len(steps), metrics.in_outline(report)
-        ),
+        "Which collectives does a step make, of what sizes?": _collectives(report, calls, steps),
         "Do the bytes agree with theory?": _forms(report, calls, len(steps)),
         "How much communication is hidden?": _hidden(report),
         "What does the peak of memory consist of?": _peak(report),
@@ -68,10 +66,10 @@ def explain(report: Tables) -> Explanation:
 
 
 # ---- bytes --------------------------------------------------------------------------------------
-def _collectives(calls: pd.DataFrame, steps: int, outline: bool) -> str:
-    lines = []
+def _collectives(report: Tables, calls: pd.DataFrame, steps: list[int]) -> str:
+    lines, outline = [], metrics.in_outline(report)
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
-        each = steps * rows["rank"].nunique()
+        each = len(steps) * rows["rank"].nunique()
         sizes = list(dict.fromkeys(map(_mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} sizes more" * (len(sizes) > NAMED)
         counted = f"{len(rows) / each:g} × {op} of {', '.join(sizes[:NAMED])}{more}"
@@ -79,9 +77,6 @@ def _collectives(calls: pd.DataFrame, steps: int, outline: bool) -> str:
         sent = _mb(rows["wire_bytes"].sum() / each)
         lines.append(f"axis {axis}, {phase}: {what}; a rank sends {sent}")
     return "\n".join(lines)
-
-
-LIKE = "a pipeline, a ring made by hand, or an exchange of unequal parts"
 
 
 def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
@@ -94,7 +89,8 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
         said += f" and {len(pairs) - 2 * NAMED} pairs more" * (len(pairs) > 2 * NAMED)
-        lines.append(f"axis {axis}: messages per step {said}: {LIKE}")
+        like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
+        lines.append(f"axis {axis}: messages per step {said}: {like}")
     return "\n".join(lines)
 
 

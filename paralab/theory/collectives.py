@@ -72,9 +72,8 @@ def _halves(algorithm: str) -> tuple[int, ...]:
 def _elements(nbytes: int) -> int:
     nbytes = whole("nbytes", nbytes, at_least=0)
     if nbytes % ITEM:
-        raise illegal(
-            "nbytes", nbytes, f"not whole elements of {ITEM} bytes", f"a multiple of {ITEM}"
-        )
+        why = f"not whole elements of {ITEM} bytes"
+        raise illegal("nbytes", nbytes, why, f"a multiple of {ITEM}")
     return nbytes // ITEM
 
 
