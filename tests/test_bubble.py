@@ -13,8 +13,8 @@ from paralab.report.report import Report
 from paralab.report.tables import COLUMNS
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
-from test_predict import FREE, NAMES, cluster, mixed, plan_of
-from test_predict import MODEL as SMALL
+from stated import FREE, SCHEDULES, as_measured, cluster, mixed, plan_of
+from stated import MODEL as SMALL
 
 MODEL = SMALL.replace(layers=5)
 
@@ -51,7 +51,7 @@ def test_packing_gradients_between_two_backwards_is_no_bubble():
     assert report.bubble == pytest.approx(1 - (7 + 5) / (2 * 7))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_four_parts_of_a_rank_s_time_add_up_and_are_the_bubble(name):
     """On links that take time, p2p is what free links do not have."""
     plan = plan_of(name, pp=4, microbatches=8)
@@ -70,7 +70,7 @@ def test_the_four_parts_of_a_rank_s_time_add_up_and_are_the_bubble(name):
     assert free.pipeline_times()["p2p"].max() == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_table_has_formula_simulation_and_the_reports_own_bubble(name):
     plan = plan_of(name, pp=4, microbatches=8)
     report = pl.predict(MODEL.replace(layers=8), plan, cluster())
@@ -108,23 +108,24 @@ def test_a_schedule_of_ones_own_has_no_formula():
 
 def test_a_measured_report_shows_its_replay_before_the_wall_clock():
     report = pl.predict(MODEL, plan_of("1f1b"), cluster())
-    table = bubbles(dataclasses.replace(report, clock="measured"), cluster(intra=FREE))
+    table = bubbles(as_measured(report), cluster(intra=FREE))
     assert list(table.columns) == ["formula", "simulated", "replayed", "measured"]
     assert table.loc["bubble", "replayed"] < table.loc["bubble", "measured"]
 
 
 def test_a_replay_of_a_prediction_has_its_bubble():
-    for name in (*NAMES, mixed):
+    for name in (*SCHEDULES, mixed):
         report = pl.predict(MODEL, plan_of(name), cluster())
-        measured = dataclasses.replace(report, clock="measured")
         # Costs become medians; the first micro-batch's differ a little.
-        assert measured.replay(cluster()).bubble == pytest.approx(report.bubble, abs=0.01)
+        assert as_measured(report).replay(cluster()).bubble == pytest.approx(
+            report.bubble, abs=0.01
+        )
 
 
 def test_optimizers_of_unequal_stages_keep_their_own_costs_in_the_replay():
     model = MODEL.replace(vocab=5000, layers=16)
     report = pl.predict(model, plan_of("1f1b", pp=14), cluster())
-    replayed = dataclasses.replace(report, clock="measured").replay(cluster())
+    replayed = as_measured(report).replay(cluster())
     spans = (report.spans, replayed.spans)
     before, after = (s[s["kind"] == "optimizer"].groupby("rank")["cost"].median() for s in spans)
     assert before.nunique() > 1
@@ -135,7 +136,7 @@ def test_copies_of_a_stage_share_their_costs_in_the_replay():
     report = pl.predict(MODEL, plan_of("1f1b", dp=2), cluster(), steps=5)
     spans = report.spans
     slow = spans["cost"] * (1 + (spans["rank"] == 1))  # one rank of two that hold stage 0
-    uneven = dataclasses.replace(report, clock="measured", spans=spans.assign(cost=slow))
+    uneven = dataclasses.replace(as_measured(report), spans=spans.assign(cost=slow))
     after = uneven.replay(cluster()).spans
     forward = after[after["kind"] == "forward"].groupby("rank")["cost"].first()
     assert forward[0] == forward[1] == pytest.approx(1.5 * forward[2] * _ratio(spans))
@@ -148,19 +149,14 @@ def _ratio(spans):
 
 def test_compare_says_what_the_bubble_of_a_pipeline_is_made_of():
     report = pl.predict(MODEL, plan_of("zb-h1"), cluster())
-    measured = dataclasses.replace(report, clock="measured", cluster=None)
-    found = pl.compare(report, measured)
+    found = pl.compare(report, as_measured(report))
     assert found.bytes_agree
     assert {"bubble", "weight halves"} <= set(found.table.index)
     assert found.table.loc["bubble", "predicted"] == report.bubble
     assert "With free links" in found.notes["bubble"]
     assert "the bubble" in found.notes["exposed communication"]
-    assert "bubble" not in pl.compare(*pair(pl.Plan(dp=2))).table.index
-
-
-def pair(plan):
-    report = pl.predict(MODEL, plan, cluster())
-    return report, dataclasses.replace(report, clock="measured", cluster=None)
+    flat = pl.predict(MODEL, pl.Plan(dp=2), cluster())
+    assert "bubble" not in pl.compare(flat, as_measured(flat)).table.index
 
 
 # ---- real runs --------------------------------------------------------------------------------
@@ -178,8 +174,8 @@ def test_a_bubble_of_the_links_is_not_said_to_be_the_schedules():
     said = []
     for links in (FREE, pl.Link(alpha=1e-3, bandwidth=1e9)):
         report = pl.predict(MODEL, plan_of("1f1b"), cluster(intra=links))
-        measured = dataclasses.replace(report, clock="measured", cluster=None)
-        found, alone = pl.compare(report, measured), ideal(measured).bubble_rate
+        run = as_measured(report)
+        found, alone = pl.compare(report, run), ideal(run).bubble_rate
         assert f"leave {100 * alone:.1f} % idle" in found.notes["bubble"]
         said.append(found.notes["bubble"])
     assert said[0].endswith("in the replay the links add nothing.")

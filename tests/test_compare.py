@@ -13,46 +13,14 @@ from paralab.interpret.predict import predict
 from paralab.parallel.schedules import gpipe
 from paralab.theory.compare import compare
 from paralab.theory.pipeline import simulate
+from stated import FORMS, MODEL, as_measured, cluster
 
-MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)
-LINK = pl.Link(alpha=3e-4, bandwidth=1e9)
-CLUSTER = pl.Cluster(
-    name="stated",
-    flops=1e11,
-    memory_bandwidth=3e10,
-    op_overhead=5e-6,
-    devices_per_node=64,
-    intra=LINK,
-    cores=2,
-)
-FORMS = ("naive", "bucketed", "overlapped")
+CLUSTER = cluster(cores=2)
 
 
 def predicted(dp=4, form="overlapped", **more):
     plan = pl.Plan(dp=dp, grad_sync=form, bucket_bytes=20_000, **more)
     return predict(MODEL, plan, CLUSTER)
-
-
-def as_measured(report, *, wall=1.0, cost=1.0, cores=2, idle=0.0, beside=0.0):
-    """What a machine would have measured whose wall clock runs ``wall`` times slower.
-
-    cost  of every computation over the predicted;  idle  seconds outside spans in every step;
-    beside  processor seconds of each rank's other threads in every step
-    """
-    tables = {}
-    for name in ("spans", "collectives", "steps"):
-        table = getattr(report, name)
-        shift = table["step"] * idle
-        tables[name] = table.assign(
-            start=table["start"] * wall + shift, end=table["end"] * wall + shift
-        )
-    tables["steps"]["end"] += idle
-    tables["steps"]["beside"] = beside
-    tables["spans"]["cost"] *= cost
-    meta = {"cores": cores, "optimizer": "adamw", "device": "cpu"}
-    return dataclasses.replace(
-        report, clock="measured", cluster=None, memory=None, meta=meta, **tables
-    )
 
 
 @pytest.mark.parametrize("form", FORMS)

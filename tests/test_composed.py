@@ -15,12 +15,10 @@ import pytest
 import paralab as pl
 from pairwise import cover
 from paralab.theory.traffic import BOOKKEEPING
+from stated import TIERS
 from together import Case, Trained
 
 STEPS = 2
-LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
-CLUSTER = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=8, intra=LINK, host=LINK,
-                     disk=LINK, host_bandwidth=1e10)  # fmt: skip
 CALL = ["rank", "op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes"]
 COPY = ["rank", "lane", "op", "category", "bytes"]
 CASES = [
@@ -59,7 +57,7 @@ def test_gradients_weights_and_losses_are_those_of_one_process(trained, one):
 
 
 def test_every_call_and_every_copy_is_predicted(report, one):
-    expect = pl.predict(one.model, one.plan, CLUSTER, steps=1, optimizer="sgd")
+    expect = pl.predict(one.model, one.plan, TIERS, steps=1, optimizer="sgd")
     for table, columns in (("collectives", CALL), ("copies", COPY)):
         want = rows(getattr(expect, table), columns, 0)  # every step is the same
         for step in range(STEPS):

@@ -29,10 +29,8 @@ from paralab.spec import BYTES_PER_ELEMENT
 from paralab.theory import tensor
 from paralab.theory.traffic import BOOKKEEPING, wire_bytes
 from paralab.theory.zero import volume
+from stated import TIERS
 
-LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
-MACHINE = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=16, intra=LINK, host=LINK,
-                     disk=LINK, host_bandwidth=1e10)  # fmt: skip
 FIELDS = [f.name for kind in (pl.Plan, pl.ModelSpec) for f in dataclasses.fields(kind)]
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 10**12), st.floats(), st.text(max_size=6),
@@ -99,7 +97,7 @@ def test_whatever_is_asked_is_a_plan_or_is_refused_by_name(of_plan, of_model):
     said = refused(build)
     if len(asked) == 2 and said:  # and by every function that would use it
         model, plan = asked
-        assert refused(lambda: pl.predict(model, plan, MACHINE)) == said
+        assert refused(lambda: pl.predict(model, plan, TIERS)) == said
         assert refused(lambda: pl.run(model, plan)) == said
 
 
@@ -135,7 +133,7 @@ def total(calls, **where) -> int:
 def test_a_legal_plan_is_predicted_and_sends_what_the_closed_forms_say(drawn):
     model, plan = drawn
     report, outline = (
-        pl.predict(model, plan, MACHINE, steps=1, detail=detail) for detail in ("calls", "actions")
+        pl.predict(model, plan, TIERS, steps=1, detail=detail) for detail in ("calls", "actions")
     )
     assert outline.step_time == pytest.approx(report.step_time, rel=1e-9)
     assert outline.peak_memory == report.peak_memory
@@ -228,5 +226,5 @@ def test_some_are_run_and_train_what_one_process_does(run, text, drawn):
     alone = reference(model, microbatches=plan.dp * plan.microbatches, steps=2, lr=0.5, data=text,
                       microbatch_size=plan.microbatch_size, precision=plan.precision)  # fmt: skip
     assert_equal_state(alone, report, precision=plan.precision)
-    expect = pl.predict(model, plan, MACHINE, optimizer="sgd")
+    expect = pl.predict(model, plan, TIERS, optimizer="sgd")
     assert pl.compare(expect, report).bytes_agree

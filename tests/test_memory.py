@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,6 +21,7 @@ from paralab.interpret import quick
 from paralab.interpret.state import Optimizer
 from paralab.interpret.train import Trainer
 from paralab.launch import launch_program
+from stated import TIERS
 
 MODEL = pl.ModelSpec(layers=3, hidden=64, heads=4, seq_len=64, vocab=256)
 PSI = MODEL.num_params
@@ -286,13 +286,6 @@ def test_a_report_has_every_byte_by_category_beside_the_programs(run, change):
     )
 
 
-def test_memory_is_saved_and_read_again(run, tmp_path: Path):
-    report = run(MODEL, PLAN, steps=2)
-    report.save(tmp_path / "run.json")
-    again = pl.load(tmp_path / "run.json")
-    assert again.memory.equals(report.memory) and again.peaks().equals(report.peaks())
-
-
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [
@@ -309,10 +302,8 @@ def test_what_is_copied_at_the_peak_has_its_category(run, plan, optimizer):
 
 
 def test_a_prediction_has_peaks_and_what_was_not_sampled_says_so(run):
-    link = pl.Link(alpha=1e-5, bandwidth=1e10)
-    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link, inter=link)
     for plan in (PLAN, pl.Plan(dp=4, zero_stage=2, microbatch_size=1, microbatches=2)):
-        table = pl.predict(MODEL, plan, cluster=cluster).peaks()
+        table = pl.predict(MODEL, plan, TIERS).peaks()
         assert list(table) == ["program", "predicted"]
         assert (table["program"] == table["predicted"]).all()  # on GPUs: no buffers of gloo's
     with pytest.raises(ValueError, match="memory was not sampled"):

@@ -8,6 +8,7 @@ import pytest
 import foreign_programs
 import paralab as pl
 from foreign_programs import PROGRAMS, theory
+from stated import NODES
 
 cloudpickle.register_pickle_by_value(foreign_programs)
 BOOKKEEPING = ("control", "setup")
@@ -71,9 +72,7 @@ def test_what_ranks_do_not_send_in_a_step_is_no_part_of_it(report):
 
 
 def test_a_pipeline_is_replayed_though_its_later_stages_begin_with_a_message():
-    link = pl.Link(alpha=1e-5, bandwidth=1e9)
-    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link, inter=link)
     report = pl.observe(every, 2, (["pipeline"],), steps="marked", memory_steps=0)
-    replayed = report.replay(cluster, compute=0.0)
+    replayed = report.replay(NODES, compute=0.0)
     messages = foreign_programs.MICROBATCHES * (1e-5 + foreign_programs.MESSAGE / 1e9)
     assert replayed.step_time >= messages * (1 - 1e-9)

@@ -16,6 +16,7 @@ import pytest
 import paralab as pl
 from paralab import observing
 from paralab.launch import launch_program
+from stated import NODES
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)  # bytes of the model where it was made; twice as many here
 STEP_COUNTS = 4 * 4  # AdamW's, which it keeps on the host
@@ -119,9 +120,7 @@ def test_a_model_that_is_moved_to_the_gpu_makes_it_a_program_of_the_gpu(how):
     assert report.allocator["step"].tolist() == [0, 1, 2] * 2
     assert beside(report).max() < 1e-9  # events say both
     assert len(report.losses) == 3 and report.bubble >= 0
-    link = pl.Link(alpha=1e-5, bandwidth=1e9)
-    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link)
-    assert report.replay(cluster).step_time > 0
+    assert report.replay(NODES).step_time > 0
     assert "parameters 2.1 MB" in report.explain()["What does the peak of memory consist of?"]
 
 

@@ -18,7 +18,7 @@ import paralab as pl
 from paralab.interpret import quick
 from paralab.report import scratch
 from paralab.theory.offload import link_bytes
-from test_predict import cluster as slow_cluster
+from stated import cluster as slow_cluster
 
 ALL = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "activations": "nvme"}
 
@@ -63,13 +63,6 @@ def test_a_cap_at_the_prediction_holds_and_one_below_says_what_was_there(run, se
 
 def seconds(tiers: dict, machine: pl.Cluster, **plan) -> float:
     return pl.predict(SMALL, pl.Plan(offload=tiers, **plan), machine, steps=2).step_time
-
-
-def test_a_delayed_update_is_predicted_next_to_the_following_step():
-    slow, tiers = cluster().replace(host_bandwidth=4e8), {"gradients": "cpu", "optimizer": "cpu"}
-    plan = {"dp": 2, "zero_stage": 2, "microbatches": 2, "bucket_bytes": 2**18}
-    late, now = (seconds({**tiers, "delayed": d}, slow, **plan) for d in (True, False))
-    assert late < 0.85 * now
 
 
 @pytest.mark.parametrize("knob", ["h2d", "d2h", "disk"])

@@ -21,6 +21,7 @@ from paralab.interpret.state import State
 from paralab.interpret.train import Trainer
 from paralab.programs.compile import compiled
 from paralab.theory.needs import bytes_per_parameter
+from stated import TIERS
 from together import Trained, assert_same_bits, case, cases
 
 # Five blocks: neither two nor three stages divide them.
@@ -254,9 +255,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_with_one_scalar_sent(text
 # ---- bytes sent and added up ------------------------------------------------------------------
 @pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}], ids=str)
 def test_a_tied_embeddings_sum_has_two_bytes_an_element(plan):
-    plan, link = pl.Plan(pp=2, precision="bf16", **plan), pl.Link(alpha=1e-5, bandwidth=1e10)
-    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link)
-    calls = pl.predict(SPEC, plan, cluster=cluster).collectives
+    plan = pl.Plan(pp=2, precision="bf16", **plan)
+    calls = pl.predict(SPEC, plan, TIERS).collectives
     owners = plan.dp if plan.zero_stage else 1
     sizes = set(calls[calls["phase"] == "tied"]["payload_bytes"])
     assert sizes == {2 * SPEC.vocab * SPEC.hidden // owners}
@@ -313,10 +313,8 @@ def test_an_update_with_all_gradients_copied_to_fp32_is_that_with_each_widened(t
 
 
 def test_a_parameter_takes_16_18_or_20_bytes_by_the_plans_recipe():
-    plan, link = pl.Plan(dp=2, precision="bf16"), pl.Link(alpha=1e-5, bandwidth=1e10)
-    cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e11, intra=link)
     low, wide, copied = (
-        pl.predict(SPEC, plan.replace(grad_dtype=way), cluster)
+        pl.predict(SPEC, pl.Plan(dp=2, precision="bf16", grad_dtype=way), TIERS)
         for way in (None, "fp32", "fp32-copy")
     )
     sent = [r.traffic()["bytes"].sum() for r in (low, wide, copied)]

@@ -21,42 +21,14 @@ from paralab.parallel.buckets import units
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import ALL_GATHER
 from paralab.spec.cluster import ELEMENTS
-from paralab.theory import flops, zero
+from paralab.theory import flops
 from paralab.theory.ideal import ideal, schedule_of, stage_costs
 from paralab.theory.work import Work
+from stated import FREE, MODEL, SCHEDULES, cluster, mixed, plan_of
 
-MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)  # 3 divides no size of it
 DEEP = MODEL.replace(layers=8)
-FORMS = ("naive", "bucketed", "overlapped")
-NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
 SMALL = {"bucket_bytes": 20_000}  # several units in stages 1 and 2
-FREE = pl.Link(alpha=0.0, bandwidth=1e30)
 KINDS = ["parameters", "gradients", "optimizer"]
-
-
-def cluster(**changes):
-    settings = {
-        "name": "stated",
-        "devices_per_node": 64,
-        "flops": 1e11,
-        "memory_bandwidth": 3e10,
-        "op_overhead": 5e-6,
-        "intra": pl.Link(alpha=3e-4, bandwidth=1e9),
-        "inter": pl.Link(alpha=1e-3, bandwidth=1e8),
-    }
-    return pl.Cluster(**{**settings, **changes})
-
-
-def plan_of(name, pp=2, microbatches=4, **settings):
-    v = 2 if name == "interleaved" else 1
-    return pl.Plan(pp=pp, schedule=name, microbatches=microbatches, virtual_stages=v, **settings)
-
-
-def mixed(pp, microbatches):
-    """1F1B whose last backward alone is made in halves."""
-    last, lists = microbatches - 1, plan_of("1f1b", pp, microbatches).actions()
-    texts = [" ".join(map(str, rank)) for rank in lists]
-    return [f"{t.replace(f'B{last}', f'I{last}')} {r}W{last}" for r, t in enumerate(texts)]
 
 
 def payloads(model, plan):
@@ -78,56 +50,6 @@ def sent(report, **where):
 
 
 # ---- traffic --------------------------------------------------------------------------------
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dp", [1, 3])
-def test_predicted_bytes_are_the_closed_form(dp, form):
-    plan = pl.Plan(dp=dp, grad_sync=form, bucket_bytes=20_000, microbatches=2)
-    calls = predict(MODEL, plan, cluster(), steps=3).collectives
-    expected = payloads(MODEL, plan) if dp > 1 else []
-    for step in range(3):
-        for rank in range(dp):
-            mine = calls[(calls["step"] == step) & (calls["rank"] == rank)]
-            assert mine["payload_bytes"].tolist() == expected
-            assert mine["call"].tolist() == [step * len(expected) + i for i in range(len(expected))]
-        total = calls["wire_bytes"][calls["step"] == step].sum()
-        assert total == 2 * (dp - 1) * sum(expected)  # N ranks, each 2(N-1)/N of the payload
-    assert set(calls["op"]) <= {"all_reduce"} and set(calls["phase"]) <= {"grad_sync"}
-
-
-def test_one_rank_sends_nothing():
-    report = predict(MODEL, pl.Plan(), cluster())
-    assert len(report.collectives) == 0
-    assert set(report.spans["kind"]) == {"forward", "backward", "optimizer"}
-
-
-def test_a_group_across_nodes_pays_the_slow_link():
-    plan = pl.Plan(dp=4, grad_sync="bucketed")
-    near = predict(MODEL, plan, cluster())
-    far = predict(MODEL, plan, cluster(nodes=2, devices_per_node=2))
-    assert set(near.collectives["level"]) == {"intra"}
-    assert set(far.collectives["level"]) == {"inter"}
-    assert far.meta["nodes"] == [0, 0, 1, 1]
-    assert far.step_time > near.step_time
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_of_zero_sends_2_psi_or_m_plus_1_psi_or_3_m_psi(stage, tied):
-    model = MODEL.replace(tied=tied)
-    for n, m in ((1, 2), (2, 1), (3, 5), (4, 2)):
-        plan = pl.Plan(dp=n, zero_stage=stage, microbatches=m, prefetch=m - 1, **SMALL)
-        report = predict(model, plan, cluster(), steps=1)
-        psi = 4 * padded(model, plan)  # bytes
-        assert 0 <= psi - 4 * model.num_params < 4 * n * len(compiled(model, plan).units[0])
-        gathers = 2 * m if stage == 3 else 1
-        reduces = 1 if stage == 1 else m
-        assert gathers + reduces == zero.volume(stage, m)
-        # N ranks, each (N-1)/N of the payload
-        assert sent(report, op="all_gather", phase="param_gather") == gathers * (n - 1) * psi
-        assert sent(report, op="reduce_scatter", phase="grad_sync") == reduces * (n - 1) * psi
-        assert sent(report) == (gathers + reduces) * (n - 1) * psi
-
-
 # ---- rows -----------------------------------------------------------------------------------
 def test_backward_is_cut_at_every_launch_and_loses_nothing():
     plan = pl.Plan(dp=2, bucket_bytes=20_000)
@@ -139,25 +61,6 @@ def test_backward_is_cut_at_every_launch_and_loses_nothing():
         return spans["cost"][spans["kind"].isin(["backward", "copy"])].sum()
 
     assert math.isclose(backward(cut), backward(whole), rel_tol=1e-12)
-
-
-def test_a_tied_embedding_is_the_last_gradient_to_be_complete():
-    plan = pl.Plan(dp=2, bucket_bytes=4 * MODEL.num_params)  # one bucket
-    spans = predict(MODEL, plan, cluster(), steps=1).spans
-    comm = spans[(spans["kind"] == "comm") & (spans["rank"] == 0)].iloc[0]
-    backward = spans[(spans["kind"] == "backward") & (spans["rank"] == 0)]
-    assert comm["start"] == pytest.approx(backward["end"].max(), abs=1e-12)
-
-
-def test_a_wait_names_the_call_it_waits_for_and_ends_with_it():
-    spans = predict(MODEL, pl.Plan(dp=2, bucket_bytes=20_000), cluster(), steps=2).spans
-    by_id = spans.set_index("id")
-    waits = spans[spans["kind"] == "wait"]
-    assert len(waits) == (spans["kind"] == "comm").sum()
-    for start, end, after in zip(waits["start"], waits["end"], waits["after"], strict=True):
-        awaited = by_id.loc[list(after)]
-        assert set(awaited["kind"]) == {"comm"}
-        assert end == max(start, awaited["end"].max())
 
 
 def test_a_comparison_says_what_computing_hides():
@@ -336,7 +239,7 @@ def test_a_shard_takes_an_nth_of_the_optimizers_time():
 
 
 # ---- pipelines ------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [*NAMES, mixed])
+@pytest.mark.parametrize("name", [*SCHEDULES, mixed])
 def test_with_free_links_a_prediction_is_the_simulated_schedule(name):
     plan = plan_of(name, pp=4, microbatches=8)
     free = cluster(intra=FREE, op_overhead=0.0)
@@ -384,12 +287,6 @@ def test_model_states_are_the_papers_formulas_with_padding(n, precision):
         assert psi - MODEL.num_params < max(1, n * len(units))
 
 
-def test_sgd_keeps_nothing_and_adamw_two_moments_and_a_step_count_per_tensor():
-    tensors = len(MODEL.parameter_shapes())
-    assert states(MODEL, pl.Plan(dp=4), "sgd")["optimizer"] == 0
-    assert states(MODEL, pl.Plan(dp=4))["optimizer"] == 8 * MODEL.num_params + 4 * tensors
-
-
 @pytest.mark.parametrize(
     ("name", "alive"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("naive", [1, 1, 1, 1])]
 )
@@ -415,16 +312,6 @@ def test_no_more_units_are_gathered_than_the_prefetch_depth_says(prefetch, tied)
         here.difference_update(ins.frees)
     root = 1 if tied else 0  # the embedding, which the head needs too
     assert most == min(1 + prefetch + root, len(program.units[0])) and not here
-
-
-def test_the_peak_falls_from_stage_to_stage_and_is_the_tables():
-    model = pl.ModelSpec(layers=12, hidden=64, heads=4, seq_len=16)
-    peaks = []
-    for stage in range(4):
-        plan = pl.Plan(dp=4, zero_stage=stage, microbatches=2, bucket_bytes=100_000)
-        peaks.append(predict(model, plan, cluster(cores=8), steps=1).peak_memory)
-        assert peaks[-1] == sum(quick.peak(model, plan).values())
-    assert peaks == sorted(peaks, reverse=True) and peaks[3] < peaks[0] / 2
 
 
 def test_the_table_for_messages_names_the_fullest_rank_its_categories_and_their_sum():

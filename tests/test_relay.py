@@ -12,11 +12,9 @@ import paralab as pl
 from paralab.interpret import quick
 from paralab.parallel.schedules import gpipe, relay
 from paralab.theory.schedule_check import validate
+from stated import TIERS
 
 STATES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
-LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
-CLUSTER = pl.Cluster(devices_per_node=8, flops=1e11, memory_bandwidth=3e10, op_overhead=5e-6,
-                     intra=LINK, host=LINK, disk=LINK, host_bandwidth=1e10)  # fmt: skip
 
 
 def plan_of(**settings):
@@ -55,7 +53,7 @@ def test_what_is_between_two_parts_grows_with_m():
 
 # ---- order ------------------------------------------------------------------------------------
 def test_on_a_slow_link_it_is_m_times_as_fast():
-    slow = CLUSTER.replace(host=pl.Link(alpha=1e-6, bandwidth=1e6))
+    slow = TIERS.replace(host=pl.Link(alpha=1e-6, bandwidth=1e6))
     times = {name: pl.predict(SMALL, plan_of(schedule=name, microbatches=8), slow).step_time
              for name in ("l2l", "gpipe")}  # fmt: skip
     assert times["gpipe"] / times["l2l"] == pytest.approx(8, rel=0.1)

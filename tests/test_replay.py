@@ -11,13 +11,9 @@ import pytest
 import paralab as pl
 from paralab.interpret.predict import predict
 from paralab.theory.replay import replay
+from stated import FORMS, MODEL, as_measured, cluster
 
-MODEL = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24, vocab=257)
-FAST = pl.Link(alpha=3e-4, bandwidth=1e9)
-CLUSTER = pl.Cluster(
-    flops=1e11, memory_bandwidth=3e10, op_overhead=5e-6, devices_per_node=64, intra=FAST
-)
-FORMS = ("naive", "bucketed", "overlapped")
+CLUSTER = cluster()
 TABLES = ("spans", "collectives", "memory", "steps")
 
 
@@ -35,22 +31,11 @@ def same(a, b):
     return all(getattr(a, name).equals(getattr(b, name)) for name in TABLES)
 
 
-def as_measured(report, *, stretch=2.0, jitter=0.0):
-    """A report as a busy machine would have measured it: times stretched, costs almost kept."""
-    tables = {}
-    for name in ("spans", "collectives", "steps"):
-        table = getattr(report, name)
-        tables[name] = table.assign(start=table["start"] * stretch, end=table["end"] * stretch)
-    wobble = [1 + jitter * ((7 * i) % 11 - 5) for i in range(len(report.spans))]
-    tables["spans"]["cost"] = tables["spans"]["cost"] * wobble
-    return dataclasses.replace(report, clock="measured", cluster=None, memory=None, **tables)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_the_replay_of_a_prediction_is_the_prediction(form, dp):
     report = predict(MODEL, plan(form, dp=dp), CLUSTER)
-    again = replay(as_measured(report), CLUSTER)
+    again = replay(as_measured(report, wall=2.0), CLUSTER)
     assert again.clock == "replayed" and again.cluster == CLUSTER
     for column in ("start", "end", "cost"):
         assert (again.spans[column] - report.spans[column]).abs().max() < 1e-12
@@ -95,32 +80,6 @@ def test_the_replay_of_a_replay_is_the_same(measured):
     assert same(replay(once, CLUSTER), once)
 
 
-def test_no_rank_does_two_things_at_once_and_no_wait_ends_early(measured):
-    spans = replay(measured, CLUSTER).spans
-    ends = dict(zip(spans["id"], spans["end"], strict=True))
-    for rank in range(3):
-        lane = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")].sort_values("id")
-        assert (lane["start"].to_numpy()[1:] >= lane["end"].to_numpy()[:-1]).all()
-    for kind, end, after in zip(spans["kind"], spans["end"], spans["after"], strict=True):
-        if kind == "wait":
-            assert all(end >= ends[other] for other in after)
-
-
-def test_members_of_a_collective_run_it_at_the_same_time(measured):
-    calls = replay(measured, CLUSTER).collectives
-    for _, call in calls.groupby(["axis", "call"]):
-        assert len(call) == 3
-        assert call["start"].nunique() == call["end"].nunique() == 1
-
-
-def test_a_step_lasts_at_least_its_compute_and_all_steps_alike(measured):
-    replayed = replay(measured, CLUSTER)
-    work = replayed.spans[replayed.spans["step"] == 2].groupby("rank")["cost"].sum()
-    assert replayed.step_time >= work.max()
-    durations = (replayed.steps["end"] - replayed.steps["start"]).round(12)
-    assert durations.groupby(replayed.steps["step"]).max().nunique() == 1
-
-
 def test_handshakes_before_the_first_step_are_no_part_of_it(measured):
     replayed = replay(measured, CLUSTER)
     calls = replayed.collectives
@@ -148,13 +107,6 @@ def test_the_warm_up_step_does_not_count():
 def test_a_run_of_one_step_replays_from_that_step():
     report = predict(MODEL, plan(), CLUSTER, steps=1)
     assert math.isclose(replay(report, CLUSTER).step_time, report.step_time, rel_tol=1e-12)
-
-
-def test_a_slower_link_shows_in_the_replay_and_overlap_hides_what_fits():
-    slow = CLUSTER.replace(intra=pl.Link(alpha=2e-3, bandwidth=1e8))
-    after, beside = (as_measured(predict(MODEL, plan(form), CLUSTER)) for form in FORMS[1:])
-    assert replay(after, slow).step_time > replay(after, CLUSTER).step_time
-    assert replay(beside, slow).step_time < replay(after, slow).step_time
 
 
 def test_the_slowest_member_sets_what_a_call_takes():
@@ -220,7 +172,7 @@ def test_sends_and_receives_meet_pair_by_pair_in_order():
             spans += rows
             calls.append(call)
     times = replay(pipeline_report(spans, calls), CLUSTER).collectives
-    one = FAST.seconds(1000)
+    one = CLUSTER.intra.seconds(1000)
     assert times["end"].tolist() == pytest.approx([one, 2 * one, 3 * one] * 2)
 
 
@@ -232,4 +184,4 @@ def test_what_two_ranks_send_each_other_in_one_exchange_runs_at_once():
         spans += rows
         calls += [send, receive]
     times = replay(pipeline_report(spans, calls), CLUSTER).collectives
-    assert times["end"].tolist() == pytest.approx([FAST.seconds(1000)] * 4)
+    assert times["end"].tolist() == pytest.approx([CLUSTER.intra.seconds(1000)] * 4)

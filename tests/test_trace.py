@@ -9,11 +9,7 @@ import pytest
 
 import paralab as pl
 from paralab.spec.links import Reach
-
-CLUSTER = pl.Cluster(
-    flops=1e12, memory_bandwidth=1e11, intra=pl.Link(alpha=1e-5, bandwidth=1e9),
-    inter=pl.Link(alpha=1e-3, bandwidth=1e8),
-)  # fmt: skip
+from stated import NODES
 
 
 def pass_on(group, factor):
@@ -73,16 +69,16 @@ def test_what_a_function_computes_is_written_down_between_its_calls(report):
 
 
 def test_a_replay_without_compute_is_alpha_and_bytes_alone(report):
-    replayed = report.replay(CLUSTER, compute=0.0)
-    _, message = CLUSTER.call("send", 4000, Reach(2, 1, 2))  # to the next node
-    _, summed = CLUSTER.call("all_reduce", 6000, Reach(4, 2, 2))
+    replayed = report.replay(NODES, compute=0.0)
+    _, message = NODES.call("send", 4000, Reach(2, 1, 2))  # to the next node
+    _, summed = NODES.call("all_reduce", 6000, Reach(4, 2, 2))
     assert replayed.step_time == pytest.approx(message + summed, rel=1e-9)
     assert replayed.results is report.results and replayed.model is None
-    full, double = report.replay(CLUSTER), report.replay(CLUSTER, compute=2.0)
+    full, double = report.replay(NODES), report.replay(NODES, compute=2.0)
     assert replayed.step_time < full.step_time < double.step_time
     assert double.spans["cost"].sum() == pytest.approx(2 * full.spans["cost"].sum())
     with pytest.raises(ValueError, match="compute=-1"):
-        report.replay(CLUSTER, compute=-1)
+        report.replay(NODES, compute=-1)
 
 
 def uneven(group):
@@ -94,7 +90,7 @@ def uneven(group):
 
 
 def test_ranks_that_do_different_things_keep_their_own_costs_in_a_replay():
-    steps = pl.trace(uneven, 3, timeout=30).replay(CLUSTER).steps
+    steps = pl.trace(uneven, 3, timeout=30).replay(NODES).steps
     lasted = (steps["end"] - steps["start"]).tolist()
     assert lasted[0] < 0.02 <= lasted[1] < 0.04 <= lasted[2]
 
@@ -105,7 +101,7 @@ def test_a_traced_function_survives_its_file(report, tmp_path):
     assert loaded.model is None and loaded.results is None and repr(loaded) == repr(report)
     for name in ("spans", "collectives", "steps"):
         assert getattr(loaded, name).equals(getattr(report, name))
-    again, live = (r.replay(CLUSTER) for r in (loaded, report))
+    again, live = (r.replay(NODES) for r in (loaded, report))
     assert again.spans.equals(live.spans)
 
 

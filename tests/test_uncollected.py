@@ -8,10 +8,9 @@ import pytest
 
 import paralab as pl
 from paralab.theory.uncollected import uncollected
+from stated import TIERS
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
-LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
-CLUSTER = pl.Cluster(flops=1e11, memory_bandwidth=3e10, devices_per_node=8, intra=LINK)
 
 
 @uncollected()
@@ -35,7 +34,7 @@ def test_the_collector_is_as_it_was():
 
 def test_a_search_leaves_hardly_any_cycles():
     def search() -> None:
-        pl.plan_search(MODEL, CLUSTER, devices=8, global_batch=16)
+        pl.plan_search(MODEL, TIERS, devices=8, global_batch=16)
 
     search()  # what is imported and remembered once
     gc.collect()

@@ -16,8 +16,8 @@ from paralab.theory.pipeline import simulate
 from paralab.theory.schedule_check import peak_live
 from paralab.view import theme, timeline_rows
 from paralab.view.page import page
-from test_predict import MODEL as SMALL
-from test_predict import NAMES, cluster, plan_of
+from stated import MODEL as SMALL
+from stated import SCHEDULES, cluster, plan_of
 
 MODEL = SMALL.replace(layers=5)
 
@@ -40,7 +40,7 @@ def boxes(figure, *names):
 
 
 # ---- timeline -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_ideal_and_real_show_every_action_once_with_its_micro_batch(name):
     report = predicted(name)
     figure = report.timeline()
@@ -70,7 +70,7 @@ def test_the_real_one_is_below_the_ideal_on_one_scale_each_with_its_bubble():
     assert "predicted" in figure.below and "links free" in figure.below
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_work_and_bubble_fill_every_rank_and_never_overlap(name):
     simulation = ideal(predicted(name))
     figure = view.simulated_timeline(simulation, "mine")
@@ -202,7 +202,7 @@ def test_the_page_and_the_summary_of_a_pipeline_have_its_bubble():
 
 
 # ---- live activations ---------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_live_activations_peak_where_the_schedule_says_and_end_at_none(name):
     report = predicted(name)
     lists = report.plan.actions()
