@@ -43,13 +43,6 @@ def ends(lists):
     return [[end for _, end in rank] for rank in moments(lists)]
 
 
-def test_compute_runs_one_after_the_other():
-    assert moments([[compute(2.0), compute(0.5)], [compute(1.0)]]) == [
-        [(0.0, 2.0), (2.0, 2.5)],
-        [(0.0, 1.0)],
-    ]
-
-
 def test_a_call_starts_at_the_last_launch_and_a_wait_ends_with_it():
     fast = [compute(1.0), call("a", 3.0), compute(0.5), wait("a"), compute(1.0)]
     slow = [compute(4.0), call("a", 3.0), wait("a")]
@@ -59,35 +52,11 @@ def test_a_call_starts_at_the_last_launch_and_a_wait_ends_with_it():
     assert one[4] == (7.0, 8.0)
 
 
-def test_a_wait_for_what_is_over_takes_no_time():
-    (times,) = moments([[call("a", ranks=(0,)), compute(3.0), wait("a"), compute(1.0)]])
-    assert times[2:] == [(3.0, 3.0), (3.0, 4.0)]
-
-
-def test_a_lane_is_first_in_first_out():
-    program = [call(k, 2.0) for k in "abc"]
-    assert starts([program, program]) == [[0.0, 2.0, 4.0]] * 2
-    assert ends([program, program]) == [[2.0, 4.0, 6.0]] * 2
-
-
 def test_lanes_of_different_groups_run_side_by_side():
     program = [call("a", ranks=(0,)), call("b", ranks=(0,), lane="comm:tp")]
     assert starts([program]) == [[0.0, 0.0]]
     first = [call("a", 6.0, ranks=(0,)), call("b")]  # two groups of one axis
     assert moments([first, [call("b")]]) == [[(0.0, 6.0), (0.0, 1.0)], [(0.0, 1.0)]]
-
-
-def test_a_call_queued_on_one_lane_holds_up_all_members():
-    first, second = [call("a", 6.0), call("b")], [call("a", 6.0), call("b")]
-    assert moments([first, second])[1][1] == (6.0, 7.0)
-
-
-def test_a_send_and_its_receive_are_one_rendezvous():
-    sender = [compute(1.0), call("m", 3.0)]
-    receiver = [call("m", 3.0), wait("m"), compute(1.0)]
-    sends, receives = moments([sender, receiver])
-    assert receives[0] == (1.0, 4.0) and receives[2][1] == 5.0
-    assert sends[1] == (1.0, 4.0)  # the sender computes on meanwhile; its lane is busy
 
 
 def test_copies_have_lanes_of_their_own_and_can_follow_each_other():
@@ -101,13 +70,6 @@ def test_copies_have_lanes_of_their_own_and_can_follow_each_other():
     ]
     assert starts([program]) == [[0.0, 2.0, 3.0, 0.0, 1.0, 4.0]]
     assert ends([program]) == [[2.0, 3.0, 4.0, 1.0, 4.0, 4.0]]
-
-
-def test_overlap_hides_what_fits_behind_backward():
-    hidden = [compute(1.0), call("a", 2.0), compute(5.0), wait("a")]
-    exposed = [compute(6.0), call("a", 2.0), wait("a")]
-    assert ends([hidden, hidden])[0][-1] == 6.0
-    assert ends([exposed, exposed])[0][-1] == 8.0
 
 
 # ---- what cannot run ------------------------------------------------------------------------
@@ -199,29 +161,3 @@ def by_fixed_point(lists):
 @given(programs())
 def test_the_engine_agrees_with_the_definition_applied_until_nothing_moves(lists):
     assert moments(lists) == by_fixed_point(lists)
-
-
-@given(programs())
-def test_no_call_starts_before_its_last_member_has_launched(lists):
-    times, launch = moments(lists), {}
-    for items, mine in zip(lists, times, strict=True):
-        now = 0.0
-        for item, (_, end) in zip(items, mine, strict=True):
-            if item.op in (WORK, WAIT):
-                now = end
-            elif item.op == CALL:
-                launch[item.name] = max(launch.get(item.name, 0.0), now)
-    for items, mine in zip(lists, times, strict=True):
-        for item, (start, _) in zip(items, mine, strict=True):
-            assert item.op != CALL or start >= launch[item.name]
-
-
-@given(programs())
-def test_a_compute_lane_is_idle_only_in_a_wait(lists):
-    for items, mine in zip(lists, moments(lists), strict=True):
-        free = 0.0
-        for item, (start, end) in zip(items, mine, strict=True):
-            if item.op in (WORK, WAIT):
-                assert start == free
-                assert end == start + item.takes or (item.op == WAIT and end > start)
-                free = end

@@ -41,10 +41,6 @@ def test_naive_takes_one_micro_batch_all_the_way_and_back():
     assert text(naive(2, 2)) == ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]
 
 
-def test_gpipe_is_all_forwards_then_all_backwards():
-    assert text(gpipe(2, 3)) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
-
-
 def test_1f1b_is_the_picture_of_ptdp():
     # PTD-P (Narayanan+ 2021, arXiv:2104.04473), fig. 4, top: p = 4, m = 8.
     assert text(one_f_one_b(4, 8)) == [

@@ -75,27 +75,6 @@ def unfolded(table: list[list[Any]], rows: list[list[int]]) -> list[list[tuple[A
     return [[made[number] for number in rank] for rank in rows]
 
 
-def calls_of(report: pl.Report) -> list[list[Call]]:
-    """Of every rank the messages of a report of one step, as an oracle has them."""
-    found: list[list[Call]] = [[] for _ in range(report.plan.world_size)]
-    columns = ["rank", "op", "axis", "phase", "payload_bytes", "wire_bytes", "level", "peer"]
-    table = report.collectives[[*columns, "ranks"]]
-    for rank, op, axis, phase, payload, wire, level, peer, ranks in table.itertuples(index=False):
-        if phase not in ("control", "setup"):
-            group = tuple(map(int, ranks))
-            found[rank].append((op, axis, phase, int(payload), int(wire), level, int(peer), group))
-    return found
-
-
-def copies_of(report: pl.Report) -> list[list[Copy]]:
-    """Of every rank the copies of a report of one step, as an oracle has them."""
-    found: list[list[Copy]] = [[] for _ in range(report.plan.world_size)]
-    table = report.copies[["rank", "lane", "op", "category", "bytes"]]
-    for rank, lane, op, category, size in table.itertuples(index=False):
-        found[rank].append((lane, op, category, int(size)))
-    return found
-
-
 def _oracle(entry: dict[str, Any]) -> Oracle:
     calls = unfolded(entry["calls"], entry["rows"])
     copies = unfolded(entry["moves"], entry["copies"])
