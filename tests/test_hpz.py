@@ -12,7 +12,6 @@ import pytest
 
 import paralab as pl
 from paralab.interpret.traffic import Row, rows
-from paralab.parallel import zero
 from paralab.programs.checks import check
 from paralab.programs.compile import compiled
 
@@ -58,27 +57,6 @@ def assert_volumes(found: Iterable[Row], m: int, microbatches: int = 1) -> None:
 def test_bytes_by_level_are_the_papers_volumes(microbatches):
     plan = PLAN.replace(microbatches=microbatches)
     assert_volumes(all_rows(plan), parameter_bytes(plan), microbatches)
-
-
-def test_between_nodes_two_thirds_of_zero_3_are_left():
-    sent = [
-        sum(row.wire for row in all_rows(plan) if row.level == "inter")
-        for plan in (PLAN, PLAN.replace(secondary_shard=None))
-    ]
-    assert sent[0] * 3 == sent[1] * 2 > 0
-
-
-def test_gathering_over_the_whole_group_in_backward_is_caught(monkeypatch):
-    m, second_copy = parameter_bytes(PLAN), zero.second_copy
-
-    def over_all(code):
-        lanes = {"secondary": "dp"}
-        return [ins._replace(lane=lanes.get(ins.lane, ins.lane)) for ins in second_copy(code)]
-
-    for mutant in (over_all, lambda code: code):
-        monkeypatch.setattr(zero, "second_copy", mutant)
-        with pytest.raises(AssertionError):
-            assert_volumes(all_rows(PLAN), m)
 
 
 def test_a_copy_is_kept_from_the_first_forward_to_the_last_backward():

@@ -28,7 +28,6 @@ ALL = {
     **GRIDS,
 }
 modes = pytest.mark.parametrize("mode", ALL)
-HUGE = pl.ModelSpec.preset("gpt3-175b")
 MACHINE = oracles.MACHINE.replace(nodes=1, devices_per_node=16)
 
 
@@ -74,22 +73,6 @@ def test_ranks_are_numbered_tp_innermost():
 
 
 # ---- FACTS ----------------------------------------------------------------------------------
-def mlp(batch, **mode):
-    """Million elements that a rank receives for both layers of GPT-3's MLP, forward and back."""
-    plan = pl.Plan(microbatch_size=batch, **mode)
-    both = [sum(tensor.linear_elements(HUGE, plan, role)) for role in ("up", "down")]
-    depth = sum(tensor.depth_elements(HUGE, plan, role) for role in ("up", "down"))
-    return round(float(sum(both) + depth) / 1e6)
-
-
-@pytest.mark.parametrize(
-    ("batch", "numbers"), [(1, (99, 438, 810, 137)), (64, (6342, 3039, 1925, 1623))]
-)
-def test_the_crossover_at_gpt3_sizes(batch, numbers):
-    grids = ({}, {"tp_mode": "2d"}, {"tp_mode": "2.5d"}, {"tp_mode": "3d"})
-    assert tuple(mlp(batch, tp=64, **grid) for grid in grids) == numbers
-
-
 # ---- rows ------------------------------------------------------------------------------------
 @modes
 def test_linear_layers_rows_equal_the_formulas_forward_and_backward_apart(mode):

@@ -79,13 +79,6 @@ def test_collective_replayed_is_on_its_formula_for_both_algorithms(widget):
     assert widget.state == "done" and "exactly what the formula says" in widget._status.value
 
 
-def test_collective_crossing_is_where_both_formulas_give_the_same(widget):
-    chart = widget.predict(ranks=4, alpha=1e-4, bandwidth=10**9)
-    (crossing,) = [trace for trace in chart.data if trace.name == "crossover"]
-    # 6 (alpha + beta S/4) = 4 (alpha + beta S) at S = 0.8 alpha / beta
-    assert crossing.x[0] == pytest.approx(0.8e5, rel=0.002)
-
-
 # ---- pipeline ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
 def test_pipeline_that_is_even_with_free_links_has_the_formulas_bubble(widget, name):
