@@ -14,48 +14,42 @@ from paralab.launch import launch_program
 MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
 
 
-def chosen(context, device, rank, cards, count):
-    """What `choose_device` says where torch sees ``count`` GPUs."""
+CARDS = [(0, f"GPU-{rank}") for rank in range(4)]
+# What is asked for, the rank, every rank's card, how many of them torch sees; device, backend,
+# whether the GPU is shared, and words of the reason.
+CHOICES = [
+    ((None, 3, CARDS, 4), ("cuda:3", "nccl", False), [""]),
+    # A wrapper shows every rank one GPU; two nodes have cards of one name (of virtual machines).
+    ((None, 3, CARDS, 1), ("cuda:0", "nccl", False), [""]),
+    ((None, 1, [(0, "GPU-0"), (1, "GPU-0")], 1), ("cuda:0", "nccl", False), [""]),
+    ((None, 3, CARDS[:2] * 2, 2), ("cpu", "gloo", False), ["4 ranks and 2 GPUs", "device='cuda'"]),
+    (("cuda", 3, CARDS[:1] * 4, 1), ("cuda:0", "gloo", True), ["4 ranks and 1 GPU:"]),
+    ((None, 0, [(0, ""), (0, "")], 0), ("cpu", "gloo", False), [""]),
+    (("cpu", 0, [], 4), ("cpu", "gloo", False), [""]),
+    ((None, 0, [(0, ""), (1, "GPU-1")], 0), ("cpu", "gloo", False), ["of 2 ranks have no GPU"]),
+]
+
+
+def chosen(context):
+    """What `choose_device` says of each of CHOICES, where torch sees so many GPUs."""
     import torch
 
     from paralab.ranks.process import choose_device
 
-    torch.cuda.is_available = lambda: count > 0
-    torch.cuda.device_count = lambda: count
     torch.cuda.set_device = lambda name: None
-    return tuple(choose_device(device, rank, cards))
+    found = []
+    for (*asked, count), *_ in CHOICES:
+        torch.cuda.is_available = lambda count=count: count > 0
+        torch.cuda.device_count = lambda count=count: count
+        found.append(tuple(choose_device(*asked)))
+    return found
 
 
-def choose(device, rank, cards, count):
-    return launch_program(chosen, 1, (device, rank, cards, count), device="cpu", timeout=30)[0]
-
-
-def test_a_gpu_for_each_rank_is_nccl_whatever_it_is_called():
-    cards = [(0, f"GPU-{r}") for r in range(4)]
-    assert choose(None, 3, cards, 4) == ("cuda:3", "nccl", False, "")
-    # A wrapper shows every rank one GPU; two nodes have cards of one name (of virtual machines).
-    assert choose(None, 3, cards, 1) == ("cuda:0", "nccl", False, "")
-    assert choose(None, 1, [(0, "GPU-0"), (1, "GPU-0")], 1)[:2] == ("cuda:0", "nccl")
-
-
-def test_fewer_gpus_than_ranks_train_on_the_cpu_and_say_so():
-    cards = [(0, f"GPU-{r % 2}") for r in range(4)]
-    device, backend, shared, why = choose(None, 3, cards, 2)
-    assert (device, backend, shared) == ("cpu", "gloo", False)
-    assert "4 ranks and 2 GPUs" in why and "device='cuda'" in why
-
-
-def test_asked_for_they_share_the_gpu():
-    cards = [(0, "GPU-0")] * 4
-    device, backend, shared, why = choose("cuda", 3, cards, 1)
-    assert (device, backend, shared) == ("cuda:0", "gloo", True)
-    assert "4 ranks and 1 GPU:" in why
-
-
-def test_no_gpu_is_the_cpu_without_a_word():
-    assert choose(None, 0, [(0, ""), (0, "")], 0) == ("cpu", "gloo", False, "")
-    assert choose("cpu", 0, [], 4) == ("cpu", "gloo", False, "")
-    assert "some of 2 ranks have no GPU" in choose(None, 0, [(0, ""), (1, "GPU-1")], 0)[3]
+def test_a_rank_takes_a_gpu_of_its_own_or_the_processor_and_says_why():
+    [found] = launch_program(chosen, 1, device="cpu", timeout=30)
+    for (asked, expected, words), (*choice, why) in zip(CHOICES, found, strict=True):
+        assert tuple(choice) == expected, asked
+        assert all(word in why for word in words) and bool(why) == bool(words[0]), asked
 
 
 def seen(context, names):
