@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import paralab as pl
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {
@@ -27,6 +32,10 @@ WITH_TORCH = {
     *("ranks.process", "ranks.torchrun"),
 }  # fmt: skip
 LONGEST_PASS = 150  # lines, docstring included
+PUBLIC = (
+    "Cluster Link ModelSpec OutOfMemory Plan RankError RankTimeout Report Stopped compare dry_run "
+    "explore launch load plan_search predict program reference run trace warm_up"
+)
 
 
 @cache
@@ -106,3 +115,12 @@ def test_a_pass_can_be_read_in_one_go(path):
     for node in parsed(path).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             assert node.end_lineno - node.lineno < LONGEST_PASS, node.name
+
+
+def test_every_public_name_is_there_after_every_module_was_imported():
+    """Folders and functions could have one name: then importing a module would hide a function."""
+    for found in pkgutil.walk_packages(pl.__path__, "paralab."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+    hidden = {name for name in pl.__all__ if inspect.ismodule(getattr(pl, name))}
+    assert set(PUBLIC.split()) <= set(pl.__all__) and hidden == {"reference", "theory"}

@@ -126,31 +126,6 @@ def test_an_own_schedule_runs_is_predicted_and_printed(train, text):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-def eager(program):
-    ends = completed(program.code, per_microbatch=True)
-    sums = {at: [all_reduce(unit) for unit in units] for at, units in ends.items()}
-    return program.replace(insert(program.code, sums))
-
-
-def late(program):
-    return program.replace([*program.code, *map(all_reduce, gradients(program.code))])
-
-
-@pytest.mark.parametrize(
-    ("passes", "words"),
-    [
-        ((), ["the gradient of head.norm", "never summed over the data-parallel"]),
-        ((my_sync, my_sync), ["is summed over 'dp' already"]),
-        ((eager,), ["adds to the gradient of"]),
-        ((late,), ["='UPDATE bucket 0': the gradient of"]),
-    ],
-    ids=["no sum", "twice", "after each micro-batch", "behind the update"],
-)
-def test_sums_too_few_too_many_or_at_the_wrong_place_are_refused(passes, words):
-    said = refusal(*passes)
-    assert all(word in said for word in words)
-
-
 def test_a_forgotten_unit_is_refused_by_name():
     said = refusal(forgets_one)
     names = pl.program(SPEC, pl.Plan(dp=2, **LEFT)).units[2].names

@@ -21,11 +21,6 @@ from processes import printed
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "paralab"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-SOURCES = [
-    path
-    for folder in ("paralab", "tests", "binder")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
 
 # DESIGN: a notebook's kernel imports these, and they leave torch to the ranks.
 TORCH_FREE = (
@@ -146,16 +141,6 @@ def test_predicting_drawing_exploring_and_checking_need_no_torch_at_all(tmp_path
 def test_every_module_begins_with_its_abstract():
     parsed = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
     assert [str(path) for path, module in parsed.items() if not ast.get_docstring(module)] == []
-
-
-def test_no_line_is_longer_than_100_characters():
-    long = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in SOURCES
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if len(line) > 100
-    ]
-    assert long == []
 
 
 def test_the_wheel_holds_every_file_of_the_package(tmp_path):

@@ -14,7 +14,6 @@ import paralab as pl
 from equality import worst
 from paralab.experiment import DEFAULT_LR
 from paralab.model import draws, reference
-from processes import printed
 
 SPEC = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=16)
 DROPPED = SPEC.replace(dropout=0.4)
@@ -24,15 +23,6 @@ def batch(spec: pl.ModelSpec = SPEC, samples: int = 3):
     draw = torch.Generator().manual_seed(0)
     text = torch.randint(spec.vocab, (samples, spec.seq_len + 1), generator=draw)
     return text[:, :-1], text[:, 1:]
-
-
-def test_importing_paralab_brings_torch_only_with_the_reference():
-    code = (
-        "import sys, paralab as pl; before = 'torch' in sys.modules; pl.reference.GPT; "
-        "print(before, 'torch' in sys.modules)"
-    )
-    assert printed(code).split() == ["False", "True"]
-    assert "reference" in pl.__all__ and pl.reference is reference
 
 
 # ---- the model -----------------------------------------------------------------------------------

@@ -332,21 +332,6 @@ def test_saved_and_loaded_is_the_same_to_the_last_bit(tmp_path, name):
     json.loads(gzip.decompress(first) if name.endswith("gz") else first, parse_constant=pytest.fail)
 
 
-def test_a_save_that_fails_leaves_the_old_file_and_no_scrap(tmp_path, monkeypatch):
-    path = tmp_path / "run.json"
-    synthetic.report(1).save(path)
-    before = path.read_bytes()
-
-    def fail(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        synthetic.report(2).save(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["run.json"]
-
-
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     report = synthetic.report(1)
     with pytest.raises(ValueError, match=r"meta\['clever'\].*has no plain form"):
