@@ -18,7 +18,6 @@ import pytest
 
 from paralab import cli, options
 from paralab.checks import illegal
-from paralab.launch import launch
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
 from paralab.spec import ModelSpec, Plan
 
@@ -383,17 +382,6 @@ def test_a_run_saved_and_shown_from_the_shell_prints_the_same_twice(tmp_path):
     summary = [line for line in shown.stdout.splitlines() if "trace.json" not in line]
     assert "\n".join(summary) in ran.stdout and "dp=2" in ran.stdout
     assert {"run.json", "run.html", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
-
-
-def test_a_failed_rank_is_exit_1_with_its_own_traceback_and_not_the_parents(experiment, capsys):
-    def boom() -> None:
-        raise ZeroDivisionError("in the rank")
-
-    experiment.run = lambda model, plan, **settings: launch(boom, ranks=2)
-    assert cli.main(["run", "--dp", "2"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("paralab: rank ") and "ZeroDivisionError: in the rank" in err
-    assert "paralab/cli.py" not in err
 
 
 @pytest.mark.parametrize("closed", [False, True])

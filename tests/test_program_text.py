@@ -314,11 +314,9 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["program", "--rank", "7"], "rank=7: out of range"),
         (["program", "--lane", "tp"], "lane='tp': no instruction runs there"),
         (["program", "--all", "--diff-dp", "2"], "all=True: a difference has every line"),
         (["program", "--diff-pp", "40"], "pp=40: pp*virtual_stages is 40 stages"),
-        (["predict", "--cluster", "abacus"], "cluster='abacus': unknown choice"),
         (["predict", "--nodes", "2"], "nodes=2: this machine is one; legal: --cluster NAME"),
     ],
 )

@@ -100,13 +100,6 @@ def test_missing_and_duplicate_and_foreign_ranks_are_refused_by_name():
         merge([{**parts[0], "clock_offset": float("nan")}, *parts[1:]])
 
 
-def test_parts_of_different_runs_are_refused():
-    parts, plan = synthetic.parts(2)
-    mixed = [{**parts[0], "run_id": "monday"}, {**parts[1], "run_id": "tuesday"}]
-    with pytest.raises(ValueError, match=r"different runs .*rank 0: run monday.*1: run tuesday"):
-        Report.from_parts(mixed, model=MODEL, plan=plan, meta={})
-
-
 @pytest.mark.parametrize("dealt", [1, 2, 4])
 def test_loss_is_the_mean_over_the_global_batch_however_it_was_dealt(dealt):
     values = [1.0, 1e16, 1.0, 1.0]  # a running sum would lose the ones

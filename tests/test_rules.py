@@ -25,30 +25,38 @@ SIZES = (  # of the model that the plans are asked of
 PIPE = {"pp": 2, "microbatches": 2}
 UP = {"zero_stage": 3, "offload": "cpu", "recompute": "full", "schedule": "l2l"}
 AWAY = {"offload": {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}}
-# Of every rule an example that it alone refuses: the field, the plan, and what of the model.
-EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+# Of every rule an example that it alone refuses: the field, the plan, what of the model, and of
+# some what is legal.
+EXAMPLES: list[tuple[Any, ...]] = [
     ("schedule", {"schedule": "own: mine"}, {}),
     ("passes", {"passes": ("own: mine",)}, {}),
     ("dp", {"dp": 2**17}, {}),
     ("microbatch_size", {"microbatch_size": 2**20}, {"seq_len": 2**20}),
-    ("tp_depth", {"tp_depth": 1}, {}),
-    ("tp", {"tp": 6, "tp_mode": "2d"}, {}),
-    ("tp", {"tp": 6, "tp_mode": "2.5d"}, {}),
-    ("tp", {"tp": 4, "tp_mode": "3d"}, {}),
-    ("sequence_parallel", {"sequence_parallel": True}, {}),
-    ("sequence_parallel", {"sequence_parallel": True, "tp": 4, "tp_mode": "2d"}, {}),
+    ("tp_depth", {"tp_depth": 1}, {}, "None, or tp_mode='2.5d'"),
+    ("tp", {"tp": 6, "tp_mode": "2d"}, {}, "1, 4, 9, 16"),
+    ("tp", {"tp": 6, "tp_mode": "2.5d"}, {}, "1, 4, 8, 9"),
+    ("tp", {"tp": 8, "tp_mode": "2.5d", "tp_depth": 4}, {}, "4, 16, 36"),
+    ("tp", {"tp": 4, "tp_mode": "3d"}, {}, "1, 8, 27"),
+    ("sequence_parallel", {"sequence_parallel": True}, {}, "False, or tp_mode='1d' with tp of"),
+    ("sequence_parallel", {"sequence_parallel": True, "tp": 4, "tp_mode": "2d"}, {}, "'1d'"),
     ("tp_overlap", {"tp_overlap": False, "tp": 4, "tp_mode": "2d"}, {}),
-    ("partition_activations", {"partition_activations": True, "tp": 2}, {}),
-    ("partition_activations", {"partition_activations": True, "recompute": "full"}, {}),
-    ("partition_messages", {"partition_messages": True, "tp": 2}, {}),
-    ("partition_messages", PIPE | {"partition_messages": True}, {}),
-    ("heads", {"tp": 8}, {"vocab": 264, "hidden": 40}),
-    ("hidden", {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {"hidden": 42, "heads": 2}),
-    ("vocab", {"tp": 2}, {"vocab": 257}),
-    ("microbatch_size", {"tp": 4, "tp_mode": "2d", "microbatch_size": 3}, {}),
-    ("seq_len", {"tp": 2, "sequence_parallel": True}, {"seq_len": 9}),
-    ("seq_len", PIPE | {"tp": 2, "partition_messages": True}, {"seq_len": 9}),
-    ("attention", {"tp": 2}, {"dropout": 0.1, "attention": "sdpa"}),
+    ("partition_activations", {"partition_activations": True, "tp": 2}, {}, "recompute='full'"),
+    ("partition_activations", {"partition_activations": True, "recompute": "full"}, {},
+     "tp of at least 2 and sequence_parallel=False"),
+    ("partition_activations", {"partition_activations": True, "recompute": "full", "tp": 2,
+     "sequence_parallel": True}, {}, "sequence_parallel=False"),
+    ("partition_messages", {"partition_messages": True, "tp": 2}, {}, "tp and pp of at least 2"),
+    ("partition_messages", PIPE | {"partition_messages": True}, {}, "tp and pp of at least 2"),
+    ("heads", {"tp": 8}, {"vocab": 264, "hidden": 40}, "a multiple of 8, such as 8"),
+    ("hidden", {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {"hidden": 42, "heads": 2},
+     "a multiple of 4, such as 40 or 44"),
+    ("vocab", {"tp": 4}, {"vocab": 257}, "a multiple of 4, such as 256 or 260"),
+    ("microbatch_size", {"tp": 4, "tp_mode": "2d", "microbatch_size": 3}, {}, "a multiple of 2"),
+    ("microbatch_size", {"tp": 8, "tp_mode": "2.5d", "microbatch_size": 2}, {}, "a multiple of 4"),
+    ("microbatch_size", {"tp": 8, "tp_mode": "3d", "microbatch_size": 2}, {}, "a multiple of 4"),
+    ("seq_len", {"tp": 2, "sequence_parallel": True}, {"seq_len": 9}, "such as 8 or 10"),
+    ("seq_len", PIPE | {"tp": 2, "partition_messages": True}, {"seq_len": 9}, "such as 8 or 10"),
+    ("attention", {"tp": 2}, {"dropout": 0.1, "attention": "sdpa"}, "'explicit', or dropout=0"),
     ("pp", UP | {"pp": 2}, {}),
     ("virtual_stages", UP | {"virtual_stages": 2}, {}),
     ("zero_stage", UP | {"zero_stage": 2}, {}),
@@ -78,7 +86,7 @@ EXAMPLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("offload['parameters']", {"zero_stage": 3, "offload": {"parameters": "nvme"}}, {}),
     ("offload['activations']", {"offload": {"activations": "cpu"}}, {}),
     ("offload['delayed']", {"zero_stage": 1, "offload": {"optimizer": "cpu", "delayed": True}}, {}),
-]
+]  # fmt: skip
 
 
 def broken(plan: pl.Plan, model: pl.ModelSpec) -> list[rules.Rule]:
@@ -93,17 +101,19 @@ def broken(plan: pl.Plan, model: pl.ModelSpec) -> list[rules.Rule]:
     return found
 
 
-@pytest.mark.parametrize("field, settings, sizes", EXAMPLES, ids=lambda value: str(value)[:40])
-def test_every_rule_refuses_its_example_in_words(field, settings, sizes):
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: str(example)[:60])
+def test_every_rule_refuses_its_example_in_words(example):
+    field, settings, sizes, *legal = example
     plan, model = pl.Plan(**settings), pl.ModelSpec(**{**SMALL, **sizes})
     said = refused(lambda: plan.validate(model))
     assert said.startswith(f"{field}=") and "{" not in said.replace("offload={}", "")
+    assert "".join(legal) in said.partition("; legal: ")[2]
 
 
 def test_no_rule_is_without_an_example():
     """Of a block of one's own tests/test_ops.py has them."""
     met = set()
-    for _, settings, sizes in EXAMPLES:
+    for _, settings, sizes, *_ in EXAMPLES:
         plan, model = pl.Plan(**settings), pl.ModelSpec(**{**SMALL, **sizes})
         met.update(map(id, broken(plan, model)[:1]))
     without = [rule.field for rule in rules.RULES if id(rule) not in met]

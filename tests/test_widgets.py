@@ -207,7 +207,6 @@ WRONG = [
     ("tensor1d", {"plan": pl.Plan(dp=2, tp=2)}, "tensor parallelism in 1D alone"),
     ("tensor1d", {"plan": pl.Plan(pp=2)}, "tensor parallelism in 1D alone"),
     ("offload", {"cluster": NO_HOST}, "host_bandwidth=None: the plan offloads"),
-    ("explore", {"model": "gpt"}, "model='gpt': not a model description"),
 ]
 
 
