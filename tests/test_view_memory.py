@@ -10,7 +10,7 @@ import paralab as pl
 import synthetic
 from paralab import view
 from paralab.report.report import Report
-from paralab.view import naming, theme
+from paralab.view import theme
 from paralab.view.memory_curves import curves, thinned
 from paralab.view.memory_panels import MAX_POINTS
 from paralab.view.page import page
@@ -292,16 +292,6 @@ def test_runs_that_cannot_be_drawn_are_named(two):
             draw({"a": 3})
 
 
-# ---- every figure --------------------------------------------------------------------------------
-
-
 def test_the_page_has_the_memory_where_there_is_some(two):
     assert '<div id="memory"' in page(two)
     assert '<div id="memory"' not in page(synthetic.report(2))
-
-
-def test_a_plan_is_called_by_its_stage():
-    assert naming.plan_name(pl.Plan(dp=4, zero_stage=2)) == "dp=4, ZeRO-2"
-    assert naming.plan_name(pl.Plan(dp=4, zero_stage=3, shard=2)) == "dp=4, ZeRO-3 in groups of 2"
-    assert naming.plan_name(pl.Plan(dp=2, pp=2, microbatches=4, zero_stage=1)) == \
-        "1F1B, p=2, m=4, dp=2, ZeRO-1"  # fmt: skip

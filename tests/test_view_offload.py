@@ -252,8 +252,11 @@ def test_a_pipeline_that_offloads_activations_stands_below_its_ideal():
     assert "device to host" in labels(alone) and "activations to cpu" in alone.finding
 
 
-def test_the_plans_name_says_where_what_left_the_device_is():
+def test_the_plans_name_says_its_stage_and_where_what_left_the_device_is():
     for settings, said in (
+        ({"dp": 4, "zero_stage": 2}, "dp=4, ZeRO-2"),
+        ({"dp": 4, "zero_stage": 3, "shard": 2}, "dp=4, ZeRO-3 in groups of 2"),
+        ({"dp": 2, "pp": 2, "microbatches": 4, "zero_stage": 1}, "1F1B, p=2, m=4, dp=2, ZeRO-1"),
         ({"zero_stage": 3, "offload": "nvme"}, "one device, ZeRO-3, offload to nvme"),
         ({"dp": 4, "zero_stage": 1, "offload": "cpu"}, "dp=4, ZeRO-1, optimizer to cpu"),
         ({"offload": {"activations": "cpu"}, "recompute": "full"},
