@@ -74,6 +74,10 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return path[path.index(path[-1]) :]
 
 
+def test_every_module_begins_with_its_abstract():
+    assert [module for module, path in FILES.items() if not ast.get_docstring(parsed(path))] == []
+
+
 def test_no_imports_go_round():
     graph = {module: imports(path) & FILES.keys() - {module} for module, path in FILES.items()}
     assert len(graph) > 100 and not circle(graph), " -> ".join(circle(graph))
