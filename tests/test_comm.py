@@ -165,6 +165,7 @@ def test_subgroups_sum_over_their_members_and_every_pair_has_its_own_level():
 
 
 def out_of_order(context, case: str) -> None:
+    """What rank 0 does in this case, or rank 1."""
     import torch
 
     from paralab.comm import Group
@@ -172,35 +173,30 @@ def out_of_order(context, case: str) -> None:
 
     rank, t = context.rank, torch.zeros(4)
     group = Group(range(2), axis="pp", context=context, recorder=Recorder(rank=rank, world_size=2))
-    other = 1 - rank
-    if case == "both send first":  # gloo buffers this; NCCL hangs
-        group.send(t, to=other, phase="test")
-        group.recv(t.clone(), source=other, phase="test").wait()
-    elif case == "sizes differ":
-        if rank == 0:
-            group.send(t, to=1, phase="test").wait()
-        else:
-            group.recv(torch.zeros(2), source=0, phase="test").wait()
-    elif case == "another collective":
-        if rank == 0:
-            group.all_reduce(t).wait()
-        else:
-            group.broadcast(t, root=0, phase="test").wait()
-    elif case == "another size":
-        group.all_reduce(torch.zeros(4 + rank)).wait()
-    elif case == "tags would match":  # receives in the other order than the sends
-        if rank == 0:
-            group.send(torch.zeros(1), to=1, phase="test")
-            group.send(torch.zeros(2), to=1, phase="test")
-        else:
-            group.recv(torch.zeros(2), source=0, phase="test")
-            group.recv(torch.zeros(1), source=0, phase="test")
+
+    def send(tensor):
+        return group.send(tensor, to=1 - rank, phase="test")
+
+    def receive(tensor):
+        return group.recv(tensor, source=1 - rank, phase="test")
+
+    {
+        "both send first": [lambda: (send(t), receive(t.clone()).wait())] * 2,  # gloo buffers this
+        "sizes differ": [lambda: send(t).wait(), lambda: receive(t[:2]).wait()],
+        "widths differ": [lambda: send(t.bfloat16()).wait(), lambda: receive(t).wait()],
+        "tags would match": [lambda: (send(t[:1]), send(t[:2])),
+                             lambda: (receive(t[:2]), receive(t[:1]))],
+        "another size": [lambda: group.all_reduce(torch.zeros(4 + rank)).wait()] * 2,
+        "another collective": [lambda: group.all_reduce(t).wait(),
+                               lambda: group.broadcast(t, root=0, phase="test").wait()],
+    }[case][rank]()  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["both send first", "sizes differ", "another collective", "another size", "tags would match"],
-)
+WRONG_ORDERS = ["both send first", "sizes differ", "widths differ", "tags would match",
+                "another size", "another collective"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_ORDERS)
 def test_strict_mode_refuses_what_would_hang_on_nccl(case):
     with pytest.raises(pl.RankError, match="OrderError.*call #0") as caught:
         launch_program(out_of_order, 2, (case,), timeout=30, device="cpu", strict=True)

@@ -534,29 +534,6 @@ def test_the_sentence_names_who_waits_for_whom(standings: list[Standing], said: 
     assert sentence(standings) == said
 
 
-@pytest.mark.gpu
-def test_on_gpus_each_rank_has_its_own_or_they_share_over_gloo() -> None:
-    def program(context) -> tuple[str, str, float]:
-        import torch
-        import torch.distributed as dist
-
-        total = torch.tensor(1.0, device=context.device)
-        dist.all_reduce(total)
-        return context.device, context.backend, total.item()
-
-    def count() -> int:
-        import torch
-
-        return torch.cuda.device_count()
-
-    gpus = pl.launch(count, ranks=1)[0]
-    if gpus == 0:
-        pytest.skip("no CUDA device")
-    assert launch_program(program, gpus) == [(f"cuda:{r}", "nccl", gpus) for r in range(gpus)]
-    shared = launch_program(program, gpus + 1)
-    assert {backend for _, backend, _ in shared} == {"gloo"}
-
-
 def test_the_environment_is_in_no_file(monkeypatch) -> None:
     secret = uuid.uuid4().hex
     monkeypatch.setenv("SOME_SECRET", secret)

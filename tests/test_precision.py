@@ -341,18 +341,3 @@ def test_groups_move_and_add_16_bit_tensors(precision):
 
     for found in pl.trace(sums, 3, (DTYPES[precision],)).results:
         assert found == [[3.0 * i + 3 for i in range(6)]] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_receiver_that_expects_another_width_is_caught(dtype):
-    def exchange(group: Any, expected: torch.dtype) -> None:
-        if group.index:
-            group.recv(torch.empty(6, dtype=expected), source=0).wait()
-        else:
-            group.send(torch.ones(6, dtype=torch.bfloat16), to=1).wait()
-
-    if dtype == torch.bfloat16:
-        pl.trace(exchange, 2, (dtype,))
-        return
-    with pytest.raises(pl.RankError, match="with the same size and type"):
-        pl.trace(exchange, 2, (dtype,))
