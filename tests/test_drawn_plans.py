@@ -226,5 +226,5 @@ def test_some_are_run_and_train_what_one_process_does(run, text, drawn):
     alone = reference(model, microbatches=plan.dp * plan.microbatches, steps=2, lr=0.5, data=text,
                       microbatch_size=plan.microbatch_size, precision=plan.precision)  # fmt: skip
     assert_equal_state(alone, report, precision=plan.precision)
-    expect = pl.predict(model, plan, TIERS, optimizer="sgd")
+    expect = pl.predict(report.model, plan, TIERS, optimizer="sgd")  # its attention is named
     assert pl.compare(expect, report).bytes_agree
