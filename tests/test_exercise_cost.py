@@ -150,18 +150,18 @@ def test_every_known_mistake_has_a_number_of_its_own():
     """Two mistakes that gave one number, or one that gave the right one, would be named wrongly."""
     for name, samples in cost.FLOP_CASES:
         model = pl.ModelSpec.preset(name)
-        known = cost.known_flops(model, samples).values()
-        apart([needs.step_flops(model, samples, recompute=True), *known], cost.EXACT)
+        right = needs.step_flops(model, samples, recompute=True)
+        apart(right, cost.known_flops(model, samples), cost.EXACT)
     for name, *asked in cost.DAY_CASES:
-        known = cost.known_days(pl.ModelSpec.preset(name), *asked).values()
-        apart([days(pl.ModelSpec.preset(name), *asked), *known], cost.DAYS_TOLERANCE)
+        model = pl.ModelSpec.preset(name)
+        apart(days(model, *asked), cost.known_days(model, *asked), cost.DAYS_TOLERANCE)
     for name, *asked in cost.SHARE_CASES:
         for right, known in cost.shares(pl.ModelSpec.preset(name), *asked).values():
-            apart([right, *(number for _, number in known)], cost.EXACT)
+            apart(right, known, cost.EXACT)
 
 
-def apart(numbers, tolerance):
-    for a, b in itertools.combinations(numbers, 2):
+def apart(right, known, tolerance):
+    for a, b in itertools.combinations([right, *(number for _, number in known)], 2):
         assert not math.isclose(a, b, rel_tol=2 * tolerance), (a, b)
 
 

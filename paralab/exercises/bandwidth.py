@@ -47,10 +47,8 @@ def known(tokens: int, moved: int, peak: float, e: float) -> Mistakes:
     yield "a multiply-add is two FLOPs", right * 2
     yield "tokens are missing: a parameter is used once per token", right * tokens
     yield "that is for one byte per parameter", right / moved
-    yield (
-        "that is e X / I: the device computes e of the time and copies 1 - e of it",
-        right * (1 - e),
-    )
+    share = "that is e X / I: the device computes e of the time and copies 1 - e of it"
+    yield share, right * (1 - e)
     yield "e and 1 - e are exchanged", right * ((1 - e) / e) ** 2
     yield "that is X / I: copies as long as computation, half of the time", right * (1 - e) / e
     yield "that is with perfect overlap", right * (1 - e) / e * e

@@ -25,6 +25,7 @@ from paralab.theory.flops import block_flops, head_flops
 
 FLOPS, DAYS, MFU, HFU = "FLOPs of a step", "days", "MFU", "HFU"
 DAYS_TOLERANCE = 1e-3  # eq. 4 is off by ten times that and more
+WITHOUT = "nothing is recomputed, and the scores are missing"
 EXACT = 1e-9  # of what is whole numbers, computed in floats
 
 FLOP_CASES = (("gpt2", 8), ("ptdp-7.5b", 512), ("ptdp-145b", 2304), ("ptdp-1t", 3072))
@@ -73,15 +74,16 @@ Judged = Iterator[tuple[str, str, str, str]]  # limit, where, what is wrong, wha
 def _flops(reply: Reply, name: str, samples: int) -> Judged:
     args, show = _given(name, samples), "{:,.6g} FLOPs".format
     right = needs.step_flops(*args, recompute=True)
-    wrong = reply.number(right, known_flops(*args).items(), show, " of FLOPs", EXACT)
+    wrong = reply.number(right, known_flops(*args), show, " of FLOPs", EXACT)
     yield FLOPS, f"{name}, {samples:,} samples", wrong, show(right)
 
 
 def _days(reply: Reply, name: str, tokens: float, devices: int, rate: float) -> Judged:
     args, show = _given(name, tokens, devices, rate), "{:,.6g} days".format
-    known, right = known_days(*args).items(), right_days(*args)
+    right = right_days(*args)
     where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
-    yield DAYS, where, reply.number(right, known, show, " of days", DAYS_TOLERANCE), show(right)
+    wrong = reply.number(right, known_days(*args), show, " of days", DAYS_TOLERANCE)
+    yield DAYS, where, wrong, show(right)
 
 
 def _shares(reply: Reply, name: str, samples: int, *rest: Any) -> Judged:
@@ -90,55 +92,47 @@ def _shares(reply: Reply, name: str, samples: int, *rest: Any) -> Judged:
         yield limit, f"{name}, {samples:,} samples", wrong, f"{right[limit][0]:.1%}"
 
 
-def known_flops(model: ModelSpec, samples: int) -> dict[str, float]:
-    """{what was done: the FLOPs it gives} of the mistakes that are made with eq. 3."""
+def known_flops(model: ModelSpec, samples: int) -> Mistakes:
+    """(what was done, the FLOPs it gives) of the mistakes that are made with eq. 3."""
     blocks, head = model.layers * block_flops(model, samples), head_flops(model, samples)
     linear = 24 * samples * model.seq_len * model.hidden**2 * model.layers
     right, unscored = 4 * blocks + 3 * head, 4 * linear + 3 * head
-    per_token = model.num_params * samples * model.seq_len
-    return {
-        "yours recomputes nothing: with recomputation a block's forward is made twice": 3
-        * (blocks + head),
-        "the head is recomputed there too; it is made once": 4 * (blocks + head),
-        "that is forward alone": blocks + head,
-        "that is forward twice; backward is twice as much again": 2 * blocks + head,
-        "a multiply-add is two FLOPs": right / 2,
-        "that is one sample": right / samples,
-        "that is one token per sample": right / model.seq_len,
-        "those are the linear layers alone; attention and the head are missing": 4 * linear,
-        "the head is missing": 4 * blocks,
-        "attention's scores are missing": unscored,
-        "scores are computed for all pairs of tokens, masked or not": (right + unscored) / 2,
-        "that is 8 Ψ for every token: a good guess, but not the count": 8 * per_token,
-        "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing": 6
-        * per_token,
-    }
+    per_token, once = model.num_params * samples * model.seq_len, 3 * (blocks + head)
+    yield "yours recomputes nothing: with recomputation a block's forward is made twice", once
+    yield "the head is recomputed there too; it is made once", 4 * (blocks + head)
+    yield "that is forward alone", blocks + head
+    yield "that is forward twice; backward is twice as much again", 2 * blocks + head
+    yield "a multiply-add is two FLOPs", right / 2
+    yield "that is one sample", right / samples
+    yield "that is one token per sample", right / model.seq_len
+    yield "those are the linear layers alone; attention and the head are missing", 4 * linear
+    yield "the head is missing", 4 * blocks
+    yield "attention's scores are missing", unscored
+    yield "scores are computed for all pairs of tokens, masked or not", (right + unscored) / 2
+    yield "that is 8 Ψ for every token: a good guess, but not the count", 8 * per_token
+    yield f"that is 6 Ψ for every token: {WITHOUT}", 6 * per_token
 
 
 def right_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> float:
     return needs.training_days(model, tokens=tokens, devices=devices, flops=flops)
 
 
-def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> dict[str, float]:
-    """{what was done: the days it gives} of the mistakes that are made on the way to days."""
+def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> Mistakes:
+    """(what was done, the days it gives) of the mistakes that are made on the way to days."""
     right = right_days(model, tokens, devices, flops)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
-    spared = needs.training_days(
-        model, tokens=tokens, devices=devices, flops=flops, recompute=False
-    )
-    return {
-        f"that is 8 Ψ for every token, {100 * (1 - eq4 / right):.1f} % too low: it leaves out "
-        "attention's scores and counts the head as if it were a block": eq4,
-        "yours recomputes nothing": spared,
-        "that is 6 Ψ for every token: nothing is recomputed, and the scores are missing": 0.75
-        * eq4,
-        "those are seconds": right * needs.SECONDS_PER_DAY,
-        "those are hours": right * 24,
-        "those are minutes": right * 24 * 60,
-        "that is one device": right * devices,
-        "tokens are not samples: a sample has model.seq_len of them": right * model.seq_len,
-        "divided by the number of devices twice": right / devices,
-    }
+    how = {"tokens": tokens, "devices": devices, "flops": flops, "recompute": False}
+    low = f"{100 * (1 - eq4 / right):.1f} % too low"
+    said = f"that is 8 Ψ for every token, {low}: it leaves out attention's scores and counts the "
+    yield f"{said}head as if it were a block", eq4
+    yield "yours recomputes nothing", needs.training_days(model, **how)
+    yield f"that is 6 Ψ for every token: {WITHOUT}", 0.75 * eq4
+    yield "those are seconds", right * needs.SECONDS_PER_DAY
+    yield "those are hours", right * 24
+    yield "those are minutes", right * 24 * 60
+    yield "that is one device", right * devices
+    yield "tokens are not samples: a sample has model.seq_len of them", right * model.seq_len
+    yield "divided by the number of devices twice", right / devices
 
 
 def shares(
@@ -150,18 +144,17 @@ def shares(
     of = {"seconds": seconds, "devices": devices, "peak": peak}
     mfu, hfu = training.utilisation(model, samples, recompute="full", **of)
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
-    known = (
-        (
-            ("that is HFU: recomputed FLOPs bring the training no further", hfu),
-            ("that is 6 Ψ for every token: attention's scores are missing", 6 * per_token),
-        ),
-        (
-            ("that is MFU: the device makes the forward of the blocks twice", mfu),
-            ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
-            ("that is 8 Ψ for every token: attention's scores are missing", 8 * per_token),
-        ),
-    )
+    known_mfu = [
+        ("that is HFU: recomputed FLOPs bring the training no further", hfu),
+        ("that is 6 Ψ for every token: attention's scores are missing", 6 * per_token),
+    ]
+    known_hfu = [
+        ("that is MFU: the device makes the forward of the blocks twice", mfu),
+        ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
+        ("that is 8 Ψ for every token: attention's scores are missing", 8 * per_token),
+    ]
+    step = samples, seconds, devices
     return {
-        limit: (right, [*own, *known_shares(right, samples, seconds, devices)])
-        for limit, right, own in zip((MFU, HFU), (mfu, hfu), known, strict=True)
+        MFU: (mfu, known_mfu + known_shares(mfu, *step)),
+        HFU: (hfu, known_hfu + known_shares(hfu, *step)),
     }

@@ -26,9 +26,11 @@ def days_and_mfu(tries: Tries) -> None:
         notes.where = f"{devices:,} devices"
         days = total / samples * seconds / 86_400
         mfu = flops / (seconds * devices * peak)
-        known = known_shares(mfu, samples, seconds, devices)
-        known.append(("a step's FLOPs are of all its samples already", mfu * samples))
-        known.append(("that is with everything recomputed, HFU", mfu * 4 / 3))
+        known = [
+            *known_shares(mfu, samples, seconds, devices),
+            ("a step's FLOPs are of all its samples already", mfu * samples),
+            ("that is with everything recomputed, HFU", mfu * 4 / 3),
+        ]
         right = {DAYS: (days, _known_days(days, samples, devices)), MFU: (mfu, known)}
         for limit, wrong in reply.numbers(right, 1e-6):
             notes.each(limit, wrong, "right")

@@ -7,8 +7,9 @@ of seconds. A row's error out of sample is that of the rate of all other rows: l
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Callable
+from statistics import fmean
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
@@ -40,53 +41,47 @@ def own_fit(tries: Tries) -> None:
             notes.look(limit, wrong, f"{numbers[limit][0]:.6g}")
 
 
+def rates(rows: Rows) -> list[float]:
+    return [flops / (devices * seconds) for flops, devices, seconds in rows]
+
+
 def geometric(rows: Rows) -> float:
-    return math.exp(sum(math.log(c / (n * t)) for c, n, t in rows) / len(rows))
+    return statistics.geometric_mean(rates(rows))
 
 
-def arithmetic(rows: Rows) -> float:
-    return sum(c / (n * t) for c, n, t in rows) / len(rows)
+def errors(rows: Rows, rate: Callable[[Rows], float]) -> tuple[list[float], list[float]]:
+    """Of every row, with their signs: in sample, and out of sample."""
 
+    def error(some: Rows, row: tuple[float, int, float]) -> float:
+        flops, devices, seconds = row
+        return flops / (devices * rate(some)) / seconds - 1
 
-def of_all(rows: Rows) -> float:
-    return sum(c for c, _, _ in rows) / sum(n * t for _, n, t in rows)
-
-
-def error(rate: float, row: tuple[float, int, float]) -> float:
-    flops, devices, seconds = row
-    return flops / (devices * rate) / seconds - 1
+    seen = [error(rows, row) for row in rows]
+    return seen, [error(rows[:i] + rows[i + 1 :], row) for i, row in enumerate(rows)]
 
 
 def right(rows: Rows, rate: Callable[[Rows], float] = geometric) -> tuple[float, float, float]:
-    seen = [abs(error(rate(rows), row)) for row in rows]
-    unseen = [abs(error(rate(rows[:i] + rows[i + 1 :]), row)) for i, row in enumerate(rows)]
-    return rate(rows), sum(seen) / len(rows), sum(unseen) / len(rows)
+    inside, outside = (fmean(map(abs, some)) for some in errors(rows, rate))
+    return rate(rows), inside, outside
 
 
 def known(rows: Rows, place: int) -> Mistakes:
     """(what was done, the number it gives) of the mistakes that are made with number ``place``."""
-    found = right(rows)
-    signed = [error(geometric(rows), row) for row in rows]
-    others = [error(geometric(rows[:i] + rows[i + 1 :]), row) for i, row in enumerate(rows)]
-    signs = (0.0, sum(signed) / len(rows), sum(others) / len(rows))
-    rates = [1 / (1 + error(found[0], row)) - 1 for row in rows]
-    return [
-        ("that is with the arithmetic mean of the rates", right(rows, arithmetic)[place]),
-        ("that is with all FLOPs over all device seconds", right(rows, of_all)[place]),
-        ("that is in TFLOP/s or per cent", found[place] * (1e-12 if place == 0 else 100)),
-        ("errors with their signs cancel each other", signs[place]),
-        ("that is of the rate, not of the seconds", sum(map(abs, rates)) / len(rows)),
-        ("that is the error in sample: the row helped to fit its own rate", found[1]),
-        (
-            "that is the largest error, not the mean",
-            max(map(abs, others if place == 2 else signed)),
-        ),
-        ("that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])),
-        ("that is with the median of the rates", right(rows, median)[place]),
-    ]
+    found, (seen, unseen) = right(rows), errors(rows, geometric)
+    for words, rate in (
+        ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
+        ("all FLOPs over all device seconds", of_all),
+        ("the median of the rates", lambda some: statistics.median(rates(some))),
+    ):
+        yield f"that is with {words}", right(rows, rate)[place]
+    yield "that is in TFLOP/s or per cent", found[place] * (100 if place else 1e-12)
+    yield "errors with their signs cancel each other", (0.0, fmean(seen), fmean(unseen))[place]
+    yield "that is of the rate, not of the seconds", fmean(abs(1 / (1 + one) - 1) for one in seen)
+    yield "that is the error in sample: the row helped to fit its own rate", found[1]
+    largest = max(map(abs, unseen if place == 2 else seen))
+    yield "that is the largest error, not the mean", largest
+    yield "that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])
 
 
-def median(rows: Rows) -> float:
-    rates = sorted(c / (n * t) for c, n, t in rows)
-    middle = len(rates) // 2
-    return rates[middle] if len(rates) % 2 else (rates[middle - 1] + rates[middle]) / 2
+def of_all(rows: Rows) -> float:
+    return sum(flops for flops, _, _ in rows) / sum(n * t for _, n, t in rows)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask, size_text
+from paralab.interpret import quick
 from paralab.spec import ModelSpec, Plan
 
 TOLERANCE = 0.05
@@ -59,11 +60,9 @@ def peak_estimate(tries: Tries) -> None:
 @functools.cache  # the same for every answer
 def peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> int:
     """Bytes, as the compiled program has them."""
-    from paralab.interpret.text import program
-
     model = ModelSpec(**_named(sizes), attention="explicit")
     plan = Plan(microbatch_size=batch, microbatches=microbatches)
-    return sum(program(model, plan).peak().values())
+    return sum(quick.fullest(model, plan)[1].values())
 
 
 def _named(sizes: Sequence[int]) -> dict[str, int]:

@@ -50,14 +50,11 @@ def rank_sends(tries: Tries) -> None:
     why = "the compiled program is the answer: here it cannot be asked"
     questions = [(0, tuple(case)) for case in CASES]
     for notes, case, reply in ask(tries, CASES, questions, why, ("spec/",)):
-        notes.where = f"{_said(case)}, rank {case.rank}"
+        model, plan, rank = case
+        notes.where = f"L={model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, "
+        notes.where += f"m={plan.microbatches}, rank {rank}"
         for axis in ASKED:
             notes.each(axis, _wrong(reply, axis, case), "right in all plans")
-
-
-def _said(case: Case) -> str:
-    plan = case.plan
-    return f"L={case.model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, m={plan.microbatches}"
 
 
 @functools.cache

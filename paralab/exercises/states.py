@@ -80,10 +80,6 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
     yield "12 l h² are the blocks' matrices alone: embeddings, biases and norms count too", matrices
     blocks = matrices + 13 * model.layers * model.hidden * size
     yield "the blocks alone: embeddings, and the norm behind the blocks, count too", blocks
-    yield from known_units(right, size)
-
-
-def known_units(right: float, size: int) -> Mistakes:
     yield "that is the number of parameters; each takes several bytes", right / size
     yield "that is in GB, required: bytes", right / 1e9
     yield "that is in GiB, required: bytes", right / 2**30

@@ -63,27 +63,21 @@ def _dry(plan: Plan, stage: int) -> Any:
 
 def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     right, h = _dry(plan, stage).meta["num_params"], MODEL.hidden
+    whole = _dry(plan.replace(tp=1), stage).meta["num_params"]
     blocks, table = MODEL.layers // plan.pp, MODEL.vocab * h
     ends = (stage == 0) + (stage == plan.pp - 1)
+    everywhere = right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h)
     return right, (
-        ("those of all tensor-parallel ranks together", _whole(plan, stage)),
+        ("those of all tensor-parallel ranks together", whole),
         ("an equal part of the whole model: stages differ", MODEL.num_params / plan.pp / plan.tp),
         ("the embedding or the head is missing", right - ends * table / plan.tp),
         ("yours shards neither embedding nor head", right + ends * table * (1 - 1 / plan.tp)),
-        (
-            "yours has an embedding on every stage",
-            right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h),
-        ),
+        ("yours has an embedding on every stage", everywhere),
         ("the positions' embedding is missing", right - (stage == 0) * MODEL.seq_len * h),
         ("the last LayerNorm is missing", right - (stage == plan.pp - 1) * 2 * h),
         ("weights alone, without biases and LayerNorms", 12 * h * h * blocks / plan.tp),
         ("norms and biases of rows are replicated", right - 6 * h * blocks * (1 - 1 / plan.tp)),
     )
-
-
-def _whole(plan: Plan, stage: int) -> int:
-    one = plan.replace(tp=1)
-    return _dry(one, stage).meta["num_params"]
 
 
 def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
