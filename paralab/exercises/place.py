@@ -16,10 +16,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import ends, untraced
-from paralab.exercises.verdict import Notes
+from paralab.exercises.questions import ended, untraced
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
@@ -78,7 +76,14 @@ def place(tries: Tries) -> None:
             if trouble:
                 notes.end(trouble)
                 break
-            _look(notes, case, plan, known(plan, case))
+            notes.each(PLAN, "", "three legal plans")
+            answer, most = known(plan, case), case.cluster.memory
+            notes.at_most(FITS, answer.bytes / 1e9, most / 1e9, "{:.1f} GB".format)
+            nodes = {case.cluster.node_of(rank) for rank in plan.ranks("tp", 0)}
+            wrong = f"the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
+            wrong += "and all that they share goes over the slow links between them"
+            notes.look(NODE, wrong if len(nodes) > 1 else "", f"tp={plan.tp}")
+            notes.at_most(TIME, answer.seconds, SLACK * best(case), "{:.2f} s".format)
 
 
 def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str]]:
@@ -87,11 +92,7 @@ def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str]]
 
     for module in (sys.modules["paralab"], search):  # `pl`, too
         module.plan_search = _refused  # only on this rank, which ends with the check
-    found = []
-    for case in CASES:
-        with ends():
-            found.append(attempt(lambda case=case: _planned(answer[0], case)))
-    return found
+    return [ended(lambda case=case: _planned(answer[0], case)) for case in CASES]
 
 
 def _refused(*_: Any, **__: Any) -> None:
@@ -150,13 +151,3 @@ def best(case: Case) -> float:
         case.spec, case.cluster, global_batch=case.batch, precision=PRECISION, top=5, **PTDP
     )
     return float(found.simulated[0])
-
-
-def _look(notes: Notes, case: Case, plan: Plan, answer: Answer) -> None:
-    notes.each(PLAN, "", "three legal plans")
-    notes.at_most(FITS, answer.bytes / 1e9, case.cluster.memory / 1e9, "{:.1f} GB".format)
-    nodes = {case.cluster.node_of(rank) for rank in plan.ranks("tp", 0)}
-    wrong = f"the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
-    wrong += "and all that they share goes over the slow links between them"
-    notes.look(NODE, wrong if len(nodes) > 1 else "", f"tp={plan.tp}")
-    notes.at_most(TIME, answer.seconds, SLACK * best(case), "{:.2f} s".format)

@@ -47,16 +47,9 @@ class Reply(NamedTuple):
     value: Any
     trouble: str
 
-    def number(
-        self,
-        right: float,
-        known: Mistakes,
-        show: Callable[[float], str],
-        what: str = "",
-        tolerance: float = 0.0,
-    ) -> str:
-        """What is wrong with a reply that has to be one number, as `wrong_number` says it."""
-        return self.trouble or wrong_number(self.value, right, known, show, what, tolerance)
+    def number(self, right: float, known: Mistakes, *how: Any) -> str:
+        """What is wrong with a reply that has to be one number. how: as `wrong_number` has it."""
+        return self.trouble or wrong_number(self.value, right, known, *how)
 
     def numbers(
         self, right: Mapping[str, tuple[float, Mistakes]], tolerance: float
@@ -143,57 +136,41 @@ def asked(
             replies.append(Reply(None, NOT_STARTED))
             continue
         call = functools.partial(answer[number], *copy.deepcopy(args))
-        with ends():
-            replies.append(Reply(*attempt(lambda call=call: _alone(call, alone, legal))))
+        replies.append(Reply(*ended(lambda call=call: plain(call()), alone, legal)))
         if ENDLESS in replies[-1].trouble:
             endless[number] = replies[-1]
     return replies
 
 
-def _alone(call: Callable[[], Any], why: str, legal: tuple[str, ...]) -> Any:
-    """`plain` of what ``call`` returns. If there is a ``why``, this package must not be called."""
-    if not why:
-        return plain(call())
-    refused, legal = False, tuple(f"{OURS}/{name}" for name in legal)
+def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()) -> tuple[Any, str]:
+    """`attempt`, with an error in place of a loop without end, which could fill the memory before a
+    timeout; and, where ``alone`` says why, in place of a call of this package, as in `asked`.
+    """
+    left, refused, before = LINES, False, sys.gettrace()
+    legal = tuple(f"{OURS}/{name}" for name in legal)
 
-    def noted(frame: Any, event: str, _: Any) -> None:
-        nonlocal refused
-        name, caller = (one.f_code.co_filename for one in (frame, frame.f_back))
-        called = event == "call" and name.startswith(OURS) and not caller.startswith(OURS)
-        if called and not name.startswith(legal):
-            refused = True
-            raise RuntimeError(why)
-
-    before = sys.getprofile()
-    sys.setprofile(noted)
-    try:
-        value = plain(call())
-    finally:
-        sys.setprofile(before)
-    if refused:  # an answer may catch the first refusal, and nothing is noted any more
-        raise RuntimeError(why)
-    return value
-
-
-@contextlib.contextmanager
-def ends() -> Iterator[None]:
-    """An error in place of a loop without end, which could fill the memory before a timeout."""
-    left, before = LINES, sys.gettrace()
-
-    def count(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal left
-        if event == "call" and frame.f_code.co_filename.startswith(NOT_THEIRS):
+    def seen(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal left, refused
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(NOT_THEIRS):
+            from_theirs = not frame.f_back.f_code.co_filename.startswith(OURS)
+            if alone and from_theirs and name.startswith(OURS) and not name.startswith(legal):
+                refused = True
+                raise RuntimeError(alone)
             return None
         left -= 1
         if left < 0:
             raise RuntimeError(f"{LINES:,} {ENDLESS}")
-        return count
+        return seen
 
-    sys.settrace(count)
+    sys.settrace(seen)
     try:
-        yield
+        value, trouble = attempt(call)
     finally:
         sys.settrace(before)
+    if refused and not trouble:  # it was caught, and nothing is seen any more
+        return None, f"raised RuntimeError: {alone}"
+    return value, trouble
 
 
 def plain(value: Any, depth: int = 4) -> Any:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paralab.exercises.attempts import attempt
 from paralab.exercises.ddp import CLUSTER as NETWORK
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
+from paralab.exercises.questions import ended
 from paralab.exercises.sync import PADDING, RANKS
-from paralab.exercises.verdict import Notes, ms
+from paralab.exercises.verdict import ms
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.work import on_processor
 
 if TYPE_CHECKING:
     from paralab.interpret.text import ProgramText
-    from paralab.report.report import Report
 
 MODEL = ModelSpec.preset("laptop").replace(attention="explicit")  # the limits are of that step
 BATCH = {"microbatches": 2, "microbatch_size": 2}
@@ -53,29 +52,24 @@ def sync_pass(tries: Tries) -> None:
         plan = PLAN.replace(passes=found.answer)
         how = {"steps": STEPS, "timeout": tries.timeout}
         report = look_at_run(notes, (GRADIENTS, WEIGHTS), MODEL, plan, **how)
-        if report is not None:
-            _look(notes, report, text)
+        if report is None:
+            continue
+        most = int(PADDING * 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params)
+        notes.bytes(BYTES, list(report.traffic()["bytes"]), most, "in a step", least=0)
+        notes.at_most(TIME, text["seconds"], LIMIT_S, ms, f": {text['why']}")
 
 
 def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What one rank runs: the plan is compiled with the pass, and predicted."""
-    from paralab.exercises.questions import ends
     from paralab.interpret.predict import predict
     from paralab.interpret.text import program
 
     plan = PLAN.replace(passes=answer)
-    with ends():
-        text, trouble = attempt(lambda: program(MODEL, plan))
+    text, trouble = ended(lambda: program(MODEL, plan))
     if trouble or text.refusal:
         return {"refusal": trouble or text.refusal}
     seconds = predict(MODEL, plan, cluster=CLUSTER).step_time
     return {"refusal": "", "length": len(text), "seconds": seconds, "why": _why_slow(text)}
-
-
-def _look(notes: Notes, report: Report, text: dict[str, Any]) -> None:
-    most = int(PADDING * 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params)
-    notes.bytes(BYTES, list(report.traffic()["bytes"]), most, "in a step", least=0)
-    notes.at_most(TIME, text["seconds"], LIMIT_S, ms, f": {text['why']}")
 
 
 def _why_slow(program: ProgramText) -> str:
