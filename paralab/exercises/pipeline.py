@@ -53,7 +53,7 @@ def check(runs: Sequence[Run], tries: Tries) -> None:
     for run in runs:
         name, p, m, v = run
         where = f"{name}, p={p}, m={m}" + f", v={v}" * (v > 1)
-        for notes, found in tries.run(one_step, p, *run, where=where, standing=LIMITS):
+        for notes, found in tries.run(one_step, p, *run, where=where):
             _look(notes, found, run)
 
 
@@ -155,27 +155,33 @@ def _look(notes: Notes, found: Found, run: Run) -> None:
     from paralab.theory.schedule_check import peak_live
 
     _, p, m, v = run
-    lists, border = lists_of(*run), v * p - 1
-    for rank, alive, sent in zip(range(p), peak_live(lists), found.sent(), strict=True):
+    lists, border, right = lists_of(*run), v * p - 1, found.results[0]["right"]
+    wrong: dict[str, list[str]] = {limit: [] for limit in LIMITS}  # of every rank
+    ranks = zip(range(p), found.results, lists, peak_live(lists), found.sent(), strict=True)
+    for rank, one, listed, alive, sent in ranks:
         crossings = sum((s > 0) + (s < border) for s in range(rank, v * p, p))
-        stated = {"listed": lists[rank], "alive": alive, "messages": m * crossings * MESSAGE}
-        stated |= {"rank": rank, "sent": sent, "right": found.results[0]["right"]}
-        found.results[rank] |= stated
-    for limit, wrong in (
-        (GRADIENTS, _wrong_gradient),
-        (LOSS, _wrong_loss),
-        (ORDER, _wrong_order),
-        (BYTES, _wrong_bytes),
-        (FLIGHT, _too_many),
-    ):
-        ranks = found.results[-1:] if limit == LOSS else found.results
-        each = ((one["rank"], wrong(**one)) for one in ranks)
-        said = first(f"rank {rank}{what}" for rank, what in each if what)
-        why = _mixed_up(found.results) if said and limit == GRADIENTS else ""
-        notes.look(limit, said + why, "kept")
+        messages = m * crossings * MESSAGE
+        said = f" sends {sent:,} bytes, required: {messages:,}{as_many(sent, messages)}"
+        # The list's micro-batches have room, what is sent and what is received, and gradients of
+        # one micro-batch before they are added.
+        most = MARGIN * (alive * one["kept"] + one["passing"]) + 2 * messages + one["weights"]
+        held = f" holds {one['peak']:,} bytes of activations and messages at once; the list has "
+        held += f"{alive} in flight, of {one['kept']:,} bytes each"
+        for limit, words in (
+            (GRADIENTS, _wrong_gradient(one["gradients"], right)),
+            (LOSS, _wrong_loss(one["loss"], right) if rank == p - 1 else ""),
+            (ORDER, _wrong_order(one["done"], listed)),
+            (BYTES, said if sent != messages else ""),
+            (FLIGHT, held if one["peak"] > most else ""),
+        ):
+            wrong[limit].append(words and f"rank {rank}{words}")
+    if said := first(wrong[GRADIENTS]):
+        wrong[GRADIENTS] = [said + _mixed_up(found.results)]
+    for limit in LIMITS:
+        notes.look(limit, first(wrong[limit]), "kept")
 
 
-def _wrong_gradient(*, gradients: dict[str, Any], right: Step, **_: Any) -> str:
+def _wrong_gradient(gradients: dict[str, Any], right: Step) -> str:
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
         return f": {missing[0]} has no gradient"
@@ -193,7 +199,7 @@ def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def _wrong_loss(*, loss: Any, right: Step, **_: Any) -> str:
+def _wrong_loss(loss: Any, right: Step) -> str:
     said = f" returns {loss!r}, required: {right.loss:.5g}"
     if not isinstance(loss, float):
         return said
@@ -201,40 +207,22 @@ def _wrong_loss(*, loss: Any, right: Step, **_: Any) -> str:
     return "" if abs(loss - right.loss) <= 1e-4 else said + factor
 
 
-def _wrong_order(*, done: Sequence[str], listed: Sequence[Any], **_: Any) -> str:
+def _wrong_order(done: Sequence[str], listed: Sequence[Any]) -> str:
     for place, (mine, asked) in enumerate(zip_longest(done, map(str, listed), fillvalue="nothing")):
         if mine != asked:
             return f": action {place + 1} of its list is {asked}, yours does {mine}"
     return ""
 
 
-def _wrong_bytes(*, sent: int, messages: int, **_: Any) -> str:
-    said = f" sends {sent:,} bytes, required: {messages:,}"
-    return said + as_many(sent, messages) if sent != messages else ""
+STEP = Takes("pipeline_step(stage, actions, previous, following, batches, shape)")
+CHUNKS = Takes("interleaved_step(stages, lists, batches, shape)")
 
 
-def _too_many(
-    *, peak: int, alive: int, kept: int, passing: int, messages: int, weights: int, **_: Any
-) -> str:
-    """The list's micro-batches have room, what is sent and what is received, and gradients of one
-    micro-batch before they are added.
-    """
-    said = f" holds {peak:,} bytes of activations and messages at once"
-    said += f"; the list has {alive} in flight, of {kept:,} bytes each"
-    return said if peak > MARGIN * (alive * kept + passing) + 2 * messages + weights else ""
-
-
-CALL = "pipeline_step(stage, actions, previous, following, batches, shape)"
-
-
-@exercise(Takes(CALL), lab="03", asked=_asked(RUNS))
+@exercise(STEP, lab="03", asked=_asked(RUNS))
 def pipeline_executor(tries: Tries) -> None:
     check(RUNS, tries)
 
 
-CALL = "interleaved_step(stages, lists, batches, shape)"
-
-
-@exercise(Takes(CALL), lab="03", asked=_asked(CHUNKED))
+@exercise(CHUNKS, lab="03", asked=_asked(CHUNKED))
 def interleaved_executor(tries: Tries) -> None:
     check(CHUNKED, tries)
