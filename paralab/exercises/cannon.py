@@ -57,7 +57,7 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 @exercise(Takes("row_and_column(q)"), lab="08", asked=GROUPS_ASKED)
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
-        for notes, found in tries.run(summed, q * q, q, where=f"q={q}", standing=GROUPS_ASKED):
+        for notes, found in tries.run(summed, q * q, q, where=f"q={q}"):
             if order := found.results[0].get("order"):
                 notes.end(order)
                 continue
@@ -140,7 +140,7 @@ def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
 @exercise(Takes("cannon(x, w, q)"), lab="08", asked=ASKED)
 def cannon(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, found in tries.run(multiply, q * q, q, where=f"q={q}", standing=ASKED):
+        for notes, found in tries.run(multiply, q * q, q, where=f"q={q}"):
             cases, ops = range(len(SHAPES)), found.report.collectives["op"].unique()
             notes.look(PRODUCT, first(_wrong(found, n, q) for n in cases), "every block")
             other = first(f"calls {op}" for op in ops if op not in ("send", "recv"))

@@ -18,8 +18,7 @@ from paralab.exercises import sync
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import torch
 from paralab.exercises.sync import RANKS
-from paralab.exercises.tries import Found
-from paralab.exercises.verdict import Notes, first, ms
+from paralab.exercises.verdict import first, ms
 from paralab.spec import Cluster, Link, ModelSpec
 from paralab.spec.links import messages
 
@@ -61,9 +60,14 @@ GRADIENTS, WEIGHTS, _, TIME, MEMORY = ASKED
 def my_ddp(tries: Tries) -> None:
     sync.look_at_training(tries, trained, BUCKET)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
-    right = {"limit": TIME, "standing": (GRADIENTS, WEIGHTS)}
+    size, right = 4 * sum(sizes), {"limit": TIME, "standing": (GRADIENTS, WEIGHTS)}
     for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, **right):
-        _look_at_backwards(notes, found, sizes)
+        if wrong := first(found["wrong"]):
+            notes.look(GRADIENTS, wrong, "")
+        seconds = simulated(found.report, sizes) / BACKWARDS
+        notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(found.report, len(sizes)))
+        words = f"has {{held}} bytes in addition to the gradients, which have {size:,}"
+        notes.memory(MEMORY, found["extra"], int(EXTRA_COPIES * size), words)
 
 
 # ---- what every rank runs ------------------------------------------------------------------------
@@ -93,7 +97,8 @@ def backwards(
         for backward in range(BACKWARDS):
             with watch.unseen():
                 ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
-            module.gradients = [one + group.index for one in ones]
+            for layer, one in zip(module.layers, ones, strict=True):
+                layer.gradient = one + group.index
             ddp(torch.zeros(1, requires_grad=True)).backward()
             ddp.finish()
             for name, parameter in enumerate(parameters):
@@ -131,16 +136,6 @@ def simulated(report: Report, sizes: Sequence[int]) -> float:
     shares = [BACKWARD_S * size / sum(sizes) for size in sizes]
     found = replayed(report, CLUSTER, backward=shares)
     return float(found["end"].max() - found["start"][found["kind"] == "backward"].min())
-
-
-def _look_at_backwards(notes: Notes, found: Found, sizes: Sequence[int]) -> None:
-    if wrong := first(found["wrong"]):
-        notes.look(GRADIENTS, wrong, "")
-    seconds = simulated(found.report, sizes) / BACKWARDS
-    notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(found.report, len(sizes)))
-    size = 4 * sum(sizes)
-    words = f"has {{held}} bytes in addition to the gradients, which have {size:,}"
-    notes.memory(MEMORY, found["extra"], int(EXTRA_COPIES * size), words)
 
 
 def _why_slow(report: Report, gradients: int) -> str:

@@ -42,8 +42,7 @@ NORM, WEIGHTS, BYTES = ASKED
 )
 def mesh_step(tries: Tries) -> None:
     for dp, pp in CUTS:
-        where = f"dp={dp}, pp={pp}"
-        for notes, found in tries.run(stepped, RANKS, dp, pp, where=where, standing=ASKED):
+        for notes, found in tries.run(stepped, RANKS, dp, pp, where=f"dp={dp}, pp={pp}"):
             _look(notes, found, Plan(dp=dp, pp=pp))
 
 

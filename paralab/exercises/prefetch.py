@@ -43,7 +43,7 @@ ASKED = zero3.ASKED | {
 def my_prefetch(tries: Tries) -> None:
     for notes, found in tries.run(steps, RANKS, where="timed units"):
         _look(notes, found)
-    zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1, ASKED)
+    zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
 
 
 def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
@@ -51,9 +51,9 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
     from paralab.exercises.timed import Timed
 
     module, found = Timed([SIZES] * UNITS, watch.recorder), []
-    module.gradients = [watch.group.index] * UNITS
     values = torch.rand(UNITS, len(SIZES), generator=torch.Generator().manual_seed(seed)) + 1
     for layer, numbers in zip(module.layers, values, strict=True):
+        layer.gradient = watch.group.index
         for weight, number in zip(layer.weights, numbers, strict=True):
             weight.data.fill_(number)
     watch.label = "before"

@@ -19,7 +19,7 @@ from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
 from paralab.exercises.questions import Reply, asked
-from paralab.exercises.verdict import SLACK, Notes, ms
+from paralab.exercises.verdict import SLACK, ms
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan
 
@@ -76,13 +76,16 @@ def own_schedule(tries: Tries) -> None:
             notes.end(trouble, yours="no schedule")
             continue
         notes.look(VALID, "", f"{sum(map(len, simulated.schedule))} actions on {PP} ranks")
-        _look(notes, simulated)
+        late, most = f": {_late(simulated)}", max(simulated.peak_live)
+        notes.at_most(TIME, simulated.makespan, limit_s(PP, MICROBATCHES), ms, late)
+        said = f"{most} on rank {simulated.peak_live.index(most)}"
+        notes.look(MEMORY, first_too_many(simulated.schedule, PP), said)
         for reply, (p, m) in zip(others, SIZES, strict=True):
             notes.where = f"p={p}, m={m}"
             wrong = missed(reply, p, m, seconds=limit_s(p, m), alive=p)
             notes.each(OTHERS, wrong, f"{len(SIZES)} other sizes")
         notes.where, plan = "", Plan(pp=PP, schedule=Written(own.value), **BATCH)
-        if not notes.broke(ASKED):  # one that is too late is not trained with
+        if not notes.broke():  # one that is too late is not trained with
             look_at_run(notes, (GRADIENTS,), MODEL, plan, steps=1, timeout=tries.timeout)
 
 
@@ -99,15 +102,6 @@ def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation
         return None, reply.trouble
     plan = {"pp": pp, "microbatches": microbatches, "schedule": Written(reply.value)}
     return attempt(lambda: simulate(Plan(**plan).actions()))
-
-
-def _look(notes: Notes, simulated: Simulation) -> None:
-    """Time and memory at the sizes of the task."""
-    limit, late = limit_s(PP, MICROBATCHES), f": {_late(simulated)}"
-    notes.at_most(TIME, simulated.makespan, limit, ms, late)
-    most = max(simulated.peak_live)
-    said = f"{most} on rank {simulated.peak_live.index(most)}"
-    notes.look(MEMORY, first_too_many(simulated.schedule, PP), said)
 
 
 def missed(

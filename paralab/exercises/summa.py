@@ -44,7 +44,7 @@ FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = ASKED
 @exercise(Takes("MySumma(row, column)", methods=("forward", "backward")), lab="08", asked=ASKED)
 def summa(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, found in tries.run(multiply, q * q, where=f"q={q}", standing=ASKED):
+        for notes, found in tries.run(multiply, q * q, where=f"q={q}"):
             for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
                 cases = ((name, number) for number in range(len(SHAPES)) for name in names)
                 wrong = first(_wrong(found, name, number, q) for name, number in cases)

@@ -37,15 +37,6 @@ class Timed(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(i, s, recorder) for i, s in enumerate(layers, 1))
 
-    @property
-    def gradients(self) -> list[float]:
-        return [layer.gradient for layer in self.layers]
-
-    @gradients.setter
-    def gradients(self, values: Sequence[float]) -> None:
-        for layer, value in zip(self.layers, values, strict=True):
-            layer.gradient = value
-
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)

@@ -99,7 +99,7 @@ class Tries:
         limit: str = "",
         nodes: int = 1,
         patience: float = 1,
-        standing: Iterable[str] = (),
+        standing: Iterable[str] | None = None,
     ) -> Iterator[tuple[Notes, Found]]:
         """Run ``work(watch, answer, seed, *args)`` on every rank, in one launch for all tries that
         are not over; yield what came of each. One that fails is noted in ``limit`` (by default the
@@ -108,7 +108,7 @@ class Tries:
         where     the case, in words: "N=2"
         nodes     virtual nodes, as `pl.trace` has them
         patience  how many times the timeout
-        standing  limits: an answer that has broken one of them is not run again
+        standing  limits: an answer that has broken one of them is not run again; by default all
         """
         from paralab.report.report import Report
         from paralab.spec import Plan

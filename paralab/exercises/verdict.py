@@ -82,22 +82,21 @@ class Verdict:
         return f"{self.exercise}: not yet, {kept} of {len(self.rows)} limits kept: {self.said}"
 
     def _repr_html_(self) -> str:
-        state = "passed" if self.passed else NOT_STARTED if not self.started else "not yet"
-        colour = GOOD if self.passed else BAD if self.started else "inherit"
+        tints = {True: GOOD, False: BAD, None: "inherit"}
+        passed = self.passed if self.started else None
+        state = {True: "passed", False: "not yet", None: NOT_STARTED}[passed]
         left = 'style="text-align:left"'
         head = "".join(f"<th {left}>{word}</th>" for word in ("limit", "asked", "yours", "ok"))
         body = ""
         for row in self.rows:
-            tint = {True: GOOD, False: BAD, None: "inherit"}[row.ok]
             cells = "".join(f"<td {left}>{html.escape(t)}</td>" for t in (row.asked, row.yours))
-            body += (
-                f"<tr><th {left}>{html.escape(row.limit)}</th>{cells}"
-                f'<td style="text-align:left;font-weight:600;color:{tint}">{row.word}</td></tr>'
-            )
-        said = "" if self.passed or not self.started else f": {html.escape(self.said)}"
+            bold = f"text-align:left;font-weight:600;color:{tints[row.ok]}"
+            body += f"<tr><th {left}>{html.escape(row.limit)}</th>{cells}"
+            body += f'<td style="{bold}">{row.word}</td></tr>'
+        said = f": {html.escape(self.said)}" if passed is False else ""
         return (
-            f'<p><b>{html.escape(self.exercise)}</b>: <b style="color:{colour}">{state}</b>{said}'
-            f"</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f'<p><b>{html.escape(self.exercise)}</b>: <b style="color:{tints[passed]}">{state}</b>'
+            f"{said}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         )
 
 
@@ -159,8 +158,9 @@ class Notes:
     def _here(self, words: str) -> str:
         return f"{self.where}: {words}" if self.where else words
 
-    def broke(self, limits: Iterable[str]) -> bool:
-        """Whether one of these has been found broken."""
+    def broke(self, limits: Iterable[str] | None = None) -> bool:
+        """Whether one of these, or of all, has been found broken."""
+        limits = self.limits if limits is None else limits
         return not all(self._found.get(limit, ("", True))[1] for limit in limits)
 
     def at_most(

@@ -38,7 +38,7 @@ LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = ASKED
 def vocab_parallel_loss(tries: Tries) -> None:
     for t in RANKS:
         own, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
-        for notes, found in tries.run(loss_and_back, t, where=f"t={t}", standing=ASKED):
+        for notes, found in tries.run(loss_and_back, t, where=f"t={t}"):
             for limit in (LOSS, GRADIENT):
                 notes.look(limit, _wrong(found, limit), "right, on every rank")
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
