@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paralab.exercises.attempts import first_line
+from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Text, Tries, exercise
 from paralab.exercises.questions import plain
 from paralab.exercises.verdict import NOT_STARTED, Notes
@@ -45,13 +45,8 @@ class Patient:
     @property
     def diagnosis(self) -> Text:
         """What the validator says of it, before a process starts: who waits for whom."""
-        from paralab.theory.schedule_check import validate
-
-        try:
-            validate(self.lists)
-        except ValueError as error:
-            return Text(_said(error))
-        return Text("nothing is wrong: it runs to its end")
+        lists = actions(self.lists)
+        return Text(_fault(lists, lists) or "nothing is wrong: it runs to its end")
 
     def chart(self) -> Chart:
         """How far it gets, and at which action each rank then waits."""
@@ -98,7 +93,7 @@ ASKED = {
     Takes(kind="a dict {patient: lists}"),
     lab="04",
     asked=ASKED,
-    patients={patient.name: patient for patient in PATIENTS},
+    patients=PATIENTS,
 )
 def deadlock_clinic(tries: Tries) -> None:
     for one in tries.all:
@@ -116,14 +111,14 @@ def _look(notes: Notes, fixed: Mapping[str, Any]) -> None:
     for patient in PATIENTS:
         lists, wrong = found[patient.name]
         notes.where = patient.name
-        notes.look(patient.name, wrong or _fault(patient, lists), "it runs")
-        if lists is None or len(lists) != len(patient.lists):
-            continue
         before = actions(patient.lists)
-        for rank, (old, new) in enumerate(
-            zip(map(Counter, before), map(Counter, lists), strict=True)
-        ):
-            other = [*(old - new), *(new - old)]
+        if lists is not None and len(lists) != len(before):
+            wrong = f"{len(lists)} lists, required: {len(before)}, one per rank"
+        notes.look(patient.name, wrong or _fault(lists, before), "it runs")
+        if lists is None or len(lists) != len(before):
+            continue
+        for rank, (old, new) in enumerate(zip(before, lists, strict=True)):
+            other = [*(Counter(old) - Counter(new)), *(Counter(new) - Counter(old))]
             wrong = f"rank {rank} has {other[0]} lost or added" if other else ""
             notes.each(WORK, wrong, "nothing added or lost")
         if not notes.broke((WORK,)):
@@ -148,33 +143,18 @@ def moves(before: Sequence[Action], after: Sequence[Action]) -> int:
 
 def _lists(found: Any) -> tuple[Schedule | None, str]:
     """The lists as actions, or why they are none."""
-    if found is None:
-        return None, "its lists are missing"
-    try:
-        return actions(found), ""
-    except ValueError as error:
-        return None, first_line(error)
+    return attempt(lambda: actions(found)) if found is not None else (None, "its lists are missing")
 
 
-def _fault(patient: Patient, lists: Schedule) -> str:
-    """What the validator has against these lists; "" if they run."""
+def _fault(lists: Schedule, before: Schedule) -> str:
+    """What the validator has against lists with the work of ``before``; "" if they run. What would
+    mend it is left out: that is the exercise.
+    """
     from paralab.theory.schedule_check import validate
 
-    before = actions(patient.lists)
-    if len(lists) != len(before):
-        return f"{len(lists)} lists, required: {len(before)}, one per rank"
-    everything = [action for row in before for action in row]
-    try:
-        validate(
-            lists,
-            microbatches=1 + max(action.microbatch for action in everything),
-            stages=1 + max(action.stage for action in everything),
-        )
-    except ValueError as error:
-        return _said(error)
-    return ""
-
-
-def _said(error: ValueError) -> str:
-    """The fault without what would mend it: that is the exercise."""
-    return first_line(error).partition("; legal: ")[0]
+    work = [action for row in before for action in row]
+    needed = {
+        "microbatches": 1 + max(action.microbatch for action in work),
+        "stages": 1 + max(action.stage for action in work),
+    }
+    return attempt(lambda: validate(lists, **needed))[1].partition("; legal: ")[0]

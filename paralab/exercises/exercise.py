@@ -199,12 +199,12 @@ class Exercise:
 
 
 def exercise(
-    *takes: Takes, lab: str, asked: dict[str, str], patients: dict[str, Any] | None = None
+    *takes: Takes, lab: str, asked: dict[str, str], patients: Sequence[Any] = ()
 ) -> Callable[[Callable[[Tries], None]], Exercise]:
     """Make an `Exercise` of its checker, whose name it has."""
 
     def made(checker: Callable[[Tries], None]) -> Exercise:
-        about = {"lab": lab, "asked": asked, "patients": patients or {}}
+        about = {"lab": lab, "asked": asked, "patients": {one.name: one for one in patients}}
         return Exercise(name=checker.__name__, takes=takes, checker=checker, **about)
 
     return made

@@ -41,7 +41,7 @@ ASKED = {
     Takes(kind="a dict {patient: (category, {setting: value})}"),
     lab="06",
     asked=ASKED,
-    patients={patient.name: patient for patient in PATIENTS},
+    patients=PATIENTS,
 )
 def memory_clinic(tries: Tries) -> None:
     for one in tries.all:
