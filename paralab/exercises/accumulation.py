@@ -16,7 +16,7 @@ from paralab.checks import shown
 from paralab.exercises.accumulated import LR, Arrays, Step
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, watched
+from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.questions import is_number, wrong_number
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
@@ -67,6 +67,7 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
             with watch.unseen():
                 losses, gradients = _alone(gpt, feed)
                 peak = _peak(max(sizes))
+            passes.clear()
             held = 4 * MODEL.num_params  # gradients
             before = _weights(gpt)
             with watch.section() as section:
@@ -77,7 +78,6 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
             after = _weights(gpt)
             of_answer = before, after, gradients, losses, made, [*passes], own, peak + held
             steps.append(Step(sizes, clip, *of_answer, steps[-1].gradients if steps else []))
-            passes.clear()
         cases.append(steps)
     return cases
 
@@ -88,20 +88,14 @@ def _weights(gpt: Any) -> Arrays:
 
 def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], list[Arrays]]:
     """(loss, gradients) of each micro-batch."""
-    twin, losses, gradients = _twin(), [], []
-    twin.load_state_dict(gpt.state_dict())
+    names, parameters = zip(*gpt.named_parameters(), strict=True)
+    losses, gradients = [], []
     for batch in feed:
-        twin.zero_grad()
-        loss = twin(*batch)
-        loss.backward()
-        gradients.append({name: watched.array(p.grad) for name, p in twin.named_parameters()})
+        loss = gpt(*batch)
+        made = map(watched.array, torch.autograd.grad(loss, parameters))
+        gradients.append(dict(zip(names, made, strict=True)))
         losses.append(loss.item())
     return losses, gradients
-
-
-@functools.cache  # it is filled anew each time
-def _twin() -> Any:
-    return reference.GPT(MODEL)
 
 
 @functools.cache  # for each answer the same

@@ -56,15 +56,11 @@ def first_wrong(
         place = f"{at[0]:,}" if len(at) == 1 else f"{at}"
         values = distinct(float(got[at]), float(right[at]))
         before = np.zeros_like(right) if start is None else np.asarray(start[rank], np.float64)
-        others = [
-            (f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank
-        ]
-        named = list(terms(rank))
         mistakes = [
-            *_unchanged(before, start is not None),
+            ("it is zero everywhere" if start is None else "it is as it was before", before),
             *known(rank),
-            *_of_terms(named, right),
-            *(other for other in others if other[1].shape == right.shape),
+            *_of_terms(list(terms(rank)), right),
+            *((f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank),
         ]
         why = _first_near(got, mistakes, allowed)
         why = why or _factor(got, right, before, allowed, start is not None)
@@ -120,10 +116,6 @@ def first_other_bits(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.nd
                 "its largest entry"
             )
     return ""
-
-
-def _unchanged(before: np.ndarray, started: bool) -> Iterable[tuple[str, Any]]:
-    yield "it is as it was before" if started else "it is zero everywhere", before
 
 
 def _of_terms(terms: Sequence[tuple[str, Any]], right: np.ndarray) -> Iterable[tuple[str, Any]]:

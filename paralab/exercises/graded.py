@@ -61,22 +61,14 @@ def grade(
         raise illegal("notebook", str(path), "this is no notebook", legal) from error
     number = _lab(file.name, texts, {one.lab for one in exercises}, legal)
     statements, broken = _statements([text for kind, text in texts if kind == "code"])
-    rows = []
     ladder = [one for one in exercises if one.lab == number]
-    for place, exercise in enumerate(ladder):
-        rung = RUNGS[place * len(RUNGS) // len(ladder)]
-        rows.append({"exercise": exercise.name, "rung": rung})
-        said = _said(exercise, statements, broken, file.absolute().parent, timeout)
-        rows[-1] |= said
-    points = sum(row["points"] for row in rows)
-    return {
-        "notebook": file.name,
-        "lab": number,
-        "paralab": __version__,
-        "points": points,
-        "of": len(rows),
-        "exercises": rows,
-    }
+    rows = [
+        {"exercise": exercise.name, "rung": RUNGS[place * len(RUNGS) // len(ladder)]}
+        | _said(exercise, statements, broken, file.absolute().parent, timeout)
+        for place, exercise in enumerate(ladder)
+    ]
+    points = {"points": sum(row["points"] for row in rows), "of": len(rows), "exercises": rows}
+    return {"notebook": file.name, "lab": number, "paralab": __version__, **points}
 
 
 def _said(
@@ -85,19 +77,14 @@ def _said(
     """The verdict on one answer, as data."""
     names = asked_for(exercise)
     missing = [name for name in names if not any(name in one.defines for one in statements)]
-    if missing:
-        why = f"the notebook does not define {', '.join(missing)}"
-        return _none(f"{why}{broken}")
-    parts, trouble = _executed(needed(statements, names), names, folder, timeout)
+    parts, trouble = (), f"the notebook does not define {', '.join(missing)}{broken}"
+    if not missing:
+        parts, trouble = _executed(needed(statements, names), names, folder, timeout)
     if trouble:
-        return _none(trouble)
+        return {"points": 0, "verdict": trouble, "limits": []}
     verdict = exercise.check(*parts)
     limits = [asdict(row) for row in verdict.rows]
     return {"points": int(verdict.passed), "verdict": repr(verdict), "limits": limits}
-
-
-def _none(why: str) -> dict[str, Any]:
-    return {"points": 0, "verdict": why, "limits": []}
 
 
 def asked_for(exercise: Exercise) -> list[str]:
@@ -132,8 +119,7 @@ def _statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
             if isinstance(node, DEFINITION):
                 source = ast.get_source_segment(text, node) or ""
                 decorated = [f"@{ast.unparse(one)}" for one in getattr(node, "decorator_list", ())]
-                defines, uses = _names(node)
-                found.append(Statement("\n".join([*decorated, source]), defines, uses))
+                found.append(Statement("\n".join([*decorated, source]), *_names(node)))
     return found, broken
 
 

@@ -6,19 +6,20 @@ groups, or in another order, would hang for real.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 from paralab.checks import shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
+from paralab.exercises.late import dist
 from paralab.exercises.questions import plain
 from paralab.exercises.verdict import Notes
 from paralab.spec import Plan
 
 AXES = ("dp", "pp", "tp")
-MESHES = ((2, 2, 2), (3, 1, 4), (1, 4, 3), (2, 3, 1))  # dp, pp, tp
+MESHES = [Plan(dp=dp, pp=pp, tp=tp) for dp, pp, tp in ((2, 2, 2), (3, 1, 4), (1, 4, 3), (2, 3, 1))]
 ASKED = {
     "coordinates": "of every rank in four meshes: r = (pp index * dp + dp index) * tp + tp index",
     "members": "of each of its groups: the ranks that differ in that coordinate alone",
@@ -36,37 +37,25 @@ class Made(NamedTuple):
 @exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), lab="10", asked=ASKED)
 def mesh_groups(tries: Tries) -> None:
     for notes, found in tries.run(played, 1):
-        for sizes, replies in zip(MESHES, found.results[0], strict=True):
-            _look(notes, Plan(**dict(zip(AXES, sizes, strict=True))), replies)
-            if notes.over:
-                break
+        for plan, replies in zip(MESHES, found.results[0], strict=True):
+            if not notes.over:
+                _look(notes, plan, replies)
 
 
 def played(watch: Any, answer: tuple, seed: int) -> list[list[tuple[Any, str, list]]]:
     """For every mesh and rank: (what the answer returned, what went wrong, groups it made)."""
-    import torch.distributed as dist
 
-    found: list[list[tuple[Any, str, list]]] = []
-    for sizes in MESHES:
-        count = sizes[0] * sizes[1] * sizes[2]
-        found.append([])
-        for rank in range(count):
-            calls: list[tuple[int, ...]] = []
-            names = _as_rank(rank, count, calls)
-            before = {name: getattr(dist, name) for name in names}
-            vars(dist).update(names)
-            try:
-                call = functools.partial(answer[0], **dict(zip(AXES, sizes, strict=True)))
-                value, trouble = attempt(lambda call=call: _read(call()))
-            finally:
-                vars(dist).update(before)
-            found[-1].append((value, trouble, calls))
-    return found
+    def on(plan: Plan, rank: int) -> tuple[Any, str, list]:
+        calls: list[tuple[int, ...]] = []
+        with mock.patch.multiple("torch.distributed", **_as_rank(rank, plan.world_size, calls)):
+            value, trouble = attempt(lambda: _read(answer[0](dp=plan.dp, pp=plan.pp, tp=plan.tp)))
+        return value, trouble, calls
+
+    return [[on(plan, rank) for rank in range(plan.world_size)] for plan in MESHES]
 
 
 def _as_rank(rank: int, count: int, calls: list) -> dict[str, Any]:
     """torch.distributed's functions on this rank of so many, in a process that is alone."""
-    import torch.distributed as dist
 
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
         made = Made(tuple(sorted(int(one) for one in (range(count) if ranks is None else ranks))))

@@ -6,11 +6,10 @@ is that of tensors (instruments/memory.py), as every limit says.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,12 +58,9 @@ class Watch(PeakMemory):
         """Within, no tensor is counted: this package computes what is right, not the answer."""
         return _disable_current_modes()
 
-    @contextlib.contextmanager
-    def section(self) -> Iterator[Section]:
-        """Bytes from here on, beyond those that are alive now."""
-        found = Section(self)
-        yield found
-        found.peak = max(self.peak, self.live) - found.before
+    def section(self) -> Section:
+        """A context: bytes from here on, beyond those that are alive now."""
+        return Section(self)
 
 
 def _look_at_freed(func: Any, given: Any) -> None:
@@ -98,9 +94,14 @@ class Section:
     """``now()``: bytes that stay; ``peak``: the most there were, once the section is over."""
 
     def __init__(self, watch: Watch) -> None:
-        self.watch, self.peak = watch, 0
-        self.before = 0
-        self.before = watch.peak = self.now()
+        self.watch, self.before, self.peak = watch, 0, 0
+
+    def __enter__(self) -> Section:
+        self.before = self.watch.peak = self.now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = max(self.watch.peak, self.watch.live) - self.before
 
     def now(self) -> int:
         gc.collect()  # what is gone is counted as gone
