@@ -17,79 +17,6 @@ def devices(model, recipe, memory_gb):
     return math.ceil(sum(states(model, recipe).values()) / (memory_gb * 10**9))
 
 
-def states_without_master(model, recipe):
-    return {state: size for state, size in states(model, recipe).items() if state != "master"}
-
-
-def states_head_twice(model, recipe):
-    count = model.num_params + (model.vocab * model.hidden if model.tied else 0)
-    return {state: count * size for state, size in recipe.items()}
-
-
-def states_head_never(model, recipe):
-    count = model.num_params - (0 if model.tied else model.vocab * model.hidden)
-    return {state: count * size for state, size in recipe.items()}
-
-
-def states_blocks_only(model, recipe):
-    count = 12 * model.layers * model.hidden**2
-    return {state: count * size for state, size in recipe.items()}
-
-
-def states_without_embeddings(model, recipe):
-    blocks = model.layers * (12 * model.hidden**2 + 13 * model.hidden)
-    return {state: blocks * size for state, size in recipe.items()}
-
-
-def states_in_gb(model, recipe):
-    return {state: size / 1e9 for state, size in states(model, recipe).items()}
-
-
-def states_always_sixteen(model, recipe):
-    share = model.num_params * 16 / len(recipe)
-    return dict.fromkeys(recipe, share)
-
-
-def states_summed(model, recipe):
-    return sum(states(model, recipe).values())
-
-
-def states_raises(model, recipe):
-    return {state: model.parameters * size for state, size in recipe.items()}
-
-
-def states_nothing(model, recipe):
-    return None
-
-
-def devices_gib(model, recipe, memory_gb):
-    return math.ceil(sum(states(model, recipe).values()) / (memory_gb * 2**30))
-
-
-def devices_of_bytes(model, recipe, memory_gb):
-    return math.ceil(sum(states(model, recipe).values()) / memory_gb)
-
-
-def devices_floor(model, recipe, memory_gb):
-    return sum(states(model, recipe).values()) // (memory_gb * 10**9)
-
-
-def devices_round(model, recipe, memory_gb):
-    return round(sum(states(model, recipe).values()) / (memory_gb * 10**9))
-
-
-def devices_one_more(model, recipe, memory_gb):
-    return devices(model, recipe, memory_gb) + 1
-
-
-def devices_fraction(model, recipe, memory_gb):
-    return sum(states(model, recipe).values()) / (memory_gb * 10**9)
-
-
-def devices_weights_only(model, recipe, memory_gb):
-    return math.ceil(model.num_params * 2 / (memory_gb * 10**9))
-
-
 # ---- lab 01: ring_all_gather ---------------------------------------------------------------------
 def _around(group, tensor):
     """(n, r, left, right, chunks) of this rank."""
@@ -155,11 +82,11 @@ def ring_plain(group, tensor):
 
 
 # ---- lab 04: a schedule --------------------------------------------------------------------------
-def _one_f_one_b(pp, m, warmup):
+def one_f_one_b(pp, m, warmup=None):
     """1F1B as text, with ``warmup(rank)`` forwards before the first pair."""
     schedule = []
     for rank in range(pp):
-        first = min(warmup(rank), m)
+        first = min(warmup(rank) if warmup else pp - rank - 1, m)
         row = [f"{rank}F{i}" for i in range(first)]
         for i in range(m):
             row += [f"{rank}F{first + i}"] * (first + i < m) + [f"{rank}B{i}"]
@@ -169,14 +96,13 @@ def _one_f_one_b(pp, m, warmup):
 
 def schedule_good(pp, microbatches):
     """A right answer, one text per rank."""
-    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
-    return [" ".join(row) for row in lists]
+    return [" ".join(row) for row in one_f_one_b(pp, microbatches)]
 
 
 def schedule_halves(pp, microbatches):
     """A right answer, and a faster one: rank r's weight halves wait for r backwards."""
     schedule = []
-    for rank, row in enumerate(_one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)):
+    for rank, row in enumerate(one_f_one_b(pp, microbatches)):
         split = []
         for action in row:
             split.append(action.replace("B", "I"))
@@ -187,89 +113,20 @@ def schedule_halves(pp, microbatches):
     return schedule
 
 
-def schedule_gpipe(pp, microbatches):
-    return [[f"{r}{kind}{i}" for kind in "FB" for i in range(microbatches)] for r in range(pp)]
-
-
-def schedule_naive(pp, microbatches):
-    return [[f"{r}{kind}{i}" for i in range(microbatches) for kind in "FB"] for r in range(pp)]
-
-
-def schedule_short_warmup(pp, microbatches):
-    return _one_f_one_b(pp, microbatches, lambda rank: max(pp - rank - 2, 0))
-
-
-def schedule_long_warmup(pp, microbatches):
-    return _one_f_one_b(pp, microbatches, lambda rank: pp - rank)
+def schedule_forgets_a_half(pp, microbatches):
+    return [row[:-1] for row in schedule_halves(pp, microbatches)]
 
 
 def schedule_upside_down(pp, microbatches):
     """The warm-up counted from the wrong end: every list is fine, together they stand still."""
-    return _one_f_one_b(pp, microbatches, lambda rank: rank)
+    return one_f_one_b(pp, microbatches, lambda rank: rank)
 
 
 def schedule_crossed(pp, microbatches):
     """Two ranks that each wait for the other."""
-    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
+    lists = one_f_one_b(pp, microbatches)
     if microbatches > 1:
         row = lists[0]
         row.remove("0B0")
         row.insert(row.index("0F1"), "0B0")
     return lists
-
-
-def schedule_drops_a_backward(pp, microbatches):
-    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
-    lists[1].remove(f"1B{microbatches - 1}")
-    return lists
-
-
-def schedule_twice(pp, microbatches):
-    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
-    lists[0].append("0B0")
-    return lists
-
-
-def schedule_backward_first(pp, microbatches):
-    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
-    last = lists[-1]
-    last[0], last[1] = last[1], last[0]
-    return lists
-
-
-def schedule_other_rank(pp, microbatches):
-    lists = _one_f_one_b(pp, microbatches, lambda rank: pp - rank - 1)
-    lists[0].append(lists[1].pop())
-    return lists
-
-
-def schedule_forgets_a_half(pp, microbatches):
-    return [row[:-1] for row in schedule_halves(pp, microbatches)]
-
-
-def schedule_only_six(pp, microbatches):
-    return _one_f_one_b(pp, 6, lambda rank: pp - rank - 1)
-
-
-def schedule_only_four_ranks(pp, microbatches):
-    return _one_f_one_b(pp, microbatches, lambda rank: max(3 - rank, 0))
-
-
-def schedule_one_list(pp, microbatches):
-    return [action for row in schedule_gpipe(pp, microbatches) for action in row]
-
-
-def schedule_tuples(pp, microbatches):
-    return [[("F", i) for i in range(microbatches)] for _ in range(pp)]
-
-
-def schedule_nothing(pp, microbatches):
-    return None
-
-
-def schedule_raises(pp, microbatches):
-    return [[f"{rank}F{i}" for i in range(microbatches)][99] for rank in range(pp)]
-
-
-def schedule_of_p_alone(pp):
-    return []

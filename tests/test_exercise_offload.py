@@ -10,52 +10,83 @@ import pytest
 import bad_answers_offload as bad
 import bad_attacks as attacks
 import paralab as pl
+from bad_answers_offload import good
 from judged import Table
 
 STREAM = pl.exercises.stream
 offload = importlib.import_module("paralab.exercises.offload")
 FAST_S, SLOW_S = offload.UPDATE_S.values()
 JOBS, MEMORY, TIME = STREAM.asked
+KINDS = ("read", "update", "write")
+
+
+def changed(rule):
+    """The right jobs, changed by a rule for (jobs, units, window)."""
+    return lambda units, window: rule(good(units, window), units, window)
+
+
 WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.one_after_the_other, {TIME},
      "units=6, window=2: fast host, 198 ms, required: at most 150 ms: the "
      "lane disk is idle from 10 ms to 18 ms, before write 0"),
-    (bad.one_buffer, {TIME}, "198 ms, required: at most 150 ms"),
+    (lambda n, w: good(n, 1), {TIME}, "198 ms, required: at most 150 ms"),
     (bad.in_batches, {TIME},
      "units=6, window=2: slow host, 255 ms, required: at most 205 ms: the lane "
      "host is idle from 70 ms to 95 ms, before update 2"),
-    (bad.all_reads_first, {JOBS}, "jobs[2]=('read', 2, 0): overwrites unit 0, which is in"),
-    (bad.writes_before_the_update, {JOBS}, "jobs[1]=('write', 0, 0): unit 0 has not been"),
-    (bad.lane_by_lane, {JOBS}, "jobs[2]=('write', 0, 0): unit 0 has not been updated by"),
-    (bad.writes_the_other_buffer, {JOBS}, "unit 0 is not in buffer 1 by then"),
-    (bad.writes_into_the_next_file, {JOBS}, "jobs[4]=('write', 1, 0): unit 1 is not in"),
-    (bad.never_writes, {JOBS}, "overwrites unit 0, which is in that buffer and not written"),
-    (bad.forgets_the_last_write, {JOBS}, "there is no write of unit 5"),
-    (bad.forgets_an_update, {JOBS}, "unit 5 has not been updated by then"),
-    (bad.does_nothing, {JOBS}, "units=6, window=2: there is no read of unit 0"),
-    (bad.reads_twice, {JOBS}, "jobs[1]=('read', 0, 0): the read of unit 0 is there twice"),
-    (bad.updates_twice, {JOBS}, "jobs[2]=('update', 0, 0): the update of unit 0 is there"),
-    (bad.one_buffer_more, {MEMORY}, "jobs[4]=('read', 2, 2): buffers are 0 to 1"),
-    (bad.buffers_from_one, {MEMORY}, "jobs[2]=('read', 1, 2): buffers are 0 to 1"),
-    (bad.always_two, {MEMORY}, "units=5, window=1: jobs[2]=('read', 1, 1): buffers are 0 to 0"),
-    (bad.only_six, {JOBS}, "units=1, window=2: len(jobs)=18: too m"),
-    (bad.not_with_one_buffer, {JOBS}, "units=5, window=1: raised ZeroDivisionError"),
+    (lambda n, w: [(kind, u, u % w) for kind in KINDS for u in range(n)], {JOBS},
+     "jobs[2]=('read', 2, 0): overwrites unit 0, which is in"),
+    (lambda n, w: [(kind, u, u % w) for u in range(n) for kind in ("read", "write", "update")],
+     {JOBS}, "jobs[1]=('write', 0, 0): unit 0 has not been"),
+    (changed(lambda jobs, *_: sorted(jobs, key=lambda job: job[0] == "update")), {JOBS},
+     "jobs[2]=('write', 0, 0): unit 0 has not been updated by"),
+    (changed(lambda jobs, n, w: [(k, u, (b + (k == "write")) % w) for k, u, b in jobs]), {JOBS},
+     "unit 0 is not in buffer 1 by then"),
+    (changed(lambda jobs, n, w: [(k, (u + (k == "write")) % n, b) for k, u, b in jobs]), {JOBS},
+     "jobs[4]=('write', 1, 0): unit 1 is not in"),
+    (changed(lambda jobs, *_: [job for job in jobs if job[0] != "write"]), {JOBS},
+     "overwrites unit 0, which is in that buffer and not written"),
+    (changed(lambda jobs, *_: jobs[:-1]), {JOBS}, "there is no write of unit 5"),
+    (changed(lambda jobs, n, w: [job for job in jobs if job[:2] != ("update", n - 1)]), {JOBS},
+     "unit 5 has not been updated by then"),
+    (lambda n, w: [], {JOBS}, "units=6, window=2: there is no read of unit 0"),
+    (changed(lambda jobs, *_: [jobs[0], *jobs]), {JOBS},
+     "jobs[1]=('read', 0, 0): the read of unit 0 is there twice"),
+    (changed(lambda jobs, *_: [*jobs[:2], jobs[1], *jobs[2:]]), {JOBS},
+     "jobs[2]=('update', 0, 0): the update of unit 0 is there"),
+    (lambda n, w: good(n, w + 1), {MEMORY},
+     "jobs[4]=('read', 2, 2): buffers are 0 to 1"),
+    (changed(lambda jobs, *_: [(k, u, b + 1) for k, u, b in jobs]), {MEMORY},
+     "jobs[2]=('read', 1, 2): buffers are 0 to 1"),
+    (lambda n, w: good(n, 2), {MEMORY},
+     "units=5, window=1: jobs[2]=('read', 1, 1): buffers are 0 to 0"),
+    (lambda n, w: good(6, w), {JOBS}, "units=1, window=2: len(jobs)=18: too m"),
+    (changed(lambda jobs, n, w: [(k, u, b if w > 1 else u % 0) for k, u, b in jobs]), {JOBS},
+     "units=5, window=1: raised ZeroDivisionError"),
     (bad.fills_the_window_first, {JOBS}, "units=1, window=2: jobs[1]"),
-    (bad.nothing, {JOBS}, "jobs='NoneType': not a list"),
-    (bad.without_buffers, {JOBS}, "jobs[0]=('read', 0): not a job; legal: (\"read\", unit, "),
-    (bad.as_text, {JOBS}, "jobs[0]='read 0 0': not a job"),
-    (bad.other_words, {JOBS}, "jobs[0][0]='load': unknown choice; legal: 'read' | 'update' | 'wri"),
-    (bad.units_from_one, {JOBS}, "=6: out of range; legal: a whole number from 0 to 5"),
-    (bad.half_a_buffer, {JOBS}, "jobs[0][2]=0.0: not a whole number"),
-    (bad.too_many, {JOBS}, "len(jobs)=20000: too many; legal: 3 per unit"),
-    (bad.without_end_on_one_line, {JOBS}, "2,000,000 lines of it were run, and it has not ended"),
+    (lambda n, w: None, {JOBS}, "jobs='NoneType': not a list"),
+    (changed(lambda jobs, *_: [job[:2] for job in jobs]), {JOBS},
+     "jobs[0]=('read', 0): not a job; legal: (\"read\", unit, "),
+    (changed(lambda jobs, *_: [" ".join(map(str, job)) for job in jobs]), {JOBS},
+     "jobs[0]='read 0 0': not a job"),
+    (changed(lambda jobs, *_: [({"read": "load"}.get(k, k), u, b) for k, u, b in jobs]), {JOBS},
+     "jobs[0][0]='load': unknown choice; legal: 'read' | 'update' | 'wri"),
+    (changed(lambda jobs, *_: [(k, u + 1, b) for k, u, b in jobs]), {JOBS},
+     "=6: out of range; legal: a whole number from 0 to 5"),
+    (changed(lambda jobs, *_: [(k, u, b / 2) for k, u, b in jobs]), {JOBS},
+     "jobs[0][2]=0.0: not a whole number"),
+    (changed(lambda jobs, *_: jobs * 10**6), {JOBS},
+     "len(jobs)=20000: too many; legal: 3 per unit"),
+    (lambda n, w: [("read", 0, 0) for _ in iter(int, 1)], {JOBS},
+     "2,000,000 lines of it were run, and it has not ended"),
     (bad.raises, {JOBS}, "units=6, window=2: raised KeyError: 'unit 7'"),
-    (bad.of_units_alone, {JOBS}, "yours cannot be called so: too many positional"),
+    (lambda n: good(n, 2), {JOBS}, "yours cannot be called so: too many positional"),
     (attacks.stream_not_for_four, {JOBS}, "units=4, window=2: jobs[11][1]=4: out of range"),
     (attacks.exits, {JOBS}, "rank 0 called sys.exit(3)"),
 ]  # fmt: skip
-RIGHT = [bad.good, bad.two_of_many, bad.last_unit_first, bad.in_halves, bad.a_generator,
-         attacks.stream_of_lists]  # fmt: skip
+RIGHT = [
+    good, bad.two_of_many, bad.in_halves, bad.a_generator, attacks.stream_of_lists,
+    changed(lambda jobs, n, w: [(k, n - 1 - u, w - 1 - b) for k, u, b in jobs]),
+]  # fmt: skip
 STREAMS = Table(STREAM, WRONG, RIGHT, exact=True)
 test_a_wrong_stream_is_refused, test_a_right_stream_passes, test_its_stub = STREAMS.tests()
 
@@ -76,7 +107,7 @@ def took(jobs, update_s):
 
 
 def test_a_job_starts_when_its_lane_and_its_buffer_are_free():
-    jobs = bad.good(3, 2)
+    jobs = good(3, 2)
     times = dict(zip([job[:2] for job in jobs], offload.simulate(jobs, 30e-3), strict=True))
     assert {job: round(1e3 * start) for job, (start, _) in times.items()} == {
         ("read", 0): 0, ("update", 0): 10, ("read", 1): 10, ("update", 1): 40, ("write", 0): 40,
@@ -88,7 +119,7 @@ def test_a_job_starts_when_its_lane_and_its_buffer_are_free():
 def test_reading_ahead_reaches_the_limit_at_every_size(update_s):
     for units in range(1, 13):
         for window in range(1, 16):
-            jobs = bad.good(units, window)
+            jobs = good(units, window)
             assert not offload.first_misplaced(jobs, units)
             limit = offload.limit_s(units, window, update_s)
             assert took(jobs, update_s) == pytest.approx(limit, rel=1e-9), (units, window)
@@ -130,4 +161,4 @@ def test_at_every_size_but_the_trivial_ones_taking_turns_is_too_slow():
 
 def test_a_wrong_timeout_is_refused():
     with pytest.raises(ValueError, match=r"timeout=0.*; legal: "):
-        STREAM.check(bad.good, timeout=0)
+        STREAM.check(good, timeout=0)

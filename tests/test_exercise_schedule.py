@@ -24,27 +24,50 @@ FIXED = {
 
 
 # ---- a schedule of one's own ---------------------------------------------------------------------
+def changed(edit):
+    """1F1B's lists, of which ``edit`` has changed some in place."""
+
+    def schedule(pp, microbatches):
+        lists = bad.one_f_one_b(pp, microbatches)
+        edit(lists, microbatches)
+        return lists
+
+    return schedule
+
+
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.schedule_gpipe, {"live micro-batches", "other sizes"},
+    (lambda p, m: [[f"{r}{k}{i}" for k in "FB" for i in range(m)] for r in range(p)],
+     {"live micro-batches", "other sizes"},
      "rank 0 holds 6 micro-batches, required: at most 4: 0F4, the 5th of its list"),
-    (bad.schedule_naive, {"simulated step", "other sizes"},
+    (lambda p, m: [[f"{r}{k}{i}" for i in range(m) for k in "FB"] for r in range(p)],
+     {"simulated step", "other sizes"},
      "720 ms, required: at most 270 ms: rank 0 starts 0F1, the 3rd of its list, at 120"),
-    (bad.schedule_short_warmup, {"simulated step"}, "rank 0 starts 0F3, the 5th of its list"),
-    (bad.schedule_long_warmup, {"live micro-batches"}, "rank 0 holds 5 micro-batches"),
+    (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(p - r - 2, 0)), {"simulated step"},
+     "rank 0 starts 0F3, the 5th of its list"),
+    (lambda p, m: bad.one_f_one_b(p, m, lambda r: p - r), {"live micro-batches"},
+     "rank 0 holds 5 micro-batches"),
     (bad.schedule_upside_down, {"schedule"}, "rank 0 stands at 0B0, which needs 1B0 of rank 1"),
     (bad.schedule_crossed, {"schedule"}, "deadlock, the waits form a cycle: rank 0 stands at"),
-    (bad.schedule_drops_a_backward, {"schedule"}, "missing in schedule[1]='1B5'"),
-    (bad.schedule_twice, {"schedule"}, "schedule[0][12]='0B0': is there twice"),
-    (bad.schedule_backward_first, {"schedule"}, "schedule[3][0]='3B0': comes before 3F0"),
-    (bad.schedule_other_rank, {"schedule"}, "schedule[0][12]='1B5': stage 1 lives on rank 1"),
+    (changed(lambda lists, m: lists[1].remove(f"1B{m - 1}")), {"schedule"},
+     "missing in schedule[1]='1B5'"),
+    (changed(lambda lists, m: lists[0].append("0B0")), {"schedule"},
+     "schedule[0][12]='0B0': is there twice"),
+    (changed(lambda lists, m: lists[-1].insert(0, lists[-1].pop(1))), {"schedule"},
+     "schedule[3][0]='3B0': comes before 3F0"),
+    (changed(lambda lists, m: lists[0].append(lists[1].pop())), {"schedule"},
+     "schedule[0][12]='1B5': stage 1 lives on rank 1"),
     (bad.schedule_forgets_a_half, {"schedule"}, "the weight half of the backward of stage"),
-    (bad.schedule_only_six, {"other sizes"}, "p=2, m=1: schedule[0][1]='0F1': there is no micro-"),
-    (bad.schedule_only_four_ranks, {"other sizes"}, "p=2, m=5: rank 0 holds 4 micro-batches"),
-    (bad.schedule_one_list, {"schedule"}, "own: your answer': made 48 lists; legal: 4, one"),
-    (bad.schedule_tuples, {"schedule"}, "schedule[0][0]=('F', 0): not an action"),
-    (bad.schedule_nothing, {"schedule"}, "schedule=None: not a schedule"),
-    (bad.schedule_raises, {"schedule"}, "p=4, m=6: raised IndexError"),
-    (bad.schedule_of_p_alone, {"schedule"}, "required: f(pp, microbatches), yours"),
+    (lambda p, m: bad.one_f_one_b(p, 6), {"other sizes"},
+     "p=2, m=1: schedule[0][1]='0F1': there is no micro-"),
+    (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(3 - r, 0)), {"other sizes"},
+     "p=2, m=5: rank 0 holds 4 micro-batches"),
+    (lambda p, m: [action for row in bad.one_f_one_b(p, m) for action in row], {"schedule"},
+     "own: your answer': made 48 lists; legal: 4, one"),
+    (lambda p, m: [[("F", i) for i in range(m)] for _ in range(p)], {"schedule"},
+     "schedule[0][0]=('F', 0): not an action"),
+    (lambda p, m: None, {"schedule"}, "schedule=None: not a schedule"),
+    (lambda p, m: bad.one_f_one_b(p, m)[99], {"schedule"}, "p=4, m=6: raised IndexError"),
+    (lambda p: [], {"schedule"}, "required: f(pp, microbatches), yours"),
     (attacks.schedule_without_end, {"schedule"}, "p=4, m=6: schedule[0][6]='0F6': there is no mic"),
     (attacks.never_ends, {"schedule"}, "2,000,000 lines of it were run, and it has not ended"),
     (attacks.exits, {"schedule"}, "rank 0 called sys.exit(3)"),

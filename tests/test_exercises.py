@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 
 import pytest
@@ -50,30 +51,41 @@ def test_an_exercise_shows_its_task_and_every_limit(exercise):
 
 
 # ---- lab 00 --------------------------------------------------------------------------------------
+def of(count):
+    """The states of as many parameters as ``count`` finds in a model."""
+    return lambda model, recipe: {state: count(model) * size for state, size in recipe.items()}
+
+
+def held(rule):
+    """Devices by a rule for the bytes of all states and the GB of a device."""
+    return lambda model, recipe, gb: rule(sum(bad.states(model, recipe).values()), gb)
+
+
 STATES = [  # answer, a limit it breaks, words of the verdict
-    (bad.states_without_master, "tied output matrix", "'master' is missing"),
-    (bad.states_head_twice, "tied output matrix", "count it once"),
-    (bad.states_head_never, "untied output matrix", "a tensor of its own"),
-    (bad.states_blocks_only, "large models", "12 l h²"),
-    (bad.states_without_embeddings, "large models", "the blocks alone: embeddings"),
-    (bad.states_in_gb, "large models", "required: bytes"),
-    (
-        bad.states_always_sixteen,
-        "large models",
-        "'parameters': required: 497.759 MB, yours 663.679 MB",
-    ),
-    (bad.states_summed, "tied output matrix", "required: a dict"),
-    (bad.states_nothing, "tied output matrix", "yours is a NoneType"),
-    (bad.states_raises, "tied output matrix", "no attribute 'parameters'"),
-]
+    (lambda m, recipe: bad.states(m, {s: size for s, size in recipe.items() if s != "master"}),
+     "tied output matrix", "'master' is missing"),
+    (of(lambda m: m.num_params + m.tied * m.vocab * m.hidden), "tied output matrix",
+     "count it once"),
+    (of(lambda m: m.num_params - (not m.tied) * m.vocab * m.hidden), "untied output matrix",
+     "a tensor of its own"),
+    (of(lambda m: 12 * m.layers * m.hidden**2), "large models", "12 l h²"),
+    (of(lambda m: m.layers * (12 * m.hidden**2 + 13 * m.hidden)), "large models",
+     "the blocks alone: embeddings"),
+    (of(lambda m: m.num_params / 1e9), "large models", "required: bytes"),
+    (lambda m, recipe: dict.fromkeys(recipe, m.num_params * 16 / len(recipe)), "large models",
+     "'parameters': required: 497.759 MB, yours 663.679 MB"),
+    (lambda *asked: sum(bad.states(*asked).values()), "tied output matrix", "required: a dict"),
+    (lambda *asked: None, "tied output matrix", "yours is a NoneType"),
+    (of(lambda m: m.parameters), "tied output matrix", "no attribute 'parameters'"),
+]  # fmt: skip
 DEVICES = [
-    (bad.devices_gib, "GiB"),
-    (bad.devices_of_bytes, "a GB is 10⁹ bytes"),
-    (bad.devices_floor, "rounded, but not up"),
-    (bad.devices_round, "rounded, but not up"),
-    (bad.devices_one_more, "yours 5 devices"),
-    (bad.devices_fraction, "only whole devices"),
-    (bad.devices_weights_only, "weights alone"),
+    (held(lambda total, gb: math.ceil(total / (gb * 2**30))), "GiB"),
+    (held(lambda total, gb: math.ceil(total / gb)), "a GB is 10⁹ bytes"),
+    (held(lambda total, gb: total // (gb * 10**9)), "rounded, but not up"),
+    (held(lambda total, gb: round(total / (gb * 10**9))), "rounded, but not up"),
+    (held(lambda total, gb: math.ceil(total / (gb * 10**9)) + 1), "yours 5 devices"),
+    (held(lambda total, gb: total / (gb * 10**9)), "only whole devices"),
+    (lambda m, recipe, gb: math.ceil(m.num_params * 2 / (gb * 10**9)), "weights alone"),
     (lambda model, recipe, memory_gb: "many", "a number of devices"),
     (attacks.devices_always_more, "they fit exactly"),
     (attacks.devices_as_a_part, "only whole devices"),
