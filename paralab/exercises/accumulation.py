@@ -1,9 +1,7 @@
 """Lab 00: one training step over several micro-batches, in plain PyTorch.
 
-The checker gives the answer a small reference GPT, SGD (which hides no wrong factor) and
-micro-batches, some of them of unequal size, and looks at two steps of each case: loss, gradient
-norm and weights against the mean gradient of all samples, clipped by its global norm; and the peak
-of memory against forward and backward of the largest micro-batch, gradients included.
+The answer gets a small reference GPT, SGD (which hides no wrong factor) and micro-batches, some of
+them of unequal size. Its peak of memory is held against forward and backward of the largest one.
 """
 
 from __future__ import annotations

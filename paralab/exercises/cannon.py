@@ -1,11 +1,9 @@
 """Lab 08: the warm-up, groups of rows and columns, and the last exercise, Cannon's algorithm.
 
 Cannon (1969) multiplies blocks on a q x q torus with messages between neighbours: after a first
-move rank (i, j) has X_il and W_lj with l = i + j, and with every further one the next l. Answers
-run on 2 x 2 and 4 x 4 ranks. Products are compared with those of whole matrices, calls must be
-messages between two ranks, each rank sends q blocks of X and of W at most, and holds two of each
-in addition to its own: on 4 x 4 ranks a gathered row or column is three. Shapes and data are those
-of summa.py.
+move rank (i, j) has X_il and W_lj with l = i + j, and with every further one the next l. It holds
+two blocks of X and of W in addition to its own: on 4 x 4 ranks a gathered row or column is three.
+Shapes and data are those of summa.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Micro-batches go through the stages of a pipeline, gradients are averaged over dp, the norm of the
 whole model's gradient clips them, the weights are updated. The answer is judged on four ranks, in
-two meshes, against one process: norms and weights of two steps of SGD, whose gradients are clipped,
-and the bytes that each rank sends.
+two meshes, against one process.
 """
 
 from __future__ import annotations

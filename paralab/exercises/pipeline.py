@@ -1,7 +1,6 @@
 """Lab 03: a pipeline's executor, with one stage or several per rank.
 
-A step of the reference GPT runs on real ranks, by lists that the checker gives them: gradients are
-those of one process, messages exact in bytes, the order of the work that of the list. What one
+A step of the reference GPT runs on real ranks, by lists that the checker gives them. What one
 micro-batch keeps is measured on each rank first; the list then says how many may be in flight, and
 their bytes are the limit. GPipe (Huang+ 2019, arXiv:1811.06965, sec. 2.3) and 1F1B (Narayanan+
 2021, arXiv:2006.09503, sec. 3.2) differ in that alone. Messages of two ranks are matched by their

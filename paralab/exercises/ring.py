@@ -1,9 +1,8 @@
 """Lab 01: the second half of a ring all-reduce, from sends and receives between neighbours.
 
-The checker traces the answer on 2, 3 and 4 real ranks in strict order mode, and holds it against
-the ring's own numbers: (N-1)/N S sent by every rank, one chunk of extra memory, and
-(N-1)(alpha + beta S/N) on a stated link (Patarasuk & Yuan 2009, sec. 4). Time is that of a replay
-on that link, with computing free: the same on every machine.
+The checker traces the answer on real ranks in strict order mode, and holds it against the ring's
+own numbers (Patarasuk & Yuan 2009, sec. 4). Time is that of a replay on a stated link, with
+computing free: the same on every machine.
 """
 
 from __future__ import annotations

@@ -7,10 +7,8 @@ three forms of one loop (van de Geijn & Watts 1997; Xu+ 2021, arXiv:2104.05343, 
     dX = dY Wᵀ    W_lj to all of column j; the sum of row i's terms to rank (i, l)
     dW = Xᵀ dY    X_il to all of row i; the sum of column j's terms to rank (l, j)
 
-The checker runs the answer on 2 x 2 and 4 x 4 real ranks. It compares every block with the product
-of whole matrices, elements sent with (q-1)(M K + K N) forward and twice that backward, all ranks
-together, and, on 4 x 4, memory: an all-gather of the row and of the column sends as much, and is
-refused for what it holds. M, K and N differ, and in turn X and W are the large ones.
+An all-gather of the row and of the column sends as many elements, and is refused for what it holds
+on 4 x 4 ranks. M, K and N differ, and in turn X and W are the large ones.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ An MLP and an attention layer are each a column-parallel layer followed by a row
 front copies in forward and sums in backward, g behind does the reverse (Shoeybi+ 2019,
 arXiv:1909.08053, sec. 3). Three exercises: f and g as autograd functions, which the checker puts
 into an MLP of its own; the MLP; the attention, by heads. The answers are modules whose parameters
-have the names of the whole model's, so that they can train the reference GPT. All are run on 2, 3
-and 4 real ranks; result and gradients are compared with the whole layer in float64, the bytes of
-each direction with one all-reduce, and what a rank holds with a t-th of the weights.
+have the names of the whole model's, so that they can train the reference GPT. Results and gradients
+are compared with those of the whole layer in float64.
 """
 
 from __future__ import annotations

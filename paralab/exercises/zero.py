@@ -3,10 +3,8 @@
 An all-reduce is a reduce-scatter and an all-gather, and the optimizer fits between the two: every
 rank updates one N-th of the parameters, so it needs the optimizer state of that N-th alone
 (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5.1 and 7.2.1: the bytes are those of plain data
-parallelism). The checker runs the answer on 2, 3 and 4 real ranks with gradients that it makes up,
-and compares parameters after every step with one process, bytes with 2(N-1)/N Psi, what stays
-between steps with 4 Psi/N, and the peak in between with copies of Psi. Psi is padded wherever it
-is divided by N. Plain data parallelism sends as many bytes, and is refused for what it keeps.
+parallelism, which is refused for what it keeps). Gradients are made up by the checker. Psi is
+padded wherever it is divided by N.
 """
 
 from __future__ import annotations

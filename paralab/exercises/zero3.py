@@ -1,10 +1,8 @@
 """Lab 05: ZeRO-3 in plain PyTorch, units gathered before use, freed after it, gathered again.
 
-The answer trains the reference GPT on 4 and on 3 real ranks, two micro-batches per step, with SGD,
-which hides no wrong factor. Its weights, gathered after the steps, are compared with one process;
-bytes with 3m Psi (N-1)/N; what a rank keeps between steps with shards of parameters and gradients;
-the peak within a step with what forward keeps for backward and a few units (Rajbhandari+ 2020,
-arXiv:1910.02054, sec. 5.3 and 7.2.2; Zhao+ 2023, arXiv:2304.11277, sec. 3.2).
+The answer trains the reference GPT with SGD, which hides no wrong factor. Its weights, gathered
+after the steps, are compared with one process (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5.3 and
+7.2.2; Zhao+ 2023, arXiv:2304.11277, sec. 3.2).
 """
 
 from __future__ import annotations
