@@ -14,7 +14,7 @@ from paralab.checks import shown
 from paralab.exercises.accumulated import LR, Arrays, Step
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, torch, watched
+from paralab.exercises.late import np, reference, torch, watched
 from paralab.exercises.questions import is_number, wrong_number
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
@@ -75,7 +75,7 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
             own = section.peak + held * (step > 0)  # alive are those of the step before
             after = _weights(gpt)
             of_answer = before, after, gradients, losses, made, [*passes], own, peak + held
-            steps.append(Step(sizes, clip, *of_answer, steps[-1].gradients if steps else []))
+            steps.append(Step(sizes, clip, *of_answer, steps[-1].gradients if steps else None))
         cases.append(steps)
     return cases
 
@@ -84,16 +84,15 @@ def _weights(gpt: Any) -> Arrays:
     return {name: watched.array(p) for name, p in gpt.named_parameters()}
 
 
-def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], list[Arrays]]:
-    """(loss, gradients) of each micro-batch."""
-    names, parameters = zip(*gpt.named_parameters(), strict=True)
+def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], np.ndarray]:
+    """(loss, gradient) of each micro-batch."""
     losses, gradients = [], []
     for batch in feed:
         loss = gpt(*batch)
-        made = map(watched.array, torch.autograd.grad(loss, parameters))
-        gradients.append(dict(zip(names, made, strict=True)))
+        made = torch.autograd.grad(loss, list(gpt.parameters()))
+        gradients.append(watched.array(torch.cat([one.flatten() for one in made])))
         losses.append(loss.item())
-    return losses, gradients
+    return losses, np.stack(gradients)
 
 
 @functools.cache  # for each answer the same

@@ -118,19 +118,18 @@ def _known_losses(
     logits: np.ndarray, targets: np.ndarray, rank: int, t: int, here: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
     """What the loss is if one of the three numbers is not that of all ranks."""
-    parts = np.split(logits.astype(np.float64), t, axis=1)
-    high, target = [one.max(1) for one in parts], logits[np.arange(TOKENS), targets]
-    largest, at = np.max(high, axis=0), targets - VOCAB // t * np.arange(t)[:, None]
-    clamped = [
-        one[np.arange(TOKENS), i.clip(0, VOCAB // t - 1)] for one, i in zip(parts, at, strict=True)
-    ]
-    own = [np.exp(one - largest[:, None]).sum(1) for one in parts]
-    mixed = sum(np.exp(one - m[:, None]).sum(1) for one, m in zip(parts, high, strict=True))
-    whole = largest + np.log(sum(own))
+    z, width = logits.astype(np.float64).reshape(TOKENS, t, -1), VOCAB // t  # (n, t, V/t)
+    local = (targets[:, None] - width * np.arange(t)).clip(0, width - 1)
+    clamped = np.take_along_axis(z, local[:, :, None], axis=2)  # (n, t, 1)
+    high, target = z.max(2), logits[np.arange(TOKENS), targets]
+    largest = high.max(1)
+    sums = np.exp(z - largest[:, None, None]).sum(2)  # of each rank's part
+    each = high[:, rank] + np.log(np.exp(z - high[:, :, None]).sum((1, 2)))
+    alone, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
     for words, losses in (
-        ("every rank subtracts the maximum of its own part", high[rank] + np.log(mixed) - target),
-        ("the sums of exp were not added over the ranks", largest + np.log(own[rank]) - target),
-        ("ranks without the target contribute another logit", whole - sum(clamped)),
+        ("every rank subtracts the maximum of its own part", each - target),
+        ("the sums of exp were not added over the ranks", alone - target),
+        ("ranks without the target contribute another logit", whole - clamped.sum((1, 2))),
         ("the target's logit is missing on ranks that do not have it", whole - target * here),
     ):
         yield f"it is so if {words}", losses.mean(keepdims=True)
