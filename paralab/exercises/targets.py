@@ -13,9 +13,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import asked
+from paralab.exercises.questions import ask
 from paralab.exercises.schedule import FORWARD_S, limit_s, missed
-from paralab.exercises.verdict import NOT_STARTED
 
 if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
@@ -69,12 +68,8 @@ TARGETS = (
 )
 def better_schedules(tries: Tries) -> None:
     questions = [(part, size) for part in range(len(TARGETS)) for size in SIZES]
-    for notes, found in tries.run(asked, 1, questions):
-        if all(reply.trouble == NOT_STARTED for reply in found.results[0]):
-            notes.end(NOT_STARTED)
-            continue
-        for (part, (p, m)), reply in zip(questions, found.results[0], strict=True):
-            name, _, took, seconds, alive = TARGETS[part]
-            notes.where = f"p={p}, m={m}"
-            wrong = missed(reply, p, m, seconds=seconds(p, m), alive=alive(p), took=took)
-            notes.look(name, wrong, "reached")
+    for notes, (part, (p, m)), reply in ask(tries, questions, questions):
+        name, _, took, seconds, alive = TARGETS[part]
+        notes.where = f"p={p}, m={m}"
+        wrong = missed(reply, p, m, seconds=seconds(p, m), alive=alive(p), took=took)
+        notes.look(name, wrong, "reached")
