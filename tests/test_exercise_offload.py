@@ -63,7 +63,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (changed(lambda jobs, n, w: [(k, u, b if w > 1 else u % 0) for k, u, b in jobs]), {JOBS},
      "units=5, window=1: raised ZeroDivisionError"),
     (bad.fills_the_window_first, {JOBS}, "units=1, window=2: jobs[1]"),
-    (lambda n, w: None, {JOBS}, "jobs='NoneType': not a list"),
+    (lambda n, w: None, {JOBS}, "jobs=None: not a list"),
     (changed(lambda jobs, *_: [job[:2] for job in jobs]), {JOBS},
      "jobs[0]=('read', 0): not a job; legal: (\"read\", unit, "),
     (changed(lambda jobs, *_: [" ".join(map(str, job)) for job in jobs]), {JOBS},

@@ -63,7 +63,7 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
     ([("replicated = 2 * h + 4 * h", "replicated = 6 * h // t")], {"dp"}, "norms are not sharded"),
     ([("return {\"tp\": tp, ", "return {")], {"tp"}, "there is no 'tp' in it"),
     ([("return {\"tp\": tp, \"pp\": pp, \"dp\": dp}", "return tp + pp + dp")], {"tp", "pp", "dp"},
-     "required: a dict, {axis: bytes}, yours is a int"),
+     "required: a dict, {axis: bytes}, yours is an int"),
     ([("width = 4 if", "width = model.width if")], {"tp", "pp", "dp"}, "raised AttributeError"),
 ]  # fmt: skip
 LIBRARY = "here it cannot be asked"

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import real, shown, whole
 from paralab.exercises import sources
+from paralab.exercises.questions import kind_of
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes, Verdict
 
@@ -78,9 +79,7 @@ class Takes(NamedTuple):
         two empty strings.
         """
         if self.what.startswith("a dict"):
-            name = type(part).__name__
-            article = "an" if name[0].lower() in "aeiou" else "a"
-            said = f"required: {self.what}, yours is {article} {name}"
+            said = f"required: {self.what}, yours is {kind_of(part)}"
             return ("", "") if isinstance(part, Mapping) else ("no dict", said)
         if not callable(part):
             return "nothing to call", f"required: {self.what}, yours is {shown(part)}"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.checks import choice, illegal, whole
-from paralab.exercises.questions import Odd, kind_of
+from paralab.exercises.questions import Odd
 from paralab.exercises.verdict import SLACK, ms
 
 Job = tuple[str, int, int]  # what, unit, buffer
@@ -35,7 +35,7 @@ def limit_s(units: int, window: int, update_s: float) -> float:
 def as_jobs(found: Any, units: int) -> list[Job]:
     """What an answer returned, if it is a list of jobs. Raises ValueError if it is not."""
     if not isinstance(found, list):
-        raise illegal("jobs", kind_of(found), "not a list", 'a list [("read", 0, 0), ...]')
+        raise illegal("jobs", found, "not a list", 'a list [("read", 0, 0), ...]')
     if len(found) > MOST * units:
         raise illegal("len(jobs)", len(found), "too many", f"{len(LANE)} per unit")
     jobs = []

@@ -21,7 +21,7 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
     Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"), lab="11", asked=ASKED
 )
 def days_and_mfu(tries: Tries) -> None:
-    for notes, case, reply in ask(tries, CASES, [(0, case) for case in CASES]):
+    for notes, case, reply in ask(tries, CASES):
         flops, samples, seconds, total, devices, peak = case
         notes.where = f"{devices:,} devices"
         days = total / samples * seconds / 86_400

@@ -40,7 +40,7 @@ ORDER, MEMORY, TIME = ASKED
 
 @exercise(Takes("my_stream(units, window)"), lab="09", asked=ASKED)
 def stream(tries: Tries) -> None:
-    for notes, size, reply in ask(tries, SIZES, [(0, size) for size in SIZES]):
+    for notes, size, reply in ask(tries, SIZES):
         notes.where, jobs, trouble = "units={}, window={}".format(*size), [], reply.trouble
         if not trouble:
             jobs, trouble = attempt(lambda reply=reply, size=size: as_jobs(reply.value, size[0]))

@@ -60,7 +60,7 @@ class Reply(NamedTuple):
         """
         found, wrong = self.value, self.trouble
         if not wrong and not (isinstance(found, (list, tuple)) and len(found) == len(right)):
-            wrong = f"required: ({', '.join(right)}), yours is a {kind_of(found)}"
+            wrong = f"required: ({', '.join(right)}), yours is {kind_of(found)}"
         for place, (limit, pair) in enumerate(right.items()):
             number = None if wrong else found[place]
             how = "{:.6g}".format, f", {limit}", tolerance
@@ -74,7 +74,7 @@ class Reply(NamedTuple):
         if self.trouble:
             return self.trouble
         if not isinstance(found, Mapping):
-            return f"required: a dict, {{state: bytes}}, yours is a {kind_of(found)}"
+            return f"required: a dict, {{state: bytes}}, yours is {kind_of(found)}"
         for state in (*right, *found):
             if state not in found:
                 return f"the state {state!r} is missing"
@@ -90,17 +90,18 @@ class Reply(NamedTuple):
 def ask(
     tries: Tries,
     cases: Sequence[Any],
-    questions: Sequence[tuple[int, tuple]],
-    alone: str = "",
-    legal: tuple[str, ...] = (),
+    questions: Sequence[tuple[int, tuple]] = (),
+    *how: Any,
 ) -> Iterator[tuple[Notes, Any, Reply]]:
     """(notes, case, reply) of every answer and case. The limits of a function that is not written
     yet are left open.
 
-    questions      (part of the answer, its arguments), case by case
-    alone, legal   as `asked` has them
+    questions  (part of the answer, its arguments), case by case; by default a case is what the
+               first part is called with
+    how        as `asked` has it
     """
-    for notes, found in tries.run(asked, 1, questions, alone, legal):
+    questions = questions or [(0, tuple(case)) for case in cases]
+    for notes, found in tries.run(asked, 1, questions, *how):
         written = {
             part
             for (part, _), reply in zip(questions, found.results[0], strict=True)
@@ -218,8 +219,9 @@ def _number(value: Any) -> int | float:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a plain value, as the learner knows it."""
-    return value.type if isinstance(value, Odd) else type(value).__name__
+    """The type of a value as the learner knows it: "an int"."""
+    name = value.type if isinstance(value, Odd) else type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def trillion_plan(tries: Tries) -> None:
     from paralab.theory import papers
 
     model, published = papers.ptdp_models()[-1]
-    for notes, _, reply in ask(tries, [None], [(0, ())]):
+    for notes, _, reply in ask(tries, [()]):
         plan, trouble = attempt(lambda r=reply: _legal(model, r.value))
         if not isinstance(reply.value, Mapping):
             trouble = reply.trouble or "required: a dict, {setting of Plan: value}"

@@ -24,7 +24,7 @@ COUNT = "forwards before the first backward"
     asked={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
 )
 def warmup(tries: Tries) -> None:
-    for notes, size, reply in ask(tries, SIZES, [(0, size) for size in SIZES]):
+    for notes, size, reply in ask(tries, SIZES):
         notes.where, right = "rank {}, p={}, m={}, v={}".format(*size), counted(*size)
         known = [(words, number) for words, number in _miscounted(*size) if number != right]
         notes.look(COUNT, reply.number(right, known, "{:g}".format, " of forwards"), "right")
