@@ -5,19 +5,11 @@ Ranks import this module, so it imports nothing at the top but what is light.
 
 from __future__ import annotations
 
-import fractions
 import itertools
 import sys
 import time
 
-from bad_answers import (
-    _around,
-    devices,
-    ring_copied,
-    ring_plain,
-    schedule_good,
-    states,
-)
+from bad_answers import _around, ring_copied, ring_plain, schedule_good
 from bad_answers_offload import good as stream_good
 
 
@@ -78,10 +70,6 @@ def ring_writes_the_numbers(group, tensor):
     torch.arange(tensor.numel(), out=tensor)
 
 
-def devices_always_more(model, recipe, memory_gb):
-    return int(sum(states(model, recipe).values()) // (memory_gb * 10**9)) + 1
-
-
 def schedule_not_for_two(pp, microbatches):
     lists = schedule_good(pp, microbatches)
     return schedule_good(pp, 1) if (pp, microbatches) == (4, 2) else lists
@@ -134,16 +122,6 @@ def never_ends(*asked):
 
 def never_ends_in_c(*asked):
     return max(itertools.count())
-
-
-def devices_as_fraction(model, recipe, memory_gb):
-    exact = fractions.Fraction(devices(model, recipe, memory_gb))
-    return exact  # right
-
-
-def devices_as_a_part(model, recipe, memory_gb):
-    total = sum(states(model, recipe).values())
-    return fractions.Fraction(total, round(memory_gb * 10**9))
 
 
 def schedule_without_end(pp, microbatches):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-import bad_answers as bad
 import bad_attacks as attacks
 import paralab as pl
-from judged import TABLES, Table
+from judged import TABLES, Table, stored
 from paralab.exercises import sources
 from paralab.exercises.attempts import attempt
 from paralab.exercises.verdict import Notes
 
 OWN = pl.exercises.own_schedule
 EXERCISES = list(pl.exercises.ALL.values())
+states, devices = stored("model_states", "model_states", "devices_needed")
 
 
 # ---- the exercises -------------------------------------------------------------------------------
@@ -58,11 +59,11 @@ def of(count):
 
 def held(rule):
     """Devices by a rule for the bytes of all states and the GB of a device."""
-    return lambda model, recipe, gb: rule(sum(bad.states(model, recipe).values()), gb)
+    return lambda model, recipe, gb: rule(sum(states(model, recipe).values()), gb)
 
 
 STATES = [  # answer, a limit it breaks, words of the verdict
-    (lambda m, recipe: bad.states(m, {s: size for s, size in recipe.items() if s != "master"}),
+    (lambda m, recipe: states(m, {s: size for s, size in recipe.items() if s != "master"}),
      "tied output matrix", "'master' is missing"),
     (of(lambda m: m.num_params + m.tied * m.vocab * m.hidden), "tied output matrix",
      "count it once"),
@@ -74,7 +75,7 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (of(lambda m: m.num_params / 1e9), "large models", "required: bytes"),
     (lambda m, recipe: dict.fromkeys(recipe, m.num_params * 16 / len(recipe)), "large models",
      "'parameters': required: 497.759 MB, yours 663.679 MB"),
-    (lambda *asked: sum(bad.states(*asked).values()), "tied output matrix", "required: a dict"),
+    (lambda *asked: sum(states(*asked).values()), "tied output matrix", "required: a dict"),
     (lambda *asked: None, "tied output matrix", "yours is a NoneType"),
     (of(lambda m: m.parameters), "tied output matrix", "no attribute 'parameters'"),
 ]  # fmt: skip
@@ -87,8 +88,8 @@ DEVICES = [
     (held(lambda total, gb: total / (gb * 10**9)), "only whole devices"),
     (lambda m, recipe, gb: math.ceil(m.num_params * 2 / (gb * 10**9)), "weights alone"),
     (lambda model, recipe, memory_gb: "many", "a number of devices"),
-    (attacks.devices_always_more, "they fit exactly"),
-    (attacks.devices_as_a_part, "only whole devices"),
+    (held(lambda total, gb: int(total // (gb * 10**9)) + 1), "they fit exactly"),
+    (held(lambda total, gb: Fraction(total, round(gb * 10**9))), "only whole devices"),
     (attacks.returns(10**5000), "required: a number of devices, yours is"),
     (attacks.returns(attacks.NoRepr()), "<NoRepr without a repr: RuntimeError>"),
     (attacks.returns([0] * 10**6), "a number of devices, yours is [0, 0, "),
@@ -99,10 +100,10 @@ MODEL_STATES = pl.exercises.model_states
 TABLE = Table(
     MODEL_STATES,
     [
-        *(((answer, bad.devices), {limit}, words) for answer, limit, words in STATES),
-        *(((bad.states, answer), {"devices"}, words) for answer, words in DEVICES),
+        *(((answer, devices), {limit}, words) for answer, limit, words in STATES),
+        *(((states, answer), {"devices"}, words) for answer, words in DEVICES),
     ],
-    [(bad.states, attacks.devices_as_fraction)],
+    [(states, lambda *asked: Fraction(devices(*asked)))],
 )
 test_wrong_states_are_refused, test_right_states_pass, test_their_stub = TABLE.tests()
 
@@ -116,22 +117,22 @@ test_wrong_states_are_refused, test_right_states_pass, test_their_stub = TABLE.t
     ],
 )
 def test_an_answer_that_does_not_come_back_is_a_verdict(answer, timeout, words):
-    verdict = MODEL_STATES.check(answer, bad.devices, timeout=timeout)
+    verdict = MODEL_STATES.check(answer, devices, timeout=timeout)
     assert not verdict and words in verdict.said, repr(verdict)
 
 
 def test_a_megabyte_is_not_quoted_whole():
-    verdict = MODEL_STATES.check(lambda *_: [0] * 10**6, bad.devices)
+    verdict = MODEL_STATES.check(lambda *_: [0] * 10**6, devices)
     assert not verdict and len(verdict._repr_html_()) < 10_000
 
 
 def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
     def spoils(model, recipe):
-        held = bad.states(model, recipe)
+        held = states(model, recipe)
         recipe.clear()
         return held
 
-    first, right = (MODEL_STATES.check(one, bad.devices) for one in (spoils, bad.states))
+    first, right = (MODEL_STATES.check(one, devices) for one in (spoils, states))
     assert first.passed and first == right and first._repr_html_() == right._repr_html_()
 
 
@@ -140,15 +141,13 @@ def missed(verdict) -> set[str]:
 
 
 def test_half_an_answer_is_told_what_is_left():
-    verdict = pl.exercises.model_states.check(bad.states)
+    verdict = pl.exercises.model_states.check(states)
     assert missed(verdict) == {"devices"} and "one more function" in repr(verdict)
 
 
 def test_a_trillion_parameters_need_202_devices_of_80_gb_for_states_alone():
     model = pl.ModelSpec.preset("ptdp-1t")
-    assert (
-        bad.devices(model, {"parameters": 2, "gradients": 2, "master": 4, "moments": 8}, 80) == 202
-    )
+    assert devices(model, {"parameters": 2, "gradients": 2, "master": 4, "moments": 8}, 80) == 202
 
 
 # ---- verdicts ------------------------------------------------------------------------------------

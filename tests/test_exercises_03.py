@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+
 import paralab as pl
 from judged import Table, altered
 from paralab.parallel.schedules import one_f_one_b
@@ -67,9 +70,6 @@ def step(*changes: str):
 
 def functional(stage, actions, previous, following, batches, shape):
     """An unusual right answer: torch.autograd.grad, few open sends, batched calls."""
-    import torch
-    import torch.distributed as dist
-
     weights, kept, open_, total = list(stage.parameters()), {}, [], 0.0
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
@@ -160,9 +160,6 @@ def chunks(*changes: str):
 
 def by_inspection(stages, lists, batches, shape):
     """An unusual right answer: one loop over all ranks' lists says what comes when."""
-    import torch
-    import torch.distributed as dist
-
     rank, p = dist.get_rank(), dist.get_world_size()
     last, inbox, order, kept, works, total = p * len(stages) - 1, {}, {}, {}, [], 0.0
     for sender in {(rank - 1) % p, (rank + 1) % p}:

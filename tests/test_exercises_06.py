@@ -11,6 +11,7 @@ import pytest
 import bad_answers_06 as bad
 import paralab as pl
 from judged import Table, altered, defined, missed
+from paralab.interpret.quick import fullest
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
@@ -56,37 +57,50 @@ def test_checkpoints_are_judged_in_one_launch():
 
 
 # ---- the estimator -------------------------------------------------------------------------------
-ESTIMATOR, MADE = pl.exercises.memory_estimator, bad.ESTIMATES
+ESTIMATOR = pl.exercises.memory_estimator
+estimate = altered("memory_estimator")
 ZERO = {"ZeRO-1 and ZeRO-2", "ZeRO-3"}
+LIVE, RETURNED = "tokens + spec.layers * block + head + loss", "return states | "
+FLOATS = estimate((LIVE, f"float({LIVE})"))
 WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
-    (MADE["always fp32"], {"bf16"}, "w is 2 bytes in bf16"),
-    (MADE["one unit"], {"ZeRO-3"}, "padded once, and every unit is padded by itself"),
-    (MADE["not padded"], ZERO | {"bf16"}, "that is not padded"),
-    (MADE["no master"], {"bf16"}, "the master weights belong to the optimizer, 4 Ψ more"),
-    (MADE["no counts"], {"one device"} | ZERO, "AdamW's step counts are missing"),
-    (MADE["counts per tensor"], ZERO, "with ZeRO there is one per unit"),
-    (MADE["no scores"], {"one device"}, "the softmax's result is missing, w a b s² per block"),
-    (MADE["no means"], {"one device"}, "mean and deviation of the two norms are missing"),
-    (MADE["short loss"], {"bf16"}, "the probabilities of the loss have 4 bytes in bf16 too"),
-    (MADE["no ends"], {"one device"}, "the embedding and the head are missing"),
-    (MADE["Korthikanti"], {"one device"}, "that is Korthikanti's formula"),
-    (
-        MADE["all sharded"],
-        {"ZeRO-1 and ZeRO-2"},
-        "stage 1 does not shard it: every rank has all n parts",
-    ),
-    (MADE["whole gradients"], ZERO, "shards it: every rank keeps an n-th"),
-    (MADE["one sample"], {"one device"}, "that is one sample"),
+    (estimate(('w = 4 if precision == "fp32" else 2', "w = 4")), {"bf16"},
+     "w is 2 bytes in bf16"),
+    (estimate(('".".join(parts[: 1 + (parts[0] == "blocks")])', '"all"')), {"ZeRO-3"},
+     "padded once, and every unit is padded by itself"),
+    (estimate(("-(-size // n)", "size / n")), ZERO | {"bf16"}, "that is not padded"),
+    (estimate(('8 if precision == "fp32" else 12', "8")), {"bf16"},
+     "the master weights belong to the optimizer, 4 Ψ more"),
+    (estimate((" + 4 * len(sizes)", "")), {"one device"} | ZERO,
+     "AdamW's step counts are missing"),
+    (estimate(("len(sizes)", "len(spec.parameter_shapes())")), ZERO,
+     "with ZeRO there is one per unit"),
+    (estimate((" + w * spec.heads * b * s * s", "")), {"one device"},
+     "the softmax's result is missing, w a b s² per block"),
+    (estimate((" + 4 * w * b * s", "")), {"one device"},
+     "mean and deviation of the two norms are missing"),
+    (estimate(("loss = 4 * b", "loss = w * b")), {"bf16"},
+     "the probabilities of the loss have 4 bytes in bf16 too"),
+    (estimate((LIVE, "spec.layers * block")), {"one device"},
+     "the embedding and the head are missing"),
+    (estimate((LIVE, "spec.layers * s * b * h * (34 + 5 * spec.heads * s / h)")), {"one device"},
+     "that is Korthikanti's formula"),
+    (estimate(("(part if zero_stage == 3 else whole)", "part")), {"ZeRO-1 and ZeRO-2"},
+     "stage 1 does not shard it: every rank has all n parts"),
+    (estimate(('"gradients": w * part', '"gradients": w * whole')), ZERO,
+     "shards it: every rank keeps an n-th"),
+    (estimate((LIVE, f"({LIVE}) / b")), {"one device"}, "that is one sample"),
     (bad.asks_the_program, {"one device"}, "paralab is asked: count the bytes yourself"),
-    (bad.no_optimizer, {"one device"}, "the state 'optimizer' is missing"),
-    (bad.a_sum, {"one device"}, "required: a dict, {state: bytes}, yours is a float"),
-]
-ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, [MADE[""]])
+    (estimate((RETURNED, f'del states["optimizer"]\n    {RETURNED}')), {"one device"},
+     "the state 'optimizer' is missing"),
+    (lambda *asked: sum(FLOATS(*asked).values()), {"one device"},
+     "required: a dict, {state: bytes}, yours is a float"),
+]  # fmt: skip
+ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, [FLOATS])
 test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = ESTIMATED.tests()
 
 
 def test_estimates_are_judged_in_one_launch():
-    assert ESTIMATED[MADE[""]] and ESTIMATED.launches == 1
+    assert ESTIMATED[FLOATS] and ESTIMATED.launches == 1
 
 
 # ---- lab 06: the clinic --------------------------------------------------------------------------
@@ -202,9 +216,8 @@ def test_only_the_cures_help_each_patient_and_one_of_two_is_not_enough(name):
 
 @pytest.mark.parametrize("patient", PATIENTS.values(), ids=lambda p: p.name)
 def test_a_patient_has_more_devices_and_about_as_much_on_each_as_its_story_says(patient):
-    from paralab.exercises.memory import peak
-
-    was, now = (sum(peak(patient.model, p).values()) for p in (patient.fewer, patient.plan))
+    plans = patient.fewer, patient.plan
+    was, now = (sum(fullest(patient.model, plan)[1].values()) for plan in plans)
     assert patient.plan.world_size >= 2 * patient.fewer.world_size
     fell = {"twice the devices": 1 / 20, "a small model": 1 / 10, "fully sharded": 1 / 7,
             "more nodes": 0.0}[patient.name]  # fmt: skip

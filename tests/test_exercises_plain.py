@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
@@ -28,9 +31,6 @@ def called(watch, answer, seed):
 
 
 def collectives():
-    import torch
-    import torch.distributed as dist
-
     n, r = dist.get_world_size(), dist.get_rank()
     mine, found = torch.tensor([float(r), 1.0, -float(r), 0.0]), {}
     for name, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
@@ -57,9 +57,6 @@ def collectives():
 
 def messages():
     """Neighbours on a ring swap what they have, one by one and as a batch; groups of two add up."""
-    import torch
-    import torch.distributed as dist
-
     n, r = dist.get_world_size(), dist.get_rank()
     left, right = torch.empty(1), torch.empty(1)
     sent = dist.isend(torch.tensor([float(r)]), (r + 1) % n)
@@ -77,9 +74,6 @@ def messages():
 
 
 def too_early():
-    import torch
-    import torch.distributed as dist
-
     one = torch.ones(1)
     work = dist.all_reduce(one, async_op=True)
     time.sleep(0.2)
@@ -89,9 +83,6 @@ def too_early():
 
 
 def never_waits():
-    import torch
-    import torch.distributed as dist
-
     dist.all_reduce(torch.ones(1), async_op=True)
 
 
@@ -133,9 +124,6 @@ def test_a_result_arrives_in_wait_and_a_call_without_one_is_seen():
 
 def by_other_names():
     """Functions that were imported, in a thread, and an operation that few use."""
-    import threading
-
-    import torch
     from torch.distributed import ReduceOp, all_gather_object, get_rank
     from torch.distributed.distributed_c10d import all_reduce
 
@@ -154,44 +142,30 @@ def test_calls_are_seen_whatever_they_are_called_by():
 
 
 def functional():
-    import torch
     from torch.distributed._functional_collectives import all_reduce
 
     return all_reduce(torch.ones(1), "sum", [0, 1])
 
 
 def wrapped():
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     DistributedDataParallel(torch.nn.Linear(2, 2))
 
 
 def tagged():
-    import torch
-    import torch.distributed as dist
-
     (dist.isend if dist.get_rank() else dist.irecv)(torch.ones(1), 1 - dist.get_rank(), tag=3)
 
 
 def to_itself():
-    import torch
-    import torch.distributed as dist
-
     dist.isend(torch.ones(1), dist.get_rank())
 
 
 def sliced():
-    import torch
-    import torch.distributed as dist
-
     dist.all_reduce(torch.ones(2, 2)[:, 0])
 
 
 def future():
-    import torch
-    import torch.distributed as dist
-
     dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
 
 
@@ -212,9 +186,6 @@ def test_what_is_not_counted_is_refused(answer, words):
 
 
 def asked_again():
-    import torch
-    import torch.distributed as dist
-
     one = torch.ones(1)
     for _ in range(3):
         dist.all_reduce(one, group=dist.new_group([0, 1]))
