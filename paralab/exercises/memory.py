@@ -18,9 +18,10 @@ from typing import Any
 from paralab.checks import shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.memory_patients import PATIENTS, Patient, peak
+from paralab.exercises.memory_patients import PATIENTS, Patient
 from paralab.exercises.questions import plain
 from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.interpret import quick
 from paralab.spec import Plan
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
@@ -116,7 +117,7 @@ def _too_many(patient: Patient, after: Plan) -> str:
 
 
 def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
-    was, parts = sum(patient.peak().values()), peak(patient.model, plan)
+    was, parts = sum(patient.peak().values()), quick.fullest(patient.model, plan)[1]
     now, most = sum(parts.values()), max(parts, key=lambda name: parts[name])
     fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
     wrong = f"the peak {fall}, required: by {patient.drop} %; "

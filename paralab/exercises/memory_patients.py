@@ -44,7 +44,7 @@ class Patient:
 
         change  settings of the plan to be changed first: ``recompute="full"``
         """
-        return peak(self.model, self.plan.replace(**change))
+        return quick.fullest(self.model, self.plan.replace(**change))[1]
 
     def chart(self, **change: Any) -> Chart:
         """What fills a device: with fewer devices, as it is, and with settings changed."""
@@ -54,7 +54,8 @@ class Patient:
         def devices(plan: Plan) -> str:
             return f"{plan.world_size} device{'s' * (plan.world_size > 1)}"
 
-        bars = {devices(self.fewer): peak(self.model, self.fewer), devices(self.plan): self.peak()}
+        fewer = quick.fullest(self.model, self.fewer)[1]
+        bars = {devices(self.fewer): fewer, devices(self.plan): self.peak()}
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
         said = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
@@ -116,10 +117,3 @@ PATIENTS = (
         plan=Plan(dp=4, zero_stage=2, microbatch_size=1),
     ),
 )
-
-
-def peak(model: ModelSpec, plan: Plan) -> dict[str, int]:
-    """{category: bytes} at the peak of the rank with the highest one. Raises ValueError
-    as `predict` does.
-    """
-    return quick.fullest(model, plan)[1]
