@@ -54,10 +54,10 @@ def ring_direct(group, tensor):
     group.exchange(parts).wait()
 
 
-def ring_by_collective(group, tensor):
+def ring_by_collective(group, tensor, **how):
     n, r, _, _, chunks = _around(group, tensor)
     gathered = tensor.new_empty(tensor.shape)
-    group.all_gather(gathered, chunks[(r + 1) % n].clone()).wait()
+    group.all_gather(gathered, chunks[(r + 1) % n].clone(), **how).wait()
     tensor.copy_(gathered.roll(gathered.numel() // n))
 
 

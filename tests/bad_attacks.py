@@ -9,7 +9,7 @@ import itertools
 import sys
 import time
 
-from bad_answers import _around, ring_copied, ring_plain, schedule_good
+from bad_answers import _around, ring_by_collective, ring_copied, ring_plain, schedule_good
 from bad_answers_offload import good as stream_good
 
 
@@ -55,10 +55,7 @@ def ring_decoy(group, tensor):
 
 
 def ring_control(group, tensor):
-    n, r, _, _, chunks = _around(group, tensor)
-    gathered = tensor.new_empty(tensor.shape)
-    group.all_gather(gathered, chunks[(r + 1) % n].clone(), phase="control").wait()
-    tensor.copy_(gathered.roll(gathered.numel() // n))
+    ring_by_collective(group, tensor, phase="control")
 
 
 # ---- one size, one constant ----------------------------------------------------------------------

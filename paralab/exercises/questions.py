@@ -130,16 +130,13 @@ def asked(
     replies: list[Reply] = []
     endless: dict[int, Reply] = {}  # by part: it is not asked again
     for number, args in questions:
-        if number in endless:
-            replies.append(endless[number])
-            continue
-        if number >= len(answer):
-            replies.append(Reply(None, NOT_STARTED))
-            continue
-        call = functools.partial(answer[number], *copy.deepcopy(args))
-        replies.append(Reply(*ended(lambda call=call: plain(call()), alone, legal)))
-        if ENDLESS in replies[-1].trouble:
-            endless[number] = replies[-1]
+        reply = endless.get(number, Reply(None, NOT_STARTED))
+        if number < len(answer) and number not in endless:
+            call = functools.partial(answer[number], *copy.deepcopy(args))
+            reply = Reply(*ended(lambda call=call: plain(call()), alone, legal))
+        if ENDLESS in reply.trouble:
+            endless[number] = reply
+        replies.append(reply)
     return replies
 
 
@@ -147,30 +144,31 @@ def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ())
     """`attempt`, with an error in place of a loop without end, which could fill the memory before a
     timeout; and, where ``alone`` says why, in place of a call of this package, as in `asked`.
     """
-    left, refused, before = LINES, False, sys.gettrace()
+    left, stopped, before = LINES, "", sys.gettrace()
     legal = tuple(f"{OURS}/{name}" for name in legal)
 
     def seen(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal left, refused
+        nonlocal left, stopped
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(NOT_THEIRS):
-            from_theirs = not frame.f_back.f_code.co_filename.startswith(OURS)
-            if alone and from_theirs and name.startswith(OURS) and not name.startswith(legal):
-                refused = True
-                raise RuntimeError(alone)
-            return None
-        left -= 1
-        if left < 0:
-            raise RuntimeError(f"{LINES:,} {ENDLESS}")
-        return seen
+            entered = name.startswith(OURS) and not frame.f_back.f_code.co_filename.startswith(OURS)
+            if not (alone and entered) or name.startswith(legal):
+                return None
+            stopped = alone
+        else:
+            left -= 1
+            if left >= 0:
+                return seen
+            stopped = f"{LINES:,} {ENDLESS}"
+        raise RuntimeError(stopped)
 
     sys.settrace(seen)
     try:
         value, trouble = attempt(call)
     finally:
         sys.settrace(before)
-    if refused and not trouble:  # it was caught, and nothing is seen any more
-        return None, f"raised RuntimeError: {alone}"
+    if stopped and not trouble:  # it was caught, and nothing is seen any more
+        return None, f"raised RuntimeError: {stopped}"
     return value, trouble
 
 
