@@ -39,53 +39,26 @@ FIT = pl.exercises.own_fit
 RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 MEAN = "return math.exp(sum(logs) / len(logs))"
 LOGS = "math.log(flops / (devices * seconds))"
-WRONG_FITS = {  # text, what stands there instead, limits it breaks, words of the verdict
-    "arithmetic": (
-        [(LOGS, "flops / (devices * seconds)"), (MEAN, "return sum(logs) / len(logs)")],
-        {RATE, INSIDE, OUTSIDE},
-        "the arithmetic mean of the rates",
-    ),
-    "all together": (
-        [(MEAN, "return sum(r[0] for r in some) / sum(r[1] * r[2] for r in some)")],
-        {RATE, INSIDE, OUTSIDE},
-        "all FLOPs over all device seconds",
-    ),
-    "median": (
-        [(MEAN, "import statistics; return math.exp(statistics.median(logs))")],
-        {RATE, INSIDE, OUTSIDE},
-        "yours ",
-    ),
-    "no devices": (
-        [("(devices * seconds)", "seconds"), ("(devices * rate)", "rate")],
-        {RATE, INSIDE, OUTSIDE},
-        "the rate of all devices together",
-    ),
-    "signs": (
-        [("abs(predicted / seconds - 1)", "predicted / seconds - 1")],
-        {INSIDE, OUTSIDE},
-        "cancel",
-    ),
-    "of the rate": (
-        [("abs(predicted / seconds - 1)", "abs(seconds / predicted - 1)")],
-        {INSIDE, OUTSIDE},
-        "of the rate, not of the seconds",
-    ),
-    "never left out": (
-        [("fitted(rows[:i] + rows[i + 1 :])", "rate")],
-        {OUTSIDE},
-        "in sample: the row",
-    ),
-    "left out one too many": (
-        [("rows[i + 1 :]", "rows[i + 2 :]")],
-        {RATE, INSIDE, OUTSIDE},
-        "ZeroDivisionError",
-    ),
-    "per cent": ([("- 1)", "- 1) * 100")], {INSIDE, OUTSIDE}, "per cent"),
-    "teraflops": ([("return rate,", "return rate / 1e12,")], {RATE}, "TFLOP/s"),
-    "largest": ([("sum(unseen) / len(unseen)", "max(unseen)")], {OUTSIDE}, "the largest error"),
-    "two numbers": ([("return rate, ", "return ")], {RATE, INSIDE, OUTSIDE}, "required: (rate, "),
-    "raises": ([("rate = fitted(rows)", "rate = fit(rows)")], {RATE, INSIDE, OUTSIDE}, "NameError"),
-}
+EVERY = {RATE, INSIDE, OUTSIDE}
+WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
+    ([(LOGS, "flops / (devices * seconds)"), (MEAN, "return sum(logs) / len(logs)")], EVERY,
+     "the arithmetic mean of the rates"),
+    ([(MEAN, "return sum(r[0] for r in some) / sum(r[1] * r[2] for r in some)")], EVERY,
+     "all FLOPs over all device seconds"),
+    ([(MEAN, "import statistics; return math.exp(statistics.median(logs))")], EVERY, "yours "),
+    ([("(devices * seconds)", "seconds"), ("(devices * rate)", "rate")], EVERY,
+     "the rate of all devices together"),
+    ([("abs(predicted / seconds - 1)", "predicted / seconds - 1")], {INSIDE, OUTSIDE}, "cancel"),
+    ([("abs(predicted / seconds - 1)", "abs(seconds / predicted - 1)")], {INSIDE, OUTSIDE},
+     "of the rate, not of the seconds"),
+    ([("fitted(rows[:i] + rows[i + 1 :])", "rate")], {OUTSIDE}, "in sample: the row"),
+    ([("rows[i + 1 :]", "rows[i + 2 :]")], EVERY, "ZeroDivisionError"),
+    ([("- 1)", "- 1) * 100")], {INSIDE, OUTSIDE}, "per cent"),
+    ([("return rate,", "return rate / 1e12,")], {RATE}, "TFLOP/s"),
+    ([("sum(unseen) / len(unseen)", "max(unseen)")], {OUTSIDE}, "the largest error"),
+    ([("return rate, ", "return ")], EVERY, "required: (rate, "),
+    ([("rate = fitted(rows)", "rate = fit(rows)")], EVERY, "NameError"),
+]  # fmt: skip
 
 
 def by_statistics(rows):
@@ -104,8 +77,6 @@ def by_statistics(rows):
     return rate(rows), off(False), off(True)
 
 
-BAD_FITS = [
-    (altered("own_fit")(*changes), limits, words) for changes, limits, words in WRONG_FITS.values()
-]
+BAD_FITS = [(altered("own_fit")(*pairs), *row) for pairs, *row in WRONG_FITS]
 FITS = Table(FIT, BAD_FITS, [by_statistics], exact=True)
 test_a_wrong_fit_is_refused, test_a_right_fit_passes, test_the_stub_of_a_fit = FITS.tests()
