@@ -407,7 +407,7 @@ def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict
     def update(size: int) -> None:
         weights, first, second = (row[:size] for row in states)
         moments = {"exp_avg": [first], "exp_avg_sq": [second], "step": [torch.ones(())]}
-        optimizer.step([weights], [here[:size]], moments, divisor=None, overflow=None)
+        optimizer.step([weights], [here[:size]], moments, (None, None))
 
     with tempfile.TemporaryDirectory() as folder:
         files = Files(folder)

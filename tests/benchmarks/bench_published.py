@@ -5,7 +5,9 @@
 published.csv has the rows: 88 of 3.6, 18.4 and 39.1 B parameters on 64 to 512 GPUs, and 300 of
 models of 24 layers and fewer inside one node. Their authors used Megatron-DeepSpeed, and say in
 their repository: every block recomputed, 1F1B, no buckets, nodes of eight with 800 Gbit/s between
-them, which is four ports. Assumed here: 16 bits, dropout 0.1, vocabulary 51200.
+them, which is four ports. DeepSpeed's pipeline engine sends each tp rank's part of a message
+(deepspeed/runtime/pipe/engine.py, `is_pipe_partitioned`). Assumed here: 16 bits, dropout 0.1,
+vocabulary 51200.
 
 Every error is out of sample. A cluster is fitted (`pl.fit_cluster`) from what data sheets and other
 measurements say (`STATED`), and the rows that are predicted are left out: a model's
@@ -78,6 +80,7 @@ def _run(row: dict[str, str]) -> Run:
         precision="fp16",
         grad_sync="bucketed",
         bucket_bytes=2**40,
+        partition_messages=min(cut["tp"], cut["pp"]) > 1,
     )
     return Run(model, plan, float(row["milliseconds"]) / 1e3)
 
