@@ -30,13 +30,11 @@ class Notebook:
 
     wrong  what the page itself complained of: console errors, uncaught exceptions, requests to
            anywhere but loopback
-    late   how many figures were late to begin
     """
 
     def __init__(self, browser: BrowserContext, server: Server, name: str) -> None:
         self.server, self.name = server, name
         self.wrong: list[str] = []
-        self.late = 0
         self.page: Page = browser.new_page()
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.page.add_init_script(path=Path(__file__).with_name("page.js"))
@@ -51,9 +49,7 @@ class Notebook:
             self.wrong.append(f"console error: {message.text} ({where})")
 
     def _uncaught(self, error: Error) -> None:
-        if str(error) == LATE:
-            self.late += 1
-        else:
+        if str(error) != LATE:  # a figure that is late to begin is there all the same
             self.wrong.append(f"uncaught: {error}")
 
     def _address(self, url: str) -> None:
@@ -85,7 +81,7 @@ class Notebook:
 
     def turn_to(self, name: str) -> None:
         """Leave it as it is stored, end its kernel, and open another one in its place."""
-        before, self.name, self.late = self._sessions(), name, 0
+        before, self.name = self._sessions(), name
         self.wrong.clear()
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.page.evaluate("(path) => lab.turnTo(path)", name)
