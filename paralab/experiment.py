@@ -88,7 +88,6 @@ class Settings:
             now |= {"global_batch": plan.global_batch, "data": corpus.identity}
             found.check(model, changes, **now)
             resume = str(found.folder)
-        save = None if asked.save is None else str(written.check_folder("save", asked.save, SAVE))
         scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
         return replace(
             asked,
@@ -99,7 +98,9 @@ class Settings:
             seed=seed,
             keep_state=choice("keep_state", asked.keep_state, (True, False)),
             memory_limit=None if limit is None else num_bytes("memory_limit", limit),
-            save=save,
+            save=None
+            if asked.save is None
+            else str(written.check_folder("save", asked.save, SAVE)),
             resume=resume,
         )
 

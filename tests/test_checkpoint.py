@@ -474,8 +474,11 @@ def test_what_is_unpickled_comes_from_this_runs_own_processes():
 def test_a_folder_that_cannot_be_written_to_is_refused_before_a_rank_starts(run, deep, tmp_path):
     (tmp_path / "file").write_text("text")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        with pytest.raises(ValueError, match="^save=.*cannot be written to: .*; legal: a folder"):
+        with pytest.raises(ValueError, match="^save=.*no folder can be made there: .*; legal: "):
             run(deep, save=path)
+    with pytest.raises(ValueError, match="memory_limit"):  # nor is one made for what is refused
+        run(deep, save=tmp_path / "new", memory_limit="none")
+    assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="save_every=2: there is no folder to save into"):
         run(deep, save_every=2)
     with pytest.raises(ValueError, match="save_every=0: out of range"):

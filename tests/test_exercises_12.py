@@ -46,6 +46,13 @@ def counted_behind_a_loop(model, plan, rank):
     return counted(model, plan, rank)
 
 
+def loops_behind_a_refusal(model, plan, rank):
+    with contextlib.suppress(RuntimeError):
+        counted(model, plan, rank)
+    while True:
+        pass
+
+
 WRONG = [  # changes of the answer, limits it breaks, words of the verdict
     ([("6 if", "4 if")], {"tp"}, "forward is made twice, and its two all-reduces too"),
     ([("else 4)", "else 6)")], {"tp"}, "(that is with recomputation, which this plan has not)"),
@@ -77,6 +84,7 @@ LIBRARY = "here it cannot be asked"
 BAD = [
     *((altered("rank_sends")(*pairs), *row) for pairs, *row in WRONG),
     *((one, set(SENDS.asked), LIBRARY) for one in (counted, counted_at_the_second_try)),
+    (loops_behind_a_refusal, set(SENDS.asked), LIBRARY),
     (counted_behind_a_loop, set(SENDS.asked), "2,000,000 lines of it were run"),
 ]
 TABLE = Table(SENDS, BAD, [by_names], exact=True)

@@ -634,7 +634,9 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, caps
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "occupied").write_text("a file")
-    with pytest.raises(ValueError, match="out='occupied': cannot be written to: File exists"):
+    with pytest.raises(
+        ValueError, match="out='occupied': no folder can be made there: File exists"
+    ):
         cli.main(["observe", "--out", "occupied", "train.py", "4", "0"])
     with pytest.raises(SystemExit):
         cli.main(["observe", "--ranks", "2", "train.py", "1"])

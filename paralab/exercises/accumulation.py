@@ -85,14 +85,20 @@ def _weights(gpt: Any) -> Arrays:
 
 
 def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], np.ndarray]:
-    """(loss, gradient) of each micro-batch."""
-    losses, gradients = [], []
+    """(loss, gradient) of each micro-batch, without what an answer may have hung on its model."""
+    twin, losses, gradients = _twin(), [], []
+    twin.load_state_dict(gpt.state_dict())
     for batch in feed:
-        loss = gpt(*batch)
-        made = torch.autograd.grad(loss, list(gpt.parameters()))
+        loss = twin(*batch)
+        made = torch.autograd.grad(loss, list(twin.parameters()))
         gradients.append(watched.array(torch.cat([one.flatten() for one in made])))
         losses.append(loss.item())
     return losses, np.stack(gradients)
+
+
+@functools.cache  # it is filled each time
+def _twin() -> Any:
+    return reference.GPT(MODEL)
 
 
 @functools.cache  # for each answer the same

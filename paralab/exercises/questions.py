@@ -142,31 +142,37 @@ def asked(
 
 def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()) -> tuple[Any, str]:
     """`attempt`, with an error in place of a loop without end, which could fill the memory before a
-    timeout; and, where ``alone`` says why, in place of a call of this package, as in `asked`.
+    timeout; and, if ``alone`` gives a reason, in place of a call of this package, but for what is
+    ``legal``. An answer that catches such an error has failed all the same.
     """
-    left, stopped, before = LINES, "", sys.gettrace()
-    legal = tuple(f"{OURS}/{name}" for name in legal)
+    left, stopped, allowed = LINES, "", tuple(f"{OURS}/{name}" for name in legal)
 
-    def seen(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal left, stopped
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(NOT_THEIRS):
-            entered = name.startswith(OURS) and not frame.f_back.f_code.co_filename.startswith(OURS)
-            if not (alone and entered) or name.startswith(legal):
-                return None
-            stopped = alone
-        else:
-            left -= 1
-            if left >= 0:
-                return seen
-            stopped = f"{LINES:,} {ENDLESS}"
+    def stop(why: str) -> None:
+        nonlocal stopped
+        stopped = stopped or why
         raise RuntimeError(stopped)
 
-    sys.settrace(seen)
+    def counted(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename.startswith(NOT_THEIRS):
+            return None
+        left -= 1
+        return counted if left >= 0 else stop(f"{LINES:,} {ENDLESS}")
+
+    def entered(frame: Any, event: str, _: Any) -> None:
+        name, caller = (one.f_code.co_filename for one in (frame, frame.f_back))
+        called = event == "call" and name.startswith(OURS) and not caller.startswith(OURS)
+        if called and not name.startswith(allowed):
+            stop(alone)
+
+    before = sys.getprofile(), sys.gettrace()
+    sys.setprofile(entered if alone else before[0])
+    sys.settrace(counted)
     try:
         value, trouble = attempt(call)
     finally:
-        sys.settrace(before)
+        sys.settrace(before[1])
+        sys.setprofile(before[0])
     if stopped and not trouble:  # it was caught, and nothing is seen any more
         return None, f"raised RuntimeError: {stopped}"
     return value, trouble

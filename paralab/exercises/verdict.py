@@ -159,7 +159,7 @@ class Notes:
         return f"{self.where}: {words}" if self.where else words
 
     def broke(self, limits: Iterable[str] | None = None) -> bool:
-        """Whether one of these, or of all, has been found broken."""
+        """Whether one of these limits, by default any, has been found broken."""
         limits = self.limits if limits is None else limits
         return not all(self._found.get(limit, ("", True))[1] for limit in limits)
 

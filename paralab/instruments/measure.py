@@ -128,7 +128,7 @@ def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, 
 
 
 def _marked(clock: Any, work: Any, *args: Any) -> tuple[Any, Any]:
-    """Do it; the marks before and behind."""
+    """Call ``work(*args)``; the marks before and after it."""
     began = clock.mark()
     work(*args)
     return began, clock.mark()

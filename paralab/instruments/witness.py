@@ -43,7 +43,7 @@ Gate = Callable[[], None]
 def witness(
     ranks: int = 4, ops: Sequence[str] = DEFAULT, nbytes: int = 8 * 2**20, *, timeout: float = 60.0
 ) -> pd.DataFrame:
-    """Make every call of ``ops`` on ``nbytes`` of fp32 and ask the kernel what went over the wire.
+    """Make every call of ``ops`` on ``nbytes`` of fp32 and ask the kernel what was sent.
 
     ranks   processes, 2 to 64
     ops     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",

@@ -89,7 +89,7 @@ class Away:
 
         held     {kind: value} of what it reads and writes. "host.shard", parameters off the device:
                  the weights themselves, or to be rounded from them
-        arrived  the event behind which the verdict is there, or None
+        arrived  the event after which the verdict is on the host, or None
         """
         states, share, count = (held.get(kind) for kind in ("host.opt", "host.shard", "host.count"))
         weights = states[-1] if self.master else share

@@ -142,7 +142,7 @@ class Deep:
         return lanes
 
     def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
-        """Those of a rank: its place, and that of the WAIT for it."""
+        """A rank's: (number in its table, number of the WAIT for it, instruction, cost)."""
         like = self.like[pp]
         for (op, *of), ins in self.lists[like].messages.items():
             if op != WAIT:

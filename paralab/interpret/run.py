@@ -478,7 +478,7 @@ def _tensors(kept: Any) -> Iterator[Tensor]:
 
 
 def _last(value: Any) -> Tensor:
-    """Of a state that entry which is sent; a part of a state is that."""
+    """The tensor that is sent: the last entry of a state, or a part of one."""
     return value[-1] if isinstance(value, tuple) else value
 
 

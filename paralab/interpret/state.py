@@ -74,7 +74,7 @@ class Optimizer:
 class State:
     """The lasting values of one rank.
 
-    rank   global
+    rank   the global rank
     index  among the ranks that share the states; ``tp``: in its tensor-parallel group
     host   its memory outside the device, where the plan uses it
     """

@@ -73,11 +73,11 @@ def body(program: Program, costs: Costs, r: int, code: Code) -> Body:
     return Body(code, times.ends[r], times)
 
 
-def walked(program: Program, prices: Costs) -> Times:
-    """When everything happens, if instructions take so much."""
-    posting = prices.cluster.call_overhead
-    costs = [[prices.of(r, ins) for ins in code] for r, code in enumerate(program.codes)]
-    lists = list(enumerate(zip(program.codes, costs, strict=True)))
+def walked(program: Program, costs: Costs) -> Times:
+    """When everything happens, if instructions take what ``costs`` says."""
+    posting = costs.cluster.call_overhead
+    taken = [[costs.of(r, ins) for ins in code] for r, code in enumerate(program.codes)]
+    lists = list(enumerate(zip(program.codes, taken, strict=True)))
     walk = Walk(posting)
     ranks = [Rank(walk, items(r, *one), Order(program.plan)) for r, one in lists]
     walk.go(ranks)
@@ -101,7 +101,7 @@ def walked(program: Program, prices: Costs) -> Times:
         raise ValueError(f"no rank can go on: {'; '.join(stuck)}")
     entered = [[0.0, *rank.left[:-1]] if rank.left else [] for rank in ranks]
     names = ("left", "calls", "waits", "inside", "behind")
-    return Times(entered, *([getattr(rank, name) for rank in ranks] for name in names), costs)
+    return Times(entered, *([getattr(rank, name) for rank in ranks] for name in names), taken)
 
 
 def items(r: int, code: Code, costs: list[Cost | Body]) -> Iterator[Item]:

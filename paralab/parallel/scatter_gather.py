@@ -2,9 +2,10 @@
 
 Under 1D tensor parallelism all t ranks of a stage hold the same x, and each would send all of it to
 its counterpart in the next stage, over the slow links between nodes. So each sends a t-th, and the
-receivers put theirs together by an all-gather inside their node (PTD-P, Narayanan+ 2021,
-arXiv:2104.04473, sec. 4.1; DeepSpeed's pipeline engine does so too). Per message and rank, in
-elements, x = b s h:
+receivers put theirs together by an all-gather over tp, which is usually inside a node (PTD-P,
+Narayanan+ 2021, arXiv:2104.04473, sec. 4.1; also github.com/deepspeedai/DeepSpeed,
+deepspeed/runtime/pipe/engine.py, `is_pipe_partitioned`). Per message and rank, in elements,
+x = b s h:
 
                  between stages    over tp
     whole        x                 0
@@ -29,13 +30,15 @@ from paralab.programs.instructions import (
 
 
 def scatter_gather(code: Code) -> Code:
-    """A part of each state is sent and received; what comes is gathered before its first use."""
+    """A part of each state is sent and received; a received part is all-gathered before the first
+    instruction that reads the state.
+    """
     made, parts = [], {}
     for ins in code:
         if ins.op == SEND:
             [whole] = ins.reads
             at = len(made)
-            while made[at - 1].op in MESSAGES:  # the part is made where the whole is
+            while at and made[at - 1].op in MESSAGES:  # the part is made where the whole is
                 at -= 1
             made.insert(at, Instr(COPY, whole[1], ins.mb, -1, (whole,), (_part(whole),)))
             ins = ins._replace(reads=(_part(whole),))
@@ -43,7 +46,7 @@ def scatter_gather(code: Code) -> Code:
             [whole] = ins.writes
             parts[whole] = _part(whole)
             ins = ins._replace(writes=(parts[whole],))
-        for whole in parts.keys() & set(ins.reads):
+        for whole in [v for v in ins.reads if v in parts]:
             came = (parts.pop(whole),)
             gather = Instr(ALL_GATHER, whole[1], ins.mb, -1, came, (whole,), "tp")
             made.append(gather._replace(phase="activations"))

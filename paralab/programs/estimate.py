@@ -189,8 +189,8 @@ class Estimate:
         return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
     def messages(self) -> tuple[Array, Array]:
-        """Seconds of a message, b s h elements, and what stages wait for each other's: per boundary
-        and direction.
+        """Seconds of a message, b s h elements or a part and the gather after it, and what stages
+        wait for each other's: per boundary and direction.
 
         A step begins with a hop to every later stage and ends with one to every earlier; naive does
         so for each micro-batch, and interleaved there are p v - 1 hops each way.

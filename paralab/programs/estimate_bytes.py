@@ -6,8 +6,9 @@ States by ZeRO's stage (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5); of activat
 compiled parts keep for a micro-batch (parts.py), times those that the schedule has in flight; and
 what a part holds at its peak, what is gathered, and what is sent. The moments looked at are the
 backward of the head, of a block, of the next unit and of the embedding, with all micro-batches in
-flight; a weight half, and the last block before there is one; and the update. A column has an entry
-per plan, and a row for each of a pipeline's ranks that estimate.py looks at.
+flight; where backward is split, its last block, next to what the others' weight halves need, and a
+weight half; and the update. A column has an entry per plan, and a row for each of a pipeline's
+ranks that estimate.py looks at.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ LIKE_ALL = 2  # the one of these that stands for all but two at the start and on
 END = "end"  # what a step ends with, behind its last action
 # Kinds of values of which every micro-batch has its own.
 IN_EACH = OF_MICROBATCH | {"part", "grad"}
-VALUES = ("reads", "writes", "frees")  # what instructions have of them
+VALUES = ("reads", "writes", "frees")  # the fields of an instruction that hold values
 Key = tuple[str, int, int]  # "F", "B", "I" or "W"; of which of the rank's stages; which of FEW
 Way = tuple[str, str, int]  # SEND, RECEIVE, or WAIT for a SEND; "x" or "g"; of which stage
 

@@ -76,8 +76,9 @@ KINDS = {
 }
 # Lanes of a rank that other threads run, or streams; any other lane is a group's.
 WORKERS = frozenset(("h2d", "d2h", "disk", "host"))
+# A tensor-parallel rank's part of a state, along the sequence.
+PARTS = frozenset(("xpart", "xslice", "gslice"))
 # Values that are the state between two ops, of which the last entry is sent.
-PARTS = frozenset(("xpart", "xslice", "gslice"))  # a tp-th of one, along the sequence
 STATES = frozenset(("x", "r", "g", "again", "back")) | PARTS
 # The phase of what is carried on into the next step: no instruction waits for it in its own.
 LATE = "late"

@@ -157,7 +157,7 @@ class Program:
         key = "shared", rank, index
         if key in self._known:
             return self._known[key]
-        found: dict[tuple[str, str], list[Share]] = self._known.setdefault(key, {})
+        found: dict[tuple[str, str], list[Share]] = {}
         for share in self.places(rank, index) if self.plan.tp > 1 else ():
             held = holding(self.spec, self.plan, share.name, 0)
             if held.partial:
@@ -169,7 +169,7 @@ class Program:
                     shard = self.units[rank][share.unit].numel // self.shards
                     share = share._replace(count=shard)
                 found["ends", "tied"] = [share]
-        return found
+        return self._known.setdefault(key, found)
 
     def places(self, rank: int, index: int | None = 0) -> Iterator[Share]:
         """What the rank keeps of each unit, parameter by parameter; without an index the whole

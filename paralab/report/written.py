@@ -26,13 +26,13 @@ def check(name: str, path: object) -> None:
 
 def check_folder(name: str, path: object, legal: str) -> Path:
     """The folder, made if need be. Raise ``ValueError`` if no file can be written in it."""
-    folder = checks.path(name, path, legal).absolute()
+    folder, why = checks.path(name, path, legal).absolute(), "no folder can be made there"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        why = "cannot be written to"
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        why = f"cannot be written to: {error.strerror}"
-        raise checks.illegal(name, str(path), why, legal) from None
+        raise checks.illegal(name, str(path), f"{why}: {error.strerror}", legal) from None
     return folder
 
 

@@ -180,7 +180,7 @@ class Cluster(Description):
         share = 1.0 if self.ports is None else self.ports / self.devices_per_node
         far: Link = self.inter  # type: ignore[assignment]  # __post_init__ filled it
         far = far.replace(bandwidth=share * far.bandwidth)
-        tree = op == "broadcast" and op in self.collectives  # as it was fitted
+        tree = op == "broadcast" and op in self.collectives  # it was fitted by a tree's bytes
         found = ways(op, reach, near, far, nccl=self.gpus and not tree)
         if op in self.collectives and "ring" in found:
             return {"ring": found["ring"]}

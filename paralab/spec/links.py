@@ -113,7 +113,7 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
         return {"tree": Way(down, ports)}
     halves = 2 if op == "all_reduce" else 1
     name, sent = ("pairwise", own) if op == "all_to_all" else ("ring", ports)
-    if op == "broadcast":  # the bytes are a tree's; of a ring's members each sends the tensor once
+    if op == "broadcast":  # wire bytes are a tree's root's; in a ring each sends the tensor once
         sent *= rounds(n)
     found = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), sent)}
     if op == "all_reduce":

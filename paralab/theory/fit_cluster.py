@@ -185,7 +185,7 @@ def fit_cluster(
 
 def _figure(cluster: Cluster, at: str, precision: str) -> float:
     """What stands at a name; of products what they reach in the precision that was trained in."""
-    return cluster.rate(precision) if at == "products" else attrgetter(at)(cluster)
+    return cluster.rate(precision) if at == "products" else float(attrgetter(at)(cluster))
 
 
 def _runs(rows: Any) -> list[Run]:

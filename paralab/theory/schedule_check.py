@@ -223,8 +223,8 @@ def _fault_of(
 
 
 def _fault_within(action: Action, done: Mapping[Action, tuple[int, int]]) -> tuple[str, str] | None:
-    """Why an action cannot come after what was ``done``, which is where it is in the lists, and
-    what could.
+    """Why an action cannot come after those in ``done``, {action: (rank, position)}, and what would
+    be legal.
     """
     stage, kind, microbatch = action
     if action in done:

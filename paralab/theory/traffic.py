@@ -15,7 +15,8 @@ where n does not divide the total, the first members of the group send one byte 
 is exact.
 
 Over gloo this is what the kernel counts. Over NCCL it is the algorithm's figure, not a counter's:
-for an all-reduce, a broadcast or a reduce it chooses rings or trees, and a switch may do the sum.
+an all-reduce goes along a ring or a tree, a broadcast and a reduce along a ring, and a switch may
+do the sum.
 """
 
 from __future__ import annotations
