@@ -10,10 +10,10 @@ the last backward.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import choice, illegal
 from paralab.instruments.allocator import PEAKS
@@ -347,26 +347,27 @@ def traffic(
     The column bytes is the mean over the counted steps: int64 whenever every row's mean is whole,
     float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
     """
-    import pandas as pd
-
     names, summed = _named(by, BY), in_outline(report)
     keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
     calls = report.collectives if bookkeeping else own_calls(report)
-    nodes, rows = functools.partial(node_of, report), []
-    for row in calls[calls["step"].isin(_counted(report, warmup))].itertuples(index=False):
-        rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
-        sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if summed else None)
-        if sum(sent.values()) != wire:
-            raise ValueError(
-                f"collective {row.call} on rank {rank}: wire_bytes={wire}, but {row.op} of "
-                f"{payload} bytes among {len(row.ranks)} ranks sends {sum(sent.values())}; "
-                "traffic() counts only bytes that the formulas know"
-            )
-        for receiver, size in sent.items():
-            edge = level((rank, receiver), nodes), rank, receiver
-            rows.append((rank, row.op, row.axis, row.phase, *edge, size))
-    columns = ["rank", "op", "axis", "phase", "level", "sender", "receiver", "bytes"]
-    return _per_step(report, pd.DataFrame(rows, columns=columns), keys, warmup)
+    nodes = functools.partial(node_of, report)
+
+    def moved() -> Iterator[tuple[dict[str, Any], int]]:
+        for row in calls[calls["step"].isin(_counted(report, warmup))].itertuples(index=False):
+            rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
+            sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if summed else None)
+            if sum(sent.values()) != wire:
+                raise ValueError(
+                    f"collective {row.call} on rank {rank}: wire_bytes={wire}, but {row.op} of "
+                    f"{payload} bytes among {len(row.ranks)} ranks sends {sum(sent.values())}; "
+                    "traffic() counts only bytes that the formulas know"
+                )
+            labels = {"rank": rank, "op": row.op, "axis": row.axis, "phase": row.phase}
+            for receiver, size in sent.items():
+                edge = {"sender": rank, "receiver": receiver}
+                yield {**labels, **edge, "level": level((rank, receiver), nodes)}, size
+
+    return _per_step(report, moved(), keys, warmup)
 
 
 def copied(
@@ -379,12 +380,14 @@ def copied(
 
     The column bytes is the mean over the counted steps, as in ``traffic``.
     """
-    import pandas as pd
-
     copies = report.copies[report.copies["step"].isin(_counted(report, warmup))]
-    link = copies["lane"].where(copies["op"] == "copy", copies["lane"] + " " + copies["op"])
-    link = pd.Categorical(link, WAYS, ordered=True)  # from the device outwards
-    return _per_step(report, copies.assign(link=link), _named(by, COPIED_BY), warmup)
+
+    def moved() -> Iterator[tuple[dict[str, Any], int]]:
+        for row in copies.itertuples(index=False):
+            link = row.lane if row.op == "copy" else f"{row.lane} {row.op}"
+            yield {"rank": row.rank, "link": link, "category": row.category}, row.bytes
+
+    return _per_step(report, moved(), _named(by, COPIED_BY), warmup)
 
 
 def _named(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
@@ -400,17 +403,27 @@ def _counted(report: Tables, warmup: bool) -> set[int]:
 
 
 def _per_step(
-    report: Tables, moved: pd.DataFrame, keys: Sequence[str], warmup: bool
+    report: Tables, moved: Iterable[tuple[dict[str, Any], int]], keys: Sequence[str], warmup: bool
 ) -> pd.DataFrame:
-    """The bytes of one step by ``keys``, of what was ``moved`` in all that count."""
-    keys, n = list(dict.fromkeys(keys)), max(len(_counted(report, warmup)), 1)  # there may be none
-    sums = moved.groupby(keys, observed=True)["bytes"].sum().astype("int64")
+    """The bytes of one step by ``keys``; moved: (labels, bytes) of all steps that count. Links are
+    in order from the device outwards.
+    """
+    import pandas as pd
+
+    keys, place = list(dict.fromkeys(keys)), {link: str(at) for at, link in enumerate(WAYS)}
+    n, totals = max(len(_counted(report, warmup)), 1), Counter()  # there may be no steps
     if keys == ["rank"]:  # one that moves nothing is worth a row
-        sums = sums.reindex(sums.index.union(reported_ranks(report)), fill_value=0)
-    numbers = ("rank", "sender", "receiver")
-    dtypes = {key: "int64" if key in numbers else "object" for key in keys}
-    mean = sums // n if (sums % n == 0).all() else sums / n
-    return mean.reset_index().astype(dtypes)
+        totals.update({(rank,): 0 for rank in reported_ranks(report)})
+    for labels, size in moved:
+        totals[tuple([labels[key] for key in keys])] += size
+    rows = sorted(totals.items(), key=lambda row: [place.get(label, label) for label in row[0]])
+    numbers, whole = ("rank", "sender", "receiver"), all(size % n == 0 for _, size in rows)
+    columns = {
+        key: pd.Series([row[i] for row, _ in rows], dtype="int64" if key in numbers else "object")
+        for i, key in enumerate(keys)
+    }
+    sizes = [size // n if whole else size / n for _, size in rows]
+    return pd.DataFrame(columns | {"bytes": pd.Series(sizes, dtype=None if rows else "int64")})
 
 
 # ---- bytes held ---------------------------------------------------------------------------------
