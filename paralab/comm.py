@@ -18,7 +18,7 @@ from torch import Tensor
 from paralab.checks import illegal
 from paralab.instruments.recorder import Recorder
 from paralab.strict import Strict
-from paralab.theory.traffic import row
+from paralab.theory.traffic import Row, row
 from paralab.transports import Call, Gloo, Nccl, Posted, Staged, Transport
 
 
@@ -56,6 +56,7 @@ class Group:
         self.transport = transport(self.ranks, group=self.process_group, **settings)
         self._calls = 0
         self._subgroups: dict[tuple, Group | None] = {}
+        self._rows: dict[tuple, Row] = {}  # of calls alike: what is written down of each
         self._strict = Strict(context, axis=axis) if context.strict else None
 
     def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
@@ -204,9 +205,13 @@ class Group:
         """Write the rows (operation, payload bytes, root or peer) of a call that was posted."""
         number, phase = self._calls, phase or self.phase
         how = {"phase": phase, "node_of": self.context.nodes.__getitem__}
-        for name, payload, peer in rows:
-            group = self.axis, self.ranks, self.context.rank
-            made = row(name, *group, peer=peer, payload=payload, **how)
+        for what in rows:
+            name, payload, peer = what
+            made = self._rows.get((what, phase))
+            if made is None:
+                group = self.axis, self.ranks, self.context.rank
+                made = row(name, *group, peer=peer, payload=payload, **how)
+                self._rows[what, phase] = made
             self.recorder.call((number, *made, posted.span))
         self._calls += 1
         return Pending(self, posted, (op, number))

@@ -19,7 +19,7 @@ import numpy as np
 
 from paralab.interpret.lines import SHORT, Step
 from paralab.interpret.turns import Box
-from paralab.report.tables import COLUMNS, KIND
+from paralab.report.tables import COLUMNS, KIND, by_column
 from paralab.spec import Plan
 from paralab.theory.order import F, W
 
@@ -139,7 +139,7 @@ def _sums(plan: Plan, sums: dict[tuple, list], name: str) -> dict[str, list[Any]
             call = rank, what[-1]
             rows.append((calls[call], rank, 0, *what, payload, wire, *times))
             calls[call] += 1
-    return {column: [row[n] for row in rows] for n, column in enumerate(COLUMNS[name])}
+    return by_column({name: rows})[name]
 
 
 def _memory(plan: Plan, step: Step) -> dict[str, Any]:

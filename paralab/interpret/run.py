@@ -43,7 +43,6 @@ from paralab.programs.instructions import (
     keeps,
     sums_shared,
 )
-from paralab.programs.storages import SHARING
 from paralab.spec import TIED
 
 Groups = dict[str, Any]  # {axis: comm.Group}
@@ -314,7 +313,7 @@ class Rank:
         samples = self.plan.microbatch_size
         part = source.view(samples, group.size, -1, source.shape[1])[:, group.index]
         part = part.clone(memory_format=torch.contiguous_format).view(-1, source.shape[1])
-        self.store[ins.writes[0]] = part
+        self.store[ins.writes[0]] = (part,)
         self._owns(ins.writes[0], part)
 
     # ---- the optimizer ---------------------------------------------------------------------------
@@ -419,11 +418,11 @@ class Rank:
         self._call(ins, group.all_gather(whole.view(-1), parts, phase=ins.phase), arrived)
 
     def SEND(self, ins: Instr) -> None:
-        group, tensor = self.groups["pp"], _last(self.store[ins.reads[0]])
+        group, tensor = self.groups["pp"], self.store[ins.reads[0]][-1]
         self._call(ins, group.send(tensor, to=group.ranks[ins.peer], phase=ins.phase))
 
     def RECEIVE(self, ins: Instr) -> None:
-        group, tensor = self.groups["pp"], _last(self._made(ins.writes[0]))
+        group, tensor = self.groups["pp"], self._made(ins.writes[0])[-1]
         self._call(ins, group.recv(tensor, source=group.ranks[ins.peer], phase=ins.phase))
 
     def _call(self, ins: Instr, pending: Any, finish: Callable | None = None) -> None:
@@ -447,9 +446,9 @@ class Rank:
     def _room(self, v: Value) -> Any:
         """Room on the device for a state between two ops, for a unit, or for a share of one."""
         _, category, size = self.program.size(v, self.pp)
-        of_state, dtype = v[0] in SHARING, DTYPES[self.program.precision_of(v[0])]
+        of_state, dtype = v[0] in STATES, DTYPES[self.program.precision_of(v[0])]
         shape = (size // dtype.itemsize,)
-        if v[0] in STATES:
+        if of_state:
             shape = (self.model.tokens // (self.plan.tp if v[0] in PARTS else 1), self.model.width)
         made = torch.empty(shape, dtype=dtype, device=self.env.device)
         self.recorder.owns(category, made)
@@ -475,11 +474,6 @@ def _tensors(kept: Any) -> Iterator[Tensor]:
     elif isinstance(kept, (tuple, list)):
         for more in kept:
             yield from _tensors(more)
-
-
-def _last(value: Any) -> Tensor:
-    """The tensor that is sent: the last entry of a state, or a part of one."""
-    return value[-1] if isinstance(value, tuple) else value
 
 
 def _by_rank(whole: Tensor, samples: int, n: int) -> Tensor:

@@ -47,9 +47,8 @@ def scatter_gather(code: Code) -> Code:
             parts[whole] = _part(whole)
             ins = ins._replace(writes=(parts[whole],))
         for whole in [v for v in ins.reads if v in parts]:
-            came = (parts.pop(whole),)
-            gather = Instr(ALL_GATHER, whole[1], ins.mb, -1, came, (whole,), "tp")
-            made.append(gather._replace(phase="activations"))
+            values = (parts.pop(whole),), (whole,)
+            made.append(Instr(ALL_GATHER, whole[1], ins.mb, -1, *values, "tp", phase="activations"))
         made.append(ins)
     return made
 

@@ -441,9 +441,9 @@ class Peak(NamedTuple):
 
 
 def peak(report: Tables, *, tier: str = "device", rank: int | None = None) -> Peak | None:
-    """The fullest moment of ``rank``, by default of the worst rank; None without samples.
+    """The moment at which ``rank``, by default the worst rank, holds most; None without samples.
 
-    Of several moments that are as full it is the first rank's first.
+    Of several moments with as many bytes it is the first rank's first.
     """
     memory = report.memory[report.memory["tier"] == tier]
     if rank is not None:
@@ -467,10 +467,10 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     """What fills the device of ``rank`` (default: the worst rank) at its worst sample, in bytes.
 
     One row per category, always in the same order, and one "total". Columns: "program", what
-    interpret/memory.py says of the rank's fullest moment, workspace included; and the report's
-    clock. There is no program of a traced function, nor of a saved plan with a schedule or passes
-    of the user's own; then its column is 0. A dry run is the program, and has no second column of
-    it. Raises ValueError if memory was not sampled.
+    interpret/memory.py says of the moment at which the rank holds most, workspace included; and the
+    report's clock. There is no program of a traced function, nor of a saved plan with a schedule or
+    passes of the user's own; then its column is 0. A dry run is the program, and has no second
+    column of it. Raises ValueError if memory was not sampled.
     """
     import pandas as pd
 

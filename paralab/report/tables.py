@@ -103,8 +103,8 @@ _DTYPE = {int: "int64", float: "float64", str: "object", tuple: "object"}
 def by_column(rows: Mapping[str, Sequence[tuple]]) -> dict[str, dict[str, list[Any]]]:
     """The rows of each table, column by column."""
     return {
-        name: {column: [row[n] for row in rows[name]] for n, column in enumerate(columns)}
-        for name, columns in COLUMNS.items()
+        name: {column: [row[n] for row in some] for n, column in enumerate(COLUMNS[name])}
+        for name, some in rows.items()
     }
 
 
