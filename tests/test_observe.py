@@ -318,7 +318,11 @@ def toy(watched):
 
 
 def test_the_peak_of_an_observed_ddp_is_torchs_profilers():
-    peak = pl.observe(toy, 2, (False,), timeout=60, memory_steps=3).peak_memory
+    """In the last step. In the first, a thread of gloo's may hold the flat message with which DDP
+    sends the parameters as late as in backward, on a machine that is busy.
+    """
+    held = pl.observe(toy, 2, (False,), timeout=60, memory_steps=3).memory
+    peak = held[held["step"] == 2].groupby(["rank", "time"])["bytes"].sum().max()
     assert peak == pytest.approx(pl.launch(toy, 2, (True,))[0], rel=0.01)
 
 
