@@ -96,7 +96,7 @@ class Table:
         self.stub = defined(_built(exercise.name) + exercise.stub, *names)
         form = "a class" if isinstance(_parts(self.stub)[0], type) else "a function"
         words = f"required: {exercise.takes[0].kind or form}, yours is 'no answer'"
-        self.wrong = [*wrong, ("no answer", {next(iter(exercise.asked))}, words)]
+        self.wrong = [*wrong, ("no answer", {next(iter(exercise.required))}, words)]
         self._answers: list[Any] = []
         for one in (*(row[0] for row in self.wrong), *self.right, self.stub):
             if not _is_in(one, [*self._answers, *alone]):
@@ -150,8 +150,10 @@ class Table:
         return refused, passes, not_started
 
     def _says_every_limit(self, verdict: Verdict) -> None:
-        assert [(row.limit, row.asked) for row in verdict.rows] == list(self.exercise.asked.items())
-        assert "\n" not in repr(verdict) and len(verdict.table) == len(self.exercise.asked)
+        assert [(row.limit, row.required) for row in verdict.rows] == list(
+            self.exercise.required.items()
+        )
+        assert "\n" not in repr(verdict) and len(verdict.table) == len(self.exercise.required)
 
 
 def _parts(answer: Any) -> tuple:

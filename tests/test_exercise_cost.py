@@ -15,7 +15,7 @@ from paralab.theory import needs
 
 COST = pl.exercises.training_cost
 cost = importlib.import_module("paralab.exercises.cost")
-FLOPS, DAYS, MFU, HFU = COST.asked
+FLOPS, DAYS, MFU, HFU = COST.required
 PARTS = ("step_flops", "training_days", "utilisation")
 RIGHT = stored("training_cost", *PARTS)
 

@@ -16,7 +16,7 @@ from judged import Table
 STREAM = pl.exercises.stream
 offload = importlib.import_module("paralab.exercises.offload")
 FAST_S, SLOW_S = offload.UPDATE_S.values()
-JOBS, MEMORY, TIME = STREAM.asked
+JOBS, MEMORY, TIME = STREAM.required
 KINDS = ("read", "update", "write")
 
 

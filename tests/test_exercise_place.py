@@ -9,7 +9,7 @@ from judged import Table
 
 PLACE = pl.exercises.place
 place = importlib.import_module("paralab.exercises.place")
-PLAN, FITS, NODE, TIME = PLACE.asked
+PLAN, FITS, NODE, TIME = PLACE.required
 
 
 def planned(tp, pp, batch, devices, samples=1, **settings):

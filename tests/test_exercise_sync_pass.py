@@ -19,7 +19,7 @@ from paralab.programs import (
 )
 
 SYNC_PASS = pl.exercises.sync_pass
-PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = SYNC_PASS.asked
+PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = SYNC_PASS.required
 
 
 def each(program, *calls):

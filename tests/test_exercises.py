@@ -46,8 +46,8 @@ def test_hints_come_one_at_a_time_and_end_kindly(exercise):
 def test_an_exercise_shows_its_task_and_every_limit(exercise):
     shown = exercise._repr_markdown_()
     assert f"pl.exercises.{exercise.name}.check(" in shown
-    for limit, asked in exercise.asked.items():
-        assert f"| {limit} | {asked} |" in shown
+    for limit, required in exercise.required.items():
+        assert f"| {limit} | {required} |" in shown
     assert "SOLUTION" not in exercise.stub + str(exercise.solution())
 
 

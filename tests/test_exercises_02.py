@@ -99,7 +99,7 @@ def test_a_table_of_answers_takes_one_launch_for_every_run_of_the_checker():
 def test_simulated_time_is_the_order_and_the_stated_costs_and_nothing_of_the_clock():
     sizes = [300_000, 100_000, 40_000, 160_000]
     for form in (own(), ONE_BUCKET):
-        one = Try((form,), Notes("my_ddp", ddp.ASKED))
+        one = Try((form,), Notes("my_ddp", ddp.REQUIRED))
         [(_, found)] = Tries([one], 20).run(ddp.backwards, 4, sizes, 500_000)
         got = ddp.simulated(found.report, sizes) / ddp.BACKWARDS
         # 500 000 bytes close a bucket: 160 k elements leave first, 40 k + 100 k, then 300 k

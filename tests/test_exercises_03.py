@@ -58,7 +58,7 @@ COUNTS = [  # answer, words of the verdict
     (lambda r, p: p - r, "required: warmup(rank, p, m, v)"),
     (changed("warmup", "p - rank)", "p // rank)"), "raised ZeroDivisionError"),
 ]  # fmt: skip
-LIMIT = set(WARMUP.asked)
+LIMIT = set(WARMUP.required)
 COUNTED = Table(WARMUP, [(count, LIMIT, words) for count, words in COUNTS], [seen])
 test_a_wrong_count_is_refused, test_a_right_count_passes, test_the_stub = COUNTED.tests()
 

@@ -13,7 +13,7 @@ BANDWIDTH, STREAMED = pl.exercises.bandwidth, pl.exercises.streamed_optimizer
 
 
 # ---- warm-up: the bandwidth ----------------------------------------------------------------------
-FIRST, OTHERS, PAPER = BANDWIDTH.asked
+FIRST, OTHERS, PAPER = BANDWIDTH.required
 ALL, SHARE = {FIRST, OTHERS, PAPER}, "efficiency / (1 - efficiency)"
 
 
@@ -57,7 +57,7 @@ COUNT, NEXT = "self.steps += 1", "                at += 2 * size\n"
 FIRST_MOMENT, SECOND = "m.lerp_(g, 1 - b1)", "v.mul_(b2).addcmul_(g, g, value=1 - b2)"
 MOVES = "p.addcdiv_(m, denominator, value=-self.lr / (1 - b1**self.steps))"
 EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
-WEIGHTS, FILES, PEAK, KEPT = STREAMED.asked
+WEIGHTS, FILES, PEAK, KEPT = STREAMED.required
 WRONG = [
     (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
     (EVERYTHING, {PEAK}, "bytes at once, required: at most 101,912"),

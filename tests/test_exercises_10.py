@@ -61,7 +61,7 @@ REDUCE = '    dist.all_reduce(flat, group=groups["dp"])  # a sum of shares: the 
 SQUARE = '    dist.all_reduce(square, group=groups["pp"])  # stages have different parameters\n'
 SUM = "    square = flat.square().sum()\n"
 ZERO = "    optimizer.zero_grad()\n"
-NORM, WEIGHTS, BYTES = STEP.asked
+NORM, WEIGHTS, BYTES = STEP.required
 WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(" / share", "")], {NORM, WEIGHTS}, "the loss is divided neither by m nor by dp"),
     ([("len(batches) * dist", "dist")], {NORM, WEIGHTS}, "not divided by the number of micro-"),

@@ -14,12 +14,12 @@ from paralab.exercises.verdict import Notes
 from paralab.theory.traffic import wire_bytes
 from patience import HANG_S
 
-ASKED = {"result": "anything"}
+REQUIRED = {"result": "anything"}
 
 
 def run(*answers, ranks=4, work=None, nodes=1):
     """[(notes, found)] of functions without arguments."""
-    tries = [Try((answer,), Notes("plain", ASKED)) for answer in answers]
+    tries = [Try((answer,), Notes("plain", REQUIRED)) for answer in answers]
     found = dict.fromkeys(range(len(tries)))
     for notes, one in Tries(tries, HANG_S).run(work or called, ranks, nodes=nodes):
         found[next(i for i, t in enumerate(tries) if t.notes is notes)] = one

@@ -7,7 +7,7 @@
     why = pl.exercises.choose("why?", ["...", "..."])   # one of a few explanations: pick, reveal
 
     pl.exercises.all_gather_half                   # the task and its limits
-    pl.exercises.all_gather_half.check(my_answer)  # a Verdict: limit | asked | yours | ok
+    pl.exercises.all_gather_half.check(my_answer)  # a Verdict: limit | required | yours | ok
 
 A checker looks at the result, gradients, bytes, peak memory of tensors and simulated time, never at
 the wall clock, so its verdict is the same on every machine. Importing this leaves torch and widgets

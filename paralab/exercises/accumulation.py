@@ -29,7 +29,7 @@ CASES = (  # samples of each micro-batch, clip_norm
 STEPS, TOLERANCE = 2, 1e-4
 ROOM = 1.2  # times the peak of one micro-batch
 
-ASKED = {
+REQUIRED = {
     "loss": "the mean over all samples of the step",
     "gradient norm": "of the mean gradient over all parameters, before clipping",
     "weights": "after each of 2 steps of SGD: those of one large batch, clipped to clip_norm",
@@ -37,10 +37,12 @@ ASKED = {
     "peak memory": f"tensors: at most {ROOM:g} times those of the largest micro-batch and all "
     "gradients",
 }
-LOSS, NORM, WEIGHTS, PASSES, MEMORY = ASKED
+LOSS, NORM, WEIGHTS, PASSES, MEMORY = REQUIRED
 
 
-@exercise(Takes("accumulate(model, optimizer, microbatches, clip_norm=...)"), lab="00", asked=ASKED)
+@exercise(
+    Takes("accumulate(model, optimizer, microbatches, clip_norm=...)"), lab="00", required=REQUIRED
+)
 def accumulate(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
         for steps in found.results[0]:

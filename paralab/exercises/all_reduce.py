@@ -29,7 +29,7 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 @exercise(
     Takes("ring_all_reduce(tensor)"),
     lab="01",
-    asked={
+    required={
         RESULT: f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
         "calls": "sends and receives between neighbours on the ring",
         BYTES: "2(N-1) S together; no rank more than 2 (S − its smallest chunk)",
@@ -98,7 +98,7 @@ def _wrong_sum(found: Found, length: int) -> str:
 @exercise(
     Takes("hierarchical_all_reduce(tensor, ranks_per_node)"),
     lab="01",
-    asked={
+    required={
         RESULT: "2 nodes of 2 and of 3 ranks, 3 nodes of 2: the sum, in place, on every rank",
         BETWEEN: "on M nodes exactly 2(M-1)/M S/k sent by each rank",
         INSIDE: "exactly 2(k-1)/k S sent by each rank",

@@ -11,12 +11,12 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
 from paralab.theory.offload_costs import bandwidth_needed
 
-ASKED = {
+REQUIRED = {
     "half the time": "a device that may wait half of the time",
     "other shares": "80 % and 35 %, other links",
     "ZeRO-Infinity's V100": "70 TFLOP/s, optimizer states read and written, 90 %",
 }
-HALF, MORE, PAPER = ASKED
+HALF, MORE, PAPER = REQUIRED
 CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
     (HALF, 1024, 4, 1e12, 0.5),
     (MORE, 2048, 8, 3e12, 0.8),
@@ -25,7 +25,7 @@ CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
 )
 
 
-@exercise(Takes("bandwidth_needed(tokens, moved, peak, efficiency)"), lab="09", asked=ASKED)
+@exercise(Takes("bandwidth_needed(tokens, moved, peak, efficiency)"), lab="09", required=REQUIRED)
 def bandwidth(tries: Tries) -> None:
     questions = [(0, case[1:]) for case in CASES]
     for notes, (limit, *case), reply in ask(tries, CASES, questions):

@@ -28,18 +28,18 @@ GROUPS = {
     "row": lambda i, j, q: [i * q + b for b in range(q)],
     "column": lambda i, j, q: [a * q + j for a in range(q)],
 }
-GROUPS_ASKED = {
+GROUPS_REQUIRED = {
     "row": "on 2 x 2 and on 3 x 3 ranks: the ranks of this rank's row",
     "column": "the ranks of its column",
     "a sum over each": "an all-reduce in the row and one in the column",
 }
-ASKED = {
+REQUIRED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
     "calls": "messages between two ranks only",
     "blocks sent": "by each rank at most q blocks of X and q blocks of W",
     "memory": "tensors in addition to x and w: two blocks of X and of W, y, and one product",
 }
-PRODUCT, CALLS, SENT, MEMORY = ASKED
+PRODUCT, CALLS, SENT, MEMORY = REQUIRED
 AT_FIRST = " before the first product"
 FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, j)
     f"nothing was moved{AT_FIRST}": lambda i, j: (0, 0),
@@ -52,14 +52,14 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 
 
 # ---- groups --------------------------------------------------------------------------------------
-@exercise(Takes("row_and_column(q)"), lab="08", asked=GROUPS_ASKED)
+@exercise(Takes("row_and_column(q)"), lab="08", required=GROUPS_REQUIRED)
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
         for notes, found in tries.run(summed, q * q, q, where=f"q={q}"):
             if order := found.results[0].get("order"):
                 notes.end(order)
                 continue
-            for limit in GROUPS_ASKED:
+            for limit in GROUPS_REQUIRED:
                 look = _wrong_group if limit in GROUPS else _wrong_sums
                 wrong = first(look(rank, limit, one, q) for rank, one in enumerate(found.results))
                 notes.look(limit, wrong, "right, on every rank")
@@ -135,7 +135,7 @@ def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
-@exercise(Takes("cannon(x, w, q)"), lab="08", asked=ASKED)
+@exercise(Takes("cannon(x, w, q)"), lab="08", required=REQUIRED)
 def cannon(tries: Tries) -> None:
     for q in GRIDS:
         for notes, found in tries.run(multiply, q * q, q, where=f"q={q}"):

@@ -82,7 +82,7 @@ PATIENTS = (
 )
 WORK, MOVES = "same work", "moves"
 
-ASKED = {
+REQUIRED = {
     **{patient.name: "every rank gets to the end of its list" for patient in PATIENTS},
     WORK: "every rank has the actions it had",
     MOVES: "at most " + ", ".join(f"{p.moves} ({p.name})" for p in PATIENTS),
@@ -92,7 +92,7 @@ ASKED = {
 @exercise(
     Takes(kind="a dict {patient: lists}"),
     lab="04",
-    asked=ASKED,
+    required=REQUIRED,
     patients=PATIENTS,
 )
 def deadlock_clinic(tries: Tries) -> None:

@@ -39,7 +39,7 @@ SHARE_CASES = (  # model, samples, seconds of the step, devices, FLOP/s by the d
     ("gpt3-175b", 1536, 13.2, 1024, 989e12),
     ("gpt2", 512, 5.5, 8, 312e12),
 )
-ASKED = {
+REQUIRED = {
     FLOPS: "four models from 0.1 B to 1 T: to nine digits",
     DAYS: "three trainings, two of them PTD-P's: to 0.1 %",
     MFU: "three measured steps, from 0 to 1: to nine digits",
@@ -52,7 +52,7 @@ ASKED = {
     Takes("training_days(model, tokens, devices, flops)"),
     Takes("utilisation(model, samples, seconds, devices, peak)"),
     lab="11",
-    asked=ASKED,
+    required=REQUIRED,
 )
 def training_cost(tries: Tries) -> None:
     parts = (FLOP_CASES, _flops), (DAY_CASES, _days), (SHARE_CASES, _shares)

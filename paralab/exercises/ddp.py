@@ -46,16 +46,18 @@ CLUSTER = Cluster(
 )
 LIMIT_S = 15e-3  # buckets without overlap take 21 ms, overlap without buckets as long
 EXTRA_COPIES = 1.5
-ASKED = sync.ASKED | {
-    sync.BYTES: f"{sync.ASKED[sync.BYTES]}; in one message at most bucket_bytes and one gradient",
+REQUIRED = sync.REQUIRED | {
+    sync.BYTES: f"{sync.REQUIRED[sync.BYTES]}; a message is at most bucket_bytes and one gradient",
     "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
     "extra memory": "tensors: at most one and a half more copies of the gradients",
 }
-GRADIENTS, WEIGHTS, _, TIME, MEMORY = ASKED
+GRADIENTS, WEIGHTS, _, TIME, MEMORY = REQUIRED
 
 
 @exercise(
-    Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")), lab="02", asked=ASKED
+    Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),
+    lab="02",
+    required=REQUIRED,
 )
 def my_ddp(tries: Tries) -> None:
     sync.look_at_training(tries, trained, BUCKET)

@@ -18,13 +18,13 @@ from paralab.spec import ModelSpec, Plan
 
 SMALL = ModelSpec(layers=3, hidden=45, heads=5, seq_len=14, vocab=259, attention="explicit")
 WIDE = ModelSpec(layers=2, hidden=96, heads=3, seq_len=40, vocab=301, attention="explicit")
-ASKED = {
+REQUIRED = {
     "one device": "two models without ZeRO: every category to the byte",
     "ZeRO-1 and ZeRO-2": "4 and 7 ranks, which do not divide Ψ",
     "ZeRO-3": "the same, unit by unit",
     "bf16": "three plans in 16 bits",
 }
-ONE, SHARED, UNITS, SHORT = ASKED
+ONE, SHARED, UNITS, SHORT = REQUIRED
 CASES = (  # limit, model, b, n, stage, precision
     (ONE, SMALL, 1, 1, 0, "fp32"),
     (ONE, WIDE, 3, 1, 0, "fp32"),
@@ -39,7 +39,7 @@ CASES = (  # limit, model, b, n, stage, precision
 STATES = ("parameters", "gradients", "optimizer")
 
 
-@exercise(Takes("my_estimate(spec, b, n, zero_stage, precision)"), lab="06", asked=ASKED)
+@exercise(Takes("my_estimate(spec, b, n, zero_stage, precision)"), lab="06", required=REQUIRED)
 def memory_estimator(tries: Tries) -> None:
     questions = [(0, case[1:]) for case in CASES]
     why = "paralab is asked: count the bytes yourself"

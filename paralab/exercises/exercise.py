@@ -2,7 +2,7 @@
 
     exercise = pl.exercises.all_gather_half
     exercise                      # the task and its limits
-    exercise.check(my_function)   # a Verdict: limit | asked | yours | ok
+    exercise.check(my_function)   # a Verdict: limit | required | yours | ok
     exercise.hint()               # one hint at a time
     exercise.solution()           # source of one answer
 
@@ -105,7 +105,7 @@ class Exercise:
 
     name      the attribute of ``pl.exercises``
     lab       where it is set, "01"
-    asked     {limit: what is required}, in the order in which they are looked at
+    required  {limit: what is required}, in the order in which they are looked at
     takes     what an answer consists of; only the first part has to be there
     checker   notes what there is to say about each answer
     patients  {name: what is to be diagnosed}, of a clinic
@@ -113,7 +113,7 @@ class Exercise:
 
     name: str
     lab: str
-    asked: dict[str, str]
+    required: dict[str, str]
     takes: tuple[Takes, ...]
     checker: Callable[[Tries], None]
     patients: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Exercise:
     def check_each(self, answers: Sequence[tuple], *, timeout: float = TIMEOUT_S) -> list[Verdict]:
         """Verdicts on several answers, which share their launches."""
         timeout = real("timeout", timeout, above=0.0)
-        tries = [Try(answer, Notes(self.name, self.asked)) for answer in answers]
+        tries = [Try(answer, Notes(self.name, self.required)) for answer in answers]
         try:
             for one in tries:
                 self._begin(one)
@@ -190,20 +190,20 @@ class Exercise:
         return Source(sources.solution(sources.answer(self.name)))
 
     def __repr__(self) -> str:
-        return f"Exercise({self.name}, lab {self.lab}, {len(self.asked)} limits)"
+        return f"Exercise({self.name}, lab {self.lab}, {len(self.required)} limits)"
 
     def _repr_markdown_(self) -> str:
-        rows = "".join(f"| {limit} | {asked} |\n" for limit, asked in self.asked.items())
-        return f"{self.task}\n\n| limit | asked |\n|---|---|\n{rows}"
+        rows = "".join(f"| {limit} | {required} |\n" for limit, required in self.required.items())
+        return f"{self.task}\n\n| limit | required |\n|---|---|\n{rows}"
 
 
 def exercise(
-    *takes: Takes, lab: str, asked: dict[str, str], patients: Sequence[Any] = ()
+    *takes: Takes, lab: str, required: dict[str, str], patients: Sequence[Any] = ()
 ) -> Callable[[Callable[[Tries], None]], Exercise]:
     """Make an `Exercise` of its checker, whose name it has."""
 
     def made(checker: Callable[[Tries], None]) -> Exercise:
-        about = {"lab": lab, "asked": asked, "patients": {one.name: one for one in patients}}
+        about = {"lab": lab, "required": required, "patients": {one.name: one for one in patients}}
         return Exercise(name=checker.__name__, takes=takes, checker=checker, **about)
 
     return made

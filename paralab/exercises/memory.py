@@ -28,7 +28,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace"
 SETTINGS = tuple(field.name for field in fields(Plan))
 STAYS = {"world_size": "devices", "global_batch": "samples per step", "precision": "precision"}
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
-ASKED = {
+REQUIRED = {
     **{patient.name: f"its peak falls by at least {patient.drop} %" for patient in PATIENTS},
     FILLS: f"the largest at its peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}",
     SAME: "a plan that runs, with its devices, samples per step and precision",
@@ -41,7 +41,7 @@ ASKED = {
 @exercise(
     Takes(kind="a dict {patient: (category, {setting: value})}"),
     lab="06",
-    asked=ASKED,
+    required=REQUIRED,
     patients=PATIENTS,
 )
 def memory_clinic(tries: Tries) -> None:

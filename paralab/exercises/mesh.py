@@ -20,12 +20,12 @@ from paralab.spec import Plan
 
 AXES = ("dp", "pp", "tp")
 MESHES = [Plan(dp=dp, pp=pp, tp=tp) for dp, pp, tp in ((2, 2, 2), (3, 1, 4), (1, 4, 3), (2, 3, 1))]
-ASKED = {
+REQUIRED = {
     "coordinates": "of every rank in four meshes: r = (pp index * dp + dp index) * tp + tp index",
     "members": "of each of its groups: the ranks that differ in that coordinate alone",
     "calls of new_group": "every rank makes all groups of the mesh, in the same order",
 }
-PLACE, MEMBERS, CALLS = ASKED
+PLACE, MEMBERS, CALLS = REQUIRED
 
 
 class Made(NamedTuple):
@@ -34,7 +34,7 @@ class Made(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), lab="10", asked=ASKED)
+@exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), lab="10", required=REQUIRED)
 def mesh_groups(tries: Tries) -> None:
     for notes, found in tries.run(played, 1):
         for plan, replies in zip(MESHES, found.results[0], strict=True):

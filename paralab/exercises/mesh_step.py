@@ -28,16 +28,18 @@ MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16, tied=False)
 BATCH = {"microbatches": 3, "microbatch_size": 2}
 CUTS = ((2, 2), (1, 4))  # dp, pp
 SCALARS = 64  # bytes of norms and losses
-ASKED = {
+REQUIRED = {
     "norm": "of the whole model's gradient before clipping, on every rank",
     "weights": f"after each of {STEPS} steps of SGD, one of them clipped: those of one process",
     "bytes per rank": "each activation and its gradient once; the stage's gradients once, over dp",
 }
-NORM, WEIGHTS, BYTES = ASKED
+NORM, WEIGHTS, BYTES = REQUIRED
 
 
 @exercise(
-    Takes("mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"), lab="10", asked=ASKED
+    Takes("mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),
+    lab="10",
+    required=REQUIRED,
 )
 def mesh_step(tries: Tries) -> None:
     for dp, pp in CUTS:

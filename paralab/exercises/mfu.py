@@ -10,7 +10,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
 
 DAYS, MFU = "days", "MFU"
-ASKED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
+REQUIRED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
 CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP/s of each
     (1.9278e19, 1536, 51.4, 219_726_562, 3072, 312e12),
     (6.1e15, 512, 3.7, 4_000_000, 64, 989e12),
@@ -18,7 +18,9 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
 
 
 @exercise(
-    Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"), lab="11", asked=ASKED
+    Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"),
+    lab="11",
+    required=REQUIRED,
 )
 def days_and_mfu(tries: Tries) -> None:
     for notes, case, reply in ask(tries, CASES):

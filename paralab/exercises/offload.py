@@ -28,17 +28,17 @@ Size = tuple[int, int]  # units, window
 
 TASK_SIZE = 6, 2
 SIZES = (TASK_SIZE, (1, 2), (5, 1), (4, 2), (7, 2), (7, 3), (3, 8))
-ASKED = {
+REQUIRED = {
     "jobs": "every unit read, updated and written once, in a buffer with no other unit in it",
     "host memory": "`window` buffers, 0 to window - 1",
     "simulated update": "at most max(U(r+w), r+Uu+w), U units, with either host: "
     f"{' and '.join(ms(limit_s(*TASK_SIZE, update_s)) for update_s in UPDATE_S.values())}; "
     "with one buffer U(r+u+w)",
 }
-ORDER, MEMORY, TIME = ASKED
+ORDER, MEMORY, TIME = REQUIRED
 
 
-@exercise(Takes("my_stream(units, window)"), lab="09", asked=ASKED)
+@exercise(Takes("my_stream(units, window)"), lab="09", required=REQUIRED)
 def stream(tries: Tries) -> None:
     for notes, size, reply in ask(tries, SIZES):
         notes.where, jobs, trouble = "units={}, window={}".format(*size), [], reply.trouble

@@ -15,7 +15,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
 
 LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
-ASKED = {
+REQUIRED = {
     RATE: "of three logs: FLOP/s of one device",
     INSIDE: "mean over the rows, a share: 0.1 for 10 %",
     OUTSIDE: "the same, each row by the rate of all others",
@@ -28,7 +28,7 @@ LOGS: tuple[Rows, ...] = (
 )
 
 
-@exercise(Takes("own_fit(rows)"), lab="11", asked=ASKED)
+@exercise(Takes("own_fit(rows)"), lab="11", required=REQUIRED)
 def own_fit(tries: Tries) -> None:
     questions = [(0, (rows,)) for rows in LOGS]
     for notes, rows, reply in ask(tries, LOGS, questions):

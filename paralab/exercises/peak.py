@@ -18,14 +18,14 @@ from paralab.spec import ModelSpec, Plan
 
 TOLERANCE = 0.05
 FIELDS = ("layers", "hidden", "heads", "seq_len", "vocab")
-ASKED = {
+REQUIRED = {
     "the lab's model": "4 blocks, h = 256, 8 samples of 128 tokens, and two more: within 5 %",
     "large vocabularies": "V = 8,192 to 65,536",
     "long sequences": "s = 512 and 1024, up to 16 heads",
     "wide models, few tokens": "up to h = 4096 and 48 blocks, one sample",
     "several micro-batches": "m = 2, 3 and 4",
 }
-SMALL, WORDS, LONG, WIDE, SEVERAL = ASKED
+SMALL, WORDS, LONG, WIDE, SEVERAL = REQUIRED
 CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
     (SMALL, (4, 256, 4, 128, 256), 8, 1),
     (SMALL, (6, 192, 6, 96, 256), 12, 1),
@@ -45,7 +45,7 @@ CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
 )
 
 
-@exercise(Takes("peak_estimate(model, batch, microbatches)"), lab="00", asked=ASKED)
+@exercise(Takes("peak_estimate(model, batch, microbatches)"), lab="00", required=REQUIRED)
 def peak_estimate(tries: Tries) -> None:
     why = "the estimate asks paralab; required: formulas of your own"
     questions = [(0, (SimpleNamespace(**_named(sizes)), b, m)) for _, sizes, b, m in CASES]

@@ -217,11 +217,11 @@ STEP = Takes("pipeline_step(stage, actions, previous, following, batches, shape)
 CHUNKS = Takes("interleaved_step(stages, lists, batches, shape)")
 
 
-@exercise(STEP, lab="03", asked=_asked(RUNS))
+@exercise(STEP, lab="03", required=_asked(RUNS))
 def pipeline_executor(tries: Tries) -> None:
     check(RUNS, tries)
 
 
-@exercise(CHUNKS, lab="03", asked=_asked(CHUNKED))
+@exercise(CHUNKS, lab="03", required=_asked(CHUNKED))
 def interleaved_executor(tries: Tries) -> None:
     check(CHUNKED, tries)

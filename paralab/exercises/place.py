@@ -57,7 +57,7 @@ class Answer(NamedTuple):
     bytes: int
 
 
-ASKED = {
+REQUIRED = {
     "plan": f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}; "
     f"at most {QUESTIONS} questions for each",
     "memory": "the device with the highest peak memory within its 80 GB",
@@ -65,10 +65,10 @@ ASKED = {
     "simulated step": f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of "
     "0 or 1",
 }
-PLAN, FITS, NODE, TIME = ASKED
+PLAN, FITS, NODE, TIME = REQUIRED
 
 
-@exercise(Takes("f(model, cluster, batch, ask)"), lab="10", asked=ASKED)
+@exercise(Takes("f(model, cluster, batch, ask)"), lab="10", required=REQUIRED)
 def place(tries: Tries) -> None:
     for notes, found in tries.run(plans, 1, patience=10):
         for case, (plan, trouble) in zip(CASES, found.results[0], strict=True):

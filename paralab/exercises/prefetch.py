@@ -31,7 +31,7 @@ WITHOUT_S = 3 * UNITS * MESSAGE_S  # two gathers and a reduce-scatter of each un
 LIMIT_S = WITHOUT_S / 2
 
 GATHERS, EXPOSED = "gathers", "exposed time"
-ASKED = zero3.ASKED | {
+REQUIRED = zero3.REQUIRED | {
     zero3.WEIGHTS: "N = 3: after a step of SGD those of one process, on every rank",
     zero3.PEAK: f"tensors: at most {zero3.UNITS + 1} units, one more than without prefetch",
     GATHERS: "each unit for its forward and for its backward, at most one unit ahead",
@@ -39,7 +39,9 @@ ASKED = zero3.ASKED | {
 }
 
 
-@exercise(Takes("MyPrefetch(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED)
+@exercise(
+    Takes("MyPrefetch(units, lr=...)", methods=("step", "gather")), lab="05", required=REQUIRED
+)
 def my_prefetch(tries: Tries) -> None:
     for notes, found in tries.run(steps, RANKS, where="timed units"):
         _look(notes, found)

@@ -24,16 +24,16 @@ MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit"
 MICROBATCHES = 2
 DROPOUT = 0.1
 SPARE = 1.3  # times what torch.utils.checkpoint needs
-ASKED = {
+REQUIRED = {
     "gradients": "of one step: those without my_checkpoint, bit for bit",
     "generator": "random numbers drawn after the step: as without it",
     "forwards": "every block: exactly 2 per micro-batch",
     "peak memory": "tensors: at most 30 % more than torch.utils.checkpoint, beyond the parameters",
 }
-GRADIENTS, GENERATOR, FORWARDS, MEMORY = ASKED
+GRADIENTS, GENERATOR, FORWARDS, MEMORY = REQUIRED
 
 
-@exercise(Takes("my_checkpoint(block, x)"), lab="06", asked=ASKED)
+@exercise(Takes("my_checkpoint(block, x)"), lab="06", required=REQUIRED)
 def checkpoint(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
         right, yours, bare, torchs = found.results[0]

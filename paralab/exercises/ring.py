@@ -24,17 +24,17 @@ CLUSTER = Cluster(
     name="10 Gbit/s", flops=1e12, memory_bandwidth=1e11, intra=Link(alpha=20e-6, bandwidth=1.25e9)
 )
 
-ASKED = {
+REQUIRED = {
     "result": "N = 2, 3, 4: every rank has all N chunks, each in its place",
     "calls": "sends and receives between neighbours on the ring",
     "bytes per rank": "exactly (N-1)/N S, S the whole tensor",
     "extra memory": "tensors: at most one chunk",
     "simulated time": "at most (N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
 }
-RESULT, CALLS, BYTES, MEMORY, TIME = ASKED
+RESULT, CALLS, BYTES, MEMORY, TIME = REQUIRED
 
 
-@exercise(Takes("f(group, tensor)"), lab="01", asked=ASKED)
+@exercise(Takes("f(group, tensor)"), lab="01", required=REQUIRED)
 def all_gather_half(tries: Tries) -> None:
     chunk = 4 * CHUNK
     for n in RANKS:

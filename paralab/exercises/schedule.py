@@ -45,14 +45,14 @@ def limit_s(pp: int, microbatches: int) -> float:
     return (microbatches + pp - 1) * (FORWARD_S + 2 * HALF_S)
 
 
-ASKED = {
+REQUIRED = {
     "schedule": f"p={PP}, m={MICROBATCHES}: every action once, and no cycle of waits",
     "simulated step": f"at most {1e3 * limit_s(PP, MICROBATCHES):.0f} ms = (m+p-1)(F+B)",
     "live micro-batches": f"at most {PP} alive at once, on any rank",
     "other sizes": "from p=2, m=1 to p=6, m=9: the same, with (m+p-1)(F+B) and p alive",
     "gradients": f"of a step on {PP} ranks: those of one process",
 }
-VALID, TIME, MEMORY, OTHERS, GRADIENTS = ASKED
+VALID, TIME, MEMORY, OTHERS, GRADIENTS = REQUIRED
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Written:
         return self.lists
 
 
-@exercise(Takes("f(pp, microbatches)"), lab="04", asked=ASKED)
+@exercise(Takes("f(pp, microbatches)"), lab="04", required=REQUIRED)
 def own_schedule(tries: Tries) -> None:
     questions = [(0, size) for size in ((PP, MICROBATCHES), *SIZES)]
     for notes, found in tries.run(asked, 1, questions, where=f"p={PP}, m={MICROBATCHES}"):

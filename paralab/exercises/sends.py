@@ -17,7 +17,7 @@ from paralab.exercises.questions import Mistakes, Reply, ask, kind_of, size_text
 from paralab.spec import ModelSpec, Plan
 
 EXACT = 1e-9
-ASKED = {
+REQUIRED = {
     "tp": "bytes of all-reduces in forward, backward and what is recomputed: to nine digits",
     "pp": "bytes of activations and their gradients: to nine digits",
     "dp": "bytes of the gradients' all-reduce: to nine digits",
@@ -45,14 +45,14 @@ CASES = (  # 12 is on the first stage and 192 is not, whatever order of the axes
 )
 
 
-@exercise(Takes("rank_sends(model, plan, rank)"), lab="12", asked=ASKED)
+@exercise(Takes("rank_sends(model, plan, rank)"), lab="12", required=REQUIRED)
 def rank_sends(tries: Tries) -> None:
     why = "the compiled program is the answer: here it cannot be asked"
     for notes, case, reply in ask(tries, CASES, (), why, ("spec/",)):
         model, plan, rank = case
         notes.where = f"L={model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, "
         notes.where += f"m={plan.microbatches}, rank {rank}"
-        for axis in ASKED:
+        for axis in REQUIRED:
             notes.each(axis, _wrong(reply, axis, case), "right in all plans")
 
 

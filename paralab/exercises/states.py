@@ -19,14 +19,14 @@ RECIPES: dict[str, dict[str, int]] = {
     "mixed": {"parameters": 2, "gradients": 2, "master": 4, "moments": 8},
     "mixed, fp32 gradients": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
 }
-ASKED = {
+REQUIRED = {
     "tied output matrix": "GPT-2, whose output matrix is the embedding; two recipes: every "
     "state to the byte",
     "untied output matrix": "GPT-2 and the laptop model with tied=False: a matrix more",
     "large models": "7.5 B and 1 T parameters",
     "devices": "four models on devices of 24 and 80 GB, and one that fills its devices exactly",
 }
-TIED, OWN, LARGE, DEVICES = ASKED
+TIED, OWN, LARGE, DEVICES = REQUIRED
 STATE_CASES = (
     (TIED, "gpt2", True, "fp32"),
     (TIED, "gpt2", True, "mixed"),
@@ -48,7 +48,7 @@ DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 an
     Takes("model_states(model, recipe)"),
     Takes("devices_needed(model, recipe, memory_gb)"),
     lab="00",
-    asked=ASKED,
+    required=REQUIRED,
 )
 def model_states(tries: Tries) -> None:
     cases: list[tuple[str, str, tuple]] = [

@@ -26,14 +26,14 @@ STEPS, ZEROED = 4, 2  # before this step files and moments are set to zero
 COPIES = 6  # times 4 bytes per element of a unit: both moments, and temporaries of the update
 BEFORE = "; before this step the files were set to zero, so the states are not in them alone"
 SCALARS = 20_000  # bytes: names, counts, paths
-ASKED = {
+REQUIRED = {
     "weights": f"after each of {STEPS} steps: torch.optim.AdamW's, bit for bit",
     "files": "8 bytes per parameter under the folder, and nothing else",
     "memory in a step": f"tensors, and arrays: at most {COPIES} numbers per element of a unit "
     "(and 20 kB)",
     "memory between steps": "tensors: at most 20 kB",
 }
-WEIGHTS, FILES, PEAK, KEPT = ASKED
+WEIGHTS, FILES, PEAK, KEPT = REQUIRED
 
 
 @exercise(
@@ -43,7 +43,7 @@ WEIGHTS, FILES, PEAK, KEPT = ASKED
         methods=("step",),
     ),
     lab="09",
-    asked=ASKED,
+    required=REQUIRED,
 )
 def streamed_optimizer(tries: Tries) -> None:
     for notes, found in tries.run(trained, 1):

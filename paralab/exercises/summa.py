@@ -28,7 +28,7 @@ RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it on 
 SCALARS = 1000  # bytes
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
 
-ASKED = {
+REQUIRED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
     "elements forward": "exactly (q-1)(M K + K N), all ranks together",
     "memory forward": f"tensors in addition to its own x and w: y, one product, and {RECEIVED} "
@@ -36,10 +36,12 @@ ASKED = {
     "gradients": "block (i, j) of dY Wᵀ and of Xᵀ dY on rank (i, j)",
     "elements backward": "exactly 2(q-1)(M K + K N), all ranks together",
 }
-FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = ASKED
+FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = REQUIRED
 
 
-@exercise(Takes("MySumma(row, column)", methods=("forward", "backward")), lab="08", asked=ASKED)
+@exercise(
+    Takes("MySumma(row, column)", methods=("forward", "backward")), lab="08", required=REQUIRED
+)
 def summa(tries: Tries) -> None:
     for q in GRIDS:
         for notes, found in tries.run(multiply, q * q, where=f"q={q}"):

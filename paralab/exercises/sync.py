@@ -25,15 +25,15 @@ MODEL = ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 RUNS = {"gradients": (1, RANKS), "weights": (2, 3)}  # limit: steps and ranks
 PADDING = 1.001
-ASKED = {
+REQUIRED = {
     "gradients": f"of one step on {RANKS} ranks: those of one process",
     "weights": "after 2 steps of SGD: those of one process",
     "bytes per rank": "2(N-1)/N · 4Ψ in a step, within 0.1 % (for padding)",
 }
-GRADIENTS, WEIGHTS, BYTES = ASKED
+GRADIENTS, WEIGHTS, BYTES = REQUIRED
 
 
-@exercise(Takes("average_gradients(module)"), lab="02", asked=ASKED)
+@exercise(Takes("average_gradients(module)"), lab="02", required=REQUIRED)
 def average_gradients(tries: Tries) -> None:
     look_at_training(tries, averaged)
 

@@ -31,17 +31,17 @@ STEPS = 3
 CLUSTER = NETWORK.replace(flops=60e9, elements=on_processor(60e9))
 LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each other 40 ms
 
-ASKED = {
+REQUIRED = {
     "program": "every gradient is summed once, when it is complete and before its UPDATE",
     "gradients": f"of the last of {STEPS} steps on {RANKS} ranks: those of one process",
     "weights": f"after {STEPS} steps of SGD: those of one process",
     "bytes per rank": "at most 2(N-1)/N · 4Ψ in a step (and 0.1 % for padding)",
     "predicted step": f"at most {1e3 * LIMIT_S:.0f} ms",
 }
-PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = ASKED
+PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = REQUIRED
 
 
-@exercise(Takes("my_pass(program)"), lab="02", asked=ASKED)
+@exercise(Takes("my_pass(program)"), lab="02", required=REQUIRED)
 def sync_pass(tries: Tries) -> None:
     for notes, found in tries.run(compiled, 1):
         text = found.results[0]

@@ -64,7 +64,7 @@ TARGETS = (
 @exercise(
     *(Takes(f"{name}(pp, microbatches)") for name in ("first", "second", "third")),
     lab="04",
-    asked={target.name: target.words for target in TARGETS},
+    required={target.name: target.words for target in TARGETS},
 )
 def better_schedules(tries: Tries) -> None:
     questions = [(part, size) for part in range(len(TARGETS)) for size in SIZES]

@@ -161,13 +161,13 @@ OPERATORS = {limit: LIMITS[limit] for limit in LIMITS if limit != WEIGHTS}
     Takes("f(x)", kind="a function f"),
     Takes("g(x)", kind="a function g"),
     lab="07",
-    asked=OPERATORS,
+    required=OPERATORS,
 )
 def f_and_g(tries: Tries) -> None:
     check("mlp", OPERATORS, tries)
 
 
-@exercise(Takes("MyMLP(up, down, f=f, g=g)"), lab="07", asked=LIMITS)
+@exercise(Takes("MyMLP(up, down, f=f, g=g)"), lab="07", required=LIMITS)
 def tensor_mlp(tries: Tries) -> None:
     check("mlp", LIMITS, tries)
 
@@ -175,6 +175,6 @@ def tensor_mlp(tries: Tries) -> None:
 CALL = "MyAttention(qkv, proj, heads=..., f=f, g=g)"
 
 
-@exercise(Takes(CALL), lab="07", asked=LIMITS)
+@exercise(Takes(CALL), lab="07", required=LIMITS)
 def tensor_attention(tries: Tries) -> None:
     check("attention", LIMITS, tries)

@@ -36,7 +36,7 @@ _ABOUT = "(model, plan, stage)"
     Takes(f"stage_parameters{_ABOUT}"),
     Takes(f"in_flight{_ABOUT}"),
     lab="12",
-    asked={
+    required={
         PARAMETERS: "every stage of three plans: exact",
         FLIGHT: "every stage of three plans under 1F1B",
     },
@@ -102,7 +102,7 @@ TOKENS, MOST_DAYS, MOST_GB = 450e9, 56, 70
 @exercise(
     Takes("my_plan()"),
     lab="12",
-    asked={
+    required={
         LEGAL: "one that pl.Plan(...) accepts for the model",
         BATCH: "3,072 samples per step, as published",
         GPUS: "at most 3,072",

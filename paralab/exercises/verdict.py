@@ -29,7 +29,7 @@ class Row:
     """One limit. ``ok`` is None where an earlier failure left nothing to look at."""
 
     limit: str
-    asked: str
+    required: str
     yours: str
     ok: bool | None
 
@@ -62,12 +62,12 @@ class Verdict:
 
     @property
     def table(self) -> pd.DataFrame:
-        """The rows; columns limit, asked, yours, ok."""
+        """The rows; columns limit, required, yours, ok."""
         import pandas as pd
 
         return pd.DataFrame(
-            [(row.limit, row.asked, row.yours, row.word) for row in self.rows],
-            columns=["limit", "asked", "yours", "ok"],
+            [(row.limit, row.required, row.yours, row.word) for row in self.rows],
+            columns=["limit", "required", "yours", "ok"],
         )
 
     def __bool__(self) -> bool:
@@ -86,10 +86,10 @@ class Verdict:
         passed = self.passed if self.started else None
         state = {True: "passed", False: "not yet", None: NOT_STARTED}[passed]
         left = 'style="text-align:left"'
-        head = "".join(f"<th {left}>{word}</th>" for word in ("limit", "asked", "yours", "ok"))
+        head = "".join(f"<th {left}>{word}</th>" for word in ("limit", "required", "yours", "ok"))
         body = ""
         for row in self.rows:
-            cells = "".join(f"<td {left}>{html.escape(t)}</td>" for t in (row.asked, row.yours))
+            cells = "".join(f"<td {left}>{html.escape(t)}</td>" for t in (row.required, row.yours))
             bold = f"text-align:left;font-weight:600;color:{tints[row.ok]}"
             body += f"<tr><th {left}>{html.escape(row.limit)}</th>{cells}"
             body += f'<td style="{bold}">{row.word}</td></tr>'
@@ -212,9 +212,9 @@ class Notes:
 
     def verdict(self) -> Verdict:
         rows = []
-        for limit, asked in self.limits.items():
+        for limit, required in self.limits.items():
             yours, ok = self._found.get(limit, ("", None))
-            rows.append(Row(limit=limit, asked=asked, yours=yours, ok=ok))
+            rows.append(Row(limit=limit, required=required, yours=yours, ok=ok))
         said = self.said
         if not said and not all(row.ok for row in rows):
             said = NOT_STARTED

@@ -23,17 +23,17 @@ LARGE = 200.0  # added to every logit of a third of the tokens
 ALONE = 90.0  # one logit of another third: exp overflows without its maximum, 1 / exp is above 0
 COPIES, SCALARS = 5, 6 * 8 * TOKENS  # of the rank's own logits; and a few numbers per token
 
-ASKED = {
+REQUIRED = {
     "loss": "t = 2, 4: the mean over the tokens, on every rank, of logits up to 200 too",
     "gradient": "of the rank's own logits",
     "bytes, forward": "at most 6(t-1)/t n elements: three all-reduces of n numbers",
     "bytes, backward": "none",
     "memory": f"at most {COPIES} tensors of n V/t elements in addition to the logits",
 }
-LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = ASKED
+LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = REQUIRED
 
 
-@exercise(Takes("vocab_parallel_loss(logits, targets)"), lab="07", asked=ASKED)
+@exercise(Takes("vocab_parallel_loss(logits, targets)"), lab="07", required=REQUIRED)
 def vocab_parallel_loss(tries: Tries) -> None:
     for t in RANKS:
         own, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t

@@ -21,7 +21,7 @@ COUNT = "forwards before the first backward"
 @exercise(
     Takes("warmup(rank, p, m, v)"),
     lab="03",
-    asked={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
+    required={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
 )
 def warmup(tries: Tries) -> None:
     for notes, size, reply in ask(tries, SIZES):

@@ -26,7 +26,7 @@ COPIES, PARTS = 3, 3  # padded gradient, the others' parts of it, padded paramet
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
 AS_FIRST = "it has moved as in a first step, without what v was before"
-ASKED = {
+REQUIRED = {
     RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
     BYTES: "exactly 2(N-1)/N · 4Ψ in a step, Ψ padded to N equal parts",
     KEPT: "tensors: at most 4 Ψ/N bytes (and 1 kB)",
@@ -35,7 +35,9 @@ ASKED = {
 
 
 @exercise(
-    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)), lab="05", asked=ASKED
+    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),
+    lab="05",
+    required=REQUIRED,
 )
 def zero_step(tries: Tries) -> None:
     for n in RANKS:

@@ -25,7 +25,7 @@ SCALARS = 4000  # bytes of counts and the like
 UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in flat buffers
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
-ASKED = {
+REQUIRED = {
     WEIGHTS: "N = 4, 3: after 1 and 2 steps of SGD those of one process, on every rank",
     BYTES: "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts",
     KEPT: "tensors: at most 8Ψ/N bytes, an N-th of parameters and gradients (and 4 kB)",
@@ -33,7 +33,7 @@ ASKED = {
 }
 
 
-@exercise(Takes("MyZero3(units, lr=...)", methods=("step", "gather")), lab="05", asked=ASKED)
+@exercise(Takes("MyZero3(units, lr=...)", methods=("step", "gather")), lab="05", required=REQUIRED)
 def my_zero3(tries: Tries) -> None:
     look_at_training(tries, RUNS, UNITS)
 
