@@ -13,29 +13,27 @@ The costs alone differ, so the same walk (time.py, deep.py) gives the seconds.
 from __future__ import annotations
 
 from paralab.interpret.costs import Compute, Cost, Costs, Posted
-from paralab.model.ops import Call
 from paralab.programs.instructions import WAIT, WORKERS, Instr
-from paralab.programs.program import Program
-from paralab.spec import Cluster
 
 
 class Serial(Costs):
-    """Of a program's instructions on a cluster, without overlap."""
+    """What these costs are without overlap."""
+
+    def __init__(self, costs: Costs) -> None:
+        vars(self).update(vars(costs))  # what one of them has worked out the other knows
 
     def of(self, pp: int, ins: Instr) -> Cost:
         """Of an instruction; a worker's job is the rank's own work, and so is the wait for it."""
-        if ins.lane not in WORKERS:
-            return super().of(pp, ins)
-        if ins.op == WAIT:
-            return Compute(self.cluster.wait_overhead)
-        return Compute(super().of(pp, ins).seconds)
-
-    def posted(self, pp: int, call: Call) -> Posted:
-        """A call whose bytes move behind the wait for it."""
-        found = super().posted(pp, call)
-        return found._replace(seconds=0.0, behind=found.behind + found.seconds)
+        cost = super().of(pp, ins)
+        if ins.lane in WORKERS:
+            return Compute(self.cluster.wait_overhead if ins.op == WAIT else cost.seconds)
+        if type(cost) is Compute and cost.inside:
+            return cost._replace(inside=tuple(map(_behind, cost.inside)))
+        return _behind(cost)
 
 
-def costs_of(program: Program, cluster: Cluster, *, overlap: bool = True) -> Costs:
-    """Of a program's instructions, with overlap or without."""
-    return (Costs if overlap else Serial)(program, cluster)
+def _behind(one: Cost | float) -> Cost | float:
+    """A call's bytes move behind the wait for it."""
+    if type(one) is not Posted:
+        return one
+    return one._replace(seconds=0.0, behind=one.behind + one.seconds)

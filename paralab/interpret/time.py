@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paralab.interpret.costs import Awaited, Cost, Costs
 from paralab.interpret.jobs import Order
-from paralab.interpret.serial import costs_of
+from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Inside, Item, Rank, Walk, item
 from paralab.programs.instructions import Code
 from paralab.programs.names import Names
@@ -62,7 +62,8 @@ def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
 
     Raises ValueError naming where each rank stands, if no rank can go on.
     """
-    return walked(program, costs_of(program, cluster, overlap=overlap))
+    costs = Costs(program, cluster)
+    return walked(program, costs if overlap else Serial(costs))
 
 
 def body(program: Program, costs: Costs, r: int, code: Code) -> Body:

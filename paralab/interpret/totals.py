@@ -7,10 +7,11 @@ serve many clusters; the numbers are the same.
 
 from __future__ import annotations
 
+from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
 from paralab.interpret.memory import memory
-from paralab.interpret.serial import costs_of
-from paralab.interpret.time import time
+from paralab.interpret.serial import Serial
+from paralab.interpret.time import walked
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -25,25 +26,26 @@ class Totals:
         self, spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str, *, many: bool = False
     ) -> None:
         self.plan, self.cluster = plan, cluster
-        self._deep = self._program = None
+        self._deep = None
         if folds(plan) and (many or plan.pp * plan.microbatches > MANY):
             self._deep = Deep(spec, plan, cluster, optimizer)
+            self._costs = self._deep.costs
         else:
-            self._program = compiled(spec, plan, optimizer=optimizer)
+            self._costs = Costs(compiled(spec, plan, optimizer=optimizer), cluster)
 
     def seconds(self, cluster: Cluster | None = None, *, overlap: bool = True) -> float:
         """Of the step, on another cluster if one is named; without ``overlap`` see serial.py."""
-        cluster = cluster or self.cluster
-        if self._program is not None:
-            return time(self._program, cluster, overlap=overlap).seconds
-        if overlap and cluster is self.cluster:
-            return self._deep.seconds
-        return self._deep.priced(costs_of(self._deep.program, cluster, overlap=overlap)).seconds
+        same = cluster in (None, self.cluster)
+        costs = self._costs if same else Costs(self._costs.program, cluster)
+        costs = costs if overlap else Serial(costs)
+        if self._deep is None:
+            return walked(costs.program, costs).seconds
+        return (self._deep if costs is self._costs else self._deep.priced(costs)).seconds
 
     @property
     def peak(self) -> int:
         """Bytes of the device that holds most at its peak."""
-        if self._program is None:
+        if self._deep is not None:
             return self._deep.peak
         ranks, gloo = range(self.plan.pp), not self.cluster.gpus
-        return max(memory(self._program, r, gloo=gloo).peak for r in ranks)
+        return max(memory(self._costs.program, r, gloo=gloo).peak for r in ranks)

@@ -17,9 +17,10 @@ from math import prod
 
 import numpy as np
 
-from paralab.interpret.costs import Compute
+from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.memory import GRADIENTS, moments
-from paralab.interpret.time import time
+from paralab.interpret.serial import Serial
+from paralab.interpret.time import walked
 from paralab.model.build import build
 from paralab.parallel.buckets import units
 from paralab.parallel.schedules import SPLIT
@@ -86,8 +87,8 @@ _WAYS = {
 def parts(program: Program, cluster: Cluster) -> list[float]:
     """The numbers of `Parts`, one after the other, of a program of one block, one micro-batch."""
     code, model, plan = program.codes[0], program.model, program.plan
-    times, starts = time(program, cluster), [i for _, i, _ in model.parts]
-    serial = time(program, cluster, overlap=False)
+    costs, starts = Costs(program, cluster), [i for _, i, _ in model.parts]
+    times, serial = walked(program, costs), walked(program, Serial(costs))
     took, alone = (
         [left - came for came, left in zip(some.entered[0], some.left[0], strict=True)]
         for some in (times, serial)

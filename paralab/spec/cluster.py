@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -174,14 +175,18 @@ class Cluster(Description):
         """Where these ranks are on this cluster's nodes."""
         return Reach.of(ranks, self.node_of)
 
+    @cached_property
+    def _far(self) -> Link:
+        """Between two devices on different nodes, with their share of the ports."""
+        share = 1.0 if self.ports is None else self.ports / self.devices_per_node
+        far: Link = self.inter  # type: ignore[assignment]  # __post_init__ filled it
+        return far.replace(bandwidth=share * far.bandwidth)
+
     def ways(self, op: str, reach: Reach) -> dict[str, Way]:
         """{algorithm: what a call takes by it}: those that this cluster chooses from."""
         near = self.collectives.get(op, self.intra)
-        share = 1.0 if self.ports is None else self.ports / self.devices_per_node
-        far: Link = self.inter  # type: ignore[assignment]  # __post_init__ filled it
-        far = far.replace(bandwidth=share * far.bandwidth)
         tree = op == "broadcast" and op in self.collectives  # it was fitted by a tree's bytes
-        found = ways(op, reach, near, far, nccl=self.gpus and not tree)
+        found = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
         if op in self.collectives and "ring" in found:
             return {"ring": found["ring"]}
         return {self.algorithm: found[self.algorithm]} if self.algorithm in found else found
