@@ -206,16 +206,17 @@ def test_a_shared_processor_is_mentioned_only_on_the_wall_clock():
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_the_matrix_has_senders_in_rows_and_every_byte(dp):
     report = synthetic.report(dp)
-    matrix = report.traffic_chart().data[0]
-    assert matrix.type == "heatmap"
-    edges = report.traffic(by="edge")
-    assert sum(v or 0 for row in matrix.z for v in row) * 1e6 == pytest.approx(edges["bytes"].sum())
-    for sender, receiver, count in edges.itertuples(index=False):
-        assert matrix.z[sender][receiver] == count / 1e6
-    assert [r for r in range(dp) if matrix.z[r][r]] == []
     figure = report.traffic_chart()
-    assert "sending" in figure.layout.yaxis.title.text
-    assert "receiving" in figure.layout.xaxis.title.text
+    matrix, edges = figure.data[0], report.traffic(by="edge")
+    assert matrix.type == "heatmap" and "sending" in figure.layout.yaxis.title.text
+    unit = figure.layout.xaxis.title.text.removeprefix("receiving rank (in the cells: ")
+    per = theme.UNITS[unit.removesuffix(" per step)")]
+    assert dp == 1 or 1 <= max(v or 0 for row in matrix.z for v in row) < 1000
+    assert sum(v or 0 for row in matrix.z for v in row) * per == pytest.approx(edges["bytes"].sum())
+    for sender, receiver, count in edges.itertuples(index=False):
+        assert matrix.z[sender][receiver] == count / per
+        assert float(matrix.text[sender][receiver]) == pytest.approx(count / per, rel=0.005)
+    assert [r for r in range(dp) if matrix.z[r][r]] == []
 
 
 def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):

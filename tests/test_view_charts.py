@@ -469,7 +469,7 @@ def test_traffic_of_a_traced_function_has_its_level_and_no_gradient_optimum():
     chart = traced().traffic_chart()
     assert title(chart) == "Swap on 2 ranks: a rank sends 1 kB"
     assert (*chart.data[1].y, chart.data[1].name) == ("between nodes", "world, send")
-    assert chart.data[0].z[0][1] == 1e-3
+    assert chart.data[0].z[0][1] == 1.0  # kB
     borders = {shape.xref for shape in chart.layout.shapes}  # of nodes, on the matrix alone
     assert "x2" not in borders and "Ψ" not in chart.to_json()
     assert chart.table["bytes"].sum() == 2000

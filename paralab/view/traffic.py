@@ -117,23 +117,26 @@ def _matrix(
     """
     by_edge, senders = metrics.traffic(report, by="edge"), metrics.reported_ranks(report)
     receivers = sorted({*senders, *by_edge["receiver"].tolist()})
-    sent = {(e["sender"], e["receiver"]): e["bytes"] / 1e6 for e in by_edge.to_dict("records")}
+    most = max(by_edge["bytes"].max() if len(by_edge) else 0.0, 1.0)
+    name, per = theme.unit_of(most)
+    digits = max(0, 3 - len(f"{most / per:.0f}"))  # of all alike: three in the largest
+    edges = by_edge.to_dict("records")
+    sent = {(edge["sender"], edge["receiver"]): edge["bytes"] / per for edge in edges}
     if max(len(senders), len(receivers)) > 1:  # plotly cannot draw a matrix of nothing but holes
         sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
     z = [[sent.get((a, b), 0.0) for b in receivers] for a in senders]
-    words = [["" if n is None else f"{n:.2f}".replace("0.00", "0") for n in row] for row in z]
+    words = [["" if n is None else f"{n:.{digits}f}" if n else "0" for n in row] for row in z]
     said = [
         [
-            f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * 1e6, 'B')} per {unit}"
+            f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * per, 'B')} per {unit}"
             for b, n in zip(receivers, row, strict=True)
         ]
         for a, row in zip(senders, z, strict=True)
     ]
     rows, columns = list(map(str, senders)), list(map(str, receivers))
     few = max(len(rows), len(columns)) <= MAX_WRITTEN  # written numbers need no scale
-    most = max((n for n in sent.values() if n is not None), default=0.0) or 1.0
-    colours = {"colours": theme.look().scale, "most": most, "showscale": not few}
-    bar = {"title": {"text": "MB"}, "x": 0.34, "thickness": 10, "len": 0.9}
+    colours = {"colours": theme.look().scale, "most": most / per, "showscale": not few}
+    bar = {"title": {"text": name}, "x": 0.34, "thickness": 10, "len": 0.9}
     style = {"ygap": 2, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
     trace = cells.heat(columns, rows, z, words, said, name="sender to receiver", **style)
     node = [[metrics.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
@@ -141,7 +144,7 @@ def _matrix(
     borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]
     borders += [line((at, at), (-0.5, len(rows) - 0.5), width=1.5) for at in across]
     each = {"type": "category", "showgrid": False, "constrain": "domain"}
-    title = {"text": f"receiving rank (in the cells: MB per {unit})"}
+    title = {"text": f"receiving rank (in the cells: {name} per {unit})"}
     xaxis = {**each, "domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
     yaxis = {**each, "title": {"text": "sending rank"}, "categoryarray": rows}
     yaxis |= {"autorange": "reversed", "scaleanchor": "x"}
