@@ -30,8 +30,9 @@ def test_each_zero_stage_shards_one_state_more_and_shards_are_a_rankth():
 
 def test_a_units_parameters_are_gathered_whenever_it_computes_and_then_freed():
     plan, unit = pl.Plan(dp=DP, zero_stage=3), 1
-    table = view.zero_unit(MODEL, plan, unit).table
-    code = compiled(MODEL, plan).codes[0]
+    chart, code = view.zero_unit(MODEL, plan, unit), compiled(MODEL, plan).codes[0]
+    assert chart.finding.startswith("All of blocks.0 is held for ")
+    table = chart.table
     gathers = [at for at, ins in enumerate(code) if ins.op == "ALL_GATHER" and ins.unit == unit]
     whole = table[table["value"] == "gathered parameters"]
     assert whole["from"].tolist() == gathers and len(gathers) == 2
