@@ -55,7 +55,7 @@ class Strict:
                 )
 
     def rendezvous(self, ranks: tuple[int, ...], parts: Sequence[tuple[str, Tensor, int]]) -> None:
-        """Wait until each peer stands at its own exchange; raise OrderError if they do not fit."""
+        """Wait until each peer is at its own exchange; raise OrderError if they do not fit."""
         by_peer: dict[int, list[list]] = defaultdict(list)
         for kind, tensor, peer in parts:
             by_peer[peer].append([kind, tensor.numel(), str(tensor.dtype)])

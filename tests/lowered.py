@@ -54,7 +54,7 @@ def check_lowered(lists: Sequence[Sequence[Step]]) -> None:
                 there[rank].add(_result(step))
             at[rank] += 1
     stuck = [
-        f"rank {r} stands at {row[at[r]]}, for rank {row[at[r]].peer}"
+        f"rank {r} waits at {row[at[r]]}, for rank {row[at[r]].peer}"
         for r, row in enumerate(lists)
         if at[r] < len(row)
     ]

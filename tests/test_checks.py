@@ -273,7 +273,7 @@ def test_a_receive_without_a_send_is_refused():
     program = program_of({"pp": 2, "microbatches": 2})
     code = bare(program.codes[1])
     last = of(code, SEND)[-1]
-    with pytest.raises(ValueError, match="no rank can go on: .* rank 0 stands at .*RECEIVE g"):
+    with pytest.raises(ValueError, match="no rank can go on: .* rank 0 waits at .*RECEIVE g"):
         check(with_code(program, 1, derived(code[:last] + code[last + 1 :])))
 
 

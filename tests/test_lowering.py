@@ -148,8 +148,8 @@ def test_a_receive_is_posted_while_the_action_before_computes():
         (["0F0 0SEND_F0 0B0 0RECV_B0", "1RECV_F0 1F0 1B0 1SEND_B0"], "an action after its receive"),
         (["0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1RECV_F0 1B0 1SEND_B0"], "an action after its receive"),
         (["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1B0 1F0 1SEND_B0"], "not there yet"),
-        (["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0"], "rank 0 stands at 0RECV_B0"),
-        (["0F0 0SEND_F0 0B0", "1F0 1B0"], "not there yet|stands at"),
+        (["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0"], "rank 0 waits at 0RECV_B0"),
+        (["0F0 0SEND_F0 0B0", "1F0 1B0"], "not there yet|waits at"),
         (["0W0 0F0 0B0"], "not there yet"),
         # A circle of sends over three ranks.
         (["0SEND_F0 3RECV_F2", "1SEND_F1 1RECV_F0", "2SEND_F2 2RECV_F1"],

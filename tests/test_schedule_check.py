@@ -80,8 +80,8 @@ def test_a_deadlock_is_explained_by_its_circle_of_waits():
     assert error.waits == ((0, "0B0", "1B0", 1), (1, "1F1", "0F1", 0))
     assert (error.rank, error.position, error.action) == (0, 1, "0B0")
     assert (
-        "rank 0 stands at 0B0, which needs 1B0 of rank 1, but there 1B0 comes after 1F1; rank 1 "
-        "stands at 1F1, which needs 0F1 of rank 0, but there 0F1 comes after 0B0" in str(error)
+        "rank 0 waits at 0B0, which needs 1B0 of rank 1, but there 1B0 comes after 1F1; rank 1 "
+        "waits at 1F1, which needs 0F1 of rank 0, but there 0F1 comes after 0B0" in str(error)
     )
     assert str(error).endswith("for instance 1B0 before 1F1 on rank 1")
     validate(["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"])  # what it proposes
@@ -101,10 +101,10 @@ def test_a_rank_can_wait_for_itself():
     assert error.waits == ((0, "1F0", "0F0", 0),)
 
 
-def test_a_rank_in_the_circle_may_be_waited_for_at_what_it_stands_at():
+def test_a_rank_in_the_circle_may_be_waited_for_at_what_it_waits_at():
     error = refused(["0F0 0B0 2F0 2B0", "1F0 1B0 3F0 3B0"])
     assert error.waits == ((0, "0B0", "1B0", 1), (1, "1B0", "2B0", 0))
-    assert "needs 1B0 of rank 1; rank 1 stands" in str(error)
+    assert "needs 1B0 of rank 1; rank 1 waits" in str(error)
     assert str(error).endswith("for instance 2B0 before 0B0 on rank 0")
 
 

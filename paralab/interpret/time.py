@@ -94,7 +94,7 @@ def walked(program: Program, costs: Costs) -> Times:
         ]
         walk.go(ranks)
     stuck = [
-        f"pipeline rank {r} stands at {Names(program, r).instruction(code[len(rank.left)])}"
+        f"pipeline rank {r} waits at {Names(program, r).instruction(code[len(rank.left)])}"
         for r, (rank, code) in enumerate(zip(ranks, program.codes, strict=True))
         if len(rank.left) < len(code)
     ]

@@ -187,7 +187,7 @@ def _order(program: Program, refusals: list[Refusal]) -> None:
     stuck = {pp: here(pp) for pp in range(len(calls)) if here(pp) is not None}
     for pp, (position, _) in stuck.items():
         said = "; ".join(
-            f"pipeline rank {r} stands at {n}, {refusals[r].names.instruction(ins)!r}"
+            f"pipeline rank {r} waits at {n}, {refusals[r].names.instruction(ins)!r}"
             for r, (n, ins) in stuck.items()
         )
         legal = "the ranks of every call come to it in one order"
@@ -195,7 +195,7 @@ def _order(program: Program, refusals: list[Refusal]) -> None:
 
 
 def _meets(theirs: Instr, mine: Instr, pp: int) -> bool:
-    """Whether a rank stands at a call of the group, or the pair, that this one stands at."""
+    """Whether a rank waits at a call of the group, or the pair, that this one waits at."""
     if mine.op in MESSAGES:
         return theirs.op in MESSAGES and theirs.peer == pp
     return theirs.op in COLLECTIVES and theirs.lane == mine.lane

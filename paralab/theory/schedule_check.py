@@ -33,8 +33,8 @@ class ScheduleError(ValueError):
     """A schedule that cannot run, and the first reason.
 
     rank, position  where in the lists; position -1: something is missing from the rank's list
-    action          what stands there, or is missing, as text: "4F0"
-    waits           of a deadlock, the cycle: (rank, action it stands at, action that it needs, and
+    action          what is there, or is missing, as text: "4F0"
+    waits           of a deadlock, the cycle: (rank, action it waits at, action that it needs, and
                     the rank that has that one further down its list) of each rank in it
     """
 
@@ -132,7 +132,7 @@ def timed(order: Order, seconds: np.ndarray, *more: Any) -> tuple[list[float], l
 
 
 def standing(order: Order, end: Sequence[float]) -> dict[int, tuple[int, str, str, int]]:
-    """Of each rank that does not come to the ``end`` of its list: the action that it stands at, as
+    """Of each rank that does not come to the ``end`` of its list: the action that it waits at, as
     a number and as text, the one that it needs, and the rank that has that one.
     """
     found: dict[int, tuple[int, str, str, int]] = {}
@@ -154,8 +154,8 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
     waits = [(rank, *stands[rank][1:]) for rank in path[path.index(rank) :]]
     said, fix = [], ""
     for i, (rank, action, need, other) in enumerate(waits):
-        there = waits[(i + 1) % len(waits)][1]  # what the other one stands at
-        said.append(f"rank {rank} stands at {action}, which needs {need} of rank {other}")
+        there = waits[(i + 1) % len(waits)][1]  # what the other one waits at
+        said.append(f"rank {rank} waits at {action}, which needs {need} of rank {other}")
         if need != there:
             said[-1] += f", but there {need} comes after {there}"
             fix = fix or f"{need} before {there} on rank {other}"
