@@ -23,6 +23,7 @@ from paralab.spec import ModelSpec
 MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")
 MICROBATCHES = 2
 DROPOUT = 0.1
+MASKS = "; without dropout all are equal, so other masks were drawn"
 SPARE = 1.3  # times what torch.utils.checkpoint needs
 REQUIRED = {
     "gradients": "of one step: those without my_checkpoint, bit for bit",
@@ -36,8 +37,7 @@ GRADIENTS, GENERATOR, FORWARDS, MEMORY = REQUIRED
 @exercise(Takes("my_checkpoint(block, x)"), lab="06", required=REQUIRED)
 def checkpoint(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
-        right, yours, bare, torchs = found.results[0]
-        wrong = first_other_bits(yours["gradients"], right["gradients"])
+        wrong, right, yours, bare, torchs = found.results[0]
         notes.look(GRADIENTS, wrong, "all equal")
         same = (yours["after"] == right["after"]).all()
         wrong = "" if same else "the program draws other numbers after the step than without"
@@ -54,9 +54,9 @@ def checkpoint(tries: Tries) -> None:
         notes.memory(MEMORY, [yours["peak"]], limit, words)
 
 
-def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, int, int]:
-    """What the rank runs: the step without checkpoints and with the answer's; and the bytes that it
-    has at its peak without, and with torch's.
+def stepped(watch: Any, answer: tuple, seed: int) -> tuple[str, dict, dict, int, int]:
+    """What the rank runs: what is wrong with the answer's gradients; the step without checkpoints
+    and with the answer's; and the bytes that it has at its peak without, and with torch's.
     """
     from torch.utils import checkpoint as torchs
 
@@ -67,7 +67,15 @@ def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, int, int]
         known, right = peaks(), _step(without, seed, contextlib.nullcontext())
     with mock.patch.object(torchs, "checkpoint", forbidden):
         yours = _step(answer[0], seed, watch.section())
-    return right, yours, *known
+        wrong = first_other_bits(yours["gradients"], right["gradients"])
+        if wrong:  # with dropout; and without?
+            with watch.unseen():
+                both = [
+                    _step(one, seed, contextlib.nullcontext(), dropout=0.0)["gradients"]
+                    for one in (answer[0], without)
+                ]
+            wrong += "" if first_other_bits(*both) else MASKS
+    return wrong, right, yours, *known
 
 
 @functools.cache  # for each answer the same
@@ -86,7 +94,9 @@ def without(block: Any, x: Any) -> Any:
     return block(x)
 
 
-def _step(apply: Callable[[Any, Any], Any], seed: int, measured: Any) -> dict[str, Any]:
+def _step(
+    apply: Callable[[Any, Any], Any], seed: int, measured: Any, dropout: float = DROPOUT
+) -> dict[str, Any]:
     """A step in which ``apply`` calls every block. measured: a context that finds a ``peak``."""
     from torch import nn
 
@@ -98,7 +108,7 @@ def _step(apply: Callable[[Any, Any], Any], seed: int, measured: Any) -> dict[st
 
         def __init__(self, block: nn.Module, place: int) -> None:
             super().__init__()
-            self.block = nn.Sequential(block, nn.Dropout(DROPOUT))
+            self.block = nn.Sequential(block, nn.Dropout(dropout))
             self.block.register_forward_pre_hook(lambda *_: calls.append(place))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
