@@ -25,6 +25,7 @@ SCALARS = 4000  # bytes of counts and the like
 UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in flat buffers
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
+STALE = "the gradient of the step before is still in it"
 REQUIRED = {
     WEIGHTS: "N = 4, 3: after 1 and 2 steps of SGD those of one process, on every rank",
     BYTES: "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts",
@@ -46,8 +47,14 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
     """
     for n, steps in runs.items():
         for notes, found in tries.run(train, n, steps, where=f"N={n}"):
-            right = of_one_process(MODEL, ranks=n, **BATCH)[steps].weights
-            wrong = first_wrong_tensor(found["weights"], right, start=found.results[0]["start"])
+            before, last = of_one_process(MODEL, ranks=n, **BATCH)[steps - 1 : steps + 1]
+            both = {name: last.weights[name] - LR * g for name, g in before.gradients.items()}
+            wrong = first_wrong_tensor(
+                found["weights"],
+                last.weights,
+                start=found.results[0]["start"],
+                known=lambda name, both=both: [(STALE, both.get(name))],
+            )
             notes.look(WEIGHTS, wrong, "all equal")
 
             parts = [4 * -(-size // n) for size in sizes()]
