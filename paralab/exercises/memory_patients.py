@@ -109,7 +109,7 @@ PATIENTS = (
     ),
     Patient(
         name="a small model",
-        drop=30,
+        drop=25,
         story="273 thousand parameters. Each of four devices needs nearly as much as one alone",
         met="pytorch-lightning 6047, pytorch 108976, DeepSpeed 1302",
         model=ModelSpec(layers=4, hidden=72, heads=4, seq_len=32),
