@@ -88,11 +88,18 @@ def test_the_map_of_addresses_says_which_request_fails(found):
 
     event = max(one.died for one in found if one.category == "activations")
     spaces = {"one": heap.first_fit(found), "apart": heap.first_fit(found, apart=100)}
-    chart = view.addresses(spaces, event)
-    assert "fails in one space (one) and is served in the other" in chart.finding
+    one, apart = (max(space.gaps(event)) for space in spaces.values())
+    assert one < apart
+    for request, served in (
+        (one, "2 of 2 address spaces: one, apart"),
+        (apart, "1 of 2 address spaces: apart"),
+        (apart + 1, "0 of 2 address spaces"),
+    ):
+        chart = view.addresses(spaces, event, request)
+        assert chart.finding.endswith(f" at the line is served in {served}")
     assert len(chart.table) == 2 * len(found)
     with pytest.raises(ValueError, match="nothing to draw"):
-        view.addresses({}, event)
+        view.addresses({}, event, 1)
 
 
 def test_several_ranks_are_refused():

@@ -17,16 +17,17 @@ from paralab.view.marks import note, upright
 HEIGHT = 260  # pixels of a panel
 
 
-def addresses(spaces: Mapping[str, Space], event: int) -> Chart:
+def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
     """One panel per address space: events to the right, addresses upwards, a box per storage, and a
-    line at ``event``, with the free bytes there and the largest free piece of them.
+    line at ``event``, with the free bytes there and the largest free piece of them. The title says
+    in which spaces a request of so many bytes is served there.
 
     ``table``: space, category, born, died, address, bytes. Raises ValueError without a space.
     """
     if not spaces:
         raise illegal("spaces", spaces, "nothing to draw", "{name: heap.first_fit(...)}")
     unit, per = theme.unit_of(max(space.extent for space in spaces.values()))
-    traces, notes, shapes, rows, layout, free = [], [], [], [], {}, {}
+    traces, notes, shapes, rows, layout, served = [], [], [], [], {}, []
     room = 1 / len(spaces)
     for i, (name, space) in enumerate(spaces.items()):
         axis = f"y{i + 1}" if i else "y"
@@ -37,7 +38,7 @@ def addresses(spaces: Mapping[str, Space], event: int) -> Chart:
             "title": {"text": f"address ({unit})"},
         }
         gaps = space.gaps(event)
-        free[name] = max(gaps)
+        served += [theme.text(name)] * (max(gaps) >= request)
         said = f"<b>{theme.text(name)}</b>: at the line {theme.scaled(sum(gaps), 'B')} are free, "
         said += f"the largest piece has {theme.scaled(max(gaps), 'B')}"
         notes.append(note(said, 0, top, axes=("paper", "paper"), hold="left top"))
@@ -52,10 +53,8 @@ def addresses(spaces: Mapping[str, Space], event: int) -> Chart:
                 boxed.append((s.born, s.died - s.born, middle, (end - at) / per, "", said))
             traces.append(mark.boxes(boxed, look, legendgroup=kind, showlegend=not i))
     last = max(one.died for space in spaces.values() for *_, one in space.blocks)
-    best, worst = max(free, key=lambda n: free[n]), min(free, key=lambda n: free[n])
-    said = f"A request of {theme.scaled((free[best] + free[worst]) / 2, 'B')} at the line fails"
-    if len(spaces) > 1 and free[best] > free[worst]:
-        said += f" in one space ({theme.text(worst)}) and is served in the other"
+    said = f"A request of {theme.scaled(request, 'B')} at the line is served in {len(served)} of "
+    said += f"{len(spaces)} address spaces" + f": {', '.join(served)}" * bool(served)
     fig = figure(
         said,
         "white: free addresses · a box: one storage, from its first to its last event",
