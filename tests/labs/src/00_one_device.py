@@ -354,11 +354,11 @@ view.memory_bars(
 #
 # **The missing division.** Without the $1/m$ the gradient is $m$ times too large. The optimizer
 # that most people use hides it. In its first step AdamW's means are $\hat m = g$ and
-# $\hat v = g^2$, so, weight decay left out, it changes each weight by
+# $\hat v = g^2$, so, weight decay left out, it changes each weight $\theta$ by
 #
-# $$\Delta w = -\eta\,\frac{\hat m}{\sqrt{\hat v} + \epsilon} \approx -\eta\,\frac{g}{|g|},$$
+# $$\Delta\theta = -\eta\,\frac{\hat m}{\sqrt{\hat v} + \epsilon} \approx -\eta\,\frac{g}{|g|},$$
 #
-# in which a factor of $g$ cancels. SGD, $\Delta w = -\eta g$, shows it:
+# in which a factor of $g$ cancels. SGD, $\Delta\theta = -\eta g$, shows it:
 
 
 # %%
