@@ -37,7 +37,7 @@ view.zero_shards(model, 4)
 # |---|---|
 # | $N$ | data-parallel ranks that share one copy of the model states |
 # | $\Psi$, $\Psi_u$ | parameters of the model, and of one unit (a block, say); counts |
-# | $w$, $g$; $w_r$, $g_r$ | all parameters, all gradients; rank $r$'s N-th of them |
+# | $\theta$, $g$; $\theta_r$, $g_r$ | all parameters, all gradients; rank $r$'s N-th of them |
 # | $k_w$, $k_g$, $k_o$; $K$ | bytes per parameter of weights, gradients, optimizer; their sum |
 # | $M_0$ to $M_3$ | bytes of model states on a rank: data parallelism, and stages 1 to 3 |
 # | $V_0$ to $V_3$ | elements that a rank sends in a step |
@@ -55,9 +55,9 @@ view.zero_shards(model, 4)
 # parameters, in place of the gradients:
 #
 # $$
-# \text{all-reduce}(g);\ \text{update}(w)
+# \text{all-reduce}(g);\ \text{update}(\theta)
 # \quad\longrightarrow\quad
-# \text{reduce-scatter}(g);\ \text{update}(w_r, g_r);\ \text{all-gather}(w).
+# \text{reduce-scatter}(g);\ \text{update}(\theta_r, g_r);\ \text{all-gather}(\theta).
 # $$
 #
 # A rank sends as many bytes as before, in fp32 $2\frac{N-1}{N}\,4\Psi$, and it needs the moments of
@@ -591,9 +591,12 @@ pl.exercises.my_prefetch.check(MyPrefetch)
 # Common mistakes, with what the checker says about them:
 # * the next gather is posted after the unit has computed, or waited for at once: no gather is in
 #   flight during the forward of unit 1;
-# * unit $i + 1$ is prefetched in backward, too, where unit $i - 1$ follows;
-# * the gather of a unit is posted a second time when its turn comes: more bytes than before;
-# * the unit computes before `work.wait()`: its parameters have not arrived, and weights are wrong.
+# * unit $i + 1$ is prefetched in backward, too, where unit $i - 1$ follows: a tensor of an
+#   all-gather was changed before it was waited for;
+# * a prefetched gather is never waited for, or posted a second time when the unit's turn comes:
+#   rank 0 never waits for all_gather #1;
+# * the unit computes first and `work.wait()` comes later: a unit has computed before its
+#   parameters had arrived.
 #
 # ## A second answer: one list of uses, and hidden reductions
 # This class keeps the order in which units are used in a micro-batch. The last unit is used by
