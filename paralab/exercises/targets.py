@@ -3,7 +3,9 @@
 F = I = W = 10 ms, links free, one stage per rank. The first has ZB-H1's time within 1F1B's memory,
 the second no idle time between a rank's first and last action (Qi+ 2024, arXiv:2401.10241, sec. 2).
 The third keeps 1F1B's time with a third less memory: a micro-batch that goes down p stages and up
-again as input halves occupies the first rank for (2p+1) of these 10 ms, and one starts every 3.
+again as input halves occupies the first rank for (2p+1) of these 10 ms, so (2p+1)/3 are alive at
+least where one starts every 3. Forwards and input halves of p=4 collide at that pace; 1F1B's bubble
+pays for it while m is small, so this target is for the SIZES below, and not for every m.
 """
 
 from __future__ import annotations

@@ -259,11 +259,12 @@ view.schedules(together, title="An F&B that takes less than F + B shortens the s
 # ranks; here $p = 8$ and $n = 3$.
 #
 # 1. **Fill.** The last rank begins after $n$ forwards, so it is idle for $nF$. Rank 0 has the same
-#    gap later, where it waits for its first gradients.
-# 2. **First gradients.** They come back through $n$ input halves, which take $nI$. Forwards fill
-#    $nF$ of this time. What is left is $n(I - F)$, which is 0 for $I = F$.
-# 3. **Last pairs.** A rank that has no forward left does a backward alone, while its neighbour
-#    still does a pair. It waits for the difference, and does so $n$ times: $n(F\&B - B)$.
+#    gap later, where it waits for the first gradients of stage 0.
+# 2. **First gradients of stage 0.** They come back through $n$ input halves, which take $nI$.
+#    Forwards fill $nF$ of this time. What is left is $n(I - F)$, which is 0 for $I = F$.
+# 3. **Last pairs.** A rank that has no forward left of the stage whose turn it is does a backward
+#    alone, while its neighbour still does a pair. It waits for the difference, and does so $n$
+#    times: $n(F\&B - B)$.
 # 4. **Drain.** The last gradients pass $n$ ranks as input halves. Each rank has a weight half to do
 #    meanwhile. What is left is $n(I - W)$, which is 0 for $I = W$.
 #
@@ -523,7 +524,16 @@ alive if reached else "write first, second and third"
 # **Why the third works.** A micro-batch occupies memory on rank 0 from its forward to its weight
 # half. In 1F1B it goes down $p$ forwards and up $p$ whole backwards, $p(F+B)$, and a new one starts
 # every $F+B$: $p$ are alive. With input halves it comes back after $p(F+I)$ and leaves after one
-# more $W$, which for $F=I=W$ is $(2p+1)F$, and a new one starts every $3F$: $(2p+1)/3$ are alive.
+# more $W$, which for $F=I=W$ is $(2p+1)F$. Where a new one starts every $3F$, at least $(2p+1)/3$
+# are therefore alive.
+#
+# **Why it does not work for all sizes.** $(2p+1)/3$ is a lower bound, and it leaves no time for
+# waiting. But sometimes a forward of one micro-batch and an input half of another one are due on a
+# rank at the same time, and one of them has to wait. With $p=4$ and three alive this cannot be
+# avoided: whatever the distance between two starts is, two actions collide on some rank. In the
+# steady state of this answer three micro-batches then take $10F$ in place of $9F$. As long as $m$
+# is small, the $3(p-1)F$ for which 1F1B is idle pay for that: with $p=4$ this answer has 1F1B's
+# time for 8 and for 12 micro-batches, and takes longer for 13 or more.
 #
 # **Common mistakes.** Weight halves run as soon as they can: then they are in the way of input
 # halves that other ranks wait for. Or they run as late as they can: then memory is full and
@@ -602,13 +612,15 @@ def with_torch(model, microbatches, steps=4):
 
 observed = pl.observe(with_torch, ranks=4, args=(model, 8))
 print("the same losses:", bool(np.allclose(observed.results[0], library.losses, rtol=1e-5)))
-observed.traffic()
+sent = {"1F1B": library, "ScheduleZBVZeroBubble": observed}
+print("bytes that each rank sends in a step:")
+pd.DataFrame({name: run.traffic().set_index("rank")["bytes"] for name, run in sent.items()}).T
 
 # %% [markdown]
 # The losses agree to a relative difference of 1e-5, not bit for bit. Each rank has two stages here,
 # so messages cross more borders than under 1F1B: the $2p$ stages have $2p-1$ borders, and only that
 # at the tip of the V is crossed by no message, because both its stages are on the last rank. 1F1B
-# has $p-1$ borders.
+# has $p-1$ borders, half as many as the other $2p-2$, and each rank sends half as many bytes.
 #
 # DeepSpeed's pipeline engine has 1F1B alone. The zero-bubble schedules for Megatron-LM are in
 # [sail-sg/zero-bubble](https://github.com/sail-sg/zero-bubble-pipeline-parallelism), DualPipe is in
