@@ -14,7 +14,7 @@
 # * name what fills a device, and the moment at which it holds most;
 # * compute the activation bytes of a transformer block by hand, and a step's model states;
 # * write activation checkpointing, with the random numbers of dropout restored;
-# * say why more devices did not help, for five causes, each from a public report;
+# * say why more devices did not help, in cases from public reports;
 # * read the figures of an estimator, of an allocator and of `nvidia-smi`, and say what each leaves
 #   out.
 #
@@ -339,7 +339,7 @@ for name, run in runs.items():
 # nothing. (With tensor parallelism the second forward repeats its all-reduces.) What torch's
 # `checkpoint` (`use_reentrant=False`) recomputes is drawn as workspace, because the observer sees
 # no saved tensor; it is the same block. The peaks differ by other tensors, not by activations: the
-# plan's gradients are in flat buffers, which exist from the first block's backward on.
+# plan's gradients are in flat buffers, which exist from the head's backward on.
 #
 # ## More devices, the same memory
 # People often ask why memory does not fall with more devices. Pick an answer before you run the
@@ -690,8 +690,8 @@ view.bytes_bars(nodes, title=title)
 # ## Enough free memory, but not in one piece
 # An allocator cannot move what it has given. Place the storages of the step in one address space,
 # each where it first fits. Towards the end of backward most of it is free again, and long-lived
-# gradients stand between the pieces. Run both cells with other values of `apart`, too: what happens
-# to the largest piece?
+# gradients stand between the pieces. Then 20 MB are asked for. Run both cells with other values of
+# `apart` as well, from 10 to 600: for which of them is the largest piece largest?
 
 # %%
 moment = max(storage.died for storage in step if storage.category == "activations")
@@ -699,10 +699,10 @@ spaces = {
     "as they come": heap.first_fit(step),
     "long-lived storages apart": heap.first_fit(step, apart=200),  # more than 200 events
 }
-view.addresses(spaces, moment)
+request = 20e6  # bytes
+view.addresses(spaces, moment, request)
 
 # %%
-request = sum(max(space.gaps(moment)) for space in spaces.values()) / len(spaces)
 for name, space in spaces.items():
     gaps = space.gaps(moment)
     fits = "is served" if max(gaps) >= request else "FAILS"
@@ -710,6 +710,9 @@ for name, space in spaces.items():
     print(f"largest piece {max(gaps) / 1e6:.1f} MB: a request of {request / 1e6:.1f} MB {fits}")
 
 # %% [markdown]
+# The best values of `apart` lie in the middle. If it is small, most storages count as long-lived;
+# if it is large, hardly any does. In both cases long and short lives share one region again.
+#
 # This is **fragmentation**. ZeRO-R (M<sub>D</sub>, sec. 6.3) gives long-lived tensors regions of
 # their own. PyTorch's `expandable_segments:True` attacks the same problem: it maps pages of
 # physical memory behind contiguous addresses.
@@ -720,12 +723,19 @@ for name, space in spaces.items():
 # with which the step runs? Find it above, and try it:
 
 # %%
+limit = pl.exercises.guess("the smallest limit that is enough", low=60, high=100, unit="MB")
+limit
+
+# %%
 try:
     pl.run(model, eight, steps=2, memory_limit="60MB", progress=False)
 except pl.OutOfMemory as error:
     print(error.table)
 else:
     print("the step runs")
+
+# %%
+limit.reveal(-(-report.peak_memory // 10**5) / 10)  # the peak of the run, rounded up
 
 # %% [markdown]
 # ## Exercise: four plans that do not profit from more devices
