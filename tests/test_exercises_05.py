@@ -84,6 +84,7 @@ LATE = [  # answer, limits it breaks, words of the verdict
     (ahead(ALL_REDUCES), {"exposed time"}, "56 ms, required: at most 36 ms"),
     (ahead((STEP, f"        dist.all_reduce(torch.ones(3))\n{STEP}")), {"bytes per rank"},
      "N=3: rank 0 sends "),
+    (ahead(("gradient.zero_()", "pass")), {"weights"}, "the gradient of the step before is still"),
     (ahead(SUMS), {"weights"}, "timed units: step 2: the units' output is "),
     (ahead(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
 ]  # fmt: skip
