@@ -77,6 +77,7 @@ WRONG_FLOPS = [  # answer, words of the verdict
         ),
     ),
     (lambda m: 1, "yours cannot be called so: too many positional arguments"),
+    (lambda m, n: needs.step_flops(m, n, recompute=True), "here it cannot be asked"),
 ]
 
 
@@ -89,7 +90,7 @@ def days(m, tokens, devices, flops, per_token=None):
 WRONG_DAYS = [
     (lambda *a: days(*a, lambda m: 8 * m.num_params), "8 Ψ for every token, 2.6 % too low"),
     (lambda *a: days(*a, lambda m: 6 * m.num_params), "that is 6 Ψ for every token"),
-    (lambda *a: days(*a, lambda m: needs.step_flops(m, 1) / m.seq_len), "yours recomputes nothing"),
+    (lambda *a: days(*a, lambda m: spent(m, 1, 3, 3) / m.seq_len), "yours recomputes nothing"),
     (lambda *a: 86_400 * days(*a), "those are seconds"),
     (lambda *a: 24 * days(*a), "those are hours"),
     (lambda *a: 1440 * days(*a), "those are minutes"),

@@ -19,6 +19,12 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
     ("(seconds * devices", "(devices", {MFU}, "that is per step, not per second"),
     ("return days, ", "return days, 4 / 3 * ", {MFU}, "with everything recomputed, HFU"),
     ("return days, ", "return days, 1.01 * ", {MFU}, "(1.01 times as much)"),
+    (
+        "return days, flops / (seconds * devices * peak)",
+        "return flops / (seconds * devices * peak), days",
+        {DAYS, MFU},
+        "(that is MFU)",
+    ),
     ("return days, ", "return days + ", {DAYS, MFU}, "required: (days, MFU), yours is a float"),
     ("* peak)", "* peaks)", {DAYS, MFU}, "raised NameError"),
 ]
@@ -29,8 +35,12 @@ def by_steps(flops, samples, seconds, total, devices, peak):
     return [seconds * (total / samples) / (24 * 60 * 60), rate / peak]
 
 
+def in_whole_steps(flops, samples, seconds, total, devices, peak):
+    return -(-total // samples) * seconds / 86_400, flops / seconds / devices / peak
+
+
 BAD = [(altered("days_and_mfu")((old, new)), limits, words) for old, new, limits, words in WRONG]
-TABLE = Table(WARM, BAD, [by_steps], exact=True)
+TABLE = Table(WARM, BAD, [by_steps, in_whole_steps], exact=True)
 test_a_wrong_answer_is_refused, test_a_right_answer_passes, test_its_stub = TABLE.tests()
 
 

@@ -51,9 +51,12 @@ WRONG_MEMORY = {
     "unbounded": (memory(FLIGHT, "plan.pp - stage"), "there are no more than m"),
     "one less": (memory(FLIGHT, "plan.pp - stage - 1"), "without the one at work"),
     "other end": (memory(FLIGHT, "min(stage + 1, plan.microbatches)"), "from the other end"),
-    "raises": ((held_by_program, lambda m, p, s: 1 / 0), "ZeroDivisionError"),
+    "weights": (memory(BLOCK, "block = 12 * h * h // t"), "(those are weights, without biases and"),
+    "one stage": (memory("    if stage == plan.pp - 1", "    elif stage == plan.pp - 1"), "pp=1, "),
+    "library": ((held_by_program, alive), "here it cannot be asked"),
+    "raises": (memory(f"return {FLIGHT}", "return 1 / 0"), "ZeroDivisionError"),
 }
-RIGHT_MEMORY = (held_by_program, alive)
+RIGHT_MEMORY = stored("stage_memory", "stage_parameters", "in_flight")
 WRONG_PLANS = {
     "published": (
         plan(

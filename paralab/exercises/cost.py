@@ -18,7 +18,7 @@ from typing import Any
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.mfu import known_shares
-from paralab.exercises.questions import Mistakes, Reply, ask
+from paralab.exercises.questions import UNAIDED, Mistakes, Reply, ask
 from paralab.spec import ModelSpec
 from paralab.theory import needs, training
 from paralab.theory.flops import block_flops, head_flops
@@ -58,7 +58,7 @@ def training_cost(tries: Tries) -> None:
     parts = (FLOP_CASES, _flops), (DAY_CASES, _days), (SHARE_CASES, _shares)
     cases = [(part, case) for part, (some, _) in enumerate(parts) for case in some]
     questions = [(part, _given(*case)) for part, case in cases]
-    for notes, (part, case), reply in ask(tries, cases, questions):
+    for notes, (part, case), reply in ask(tries, cases, questions, *UNAIDED):
         for limit, notes.where, wrong, right in parts[part][1](reply, *case):
             notes.look(limit, wrong, right)
 

@@ -11,6 +11,7 @@ from paralab.exercises.questions import Mistakes, ask
 
 DAYS, MFU = "days", "MFU"
 REQUIRED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
+TOLERANCE = 1e-4  # of days: the last step may count as a whole one
 CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP/s of each
     (1.9278e19, 1536, 51.4, 219_726_562, 3072, 312e12),
     (6.1e15, 512, 3.7, 4_000_000, 64, 989e12),
@@ -34,7 +35,7 @@ def days_and_mfu(tries: Tries) -> None:
             ("that is with everything recomputed, HFU", mfu * 4 / 3),
         ]
         right = {DAYS: (days, _known_days(days, samples, devices)), MFU: (mfu, known)}
-        for limit, wrong in reply.numbers(right, 1e-6):
+        for limit, wrong in reply.numbers(right, TOLERANCE):
             notes.each(limit, wrong, "right")
 
 

@@ -29,6 +29,7 @@ ENDLESS = "lines of it were run, and it has not ended"
 MOST = 20_000  # entries of a list that are looked at
 OURS = str(Path(__file__).parents[1])
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
+UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/",)  # as `asked` has them
 
 
 class Odd(NamedTuple):
@@ -61,10 +62,11 @@ class Reply(NamedTuple):
         found, wrong = self.value, self.trouble
         if not wrong and not (isinstance(found, (list, tuple)) and len(found) == len(right)):
             wrong = f"required: ({', '.join(right)}), yours is {kind_of(found)}"
-        for place, (limit, pair) in enumerate(right.items()):
+        for place, (limit, (size, known)) in enumerate(right.items()):
             number = None if wrong else found[place]
+            others = [(f"that is {name}", pair[0]) for name, pair in right.items() if name != limit]
             how = "{:.6g}".format, f", {limit}", tolerance
-            yield limit, wrong or wrong_number(number, *pair, *how)
+            yield limit, wrong or wrong_number(number, size, [*known, *others], *how)
 
     def states(
         self, right: Mapping[str, float], known: Callable[[str], Mistakes], tolerance: float = 0.0

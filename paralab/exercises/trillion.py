@@ -17,7 +17,7 @@ from typing import Any
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import Mistakes, ask
+from paralab.exercises.questions import UNAIDED, Mistakes, ask
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
 
@@ -27,6 +27,7 @@ PLANS = (
     Plan(tp=2, pp=4, dp=3, microbatches=6, microbatch_size=5, precision="bf16"),
     Plan(tp=3, pp=2, dp=4, microbatches=5, recompute="full", precision="bf16"),
     Plan(tp=6, pp=3, dp=2, microbatches=2, microbatch_size=3, precision="bf16"),
+    Plan(tp=2, pp=1, dp=5, microbatches=3, precision="bf16"),  # the first stage is the last one
 )
 PARAMETERS, FLIGHT = "parameters of a rank", "micro-batches in flight"
 _ABOUT = "(model, plan, stage)"
@@ -37,15 +38,15 @@ _ABOUT = "(model, plan, stage)"
     Takes(f"in_flight{_ABOUT}"),
     lab="12",
     required={
-        PARAMETERS: "every stage of three plans: exact",
-        FLIGHT: "every stage of three plans under 1F1B",
+        PARAMETERS: "every stage of four plans: exact",
+        FLIGHT: "every stage of four plans under 1F1B",
     },
 )
 def stage_memory(tries: Tries) -> None:
     limits = ((PARAMETERS, _parameters, "parameters"), (FLIGHT, _in_flight, "micro-batches"))
     cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
     questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
-    for notes, (part, plan, stage), reply in ask(tries, cases, questions):
+    for notes, (part, plan, stage), reply in ask(tries, cases, questions, *UNAIDED):
         notes.where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
         limit, right, unit = limits[part]
         number, known = right(plan, stage)
@@ -75,7 +76,7 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
         ("yours has an embedding on every stage", everywhere),
         ("the positions' embedding is missing", right - (stage == 0) * MODEL.seq_len * h),
         ("the last LayerNorm is missing", right - (stage == plan.pp - 1) * 2 * h),
-        ("weights alone, without biases and LayerNorms", 12 * h * h * blocks / plan.tp),
+        ("those are weights, without biases and norms", right - blocks * h * (7 / plan.tp + 6)),
         ("norms and biases of rows are replicated", right - 6 * h * blocks * (1 - 1 / plan.tp)),
     )
 
