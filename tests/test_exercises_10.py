@@ -61,21 +61,23 @@ REDUCE = '    dist.all_reduce(flat, group=groups["dp"])  # a sum of shares: the 
 SQUARE = '    dist.all_reduce(square, group=groups["pp"])  # stages have different parameters\n'
 SUM = "    square = flat.square().sum()\n"
 ZERO = "    optimizer.zero_grad()\n"
+SHARE = ('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")
+MEAN = "    flat /= dist.get_world_size(groups['dp'])\n"
+UNREDUCED = "it is the norm of one pipeline's gradient: average over dp before you take the norm"
 NORM, WEIGHTS, BYTES = STEP.required
 WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(" / share", "")], {NORM, WEIGHTS}, "the loss is divided neither by m nor by dp"),
     ([("len(batches) * dist", "dist")], {NORM, WEIGHTS}, "not divided by the number of micro-"),
-    ([('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")], {NORM, WEIGHTS},
-     "gradients are added over dp, not averaged"),
-    ([("    square = flat", "    flat /= dist.get_world_size(groups['dp'])\n    square = flat")],
-     {NORM, WEIGHTS}, "gradients are averaged twice over dp"),
+    ([SHARE], {NORM, WEIGHTS}, "gradients are added over dp, not averaged"),
+    ([(SUM, MEAN + SUM)], {NORM, WEIGHTS}, "gradients are averaged twice over dp"),
     ([(SQUARE, "")], {NORM, WEIGHTS}, "that is the norm of this stage alone"),
     ([(SQUARE, "    dist.all_reduce(square)\n")], {NORM, WEIGHTS},
      "every parameter is counted once for each data-parallel rank"),
     ([(SQUARE, SQUARE.replace("square,", "square.sqrt_(),")),
       ("square.sqrt().item()", "square.item()")], {NORM, WEIGHTS}, "norms are added, not squares"),
-    ([(REDUCE + SUM, SUM + REDUCE)], {NORM, WEIGHTS}, "dp=2, pp=2, step 1, rank 0: "),
-    ([(REDUCE, "")], {NORM, WEIGHTS, BYTES}, "dp=2, pp=2, step 1, rank 0: "),
+    ([(REDUCE + SUM, SUM + REDUCE)], {NORM, WEIGHTS}, UNREDUCED),
+    ([(REDUCE, "")], {NORM, WEIGHTS, BYTES}, UNREDUCED),
+    ([SHARE, (REDUCE + SUM, SUM + REDUCE + MEAN)], {NORM, WEIGHTS}, UNREDUCED),
     ([("flat *= min(1.0, max_norm / (norm + 1e-6))", "flat *= 1.0")], {WEIGHTS},
      "it has changed by 7.01 times what is required"),
     ([("min(1.0, max_norm / (norm + 1e-6))", "max_norm / norm")], {WEIGHTS},
@@ -84,11 +86,11 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("return norm", "return norm**2")], {NORM}, "that is the square of the norm"),
     ([("return norm", "return")], {NORM}, "required: a number, the norm, yours is 'None'"),
     ([(ZERO, "")], {NORM, WEIGHTS}, "(old gradients were not set to zero)"),
+    ([(ZERO, ""), SHARE, (REDUCE, REDUCE + MEAN)], {NORM, WEIGHTS}, "(old gradients were not"),
     ([(ZERO, ""), ("    return", f"{ZERO}    return")], {NORM, WEIGHTS}, "(old gradients were not"),
     ([("    optimizer.step()\n", "")], {NORM, WEIGHTS}, "it is as it was before"),
-    ([(REDUCE, 2 * (REDUCE + "    flat /= dist.get_world_size(groups['dp'])\n") +
-       "    flat *= dist.get_world_size(groups['dp'])\n")], {BYTES}, "and a norm's"),
-    ([("dist.recv(gradient, after)", "dist.irecv(gradient, after)")], {NORM, WEIGHTS},
+    ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES}, "and a norm's"),
+    ([("dist.recv(gradient", "dist.irecv(gradient")], {NORM, WEIGHTS},
      "never waits for"),
     ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " of <string> in mesh_step")),
 ]  # fmt: skip

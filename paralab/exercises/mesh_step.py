@@ -73,13 +73,15 @@ def _look(notes: Notes, found: Found, plan: Plan) -> None:
     where = notes.where
     how = {"steps": STEPS, "clip_norm": CLIPS, "lr": LR}
     steps = of_one_process(MODEL, ranks=plan.dp, **how, **BATCH)
+    first = of_one_process(MODEL, ranks=1, **how, **BATCH)[1].gradients  # of one pipeline's samples
+    mine = sum(float((g * g).sum()) for g in first.values()) ** 0.5
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in found["weights"]]
         stages = [sum(squares[name] for name in names) ** 0.5 for names in weights]
         for rank, norms in enumerate(found["norms"]):
             added = sum(stages[other] for other in plan.ranks("pp", rank))
-            known = known_norms(norm, stages[rank], added, plan, CLIPS[step])
+            known = known_norms(norm, stages[rank], added, mine, plan, CLIPS[step])
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
@@ -100,13 +102,19 @@ def required_bytes(plan: Plan, rank: int, psi: int) -> int:
     return messages + 2 * (d - 1) * psi // d
 
 
-def known_norms(right: float, own: float, added: float, plan: Plan, most: float) -> Mistakes:
+def known_norms(
+    right: float, own: float, added: float, mine: float, plan: Plan, most: float
+) -> Mistakes:
     """(what was done, the norm that it gives) of the mistakes that are made. own, added: the norm
-    of this rank's stage, and the sum of those of all stages
+    of this rank's stage, and the sum of those of all stages; mine: of the first pipeline's samples
     """
-    d, m = plan.dp, BATCH["microbatches"]
+    d, m, old = plan.dp, BATCH["microbatches"], OLD * MODEL.num_params**0.5
+    unreduced = (
+        "it is the norm of one pipeline's gradient: average over dp before you take the norm"
+    )
     return [
-        ("old gradients were not set to zero", d * OLD * MODEL.num_params**0.5),
+        *(("old gradients were not set to zero", old * times) for times in (1, d)),
+        *((unreduced, mine / share) for share in (1, d)),
         ("that is the norm of this stage alone: other stages have other parameters", own),
         ("it is the norm after clipping", min(right, most)),
         ("every parameter is counted once for each data-parallel rank", right * d**0.5),

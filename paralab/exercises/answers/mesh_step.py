@@ -29,23 +29,23 @@ def mesh_step(stage, batches, groups, optimizer, max_norm, hidden):
         x = tokens
         if before is not None:
             x = torch.empty(*tokens.shape, hidden)
-            dist.recv(x, before)
+            dist.recv(x, before, group=groups["pp"])
             x.requires_grad_()
         if after is None:
             y = stage(x, targets) / share
         else:
             y = stage(x)
-            dist.send(y.detach(), after)
+            dist.send(y.detach(), after, group=groups["pp"])
         kept.append((x, y))
     for x, y in kept:
         if after is None:
             y.backward()
         else:
             gradient = torch.empty_like(y)
-            dist.recv(gradient, after)
+            dist.recv(gradient, after, group=groups["pp"])
             y.backward(gradient)
         if before is not None:
-            dist.send(x.grad, before)
+            dist.send(x.grad, before, group=groups["pp"])
 
     gradients = [parameter.grad for parameter in stage.parameters()]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
