@@ -41,6 +41,10 @@ def half_the_batch(model, cluster, batch, ask):
     return planned(*shape(model), batch // 2, cluster.num_devices)
 
 
+def one_sample_too_many(model, cluster, batch, ask):
+    return planned(1, 1, batch, cluster.num_devices, 3)
+
+
 def half_the_devices(model, cluster, batch, ask):
     return planned(*shape(model), batch, cluster.num_devices // 2)
 
@@ -97,7 +101,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (always_recomputes, {TIME}, "ptdp-7.5b on 16 devices, batch 64: simulated step: "),
     (all_data_parallel, {FITS, TIME}, "simulated step: "),
     (tensor_across_nodes, {NODE, TIME}, "a tensor-parallel group are on 2 nodes"),
-    (half_the_batch, {PLAN}, "dp*microbatches*microbatch_size is 32, a step has 64 samples"),
+    (half_the_batch, {PLAN}, "is 4*8*1 = 32, a step has 64 samples; legal: 16 with dp=4, mic"),
+    (one_sample_too_many, {PLAN}, "= 48, a step has 64 samples; legal: no number with dp=16, mic"),
     (half_the_devices, {PLAN}, "dp*tp*pp is 8, there are 16 devices"),
     (in_fp32, {PLAN}, "precision='fp32': not what is required"),
     (on_the_host, {PLAN}, "these machines have no other memory"),

@@ -121,10 +121,14 @@ def suits(plan: Any, case: Case) -> None:
     plan.validate(case.spec)
     devices, size, step = case.cluster.num_devices, plan.world_size, plan.global_batch
     dp = f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, pp={plan.pp}"
-    said = f"dp*microbatches*microbatch_size is {step}, a step has {case.batch} samples"
+    d, m, b = plan.dp, plan.microbatches, plan.microbatch_size
+    said = f"dp*microbatches*microbatch_size is {d}*{m}*{b} = {step}, "
+    said += f"a step has {case.batch} samples"
+    count = "no number" if case.batch % (d * b) else case.batch // (d * b)
+    count = f"{count} with dp={d}, microbatch_size={b}"
     for field, holds, why, legal in (
         ("dp", size == devices, f"dp*tp*pp is {size}, there are {devices} devices", dp),
-        ("microbatches", step == case.batch, said, "what makes the product right"),
+        ("microbatches", step == case.batch, said, count),
         ("precision", plan.precision == PRECISION, "not what is required", repr(PRECISION)),
         ("offload", plan.offload is None, "these machines have no other memory", "None"),
     ):
