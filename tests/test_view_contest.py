@@ -22,7 +22,7 @@ def test_plans_stand_in_the_order_they_came_in_with_both_times():
     assert chart.table.index.tolist() == ["b", "c", "a"]
     assert chart.table["predicted"].tolist() == [2e-3, 1e-3, 5e-3]
     assert chart.table["replayed"].tolist() == [1e-3, 2e-3, 3e-3]
-    assert chart.finding == "The fastest plan is b, and not c, as predicted"
+    assert chart.finding == "The fastest plan is b; predicted was c"
     lines, expected, found = chart.data
     assert expected.x == (2.0, 1.0, 5.0) and found.x == (1.0, 2.0, 3.0)  # ms
     assert expected.marker.symbol == "circle-open" and found.marker.symbol == "circle"

@@ -39,8 +39,9 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
     clocks, now = list(times), theme.look()
     favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
-    instead = f", and not {theme.text(favourite)}" * (favourite != names[0])
-    finding = f"The fastest plan is {rows[0]}{instead}, as {clocks[0]}"
+    right, said = favourite == names[0], theme.text(favourite)
+    finding = f"The fastest plan is {rows[0]}"
+    finding += f", as {clocks[0]}" if right else f"; {clocks[0]} was {said}"
     order = rank_correlation(*times.values())
     below = [*naming.clock_lines(clocks), f"rank correlation of the two orders: {order:.2f}"]
     ends = [
