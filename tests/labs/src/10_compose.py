@@ -59,8 +59,9 @@ view.mesh(cube, rank=0)
 # pipeline group passes on what leaves a stage, once per micro-batch.
 #
 # ### Warm-up: make the groups
-# `dist.new_group` is a collective call. Its documentation says which ranks have to make it, and in
-# which order. Look it up before you begin.
+# `dist.new_group` is a collective call. Its
+# [documentation](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.new_group)
+# says which ranks have to make it, and in which order. Look it up before you begin.
 
 # %%
 warm_up = pl.exercises.mesh_groups
@@ -230,8 +231,11 @@ pd.DataFrame(
 # %% [markdown]
 # The formula gives too long a time where communication overlaps with computation. This matters most
 # for the gradients in `dp 8, tp 8`, which the simulation hides behind the backward pass. The
-# formula gives too short a time where one stage computes more than the others, as the last of eight
-# stages does, which has the head.
+# formula gives too short a time where one stage computes more than the others, as the last stage of
+# `dp 8, pp 8` does, which has the head. The last stage of `pp 8, tp 8` has the head, too. But with
+# eight times as many micro-batches the formula also counts eight times as many messages between
+# stages, and the simulation hides more than half of them behind computation, so the formula's time
+# is still a little too long.
 #
 # [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the bubble. Its author
 # trains 20 billion parameters on 128 GPUs, and reports 170 TFLOP/s per GPU with one stage and 33
@@ -296,9 +300,10 @@ pd.DataFrame(
 # ## ZeRO shards states over the data-parallel ranks alone
 # In [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) ZeRO-2 runs out of memory
 # on 8 GPUs of 32 GB with a model-parallel size of 8. A maintainer answers that ZeRO makes as many
-# partitions as there are data-parallel ranks, and here there is one, and that a model of 40
-# billion parameters needs around 48 such GPUs. With ZeRO-2 and one data-parallel
-# rank, how many bytes does each of the 8 GPUs have to hold?
+# partitions as there are data-parallel ranks, and here there is one; that the ZeRO paper's model of
+# 40 billion parameters ran on 400 GPUs, with 50 data-parallel ranks; and that such a model needs
+# around 48 such GPUs. With ZeRO-2 and one data-parallel rank, how many bytes does each of the 8
+# GPUs have to hold?
 
 # %%
 alone_gb = pl.exercises.guess("GB on each of 8 GPUs", low=0, high=200, unit="GB", decimals=0)
@@ -320,6 +325,11 @@ view.bytes_bars(
 alone_gb.reveal(sum(bars["8 GPUs: tp 8, dp 1"].values()) / 1e9)
 
 # %% [markdown]
+# Activations are visible in the last bar alone. With up to 8 data-parallel ranks the peak is at the
+# end of backward, when a rank has all its gradients, and few activations are left. With 50 ranks
+# the shards of gradients and of the optimizer's states are so small that the peak moves to the
+# beginning of backward, when the inputs of all blocks are still there.
+#
 # ## Twelve plans, predicted before the first process starts
 # The next cells train the small model on four ranks in twelve ways, with sixteen samples per step
 # each. All of them end with the same weights. How many times as long as a step of the fastest plan
@@ -563,10 +573,10 @@ search
 view.pareto(search)
 
 # %% [markdown]
-# No estimate is below the line, and for every one above it there is one on the line that is faster
-# or needs less memory. A faster plan on the line needs more memory. The winner uses ZeRO-3 across
-# nodes, against Megatron's advice. The prediction lets its gathers overlap with computation
-# perfectly, and no device does quite that. The column *without overlap* (`serial_s` in
+# No estimate is below the line, and for every one above it there is one on the line that is no
+# slower and needs no more memory. A faster plan on the line needs more memory. The winner uses
+# ZeRO-3 across nodes, against Megatron's advice. The prediction lets its gathers overlap with
+# computation perfectly, and no device does quite that. The column *without overlap* (`serial_s` in
 # `search.table`) says how long the same step takes if nothing overlaps. Lab 12 compares both with a
 # measurement. The next table chooses one setting otherwise: *times* says how many times the step of
 # the winner the best plan with this choice takes.
@@ -578,7 +588,10 @@ losers[["setting", "instead", "times", "fits"]].sort_values("times").head(8).rou
 # %% [markdown]
 # ## Every knob at once
 # Drag the sliders: mesh, timeline, memory and traffic follow, and a combination that is not legal
-# says why. *Run it* trains the plan on this machine and puts the replay next to the prediction.
+# says why. *Run it* trains the plan on this machine and puts the replay next to the prediction. The
+# *bubble* in the title counts every wait of a rank between the first forward and the last backward:
+# filling and draining, and also waiting for tensor parallelism's messages. The share
+# $(p-1)/(m+p-1)$ counts only filling and draining, and is 20 % for this plan.
 
 # %%
 pl.explore(model, plan=cube)
@@ -658,7 +671,8 @@ verdict
 # to the library's program for the same plan. Both send the same bytes. The picture has the wall
 # clock of this machine, so where ranks share cores they wait for a core, too. Hatched time is a
 # recorded wait; white time is neither computation nor a recorded wait, and the library's column
-# *idle* counts both. Look for what your step waits for after the last backward.
+# *idle* counts both. The legend calls every recorded wait *the bubble*, also one that has nothing
+# to do with the pipeline. Look for what your step waits for after the last backward.
 
 
 # %%
@@ -813,14 +827,15 @@ for d in (2, 4, 8):
 view.bytes_bars(doubled, title="More GPUs shard the states, which are the smaller part")
 
 # %% [markdown]
-# States halve with every doubling. The workspace is the logits, $4\,b\,s\,V = 4 \cdot 8 \cdot 256
-# \cdot 32{,}000$ bytes, and does not: each new data-parallel rank brings eight samples of its own.
-# (The example sums its output instead of computing a loss and gathers whole logits on every rank,
-# and what a driver shows includes CUDA's context, so its absolute numbers are larger.) Only
-# the description of the issue and the script could be read for this text, not the answers.
+# States halve with every doubling. The workspace does not: it is two tensors of the size of a
+# rank's logits, $2 \cdot 4\,b\,s\,V/t = 2 \cdot 4 \cdot 8 \cdot 256 \cdot 32{,}000/2$ bytes, and
+# each new data-parallel rank brings eight samples of its own. (The example sums its output instead
+# of computing a loss and gathers whole logits on every rank, and what a driver shows includes
+# CUDA's context, so its absolute numbers are larger.) Only the description of the issue and the
+# script could be read for this text, not the answers.
 #
 # ### Flags
-# | here | Megatron-LM | torchtitan |
+# | here | [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) | torchtitan |
 # |---|---|---|
 # | `tp=8` | `--tensor-model-parallel-size 8` | `tensor_parallel_degree = 8` |
 # | `pp=4` | `--pipeline-model-parallel-size 4` | `pipeline_parallel_degree = 4` |
@@ -832,12 +847,14 @@ view.bytes_bars(doubled, title="More GPUs shard the states, which are the smalle
 #
 # ¹ in `training`, and it counts tokens: $2s$.
 #
-# DeepSpeed shards along dp (`"zero_optimization": {"stage": 1}` in its JSON), brings pipelines as
+# [DeepSpeed](https://github.com/deepspeedai/DeepSpeed) shards along dp (`"zero_optimization":
+# {"stage": 1}` in its [JSON](https://www.deepspeed.ai/docs/config-json/)), brings pipelines as
 # `PipelineModule(layers, num_stages=4)`, and cuts layers by its JSON's `{"tensor_parallel":
 # {"autotp_size": 8}}` or leaves that to Megatron-LM.
 #
-# In all of them dp is what is left: world size / (tp · pp). Megatron's default order of ranks is
-# `tp-cp-ep-dp-pp`, innermost first, which is the order of this lab.
+# In all of them dp is what is left: world size / (tp · pp). Megatron's default order of ranks
+# ([`order`](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py) of
+# `initialize_model_parallel`) is `tp-cp-ep-dp-pp`, innermost first, which is the order of this lab.
 #
 # **On your GPUs.** With `pl.set_default_device("cuda")` in the first cell the same cells take a GPU
 # per rank. Tensor and pipeline parallelism together, and hybrid sharding, were run with NCCL on one
