@@ -456,7 +456,7 @@ pl.exercises.own_fit.check(own_fit)
 # %% [markdown]
 # ## Where the other half of a step goes
 # In the first picture of this lab 49 seconds of a step are *everything else*. The prediction of the
-# same step can be taken apart, term by term.
+# same step, with dropout as above, can be taken apart, term by term.
 
 # %%
 largest = pl.exercises.choose(
@@ -472,7 +472,8 @@ largest
 
 # %%
 nodes = pl.Cluster.preset("dgx-a100", nodes=384)
-expect = pl.predict(model, plan, nodes, steps=1, detail="actions")
+trained = model.replace(dropout=0.1)
+expect = pl.predict(trained, plan, nodes, steps=1, detail="actions")
 work = expect.spans[expect.spans["kind"].isin(["forward", "backward"])]
 computing = work.groupby("rank")["cost"].sum()  # seconds, one rank of each stage
 edges = {
@@ -483,9 +484,12 @@ edges = {
     "bubble": computing.max() * (1 + (plan.pp - 1) / plan.microbatches),
     "links, optimizer": expect.step_time,
 }
-steps = pd.Series(edges).diff().fillna(edges["products at the peak"]).to_dict()
+steps = pd.Series(edges).diff().fillna(edges["products at the peak"])
+print(steps.round(1).to_string())
+unexplained = T - expect.step_time
+print(f"not explained: {unexplained:.1f} s, {unexplained / (T - ideal):.0%} of the measured loss")
 view.seconds_bars(
-    {"predicted": steps, "measured": {"measured": T}},
+    {"predicted": steps.to_dict(), "measured": {"measured": T}},
     title="The prediction puts about half of the loss inside the devices",
 )
 
@@ -498,9 +502,9 @@ largest.reveal(
 # The largest loss has nothing to do with parallelism. It is the time of operations that are limited
 # by the bandwidth of the device's memory. The second largest is the bubble, here relative to the
 # ideal time, $(p-1)/m$. Next are the products, which stay below the peak even where they are large.
-# The links come after that. The smallest part is the wait for the last stage, which computes the
-# head in addition to its blocks. The measured step is a few seconds longer than the prediction,
-# because the prediction does not know everything that devices spend time on.
+# The links and the optimizer take about as long. The smallest part is the wait for the last stage,
+# which computes the head in addition to its blocks. The measured step is a few seconds longer than
+# the prediction, because the prediction does not know everything that devices spend time on.
 #
 # ## What would your model cost?
 # The cell after the next one prices a training of 6.6 billion parameters on $2 \cdot 10^{12}$
@@ -539,7 +543,9 @@ price.reveal(cost.device_hours * dollars / 1e3)
 # %% [markdown]
 # If you used $8\,D\,\Psi$, your estimate is about an eighth too low: with $s = h$ the products of
 # attention are not negligible. (A parameter takes 18 bytes and not 16, because the gradients are
-# summed in 32 bits here.) Now put numbers of your own into the cell.
+# summed in 32 bits here. A checkpoint has 14 of them: 2 for the weight in 16 bits, and 4 each for
+# the master weight and AdamW's two moments. Gradients are not saved.) Now put numbers of your own
+# into the cell.
 #
 # The rate of 150 TFLOP/s was an assumption. A search over the plans of lab 10 predicts it, with
 # communication that overlaps as far as it can and without any overlap:
@@ -565,7 +571,7 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 # 2. MFU divides what the model needs by what the devices could do; HFU counts recomputation too.
 # 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, one to three per cent low where $s$ is far below $6h$.
 # 4. By the prediction half of what is lost is lost inside the devices; the rest is bubble, links,
-#    optimizer and the slowest stage. A tenth of the measured loss is not explained.
+#    optimizer and the slowest stage. 6 % of the measured loss is not explained.
 # 5. Judge a prediction by how much better than a constant it is, on rows it was not fitted to.
 #
 # | when | use |
@@ -578,19 +584,21 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # PyTorch counts FLOPs with `torch.utils.flop_counter.FlopCounterMode`, as above: it counts the
-# products that are made, so with checkpointing that is HFU's numerator. Megatron-LM prints TFLOP/s
-# per GPU with `--log-throughput` and counts the model's FLOPs; torchtitan logs `mfu` from $6\Psi$,
-# without the embedding, plus the scores; DeepSpeed has a profiler in its JSON, `"flops_profiler":
-# {"enabled": true, "profile_step": 5}`. Before you compare two such numbers, ask which of the
-# formulas each one is.
+# products that are made, so with checkpointing that is HFU's numerator.
+# [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) prints TFLOP/s per GPU with
+# `--log-throughput` and counts the model's FLOPs;
+# [torchtitan](https://github.com/pytorch/torchtitan) logs `mfu` from $6\Psi$, without the
+# embedding, plus the scores; DeepSpeed has a profiler in its
+# [JSON](https://www.deepspeed.ai/docs/config-json/), `"flops_profiler": {"enabled": true,
+# "profile_step": 5}`. Before you compare two such numbers, ask which of the formulas each one is.
 #
 # **On your GPUs.** A report of `pl.run` on GPUs has MFU and HFU in its `summary()` if the cluster
 # states `peak_flops`; its rows go into `pl.fit_cluster` as they are. On one H100, of 989 TFLOP/s in
 # 16 bits at best, plain PyTorch kernels in bf16 gave an MFU of 40 % with 1.2 billion parameters, 36
 # % with 300 million, and 25 % with GPT-2's 124 million. With GPT-2's own vocabulary of 50,257 it
 # was 17 %: tensor cores want rows of whole multiples of 16 bytes, and products with an odd number
-# of columns ran at about a sixth of their rate. So nanoGPT and Megatron-LM pad the vocabulary, here
-# to 50,304.
+# of columns ran at about a sixth of their rate. So Megatron-LM pads the vocabulary (its
+# `--make-vocab-size-divisible-by`), here to 50,304.
 #
 # ## Read on
 # * Narayanan et al. 2021, [PTD-P](https://arxiv.org/abs/2104.04473): tables 1 and 2, eq. 2 to 4 in
