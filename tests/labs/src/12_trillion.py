@@ -18,10 +18,12 @@
 # **You need** labs 03, 05, 10 and 11. **Minutes** 60 to 90.
 #
 # The plan is that of [PTD-P](https://arxiv.org/abs/2104.04473)'s largest model, as its authors'
-# script has it: without interleaving, though the paper's text says otherwise. Tensor parallelism's
-# messages are waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`).
-# The script sums gradients behind the last backward; here each bucket leaves as soon as it is
-# complete.
+# [script](https://github.com/NVIDIA/Megatron-LM/tree/main/examples/academic_paper_scripts/sc21) has
+# it: without interleaving, though the paper's text says otherwise. Tensor parallelism's messages
+# are waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`). The script
+# sums gradients behind the last backward; here each bucket leaves as soon as it is complete. The
+# script has dropout, and this model has none. Lab 11 predicts the step with dropout, and it takes 2
+# % longer there.
 
 # %%
 import pandas as pd
@@ -50,7 +52,7 @@ view.mesh(plan, nodes, rank=1536)
 # | $S$ | bytes of an activation between two blocks, $2\,b\,s\,h$ in 16 bits |
 #
 # Tensor and pipeline parallelism leave each rank a 512th of the model, 4 GB of weights. How much
-# does a rank send in one step, and how much of that leaves its node?
+# does rank 0, which is on the first stage, send in one step, and how much of that leaves its node?
 
 # %%
 print(
@@ -59,7 +61,7 @@ print(
 print(f"{plan.world_size:,} ranks: tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, m={plan.microbatches}")
 
 # %%
-sends = pl.exercises.guess("GB that a rank sends per step", low=0, high=2000, unit="GB", decimals=0)
+sends = pl.exercises.guess("GB that rank 0 sends per step", low=0, high=2000, unit="GB", decimals=0)
 sends
 
 # %%
@@ -113,8 +115,8 @@ pl.exercises.stage_memory.check(stage_parameters, in_flight)
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** Tensor parallelism shards a weight and the bias of a column-parallel layer. The
-# bias of a row-parallel layer is added after the sum, so every rank has it whole, like a LayerNorm.
-# The last stage runs a backward right after each forward, and each stage before it is one forward
+# bias of a row-parallel layer is added after the sum, so it is replicated, like a LayerNorm. The
+# last stage runs a backward right after each forward, and each stage before it is one forward
 # further ahead, as far as there are micro-batches.
 #
 # **Common mistakes.** An equal part of the whole model; an embedding that is not sharded, or that
@@ -251,11 +253,17 @@ total, far = by_axis["bytes"].sum(), by_axis.query("level == 'inter'")["bytes"].
 sends.reveal(round(total / GB))
 
 # %%
+between = pl.dry_run(model, plan, rank=1536, cluster=nodes).traffic(by="level")
+between = between.set_index("level")["bytes"]
+share = between["inter"] / between.sum()
+print(f"rank 1536, stage 32: {between.sum() / GB:,.0f} GB, {share:.0%} of it to other nodes")
 leaves.reveal(round(100 * far / total))
 
 # %% [markdown]
 # Nearly all of it is tensor parallelism's, and none of that leaves the node. That is why $t = 8$
-# and why tensor parallelism is the innermost axis.
+# and why tensor parallelism is the innermost axis. A rank on a middle stage sends activations to
+# one neighbour and gradients to the other, so the share that leaves the node is about twice as
+# large.
 #
 # ## With and without scatter/gather, for rank 0 and for the mean
 # All eight tensor-parallel ranks of a stage have the same activations, and here each sends all of
@@ -290,9 +298,9 @@ factor.reveal(sent["as here (GB)"]["rank 0"] / sent["with scatter/gather (GB)"][
 # compute.
 #
 # ## Bytes do not tell seconds
-# On average over all ranks, ten times as many bytes stay inside a node as leave it. A link inside a
-# node carries 229 GB/s, and a port between nodes 24 GB/s. How many times as long do the bytes
-# inside a node take?
+# On average over all ranks, most of which are on middle stages, ten times as many bytes stay inside
+# a node as leave it. A link inside a node carries 229 GB/s, and a port between nodes 24 GB/s. How
+# many times as long do the bytes inside a node take?
 
 # %%
 longer = pl.exercises.guess("times as long", low=0, high=20)
@@ -390,7 +398,7 @@ for name, change in changes.items():
         "step (s)": round(said[name].step_time, 1),
         "days": round(said[name].step_time * updates / 86_400),
         "bubble (%)": round(100 * said[name].bubble),
-        "peak memory (GB)": round(said[name].peak_memory / GB),
+        "peak memory (GB)": round(said[name].peak_memory / GB, 1),
         "fits": said[name].peak_memory <= nodes.memory,
     }
 pd.DataFrame(rows).T
@@ -401,11 +409,13 @@ most_days.reveal(3, "Recomputing nothing saves about as many days, and does not 
 # %% [markdown]
 # GPipe is a little faster than 1F1B here, but it keeps all 512 micro-batches and does not fit.
 # ZeRO-1 sends the same bytes as data parallelism at the same moments, and a rank holds 22 GB less,
-# because six ranks share the optimizer states. Since 30 August 2021 Megatron-LM computes the
-# weight's gradient while the all-reduce of the input's gradient moves. That hides a third of tensor
-# parallelism's messages, and saves two days. With `tp=16` the all-reduces cross between nodes,
-# but the pipeline has half as many stages to fill and drain. This wins back a part of what the
-# messages cost, so a step takes only 9 % longer.
+# because six ranks share the optimizer states. Since [30 August
+# 2021](https://github.com/NVIDIA/Megatron-LM/commit/cf7efd4) Megatron-LM computes the weight's
+# gradient while the all-reduce of the input's gradient moves. That hides a third of tensor
+# parallelism's messages, and saves two days. With `tp=16` the all-reduces cross between nodes, but
+# the pipeline has half as many stages to fill and drain. This wins back a part of what the messages
+# cost, so a step takes only 9 % longer. Its bubble is larger all the same, because this column
+# includes the waits for tensor parallelism's messages.
 #
 # The second row is the method of a paper from a year later, which measured it on a trillion
 # parameters, with the same tp and pp and without data parallelism ([Korthikanti et
@@ -454,12 +464,13 @@ left
 # The next cell predicts the three runs in three ways. In *all hidden* the gathers overlap with
 # products as far as they can. In *none hidden* they do not overlap at all. *Tensor by tensor* is
 # what an early implementation may have done. A block has 12 tensors, and they are gathered one by
-# one instead of together, so there are 11 more collectives per block. There are three collectives
-# per tensor: a gather for forward, a gather for backward, and the reduce-scatter of the gradient.
-# Each of them goes around a ring of all devices, and pays the latency of every step of the ring.
+# one instead of together. There are three collectives per tensor: a gather for forward, a gather
+# for backward, and the reduce-scatter of the gradient. So a block has 11 more of each of the three,
+# 33 in all. Each of them goes around a ring of all devices, and pays the latency of every step of
+# the ring.
 
 # %%
-gpt3 = pl.ModelSpec.preset("gpt3-175b").replace(dropout=0.1)
+gpt3 = pl.ModelSpec.preset("gpt3-175b").replace(dropout=0.1)  # as in the authors' scripts
 asked = {
     "tp": 1,
     "pp": 1,
@@ -505,6 +516,8 @@ left.reveal(rows[1536]["measured"])
 # ## Two more bad plans
 # One bad plan forgets to recompute. Another one adds ZeRO-3 to the pipeline, whose 512
 # micro-batches then gather every parameter twice each. How long does a step of the second one take?
+# (The picture of the first one has $m = 64$, as the picture of the three stages has, and the table
+# above has $m = 512$, which takes 1 GB more.)
 
 # %%
 gathered = pl.exercises.guess("seconds, in place of 98", low=98, high=500, decimals=0)
@@ -576,11 +589,15 @@ pl.exercises.trillion_plan.check(my_plan)
 # Megatron-LM's script of this plan is `--tensor-model-parallel-size 8
 # --pipeline-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 3072
 # --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --fp16`. The
-# option of the paper's scatter/gather has been removed since; with `--sequence-parallel` each rank
-# sends its part of the tokens. DeepSpeed's pipeline engine sends parts wherever there is tensor
-# parallelism; its `estimate_zero3_model_states_mem_needs_all_live` counts model states alone (lab
-# 06). In torch itself `FakeTensorMode` with a fake process group is the nearest thing to a dry run,
-# and is what this package's tests hold `pl.dry_run` against.
+# option of the paper's scatter/gather has [been
+# removed](https://github.com/NVIDIA/Megatron-LM/pull/4140) since; with `--sequence-parallel` each
+# rank sends its part of the tokens. DeepSpeed's [pipeline
+# engine](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/engine.py)
+# sends parts wherever there is tensor parallelism, unless its configuration says otherwise; its
+# `estimate_zero3_model_states_mem_needs_all_live` counts model states alone (lab 06). In torch
+# itself [`FakeTensorMode`](https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html)
+# with a fake process group is the nearest thing to a dry run, and is what this package's tests hold
+# `pl.dry_run` against.
 #
 # **On your GPUs.** Nothing here was run on one. With eight, one stage of this plan is a run:
 # `pl.run(model.replace(layers=2), pl.Plan(tp=8, microbatches=4, recompute="full",
