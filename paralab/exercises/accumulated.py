@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -59,30 +60,37 @@ class Step(NamedTuple):
         right = float(norm(mean))
         return right, [
             ("that is the norm after clipping", min(right, self.clip)),
-            ("of a mean of means", norm(self.gradients.mean(0))),
             ("of the sum of all micro-batches", norm(self.gradients.sum(0))),
             ("the norms of the tensors added up", sum(map(norm, self._tensors(mean)))),
-            ("of the last micro-batch alone", norm(self.gradients[-1])),
+            *((words, norm(gradient)) for words, (gradient, _) in self._known().items()),
         ]
 
     def weights(self) -> tuple[Arrays, dict[str, Arrays]]:
         """(those after the update, {what was done: those that it gives})."""
-        clip, mean, inf = self.clip, self.shares @ self.gradients, math.inf
-        means, last = self.gradients.mean(0), self.gradients[-1]
+        known = {words: self._updated(*one) for words, one in self._known().items()}
+        return self._updated(self.shares @ self.gradients, self.clip), known
+
+    def _known(self) -> dict[str, tuple[np.ndarray, float]]:
+        """{a mistake: (the gradient that it gives, to what that is then clipped)}."""
+        clip, inf, parts = self.clip, math.inf, self.shares[:, None] * self.gradients
+        mean, means = parts.sum(0), self.gradients.mean(0)
+        last, share = self.gradients[-1], parts[-1]
         each = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
         clipped = self.shares @ [_clipped(one, clip) for one in self.gradients]
-        done = {  # the gradient, and to what it is then clipped
+        so_far = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
+        known = {
             "the micro-batches are not added up: it is the last one alone": (last, clip),
+            "the micro-batches are not added up: it is the last one's share alone": (share, clip),
             "the mean of the micro-batches' means, but they differ in size": (means, clip),
             "the gradient is not clipped": (mean, inf),
             "each tensor is clipped by its own norm": (each, inf),
             "each micro-batch is clipped, not their mean": (clipped, inf),
+            "the sum so far is clipped after each micro-batch, not once at the end": (so_far, clip),
         }
         if self.stale is not None:
             both = _clipped(self.shares @ self.stale, clip) + mean
-            done["the gradient of the step before is still in it"] = both, clip
-        known = {words: self._updated(*one) for words, one in done.items()}
-        return self._updated(mean, clip), known
+            known["the gradient of the step before is still in it"] = both, clip
+        return known
 
     def _updated(self, gradient: np.ndarray, clip: float) -> Arrays:
         parts = zip(self.before.items(), self._tensors(_clipped(gradient, clip)), strict=True)

@@ -52,7 +52,7 @@ def peak_estimate(tries: Tries) -> None:
     for notes, (limit, sizes, b, m), reply in ask(tries, CASES, questions, why):
         notes.where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
         model, right = ModelSpec(**_named(sizes), attention="explicit"), peak(sizes, b, m)
-        known = _mistakes(model, b, right)
+        known = _mistakes(model, b, right, peak(sizes, b, 1))
         wrong = reply.number(right, known, size_text, " of bytes", TOLERANCE)
         notes.look(limit, wrong, "" if wrong else f"{100 * (reply.value / right - 1):+.1f} %")
 
@@ -69,7 +69,8 @@ def _named(sizes: Sequence[int]) -> dict[str, int]:
     return dict(zip(FIELDS, sizes, strict=True))
 
 
-def _mistakes(model: ModelSpec, b: int, right: float) -> Mistakes:
+def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes:
+    """of_one: what is right for a single micro-batch."""
     psi, s, h = model.num_params, model.seq_len, model.hidden
     sbh, scores = s * b * h, model.heads * s * s * b
     block, head = 64 * sbh + 4 * scores, 8 * sbh + 4 * s * b * model.vocab
@@ -78,6 +79,13 @@ def _mistakes(model: ModelSpec, b: int, right: float) -> Mistakes:
     why = "which are not there at once" if both > right else "but no temporary tensors"
     yield f"model states and all activations, {why}", both
     yield "the model states alone", 16 * psi
+    yield "from the second micro-batch on all gradients are there", of_one
+    if of_one == right:
+        logits, gradient = 4 * s * b * model.vocab, 4 * model.vocab * h
+        at_output = 12 * psi + saved + logits + gradient
+        if at_output < (1 - TOLERANCE) * right:
+            yield "that is at the backward of the output matrix; a later moment has more", at_output
+        yield "without the logits and their gradient", at_output - 2 * logits
     yield "weights and moments alone", 12 * psi
     blocks = 12 * psi + model.layers * block
     yield "weights, moments and the blocks' activations; what else is alive?", blocks
