@@ -80,6 +80,8 @@ def steps(scatter, middle="pass", gather="pass"):
 
 
 ALL_INSIDE, ALL_ACROSS = (f"dist.all_reduce(tensor, group={one})" for one in ("inside", "across"))
+ALL_GROUPS = """groups = [dist.new_group(ranks) for ranks in rows]  # every rank makes all of them
+        return next(group for group, ranks in zip(groups, rows, strict=True) if rank in ranks)"""
 LEADER = "rank - rank % k, group=inside)"
 TWO_LEVELS = [
     (steps("dist.all_reduce(tensor)"), {"bytes between nodes", "bytes inside nodes"},
@@ -104,6 +106,8 @@ TWO_LEVELS = [
      "2 nodes of 2: rank 0, element 0: "),
     (levels((SCATTER, f"kept = tensor.repeat(2)\n    {SCATTER}")), {"extra memory"},
      "bytes, the tensor has 48,000"),
+    (levels((ALL_GROUPS, "return next(dist.new_group(ranks) for ranks in rows if rank in ranks)")),
+     {"result"}, "2 nodes of 2: rank 2 makes the group [2, 3] where rank 0 makes the group [0, "),
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
     (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),

@@ -8,11 +8,8 @@ Shapes and data are those of summa.py.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 from paralab.checks import shown
 from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
@@ -56,9 +53,6 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
         for notes, found in tries.run(summed, q * q, q, where=f"q={q}"):
-            if order := found.results[0].get("order"):
-                notes.end(order)
-                continue
             for limit in GROUPS_REQUIRED:
                 look = _wrong_group if limit in GROUPS else _wrong_sums
                 wrong = first(look(rank, limit, one, q) for rank, one in enumerate(found.results))
@@ -66,14 +60,9 @@ def grid_groups(tries: Tries) -> None:
 
 
 def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
-    """What every rank runs: the members of both groups, and a sum of ranks over each; or why ranks
-    do not agree about the groups.
-    """
-    try:
-        with _agreeing(watch):
-            given = answer[0](q)
-    except WrongOrder as wrong:  # on every rank
-        return {"order": str(wrong)}
+    """What every rank runs: the members of both groups, and a sum of ranks over each."""
+    given = answer[0](q)
+    watch.calls.agree()  # the sums would wait for a rank that makes one more group
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         what = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(given).__name__
         raise ValueError(f"required: a row and a column, two groups, this is {what}")
@@ -87,35 +76,6 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
         dist.all_reduce(total, group=group)
         found["sums"].append(total.item())
     return found
-
-
-class WrongOrder(Exception):
-    """Ranks were about to make different groups, which would wait for each other."""
-
-
-@contextlib.contextmanager
-def _agreeing(watch: Any) -> Iterator[None]:
-    """Within, ranks say what group they make before they make it. Raises WrongOrder."""
-    own, store, number = dist.new_group, watch.calls.strict.store, itertools.count()
-
-    def say(made: str) -> None:
-        place = next(number)
-        store.set(f"group {place} of {watch.group.index}", made)
-        said = [store.get(f"group {place} of {rank}").decode() for rank in watch.group.ranks]
-        if other := next((rank for rank, one in enumerate(said) if one != said[0]), 0):
-            raise WrongOrder(
-                f"rank {other} makes {said[other]} where rank 0 makes {said[0]}: every rank has to "
-                "make every group, in the same order"
-            )
-
-    def new_group(ranks: Any = None, *args: Any, **settings: Any) -> Any:
-        if not settings.get("use_local_synchronization"):  # a call of the members alone
-            say(str(watch.group.ranks if ranks is None else sorted(ranks)))
-        return own(ranks, *args, **settings)
-
-    with mock.patch("torch.distributed.new_group", new_group):
-        yield
-    say("no other group")
 
 
 def _wrong_group(rank: int, limit: str, found: dict[str, Any], q: int) -> str:

@@ -39,8 +39,13 @@ from paralab.theory.traffic import POINT_TO_POINT
 from paralab.transports import Call, Posted, Transport
 
 ORDER = "messages of two ranks are matched in the order in which they are sent, as NCCL does it"
+NO_OTHER = "no other group"
 OURS = str(Path(__file__).parents[1])
 BELOW = OURS, torch._ops.__file__  # frames between torch.distributed's function and `LateCalls`
+
+
+class WrongGroups(Exception):
+    """Ranks were about to make different groups, which would wait for each other."""
 
 
 class Sent(NamedTuple):
@@ -85,6 +90,7 @@ class LateCalls:
         self.calls = Calls(self.context.rank, self.context.nodes)
         self.strict = Strict(self.context, axis=f"calls of answer {number}")
         self.open: dict[Any, Sent] = {}
+        self._made = 0  # groups
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
@@ -100,7 +106,35 @@ class LateCalls:
             dist.Work.is_completed = lambda work: True  # gloo never says so of a message
             undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
             dist.group.WORLD = self.watch.group.process_group
+            undo.callback(setattr, dist, "new_group", dist.new_group)
+            dist.new_group = functools.partial(self._new_group, dist.new_group)
             yield
+            self._announce(NO_OTHER)  # a rank that makes one more is told
+
+    def _new_group(
+        self, own: Callable[..., Any], ranks: Any = None, *args: Any, **settings: Any
+    ) -> Any:
+        if not settings.get("use_local_synchronization"):  # a call of the members alone
+            everyone = self.watch.group.ranks
+            self.agree(f"the group {sorted(everyone if ranks is None else ranks)}")
+        return own(ranks, *args, **settings)
+
+    def agree(self, made: str = NO_OTHER) -> None:
+        """Ranks say what group they make before they make it. Raises WrongGroups on all of them."""
+        self._announce(made)
+        number, ranks, get = self._made, self.watch.group.ranks, self.strict.store.get
+        self.context.note("new_group")
+        said = [get(f"group {number} of rank {rank}").decode() for rank in ranks]
+        self.context.note("")
+        if other := next((rank for rank, one in enumerate(said) if one != said[0]), 0):
+            raise WrongGroups(
+                f"rank {other} makes {said[other]} where rank 0 makes {said[0]}: every rank has to "
+                "call new_group for every group, in the same order"
+            )
+
+    def _announce(self, made: str) -> None:
+        self._made += 1
+        self.strict.store.set(f"group {self._made} of rank {self.context.rank}", made)
 
     def _called(self, op: str, given: dict[str, Any], own: Callable[..., Any]) -> Any:
         """One call: written down, and made with copies."""

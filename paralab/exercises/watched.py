@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paralab.comm import Group
-from paralab.exercises.plain import Given, LateCalls
+from paralab.exercises.plain import Given, LateCalls, WrongGroups
 from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
@@ -125,6 +125,9 @@ def each(
                 with recorder.span("compute"):
                     result = work(watch, answer, seed, *args)
                 recorder.end_step()
+        except WrongGroups as wrong:  # on every rank
+            parts.append({"failed": f"{wrong}{place(wrong)}"})
+            continue
         except (Exception, SystemExit, GeneratorExit) as error:
             if len(answers) == 1:
                 error.add_note(place(error))
