@@ -352,8 +352,9 @@ more.reveal(theirs["bytes"].sum() / paper["bytes"].sum())
 #
 # ## How long does it take? Latency and bandwidth
 #
-# A message takes a fixed time α before its first byte arrives, and then β for each byte (Hockney
-# 1994; α and β are named as in [Thakur et al. 2005](https://doi.org/10.1177/1094342005051521)):
+# A message takes a fixed time α before its first byte arrives, and then β for each byte
+# ([Hockney 1994](https://doi.org/10.1016/S0167-8191%2806%2980021-9); α and β are named as in
+# [Thakur et al. 2005](https://doi.org/10.1177/1094342005051521)):
 #
 # $$T_\text{message} = \alpha + \beta\cdot\text{bytes}.$$
 #
@@ -560,8 +561,7 @@ pd.DataFrame(rows).T.round(2)
 # In total the hierarchical all-reduce sends as much as the ring; it sends less over the slow link.
 # The tree sends as little between nodes, but one rank of each node carries all of it, first in one
 # direction and then in the other. In the hierarchical all-reduce both ranks of a node carry half,
-# in both directions at once. The picture is of the hierarchical one (`world` is the group of all
-# ranks). Which ranks talk across nodes?
+# in both directions at once. The picture is of the hierarchical one. Which ranks talk across nodes?
 
 # %%
 traced.traffic_chart().titled("Hierarchical: of 12 MB that a rank sends 4 MB leave its node")

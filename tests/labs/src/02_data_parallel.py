@@ -37,10 +37,11 @@ report.replay(devices.replace(algorithm="ring")).timeline()
 
 # %% [markdown]
 # A rank's upper row is what it computes, and its lower row is what it has in flight on the network.
-# Grey is waiting. This is the run *replayed*: each piece of work takes the processor time that it
-# took on this machine, on a device of its own, with a link of 0.6 GB/s. The link is that slow
-# because the model is that small: traffic and backward then take about as long as each other, as
-# they do for a large model on a fast network. The section “Which clock” says when to use a replay.
+# The number in a bar is its micro-batch. Grey is waiting. This is the run *replayed*: each piece of
+# work takes the processor time that it took on this machine, on a device of its own, with a link of
+# 0.6 GB/s. The link is that slow because the model is that small: then traffic takes much of the
+# step, as it does for a large model on a fast network. (How much it takes here depends on the speed
+# of this machine.) The section “Which clock” says when to use a replay.
 #
 # The symbols of this lab:
 #
@@ -210,7 +211,7 @@ forms = {
     for form in ("naive", "bucketed", "overlapped")
 }
 replays = {form: run.replay(ring) for form, run in forms.items()}
-title = "Buckets that leave during backward hide most of what they send"
+title = "Buckets that leave during backward hide part of what they send"
 view.timelines(*replays.values(), labels=list(replays), ranks=[0], title=title)
 
 # %%
@@ -249,7 +250,7 @@ for form, q in (("naive", 52), ("overlapped", 4)):
 
 # %% [markdown]
 # `pl.predict` takes the speed of the devices from the cluster (50 GFLOP/s), not from this machine,
-# so its backward is longer than in the replay; compare predictions only with predictions.
+# so its backward differs from the replay's; compare predictions only with predictions.
 #
 # ## Small buckets pay latency, large buckets start late
 # What does the step time do if the gradients are packed into a single bucket?
@@ -750,10 +751,9 @@ for cap in (1, 25):
 # With 25 MiB the whole model fits into one bucket, and nothing is left to overlap: the default
 # is for models of a hundred times this size and more.
 #
-# DeepSpeed has these switches in its JSON for ZeRO stages 1 and 2; with stage 0 it reduces after
-# backward, in fixed buckets. (Older releases ignore `overlap_comm` in stage 1.) Megatron-LM has
-# them as flags. `reduce_bucket_size` and `--ddp-bucket-size` count elements, not bytes. (Neither
-# library is installed here; this is how the switches are written.)
+# DeepSpeed has these switches in its [JSON](https://www.deepspeed.ai/docs/config-json/) for ZeRO
+# stages 1 and 2. Megatron-LM has them as flags. `reduce_bucket_size` and `--ddp-bucket-size` count
+# elements, not bytes. (Neither library is installed here; this is how the switches are written.)
 #
 # ```json
 # {"gradient_accumulation_steps": 4,

@@ -148,8 +148,9 @@ replayed.timeline()
 
 # %% [markdown]
 # The ideal's bubble is not exactly the 3/7 (43 %) of the formula, because the formula assumes that
-# all stages are alike. These are not: the last rank has the head and the loss too. All ranks run at
-# the pace of the slowest one.
+# all stages are alike. The measured stages differ: the last rank has the head and the loss too, and
+# what else the machine did changes the times as well. All ranks run at the pace of the slowest one,
+# which is the one with the most forward and backward in the table below.
 #
 # This picture is what [DeepSpeedExamples
 # #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
@@ -234,7 +235,9 @@ why_p2p.reveal(
 # More micro-batches make the bubble smaller. But GPipe runs no backward before the last forward, so
 # (without recomputation, lab 06) it keeps the activations of all $m$ micro-batches. **1F1B** runs
 # each backward as soon as it can: as few forwards as keep the last rank busy, and then one forward,
-# one backward in turn. (It is PipeDream-Flush in Narayanan and others 2021, and DAPPLE's schedule.)
+# one backward in turn. (It is PipeDream-Flush in [Narayanan and others
+# 2021](https://arxiv.org/abs/2006.09503), and the schedule of
+# [DAPPLE](https://arxiv.org/abs/2007.01045).)
 
 # %%
 improves = pl.exercises.choose(
@@ -723,10 +726,13 @@ torch_1f1b = pl.observe(with_torch, ranks=4, args=(model, "Schedule1F1B", 1, 8))
 next_to_ours(torch_1f1b, torch_1f1b.results[3])
 
 # %% tags=["measured"]
-title = "torch's 1F1B runs forwards and backwards in the same order as the library's"
+title = "torch's 1F1B, too: rank r has 4 − r forwards before its first backward"
 torch_1f1b.timeline().titled(title)
 
 # %% [markdown]
+# The ranks do not begin the step at the same time: each begins it when it is done with the step
+# before, and the last rank is done first.
+#
 # The losses and the bytes are the same. torch's peak is higher. One reason is that it makes the
 # buffers for all micro-batches' messages once and keeps them. The interleaved schedule sends what
 # the formula says, too:
