@@ -34,10 +34,15 @@ MESSAGE = 4 * SAMPLES * MODEL.seq_len * MODEL.hidden  # bytes
 MARGIN = 1.1  # of what is measured for one micro-batch
 
 
+def _name(run: Run) -> str:
+    name, p, m, v = run
+    return f"{name}, p={p}, m={m}" + f", v={v}" * (v > 1)
+
+
 def _asked(runs: Sequence[Run]) -> dict[str, str]:
-    sizes = ", ".join(f"{name} p={p} m={m}" + f" v={v}" * (v > 1) for name, p, m, v in runs)
     return {
-        "gradients": f"{sizes}: those of one process, mean over the micro-batches",
+        "gradients": "those of one process, mean over the micro-batches, with these lists: "
+        + "; ".join(map(_name, runs)),
         "loss": "on the last rank: the mean over the micro-batches",
         "order of work": "that of the rank's list, each action once",
         "bytes per rank": "exactly 4 b s h per activation and per gradient that crosses a border",
@@ -50,9 +55,7 @@ LIMITS = GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = tuple(_asked(RUNS))
 
 def check(runs: Sequence[Run], tries: Tries) -> None:
     for run in runs:
-        name, p, m, v = run
-        where = f"{name}, p={p}, m={m}" + f", v={v}" * (v > 1)
-        for notes, found in tries.run(one_step, p, *run, where=where):
+        for notes, found in tries.run(one_step, run[1], *run, where=_name(run)):
             _look(notes, found, run)
 
 

@@ -14,7 +14,7 @@ SIZES = [
     for p, m, v in ((4, 8, 1), (2, 5, 1), (3, 1, 1), (8, 3, 1), (4, 8, 2), (2, 2, 3), (3, 9, 4))
     for rank in range(p)
 ]
-BACKWARD_FIRST = "interleaved, backwards first on rank 0"
+BACKWARD_FIRST = "interleaved with rank 0's backwards first"
 COUNT = "forwards before the first backward"
 
 
