@@ -19,6 +19,15 @@ ALONE = "it is the one term "
 changed = altered("summa")
 TERM = "self.sent(self.row, x, step) @ self.sent(self.column, w, step)"
 SUMS = "dist.reduce(part, group_dst=step, "
+ACROSS_X, ACROSS_W = (
+    (f"{SUMS}group=self.{a})", f"{SUMS}group=self.{b})")
+    for a, b in (("row", "column"), ("column", "row"))
+)
+ADDED = [
+    (f"if dist.get_rank(self.{line}) == step:\n                {name} = part",
+     f"{name} = part + ({name} if step else 0)")
+    for line, name in (("row", "dx"), ("column", "dw"))
+]  # fmt: skip
 ROOT = changed(("group_src=step", "src=step"))
 HALF = changed(("y = x.new_zeros", "if not dist.get_rank(self.column):  # the others wait\n"
                 "            return x @ w\n        y = x.new_zeros"))  # fmt: skip
@@ -43,6 +52,11 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"gradients"}, "of dW has shape (6, 48), required: (48, 6)"),
     (changed((f"{SUMS}group=self.column)", "pass")),
      {"gradients", "elements backward"}, f"{ALONE}(X_00)ᵀ dY_00"),
+    (changed(ACROSS_X), {"gradients"}, "; terms were summed along the column, required: the row"),
+    (changed(ACROSS_W), {"gradients"}, "; terms were summed along the row, required: the column"),
+    *((changed(*how, *ADDED), {"gradients"}, "added what every step gave; its block is that of")
+      for how in ((), [(SUMS, "dist.all_reduce(part, ")])),
+    (changed(ADDED[1]), {"gradients"}, "; it added what every step gave; its block is that of"),
     (changed(("return dx, dw", "return dx")), {"Y"},
      "q=2: rank 0 raised ValueError: too many values to unpack"),
     (changed(("return dx, dw", "return None")), {"Y"}, "cannot unpack non-iterable NoneType"),
@@ -140,6 +154,8 @@ TURN = [
              "        x, w = moved(x, w, step < i, step < j)")), {"blocks sent"},
      "q=4: rank (3, 3) sends 52,992 bytes, 4 blocks of X and of W are 35,328"),
     (bad.cannon_by_broadcasts, {"calls", "blocks sent"}, "q=2: calls broadcast"),
+    (bad.cannon_fetches, {"calls"},
+     "q=4: rank (0, 0) sends to rank (0, 2) after the first move, required: to a neighbour"),
     (cannon(("return y", "moved(*moved(x, w, 1, 0), 1, 0)\n    return y")), {"blocks sent"},
      "q=2: rank (1, 1) sends 33,024 bytes, 2 blocks"),
     (bad.cannon_overwrites, {"Y"}, "a tensor of send #0 was changed before it was waited for"),

@@ -32,7 +32,7 @@ GROUPS_REQUIRED = {
 }
 REQUIRED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
-    "calls": "messages between two ranks only",
+    "calls": "messages between two ranks only; after the first move of a matrix, to neighbours",
     "blocks sent": "by each rank at most q blocks of X and q blocks of W",
     "memory": "tensors in addition to x and w: two blocks of X and of W, y, and one product",
 }
@@ -102,7 +102,7 @@ def cannon(tries: Tries) -> None:
             cases, ops = range(len(SHAPES)), found.report.collectives["op"].unique()
             notes.look(PRODUCT, first(_wrong(found, n, q) for n in cases), "every block")
             other = first(f"calls {op}" for op in ops if op not in ("send", "recv"))
-            notes.look(CALLS, other, "messages between two ranks")
+            notes.look(CALLS, other or first(_far(found, q)), "messages between two ranks")
             for number, (m, k, n) in enumerate(SHAPES):
                 most, limit = 4 * q * k * (m + n), 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
                 words = f"sends {{held}} bytes, {q} blocks of X and of W are {most:,}"
@@ -127,6 +127,20 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
         found["peak"].append(section.peak)
         del x, w, y  # so that they are not counted where the next case begins
     return found
+
+
+def _far(run: Found, q: int) -> Iterator[str]:
+    """Messages that are not to a neighbour, nor to where the first of the row or column went."""
+    calls, name = run.report.collectives, at(q)
+    for (rank, _), sends in calls[calls["op"] == "send"].groupby(["rank", "phase"]):
+        i, j = divmod(int(rank), q)
+        row = [i * q + (j + by) % q for by in (-1, 1)]
+        column = [(i + by) % q * q + j for by in (-1, 1)]
+        for legal, inside in ((row, True), (column, False)):
+            to = [int(peer) for peer in sends["peer"] if (peer // q == i) == inside]
+            for far in (peer for peer in to if peer not in (*legal, to[0])):
+                said = f"{name(rank)} sends to {name(far)} after the first move, required: to a "
+                yield f"{said}neighbour, {' or '.join(map(name, legal))}"
 
 
 def _wrong(run: Found, number: int, q: int) -> str:

@@ -127,10 +127,21 @@ def _wrong(found: Found, name: str, number: int, q: int) -> str:
 
     def known(rank: int) -> list:
         alone, (i, j) = named(rank, mixed, "it is the one term "), places[rank]
-        if name != "y":
-            return alone
-        other = sum(x[a, j] @ w[i, a] for a in range(q))
-        return [*alone, ("X went along the columns and W along the rows", other)]
+        if name == "y":
+            other = sum(x[a, j] @ w[i, a] for a in range(q))
+            return [*alone, ("X went along the columns and W along the rows", other)]
+        lines, step, every = ("column", "row"), j, right[i * q : i * q + q]
+        other = sum(dy[a, j] @ w[i, j].T for a in range(q))
+        own = [dy[i, j] @ w[a, j].T for a in range(q)]
+        if name == "dw":
+            lines, step, every = ("row", "column"), i, right[j::q]
+            other = sum(x[i, j].T @ dy[i, a] for a in range(q))
+            own = [x[i, a].T @ dy[i, j] for a in range(q)]
+        sums = [sum(own), sum(every)]  # each rank's own terms; those of all, by an all-reduce
+        own[step] = right[rank]
+        said = f"it added what every step gave; its block is that of step {step} alone"
+        crossed = "terms were summed along the {}, required: the {}".format(*lines)
+        return [*alone, (crossed, other), *((said, one) for one in (*sums, sum(own)))]
 
     return first_wrong(
         f"block of {LETTERS[name]}",
