@@ -55,6 +55,8 @@ MAPPED, FLUSH = 'np.memmap(self.path, dtype=np.float32, mode="r+")', "moments.fl
 READ, WRITE = "np.fromfile(self.path, np.float32)", "moments.tofile(self.path)"
 COUNT, NEXT = "self.steps += 1", "                at += 2 * size\n"
 FIRST_MOMENT, SECOND = "m.lerp_(g, 1 - b1)", "v.mul_(b2).addcmul_(g, g, value=1 - b2)"
+VIEW = "            p, g = parameter.view(-1)"
+MORE = "; the step count grows more than once in a step"
 MOVES = "p.addcdiv_(m, denominator, value=-self.lr / (1 - b1**self.steps))"
 EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
 WEIGHTS, FILES, PEAK, KEPT = STREAMED.required
@@ -64,8 +66,12 @@ WRONG = [
     (adam(("unit, 0", "2 * unit, 0")), {PEAK}, "bytes at once, required: at most 101,912"),
     (adam((MAPPED, f"self.kept = self.kept if self.steps > 1 else {READ}"), (FLUSH, WRITE)),
      {WEIGHTS}, "so the states are not in them alone"),
-    (adam((MAPPED, MAPPED.replace("r+", "c"))), {WEIGHTS}, "after step 2 "),
-    (adam((NEXT, f"{NEXT}                {COUNT}\n")), {WEIGHTS}, "after step 1 embedding.token"),
+    (adam((MAPPED, MAPPED.replace("r+", "c"))), {WEIGHTS},
+     ("after step 2 ", "; the states that step 1 has made are not in the files")),
+    (adam((NEXT, f"{NEXT}                {COUNT}\n")), {WEIGHTS},
+     ("after step 1 embedding.token", MORE)),
+    (adam((COUNT, "pass"), (VIEW, f"            {COUNT}\n{VIEW}")), {WEIGHTS},
+     ("after step 1 embedding.position", MORE)),
     (adam(("p.mul_(1 - self.lr * self.weight_decay)", "g = g + self.weight_decay * p")),
      {WEIGHTS}, "after step 1 embedding.token"),
     (adam(("range(0, p.numel()", "range(0, p.numel() - 1")), {WEIGHTS},

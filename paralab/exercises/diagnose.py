@@ -103,8 +103,14 @@ def first_wrong_tensor(
     return ""
 
 
-def first_other_bits(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> str:
-    """The first tensor that is not the same bit for bit, in words, or ""."""
+def first_other_bits(
+    found: Mapping[str, np.ndarray],
+    wanted: Mapping[str, np.ndarray],
+    known: Callable[[str], Iterable[tuple[str, Any]]] = lambda name: (),
+) -> str:
+    """The first tensor that is not the same bit for bit, in words, or "". known: name -> (words,
+    array) of mistakes.
+    """
     for name, right in wanted.items():
         if found[name].shape != right.shape:
             return f"{name} has shape {found[name].shape}, required: {right.shape}"
@@ -113,7 +119,7 @@ def first_other_bits(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.nd
             most = np.abs(found[name] - right).max() / np.abs(right).max()
             return (
                 f"{name} differs in {count:,} of {right.size:,} elements, by up to {most:.1e} of "
-                "its largest entry"
+                f"its largest entry{_first_near(found[name], known(name), 0.0)}"
             )
     return ""
 

@@ -85,6 +85,9 @@ class Takes(NamedTuple):
             return "nothing to call", f"required: {self.what}, yours is {shown(part)}"
         if str(getattr(part, "__module__", "")).partition(".")[0] == "paralab":
             return "the library's", f"{shown(part)} is the library's own; required: one of yours"
+        if isinstance(part, type) and self.what.startswith("a function") and hasattr(part, "apply"):
+            name = part.__name__
+            return "a class", f"required: {self.what}, yours is the class {name}: give {name}.apply"
         missing = [m for m in self.methods if not callable(getattr(part, m, None))]
         if isinstance(part, type) and missing:
             return "methods missing", f"the class has no method {' and no '.join(missing)}"

@@ -144,6 +144,7 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
     for words, changed in (
         ("scores are divided by the root of h, required: of h/a", {"scale": HIDDEN}),
         ("scores are divided by the root of h/t, required: of h/a", {"scale": HIDDEN / t}),
+        ("scores are not divided, required: by the root of h/a", {"scale": 1}),
         ("every token sees those after it", {"sees": SEQ}),
         ("every token sees the one after it", {"sees": 2}),
     ):

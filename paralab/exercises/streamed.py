@@ -9,14 +9,16 @@ are NumPy arrays before they are tensors, so in a step both count.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, torch, watched
+from paralab.exercises.late import np, reference, torch, watched
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
@@ -76,6 +78,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                     state["exp_avg_sq"].zero_()
             [(tokens, targets)] = reference.batches(MODEL, step=step, seed=seed % 1000)
             gpt(tokens, targets).backward()
+            first = {name: watched.array(p) for name, p in alike.named_parameters()}
             with watch.unseen():
                 alike(tokens, targets).backward()
                 adam.step()
@@ -90,8 +93,13 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                 {name: watched.array(p) for name, p in one.named_parameters()}
                 for one in (gpt, alike)
             )
-            if (wrong := first_other_bits(yours, right)) and not result["wrong"]:
-                result["wrong"] = f"after step {step + 1} {wrong}{BEFORE * (step == ZEROED)}"
+            if not result["wrong"]:
+                with watch.unseen():
+                    grads = {name: p.grad for name, p in alike.named_parameters()}
+                    known = functools.partial(_mistakes, first, grads, yours, step)
+                    if wrong := first_other_bits(yours, right, known):
+                        wrong += BEFORE * (step == ZEROED)
+                        result["wrong"] = f"after step {step + 1} {wrong}"
             del yours, right
             gpt.zero_grad()
             alike.zero_grad()
@@ -99,6 +107,29 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
         adam.state.clear()
         result["kept"] = all_of_it.now()
     return result
+
+
+def _mistakes(
+    first: dict[str, Any], grads: dict[str, Any], yours: dict[str, Any], step: int, name: str
+) -> Iterator[tuple[str, Any]]:
+    """(words, what the parameter would be) after mistakes in the states of torch's AdamW."""
+
+    def stepped(count: int) -> Any:
+        """After a step that begins with moments of zero, and that is number ``count``, from 0."""
+        part = torch.nn.Parameter(torch.from_numpy(first[name].copy()))
+        part.grad, adam = grads[name], torch.optim.AdamW([part], foreach=False, **SETTINGS)
+        moments = {one: torch.zeros_like(part) for one in ("exp_avg", "exp_avg_sq")}
+        adam.state[part] = {"step": torch.tensor(float(count)), **moments}
+        adam.step()
+        return watched.array(part)
+
+    if step:
+        yield f"the states that step {step} has made are not in the files", stepped(step)
+        return
+    often = stepped(0)
+    for count in range(1, sum(-(-one.size // UNIT) for one in first.values()) + 1):
+        often = np.where(yours[name] == (other := stepped(count)), other, often)
+    yield "the step count grows more than once in a step", often
 
 
 def _zero(folder: str) -> None:

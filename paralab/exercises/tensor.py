@@ -51,7 +51,8 @@ def forward_and_back(
 ) -> dict[str, Any]:
     """What every rank runs: one forward, one backward. operators: the answer is f and g.
 
-    Returns {"z", "x" and the parameters' names: result and gradients; "held": bytes of weights}
+    Returns {"z", "x" and the parameters' names: result and gradients; "held": bytes of weights;
+    "slice": that a parameter is one, in words}
     """
     from paralab.exercises.answers import f_and_g, tensor_mlp
 
@@ -78,12 +79,15 @@ def forward_and_back(
     found |= {"x": watched.array(x.grad), "held": held}
     found |= {one.limit: one.words for one in given_to if not torch.equal(one.now, one.before)}
     named = dict(mine.named_parameters())
+    found["slice"] = ""
     for name in pair.shapes:
         if name not in named:
             raise ValueError(f"it has no parameter {name}; it has {', '.join(named) or 'none'}")
         if named[name].grad is None:
             raise ValueError(f"{name} has no gradient after backward")
         found[name] = watched.array(named[name].grad)
+        if named[name].untyped_storage().nbytes() > named[name].nbytes:
+            found["slice"] = f"; {name} is a slice, which keeps the whole tensor alive"
     return found
 
 
@@ -139,7 +143,7 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
             if not operators:
                 parts = {n: w for n, w in given(pair, 0).items() if "." in n}
                 part = 4 * sum(pair.part(name, whole, 0, t).size for name, whole in parts.items())
-                words = f"holds {{held}} bytes of weights, its part is {part:,}"
+                words = f"holds {{held}} bytes of weights, its part is {part:,}{found['slice'][0]}"
                 notes.memory(WEIGHTS, found["held"], part + SCALARS, words)
 
 
