@@ -113,5 +113,12 @@ def test_the_picture_of_an_order_has_its_jobs_and_says_how_far_it_is_from_the_li
     assert slow.finding == "6 units take 330 ms; no order takes less than 205 ms"
     assert len(chart.table) == 18 and chart.table["end"].max() == pytest.approx(0.150)
     assert set(chart.table.query("what == 'update'")["lane"]) == {"host"}
+    assert view.jobs(good(1, 1)).finding == "1 unit takes 55 ms; no order takes less than 55 ms"
+    assert view.jobs(iter(good(6, 2))).finding == view.jobs(good(6, 2)).finding
+    for none in ([], None):
+        with pytest.raises(
+            ValueError, match=r"jobs=.*; legal: a list \[\(\"read\", 0, 0\), \.\.\.\]"
+        ):
+            view.jobs(none)
     with pytest.raises(ValueError, match="legal: fast, slow|'fast'"):
         view.jobs(good(6, 2), host="other")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from paralab.checks import choice
+from paralab.checks import choice, illegal
 from paralab.exercises import jobs as stream
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
@@ -12,7 +12,7 @@ from paralab.view.marks import boxes as mark
 from paralab.view.marks import note, upright
 
 
-def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
+def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
     """When the jobs (what, unit, buffer) of `pl.exercises.stream` run, with the least possible time
     as a line.
 
@@ -21,7 +21,10 @@ def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
     ``table``: lane, what, unit, buffer, start, end. Raises ValueError on what is no list of jobs.
     """
     update_s = stream.UPDATE_S[choice("host", host, tuple(stream.UPDATE_S))]
-    made = stream.as_jobs(list(listed), len(listed) or 1)
+    found = list(listed) if isinstance(listed, Iterable) else []
+    if not found:
+        raise illegal("jobs", listed, "no jobs", 'a list [("read", 0, 0), ...]')
+    made = stream.as_jobs(found, len(found))
     units, window = 1 + max(job[1] for job in made), len({job[2] for job in made})
     times = stream.simulate(made, update_s)
     rows = [
@@ -30,7 +33,8 @@ def jobs(listed: Sequence[stream.Job], *, host: str = "slow") -> Chart:
     ]
     took, least = max(end for _, end in times), stream.limit_s(units, window, update_s)
     fig = figure(
-        f"{units} units take {stream.ms(took)}; no order takes less than {stream.ms(least)}",
+        f"{units} unit{'s take' if units > 1 else ' takes'} {stream.ms(took)}; no order takes less "
+        f"than {stream.ms(least)}",
         f"simulated · {host} host · {window} buffer{'s' * (window > 1)} · number: the unit",
         height=270,
         xaxis=mark.time_axis("time (ms)", 1e3 * max(took, least)),
