@@ -18,21 +18,6 @@ def two_of_many(units, window):
     return good(units, min(window, 2))
 
 
-def in_halves(units, window):
-    """While the host updates one half of the window, the disk is at the other."""
-    half = max(window // 2, 1)
-    if window == 1:
-        return good(units, 1)
-    jobs, before = [], []
-    for first in range(0, units + half, half):
-        group = range(first, min(first + half, units))
-        jobs += [("read", unit, unit % (2 * half)) for unit in group]
-        jobs += [("write", unit, unit % (2 * half)) for unit in before]
-        jobs += [("update", unit, unit % (2 * half)) for unit in group]
-        before = group
-    return jobs
-
-
 def a_generator(units, window):
     yield from good(units, window)
 

@@ -11,7 +11,7 @@ import bad_answers_offload as bad
 import bad_attacks as attacks
 import paralab as pl
 from bad_answers_offload import good
-from judged import Table
+from judged import Table, stored
 
 STREAM = pl.exercises.stream
 offload = importlib.import_module("paralab.exercises.offload")
@@ -84,7 +84,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (attacks.exits, {JOBS}, "rank 0 called sys.exit(3)"),
 ]  # fmt: skip
 RIGHT = [
-    good, bad.two_of_many, bad.in_halves, bad.a_generator, attacks.stream_of_lists,
+    good, bad.two_of_many, bad.a_generator, attacks.stream_of_lists,
+    stored("stream_other", "my_stream"),
     changed(lambda jobs, n, w: [(k, n - 1 - u, w - 1 - b) for k, u, b in jobs]),
 ]  # fmt: skip
 STREAMS = Table(STREAM, WRONG, RIGHT, exact=True)

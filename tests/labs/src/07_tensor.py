@@ -45,6 +45,7 @@ view.blocks(columns, role="up")
 # | t | ranks of the tensor-parallel group |
 # | b, s, h | samples per micro-batch, tokens per sample, hidden size |
 # | a, V, L | heads, vocabulary, layers (blocks) |
+# | $V_i$, $V_r$ | values of head i; rank r's part of the vocabulary |
 # | X, A, B | input of an MLP (b s × h), its weights (h × 4h and 4h × h) |
 # | W_r | rank r's part of a weight |
 # | M | bytes of activations that a block keeps for backward |
@@ -114,8 +115,9 @@ which.reveal(3, "GELU acts on terms of the sum X A, and GELU(u + v) is not GELU(
 # weights, and its result is multiplied with its own rows of the output projection only:
 #
 # $$Q_i = XW^Q_i,\quad K_i = XW^K_i,\quad V_i = XW^V_i,\qquad
-# Z = \sum_{i=1}^{a} \mathrm{softmax}\!\left(\frac{Q_iK_i^\top}{\sqrt{h/a}}\right)V_i\,W^O_i$$
+# Z = \sum_{i=1}^{a} \mathrm{softmax}\!\left(\frac{Q_iK_i^\top}{\sqrt{h/a}} + C\right)V_i\,W^O_i$$
 #
+# C is the causal mask: −∞ where a token would see a later one, and 0 elsewhere.
 # With a/t whole heads per rank, `qkv` is column-parallel, `proj` is row-parallel, and the scores
 # of a head exist on one rank only.
 
@@ -267,8 +269,9 @@ def train(gpt, steps):
 def own_gpt(spec, steps):
     gpt = pl.reference.GPT(spec)
     for block in gpt.blocks:
-        qkv, proj = block.attention.qkv, block.attention.proj
-        block.attention = MyAttention(qkv, proj, heads=spec.heads, f=f, g=g)
+        block.attention = MyAttention(
+            block.attention.qkv, block.attention.proj, heads=spec.heads, f=f, g=g
+        )
         block.mlp = MyMLP(block.mlp.up, block.mlp.down, f=f, g=g)
     return train(gpt, steps)
 
@@ -304,7 +307,8 @@ if own:
     print(in_blocks(own))
 
 # %% tags=["measured"]
-view.memory_bars({"your layers": own, "the library": report}) if own else None
+title = "Embedding, head and logits are replicated next to your layers"
+view.memory_bars({"your layers": own, "the library": report}, title=title) if own else None
 
 # %% [markdown]
 # Once all three exercises are solved, the two cells above show your GPT. In the blocks its calls
@@ -367,8 +371,8 @@ pair_guess.reveal(100 * rows["t=2"]["counted"] / rows["t=4"]["counted"])
 # and no gradient of a weight is ever sent. In backward a part of the messages can be hidden: the
 # gradient of the layer's weight is computed while the sum of ∂X is in flight (with
 # `tp_overlap=False` in the plan a rank waits instead). In forward the next layer needs the sum, so
-# it can be hidden only if the product and its message are cut into pieces (the last section says
-# who does); the runs here do not.
+# it can be hidden only if the product and its message are cut into pieces (the table at the end of
+# this lab says who does); the runs here do not.
 #
 # In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
 # parallelised with `ColwiseParallel` or `RowwiseParallel`. The author sees one collective per rank
@@ -500,7 +504,8 @@ bytes_guess.reveal(100 * sent["with"].sum() / sent["without"].sum())
 # forward is not saved for backward, because the saved activations would then not be a t-th of the
 # whole, so it is gathered a second time. (Megatron-LM does the same. Both send that call while the
 # gradient of the input is computed, which does not need it. PyTorch saves the gathered input.) In
-# return, activations take less memory. *Buffers* are here tensors that messages fill:
+# return, activations take less memory, and so do parameters: a rank keeps the positions of its own
+# tokens only, a t-th of that table of s × h numbers. *Buffers* are here tensors that messages fill:
 
 # %% tags=["measured"]
 view.memory_bars(
@@ -618,7 +623,7 @@ silent = pl.exercises.choose(
     [
         "the loss diverges",
         "the loss falls, to more than twice the value",
-        "the loss falls, to nearly the same value",
+        "the loss falls at least as far",
     ],
 )
 silent
@@ -644,28 +649,33 @@ def train_norm(group, add_up, steps=200):
             group.all_reduce(parameter.grad).wait()
         found.append((loss.item(), norm.weight.grad.clone()))
         update.step()
-    return [one for one, _ in found], found[0][1], norm.weight.detach()
+    whole = (layer(norm(x)) - wanted).square().sum().item() / wanted.numel()  # of all tokens
+    return [one for one, _ in found], found[0][1], norm.weight.detach(), whole
 
 
 right = pl.trace(train_norm, ranks=1, args=(True, 1)).results[0][1]
 drift = {}
 for name, add_up in (("added", True), ("left out", False)):
-    losses, first, weights = zip(*pl.trace(train_norm, 2, args=(add_up,)).results, strict=True)
+    ranks = pl.trace(train_norm, 2, args=(add_up,)).results
+    losses, first, weights, whole = zip(*ranks, strict=True)
     drift[name] = {
         "first loss": sum(one[0] for one in losses),
         "last loss": sum(one[-1] for one in losses),
+        "all tokens with rank 0's norm": whole[0],
         "first gradient wrong by (%)": 100 * np.abs(first[0] - right).max() / np.abs(right).max(),
         "weights differ by up to": np.abs(weights[0] - weights[1]).max(),
     }
-pd.DataFrame(drift).T.round(2)
+pd.DataFrame(drift).T.round(3)
 
 # %%
 silent.reveal(3, "Each rank trains a norm of its own, and both of them fit their own tokens.")
 
 # %% [markdown]
-# No loss curve shows the mistake, and no error is raised. The two ranks have different norms now,
-# and which of them a checkpoint contains depends on the rank that writes it. Megatron's users
-# report [norms](https://github.com/NVIDIA/Megatron-LM/issues/474) and [gradients of
+# No loss curve shows the mistake, and no error is raised. The loss is even a little lower, because
+# each norm fits its own rank's tokens. With one of the norms for all tokens it is higher than in
+# the right run. The two ranks have different norms now, and which of them a checkpoint contains
+# depends on the rank that writes it. Megatron's users report
+# [norms](https://github.com/NVIDIA/Megatron-LM/issues/474) and [gradients of
 # norms](https://github.com/NVIDIA/Megatron-LM/issues/1446) that differ between ranks. Gradients
 # must differ before the sum and be equal after it, so it matters where one prints them. The test
 # that finds this mistake compares the first step's gradient with that of one process. Here it is
@@ -714,9 +724,11 @@ streams.reveal(2, "There the tokens are replicated. Scores belong to one rank's 
 # %% [markdown]
 # Where tokens are replicated, all ranks must draw the *same* mask, or their copies of the residual
 # stream drift apart. Where tokens or heads are sharded, each must draw a *different* one, or token
-# 1 and token s/t + 1 lose the same entries. Megatron-LM therefore keeps two states of its random
-# number generator per rank. The runs above draw the mask that a single device would draw and keep
-# their part, which costs time but lets the gradients agree with dropout on.
+# 1 and token s/t + 1 lose the same entries. [Megatron-LM](https://github.com/NVIDIA/Megatron-LM)
+# therefore keeps two states of its random number generator per rank
+# (`megatron/core/tensor_parallel/random.py`; experts have a third one). The runs above draw the
+# mask that a single device would draw and keep their part, which costs time but lets the gradients
+# agree with dropout on.
 #
 # ## Why t stays inside a node
 # Tensor parallelism sends with every layer, and the next layer waits. Take two nodes of four
@@ -853,11 +865,11 @@ saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms 
 
 # %% [markdown]
 # The table leaves out our calls in embedding, head and loss. In the blocks, without sequence
-# parallelism, both send the same twelve all-reduces: in each of the three two in forward (g) and
-# two in backward (f). With it there are three differences. PyTorch saves
-# what it gathered, so it has no second all-gather in backward (ours: two more per block). At the
-# two ends of the blocks its plan above needs an all-gather, since the embedding and the head are
-# replicated there. And the gradients of the norms' weights and biases are added one by one inside
+# parallelism, both send the same twelve all-reduces: each of the three blocks has two in forward
+# (g) and two in backward (f). With it there are three differences. PyTorch saves what it gathered,
+# so it has no second all-gather in backward (ours: two more per block). At the two ends of the
+# blocks its plan above needs an all-gather, since the embedding and the head are replicated there.
+# And the gradients of the norms' weights and biases are added one by one inside
 # `optimizer.step()`, two calls per norm, where DTensor notices that they are partial sums; ours
 # adds all of them in one call. These are the calls of 256 numbers in #1369. Note what `torch_gpt`
 # had to do to `qkv`: `ColwiseParallel` cuts contiguous rows, so a fused weight must be reordered
@@ -868,11 +880,14 @@ saves.reveal(2, "It saves what it gathered, and sums the gradients of the norms 
 # | `pl.Plan(tp=8)` | `--tensor-model-parallel-size 8` | `parallelize_module(block, mesh, ...)` |
 # | `sequence_parallel=True` | `--sequence-parallel` | `SequenceParallel()`, layouts `Shard(1)` |
 # | the loss above | `vocab_parallel_cross_entropy` | `with loss_parallel():` |
-# | the sum of ∂X during the gradient of W; `tp_overlap=False` waits | the default since 2021 | – |
+# | the sum of ∂X during the gradient of W; `tp_overlap=False` waits | the default | – |
 # | products overlap messages, in pieces | `--tp-comm-overlap` | async TP, in `torch.compile` |
 #
-# In torchtitan's configuration the degree is `tensor_parallel_degree`, in DeepSpeed's JSON it is
-# `{"tensor_parallel": {"autotp_size": 8}}`. Neither was run here.
+# The flags are those of [Megatron-LM](https://github.com/NVIDIA/Megatron-LM)'s training scripts. In
+# the configuration of [torchtitan](https://github.com/pytorch/torchtitan) the degree is
+# `tensor_parallel_degree`, in [DeepSpeed's
+# JSON](https://www.deepspeed.ai/tutorials/autotp-training) it is
+# `{"tensor_parallel": {"autotp_size": 8}}`. None of them was run here.
 #
 # **On your GPUs** write `pl.set_default_device("cuda")` in the first cell: the library's ranks take
 # a GPU each, with NCCL between them. Tensor and sequence parallelism were run so on one GPU that

@@ -169,9 +169,9 @@ pl.exercises.summa.check(MySumma)
 # times; with the same t the grids are smaller (q² = t/d), so less of X is sent: (q−1) MK with a
 # smaller q. Here t = 8 is d = 2, q = 2; t = 64 is d = 4, q = 4. The product needs no messages
 # between the grids, and the d copies of the gradient of W are all-reduced once per step. (This is
-# the 2.5D of [Tesseract](https://arxiv.org/abs/2105.14500). That of Solomonik and Demmel 2011
-# divides the terms of the sum among the grids, and then adds up Y.) In the picture X′ has the
-# tokens of the second grid:
+# the 2.5D of [Tesseract](https://arxiv.org/abs/2105.14500). That of [Solomonik and Demmel
+# 2011](https://doi.org/10.1007/978-3-642-23397-5_10) divides the terms of the sum among the grids,
+# and then adds up Y.) In the picture X′ has the tokens of the second grid:
 
 # %%
 deep = pl.Plan(tp=8, tp_mode="2.5d", microbatch_size=4)
@@ -188,6 +188,9 @@ view.multiplication(cube)
 
 # %%
 view.multiplication(cube, step=3)
+
+# %%
+view.multiplication(cube, step=4)
 
 # %% [markdown]
 # The output of a 3D layer has another layout than its input. The next layer uses the transposed
@@ -284,12 +287,16 @@ small.reveal(3, "With so few tokens the blocks of W are a large part of what it 
 # The highest peak of a step, on eight ranks:
 
 # %% tags=["measured"]
-view.memory_bars({name: reports[name] for name in ("1D on 8", "2.5D on 8", "3D on 8")})
+view.memory_bars(
+    {name: reports[name] for name in ("1D on 8", "2.5D on 8", "3D on 8")},
+    title="The grids shard the activations that 1D replicates",
+)
 
 # %% [markdown]
 # Under 1D the residual stream is replicated on all ranks (sequence parallelism, lab 07, would shard
-# it; this run does without). The grids shard it. 2.5D keeps two copies of the weights, and 3D keeps
-# blocks that it has gathered for backward.
+# it; this run does without). The grids shard it: under 2.5D a rank keeps about a third of the
+# activations that it keeps under 1D. 2.5D keeps two copies of the weights, and 3D keeps blocks that
+# it has gathered for backward.
 #
 # ## From how many tokens on does a grid send less?
 # Now take the two layers of an MLP of GPT-3 (h = 12,288) on 64 ranks, forward and backward. The

@@ -39,8 +39,10 @@ view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))
 # %% [markdown]
 # Forward and backward run on the device. Gradients go down to the host as backward produces them,
 # here twice, once for each of two micro-batches. The **host** runs the optimizer, and updated
-# parameters come up. The moments never move. This is **ZeRO-Offload**. **ZeRO-Infinity** goes
-# further: parameters come up only while they are needed, and files take what the host cannot hold:
+# parameters come up. The moments never move. This is
+# [**ZeRO-Offload**](https://arxiv.org/abs/2101.06840).
+# [**ZeRO-Infinity**](https://arxiv.org/abs/2104.07857) goes further: parameters come up only while
+# they are needed, and files take what the host cannot hold:
 
 # %%
 view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
@@ -121,7 +123,7 @@ def tiers(name, report):
 bars = {}
 for name, report in reports.items():
     bars |= tiers(name, report)
-by_tier = sorted(bars, key=lambda label: label.split(": ")[1])  # the device first
+by_tier = sorted(bars, key=lambda label: ("device", "host", "file").index(label.split(": ")[1]))
 title = "With everything offloaded the device keeps a fifth"
 view.bytes_bars({label: bars[label] for label in by_tier}, title=title)
 
@@ -192,7 +194,7 @@ for cut in cuts:
 
 # %% [markdown]
 # Of the two cuts with the smallest volume ZeRO-Offload takes the one that leaves two bytes per
-# parameter on the GPU, an eighth of 16. (Its table 1 prints 4 for that row, and "8x"; two is what
+# parameter on the GPU, an eighth of 16. (Its table 1 prints 4 for that row, and “8x”; two is what
 # the graph gives.) A run in 16 bits with one micro-batch has these four bytes:
 
 # %%
@@ -248,9 +250,11 @@ pl.exercises.bandwidth.check(bandwidth_needed)
 
 # %% [markdown]
 # The next table has the efficiency of the plan with files on this machine, from the measured speed
-# of its device and its disk. The plan recomputes nothing, so its FLOPs are three times forward's: 6
-# in place of 8 per parameter and token. A micro-batch of twice as many samples needs the same
-# copies for twice the computation, so larger micro-batches make up for a slow link:
+# of its disk. X is the rate that `pl.predict` expects of the device in this plan. A small model
+# reaches only a part of the rate of large matrix products, `cluster.flops`. The plan recomputes
+# nothing, so its FLOPs are three times forward's: 6 in place of 8 per parameter and token. A
+# micro-batch of twice as many samples needs the same copies for twice the computation, so larger
+# micro-batches make up for a slow link:
 
 # %% tags=["measured"]
 cluster = pl.Cluster.local()
@@ -260,10 +264,13 @@ for samples in (2, 8, 32):
     disk = offload.link_bytes(wide, how)
     size = sum(sum(disk[link].values()) for link in ("disk read", "disk write"))
     flops = 3 * pl.theory.flops.forward_flops(wide, how.microbatches * samples)
-    asked = (flops, size, cluster.flops, cluster.disk.bandwidth)
+    step = pl.predict(wide, how, cluster).summary()["value"]
+    reached = flops / (1e-3 * step["forward and backward"])
+    asked = (flops, size, reached, cluster.disk.bandwidth)
     table[samples] = {
         "formula, nothing overlaps": offload_costs.efficiency(*asked),
         "all overlaps": offload_costs.efficiency_overlapped(*asked),
+        "predicted": step["forward and backward"] / step["step time"],
     }
 (100 * pd.DataFrame(table).T.rename_axis("samples per micro-batch")).round(1).add_suffix(" (%)")
 
@@ -271,9 +278,11 @@ for samples in (2, 8, 32):
 pl.compare(pl.predict(wide, plans["in files"], cluster), reports["in files"])
 
 # %% [markdown]
-# In the table above the exposed communication is the time in which the device waits for copies.
-# Which disk would be fast enough? The widget shows it; *Run it* trains with the disk limited to the
-# slider's bandwidth.
+# Here the exposed communication is the time in which the device waits for copies. Where forward and
+# backward take longer in the run than predicted, X is lower than in the table before, and the
+# device computes for a larger share of the step than that table says. Which disk would be fast
+# enough? The widget shows it for another model, 4 blocks of hidden size 256 with 64 tokens per
+# sample, and one micro-batch; *Run it* trains with the disk limited to the slider's bandwidth.
 
 # %%
 view.widgets.offload()
@@ -316,8 +325,11 @@ pl.exercises.streamed_optimizer.check(MyStreamedAdamW)
 #
 # ## Your optimizer trains the GPT, next to AdamW and next to the plan
 # The next cells train the reference GPT on a real rank, with an optimizer that is passed in, while
-# `pl.observe` watches. With yours no moment is in memory between steps. The panel of the plan shows
-# the device only; the plan also holds gradients and buffers on the host.
+# `pl.observe` watches. With yours no moment is in memory between steps. In its panel the
+# parameters are *other* until the model is called for the first time: before, `pl.observe` cannot
+# know what they are. The panel of the plan shows the device only; the plan also holds gradients and
+# buffers on the host. After backward, where no phase is named, its device waits for the host's
+# update and the files.
 
 
 # %%
@@ -450,8 +462,8 @@ print("the same bits after three AdamW steps, with states and parameters in file
 
 # %% [markdown]
 # One setting does change the training: with `delayed` the host updates while the device computes
-# the next step already, with weights that are one update old (ZeRO-Offload, sec. 5.2). Pick what it
-# gains where the host is slow:
+# the next step already, with weights that are one update old (ZeRO-Offload, sec. 5.2). Pick how
+# long a step is then:
 
 # %%
 pick = pl.exercises.choose(
@@ -555,7 +567,14 @@ view.jobs(order, host="fast")
 # overwrite buffers that are not written yet), and filling and emptying the whole window by turns
 # (right, but a slow host is idle while the disk writes one window and begins to read the next). **A
 # second answer** does that with two halves of the window: while the host updates one half, the disk
-# writes and reads the other.
+# reads and writes the other. A single buffer has no halves: it is written before it is read into
+# again.
+
+# %% tags=["solution-only"]
+### ANSWER: stream_other
+
+
+pl.exercises.stream.check(my_stream)
 
 # %% [markdown]
 # ## What to remember
@@ -601,26 +620,28 @@ view.jobs(order, host="fast")
 #   ```
 #   `pipeline_read` and `pipeline_write` are the overlap of the last exercise. `buffer_count` counts
 #   one buffer for each state of a parameter (Adam: itself, gradient, two moments), not each unit.
-# * **Megatron-LM**: `--optimizer-cpu-offload --optimizer-offload-fraction 1.0
-#   --use-precision-aware-optimizer`.
+# * **Megatron-LM** ([its
+#   page](https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/optimizer/cpu_offloading)):
+#   `--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer`.
 #
 # Estimators: [FLAN-T5-XL with ZeRO-3 and
 # offload](https://github.com/deepspeedai/DeepSpeed/issues/2797) is computed in lab 06: with all
-# states away activations are what is left on the device.
+# states offloaded, activations are what is left on the device.
 #
 # ## Read on
 # * Ren et al. 2021, [ZeRO-Offload](https://arxiv.org/abs/2101.06840): sec. 3 for the cut, sec. 5.2
 #   for the delayed update. Rajbhandari et al. 2021,
 #   [ZeRO-Infinity](https://arxiv.org/abs/2104.07857): sec. 3 and 4 for memory and bandwidth.
 #   Pudipeddi et al. 2020, [L2L](https://arxiv.org/abs/2002.05645): the layer relay.
-# * [DeepSpeed's configuration](https://www.deepspeed.ai/docs/config-json/), "ZeRO Optimizations";
+# * [DeepSpeed's configuration](https://www.deepspeed.ai/docs/config-json/), “ZeRO Optimizations”;
 #   [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 # * In the package: `paralab/parallel/offload.py`, and `lanes.py`, `host.py` and `files.py` in
 #   `paralab/interpret`, which move the bytes.
 #
 # **On your GPUs**, with `pl.set_default_device("cuda")` in the first cell, copies use streams of
-# their own and page-locked memory. "The same bits" need the same kernel: AdamW on the host may
+# their own and page-locked memory. The same bits need the same kernel: AdamW on the host may
 # differ from the GPU's in the last digits. On an H100 a step of GPT-2 (124 million parameters,
 # bf16, ZeRO-3 with `offload="cpu"`) took 88 ms in one run and 96 in another, in place of 28
-# without. In the first one the copies, at 50 GB/s, were not the reason: 62 % of their 16 ms lay
-# behind compute. The host's sixteen cores took 47 ms for AdamW, and the device waited for them.
+# without. In the first one the copies, at 50 GB/s, were not the reason: 62 % of their 16 ms were
+# hidden behind compute. The host's sixteen cores took 47 ms for AdamW, and the device waited for
+# them.
