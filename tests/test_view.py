@@ -70,7 +70,8 @@ def test_every_figure_states_its_units_its_finding_and_where_time_is_drawn_its_c
         assert figure.layout.title.text.startswith("<b>dp=4, overlapped: ")
     timeline, traffic, loss = figures(four)
     assert "(ms)" in timeline.layout.xaxis.title.text
-    assert "MB" in traffic.layout.xaxis.title.text and "(kB)" in traffic.layout.xaxis2.title.text
+    assert "kB per step" in traffic.layout.xaxis.title.text
+    assert "(kB)" in traffic.layout.xaxis2.title.text
     assert "nats" in loss.layout.yaxis.title.text
 
 
