@@ -108,8 +108,8 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
     there = model.item * model.tokens * model.width  # the gradient that comes in, or goes out
     halves, gloo = plan.schedule in SPLIT, not cluster.gpus
     levels = [
-        (sum(held.values()), held.get(GRADIENTS, 0), sum(behind.values()))
-        for _, held, behind in islice(moments(program, gloo=gloo), last + 2)
+        (peak, held.get(GRADIENTS, 0), sum(behind.values()))
+        for peak, held, behind in islice(moments(program, gloo=gloo), last + 2)
     ]
     for ins, (_, made, came), (most, gradients, left) in zip(
         code, levels, levels[1:], strict=False
