@@ -140,6 +140,7 @@ WRONG = [
 ]
 ROUNDED = [
     with_part(0, eq3),
+    with_part(0, lambda model, *a: eq3(model.replace(layers=model.layers), *a)),
     with_part(1, lambda *a: float(f"{days(*a):.4g}")),
 ]
 TABLE = Table(COST, WRONG, ROUNDED, exact=True)

@@ -118,6 +118,7 @@ RIGHT_LEVELS = [
     levels((PART, "parts = list(tensor.chunk(k))\n    part = parts[rank % k].clone()"),
            (SCATTER, "dist.reduce_scatter(part, parts, group=inside)"),
            (GATHER, "dist.all_gather(parts, part, group=inside)")),
+    levels(("new_group(ranks)", "new_group(map(int, ranks))")),
 ]  # fmt: skip
 ALL_LEVELS = Table(LEVELS, TWO_LEVELS, RIGHT_LEVELS)
 test_wrong_levels_are_refused, test_right_levels_pass, test_the_stub_of_levels = ALL_LEVELS.tests()

@@ -20,7 +20,7 @@ PATIENTS = CLINIC.patients
 again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
-MASKS = "of its largest entry; without dropout all are equal, so other masks were drawn"
+MASKS = "of its largest entry; without dropout all are equal, so the dropout masks differ"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
 WRONG = [  # answer, limits it breaks, words of the verdict
     (again((APPLY, "block(x)")), {"forwards", "peak memory"},

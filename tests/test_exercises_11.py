@@ -23,7 +23,7 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
         "return days, flops / (seconds * devices * peak)",
         "return flops / (seconds * devices * peak), days",
         {DAYS, MFU},
-        "(that is MFU)",
+        "(that is the number for MFU)",
     ),
     ("return days, ", "return days + ", {DAYS, MFU}, "required: (days, MFU), yours is a float"),
     ("* peak)", "* peaks)", {DAYS, MFU}, "raised NameError"),

@@ -139,8 +139,10 @@ def _far(run: Found, q: int) -> Iterator[str]:
         for legal, inside in ((row, True), (column, False)):
             to = [int(peer) for peer in sends["peer"] if (peer // q == i) == inside]
             for far in (peer for peer in to if peer not in (*legal, to[0])):
-                said = f"{name(rank)} sends to {name(far)} after the first move, required: to a "
-                yield f"{said}neighbour, {' or '.join(map(name, legal))}"
+                line = far // q == i or far % q == j
+                why = "after the first move" if line else "outside of its row and column"
+                said = f"{name(rank)} sends to {name(far)} {why}, required: to a neighbour"
+                yield f"{said}, {' or '.join(dict.fromkeys(map(name, legal)))}"
 
 
 def _wrong(run: Found, number: int, q: int) -> str:

@@ -85,7 +85,8 @@ class Takes(NamedTuple):
             return "nothing to call", f"required: {self.what}, yours is {shown(part)}"
         if str(getattr(part, "__module__", "")).partition(".")[0] == "paralab":
             return "the library's", f"{shown(part)} is the library's own; required: one of yours"
-        if isinstance(part, type) and self.what.startswith("a function") and hasattr(part, "apply"):
+        function = isinstance(part, type) and inspect.ismethod(getattr(part, "apply", None))
+        if function and self.what.startswith("a function"):  # of autograd
             name = part.__name__
             return "a class", f"required: {self.what}, yours is the class {name}: give {name}.apply"
         missing = [m for m in self.methods if not callable(getattr(part, m, None))]

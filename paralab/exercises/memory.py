@@ -122,7 +122,7 @@ def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
     fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
     wrong = f"the peak {fall}, required: by {patient.drop} %; "
     wrong += f"of {_size(now)} {_size(parts[most])} are {most}"
-    if plan.bucket_bytes < patient.plan.bucket_bytes:  # a cure, and maybe not enough of it
+    if now < was and plan.bucket_bytes < patient.plan.bucket_bytes:  # too little of a cure
         share = min(100 * plan.bucket_bytes / (4 * patient.model.num_params), 100)
         wrong += f"; a bucket has {share:.0f} % of all gradients"
     enough = 100 * now <= (100 - patient.drop) * was

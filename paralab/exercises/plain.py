@@ -114,13 +114,14 @@ class LateCalls:
     def _new_group(
         self, own: Callable[..., Any], ranks: Any = None, *args: Any, **settings: Any
     ) -> Any:
+        ranks = None if ranks is None else list(ranks)  # it may be an iterator
         if not settings.get("use_local_synchronization"):  # a call of the members alone
             everyone = self.watch.group.ranks
             self.agree(f"the group {sorted(everyone if ranks is None else ranks)}")
         return own(ranks, *args, **settings)
 
     def agree(self, made: str = NO_OTHER) -> None:
-        """Ranks say what group they make before they make it. Raises WrongGroups on all of them."""
+        """Ranks say what group they make before they make it; WrongGroups where one differs."""
         self._announce(made)
         number, ranks, get = self._made, self.watch.group.ranks, self.strict.store.get
         self.context.note("new_group")

@@ -29,7 +29,7 @@ ENDLESS = "lines of it were run, and it has not ended"
 MOST = 20_000  # entries of a list that are looked at
 OURS = str(Path(__file__).parents[1])
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
-UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/",)  # as `asked` has them
+UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `asked`
 
 
 class Odd(NamedTuple):
@@ -64,7 +64,8 @@ class Reply(NamedTuple):
             wrong = f"required: ({', '.join(right)}), yours is {kind_of(found)}"
         for place, (limit, (size, known)) in enumerate(right.items()):
             number = None if wrong else found[place]
-            others = [(f"that is {name}", pair[0]) for name, pair in right.items() if name != limit]
+            rest = ((name, pair[0]) for name, pair in right.items() if name != limit)
+            others = [(f"that is the number for {name}", one) for name, one in rest]
             how = "{:.6g}".format, f", {limit}", tolerance
             yield limit, wrong or wrong_number(number, size, [*known, *others], *how)
 

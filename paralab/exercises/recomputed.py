@@ -23,7 +23,7 @@ from paralab.spec import ModelSpec
 MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit")
 MICROBATCHES = 2
 DROPOUT = 0.1
-MASKS = "; without dropout all are equal, so other masks were drawn"
+MASKS = "; without dropout all are equal, so the dropout masks differ"
 SPARE = 1.3  # times what torch.utils.checkpoint needs
 REQUIRED = {
     "gradients": "of one step: those without my_checkpoint, bit for bit",

@@ -128,7 +128,8 @@ def _mistakes(
         return
     often = stepped(0)
     for count in range(1, sum(-(-one.size // UNIT) for one in first.values()) + 1):
-        often = np.where(yours[name] == (other := stepped(count)), other, often)
+        yield f"the step count is {count + 1} in the first step, not 1", (other := stepped(count))
+        often = np.where(yours[name] == other, other, often)
     yield "the step count grows more than once in a step", often
 
 

@@ -125,7 +125,7 @@ def each(
                 with recorder.span("compute"):
                     result = work(watch, answer, seed, *args)
                 recorder.end_step()
-        except WrongGroups as wrong:  # on every rank
+        except WrongGroups as wrong:  # no rank waits for this one
             parts.append({"failed": f"{wrong}{place(wrong)}"})
             continue
         except (Exception, SystemExit, GeneratorExit) as error:
