@@ -2,7 +2,7 @@
 
 Gloo matches messages by tag and buffers what it sends, so a program with a wrong order may run on
 it. NCCL matches by order alone: the k-th call that two ranks make on each other has to fit, a batch
-is one call, and a send may stand still until its receive is there. In strict mode `Group` keeps to
+is one call, and a send may have to wait for its receive. In strict mode `Group` keeps to
 the harder rule whatever the backend: every exchange waits until its counterparts have arrived (so
 whatever order passes here has a run in which nothing is buffered), and the k-th calls must be each
 other's mirror image. Collectives are numbered per group and must agree on operation, bytes and
@@ -66,14 +66,14 @@ class Strict:
             self.store.set(f"{ranks}/{places[peer]}/{self.rank}", json.dumps(calls))
         for peer, calls in by_peer.items():
             pair, number = places[peer]
-            theirs = json.loads(self._wait_for(f"{ranks}/{places[peer]}/{peer}"))
+            theirs = json.loads(self.wait_for(f"{ranks}/{places[peer]}/{peer}"))
             if _mirror(theirs) != _in_order(calls):
                 raise OrderError(
                     f"call #{number} between ranks {pair[0]} and {pair[1]}: rank {self.rank} does "
                     f"{_words(calls)}, rank {peer} does {_words(theirs)}; {_why(calls + theirs)}"
                 )
 
-    def _wait_for(self, key: str) -> bytes:
+    def wait_for(self, key: str) -> bytes:
         """The value of ``key`` once it is there.
 
         A store on a file looks only every 10 ms: too slow for a peer who is about to come, but

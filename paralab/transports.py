@@ -292,7 +292,7 @@ class Enqueued:
         self.event, self.tensors = event, tensors
 
     def wait(self) -> None:
-        """Order the compute stream behind this call alone; the host does not stand still."""
+        """Order the compute stream behind this call alone; the host does not wait."""
         torch.cuda.current_stream().wait_event(self.event)
         self.tensors = ()
 
@@ -335,7 +335,7 @@ class Arrival:
         self._lock.acquire()
 
     def wait(self) -> None:
-        """Stand still until the end. Raises what the transport raised."""
+        """Wait until the end. Raises what the transport raised."""
         with self._lock:
             pass
         if self.error is not None:

@@ -220,7 +220,7 @@ def looks_before_it_waits(context) -> list[str]:
 
     order = Strict(context, axis="test")
     order.store = Store()
-    assert order._wait_for("key") == b"there"
+    assert order.wait_for("key") == b"there"
     return Store.asked
 
 

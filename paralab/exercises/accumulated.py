@@ -44,6 +44,11 @@ class Step(NamedTuple):
         """Of each micro-batch in the mean over all samples."""
         return np.array(self.sizes) / sum(self.sizes)
 
+    @property
+    def mean(self) -> np.ndarray:
+        """The gradient of the mean over all samples."""
+        return self.shares @ self.gradients
+
     def loss(self) -> tuple[float, Mistakes]:
         """(the mean of all samples, what the mistakes give)."""
         loss, m = float(self.shares @ self.losses), len(self.losses)
@@ -56,24 +61,24 @@ class Step(NamedTuple):
 
     def norm(self) -> tuple[float, Mistakes]:
         """(the norm of the mean gradient, what the mistakes give)."""
-        mean, norm = self.shares @ self.gradients, np.linalg.norm
-        right = float(norm(mean))
+        norm = np.linalg.norm
+        right = float(norm(self.mean))
         return right, [
             ("that is the norm after clipping", min(right, self.clip)),
             ("of the sum of all micro-batches", norm(self.gradients.sum(0))),
-            ("the norms of the tensors added up", sum(map(norm, self._tensors(mean)))),
+            ("the norms of the tensors added up", sum(map(norm, self._tensors(self.mean)))),
             *((words, norm(gradient)) for words, (gradient, _) in self._known().items()),
         ]
 
     def weights(self) -> tuple[Arrays, dict[str, Arrays]]:
         """(those after the update, {what was done: those that it gives})."""
         known = {words: self._updated(*one) for words, one in self._known().items()}
-        return self._updated(self.shares @ self.gradients, self.clip), known
+        return self._updated(self.mean, self.clip), known
 
     def _known(self) -> dict[str, tuple[np.ndarray, float]]:
         """{a mistake: (the gradient that it gives, to what that is then clipped)}."""
         clip, inf, parts = self.clip, math.inf, self.shares[:, None] * self.gradients
-        mean, means = parts.sum(0), self.gradients.mean(0)
+        mean, means = self.mean, self.gradients.mean(0)
         last, share = self.gradients[-1], parts[-1]
         each = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
         clipped = self.shares @ [_clipped(one, clip) for one in self.gradients]

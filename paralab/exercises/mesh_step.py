@@ -73,7 +73,7 @@ def _look(notes: Notes, found: Found, plan: Plan) -> None:
     where = notes.where
     how = {"steps": STEPS, "clip_norm": CLIPS, "lr": LR}
     steps = of_one_process(MODEL, ranks=plan.dp, **how, **BATCH)
-    first = of_one_process(MODEL, ranks=1, **how, **BATCH)[1].gradients  # of one pipeline's samples
+    first = of_one_process(MODEL, ranks=1, steps=1, **BATCH)[1].gradients  # one pipeline's samples
     mine = sum(float((g * g).sum()) for g in first.values()) ** 0.5
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}

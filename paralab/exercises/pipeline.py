@@ -39,7 +39,7 @@ def _name(run: Run) -> str:
     return f"{name}, p={p}, m={m}" + f", v={v}" * (v > 1)
 
 
-def _asked(runs: Sequence[Run]) -> dict[str, str]:
+def _required(runs: Sequence[Run]) -> dict[str, str]:
     return {
         "gradients": "those of one process, mean over the micro-batches, with these lists: "
         + "; ".join(map(_name, runs)),
@@ -50,7 +50,7 @@ def _asked(runs: Sequence[Run]) -> dict[str, str]:
     }
 
 
-LIMITS = GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = tuple(_asked(RUNS))
+LIMITS = GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = tuple(_required(RUNS))
 
 
 def check(runs: Sequence[Run], tries: Tries) -> None:
@@ -220,11 +220,11 @@ STEP = Takes("pipeline_step(stage, actions, previous, following, batches, shape)
 CHUNKS = Takes("interleaved_step(stages, lists, batches, shape)")
 
 
-@exercise(STEP, lab="03", required=_asked(RUNS))
+@exercise(STEP, lab="03", required=_required(RUNS))
 def pipeline_executor(tries: Tries) -> None:
     check(RUNS, tries)
 
 
-@exercise(CHUNKS, lab="03", required=_asked(CHUNKED))
+@exercise(CHUNKS, lab="03", required=_required(CHUNKED))
 def interleaved_executor(tries: Tries) -> None:
     check(CHUNKED, tries)

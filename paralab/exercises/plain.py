@@ -123,9 +123,9 @@ class LateCalls:
     def agree(self, made: str = NO_OTHER) -> None:
         """Ranks say what group they make before they make it; WrongGroups where one differs."""
         self._announce(made)
-        number, ranks, get = self._made, self.watch.group.ranks, self.strict.store.get
         self.context.note("new_group")
-        said = [get(f"group {number} of rank {rank}").decode() for rank in ranks]
+        keys = (f"group {self._made} of rank {rank}" for rank in self.watch.group.ranks)
+        said = [self.strict.wait_for(key).decode() for key in keys]
         self.context.note("")
         if other := next((rank for rank, one in enumerate(said) if one != said[0]), 0):
             raise WrongGroups(

@@ -9,7 +9,7 @@ Parameters that lie together are a `Unit`: one collective moves it, its optimize
 instruction, and ZeRO shares it out in N equal parts, wherever that cuts through a parameter.
 
     zero_stage=0, dp > 1   gradient buckets of ``bucket_bytes``; "naive" has one per parameter
-    zero_stage=1, 2        the same buckets, shared out
+    zero_stage=1, 2        the same buckets, sharded
     zero_stage=3           the parts of the model, which are gathered one by one
     zero_stage=0, dp = 1   the same parts
 """
@@ -26,7 +26,7 @@ from paralab.spec import BYTES_PER_ELEMENT, TIED, ModelSpec, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters in one flat buffer that N ranks share out in equal parts.
+    """Parameters in one flat buffer that N ranks partition into equal parts.
 
     names   of the parameters, in the order in which they lie in the buffer
     numel   elements of the buffer, padded to a multiple of N

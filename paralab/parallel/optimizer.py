@@ -7,7 +7,7 @@ loss scale, so gradients only ever add up. What is left when backward is over:
              tied embedding, summed over a pipeline's first and last stage
     COPY     with grad_dtype="fp32-copy", the recipe of 20 bytes per parameter (theory/needs.py):
              all gradients once more in fp32. Else an UPDATE widens those of its own unit
-    NORM     squares of what this rank counts, summed over everything that is shared out
+    NORM     squares of what this rank counts, summed over everything that is partitioned
     UPDATE   one instruction per unit: unscale, clip, AdamW or SGD on fp32 values, round
 
 fp16 has 5 bits of exponent, so the loss is multiplied by a scale that looks for its own size: where
@@ -67,7 +67,7 @@ def update(code: Code, *, stage: int, mixed: bool, scaled: bool, copied: bool) -
 def clip(code: Code, axes: Iterable[str], *, scaled: bool) -> Code:
     """No update before the norm of all gradients is known.
 
-    axes    those over which gradients are shared out
+    axes    those over which gradients are partitioned
     scaled  fp16: whether the step counts is read off the norm too, and the scale adapts to it
     """
     updates = [position for position, ins in enumerate(code) if ins.op == UPDATE]

@@ -53,7 +53,7 @@ def zero1(code: Code, *, alone: bool = False, at_once: bool = False) -> Code:
     reduce-scatter is in flight: its gradient is freed before the next shard is made.
 
     alone    no other rank has a part of the sum: the gradient is the shard
-    at_once  all are in flight: backward waits for none, and all shards are there beside all
+    at_once  all are in flight: backward waits for none, and all shards are there next to all
              gradients for a moment
     """
     made: Code = []

@@ -125,11 +125,11 @@ class Program:
 
     @property
     def shards(self) -> int:
-        """Parts that a unit's states are shared out in."""
+        """Parts that a unit's states are partitioned into."""
         return self.plan.shard_degree if self.plan.zero_stage else 1
 
     def elements(self, unit: Unit) -> int:
-        """Elements of a unit's parameters: with padding only where they are shared out."""
+        """Elements of a unit's parameters: with padding only where they are sharded."""
         if self.plan.zero_stage:
             return unit.numel
         return sum(prod(self.model.shapes[name]) for name in unit.names)
@@ -140,7 +140,7 @@ class Program:
 
     @property
     def norm_axes(self) -> list[str]:
-        """The axes over which a training's gradients are shared out."""
+        """The axes over which a training's gradients are partitioned."""
         plan = self.plan
         sizes = {"pp": plan.pp, "tp": plan.tp, "dp": self.shards}
         return [axis for axis, size in sizes.items() if size > 1]

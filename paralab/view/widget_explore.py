@@ -4,7 +4,7 @@ Four views follow the sliders, and each has a twin that needs no mouse. With
 ``report = pl.predict(model, plan, cluster, steps=1, detail="actions")``:
 
     timeline   report.timeline()               a step, stage by stage; one of too many boxes as
-               pl.view.stage_time(report)      stretches, shared out by what their time went to
+               pl.view.stage_time(report)      stretches, divided by what their time went to
     mesh       pl.view.mesh(plan, cluster)     ranks, nodes, the groups of rank 0 and their traffic
     memory     pl.view.stage_memory(report)    peak by category against what a device has
     traffic    report.traffic_chart(matrix=False)   bytes and time over every link

@@ -165,7 +165,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook):
         lambda: bench.views[1]["title"],
     )  # fmt: skip
 
-    # more boxes than pixels: each stage's stretches, shared out by what their time went to
+    # more boxes than pixels: each stage's stretches, divided by what their time went to
     bench.key("micro-batches, m", "End")
     notebook.wait(
         lambda: "height of a colour" in bench.views[0]["title"], ANSWER_S,
