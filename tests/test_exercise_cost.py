@@ -172,9 +172,11 @@ def test_functions_that_are_not_written_yet_leave_their_limits_open():
         raise NotImplementedError("your turn")
 
     assert not COST.check(later, later, later).started
+    two = "there are 2 more functions to write"
     for verdict in (COST.check(RIGHT[0]), COST.check(RIGHT[0], later, later)):
         assert not verdict and [row.ok for row in verdict.rows] == [True, *[None] * 3]
-        assert "there is one more function to write" in repr(verdict)
+        assert two in repr(verdict)
+    assert "there is one more function to write" in repr(COST.check(*RIGHT[:2], later))
     alone = COST.check(later, later, RIGHT[2])
     assert [row.ok for row in alone.rows] == [None, None, True, True]
     assert alone.started

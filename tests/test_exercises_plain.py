@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import new_group
 
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
@@ -191,6 +192,16 @@ def asked_again():
         dist.all_reduce(one, group=dist.new_group([0, 1]))
         dist.isend(one, 1).wait() if dist.get_rank() == 0 else dist.irecv(one, 0).wait()
     return one.item()
+
+
+def by_its_own_name():
+    return new_group([0, 1] if dist.get_rank() else [0]) is None
+
+
+def test_groups_that_ranks_make_differently_are_refused_by_whatever_name():
+    [(notes, _)] = run(by_its_own_name, ranks=2)
+    words = "rank 1 makes the group [0, 1] where rank 0 makes the group [0]"
+    assert words in repr(notes.verdict()), repr(notes.verdict())
 
 
 def test_a_group_that_is_asked_for_again_is_the_same():

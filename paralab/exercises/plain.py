@@ -106,8 +106,9 @@ class LateCalls:
             dist.Work.is_completed = lambda work: True  # gloo never says so of a message
             undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
             dist.group.WORLD = self.watch.group.process_group
-            undo.callback(setattr, dist, "new_group", dist.new_group)
-            dist.new_group = functools.partial(self._new_group, dist.new_group)
+            core, made_by = dist.distributed_c10d, "_new_group_with_tag"  # whatever it is called by
+            undo.callback(setattr, core, made_by, core._new_group_with_tag)
+            core._new_group_with_tag = functools.partial(self._new_group, core._new_group_with_tag)
             yield
             self._announce(NO_OTHER)  # a rank that makes one more is told
 

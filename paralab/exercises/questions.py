@@ -113,8 +113,10 @@ def ask(
         for case, (part, _), reply in zip(cases, questions, found.results[0], strict=True):
             if part in written and not notes.over:
                 yield notes, case, reply
-        if written and len(written) < len({part for part, _ in questions}) and not notes.said:
-            notes.said = "there is one more function to write"
+        left = len({part for part, _ in questions}) - len(written)
+        if written and left and not notes.said:
+            more = "is one more function" if left == 1 else f"are {left} more functions"
+            notes.said = f"there {more} to write"
 
 
 def asked(
