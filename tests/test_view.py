@@ -161,7 +161,7 @@ def test_hover_says_milliseconds_and_bytes(four):
 
 def test_the_title_of_the_timeline_is_read_off_the_spans():
     work = [(0, 0, 1, "compute", "backward", 0, 0, 0, 0.0, 6.0, 6.0, ()),
-            (1, 0, 1, "comm:dp", "comm", 0, 0, -1, 5.0, 9.0, 0.0, (0,)),
+            (1, 0, 1, "comm:dp", "comm", 0, 0, -1, 5.0, 10.0, 0.0, (0,)),
             (2, 0, 1, "compute", "wait", 0, 0, -1, 6.0, 9.0, 0.0, (1,)),
             (3, 0, 1, "compute", "optimizer", 0, 0, -1, 9.0, 10.0, 1.0, ())]  # fmt: skip
     rows = {c: [row[i] for row in work] for i, c in enumerate(tables.COLUMNS["spans"])}
@@ -169,7 +169,7 @@ def test_the_title_of_the_timeline_is_read_off_the_spans():
     report = Report(clock="replayed", model=synthetic.MODEL, plan=Plan(dp=2, grad_sync="naive"),
                     spans=rows, steps=steps)  # fmt: skip
     assert report.timeline().finding == (
-        "dp=2, naive: 25 % of communication is hidden, ranks wait 30 % of the step"
+        "dp=2, naive: 40 % of communication is hidden, ranks wait 30 % of the step"
     )
 
 

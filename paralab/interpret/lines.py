@@ -251,21 +251,21 @@ class Line:
         calls = np.concatenate([self.when[flight == 1], np.array(own).reshape(-1, 2)])
         return calls, self.when[flight == 2]
 
-    def moving(self, behind: int) -> np.ndarray:
-        """Seconds that calls are in flight, and of these during forward and backward; that copies
-        between tiers are, and of these during any work                                         (4,)
-
-        behind: what belongs to no action. Calls within CALLs count once, next to others in flight.
+    def moving(self) -> np.ndarray:
+        """Seconds that calls are in flight, and of these beside work of the rank; that copies
+        between tiers are, and of these beside work. Calls within CALLs count once, next to others
+        in flight.                                                                              (4,)
         """
         calls, jobs = self.in_flight
-        found = beside(calls, *self.worked(self.works & (np.arange(len(self.left)) < behind)))
+        work = self.worked(self.computes)
+        found = beside(calls, *work)
         several = self.table.seconds[self.symbol] > 0.0
         if several.any():
             symbol, end = self.symbol[several], self.left[several]
             own = self.table.inner[symbol], self.table.hidden[symbol]
             _, *within = beside(calls, end - self.table.seconds[symbol], end, *own)
             found = found + np.sum(own, 1) - within
-        return np.r_[found, beside(jobs, *self.worked(self.computes)) if len(jobs) else np.zeros(2)]
+        return np.r_[found, beside(jobs, *work) if len(jobs) else np.zeros(2)]
 
     def sums(self, costs: Costs) -> dict[tuple, list]:
         """{(pipeline rank, what a row of a table says): [payload, bytes sent, seconds, begin]} of

@@ -39,14 +39,14 @@ def outline(
     spec: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str, steps: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """The tables of ``steps`` steps; and what is in flight in one, seconds per rank: of calls, of
-    these hidden behind forward and backward, of copies, of these hidden behind any work.
+    these hidden behind work of the rank, and the same of copies.
     """
     if folds(plan):
         step = Deep(spec, plan, cluster, optimizer).step()
     else:
         step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
     names = ("communication", "communication hidden", "copies", "copies hidden")
-    moving = sum((line.moving(turns.behind) for line, turns in step.ranks), np.zeros(4)) / plan.pp
+    moving = sum((line.moving() for line, _ in step.ranks), np.zeros(4)) / plan.pp
     return tables(plan, step, steps), dict(zip(names, moving.tolist(), strict=True))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -268,7 +269,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
     optimizer      optimizer spans of the rank itself; an offloaded step is its host's
     wait           the compute lane stood still for a collective
     communication  at least one collective in flight (bookkeeping left out)
-    hidden         of that, while the rank's compute lane did forward or backward work
+    hidden         of that, while the rank's compute lane did work of any kind, and no waiting
 
     In outline a box is an action, and what is waited for inside it is a wait too.
     """
@@ -286,14 +287,14 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         return _mean(sums, names[:3], report) | here
     calls = report.collectives  # those that carry a loss or a clock are none of the algorithm's
     bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
-    spans = spans[~bookkeeping & (spans["lane"] != "host")]
+    spans = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
     for at in _by_rank(spans, spans["kind"].mask(spans["kind"].isin(COMPUTE_KINDS), "work")):
-        work, comm = union(at["work"]), union(at["comm"])
-        for name in ("optimizer", "wait"):
-            sums[name] += length(at[name])
-        sums["work"] += length(work)
+        comm, waits = union(at.pop("comm", ())), at.pop("wait", ())
+        sums["wait"] += length(waits)
+        sums["optimizer"] += length(at["optimizer"])
+        sums["work"] += length(union(at["work"]))
         sums["communication"] += length(comm)
-        sums["hidden"] += overlap(comm, work)
+        sums["hidden"] += overlap(comm, union(chain.from_iterable(at.values())))
     return _mean(sums, names, report)
 
 
