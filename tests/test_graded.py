@@ -56,6 +56,19 @@ def test_what_an_answer_needs_is_taken_from_any_cell_and_nothing_else_is_run(tmp
     assert judged(path)["points"] == 1 and not (tmp_path / "ran").exists()
 
 
+def test_an_answer_has_what_loops_fill_and_ifs_define_and_no_later_namesake(tmp_path):
+    helped = ANSWER.replace("math.ceil(", "up(")
+    path = notebook(
+        tmp_path,
+        "import math\nimport paralab as pl\ntable = {}\nfor key in ['step']:\n    table[key] = 1",
+        "if True:\n    def up(x):\n        return math.ceil(x) * table['step']",
+        f"{helped}\n\npl.exercises.model_states.check(model_states, devices_needed)",
+        "def up(a, b):\n    return a",
+    )
+    row = judged(path)
+    assert row["points"] == 1, row["verdict"]
+
+
 def test_what_a_notebook_redefines_does_not_reach_the_checker(tmp_path):
     wrong = "def model_states(spec, precision):\n    return {}\ndef devices_needed(total, gb):\n"
     path = notebook(

@@ -96,7 +96,7 @@ def test_what_is_idle_before_and_after_a_ranks_work_is_hatched_too():
     zero = report.steps[report.steps["step"] == 1]["start"].min()
     assert last["end"].max() == pytest.approx(work["end"].max() - zero)  # till all are done
     assert forward[forward["rank"] == 3]["start"].min() > 0
-    hatched = next(bar for bar in figure.data if bar.name == "waiting: the bubble")
+    hatched = next(bar for bar in figure.data if bar.name == "waiting")
     assert hatched.marker.pattern.shape == "/"
 
 

@@ -59,7 +59,7 @@ def test_all_that_a_rank_waits_for_inside_actions_is_named():
     ):
         chart = stage_time(predicted(**settings))
         names = {trace.name for trace in chart.data}
-        assert ("waiting: the bubble" in names) == (causes is None)
+        assert ("waiting" in names) == (causes is None)
         inside = "waiting in actions" + ": messages of tp" * (causes == "messages of tp")
         assert (inside in names) == (causes is not None)
         said = f"in actions ranks wait for {causes}"

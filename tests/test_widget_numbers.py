@@ -164,7 +164,7 @@ def test_zero_table_has_the_states_the_peak_and_the_traffic_in_psi(widget):
         "plain DP, predicted",
         "ZeRO-3, predicted",
     )
-    assert (plain["bytes per Ψ"], chosen["bytes per Ψ"]) == ("16.00", "4.00")
+    assert [one["bytes per parameter"] for one in (plain, chosen)] == ["16.00", "4.00"]
     assert (plain["that is sent"], chosen["that is sent"]) == ("2 Ψ(N−1)/N", "6 Ψ(N−1)/N")
     assert chosen["in all"] == theme.scaled(bars(widget.chart)["ZeRO-3"], "B")
     assert chosen["sent"] == theme.scaled(bars(widget.chart, "sent")["ZeRO-3"], "B")

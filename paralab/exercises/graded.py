@@ -1,9 +1,10 @@
 """`paralab check lab.ipynb`: points for the answers in a learner's notebook, as data.
 
-The notebook is read, not run. Its answers, and of the other cells what they need (imports,
-functions, classes, assigned names), are executed in a process of their own, which hands them over
-pickled. The checkers are this package's: what a cell redefines or patches does not reach them. What
-answers do later, they do in the ranks of a check, which end by their time limits.
+The notebook is read, not run. Its answers, and of the other cells what they need (statements that
+import, define or assign a name that is used), are executed in a process of their own, which hands
+them over pickled. What defines a name again behind the answer's last check does not count. The
+checkers are this package's: what a cell redefines or patches does not reach them. What answers do
+later, they do in the ranks of a check, which end by their time limits.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from paralab.version import __version__
 
 RUNGS = ("warm-up", "implement", "go further")  # of a lab's ladder, in the order of its exercises
 DEFINED_S = 60.0  # seconds in which the cells of one answer have to be through
-DEFINITION = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 class Statement(NamedTuple):
-    """One statement of a notebook: its text, the names that it defines and those that it uses."""
+    """One statement of a notebook: its cell, its text, the names that it defines or changes, and
+    those that it uses.
+    """
 
+    cell: int
     text: str
     defines: frozenset[str]
     uses: frozenset[str]
@@ -60,11 +63,12 @@ def grade(
     except (ValueError, KeyError, TypeError) as error:
         raise illegal("notebook", str(path), "this is no notebook", legal) from error
     number = _lab(file.name, texts, {one.lab for one in exercises}, legal)
-    statements, broken = _statements([text for kind, text in texts if kind == "code"])
-    ladder = [one for one in exercises if one.lab == number]
+    cells = [text for kind, text in texts if kind == "code"]
+    statements, broken = _statements(cells)
+    ladder, folder = [one for one in exercises if one.lab == number], file.absolute().parent
     rows = [
-        {"exercise": exercise.name, "rung": RUNGS[place * len(RUNGS) // len(ladder)]}
-        | _said(exercise, statements, broken, file.absolute().parent, timeout)
+        {"exercise": exercise.name, "rung": RUNGS[(place > 0) + (place == len(ladder) - 1)]}
+        | _said(exercise, _until(exercise, cells, statements), broken, folder, timeout)
         for place, exercise in enumerate(ladder)
     ]
     points = {"points": sum(row["points"] for row in rows), "of": len(rows), "exercises": rows}
@@ -87,6 +91,16 @@ def _said(
     return {"points": int(verdict.passed), "verdict": repr(verdict), "limits": limits}
 
 
+def _until(
+    exercise: Exercise, cells: Sequence[str], statements: Sequence[Statement]
+) -> list[Statement]:
+    """Without those behind the exercise's last check that define again what was defined before."""
+    call = f"exercises.{exercise.name}.check("
+    last = max((at for at, text in enumerate(cells) if call in text), default=len(cells))
+    before = {name for one in statements if one.cell <= last for name in one.defines}
+    return [one for one in statements if one.cell <= last or not one.defines & before]
+
+
 def asked_for(exercise: Exercise) -> list[str]:
     """The names that an answer defines: those in the call that its task shows."""
     [call] = re.findall(rf"pl\.exercises\.{exercise.name}\.check\(([\w, ]+)\)", exercise.task)
@@ -107,35 +121,39 @@ def _lab(name: str, texts: Sequence[tuple[str, str]], known: set[str], legal: st
 def _statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
     """(every statement that defines something, what to say about cells that cannot be read)"""
     found, broken = [], ""
-    for number, cell in enumerate(cells, 1):
+    for number, cell in enumerate(cells):
         lines = ["" if line.lstrip()[:1] in ("%", "!") else line for line in cell.splitlines()]
         text = "\n".join(lines)
         try:
             body = ast.parse(text).body
         except SyntaxError as error:
-            broken += f"; code cell {number} cannot be read: {error.msg}, line {error.lineno}"
+            broken += f"; code cell {number + 1} cannot be read: {error.msg}, line {error.lineno}"
             continue
         for node in body:
-            if isinstance(node, DEFINITION):
-                source = ast.get_source_segment(text, node) or ""
-                decorated = [f"@{ast.unparse(one)}" for one in getattr(node, "decorator_list", ())]
-                found.append(Statement("\n".join([*decorated, source]), *_names(node)))
+            source = ast.get_source_segment(text, node) or ""
+            decorated = [f"@{ast.unparse(one)}" for one in getattr(node, "decorator_list", ())]
+            found.append(Statement(number, "\n".join([*decorated, source]), *_names(node)))
     return found, broken
 
 
 def _names(node: ast.stmt) -> tuple[frozenset[str], frozenset[str]]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        defines = {node.name}
-    elif isinstance(node, (ast.Import, ast.ImportFrom)):
-        defines = {(one.asname or one.name).partition(".")[0] for one in node.names}
-    else:
-        defines = {
-            one.id
-            for one in ast.walk(node)
-            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
-        }
+    defines = set()
+    own = [node] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else ast.walk(node)
+    for one in own:  # what is within an "if" or a loop is defined as well
+        if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
+            defines.add(one.name)
+        elif isinstance(one, (ast.Import, ast.ImportFrom)):
+            defines |= {(name.asname or name.name).partition(".")[0] for name in one.names}
+        elif isinstance(one, (ast.Name, ast.Attribute, ast.Subscript)) and _stores(one):
+            while isinstance(one, (ast.Attribute, ast.Subscript)):  # table[key] = …
+                one = one.value
+            defines |= {one.id} if isinstance(one, ast.Name) else set()
     uses = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     return frozenset(defines), frozenset(uses - defines)
+
+
+def _stores(place: ast.Name | ast.Attribute | ast.Subscript) -> bool:
+    return isinstance(place.ctx, ast.Store)
 
 
 def needed(statements: Sequence[Statement], names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NOT_STARTED = "not started yet"
 # Readable on light and dark pages; next to a word that says the same, never alone.
-GOOD, BAD = "#0B8A55", "#D8452E"
+GOOD, BAD = "var(--jp-success-color1, #0B8A55)", "var(--jp-error-color1, #D8452E)"
 SLACK = 1 + 1e-9  # of rounding, in simulated seconds
 LONGEST = 600  # characters of a row: an answer's value of megabytes is no help in a notebook
 

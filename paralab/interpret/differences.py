@@ -23,7 +23,7 @@ from paralab.interpret.folding import Fold, Item, Line, fold
 from paralab.programs.instructions import COLLECTIVES, COMPUTE, WAIT, Instr
 from paralab.view.theme import scaled
 
-SIGNS = {"+": "added", "-": "left out", "↕": "at another place", "~": "frees other values"}
+SIGNS = {"+": "added", "-": "left out", "↕": "at another place", "~": "keeps or frees other values"}
 
 
 class Change(NamedTuple):

@@ -27,7 +27,6 @@ def traces(
     chunks = 1 + max((chunk for _, _, chunk, _ in found), default=0)
     tiers = any(category for *_, category in found)
     halves = any(kind == "weight_grad" for kind, *_ in found)
-    idle = any(one.idle for one in sections)
     framed = any(one.two_levels for one in sections)
     of_group: list[dict[Any, list[Box]]] = [{} for _ in shown]
     for groups, boxes in zip(of_group, shown, strict=True):
@@ -50,8 +49,6 @@ def traces(
             name, fill = lanes.style(kind, row, category)
         if halves and kind in HALVES:
             name = HALVES[kind]
-        if kind == "wait" and idle:
-            name = "waiting: the bubble"
         if works and chunks > 1:  # a rank's later chunks are paler
             fill = theme.shade(theme.colour(kind), chunk, chunks)
         edge: Any = 0.5

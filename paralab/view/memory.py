@@ -65,7 +65,8 @@ def bytes_bars(
         yaxis=mark.labels(list(bars), above=above),
     )
     notes = [*mark.ends(totals, per, column=end if crossed else None), *names]
-    shapes = [upright(n / per, axis="paper", dash="dash") for n in drawn.values()]
+    edge, dashes = {"width": 5, "ink": theme.look().paper}, {"dash": "dash"}  # seen on a dark bar
+    shapes = [upright(n / per, axis="paper", **h) for n in drawn.values() for h in (edge, dashes)]
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)
     return fig.explained(

@@ -186,8 +186,8 @@ def _finding(report: Tables, step: int) -> str:
 def _style(report: Tables, kind: str) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill(kind, "compute")
     causes = _causes(report)
-    if kind == "wait" and report.plan.pp > 1:
-        name = "waiting between actions" if causes else "waiting: the bubble"
+    if kind == "wait" and report.plan.pp > 1 and causes:
+        name = "waiting between actions"
     if kind == "within":
         name = "waiting in actions"
         if causes == [WITHIN[0][0]]:

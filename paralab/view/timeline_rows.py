@@ -42,6 +42,7 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
     traced = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)
     rows = 28 if many else 34
     if idle:  # many ranks with one lane each: they may be lower
+        said.append("idle: of T, the longest time from a rank's first action to its last")
         rows = max(14.0, min(30.0, 660 / bottom))
     of_step = ("each" if traced else "its step") if many else f"step {sections[0].step}"
     if traced and not many:

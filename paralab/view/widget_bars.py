@@ -139,7 +139,7 @@ class Zero(Alternatives):
         each = quick.states(quick.program_of(at.model, at.plan, "adamw", 0), 0)
         times = volume(at["stage"], at.plan.microbatches) if at.plan.dp > 1 else 0
         return {
-            "bytes per Ψ": f"{sum(each.values()) / at.model.num_params:.2f}",
+            "bytes per parameter": f"{sum(each.values()) / at.model.num_params:.2f}",
             "that is sent": f"{times} Ψ(N−1)/N" if times else "0",
         }
 
@@ -235,8 +235,8 @@ def _measured(found: Tables) -> tuple[Kept, Fraction]:
 
 def _row(name: str, held: Kept, sent: Fraction) -> dict[str, str]:
     parts = {
-        "weights": held.get("parameters", 0),
-        "gradients, moments": held.get("gradients", 0) + held.get("optimizer", 0),
+        "parameters": held.get("parameters", 0),
+        "gradients, optimizer": held.get("gradients", 0) + held.get("optimizer", 0),
         "activations": held.get("activations", 0),
         "buffers": held.get("buffers", 0),
     }

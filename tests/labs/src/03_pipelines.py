@@ -155,8 +155,8 @@ replayed.timeline()
 # This picture is what [DeepSpeedExamples
 # #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
 # #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask for. It needs no
-# profiler: `pl.run` draws it from its own runs, and `pl.observe` from any PyTorch program. At the
-# end of this lab it draws your own executor, and torch's.
+# profiler: `pl.run` draws it from its own runs, and `pl.observe` from a PyTorch program. At the
+# end of this lab it draws your own executor, and torch's. (DeepSpeed's engine was not tried.)
 #
 # ## Where a step goes: forward + backward + p2p + idle = T
 # How can bubble time be profiled accurately ([Megatron-LM

@@ -532,8 +532,8 @@ alive if reached else "write first, second and third"
 # rank at the same time, and one of them has to wait. With $p=4$ and three alive this cannot be
 # avoided: whatever the distance between two starts is, two actions collide on some rank. In the
 # steady state of this answer three micro-batches then take $10F$ in place of $9F$. As long as $m$
-# is small, the $3(p-1)F$ for which 1F1B is idle pay for that: with $p=4$ this answer has 1F1B's
-# time for 8 and for 12 micro-batches, and takes longer for 13 or more.
+# is small, the $3(p-1)F$ for which 1F1B is idle pay for that: with $p=4$ this answer takes no
+# longer than 1F1B for 6 to 10 and for 12 micro-batches, and longer for 11 and from 13 on.
 #
 # **Common mistakes.** Weight halves run as soon as they can: then they are in the way of input
 # halves that other ranks wait for. Or they run as late as they can: then memory is full and

@@ -487,8 +487,8 @@ wrapped = {name: peak.drop("total").to_dict() for name, peak in wrapped.items()}
 view.bytes_bars(wrapped, title="Gathered as one unit, the model more than doubles the peak")
 
 # %% [markdown]
-# The buffers of the model as one unit are twice its parameters: the gathered parameters, and the
-# buffer that FSDP2 copies them from.
+# The buffers of the model as one unit are twice the whole model, 2 · 14.7 MB: the gathered
+# parameters, and the buffer that FSDP2 copies them from. (*Parameters* are this rank's quarter.)
 #
 # ## Prefetch hides a gather while the unit before it computes
 # [DeepSpeed #5047](https://github.com/deepspeedai/DeepSpeed/issues/5047) shows a ZeRO-3 trace in

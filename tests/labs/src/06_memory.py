@@ -19,7 +19,7 @@
 #   out.
 #
 # **You need** labs 00 (one step on one device) and 05 (ZeRO); in PyTorch `torch.autograd.Function`.
-# **Minutes:** 90 to 120: 45 for reading and running, the rest for four exercises.
+# **Minutes:** 90 to 120: 45 for reading and running, the rest for three exercises.
 #
 # [Where does the memory go?](https://github.com/pytorch/pytorch/issues/114934) Here is one step of
 # a small GPT, eight samples of 128 tokens. paralab's **ledger** notes every tensor when it is
@@ -169,7 +169,8 @@ once, twice = (
 guess.reveal(round(twice / once, 2))
 
 # %% [markdown]
-# It is more than twice, because the term $w\,abs^2$ is quadratic in s. FlashAttention never writes
+# It is more than twice, because the term $w\,abs^2$ is quadratic in s. (The bars grow 2.2 times:
+# when the total is highest, some activations are freed already.) FlashAttention never writes
 # the s × s scores, and keeps one number per row and head instead. In PyTorch
 # `scaled_dot_product_attention` uses it where device, dtype and mask allow; its math backend writes
 # the scores. Here it is `attention="sdpa"`.
@@ -206,8 +207,8 @@ full_guess
 
 # %% tags=["measured"]
 recomputed = {
-    kind: pl.run(model, eight.replace(recompute=kind), steps=6, progress=False)
-    for kind in ("none", "selective", "full")
+    name: pl.run(model, eight.replace(recompute=kind), steps=6, progress=False)
+    for name, kind in (("all kept", "none"), ("selective", "selective"), ("full", "full"))
 }
 view.memory_charts(recomputed, title="Recomputation lowers the peak, and moves it")
 
@@ -448,8 +449,8 @@ view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 sa
 # [fairscale's maintainer](https://github.com/facebookresearch/fairscale/issues/1050) is the model
 # wrapped as one unit. Here a unit is a block, and `prefetch` says how many are gathered ahead. The
 # sizes are those of [a thread in which memory rose with the number of
-# GPUs](https://github.com/pytorch/pytorch/issues/104589): 40 layers, 3.4 billion parameters, small
-# images.
+# GPUs](https://github.com/pytorch/pytorch/issues/104589): 40 layers and 3.4 billion parameters,
+# there 40 linear layers of 9216 × 9216, here a GPT.
 
 # %%
 gathered = pl.exercises.guess(
@@ -474,9 +475,10 @@ print("all gathered:", gathered.reveal(sum(bars["8 devices, all blocks gathered"
 view.bytes_bars(bars, title="With all blocks gathered at once each device holds all weights")
 
 # %% [markdown]
-# That thread gives its numbers only as a screenshot. What the program says: with states sharded
-# and blocks gathered one by one, memory falls to nearly a quarter from 2 devices to 8 (29.2 GB to
-# 8.61 GB; a quarter would be 7.3 GB). Where it does not, look for what is whole: a unit that is
+# That thread gives its numbers only as a screenshot, and here memory rises in neither case, so why
+# it rose there we cannot show. What the program says: with states sharded and blocks gathered one
+# by one, memory falls to nearly a quarter from 2 devices to 8 (29.2 GB to 8.61 GB; a quarter would
+# be 7.3 GB). Where it does not fall, look for what is whole: a unit that is
 # too large, or gathers that run ahead. FSDP1 limits these with `limit_all_gathers`; in FSDP2 the
 # modules that get `fully_shard` are the units.
 #
@@ -617,7 +619,7 @@ pd.DataFrame(sizes).T
 # `bucket_bytes`). Capped buffers add up as well, if every unit keeps one: [11,190 MB after
 # backward instead of 2 × 2,739](https://github.com/facebookresearch/fairscale/issues/627). The
 # cause was [a buffer per wrapped module](https://github.com/facebookresearch/fairscale/pull/633),
-# never freed.
+# never freed. Programs here free theirs, as fairscale does since:
 
 # %%
 narrow = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=16)
@@ -661,10 +663,11 @@ for name, size in figures.items():
 # fits, by reserved memory. In that thread FSDP2 peaked higher than FSDP1 because calls of tensor
 # parallelism kept memory longer (`recordStream`); `TORCH_NCCL_AVOID_RECORD_STREAMS=1` cured it.
 #
-# That also answers [why reserved memory stays between 28 and 24 GB from 1 to 4 nodes while
-# allocated memory halves](https://github.com/pytorch/pytorch/issues/82001). `memory_allocated()` is
-# asked after the step, when only states are left. Reserved memory stays as large as the peak made
-# it. Take a GPT of T5-3B's size, and four samples of 512 tokens on each of 8 GPUs per node:
+# In [another thread](https://github.com/pytorch/pytorch/issues/82001) reserved memory goes from 28
+# to 24 GB from 1 to 4 nodes, while allocated memory nearly halves. One cause can be shown. If
+# `memory_allocated()` is asked after the step, only states are left. Reserved memory stays as large
+# as the peak made it. Take a GPT of T5-3B's size, and four samples of 512 tokens on each of 8 GPUs
+# per node:
 
 # %%
 fourth = pl.exercises.guess(
@@ -687,6 +690,9 @@ print("four nodes:", fourth.reveal(100 * last / first))
 view.bytes_bars(nodes, title=title)
 
 # %% [markdown]
+# Here the states fall to a quarter, and the peak to 78 %. The thread has about a half and 86 %, so
+# on its GPUs something else was allocated that more nodes do not divide. It does not say what.
+#
 # ## Enough free memory, but not in one piece
 # An allocator cannot move what it has given. Place the storages of the step in one address space,
 # each where it first fits. Towards the end of backward most of it is free again, and long-lived

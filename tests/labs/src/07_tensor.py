@@ -374,9 +374,10 @@ pair_guess.reveal(100 * rows["t=2"]["counted"] / rows["t=4"]["counted"])
 # it can be hidden only if the product and its message are cut into pieces (the table at the end of
 # this lab says who does); the runs here do not.
 #
-# In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) a single linear layer is
-# parallelised with `ColwiseParallel` or `RowwiseParallel`. The author sees one collective per rank
-# and asks whether there should not be two, one forward and one backward.
+# In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) backward has no collective:
+# a column-parallel layer and a row-parallel one, as in PyTorch's example, make one all-reduce
+# forward and none backward. The author then takes a single layer, sees one collective per rank, and
+# asks whether there should not be two, one in each direction.
 
 # %%
 single = pl.exercises.choose(
@@ -388,7 +389,34 @@ single
 # %%
 single.reveal(2, "It has an f and no g. A single row-parallel layer has a g and no f.")
 
+
+# %%
+def torchs_pair(input_grad):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    pair = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(pair, init_device_mesh("cpu", (2,)), styles)
+    x = torch.ones(4, 8, requires_grad=input_grad)
+    pair(x).sum().backward()
+
+
+for input_grad in (False, True):
+    calls = pl.observe(torchs_pair, ranks=2, args=(input_grad,)).collectives.query("rank == 0")
+    made = {way: int((calls["phase"] == way).sum()) for way in ("forward", "backward")}
+    print(f"the input needs a gradient: {input_grad!s:<5}  collectives: {made}")
+
 # %% [markdown]
+# f's all-reduce sums the gradient of the layer's *input*. In that example the input is data, which
+# needs none, so PyTorch leaves the message out. Inside a model the input comes from other layers,
+# and it is there.
+#
 # ## The logits stay where they are
 # The head's weight is cut by entries of the vocabulary, so rank r has the logits $z_v$ of its own
 # $v \in V_r$. Gathering them costs (t−1)/t · b s V elements. The loss of a token with target y

@@ -133,7 +133,8 @@ why_innermost
 # %%
 why_innermost.reveal(
     2,
-    "A block calls two all-reduces forward and two backward, and nothing is computed meanwhile. "
+    "A block calls two all-reduces forward and two backward. In forward nothing is computed "
+    "meanwhile, in backward the gradient of one weight. "
     "Links inside a node are several times as fast as those between nodes.",
 )
 
@@ -237,14 +238,15 @@ pd.DataFrame(
 # stages, and the simulation hides more than half of them behind computation, so the formula's time
 # is still a little too long.
 #
-# [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met the bubble. Its author
-# trains 20 billion parameters on 128 GPUs, and reports 170 TFLOP/s per GPU with one stage and 33
-# with four stages. The thread does not say how many micro-batches there were. The ranks of a
-# pipeline compute for the share $m/(m+p-1)$ of the time.
+# The bubble may be what [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met. Its
+# author trains 20 billion parameters on 128 GPUs, and reports 170 TFLOP/s per GPU with one stage
+# and 33 with four stages. A maintainer advises fewer stages, which communicate less; how much of
+# the time is which, the thread does not say. The ranks of a pipeline compute for the share
+# $m/(m+p-1)$ of the time.
 
 # %%
 few = pl.exercises.choose(
-    "Which number of micro-batches per step explains 33 of 170 TFLOP/s best?",
+    "Which number of micro-batches per step comes closest to 33 of 170 TFLOP/s?",
     ["one", "four", "sixteen"],
 )
 few
@@ -252,7 +254,7 @@ few
 # %%
 for m in (1, 4, 16):
     print(f"m = {m}: {170 * m / (m + 4 - 1):.0f} of 170 TFLOP/s are left")
-few.reveal(1, "That is gradient_accumulation_steps=1. No other term of the formula is so large.")
+few.reveal(1, "That is gradient_accumulation_steps=1; what is left to 33 are other terms.")
 
 # %% [markdown]
 # ## Memory is states, divided by up to three axes, plus activations
@@ -527,7 +529,8 @@ from_m.reveal(2, "With m = 2 most of the pipeline's step is its bubble.")
 # grows, so its share shrinks. Where memory and the batch allow many micro-batches, a pipeline is
 # the faster one inside a node, too. Where they do not, as with $m = 2$, it is the slower one. (The
 # issue measured over 30 %, with BERT models. The prediction has 15 % with $m = 8$, and 93 % with $m
-# = 128$: trust its direction, not its factor.)
+# = 128$: trust its direction, not its factor. Its other question is whether TFLOP/s are speed: they
+# are if no recomputed FLOPs are counted, lab 11.)
 #
 # ## Larger micro-batches suit the device, smaller ones the pipeline
 # A larger micro-batch gives the device larger products, and leaves the pipeline fewer
@@ -670,9 +673,10 @@ verdict
 # Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next
 # to the library's program for the same plan. Both send the same bytes. The picture has the wall
 # clock of this machine, so where ranks share cores they wait for a core, too. Hatched time is a
-# recorded wait; white time is neither computation nor a recorded wait, and the library's column
-# *idle* counts both. The legend calls every recorded wait *the bubble*, also one that has nothing
-# to do with the pipeline. Look for what your step waits for after the last backward.
+# recorded wait; white time is neither computation nor a recorded wait. The library's column *idle*
+# counts both, from a rank's first forward to its last backward; the waits after that are for the
+# other axis. In your picture *compute* is what lies between the spans: mostly a `send` that waits
+# until its message is taken. Look for what your step waits for after the last backward.
 
 
 # %%

@@ -264,9 +264,9 @@ printed[shares].set_axis(
 # ## How is MFU calculated from a log?
 # [MaxText #8](https://github.com/AI-Hypercomputer/maxtext/issues/8) asks how the MFU of a README
 # was calculated. A maintainer answers: $6\,\Psi$ FLOPs per token, divided by the step time and the
-# peak. This estimate leaves out the products of attention with the term $\frac{s}{6h}$. How much
-# is missing for a model with $L = 24$, $h = 2048$, $V = 51{,}200$ and a sequence of $s = 16{,}384$
-# tokens?
+# peak: the MFU of the warm-up above. This estimate leaves out the products of attention with the
+# term $\frac{s}{6h}$. How much is missing for a model with $L = 24$, $h = 2048$, $V = 51{,}200$ and
+# a sequence of $s = 16{,}384$ tokens?
 
 # %%
 missing = pl.exercises.guess("of the FLOPs are missing", low=0, high=100, unit="%", decimals=0)

@@ -170,16 +170,16 @@ reports = {
 peaks = {
     name: report.peaks()["dry run"].drop("total").to_dict() for name, report in reports.items()
 }
-title = "The first stage holds most: all 64 micro-batches are in flight"
+title = "The first stage holds most: 64 micro-batches are in flight"
 view.bytes_bars(peaks, {"an A100": nodes.memory}, title=title)
 
 # %%
 middle.reveal(reports["middle stage"].peaks()["dry run"]["total"] / GB)
 
 # %% [markdown]
-# The first stage has the highest peak: all 64 micro-batches are in flight there, and it holds the
-# embedding. The last stage has one micro-batch in flight, and a copy of the tied embedding as its
-# head.
+# The first stage has the highest peak: 64 micro-batches are in flight there, with the 64 of the
+# picture as with the 512 of the plan, and it holds the embedding. The last stage
+# has one micro-batch in flight, and a copy of the tied embedding as its head.
 #
 # ## A rank sends in every block, at the end of its stage, and once per step
 # These are the instructions of rank 0 that send something for micro-batch 0. (The program has $m =
@@ -308,7 +308,7 @@ longer
 
 # %%
 expect.traffic_chart(matrix=False).titled(
-    "Ten times as many bytes stay inside a node, and take about as long as those between nodes"
+    "Of an average rank's bytes ten times as many stay inside a node; they take about as long"
 )
 
 # %%
