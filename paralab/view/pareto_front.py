@@ -77,7 +77,7 @@ def pareto(search: Search) -> Chart:
     )
 
     said = f"{total:,} plans, {int(fits.sum()):,} fit, {len(front)} on the front"
-    fig.draw([*traces, step, *_simulated(search), star], notes, shapes)
+    fig.draw([*traces, step, star, *_simulated(search)], notes, shapes)
     return fig.explained(
         f"time against memory of {said}",
         lambda: search.rows(shown).assign(front=np.isin(shown, front)),
@@ -156,7 +156,7 @@ def _best(search: Search) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the best plan is called, and a star on it."""
     now, x, y = theme.look(), float(search.memory[0]), float(search.simulated[0])
     edge = {"line": {"width": 1, "color": now.paper}}
-    look = {"ink": now.series[4], "symbol": "star", "size": 17, "marker": edge}
+    look = {"ink": now.ink, "symbol": "star", "size": 17, "marker": edge}
     star = curve("best", [(x, y)], mode="markers", showlegend=False, **look)
     words = brief(search.plans[0]).split()
     half = (len(words) + 1) // 2
