@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from math import prod
 
-from paralab.checks import choice, illegal, instance, real, whole
+from paralab.checks import illegal, instance, real, whole
 from paralab.interpret.dry import numbered
-from paralab.interpret.predict import OPTIMIZERS, check_steps
+from paralab.interpret.predict import check_steps
 from paralab.programs.compile import compiled
 from paralab.report.report import Report
 from paralab.report.tables import DRY
@@ -51,7 +51,6 @@ def dry_run(
     """
     plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
-    choice("optimizer", optimizer, OPTIMIZERS)
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and plan.world_size > cluster.num_devices:
         raise illegal(

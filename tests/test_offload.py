@@ -17,7 +17,7 @@ import pytest
 import paralab as pl
 from paralab.interpret import quick
 from paralab.report import scratch
-from paralab.theory.offload import link_bytes
+from paralab.theory.offload import file_bytes, link_bytes, tier_bytes
 from stated import cluster as slow_cluster
 
 ALL = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "activations": "nvme"}
@@ -59,6 +59,15 @@ def test_a_cap_at_the_prediction_holds_and_one_below_says_what_was_there(run, se
     assert report.peak_memory <= 1.05 * need
     with pytest.raises(pl.OutOfMemory, match=r"what rank \d held in step 0(.|\n)*activations"):
         run(SMALL, plan, steps=2, memory_limit=int(0.9 * need))
+
+
+@pytest.mark.parametrize("asked", [link_bytes, tier_bytes, file_bytes])
+@pytest.mark.parametrize("wrong", ["plan", "optimizer"])
+def test_bytes_of_what_is_no_plan_or_no_optimizer_are_refused(asked, wrong):
+    plan, optimizer = pl.Plan(zero_stage=3, offload="nvme"), "adamw"
+    plan, optimizer = (None, optimizer) if wrong == "plan" else (plan, "adam")
+    with pytest.raises(ValueError, match=f"{wrong}=.*; legal: "):
+        asked(SMALL, plan, optimizer=optimizer)
 
 
 def seconds(tiers: dict, machine: pl.Cluster, **plan) -> float:

@@ -33,7 +33,6 @@ from paralab.report.tables import COLUMNS, by_column
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
-OPTIMIZERS = ("adamw", "sgd")
 DETAILS = ("calls", "actions")
 MANY = 40_000  # rows of a report, at about 40 microseconds each
 MOST = 2_000_000  # rows: beyond, a report takes minutes and gigabytes
@@ -72,7 +71,6 @@ def predict(
     check_cluster(plan, cluster)
     model = model.resolved(gpus=cluster.gpus)
     steps = whole("steps", steps, at_least=1)
-    choice("optimizer", optimizer, OPTIMIZERS)
     rows = plan.dp * plan.tp * rows_of_a_pipeline(model, plan)
     if detail is None:
         detail = "calls" if rows * (steps + 1) <= MANY else "actions"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
 
+from paralab.checks import instance
 from paralab.interpret.memory import Memory, memory
 from paralab.interpret.traffic import Calls, Member
 from paralab.programs.compile import compiled
@@ -30,7 +31,7 @@ def weighed(
     model: ModelSpec, plan: Plan, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
 ) -> Memory:
     """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
-    plan.validate(model)
+    instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank)
     program = program_of(model, plan, optimizer, at.pp)
     return memory(program, at.pp, index=at.dp % program.shards, gloo=gloo)

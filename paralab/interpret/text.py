@@ -26,7 +26,6 @@ from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.differences import Difference
 from paralab.interpret.folding import Fold, Item, Line, fold
 from paralab.interpret.memory import Memory, memory
-from paralab.interpret.predict import OPTIMIZERS
 from paralab.interpret.quick import on, states
 from paralab.interpret.traffic import Calls
 from paralab.programs.checks import check
@@ -244,7 +243,6 @@ def program(
     plan.validate(model)
     model = model.resolved(gpus=device_of_run(plan.world_size) == "cuda")
     rank = whole("rank", rank, at_least=0, at_most=plan.world_size - 1)
-    choice("optimizer", optimizer, OPTIMIZERS)
     if clip_norm is not None:
         real("clip_norm", clip_norm, above=0.0)
     at, clips = plan.place(rank).pp, clip_norm is not None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from paralab.checks import choice
 from paralab.model.build import build
 from paralab.parallel import buckets, data_parallel, offload, optimizer, recompute, zero
 from paralab.parallel.parameters import add_parameters, gradient_cuts
@@ -25,7 +26,7 @@ from paralab.programs.checks import check
 from paralab.programs.derive import derived
 from paralab.programs.instructions import BACKWARDS, RECOMPUTE, Code, Instr, Pass, cut
 from paralab.programs.own import own_passes
-from paralab.programs.program import Program
+from paralab.programs.program import OPTIMIZERS, Program
 from paralab.programs.skeleton import skeleton, stage_parts, stage_ranges
 from paralab.programs.tiers import own_master, rows
 from paralab.spec import ModelSpec, Plan
@@ -44,7 +45,8 @@ def compiled(
 
     final  with waits and frees; else the lists are those that the last pass made
 
-    Raises ``ValueError`` where a pass or a schedule of the learner's own makes no program.
+    Raises ``ValueError`` on an optimizer that there is not, and where a pass or a schedule of the
+    learner's own makes no program.
     """
     program = laid_out(spec, plan, optimizer=optimizer, clips=clips)
     codes = skeleton(spec, plan, program.model, only=only)
@@ -60,6 +62,7 @@ def compiled(
 
 def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Program:
     """A program without its lists: the model's ops, and which rank holds which."""
+    choice("optimizer", optimizer, OPTIMIZERS)
     model, names = build(spec, plan), stage_parts(spec, plan)
     units = []
     for rank in range(plan.pp):

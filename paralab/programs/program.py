@@ -15,6 +15,8 @@ from paralab.programs.instructions import Code, Value
 from paralab.programs.storages import SHARING, Storages, sharing_of
 from paralab.spec import BYTES_PER_ELEMENT, TIED, ModelSpec, Plan
 
+OPTIMIZERS = ("adamw", "sgd")
+
 
 class Size(NamedTuple):
     """Where a value lies, what it counts as, and how many bytes it has."""
@@ -45,7 +47,7 @@ class Share(NamedTuple):
 class Program:
     """One step of a training under a plan.
 
-    optimizer  "adamw" or "sgd"; ``clips``: whether the gradients' norm is bounded
+    optimizer  one of `OPTIMIZERS`; ``clips``: whether the gradients' norm is bounded
     model      the ops of a rank
     stages     ops (i, j) of every pipeline stage
     units      per pipeline rank its units

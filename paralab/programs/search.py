@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paralab.checks import choice, illegal, num_bytes, whole
-from paralab.interpret.predict import OPTIMIZERS, check_cluster, rows_of_a_pipeline
+from paralab.interpret.predict import check_cluster, rows_of_a_pipeline
 from paralab.interpret.totals import Totals
 from paralab.programs import search_words as words
 from paralab.programs.estimate import Estimate
 from paralab.programs.fold import folds
+from paralab.programs.program import OPTIMIZERS
 from paralab.programs.space import Space, space
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import Cluster

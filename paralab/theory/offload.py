@@ -27,6 +27,7 @@ written passes through two, in turn (programs/tiers.py).
 
 from __future__ import annotations
 
+from paralab.checks import instance
 from paralab.interpret import quick
 from paralab.programs.instructions import COPY
 from paralab.programs.tiers import moved
@@ -38,7 +39,7 @@ def link_bytes(
     model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
 ) -> dict[str, dict[str, int]]:
     """{link: {category: bytes}} that ``rank`` moves in a step; links are `tiers.WAYS`."""
-    plan.validate(model)
+    instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank).pp
     program = quick.program_of(model, plan, optimizer, at)
     found: dict[str, dict[str, int]] = {link: {} for link in WAYS}
@@ -65,6 +66,7 @@ def tier_bytes(
 
 def file_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> int:
     """Bytes of all ranks' files."""
+    instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     if plan.tiers is None or not plan.tiers.uses("nvme"):
         return 0
     alike = plan.dp * plan.tp  # ranks of a stage
