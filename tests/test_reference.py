@@ -192,6 +192,25 @@ def test_batches_are_those_that_a_run_feeds_its_ranks(text):
             assert torch.equal(rows[:, 1:].long(), targets)
 
 
+def test_batches_are_those_of_the_text_as_it_is_and_a_trainings_as_it_was(tmp_path, monkeypatch):
+    def fed(data):
+        return bytes(pl.reference.batches(SPEC, step=0, data=data)[0][0].flatten().tolist())
+
+    for folder, letter in (("a", b"a"), ("b", b"b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.txt").write_bytes(letter * 64)
+        monkeypatch.chdir(tmp_path / folder)
+        assert fed("t.txt") == letter * 32
+    steps = pl.reference.train(SPEC, steps=2, data="t.txt")
+    expected = [step.loss for step in pl.reference.train(SPEC, steps=2, data="t.txt")]
+    found = [next(steps).loss, next(steps).loss]
+    with open("t.txt", "ab") as file:
+        file.write(b"c" * 10_000)
+    assert b"c" in fed("t.txt")
+    monkeypatch.chdir(tmp_path / "a")
+    assert [*found, *(step.loss for step in steps)] == expected
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_defaults_are_those_of_a_run(run, optimizer):
     """Steps, micro-batches, text, seed, and the learning rate, on which later losses depend."""
@@ -210,6 +229,8 @@ def test_what_no_batch_or_optimizer_can_be_is_refused():
         pl.reference.optimizer([], "adam")
     with pytest.raises(ValueError, match="precision='fp8'"):
         pl.reference.train(SPEC, precision="fp8")
+    with pytest.raises(ValueError, match="data='nowhere': does not exist"):
+        pl.reference.train(SPEC, data="nowhere")
 
 
 def test_a_loop_of_ones_own_on_ranks_is_the_training_of_one_process(text):

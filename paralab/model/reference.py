@@ -229,9 +229,7 @@ class Stage(nn.Module):
 
 
 # ---- the training -------------------------------------------------------------------------------
-@functools.lru_cache(maxsize=8)
-def _corpus(path: str | None) -> Corpus:
-    return Corpus(path)
+_library = functools.cache(Corpus)  # of Python's source, looked up once; other texts may change
 
 
 def batches(
@@ -259,7 +257,10 @@ def batches(
         raise illegal("vocab", spec.vocab, "text is read as bytes", "256 or more")
     if not 0 <= rank < ranks:
         raise illegal("rank", rank, f"there are ranks={ranks}", f"0 to {ranks - 1}")
-    corpus, found = _corpus(None if data is None else str(data)), []
+    corpus = data  # as it was found when a training began, or as it is now
+    if not isinstance(corpus, Corpus):
+        corpus = _library() if data is None else Corpus(data)  # type: ignore[arg-type]
+    found = []
     samples = ranks * microbatches * microbatch_size
     sizes = {"size": microbatch_size, "global_batch": samples, "length": spec.seq_len}
     for k in range(rank * microbatches, (rank + 1) * microbatches):
@@ -306,7 +307,8 @@ def train(
     """
     choice("precision", precision, tuple(DTYPES))
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size}
-    feed = functools.partial(batches, spec, data=data, seed=seed, **sizes)
+    corpus = Corpus(data)  # type: ignore[arg-type]  # what is no text is refused
+    feed = functools.partial(batches, spec, data=corpus, seed=seed, **sizes)
     gpt = GPT(spec, seed)
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())
