@@ -14,6 +14,7 @@ import paralab as pl
 from equality import worst
 from paralab.experiment import DEFAULT_LR
 from paralab.model import draws, reference
+from paralab.programs.skeleton import stage_parts
 
 SPEC = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=16)
 DROPPED = SPEC.replace(dropout=0.4)
@@ -316,11 +317,14 @@ def test_a_step_that_overflows_in_fp16_is_left_out_and_the_scale_halved(text, mo
     assert all(np.isfinite(g).all() for g in late.gradients.values())
 
 
-def test_stages_one_after_the_other_are_the_model():
-    spec = SPEC.replace(layers=3, tied=False)
+def test_stages_one_after_the_other_are_the_model_cut_as_a_plan_cuts_it():
+    spec = SPEC.replace(layers=4, tied=False)
     tokens, targets = batch(spec)
     whole = reference.GPT(spec, seed=3)
     for count in (1, 2, 3):
+        for i, parts in enumerate(stage_parts(spec, pl.Plan(pp=count, microbatches=count))):
+            names = {name for name, _ in reference.Stage(spec, i, count).named_parameters()}
+            assert names == {n for n in spec.parameter_shapes() if n.startswith(parts)}
         stages, x = [reference.Stage(spec, i, count, seed=3) for i in range(count)], tokens
         for stage in stages[:-1]:
             x = stage(x)
@@ -331,5 +335,6 @@ def test_stages_one_after_the_other_are_the_model():
     for change, words in (({"tied": True}, "tied=False"), ({"dropout": 0.1}, "dropout=0.0")):
         with pytest.raises(ValueError, match=words):
             reference.Stage(spec.replace(**change), 0, 2)
-    with pytest.raises(ValueError, match="legal: 0 to 1"):
-        reference.Stage(spec, 2, 2)
+    for (index, count), legal in {(2, 2): "0 to 1", (0, 5): "1 to 4", (0, 0): "1 to 4"}.items():
+        with pytest.raises(ValueError, match=f"legal: {legal}"):
+            reference.Stage(spec, index, count)

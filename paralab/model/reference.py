@@ -36,6 +36,7 @@ from paralab.checks import choice, illegal
 from paralab.data import Corpus
 from paralab.model import draws
 from paralab.model.step import Step
+from paralab.parallel.partition import partition
 from paralab.spec import ModelSpec
 
 __all__ = ["GPT", "Stage", "Step", "batches", "optimizer", "train"]
@@ -198,8 +199,9 @@ class GPT(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage ``index`` of ``count`` of ``GPT(spec)``: an equal part of the blocks, on the first one
-    with the embedding, on the last one with the head. Parameters have the whole model's names.
+    """Stage ``index`` of ``count`` of ``GPT(spec)``: the blocks that a plan of as many stages gives
+    it, on the first one with the embedding, on the last one with the head. Parameters have the
+    whole model's names.
 
     The first stage takes tokens, (B, s) int64, every other one what the stage before it returns,
     (B, s, h); the last one takes ``targets`` too, and returns the mean cross-entropy per token.
@@ -212,12 +214,13 @@ class Stage(nn.Module):
         if spec.tied or spec.dropout:
             why = "a stage has neither the embedding of another one nor its masks"
             raise illegal("spec", spec, why, "tied=False and dropout=0.0")
-        if not 0 <= index < count <= spec.layers:
+        parts = partition(spec, count)
+        if not 0 <= index < count:
             raise illegal("index", index, f"there are {count} stages", f"0 to {count - 1}")
         gpt = GPT(spec, seed)
-        mine = range(spec.layers * index // count, spec.layers * (index + 1) // count)
         self.embedding = gpt.embedding if index == 0 else None
-        self.blocks = nn.ModuleDict({str(i): gpt.blocks[i] for i in mine})
+        blocks = gpt.blocks.named_children()
+        self.blocks = nn.ModuleDict({i: b for i, b in blocks if f"blocks.{i}" in parts[index]})
         self.head = gpt.head if index == count - 1 else None
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
