@@ -388,8 +388,9 @@ def forward_alone():
         dist.all_reduce(torch.nn.Linear(300, 300)(torch.ones(300)))
 
 
-def test_what_never_steps_is_one_step():
-    report = pl.observe(forward_alone, 2)
+@pytest.mark.parametrize("steps", ["optimizer", "marked"])
+def test_what_never_steps_is_one_step(steps):
+    report = pl.observe(forward_alone, 2, steps=steps)
     assert report.steps["step"].tolist() == [0, 0]
     assert set(report.collectives["phase"]) == {"data"}
     assert report.traffic()["bytes"].sum() == 2400

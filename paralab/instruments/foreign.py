@@ -376,7 +376,7 @@ class Observer:
         self.saw_nothing = not self.found and not self.calls.made
         if not self.found or (self.open and not self.step):
             self.end_step()
-        elif self.open:
+        if self.open:
             self.recorder.leave()
             self.recorder.drop_step()
         tables = self.recorder.tables()
