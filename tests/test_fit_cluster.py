@@ -105,10 +105,19 @@ def test_reports_and_tables_by_model_are_runs_too():
     reports = [pl.predict(model, plan, TRUE, steps=1, detail="actions") for model, plan, _ in rows]
     whole = pl.fit_cluster(rows, WRONG).cluster
     assert pl.fit_cluster(reports, WRONG).cluster == whole
-    table = {SMALL: [(plan, seconds) for _, plan, seconds in rows]}
-    assert pl.fit_cluster(table, WRONG).cluster == whole
-    one = pl.fit_cluster(rows[:1], WRONG)
+    assert pl.fit_cluster(zip(*zip(*rows, strict=True), strict=True), WRONG).cluster == whole
+    for pairs in (list, iter):
+        table = {SMALL: pairs([(plan, seconds) for _, plan, seconds in rows])}
+        assert pl.fit_cluster(table, WRONG).cluster == whole
+
+
+def test_a_single_run_is_fitted_on_as_many_nodes_as_it_had():
+    one = pl.fit_cluster(log(SMALL)[:1], WRONG.replace(nodes=1))
     assert one.errors == () and "out of sample" not in repr(one)
+    assert one.table()[["out of sample (%)", "one rate for everything (%)"]].isna().all(axis=None)
+    run = one.runs[0]
+    now = pl.predict(run.model, run.plan, one.cluster, steps=1, detail="actions").step_time
+    assert now / run.seconds - 1 == pytest.approx(one.inside[0])
 
 
 @pytest.mark.parametrize(
@@ -129,6 +138,8 @@ def test_what_is_no_log_is_refused_by_its_row(rows, words):
         pl.fit_cluster(rows, WRONG)
 
 
-def test_a_cluster_is_asked_for():
+def test_a_cluster_and_a_function_that_groups_runs_are_asked_for():
     with pytest.raises(ValueError, match="cluster"):
         pl.fit_cluster(log(SMALL), None)
+    with pytest.raises(ValueError, match="by='model': not a function"):
+        pl.fit_cluster(log(SMALL), WRONG, by="model")

@@ -24,7 +24,7 @@ FLOP/s per device for everything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import mean, median
@@ -88,11 +88,11 @@ FACTORS: dict[str, tuple[Callable[[Cluster, float], dict[str, Any]], str, str]] 
 class ClusterFit:
     """What `fit_cluster` found.
 
-    cluster    with the corrected figures
+    cluster    with the corrected figures, and with nodes enough for the runs
     constants  {name: (unit, as stated, as fitted)}
     runs       what it was fitted to
     inside     relative errors of the runs that it was fitted to, predicted over measured - 1
-    errors     the same, each of a fit that has not seen the run's group
+    errors     the same, each of a fit that has not seen the run's group; () of a single run
     null       the same of one rate for everything, from the same other runs
     """
 
@@ -118,7 +118,9 @@ class ClusterFit:
                 "out of sample (%)": 100 * error,
                 "one rate for everything (%)": 100 * null,
             }
-            for run, error, null in zip(self.runs, self.errors, self.null, strict=True)
+            for run, error, null in zip(
+                self.runs, self.errors or [math.nan], self.null or [math.nan], strict=True
+            )
         ]
         return pd.DataFrame(rows)
 
@@ -139,7 +141,7 @@ def said(errors: Sequence[float]) -> str:
 
 
 def fit_cluster(
-    model_runs: Sequence[Any] | Mapping[ModelSpec, Any],
+    model_runs: Iterable[Any] | Mapping[ModelSpec, Any],
     cluster: Cluster,
     *,
     by: Callable[[Run], Hashable] | None = None,
@@ -154,6 +156,7 @@ def fit_cluster(
     A few seconds per run. Raises ValueError naming the run that is refused.
     """
     instance("cluster", cluster, Cluster, "a pl.Cluster(...) or a preset")
+    instance("by", by, Callable | None, "a function of a run, or None", "function")
     runs = _runs(model_runs)
     most = max(run.plan.world_size for run in runs)
     wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))
@@ -173,7 +176,7 @@ def fit_cluster(
 
     factors, slopes, now = _fitted(off_at, wide, used)
     errors, null = _out_of_sample(runs, off_at, wide, used, factors, slopes, now, by)
-    fitted = _with(cluster, used, factors)
+    fitted = _with(wide, used, factors)
     shown = {
         name: (unit, _figure(cluster, at, in_), _figure(fitted, at, in_))
         for name, (_, at, unit) in FACTORS.items()
@@ -191,14 +194,14 @@ def _figure(cluster: Cluster, at: str, precision: str) -> float:
 def _runs(rows: Any) -> list[Run]:
     """Raises ValueError naming the row that is none."""
     if isinstance(rows, Mapping):
-        for several in rows.values():
-            pairs = several if isinstance(several, Sequence) else [None]
+        rows = {m: list(s) if isinstance(s, Iterable) else [s] for m, s in rows.items()}
+        for pairs in rows.values():
             if not all(isinstance(row, Sequence) for row in pairs):
                 legal = "{model: [(plan, seconds per iteration), ...]}"
-                raise illegal("model_runs", several, "not a list of pairs", legal)
+                raise illegal("model_runs", pairs, "not a list of pairs", legal)
         rows = [(model, *row) for model, several in rows.items() for row in several]
     found = []
-    for number, row in enumerate(rows if isinstance(rows, Sequence) else ()):
+    for number, row in enumerate(rows if isinstance(rows, Iterable) else ()):
         if hasattr(row, "step_time"):  # a report
             row = (row.model, row.plan, row.step_time, row.meta.get("optimizer", "adamw"))
         try:
