@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -198,6 +199,10 @@ def test_filters_choose_lines_and_keep_their_positions():
     forwards = shown.filter(lane="compute", op="forward")
     assert len(forwards) == shown.count()[FORWARD, "compute"] == 2 * (SPEC.layers + 2)
     assert repr(shown.filter()) == repr(shown) and not len(shown.filter(microbatch=()))
+    for k in (0, 1):
+        wanted = repr(shown.filter(microbatch=k))
+        for same in (np.int64(k), np.array([k]), iter([k])):
+            assert repr(shown.filter(microbatch=same)) == wanted
 
 
 @pytest.mark.parametrize(

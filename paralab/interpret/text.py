@@ -258,7 +258,9 @@ def said(plan: Plan) -> str:
 
 
 def _several(value: Any) -> list:
-    return [value] if isinstance(value, (str, int)) else list(value or ())
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
 
 
 __all__ = ["ProgramText", "program"]
