@@ -70,6 +70,14 @@ def test_the_four_parts_of_a_rank_s_time_add_up_and_are_the_bubble(name):
     assert free.pipeline_times()["p2p"].max() == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("asked", [pl.Report.pipeline_times, schedule_of, ideal])
+def test_a_step_that_the_report_does_not_have_is_refused(asked):
+    report = pl.predict(MODEL, plan_of("1f1b", pp=2, microbatches=2), cluster(), steps=2)
+    for step, words in ((9, r"step=9: .*legal: 0 \| 1"), (-1, "step=-1"), (0.5, "not a whole")):
+        with pytest.raises(ValueError, match=words):
+            asked(report, step=step)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_table_has_formula_simulation_and_the_reports_own_bubble(name):
     plan = plan_of(name, pp=4, microbatches=8)

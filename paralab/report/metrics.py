@@ -16,7 +16,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, illegal, whole
 from paralab.instruments.allocator import PEAKS
 from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
@@ -122,6 +122,18 @@ def typical_step(report: Tables) -> int:
     return min(durations, key=lambda s: (abs(durations[s] - middle), s))
 
 
+def chosen_step(report: Tables, step: int | None) -> int:
+    """The step that was asked for, or the typical one. Raises ValueError if the report has no such
+    step, or none at all.
+    """
+    steps = sorted(set(report.steps["step"].tolist()))
+    if not steps:
+        raise ValueError("this report has no steps; pl.run(...) records them")
+    if step is None:
+        return typical_step(report)
+    return choice("step", whole("step", step, at_least=0), tuple(steps))
+
+
 def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
     """What these spans of a compute lane took; of an outline's boxes, what was computed in them."""
     seconds = spans["end"] - spans["start"]
@@ -210,7 +222,7 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
     import pandas as pd
 
     needs_times(report, "a bubble")
-    step = typical_step(report) if step is None else step
+    step = chosen_step(report, step)
     spans = report.spans[report.spans["step"] == step]
     sent = spans[spans["kind"] == "comm"]
     flights = dict(zip(sent["id"], zip(sent["start"], sent["end"], strict=True), strict=True))

@@ -39,7 +39,7 @@ def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]
     step  default: the typical one. Of several pipelines the first is read; all
     follow the same schedule.
     """
-    step = metrics.typical_step(report) if step is None else step
+    step = metrics.chosen_step(report, step)
     spans = _compute(report)
     spans = spans[spans["step"] == step].sort_values("id")
     found: list[dict[Action, None]] = [{} for _ in range(report.plan.pp)]

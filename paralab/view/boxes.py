@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paralab.checks import choice, illegal, whole
+from paralab.checks import choice, illegal
 from paralab.report import metrics
 from paralab.report.tables import Tables
 from paralab.view import lanes, naming, theme
@@ -102,12 +102,7 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
 
     Raises ValueError if the report has no such step or rank, or no step at all.
     """
-    steps = sorted(set(report.steps["step"].tolist()))
-    if not steps:
-        said = "this report has no steps, so there is no timeline; pl.run(...) records them"
-        raise ValueError(said)
-    step = metrics.typical_step(report) if step is None else whole("step", step, at_least=0)
-    choice("step", step, tuple(steps))
+    step = metrics.chosen_step(report, step)
     known = metrics.reported_ranks(report)
     if ranks is not None and not len(ranks):
         raise illegal("ranks", ranks, "no rank", ", ".join(map(str, known)))
