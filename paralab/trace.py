@@ -153,6 +153,10 @@ def _plain(value: Any) -> Any:
         return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
     if isinstance(value, dict):
         return dict(zip(value, _plain(list(value.values())), strict=True))
-    if type(value) in (list, tuple) and not NUMBERS.issuperset(map(type, value)):
-        return type(value)(map(_plain, value))
-    return value
+    if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":
+        value = tuple(value)  # a torch.Size, or what torch.max returns: to read one takes torch
+    kind = type(value)
+    make = kind if kind in (list, tuple) else getattr(kind, "_make", None)  # of a named tuple
+    if make is None or NUMBERS.issuperset(map(type, value)):
+        return value
+    return make(map(_plain, value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,6 +11,11 @@ import pytest
 import paralab as pl
 from paralab.spec.links import Reach
 from stated import NODES
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def pass_on(group, factor):
@@ -25,7 +31,12 @@ def pass_on(group, factor):
     right, left = ranks[(group.index + 1) % n], ranks[(group.index - 1) % n]
     group.exchange([("send", tensor, right), ("recv", received, left)]).wait()
     group.all_reduce(tensor).wait()
-    return {"from the left": received, "sum": tensor[0], "also": [tensor.bfloat16()[:2], 3]}
+    return {
+        "from the left": received,
+        "sum": tensor[0],
+        "also": [tensor.bfloat16()[:2], 3],
+        "named": Pair(tensor[:2], Pair(tensor.max(dim=0), tensor.shape)),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +50,10 @@ def test_results_come_in_rank_order_with_tensors_as_numpy(report):
         assert (result["from the left"] == 2 * ((rank - 1) % 4)).all()
         assert result["sum"] == 12.0 and result["also"][1] == 3
         assert result["also"][0].tolist() == [12.0, 12.0]
+        first, (most, shape) = result["named"]
+        assert type(result["named"]) is Pair and type(first) is np.ndarray
+        assert type(most) is tuple and list(map(type, most)) == [np.ndarray] * 2
+        assert type(shape) is tuple and shape == (1000,)
 
 
 def test_a_traced_function_is_a_measured_report_of_one_step(report):
