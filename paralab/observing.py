@@ -60,7 +60,7 @@ def observe(
                   of a script, which makes its process group itself, from torchrun's variables.
                   Without one: a context manager for this process, which yields what has the
                   report's methods once the block has ended
-    ranks         processes, 1 to 64; ``args`` the same on every rank
+    ranks         processes, 1 to 64; ``args`` the same on every rank, of a script as text
     nodes         place the ranks on this many virtual nodes, the first ones on node 0
     steps         "optimizer": a step ends where the optimizer's ``step`` ends. "marked": where the
                   program calls ``paralab.step()``
@@ -211,7 +211,7 @@ def _function(context: Any, fn: Callable[..., Any], *args: Any) -> Any:
         raise illegal("init_process_group", "called again", why, legal) from error
 
 
-def _launched_script(context: Any, path: Path, *args: str) -> None:
+def _launched_script(context: Any, path: Path, *args: Any) -> None:
     """The script in a launched rank, with the store and the variables of a torchrun job."""
     __tracebackhide__ = True
     import torch.distributed as dist
@@ -228,7 +228,7 @@ def _launched_script(context: Any, path: Path, *args: str) -> None:
     _script(context, path, *args)
 
 
-def _script(context: Any, path: Path, *args: str) -> None:
+def _script(context: Any, path: Path, *args: Any) -> None:
     """The script as ``python path args``, which makes its own process group. ``sys.exit(0)`` is an
     end like any other.
     """
@@ -238,7 +238,7 @@ def _script(context: Any, path: Path, *args: str) -> None:
     import torch.distributed as dist
 
     dist.destroy_process_group()
-    sys.argv[:] = [str(path), *args]
+    sys.argv[:] = [str(path), *map(str, args)]
     sys.path.insert(0, str(path.parent))
     try:
         runpy.run_path(str(path), run_name="__main__")

@@ -597,18 +597,22 @@ def test_a_block_in_this_process_and_torchs_profiler_agrees_on_its_peak():
 
 # ---- from a shell -------------------------------------------------------------------------------
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist
+import argparse, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=int)
+    parser.add_argument("code", type=int)
+    asked = parser.parse_args()
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(int(sys.argv[1])):
+    for _ in range(asked.steps):
         model(torch.randn(8, 64)).sum().backward()
         optimizer.step()
     dist.destroy_process_group()
-    sys.exit(int(sys.argv[2]))
+    sys.exit(asked.code)
 """
 BYTES = 4 * (64 * 64 + 64)
 
@@ -625,6 +629,7 @@ def test_a_script_is_observed_unchanged(tmp_path, capsys):
     report = pl.load(tmp_path / "seen.json")
     assert repr(report) == "Report(measured, train.py on 2 ranks, 4 collectives)"
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2
+    assert len(pl.observe(tmp_path / "train.py", 1, (2, 0)).steps) == 2  # as text, as from a shell
     assert cli.main([*words[2:5], str(tmp_path / "train.py"), "2", "3"]) == 1
     assert "sys.exit(3)" in capsys.readouterr().err
 
