@@ -176,6 +176,21 @@ def test_the_peak_of_a_drawn_plan_is_the_witnesss(seed):
         assert said.peak <= 1.03 * max(peaks), pp
 
 
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("plan", [
+    {}, {"pp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 4, "tp_mode": "2d"},
+], ids=str)  # fmt: skip
+def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, layers):
+    """A norm of each slice of the gradients, and these together, are a few bytes more."""
+    model = MODEL.replace(layers=layers)
+    plan = pl.Plan(**plan, precision="fp16", grad_dtype="fp32-copy")
+    for pp in range(plan.pp):
+        alike = [rank for rank in range(plan.world_size) if plan.place(rank).pp == pp]
+        with dry_host():
+            peaks = [witness(model, plan, rank, clip_norm=1.0).peak for rank in alike]
+        assert predicted(model, plan, alike[0], clip_norm=1.0)[0].peak == max(peaks), pp
+
+
 # ---- what does not change, and what a device is ------------------------------------------------
 def test_parameters_and_optimizer_have_the_bytes_that_they_had_in_the_core_before():
     """But for causal masks, of which every block had one of its own among its parameters."""

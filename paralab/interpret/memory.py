@@ -8,6 +8,7 @@ there is more, and that is mostly where the peak is:
     compute    ops one after the other: what they keep grows, and shrinks in backward, while each
                has its ``scratch`` in addition to what comes in and what goes out
     UPDATE     in 16 bits the gradients once more in fp32: 4 bytes per element that is updated
+    NORM       a few numbers for each slice of the gradients
     a call     what it brings together or receives into, until its WAIT: over gloo a reduce-scatter
                is an all-to-all and a sum, and receives n parts of S/n, another S; gradients that
                other axes share are copied together; parts of sequences arrive by rank and are put
@@ -32,6 +33,7 @@ from paralab.programs.instructions import (
     COMPUTE,
     FORWARD,
     KEEP,
+    NORM,
     REDUCE_SCATTER,
     UPDATE,
     WAIT,
@@ -197,6 +199,8 @@ class _Rank:
             self.add(BUFFERS, more)
         elif op == UPDATE:
             inside = Inside(workspace=self.widened(ins.unit))
+        elif op == NORM:
+            inside = Inside(workspace=self.measured())
         self.look(inside)
         if op == WAIT:
             self.add(BUFFERS, -self.in_flight.pop(ins.reads, 0))
@@ -238,6 +242,14 @@ class _Rank:
         if not program.widens:
             return 0
         return 4 * program.elements(program.units[self.rank][unit]) // program.shards
+
+    def measured(self) -> int:
+        """A norm of each slice that is counted, these and a zero in one tensor, and its squares. Of
+        the tp ranks the first or the last has most slices.
+        """
+        program, ends = self.program, {0, self.program.plan.tp - 1}
+        counted = [program.counted(self.rank, self.index, tp).values() for tp in ends]
+        return 4 * (3 * max(sum(map(len, slices)) for slices in counted) + 2)
 
     def reordered(self, ins: Instr) -> int:
         """A sequence that came in parts, of more than one sample: a copy of it in order."""
