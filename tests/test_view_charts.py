@@ -566,6 +566,10 @@ def test_algorithms_mark_where_the_fastest_changes():
     assert title(alone).startswith("Ring: 602 µs at 1 kB, ")
     never = view.algorithms({"a": {1e3: 1e-3, 1e6: 1e-2}, "b": {1e3: 2e-3, 1e6: 4e-2}})
     assert title(never) == "a is fastest everywhere: at 1 MB b needs 4.0 times as much"
+    some = view.algorithms({"a": {1e3: 1e-3, 1e6: 1e-2}, "b": {1e5: 2e-2, 1e8: 4e-2}})
+    assert title(some).startswith("a is fastest from 100 kB to 1 MB: at 1 MB b needs 2.")
+    apart = view.algorithms({"a": {1e3: 5, 1e4: 6}, "b": {1e6: 3, 1e7: 9}})
+    assert title(apart) == "The lines have no size in common, so they cannot be compared"
     with pytest.raises(ValueError, match="seconds of a=0"):
         view.algorithms({"a": {1.0: 0}})
 

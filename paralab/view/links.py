@@ -193,10 +193,15 @@ def _at(pairs: Pairs, size: float) -> float:
     return float(np.interp(math.log(size), *np.log(pairs).T))
 
 
+def _common(lines: Mapping[str, Pairs]) -> tuple[float, float]:
+    """The first and the last size that all lines reach; the last is smaller where there is none."""
+    firsts, lasts = zip(*((pairs[0][0], pairs[-1][0]) for pairs in lines.values()), strict=True)
+    return max(firsts), min(lasts)
+
+
 def _changes(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
     """(bytes, seconds, fastest below, fastest above) wherever another line becomes the fastest."""
-    low = max(pairs[0][0] for pairs in lines.values())
-    high = min(pairs[-1][0] for pairs in lines.values())
+    low, high = _common(lines)
     sizes = sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
     changes = []
     for n0, n1 in zip(sizes, sizes[1:], strict=False):
@@ -226,11 +231,16 @@ def _finding(
             for (_, _, _, there), until in zip(changes, sizes[1:], strict=False)
         ]
         return f"{', '.join(parts)}, {names[changes[-1][3]]} above"
-    end = min(pairs[-1][0] for pairs in lines.values())
+    begin, end = _common(lines)
+    if begin > end:
+        return "The lines have no size in common, so they cannot be compared"
+    where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
+    if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
+        where = "everywhere"
     ranked = sorted(lines, key=lambda name: _at(lines[name], end))
     times = math.exp(_at(lines[ranked[-1]], end) - _at(lines[ranked[0]], end))
     return (
-        f"{names[ranked[0]]} {axes.best} everywhere: at {_worded(end, axes.x_unit)} "
+        f"{names[ranked[0]]} {axes.best} {where}: at {_worded(end, axes.x_unit)} "
         f"{names[ranked[-1]]} needs {times:.1f} times as much"
     )
 
