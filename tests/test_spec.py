@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from paralab.experiment import run_under_torchrun
+from paralab.theory.traffic import wire_bytes
 
+DGX = pl.Cluster.preset("dgx-a100")
 GOOD_MODEL = {"layers": 2, "hidden": 64, "heads": 4, "seq_len": 32}
 NOT_COUNTS = st.one_of(
     st.integers(max_value=0), st.floats(), st.booleans(), st.text(max_size=5), st.none(),
@@ -237,12 +239,21 @@ def test_what_is_left_out_of_a_long_value_is_counted():
         (lambda: pl.Plan.from_dict(3), "Plan=3: not a table"),
         (lambda: pl.ModelSpec.from_dict(3), "ModelSpec=3: not a table"),
         (lambda: pl.ModelSpec.from_dict({"layers": 2}), "ModelSpec=.*hidden is missing"),
-        (lambda: pl.Cluster.preset("dgx-a100").replace(intra={}), "intra={}: not a link"),
-        (lambda: pl.Cluster.preset("dgx-a100").replace(intra={"a": 1}), "intra={'a': 1}: not a li"),
+        (lambda: DGX.replace(intra={}), "intra={}: not a link"),
+        (lambda: DGX.replace(intra={"a": 1}), "intra={'a': 1}: not a li"),
         (lambda: pl.Plan().ranks(3, 0), "axis=3: unknown choice"),
         (lambda: pl.Plan().place(None), "rank=None: not a whole number"),
         (lambda: pl.load(None), "path=None: not a path"),
         (lambda: pl.load("\0"), "path='.x00': cannot be opened: embedded null"),
+        (lambda: DGX.rate("FP16"), "precision='FP16': unknown choice"),
+        (lambda: DGX.call("allreduce", 8.0, DGX.reach([0, 1])), "op='allreduce': unknown choice"),
+        (lambda: DGX.copy_seconds("gpu", 8), "lane='gpu': unknown choice"),
+        (lambda: DGX.reach([]), "ranks=.*: a group has members"),
+        (lambda: wire_bytes("allreduce", 8, 2), "op='allreduce': unknown choice"),
+        (lambda: wire_bytes("all_reduce", -8, 2), "payload=-8: out of range"),
+        (lambda: wire_bytes("all_reduce", 8, 0), "n=0: out of range"),
+        (lambda: wire_bytes("all_reduce", 8, 4, 9), "index=9: out of range"),
+        (lambda: wire_bytes("broadcast", 8, 4, 0, 4), "root=4: out of range"),
     ],
 )
 def test_what_python_would_stumble_over_is_refused_in_words(make, field):

@@ -16,9 +16,11 @@ from typing import Any, ClassVar
 
 from paralab.checks import Description, choice, count, illegal, instance, real
 from paralab.spec.links import ALGORITHMS, Link, Reach, Way, ways
+from paralab.spec.tiers import LINKS
 from paralab.theory.traffic import OPS
 
 ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
+PRODUCTS = ("bf16", "fp16", "tf32")
 OVERHEADS = ("op", "launch", "call", "wait")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor in a period
 
@@ -157,6 +159,7 @@ class Cluster(Description):
 
     def rate(self, precision: str) -> float:
         """FLOP/s of products in it, of a layer's three together. precision: or "tf32"."""
+        choice("precision", precision, ("fp32", *PRODUCTS))
         rates = self.products.get(precision)
         return 3 / sum(1 / rate for rate in rates) if rates else self.flops
 
@@ -173,6 +176,8 @@ class Cluster(Description):
 
     def reach(self, ranks: Sequence[int]) -> Reach:
         """Where these ranks are on this cluster's nodes."""
+        if not len(ranks):
+            raise illegal("ranks", ranks, "a group has members", "one rank or more")
         return Reach.of(ranks, self.node_of)
 
     @cached_property
@@ -193,11 +198,13 @@ class Cluster(Description):
 
     def call(self, op: str, wire_bytes: float, reach: Reach) -> tuple[str, float]:
         """(algorithm, seconds) of a call whose busiest member sends so many bytes."""
+        choice("op", op, OPS)
         took = {name: way.seconds(wire_bytes) for name, way in self.ways(op, reach).items()}
         return min(took.items(), key=lambda one: one[1])
 
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
         """Of ``size`` bytes over "h2d", "d2h" or "disk", at no more than ``limit`` bytes/s."""
+        choice("lane", lane, LINKS)
         link = self.disk if lane == "disk" else self.host
         return max(link.seconds(size), size / limit if limit else 0.0)
 
@@ -223,7 +230,7 @@ class Cluster(Description):
 
 
 def _three(precision: str, rates: Any) -> tuple[float, ...]:
-    choice("precision", precision, ("bf16", "fp16", "tf32"))
+    choice("precision", precision, PRODUCTS)
     name = f"products[{precision!r}]"
     if not isinstance(rates, (tuple, list)) or len(rates) != 3:
         raise illegal(name, rates, "not three rates", "FLOP/s of x W^T, g W and g^T x")

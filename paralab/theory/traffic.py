@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from paralab.checks import choice, whole
+
 RING = ("all_reduce", "all_gather")  # each member sends to its right neighbour only
 PAIRWISE = ("reduce_scatter", "all_to_all")  # each member sends a part to every other member
 ROOTED = ("broadcast", "reduce")
@@ -44,10 +46,14 @@ def share(total: int, n: int, index: int) -> int:
 def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> int:
     """Bytes that member ``index`` of an n-member group sends for ``op`` on ``payload`` bytes.
 
-    index, root are positions in the group, not global ranks. Raises ValueError on an unknown op.
+    index, root are positions in the group, not global ranks. Raises ValueError on an unknown op, on
+    one that the group does not have, and on less than no bytes.
     """
-    if op not in OPS:
-        raise ValueError(f"op={op!r}: unknown collective; legal: {', '.join(OPS)}")
+    choice("op", op, OPS)
+    whole("n", n, at_least=1)
+    whole("payload", payload, at_least=0)
+    whole("index", index, at_least=0, at_most=n - 1)
+    whole("root", root, at_least=0, at_most=n - 1)
     if op == "send":
         return payload
     if op == "recv" or n == 1:
