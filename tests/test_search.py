@@ -465,7 +465,7 @@ def test_losers_have_the_other_choices_and_a_reason(small):
         ({"memory": 50_000}, "none of .* plans fits in 50 kB: the smallest needs .* kB .*legal: "),
         ({"batch_size": 3}, "batch_size=3: a plan has no such field"),
         ({"devices": 9}, "'stated' has 8"),
-        ({"schedule": "l2l"}, "schedule='l2l'.*one plan at a time; legal: 'naive'"),
+        ({"schedule": "l2l"}, "schedule='l2l': not searched, .*one plan at a time; legal: 'naive'"),
         ({"grad_sync": None}, "grad_sync=.*one plan at a time; legal: 'naive'"),
         ({"passes": (len,)}, "passes=.*one plan at a time"),
         ({"tp": 3}, "no legal plan of 4 layers"),
@@ -481,8 +481,9 @@ def test_what_cannot_be_searched_is_refused(settings, words):
 def test_only_a_model_and_a_cluster_can_be_searched():
     with pytest.raises(ValueError, match="not a model description"):
         pl.plan_search("gpt3", LAPTOP)
-    with pytest.raises(ValueError, match="not a cluster"):
-        pl.plan_search(TINY, "dgx")
+    for cluster in ("dgx", None):
+        with pytest.raises(ValueError, match=r"not a cluster; legal: .*pl.Cluster.local\(\)"):
+            pl.plan_search(TINY, cluster)
 
 
 def test_a_notebook_sees_the_counts_and_the_best_ten(small):

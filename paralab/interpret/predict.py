@@ -121,7 +121,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     """Raise ``ValueError`` if the cluster lacks devices for the plan, or does not say how fast the
     links are that it uses.
     """
-    instance("cluster", cluster, Cluster, "a pl.Cluster(...) or None")
+    instance("cluster", cluster, Cluster, "a pl.Cluster(...), as pl.Cluster.local() measures one")
     if plan.world_size > cluster.num_devices:
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
         why = f"the plan needs {plan.world_size} devices, "

@@ -159,11 +159,11 @@ def values(
     tried |= {name: as_values(name, value) for name, value in pinned.items()}
     for value in tried["offload"]:
         check_cluster(Plan(offload=value), cluster)
-    own = "is timed by pl.predict, one plan at a time"
+    why = "not searched, but pl.predict times it, one plan at a time"
     for name, known in (("grad_sync", GRAD_SYNC_FORMS), ("schedule", SCHEDULES), ("passes", ((),))):
         for value in tried[name]:
             if value not in known:
-                raise illegal(name, value, f"what is your own {own}", " | ".join(map(repr, known)))
+                raise illegal(name, value, why, " | ".join(map(repr, known)))
     return tried
 
 
