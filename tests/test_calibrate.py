@@ -327,6 +327,10 @@ def test_a_cache_that_cannot_be_written_is_no_error_and_measured_once(
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert pl.Cluster.local() == pl.Cluster.local() == CLUSTER
     assert len(measurements) == 1
+    monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
+    calibrate.cache_path().mkdir()
+    assert pl.Cluster.local() == pl.Cluster.local() == CLUSTER
+    assert len(measurements) == 2
 
 
 def test_nothing_half_written_is_left(measurements, monkeypatch):

@@ -331,6 +331,9 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         dataclasses.replace(report, meta={"clever": lambda: 0})
     with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
         report.save(tmp_path / "nowhere" / "a.json")
+    for write in (report.save, report.to_html, report.to_perfetto):
+        with pytest.raises(ValueError, match="^path=.*: it is a folder; legal: a file in a folder"):
+            write(tmp_path)
     assert os.listdir(tmp_path) == []
 
 

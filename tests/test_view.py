@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import re
 import shutil
@@ -371,6 +372,9 @@ def trace(four, tmp_path_factory) -> list[dict]:
     four.to_perfetto(path)
     whole = json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert whole["otherData"]["clock"] == "measured"
+    packed = path.with_suffix(".json.gz")
+    four.to_perfetto(packed)
+    assert gzip.decompress(packed.read_bytes()) == path.read_bytes()
     return whole["traceEvents"]
 
 

@@ -243,7 +243,7 @@ def _write(path: Path, known: dict[str, Any]) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         written.write(path, json.dumps(known).encode())
         return True
-    except OSError:
+    except (OSError, ValueError):  # a folder of that name, say
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import secrets
 import tempfile
@@ -14,9 +15,7 @@ LEGAL = "a file in a folder that exists and may be written to"
 
 def check(name: str, path: object) -> None:
     """Raise ``ValueError`` if no file can be written at ``path``."""
-    place = checks.path(name, path, LEGAL).absolute()
-    if place.is_dir():
-        raise checks.illegal(name, str(path), "cannot be written: it is a folder", LEGAL)
+    place = _place(name, path).absolute()
     try:
         tempfile.TemporaryFile(dir=place.parent).close()
     except OSError as error:
@@ -36,9 +35,21 @@ def check_folder(name: str, path: object, legal: str) -> Path:
     return folder
 
 
+def _place(name: str, path: object) -> Path:
+    """``path``, which is no folder."""
+    place = checks.path(name, path, LEGAL)
+    if place.is_dir():
+        raise checks.illegal(name, str(path), "cannot be written: it is a folder", LEGAL)
+    return place
+
+
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace ``path`` in one move: a reader, or a crash, meets the old file or the new one."""
-    place = checks.path("path", path, LEGAL)
+    """Replace ``path`` in one move: a reader, or a crash, meets the old file or the new one. What
+    is called .gz is compressed.
+    """
+    place = _place("path", path)
+    if place.name.endswith(".gz"):
+        data = gzip.compress(data, 6, mtime=0)  # no date: the same report, the same file
     if not place.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {place.parent}; make it first")
     scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")

@@ -19,8 +19,8 @@ from paralab.view.lanes import ROW_NAME, order, tracks
 
 
 def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
-    """Write a trace of all steps that ui.perfetto.dev opens (Chrome trace-event JSON), in
-    microseconds from the earliest span.
+    """Write a trace of all steps that ui.perfetto.dev opens (Chrome trace-event JSON, gzipped if
+    ``path`` ends in .gz), in microseconds from the earliest span.
     """
     trace = {
         "traceEvents": events(report),
