@@ -330,8 +330,9 @@ def test_a_run_just_below_the_limit_passes_and_one_byte_less_stops_it(run):
     said, table = str(caught.value), caught.value.table
     assert said.startswith("rank 0 ran out of memory: step 0, backward of micro-batch 1 asked for")
     assert said.count(table) == 1 and caught.value.rank == 0
-    rows = dict(line.rsplit(None, 2)[:2] for line in table.splitlines() if line.endswith("MB"))
-    rows = {name.strip(): float(size) for name, size in rows.items()}
+    held = [line.rsplit(None, 2) for line in table.splitlines() if line.endswith(("MB", " B"))]
+    units = {"MB": 1.0, "B": 1e-6}
+    rows = {name.strip(): float(size.replace(",", "")) * units[u] for name, size, u in held}
     assert {"parameters", "gradients", "optimizer", "activations", "workspace"} < set(rows)
     sizes = [size for name, size in rows.items() if name in CATEGORIES]
     assert rows["in all"] == pytest.approx(sum(sizes), abs=0.01)
@@ -353,6 +354,8 @@ def test_a_limit_below_the_model_stops_it_before_the_first_step(run):
     with pytest.raises(pl.OutOfMemory, match="before step 0 asked for") as caught:
         run(MODEL, PLAN.replace(dp=2), memory_limit="0.25MiB")
     assert "zero_stage=" in caught.value.table and "too much still" in caught.value.table
+    with pytest.raises(pl.OutOfMemory, match="for 81,920 B when 0 B of memory_limit=1,000 B were"):
+        run(MODEL, memory_limit=1000)
 
 
 def test_what_is_kept_for_the_report_is_not_limited(run):

@@ -225,8 +225,8 @@ class Ledger(Storages):
     def _over(self, asked: int, category: str) -> OutOfMemory:
         """What is raised when ``asked`` bytes, counted already, are more than the limit allows."""
         first = (
-            f"{self.recorder.where()} asked for {_mb(asked)} when {_mb(self.live - asked)} of "
-            f"memory_limit={_mb(self.limit)} were taken"
+            f"{self.recorder.where()} asked for {_said(asked)} when {_said(self.live - asked)} of "
+            f"memory_limit={_said(self.limit)} were taken"
         )
         held = self.bytes.copy()
         held[category] -= asked
@@ -238,7 +238,7 @@ class Ledger(Storages):
         where = self.recorder.where()  # "before step 0", or "step 0, forward"
         when = where if where.startswith("before") else f"in {where}"
         lines = [f"what rank {self.recorder.rank} held {when}:"]
-        lines += [f"  {name:<12}{size / 1e6:>14,.3f} MB" for name, size in rows.items()]
+        lines += [f"  {name:<12}{_said(size):>17}" for name, size in rows.items()]
         table = "\n".join([*lines, *filter(None, [self.advise()])])
         return OutOfMemory(f"{first}\n\n{table}", rank=self.recorder.rank, table=table)
 
@@ -254,5 +254,5 @@ def _bound_allocator(limit: int, device: str) -> None:
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.3f} MB"
+def _said(size: int) -> str:
+    return f"{size / 1e6:,.3f} MB" if size >= 10**5 else f"{size:,} B"
