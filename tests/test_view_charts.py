@@ -422,6 +422,7 @@ def test_timelines_refuse_what_they_cannot_draw():
         (lambda: view.timelines(one, one, labels=["a"]), "there are 2 reports"),
         (lambda: view.timelines(one, step=9), "step=9.*legal: 0"),
         (lambda: view.timelines(one, ranks=[5]), "ranks=5"),
+        (lambda: view.timelines(one, ranks=0), "ranks=0: not a list of ranks"),
     ]:
         with pytest.raises(ValueError, match=message):
             asked()
@@ -547,8 +548,11 @@ def test_the_link_fit_finds_the_link_that_made_the_points():
 def test_the_link_fit_refuses_an_unknown_operation_and_a_single_point():
     with pytest.raises(ValueError, match="op='bcast'.*legal: 'all_reduce'"):
         view.link_fit(points(), op="bcast")
-    with pytest.raises(ValueError, match="a line needs two"):
-        view.link_fit(points()[:1])
+    for few in ([], points()[:1]):
+        with pytest.raises(ValueError, match="a line needs two"):
+            view.link_fit(few)
+    with pytest.raises(ValueError, match="seconds=0: out of range"):
+        view.link_fit([{**row, "seconds": 0} for row in points()])
 
 
 def test_algorithms_mark_where_the_fastest_changes():

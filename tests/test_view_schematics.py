@@ -95,6 +95,10 @@ def test_schedules_stand_on_one_axis_and_end_where_their_simulation_does():
     assert view.schedules({"one": schedules.zb_h1(4, 8)}).finding.startswith("One: the bubble is")
     with pytest.raises(ValueError, match="nothing to draw"):
         view.schedules({})
+    with pytest.raises(ValueError, match="schedule='1f1b': not a schedule"):
+        view.schedules({"1F1B": "1f1b"})
+    with pytest.raises(ValueError, match="named='one': it takes no time at all"):
+        view.schedules({"one": schedules.gpipe(2, 2)}, forward=0, backward=0)
 
 
 def test_schedules_of_equal_length_are_said_to_take_the_same_time():

@@ -138,8 +138,9 @@ def test_what_is_not_there_is_refused():
         stage_time(report, step=7)
     with pytest.raises(ValueError, match="ranks=9: .*legal: 0 . 1 . 2 . 3"):
         stage_time(report, ranks=[9])
-    with pytest.raises(ValueError, match="no rank"):
-        stage_time(report, ranks=[])
+    for ranks in ([], 0):
+        with pytest.raises(ValueError, match="ranks=.*: not a list of ranks; legal: 0, 1, 2, 3"):
+            stage_time(report, ranks=ranks)
     bare = Report(clock="predicted", model=MODEL, plan=report.plan)
     with pytest.raises(ValueError, match="no steps"):
         stage_time(bare)

@@ -13,6 +13,7 @@ from operator import mul
 from statistics import median
 from typing import Any
 
+from paralab.checks import real
 from paralab.spec import Link
 from paralab.spec.links import messages
 
@@ -74,7 +75,8 @@ def _fitted(
     """
     import numpy as np
 
-    rows = np.array(terms, dtype=float) / np.array([p["seconds"] for p in points])[:, None]
+    took = [real("seconds", p["seconds"], above=0.0) for p in points]
+    rows = np.array(terms, dtype=float) / np.array(took)[:, None]
     largest = rows.max(axis=0)
     scale = np.where(largest > 0, largest, 1.0)
     rows /= scale

@@ -7,7 +7,7 @@ timeline of one report has one section; several reports stand under one another,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +104,8 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     """
     step = metrics.chosen_step(report, step)
     known = metrics.reported_ranks(report)
-    if ranks is not None and not len(ranks):
-        raise illegal("ranks", ranks, "no rank", ", ".join(map(str, known)))
+    if ranks is not None and not (isinstance(ranks, Collection) and len(ranks)):
+        raise illegal("ranks", ranks, "not a list of ranks", ", ".join(map(str, known)))
     asked = known if ranks is None else [choice("ranks", r, tuple(known)) for r in ranks]
     return step, sorted(set(asked))
 

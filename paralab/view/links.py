@@ -55,7 +55,8 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
 
         points = calibration_points()["links"]
     points = list(points)
-    choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
+    if points:
+        choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
     if len(rows) < 2:
         raise illegal("points", rows, "a line needs two", f"at least two sizes of {op}")

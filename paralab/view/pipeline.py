@@ -9,7 +9,6 @@ margin has every rank's total.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,9 @@ from paralab.checks import illegal
 from paralab.report import metrics
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
+from paralab.theory.order import W
 from paralab.theory.pipeline import Simulation, simulate
+from paralab.theory.schedule_check import checked
 from paralab.view import boxes, naming, theme, timeline_rows
 from paralab.view.boxes import Section
 from paralab.view.chart import Chart
@@ -149,7 +150,8 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
     title    in place of the finding, by how much the slowest takes longer than the fastest
     seconds  of ``forward``, ``backward`` and ``weight_grad`` of a rank's whole share of the layers;
              default 1, 2 (or 1 where backward is in halves) and 1 ms. A rank's chunks take a part
-             of them each. Raises ValueError without schedules
+             of them each. Raises ValueError without schedules, on one that is none, and if one
+             takes no time
     """
     if not isinstance(named, Mapping) or not named:
         raise illegal("named", named, "nothing to draw", "{name: a schedule}")
@@ -157,8 +159,10 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         str(name): one if hasattr(one, "makespan") else _timed(one, seconds)
         for name, one in named.items()
     }
-    sections = [simulated(one, name, label=name) for name, one in made.items()]
     best, worst = (f(made, key=lambda name: made[name].makespan) for f in (min, max))
+    if not made[best].makespan:
+        raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
+    sections = [simulated(one, name, label=name) for name, one in made.items()]
     times = made[worst].makespan / made[best].makespan
     longer = f"{times:.2g} times as long as" if times >= 2 else f"{percent(times - 1)} longer than"
     said = f"{theme.text(worst)} takes {longer} {theme.text(best)}"
@@ -173,12 +177,11 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
 
 def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
     """A schedule with the default costs; a chunk of v takes 1/v of the rank's time."""
-    actions = [str(action) for one in lists for action in one]
-    stages = 1 + max(int(re.split("[FBIW]", action)[0]) for action in actions)
-    halves = any("W" in action for action in actions)
+    lists, order = checked(lists)
+    halves = W in order.kind
     cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3, **seconds}
     cost = {"weight_grad": 1e-3, **cost} if halves else cost
-    return simulate(lists, **{k: t * len(lists) / stages for k, t in cost.items()})
+    return simulate(lists, **{k: t * order.ranks / order.stages for k, t in cost.items()})
 
 
 def _bubble_of(name: str, share: float) -> str:
