@@ -109,6 +109,8 @@ def test_bubble_formula_says_what_it_knows():
     assert bubble_formula("zb-h2", 4, 8, 1, 1, 1, 3) == 0.0  # less than nothing is nothing
     with pytest.raises(ValueError, match="'zb-h2'"):
         bubble_formula("dualpipe", 4, 8)
+    with pytest.raises(ValueError, match="F='1': not a number"):
+        bubble_formula("1f1b", 4, 8, F="1")
 
 
 def test_interleaved_with_one_stage_per_rank_is_not_1f1b_and_gpipe_on_one_rank_is_not_either():

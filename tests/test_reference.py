@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -232,6 +233,9 @@ def test_what_no_batch_or_optimizer_can_be_is_refused():
         pl.reference.train(SPEC, precision="fp8")
     with pytest.raises(ValueError, match="data='nowhere': does not exist"):
         pl.reference.train(SPEC, data="nowhere")
+    for clip_norm, why in ((0, "out of range"), ([1, 2], "2 numbers for 3 steps")):
+        with pytest.raises(ValueError, match=re.escape(f"clip_norm={clip_norm}: {why}")):
+            pl.reference.train(SPEC, steps=3, clip_norm=clip_norm)
 
 
 def test_a_loop_of_ones_own_on_ranks_is_the_training_of_one_process(text):

@@ -270,8 +270,9 @@ def test_traffic_says_which_bytes_no_formula_knows():
         ValueError, match="wire_bytes=801, but all_reduce of 800 bytes among 2 ranks"
     ):
         hand_made(plan=Plan(dp=2), calls=[row]).traffic()
-    with pytest.raises(ValueError, match="by='colour'"):
-        synthetic.report(2).traffic(by="colour")
+    for by in ("colour", None):
+        with pytest.raises(ValueError, match=f"by={by!r}: unknown choice"):
+            synthetic.report(2).traffic(by=by)
 
 
 def test_summary_shows_times_bytes_and_losses():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from paralab.experiment import run_under_torchrun
+from paralab.theory.tensor import linear_elements
 from paralab.theory.traffic import wire_bytes
 
 DGX = pl.Cluster.preset("dgx-a100")
@@ -245,6 +246,10 @@ def test_what_is_left_out_of_a_long_value_is_counted():
         (lambda: pl.Plan().place(None), "rank=None: not a whole number"),
         (lambda: pl.load(None), "path=None: not a path"),
         (lambda: pl.load("\0"), "path='.x00': cannot be opened: embedded null"),
+        (
+            lambda: linear_elements(pl.ModelSpec(**GOOD_MODEL), pl.Plan(), "foo"),
+            "role='foo': unknown choice",
+        ),
         (lambda: DGX.rate("FP16"), "precision='FP16': unknown choice"),
         (lambda: DGX.call("allreduce", 8.0, DGX.reach([0, 1])), "op='allreduce': unknown choice"),
         (lambda: DGX.copy_seconds("gpu", 8), "lane='gpu': unknown choice"),

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, illegal, real
 from paralab.data import Corpus
 from paralab.model import draws
 from paralab.model.step import Step
@@ -309,6 +309,13 @@ def train(
     which one overflows is left out (Micikevicius+ 2018, arXiv:1710.03740).
     """
     choice("precision", precision, tuple(DTYPES))
+    clips = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
+    if clips is clip_norm and len(clips) < steps:
+        why = f"{len(clips)} numbers for {steps} steps"
+        raise illegal("clip_norm", clip_norm, why, "a number above 0, or one for each step")
+    for most in clips:
+        if most is not None:
+            real("clip_norm", most, above=0.0)
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size}
     corpus = Corpus(data)  # type: ignore[arg-type]  # what is no text is refused
     feed = functools.partial(batches, spec, data=corpus, seed=seed, **sizes)

@@ -404,7 +404,8 @@ def copied(
 
 
 def _named(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
-    names = [choice("by", name, legal) for name in ([by] if isinstance(by, str) else by)]
+    several = isinstance(by, Iterable) and not isinstance(by, str)
+    names = [choice("by", name, legal) for name in (by if several else [by])]
     if not names:
         raise illegal("by", by, "nothing to split by", " | ".join(legal))
     return names

@@ -223,6 +223,7 @@ def bubble_formula(
     choice("name", name, tuple(SCHEDULES))
     p, m = whole("pp", pp, at_least=1), whole("microbatches", microbatches, at_least=1)
     v = whole("virtual_stages", virtual_stages, at_least=1)
+    F, B, W = (real(name, t, at_least=0.0) for name, t in {"F": F, "B": B, "W": W}.items())
     work = F + B + W
     idle = float(idle_seconds(p, m, v, p * work, work, (p - 1) * W)[name])
     idle = max(0.0, idle)  # in this order: -0.0 becomes 0.0

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from paralab.checks import choice
 from paralab.spec import ModelSpec, Plan
 
 # (inputs, outputs) of a linear layer, in h; the logits' are (1, V/h)
@@ -31,7 +32,7 @@ OUTWARD = ("proj", "down")  # they lead back to the residual stream
 
 def matrix(model: ModelSpec, role: str) -> tuple[int, int]:
     """(K, N) of a linear layer: "qkv", "proj", "up", "down", or "output", the logits."""
-    if role == "output":
+    if choice("role", role, (*ROLES, "output")) == "output":
         return model.hidden, model.vocab
     inputs, outputs = ROLES[role]
     return inputs * model.hidden, outputs * model.hidden
