@@ -155,8 +155,11 @@ def _plain(value: Any) -> Any:
         return dict(zip(value, _plain(list(value.values())), strict=True))
     if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":
         value = tuple(value)  # a torch.Size, or what torch.max returns: to read one takes torch
-    kind = type(value)
-    make = kind if kind in (list, tuple) else getattr(kind, "_make", None)  # of a named tuple
+    kind, make = type(value), None
+    if kind in (list, tuple):
+        make = kind
+    elif isinstance(value, tuple):
+        make = getattr(kind, "_make", None)  # of a named tuple
     if make is None or NUMBERS.issuperset(map(type, value)):
         return value
     return make(map(_plain, value))

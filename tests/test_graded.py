@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 import paralab as pl
 from paralab import cli
+from paralab.exercises import graded
 from paralab.exercises.graded import DEFINED_S, asked_for, grade
 
 ALL = tuple(pl.exercises.ALL.values())
 ANSWER = pl.exercises.model_states.solution().words
+SOLVED = sorted((Path(__file__).parents[1] / "labs" / "solutions").glob("[0-9]*.ipynb"))
+WORK = r"\bpl\.(run|observe|launch|trace|predict|plan_search)\(|\.check\("
 LOOPS = "def loop():\n    while True: pass\ndevices_needed = loop()"
 
 
@@ -50,6 +55,8 @@ def test_what_an_answer_needs_is_taken_from_any_cell_and_nothing_else_is_run(tmp
         "def up(x):\n    return math.ceil(x) * step",
         "raise SystemExit('this cell is not an answer')",
         "open('ran', 'w')",
+        "for x in (1,):\n    open('ran', 'w')",
+        "shown = [open('ran', 'w') for x in (1,)]",
         helped,
         "def broken(:",
     )
@@ -67,6 +74,17 @@ def test_an_answer_has_what_loops_fill_and_ifs_define_and_no_later_namesake(tmp_
     )
     row = judged(path)
     assert row["points"] == 1, row["verdict"]
+
+
+@pytest.mark.parametrize("path", SOLVED, ids=lambda path: path.stem)
+def test_nothing_is_run_for_an_answer_of_the_solutions(path):
+    """Runs and checks of other cells would take minutes."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(one["source"]) for one in cells if one["cell_type"] == "code"]
+    statements, broken = graded._statements(texts)
+    for exercise in (one for one in ALL if one.lab == path.name[:2]):
+        source = graded.needed(graded._until(exercise, texts, statements), asked_for(exercise))
+        assert not broken and not re.search(WORK, source), exercise.name
 
 
 def test_what_a_notebook_redefines_does_not_reach_the_checker(tmp_path):

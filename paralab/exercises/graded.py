@@ -15,6 +15,7 @@ import linecache
 import pickle
 import re
 import subprocess
+import symtable
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -94,11 +95,11 @@ def _said(
 def _until(
     exercise: Exercise, cells: Sequence[str], statements: Sequence[Statement]
 ) -> list[Statement]:
-    """Without those behind the exercise's last check that define again what was defined before."""
+    """Without those behind the exercise's last check that only define again what was defined."""
     call = f"exercises.{exercise.name}.check("
     last = max((at for at, text in enumerate(cells) if call in text), default=len(cells))
     before = {name for one in statements if one.cell <= last for name in one.defines}
-    return [one for one in statements if one.cell <= last or not one.defines & before]
+    return [one for one in statements if one.cell <= last or not one.defines <= before]
 
 
 def asked_for(exercise: Exercise) -> list[str]:
@@ -119,41 +120,42 @@ def _lab(name: str, texts: Sequence[tuple[str, str]], known: set[str], legal: st
 
 
 def _statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
-    """(every statement that defines something, what to say about cells that cannot be read)"""
+    """(every statement, what to say about cells that cannot be read)"""
     found, broken = [], ""
     for number, cell in enumerate(cells):
         lines = ["" if line.lstrip()[:1] in ("%", "!") else line for line in cell.splitlines()]
         text = "\n".join(lines)
         try:
-            body = ast.parse(text).body
+            named = [(node, _names(node)) for node in ast.parse(text).body]
         except SyntaxError as error:
             broken += f"; code cell {number + 1} cannot be read: {error.msg}, line {error.lineno}"
             continue
-        for node in body:
+        for node, names in named:
             source = ast.get_source_segment(text, node) or ""
             decorated = [f"@{ast.unparse(one)}" for one in getattr(node, "decorator_list", ())]
-            found.append(Statement(number, "\n".join([*decorated, source]), *_names(node)))
+            found.append(Statement(number, "\n".join([*decorated, source]), *names))
     return found, broken
 
 
 def _names(node: ast.stmt) -> tuple[frozenset[str], frozenset[str]]:
-    defines = set()
-    own = [node] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else ast.walk(node)
-    for one in own:  # what is within an "if" or a loop is defined as well
-        if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
-            defines.add(one.name)
-        elif isinstance(one, (ast.Import, ast.ImportFrom)):
-            defines |= {(name.asname or name.name).partition(".")[0] for name in one.names}
-        elif isinstance(one, (ast.Name, ast.Attribute, ast.Subscript)) and _stores(one):
-            while isinstance(one, (ast.Attribute, ast.Subscript)):  # table[key] = …
-                one = one.value
-            defines |= {one.id} if isinstance(one, ast.Name) else set()
-    uses = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    """What a statement defines or changes in the notebook, and what it takes from it: names that
+    are a function's own are neither.
+    """
+    table = symtable.symtable(ast.unparse(node), "notebook", "exec")
+    names, inner = table.get_symbols(), [*table.get_children()]
+    for one in inner:
+        inner += one.get_children()
+    defines = {n.get_name() for n in names if n.is_assigned() or n.is_imported()}
+    defines |= {n.get_name() for n in names if n.is_namespace()}  # functions and classes
+    uses = {n.get_name() for n in names if n.is_referenced()}
+    uses |= {n.get_name() for one in inner for n in one.get_symbols() if n.is_global()}
+    places = [] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else ast.walk(node)
+    for place in places:  # table[key] = ...
+        if isinstance(place, (ast.Attribute, ast.Subscript)) and isinstance(place.ctx, ast.Store):
+            while isinstance(place, (ast.Attribute, ast.Subscript)):
+                place = place.value
+            defines |= {place.id} if isinstance(place, ast.Name) else set()
     return frozenset(defines), frozenset(uses - defines)
-
-
-def _stores(place: ast.Name | ast.Attribute | ast.Subscript) -> bool:
-    return isinstance(place.ctx, ast.Store)
 
 
 def needed(statements: Sequence[Statement], names: Sequence[str]) -> str:

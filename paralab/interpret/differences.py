@@ -6,9 +6,9 @@
     + ALL_GATHER  shard → w over dp, before FORWARD  6 times, 3.34 MB  embedding, blocks.0 … head
 
 Instructions are equal if their lines are; where they stand matters only if equal ones have changed
-places. What is added, left out or moved, and what frees other values than before, is put together
-by what it does and which compute it is for: all blocks and micro-batches that it happens for share
-a line, in the order of the lists. Waits follow from the rest and are left out.
+places. What is added, left out or moved, and what keeps or frees other values than before, is put
+together by what it does and which compute it is for: all blocks and micro-batches that it happens
+for share a line, in the order of the lists. Waits follow from the rest and are left out.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paralab.checks import choice, illegal, real
+from paralab.checks import choice, illegal, real, whole
 from paralab.data import Corpus
 from paralab.model import draws
 from paralab.model.step import Step
@@ -214,6 +214,7 @@ class Stage(nn.Module):
         if spec.tied or spec.dropout:
             why = "a stage has neither the embedding of another one nor its masks"
             raise illegal("spec", spec, why, "tied=False and dropout=0.0")
+        whole("count", count, at_least=1, at_most=spec.layers)
         parts = partition(spec, count)
         if not 0 <= index < count:
             raise illegal("index", index, f"there are {count} stages", f"0 to {count - 1}")
@@ -233,6 +234,13 @@ class Stage(nn.Module):
 
 # ---- the training -------------------------------------------------------------------------------
 _library = functools.cache(Corpus)  # of Python's source, looked up once; other texts may change
+
+
+def _text(data: object) -> Corpus:
+    """A text as it is now, or as it was found when a training began."""
+    if isinstance(data, Corpus):
+        return data
+    return _library() if data is None else Corpus(data)  # type: ignore[arg-type]
 
 
 def batches(
@@ -260,10 +268,7 @@ def batches(
         raise illegal("vocab", spec.vocab, "text is read as bytes", "256 or more")
     if not 0 <= rank < ranks:
         raise illegal("rank", rank, f"there are ranks={ranks}", f"0 to {ranks - 1}")
-    corpus = data  # as it was found when a training began, or as it is now
-    if not isinstance(corpus, Corpus):
-        corpus = _library() if data is None else Corpus(data)  # type: ignore[arg-type]
-    found = []
+    corpus, found = _text(data), []
     samples = ranks * microbatches * microbatch_size
     sizes = {"size": microbatch_size, "global_batch": samples, "length": spec.seq_len}
     for k in range(rank * microbatches, (rank + 1) * microbatches):
@@ -317,8 +322,7 @@ def train(
         if most is not None:
             real("clip_norm", most, above=0.0)
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size}
-    corpus = Corpus(data)  # type: ignore[arg-type]  # what is no text is refused
-    feed = functools.partial(batches, spec, data=corpus, seed=seed, **sizes)
+    feed = functools.partial(batches, spec, data=_text(data), seed=seed, **sizes)
     gpt = GPT(spec, seed)
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())

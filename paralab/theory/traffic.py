@@ -47,7 +47,7 @@ def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> 
     """Bytes that member ``index`` of an n-member group sends for ``op`` on ``payload`` bytes.
 
     index, root are positions in the group, not global ranks. Raises ValueError on an unknown op, on
-    one that the group does not have, and on less than no bytes.
+    a position that the group does not have, and on less than no bytes.
     """
     choice("op", op, OPS)
     whole("n", n, at_least=1)

@@ -1,9 +1,9 @@
-"""A pipeline's timeline: the ideal above, the real beneath, and every bubble seen as one.
+"""A pipeline's timeline: the ideal above, the real beneath.
 
 One row per rank, one box per forward (F), backward (B, or its halves I and W), the micro-batch's
-number on it; later chunks of a rank's model are paler. Whatever is hatched is the bubble: a rank
-that waits for its neighbour, has not begun, or has nothing left to do while others still work. The
-margin has every rank's total.
+number on it; later chunks of a rank's model are paler. Where it is hatched a rank waits, has not
+begun, or has nothing left to do while others still work. The margin has every rank's idle share of
+T, the longest time of a rank from its first forward to its last backward (`metrics.idle_shares`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pipeline_timeline(
 ) -> Chart:
     """The step's boxes; above them, if ``ideal``, those of the same schedule with free links."""
     if ideal is None:  # where there is room, and where it is not theory already
-        drawn = len(metrics.reported_ranks(report)) if ranks is None else len(ranks)
+        drawn = len(boxes.chosen(report, step, ranks)[1])
         ideal = drawn <= ROOM and report.model is not None
     real = section(report, step=step, ranks=ranks, only=LANES if ideal else None, marked=True)
     share, said = metrics.step_bubble(report, real.step), [f"step {real.step}"]

@@ -448,7 +448,7 @@ view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 sa
 # ZeRO-3 saves memory only if *a part* of the model is gathered at a time. The fourth reason of
 # [fairscale's maintainer](https://github.com/facebookresearch/fairscale/issues/1050) is the model
 # wrapped as one unit. Here a unit is a block, and `prefetch` says how many are gathered ahead. The
-# sizes are those of [a thread in which memory rose with the number of
+# sizes are those of [a thread in which memory did not fall with more
 # GPUs](https://github.com/pytorch/pytorch/issues/104589): 40 layers and 3.4 billion parameters,
 # there 40 linear layers of 9216 × 9216, here a GPT.
 
@@ -475,11 +475,11 @@ print("all gathered:", gathered.reveal(sum(bars["8 devices, all blocks gathered"
 view.bytes_bars(bars, title="With all blocks gathered at once each device holds all weights")
 
 # %% [markdown]
-# That thread gives its numbers only as a screenshot, and here memory rises in neither case, so why
-# it rose there we cannot show. What the program says: with states sharded and blocks gathered one
-# by one, memory falls to nearly a quarter from 2 devices to 8 (29.2 GB to 8.61 GB; a quarter would
-# be 7.3 GB). Where it does not fall, look for what is whole: a unit that is
-# too large, or gathers that run ahead. FSDP1 limits these with `limit_all_gathers`; in FSDP2 the
+# That thread gives its numbers only as a screenshot, and here memory falls in both cases, so we
+# cannot show why it did not fall there. What the program says: with states sharded and blocks
+# gathered one by one, memory falls to nearly a quarter from 2 devices to 8 (29.2 GB to 8.61 GB; a
+# quarter would be 7.3 GB). Where it does not fall, look for what is whole: a unit that is too
+# large, or gathers that run ahead. FSDP1 limits these with `limit_all_gathers`; in FSDP2 the
 # modules that get `fully_shard` are the units.
 #
 # ## You added devices, but not to the group that shards
@@ -619,7 +619,7 @@ pd.DataFrame(sizes).T
 # `bucket_bytes`). Capped buffers add up as well, if every unit keeps one: [11,190 MB after
 # backward instead of 2 × 2,739](https://github.com/facebookresearch/fairscale/issues/627). The
 # cause was [a buffer per wrapped module](https://github.com/facebookresearch/fairscale/pull/633),
-# never freed. Programs here free theirs, as fairscale does since:
+# never freed. Programs here free theirs, as fairscale has done since then:
 
 # %%
 narrow = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=16)

@@ -415,7 +415,7 @@ for input_grad in (False, True):
 # %% [markdown]
 # f's all-reduce sums the gradient of the layer's *input*. In that example the input is data, which
 # needs none, so PyTorch leaves the message out. Inside a model the input comes from other layers,
-# and it is there.
+# so the message is sent.
 #
 # ## The logits stay where they are
 # The head's weight is cut by entries of the vocabulary, so rank r has the logits $z_v$ of its own

@@ -674,9 +674,10 @@ verdict
 # to the library's program for the same plan. Both send the same bytes. The picture has the wall
 # clock of this machine, so where ranks share cores they wait for a core, too. Hatched time is a
 # recorded wait; white time is neither computation nor a recorded wait. The library's column *idle*
-# counts both, from a rank's first forward to its last backward; the waits after that are for the
-# other axis. In your picture *compute* is what lies between the spans: mostly a `send` that waits
-# until its message is taken. Look for what your step waits for after the last backward.
+# counts both, of the longest time from a rank's first forward to its last backward; the waits after
+# that are for the other axis. Your picture calls *compute* whatever lies between the spans, which
+# here is mostly a `send` that waits until its message is taken. Look for what your step waits for
+# after the last backward.
 
 
 # %%

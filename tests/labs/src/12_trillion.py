@@ -177,9 +177,9 @@ view.bytes_bars(peaks, {"an A100": nodes.memory}, title=title)
 middle.reveal(reports["middle stage"].peaks()["dry run"]["total"] / GB)
 
 # %% [markdown]
-# The first stage has the highest peak: 64 micro-batches are in flight there, with the 64 of the
-# picture as with the 512 of the plan, and it holds the embedding. The last stage
-# has one micro-batch in flight, and a copy of the tied embedding as its head.
+# The first stage has the highest peak: 64 micro-batches are in flight there, whether the step has
+# 64, as in the picture, or 512, as in the plan. It also holds the embedding. The last stage has one
+# micro-batch in flight, and a copy of the tied embedding as its head.
 #
 # ## A rank sends in every block, at the end of its stage, and once per step
 # These are the instructions of rank 0 that send something for micro-batch 0. (The program has $m =
