@@ -48,7 +48,7 @@ test_a_schedule_that_misses_a_target_is_refused, test_right_ones_pass, test_its_
 def test_targets_whose_schedule_is_not_written_yet_are_left_open():
     verdict = TASK.check(FIRST)
     assert [row.ok for row in verdict.rows] == [True, None, None]
-    assert "more function to write" in repr(verdict)
+    assert "2 more functions to write" in repr(verdict)
 
 
 def test_the_third_target_has_1f1b_s_time_with_less_memory():
