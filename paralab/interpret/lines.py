@@ -252,9 +252,9 @@ class Line:
         return calls, self.when[flight == 2]
 
     def moving(self) -> np.ndarray:
-        """Seconds that calls are in flight, and of these beside work of the rank; that copies
-        between tiers are, and of these beside work. Calls within CALLs count once, next to others
-        in flight.                                                                              (4,)
+        """Seconds that calls are in flight, and of these while the rank works; that copies between
+        tiers are, and of these while it works. Calls within CALLs count once, next to others in
+        flight.                                                                                 (4,)
         """
         calls, jobs = self.in_flight
         work = self.worked(self.computes)
