@@ -21,7 +21,7 @@ def one_rank_receives_first(tensor):
         t = step - (n - 1) * half
         leaving, arriving = chunks[(r + half - t) % n], chunks[(r + half - t - 1) % n]
         into = arriving if half else buffer[: arriving.numel()]
-        first = r > 0  # one rank receives first, so the ring cannot stand still
+        first = r > 0  # one rank receives first, so the ring cannot deadlock
         if first:
             sent = dist.isend(leaving, (r + 1) % n)
         dist.recv(into, (r - 1) % n)

@@ -1,4 +1,4 @@
-"""Figures of tensor parallelism: blocks as they are dealt out, steps as a product goes, curves."""
+"""Figures of tensor parallelism: blocks as they are sharded, steps as a product goes, curves."""
 
 from __future__ import annotations
 

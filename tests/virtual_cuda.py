@@ -2,7 +2,7 @@
 
 Ranks are real processes and the arithmetic is real, on the CPU and over gloo; what is virtual is
 when it happens. `install` puts a `Device` in place of ``torch.cuda`` in a rank's process. What the
-rank launches goes to streams, as on a GPU, and the host never stands still for it. A stream is a
+rank launches goes to streams, as on a GPU, and the host never waits for it. A stream is a
 chain of nodes with durations that the test states; an event is a node; a call of NCCL is a node on
 its communicator's own stream that starts when all its members have come to theirs. `solve` puts the
 ranks' graphs together and finds every moment as a longest path.

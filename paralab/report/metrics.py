@@ -279,7 +279,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
 
     work           forward, backward, weight_grad spans
     optimizer      optimizer spans of the rank itself; an offloaded step is its host's
-    wait           the compute lane stood still for a collective
+    wait           the compute lane waited for a collective
     communication  at least one collective in flight (bookkeeping left out)
     hidden         of that, while the rank's compute lane did work of any kind, and no waiting
 

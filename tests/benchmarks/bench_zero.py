@@ -38,7 +38,7 @@ def sharded(lr: float = 1e-3) -> tuple[Any, Any]:
 
 
 def redundant(lr: float = 1e-3) -> tuple[Any, Any]:
-    """The model under DistributedDataParallel, its optimizer states dealt out."""
+    """The model under DistributedDataParallel, its optimizer states sharded."""
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
