@@ -339,6 +339,7 @@ def test_stages_one_after_the_other_are_the_model_cut_as_a_plan_cuts_it():
     for change, words in (({"tied": True}, "tied=False"), ({"dropout": 0.1}, "dropout=0.0")):
         with pytest.raises(ValueError, match=words):
             reference.Stage(spec.replace(**change), 0, 2)
-    for (index, count), words in {(2, 2): "index=2.*0 to 1", (0, 5): "count=5.*1 to 4"}.items():
+    refused = {(2, 2): "index=2.*0 to 1", (0, 5): "count=5.*1 to 4", (0, 0): "count=0.*1 to 4"}
+    for (index, count), words in refused.items():
         with pytest.raises(ValueError, match=words):
             reference.Stage(spec, index, count)

@@ -599,7 +599,8 @@ def test_bytes_are_stacked_by_category_in_fixed_order_and_colours():
 
 def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     chart = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9, "cluster": 64e12})
-    assert {line.x0 for line in chart.layout.shapes} == {80.0}
+    edged = [(80.0, "solid"), (80.0, "dash")]  # paper behind the dashes: seen on a dark bar
+    assert [(line.x0, line.line.dash) for line in chart.layout.shapes] == edged
     assert "cluster: 64 TB, far beyond this axis" in below(chart)
     assert "<b>A100</b>: 80 GB" in {a.text for a in chart.layout.annotations}
     over = view.bytes_bars({"7.5 B": STATES}, {"A100": 80e9})
