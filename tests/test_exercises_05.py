@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pandas as pd
+import pytest
+
 import bad_answers_05 as bad
 import paralab as pl
 from judged import Table, altered
+from paralab.exercises import prefetch
 
 ZERO3 = pl.exercises.my_zero3
 
@@ -90,6 +94,15 @@ LATE = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 PREFETCHES = Table(AHEAD, LATE, [bad.LearnsTheOrder])
 test_a_wrong_prefetch_is_refused, test_a_right_prefetch_passes, test_the_stub = PREFETCHES.tests()
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_a_unit_that_does_not_wait_for_its_gather_is_named_whatever_comes_out(waits_first):
+    gathers = pd.DataFrame({"span": [0], "wire_bytes": [prefetch.SENT]})
+    kinds = ("wait", "forward") if waits_first else ("forward", "wait")
+    spans = pd.DataFrame({"id": [1, 2], "kind": kinds, "chunk": 1, "after": [(0,), (0,)]})
+    said = prefetch._early(spans, gathers, spans[spans["kind"] == "forward"])
+    assert said == "" if waits_first else said.startswith("the forward of unit 1 begins when its ")
 
 
 def test_the_exposed_time_of_a_prefetch_is_that_of_the_stated_costs():

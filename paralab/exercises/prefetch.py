@@ -31,6 +31,7 @@ WITHOUT_S = 3 * UNITS * MESSAGE_S  # two gathers and a reduce-scatter of each un
 LIMIT_S = WITHOUT_S / 2
 
 GATHERS, EXPOSED = "gathers", "exposed time"
+EARLY = "a unit has computed before its parameters had arrived"
 REQUIRED = zero3.REQUIRED | {
     zero3.WEIGHTS: "N = 3: after 2 steps of SGD those of one process, on every rank",
     zero3.PEAK: f"tensors: at most {zero3.UNITS + 1} units, one more than without prefetch",
@@ -72,17 +73,19 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
 
 def _look(notes: Notes, found: Found) -> None:
     for step, (out, right) in enumerate(found.results[0]):
-        wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; a unit "
-        wrong += "has computed before its parameters had arrived, or with wrong ones"
+        wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; {EARLY}"
         if abs(out - right) > 1e-4 * right:  # what is right is said of the weights of a training
-            notes.look(zero3.WEIGHTS, wrong, "")
-    notes.where = ""
+            notes.look(zero3.WEIGHTS, f"{wrong}, or with wrong ones", "")
 
     spans = found.report.spans.query("rank == 0")
     calls = found.report.collectives.query("rank == 0")
     work = spans[spans["kind"].isin(("forward", "backward")) & (spans["chunk"] > 0)]
     work = work.sort_values("id")
     gathers = calls[calls["op"] == "all_gather"]
+    if early := _early(spans, gathers, work):
+        notes.look(zero3.WEIGHTS, early, "")
+    notes.where = ""
+
     last = calls["phase"] == f"step {STEPS - 1}"
     units = gathers["wire_bytes"][last].sum() / SENT
     few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
@@ -98,6 +101,23 @@ def _look(notes: Notes, found: Found) -> None:
     seconds = timed["end"].max() - timed["start"][first]
     exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
     notes.at_most(EXPOSED, exposed, LIMIT_S, ms, _why(spans, gathers, work))
+
+
+def _early(spans: Any, gathers: Any, work: Any) -> str:
+    """The first unit that computes while its own gather has not been waited for, if there is one.
+
+    Its output does not say it in every run: the gather may be over by chance, or the parameters
+    may be in the memory still.
+    """
+    waits, turns = spans[spans["kind"] == "wait"], 0
+    for place, one in enumerate(work.itertuples()):
+        turns += (one.kind, one.chunk) == ("backward", UNITS)  # it may be kept from its forward
+        over = {id for ids in waits["after"][waits["id"] < one.id] for id in ids}
+        arrived = gathers["wire_bytes"][gathers["span"].isin(over)].sum() / SENT
+        begun = gathers["wire_bytes"][gathers["span"] < one.id].sum() / SENT
+        if arrived < min(begun, place + 1 - turns):
+            return f"the {one.kind} of unit {one.chunk} begins when its gather is not over: {EARLY}"
+    return ""
 
 
 def _why(spans: Any, gathers: Any, work: Any) -> str:
