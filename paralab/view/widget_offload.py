@@ -168,7 +168,8 @@ class Offload(Steps):
             needed = SHARE / (1 - SHARE) * moved / work
             title += f"; by the formula {theme.percent(SHARE)} take {in_speed(needed)}"
         chart = algorithms(curves, found, title=title, axes=AXES)
-        chart.said_below("nothing overlaps: ZeRO-Infinity, eq. 6" * bool(moved))
+        counted = "nothing overlaps: ZeRO-Infinity, eq. 6, of the disk; predicted: the host's link, too"
+        chart.said_below(counted * bool(moved))
         low = 10 ** chart.layout.yaxis.range[0]
         word, line = drop(disk, low, predicted[disk], in_speed(disk))
         return chart.draw([rings("chosen", [(disk, predicted[disk])])], [word], [line])

@@ -58,7 +58,8 @@ view.blocks(grid)
 # 1997](https://doi.org/10.1002/(SICI)1096-9128(199704)9:4%3C255::AID-CPE250%3E3.0.CO;2-2)) sends
 # them one at a time. In step l the ranks of column l broadcast their $X_{il}$ along their rows,
 # the ranks of row l broadcast their $W_{lj}$ along their columns, and every rank adds one product
-# to its $Y_{ij}$. Move the slider, or press play (the second picture shows the second step):
+# to its $Y_{ij}$. Move the slider, or press play (the second picture shows the second step; blocks
+# that are not sent in a step are pale):
 
 # %%
 view.multiplication(grid)
@@ -180,7 +181,7 @@ view.multiplication(deep, step=1)
 # %% [markdown]
 # **3D** arranges the ranks as a cube of q × q × q. X is gathered along one side, W along another,
 # every rank multiplies once, and Y is reduced and scattered along the third side. In the pictures
-# below {0, 2} gather X, {0, 4} gather W, and {0, 1} add Y:
+# below {0, 2} gather X, {0, 4} gather W, and {0, 1} add Y. What has no part in a step is pale:
 
 # %%
 cube = pl.Plan(tp=8, tp_mode="3d", microbatch_size=4)

@@ -298,9 +298,9 @@ factor.reveal(sent["as here (GB)"]["rank 0"] / sent["with scatter/gather (GB)"][
 # compute.
 #
 # ## Bytes do not tell seconds
-# On average over all ranks, most of which are on middle stages, ten times as many bytes stay inside
-# a node as leave it. A link inside a node carries 229 GB/s, and a port between nodes 24 GB/s. How
-# many times as long do the bytes inside a node take?
+# On average over all ranks, most of which are on middle stages, and without scatter/gather, ten
+# times as many bytes stay inside a node as leave it. A link inside a node carries 229 GB/s, and a
+# port between nodes 24 GB/s. How many times as long do the bytes inside a node take?
 
 # %%
 longer = pl.exercises.guess("times as long", low=0, high=20)
