@@ -168,8 +168,9 @@ class Offload(Steps):
             needed = SHARE / (1 - SHARE) * moved / work
             title += f"; by the formula {theme.percent(SHARE)} take {in_speed(needed)}"
         chart = algorithms(curves, found, title=title, axes=AXES)
-        counted = "nothing overlaps: ZeRO-Infinity, eq. 6, of the disk; predicted: the host's link, too"
-        chart.said_below(counted * bool(moved))
+        if moved:
+            formulas = "ZeRO-Infinity, eq. 6, with the disk's bytes alone; predicted has every link"
+            chart.said_below(f"the other two: {formulas}")
         low = 10 ** chart.layout.yaxis.range[0]
         word, line = drop(disk, low, predicted[disk], in_speed(disk))
         return chart.draw([rings("chosen", [(disk, predicted[disk])])], [word], [line])
