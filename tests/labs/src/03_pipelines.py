@@ -139,7 +139,7 @@ guess.reveal(100 * 3 / (12 + 3))
 # the **replay**: the same times, each rank on a device of its own, and links that take time.
 
 # %%
-report = pl.run(model, plan, steps=7, progress=False)
+report = pl.run(model, plan, steps=3, progress=False)
 report
 
 # %% tags=["measured"]
@@ -276,8 +276,9 @@ memory
 # second has 1F1B's share of GPipe's next to the formula's:
 
 # %%
+settings = {"steps": 2, "optimizer": "sgd", "progress": False}
 runs = {
-    name: pl.run(model, plan.replace(schedule=name, microbatches=8), steps=3, progress=False)
+    name: pl.run(model, plan.replace(schedule=name, microbatches=8), **settings)
     for name in ("gpipe", "1f1b")
 }
 held = {
@@ -336,8 +337,8 @@ messages
 rows = []
 for v, name in ((1, "1f1b"), (2, "interleaved")):
     chosen = plan.replace(schedule=name, microbatches=8, virtual_stages=v)
-    run = runs[name] if name in runs else pl.run(model, chosen, steps=3, progress=False)
-    sends = run.collectives.query("step == 2 and op == 'send'")
+    run = runs[name] if name in runs else pl.run(model, chosen, **settings | {"steps": 1})
+    sends = run.collectives.query("step == 0 and op == 'send'")
     row = {"v": v, "messages": len(sends), "2 m (pv-1)": 2 * 8 * (4 * v - 1)}
     row |= {"MB": sends["wire_bytes"].sum() / 1e6, "bubble, formula": 3 / (v * 8 + 3)}
     simulated = pipeline.simulate(run.plan.actions(), forward=1 / v, backward=2 / v)
@@ -498,7 +499,7 @@ pl.run(model, two, steps=2, progress=False)
 # that are wrong by a constant factor:
 
 # %%
-proof = {"optimizer": "sgd", "steps": 3, "keep_state": True, "progress": False}
+proof = {"optimizer": "sgd", "steps": 2, "keep_state": True, "progress": False}
 small = model.replace(hidden=64)
 alone = pl.run(small, pl.Plan(microbatches=4), **proof)
 for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
@@ -591,7 +592,7 @@ pl.exercises.pipeline_executor.check(pipeline_step_ahead)
 
 
 # %%
-def train(model, lists, microbatches, steps=4):
+def train(model, lists, microbatches, steps=2):
     import torch.distributed as dist
 
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -610,7 +611,8 @@ def train(model, lists, microbatches, steps=4):
 
 lists = [[f"{a.kind}{a.microbatch}" for a in row] for row in schedules.one_f_one_b(4, 8)]
 first = "write pipeline_step first"
-yours = pl.observe(train, ranks=4, args=(model, lists, 8)) if verdict else first
+how = {"ranks": 4, "memory_steps": 1}  # bytes are counted in the first step, seconds in the second
+yours = pl.observe(train, args=(model, lists, 8), **how) if verdict else first
 yours
 
 # %% tags=["measured"]
@@ -618,8 +620,7 @@ title = "Your executor runs 1F1B: rank r has 4 − r forwards before its first b
 yours.timeline().titled(title) if verdict else yours
 
 # %%
-settings = {"steps": 4, "optimizer": "sgd", "progress": False}
-library = pl.run(model, plan.replace(schedule="1f1b", microbatches=8), **settings)
+library = runs["1f1b"]  # the same plan, trained with SGD as well
 
 
 def next_to_ours(report, losses):
@@ -697,7 +698,7 @@ pl.exercises.interleaved_executor.check(interleaved_step_posted)
 
 
 # %%
-def with_torch(model, kind, chunks, microbatches, steps=4):
+def with_torch(model, kind, chunks, microbatches, steps=2):
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, schedules
@@ -722,7 +723,7 @@ def with_torch(model, kind, chunks, microbatches, steps=4):
     return means
 
 
-torch_1f1b = pl.observe(with_torch, ranks=4, args=(model, "Schedule1F1B", 1, 8))
+torch_1f1b = pl.observe(with_torch, args=(model, "Schedule1F1B", 1, 8), **how)
 next_to_ours(torch_1f1b, torch_1f1b.results[3])
 
 # %% tags=["measured"]
@@ -738,7 +739,8 @@ torch_1f1b.timeline().titled(title)
 # the formula says, too:
 
 # %%
-torch_interleaved = pl.observe(with_torch, ranks=4, args=(model, "ScheduleInterleaved1F1B", 2, 8))
+interleaved = (model, "ScheduleInterleaved1F1B", 2, 8, 1)  # one step: the bytes are all we ask for
+torch_interleaved = pl.observe(with_torch, ranks=4, args=interleaved, memory_steps=0)
 pd.DataFrame(
     {
         "torch": torch_interleaved.traffic()["bytes"],
