@@ -33,7 +33,7 @@ from paralab import view
 
 pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 model = pl.ModelSpec(layers=6, hidden=128, heads=4, seq_len=128, attention="explicit")
-report = pl.run(model, pl.Plan(microbatch_size=8), steps=4, progress=False)
+report = pl.run(model, pl.Plan(microbatch_size=8), steps=2, progress=False)
 report.memory_chart()
 
 # %% [markdown]
@@ -207,7 +207,7 @@ full_guess
 
 # %% tags=["measured"]
 recomputed = {
-    name: pl.run(model, eight.replace(recompute=kind), steps=6, progress=False)
+    name: pl.run(model, eight.replace(recompute=kind), steps=3, progress=False)
     for name, kind in (("all kept", "none"), ("selective", "selective"), ("full", "full"))
 }
 view.memory_charts(recomputed, title="Recomputation lowers the peak, and moves it")
