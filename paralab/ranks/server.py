@@ -56,11 +56,12 @@ ESSENTIAL = (
 # What torch's optimizers import at first use, its compiler: 1.4 s in every rank if not shared.
 # Loaded before the first launch that trains.
 TO_TRAIN = ("torch._dynamo",)
-# What DDP, FSDP and the profiler import at first use, and all of the above in smaller pieces: 75 MB
-# in every rank if not shared. Loaded while no launch runs, in pieces below 0.4 s, so a first launch
-# does not pay for it. A rank that uses a piece that failed tries again, and the error is raised
-# there.
+# What ranks of an exercise's check import, and what DDP, FSDP and the profiler import at first use,
+# and all of the above in smaller pieces: 75 MB in every rank if not shared. Loaded while no launch
+# runs, in pieces below 0.4 s, so a first launch does not pay for it. A rank that uses a piece that
+# failed tries again, and the error is raised there.
 WHEN_IDLE = (
+    "paralab.exercises.watched",
     "sympy",
     "torch.fx.experimental.symbolic_shapes",
     "torch._inductor.config",
