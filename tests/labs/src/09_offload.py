@@ -380,14 +380,14 @@ for name, run in runs.items():
 
 # %% [markdown]
 # ## The largest model that fits
-# How many blocks of a GPT does a device of 64 MB train without offload, and how many with it? The
+# How many blocks of a GPT does a device of 16 MB train without offload, and how many with it? The
 # program says how many fit; a training step with this memory limit confirms it:
 
 # %%
 from bisect import bisect  # how many of 1, 2, 3, ... blocks are within the limit
 
-deep = pl.ModelSpec(layers=8, hidden=256, heads=4, seq_len=64)
-limit, one = 64 * 10**6, pl.Plan(microbatch_size=1, bucket_bytes=2**20)
+deep = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=32)
+limit, one = 16 * 10**6, pl.Plan(microbatch_size=1, bucket_bytes=2**18)
 ways = {
     "without": one,
     "ZeRO-Offload": one.replace(zero_stage=2, offload="cpu"),
