@@ -33,6 +33,8 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]  # two (setting, value), in the o
 
 MAX_RANKS = 8
 SEEDS = 2  # plans that are tried for each one taken
+DRAW = 7  # of some hundred draws, one whose list is short, cheap and rich in threes
+START = 192  # of a plan, in the unit of `cost`
 SIZES = {"hidden": 44, "heads": 4, "seq_len": 24, "vocab": 260}
 ALWAYS = {"microbatch_size": 2, "bucket_bytes": 40_000}  # several buckets and units
 OF_MODEL = ("layers", "tied", "dropout")
@@ -213,7 +215,7 @@ def each_value() -> list[Case]:
 def chosen() -> list[dict[str, Any]]:
     """The values of the list's plans."""
     possible, _ = _possible()
-    left, taken, draw = dict(possible), [], random.Random(0)
+    left, taken, draw = dict(possible), [], random.Random(DRAW)
     while left:
         seeds = draw.sample(list(left), min(SEEDS, len(left)))
         wanted = Counter(itertools.chain.from_iterable(left))
@@ -222,7 +224,7 @@ def chosen() -> list[dict[str, Any]]:
         taken.append(best)
         for pair in pairs(best):
             left.pop(pair, None)
-    return _without_the_superfluous(taken, possible)
+    return _as_cheap_as_can_be(taken, possible)
 
 
 @functools.cache
@@ -263,28 +265,50 @@ def _grow(
 
 
 def _worth(values: Values, left: Mapping[Pair, Any]) -> float:
-    """Pairs that are new, over what it costs: starting a plan, and its ranks."""
+    """Pairs that are new, over what it costs: starting a plan, and its training."""
     return _share(pairs(values), left, values)
 
 
 def _share(found: Iterable[Any], left: Collection[Any], values: Values) -> float:
-    ranks = values["dp"] * values["tp"] * values["pp"]
-    return sum(one in left for one in found) / (16 + ranks)
+    return sum(one in left for one in found) / (START + cost(values))
 
 
-def _without_the_superfluous(
+def cost(values: Values) -> float:
+    """Of a training: its ranks, and the calls of all layers, of which tensor parallelism makes the
+    most. A single micro-batch is no bargain: a schedule has nothing to order then.
+    """
+    calls = 1.0 if values["tp"] == 1 else 2.5 if values["tp_mode"] == "1d" else 5.0
+    lanes = values["dp"] * values["tp"]
+    passes = lanes * values["layers"] * max(values["microbatches"], 2)
+    return 1.5 * lanes * values["pp"] + calls * passes
+
+
+def _as_cheap_as_can_be(
     taken: list[dict[str, Any]], wanted: Mapping[Pair, Any]
 ) -> list[dict[str, Any]]:
-    """Later plans may cover all that an earlier one was taken for."""
+    """The same pairs for less, from the dearest plan on: other plans may have all that one was
+    taken for, and what it alone has may be in a cheaper one too.
+    """
     count = Counter(pair for values in taken for pair in pairs(values))
     kept = []
-    for values in taken:
-        mine = [pair for pair in pairs(values) if pair in wanted]
-        if all(count[pair] > 1 for pair in mine):
-            count.subtract(mine)
-        else:
-            kept.append(values)
+    for values in sorted(taken, key=cost, reverse=True):
+        alone = {pair for pair in pairs(values) if pair in wanted and count[pair] == 1}
+        count.subtract(pairs(values))
+        if alone:
+            kept.append(_cheapest(values, alone))
+            count.update(pairs(kept[-1]))
     return kept
+
+
+def _cheapest(values: dict[str, Any], alone: Collection[Pair]) -> dict[str, Any]:
+    """The plan that is left when one setting after the other has its value that saves the most; the
+    pairs ``alone`` stay at work.
+    """
+    others = [{**values, name: other} for name, some in SETTINGS.items() for other in some]
+    cheaper = (one for one in sorted(others, key=cost) if cost(one) < cost(values))
+    legal = (one for one in cheaper if alone <= set(pairs(one)) and not refusal(one))
+    found = next(legal, None)
+    return values if found is None else _cheapest(found, alone)
 
 
 if __name__ == "__main__":
