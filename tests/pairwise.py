@@ -275,7 +275,7 @@ def _share(found: Iterable[Any], left: Collection[Any], values: Values) -> float
 
 def cost(values: Values) -> float:
     """Of a training: its ranks, and the calls of all layers, of which tensor parallelism makes the
-    most. A single micro-batch is no bargain: a schedule has nothing to order then.
+    most. A single micro-batch counts as two: with it a schedule has nothing to order.
     """
     calls = 1.0 if values["tp"] == 1 else 2.5 if values["tp_mode"] == "1d" else 5.0
     lanes = values["dp"] * values["tp"]
@@ -286,8 +286,8 @@ def cost(values: Values) -> float:
 def _as_cheap_as_can_be(
     taken: list[dict[str, Any]], wanted: Mapping[Pair, Any]
 ) -> list[dict[str, Any]]:
-    """The same pairs for less, from the dearest plan on: other plans may have all that one was
-    taken for, and what it alone has may be in a cheaper one too.
+    """The same pairs for less, from the most expensive plan on: other plans may have all that one
+    was taken for, and what it alone has may be in a cheaper one too.
     """
     count = Counter(pair for values in taken for pair in pairs(values))
     kept = []

@@ -1,4 +1,4 @@
-"""The model is cut into contiguous stages, each with a block, the dearest as cheap as can be."""
+"""Contiguous stages, each with a block, the most expensive of them as cheap as can be."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_several_pipelines_stand_under_one_another_and_say_what_they_share():
     assert any(text.startswith("<b>GPipe</b> · bubble") for text in said)
     assert any(text.startswith("<b>interleaved 1F1B, v=2</b> · bubble") for text in said)
     assert "p=4, m=8" in figure.below
-    assert figure.finding.startswith("GPipe takes ")  # these links make messages dear
+    assert figure.finding.startswith("GPipe takes ")  # these links make messages expensive
 
 
 def test_there_is_room_for_an_ideal_up_to_sixteen_ranks_and_by_choice():

@@ -87,11 +87,11 @@ def _look(notes: Notes, found: Found) -> None:
     notes.where = ""
 
     last = calls["phase"] == f"step {STEPS - 1}"
-    units = gathers["wire_bytes"][last].sum() / SENT
+    units = _units(gathers, last)
     few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
     notes.look(GATHERS, few if units < 2 * UNITS - 1 else "", f"{units:g} in a step")
     for place, one in enumerate(work.itertuples()):
-        ahead = gathers["wire_bytes"][gathers["span"] < one.id].sum() / SENT - (place + 1)
+        ahead = _units(gathers, gathers["span"] < one.id) - (place + 1)
         many = f"{ahead:g} units are gathered ahead when unit {one.chunk} begins its {one.kind}"
         notes.look(GATHERS, many if ahead > 1 else "", f"{units:g} in a step")
 
@@ -109,23 +109,30 @@ def _early(spans: Any, gathers: Any, work: Any) -> str:
     Its output does not say it in every run: the gather may be over by chance, or the parameters
     may be in the memory still.
     """
-    waits, turns = spans[spans["kind"] == "wait"], 0
+    turns = 0
     for place, one in enumerate(work.itertuples()):
         turns += (one.kind, one.chunk) == ("backward", UNITS)  # it may be kept from its forward
-        over = {id for ids in waits["after"][waits["id"] < one.id] for id in ids}
-        arrived = gathers["wire_bytes"][gathers["span"].isin(over)].sum() / SENT
-        begun = gathers["wire_bytes"][gathers["span"] < one.id].sum() / SENT
-        if arrived < min(begun, place + 1 - turns):
+        arrived = _units(gathers, gathers["span"].isin(_waited_for(spans, one.id)))
+        if arrived < min(_units(gathers, gathers["span"] < one.id), place + 1 - turns):
             return f"the {one.kind} of unit {one.chunk} begins when its gather is not over: {EARLY}"
     return ""
 
 
 def _why(spans: Any, gathers: Any, work: Any) -> str:
     """The first unit of the last step whose computation hides no gather."""
-    waits = spans[spans["kind"] == "wait"]
     for one in work.iloc[-2 * UNITS :].itertuples():
-        over = {id for ids in waits["after"][waits["id"] < one.id] for id in ids}
-        in_flight = set(gathers["span"][gathers["span"] < one.id]) - over
+        in_flight = set(gathers["span"][gathers["span"] < one.id]) - _waited_for(spans, one.id)
         if not in_flight and one.chunk != {"forward": UNITS, "backward": 1}[one.kind]:
             return f": no gather is in flight during the {one.kind} of unit {one.chunk}"
     return ""
+
+
+def _units(gathers: Any, which: Any) -> float:
+    """How many units these gathers bring, by their bytes."""
+    return gathers["wire_bytes"][which].sum() / SENT
+
+
+def _waited_for(spans: Any, before: int) -> set[int]:
+    """The calls whose waits were begun before this span."""
+    waits = spans[(spans["kind"] == "wait") & (spans["id"] < before)]
+    return {id for ids in waits["after"] for id in ids}
