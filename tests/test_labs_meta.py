@@ -29,6 +29,7 @@ import pytest
 import build
 import paralab as pl
 import strict_nbval
+from browser import chromium
 from lab_outputs import PLOTLY, PNG, canonical_figure, structure
 from paralab.exercises import sources
 
@@ -202,7 +203,8 @@ def harness(tmp_path_factory) -> SimpleNamespace:
     for cell, mutation in zip(of_mutation, MUTATIONS.values(), strict=True):
         mutation.change(cell)
     killed.cells = killed.cells[:4]
-    killed.cells[2].source = "import os\nos.kill(os.getpid(), 9)"
+    killed.cells[1].source = "import os"  # nothing is drawn there
+    killed.cells[2].source = "os.kill(os.getpid(), 9)"
     for name, notebook in (("mutated", mutated), ("killed", killed)):
         nbformat.write(notebook, folder / f"{name}.ipynb")
     cell = nbformat.v4.new_code_cell("x = 1", execution_count=1)
@@ -332,22 +334,23 @@ def built(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def no_pictures() -> str | None:
-    """Why none can be drawn here."""
-    return build.picture_trouble()
+def found() -> str | None:
+    """The browser that draws pictures here, if there is one."""
+    return chromium.find()
 
 
 @pytest.fixture(scope="module")
-def again(tmp_path_factory, no_pictures) -> Path:
+def again(tmp_path_factory, found) -> Path:
     """The notebook of LAB in a third folder, with pictures if there is a browser."""
     folder = tmp_path_factory.mktemp("again")
     with pytest.MonkeyPatch.context() as patch:
         script = labs_in(folder, patch)
-        patch.setattr(build, "picture_trouble", lambda: None)  # it has just been asked
-        if no_pictures:
-            build.build(script, folder / "00_twice.ipynb", pictures=False)
-        else:
+        patch.setattr(build, "picture_trouble", lambda: None)  # the picture itself says whether
+        if found:
+            patch.setenv("BROWSER_PATH", found)
             assert build.main([]) == 0
+        else:
+            build.build(script, folder / "00_twice.ipynb", pictures=False)
     return folder / "00_twice.ipynb"
 
 
@@ -414,9 +417,9 @@ def test_without_chromium_the_builder_says_what_to_install(lab, monkeypatch, cap
     assert not list(lab.parent.parent.glob("*.ipynb"))
 
 
-def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell(again, no_pictures):
-    if no_pictures:
-        pytest.skip(f"only `make labs` draws pictures, and there is no browser here: {no_pictures}")
+def test_every_figure_is_stored_with_a_picture_as_wide_as_a_cell(again, found):
+    if not found:
+        pytest.skip("only `make labs` draws pictures, and there is no browser here")
     data = nbformat.read(again, as_version=4).cells[1].outputs[0].data
     picture = base64.b64decode(data[PNG])
     assert PLOTLY in data and struct.unpack(">I", picture[16:20]) == (830,)
