@@ -30,11 +30,13 @@ class Notebook:
 
     wrong  what the page itself complained of: console errors, uncaught exceptions, requests to
            anywhere but loopback
+    ran    whether any cell has been run in its kernel
     """
 
     def __init__(self, browser: BrowserContext, server: Server, name: str) -> None:
         self.server, self.name = server, name
         self.wrong: list[str] = []
+        self.ran = False
         self.page: Page = browser.new_page()
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         self.page.add_init_script(path=Path(__file__).with_name("page.js"))
@@ -66,12 +68,14 @@ class Notebook:
 
         otherwise  the message, or a function that makes it
         """
-        deadline = time.monotonic() + seconds
+        begun = time.monotonic()
         while not (found := condition()):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > seconds:
                 message = otherwise() if callable(otherwise) else otherwise
                 raise AssertionError(f"after {seconds:.0f} s: {message}")
-            self.page.wait_for_timeout(50)  # lets the page's events in
+            # Lets the page's events in. What takes long is asked for less often, as to ask is work.
+            self.page.wait_for_timeout(min(max(50, 100 * waited), 200))
         return found
 
     def open(self) -> None:
@@ -80,13 +84,23 @@ class Notebook:
         self._until_ready()
 
     def turn_to(self, name: str) -> None:
-        """Leave it as it is stored, end its kernel, and open another one in its place."""
+        """Leave it as it is stored, and open another one in its place.
+
+        A kernel that has run nothing is as good as a new one, and becomes that of the other one.
+        Any other is ended.
+        """
         before, self.name = self._sessions(), name
-        self.wrong.clear()
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
-        self.page.evaluate("(path) => lab.turnTo(path)", name)
+        self.ask("leave")
+        self.wrong.clear()
+        if not self.ran:
+            self._move(before)
+        self.ask("turnTo", name)
         self._until_ready()
-        self._end(before)
+        if self.ran:
+            self._end(before)
+        self.ran = False
+        assert len(self._sessions()) == 1, f"{self.name} is not alone in having a kernel"
 
     def _until_ready(self) -> None:
         known = lambda what: self.page.evaluate(f"() => window.lab?.{what}()")  # noqa: E731
@@ -99,6 +113,7 @@ class Notebook:
 
     def run_all(self, timeout: float = HANG_S) -> None:
         """Run → Run All Cells; returns when the last cell, and every figure, is there."""
+        self.ran = True
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
         self.wait(lambda: self.ask("ended"), timeout, self._unfinished)
@@ -121,6 +136,7 @@ class Notebook:
 
         What it showed before goes first: a stored count may be the very one that it gets now.
         """
+        self.ran = True
         self.page.evaluate(
             "(i) => { const p = jupyterapp.shell.currentWidget; p.content.activeCellIndex = i;"
             " p.content.deselectAll(); p.content.activeCell.model.clearExecution();"
@@ -147,7 +163,10 @@ class Notebook:
         self.ask("write", index, source)
 
     def cells(self) -> list[dict[str, Any]]:
-        """Every cell: index, type, source, tags, count, outputs, and whether it waits or runs."""
+        """Every cell: index, type, source, tags, count, outputs, and whether it waits or runs.
+
+        Of an output's data there are the ``types`` alone.
+        """
         return self.ask("state")
 
     def text(self, index: int) -> str:
@@ -213,6 +232,12 @@ class Notebook:
 
     def _sessions(self) -> list[str]:
         return [session["id"] for session in self.server.request("api/sessions")]
+
+    def _move(self, sessions: list[str]) -> None:
+        """Name them after this notebook: JupyterLab takes the session of a name that there is."""
+        for session in sessions:
+            named = {"path": self.name, "name": self.name}
+            self.server.request(f"api/sessions/{session}", method="PATCH", body=named)
 
     def _end(self, sessions: list[str]) -> None:
         for session in sessions:

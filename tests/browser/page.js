@@ -25,15 +25,21 @@ window.lab = (() => {
     return context?.isReady && context.session?.kernel?.status === "idle" && cells().length > 0;
   };
 
-  // Another notebook in the place of the one that is shown.
+  // Put away the notebook that is shown, and let it say all that it has to say to that.
+  const leave = async () => {
+    panel().dispose();
+    await new Promise((done) => setTimeout(done));
+    said.length = 0;
+  };
+
+  // Another notebook in its place.
   const turnTo = async (path) => {
     const { shell, commands } = window.jupyterapp;
-    said.length = 0;
-    shell.currentWidget.dispose();
     shell.activateById((await commands.execute("docmanager:open", { path })).id);
   };
 
-  // One entry per cell: what the model holds, and whether the page says that it waits or runs.
+  // One entry per cell: what the model holds, and whether the page says that it waits or runs. Of
+  // what an output has for each of its types, which can be megabytes, the types alone.
   const state = () =>
     cells().map((widget, index) => {
       const cell = widget.model.sharedModel.toJSON();
@@ -43,7 +49,10 @@ window.lab = (() => {
         source: Array.isArray(cell.source) ? cell.source.join("") : cell.source,
         tags: cell.metadata?.tags ?? [],
         count: cell.execution_count ?? null,
-        outputs: cell.outputs ?? [],
+        outputs: (cell.outputs ?? []).map(({ data, ...output }) => ({
+          ...output,
+          types: Object.keys(data ?? {}),
+        })),
         waits: waits(widget),
       };
     });
@@ -149,6 +158,19 @@ window.lab = (() => {
     return found;
   };
 
+  // Cells that do not show what they store: they have fewer pictures, which are images or figures, or
+  // one that is not loaded.
+  const blank = () =>
+    cells().flatMap(({ model, node }, index) => {
+      const types = ["application/vnd.plotly.v1+json", "image/png"];
+      const stored = outputs(model).filter(({ data }) => types.some((type) => type in (data ?? {})));
+      const shown = [...node.querySelectorAll(".jp-OutputArea-output :is(img, .js-plotly-plot)")];
+      const absent = ({ tagName, complete, naturalWidth }) =>
+        tagName === "IMG" && !(complete && naturalWidth > 0);
+      const all = shown.length >= stored.length && !shown.some(absent);
+      return stored.length && !all ? [index] : [];
+    });
+
   // {the words on a button of this cell: whether it can be pressed}
   const buttons = (index) =>
     Object.fromEntries(
@@ -206,7 +228,7 @@ window.lab = (() => {
     cells().reduce((sum, cell) => sum + cell.node.getBoundingClientRect().height, 0);
 
   return {
-    ...{ said, listen, turnTo, ready, state, write, stands, fails, ended },
-    ...{ figures, prints, missing, buttons, crowded, dialogs, height },
+    ...{ said, listen, leave, turnTo, ready, state, write, stands, fails, ended },
+    ...{ figures, prints, missing, blank, buttons, crowded, dialogs, height },
   };
 })();

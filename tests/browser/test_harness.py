@@ -17,7 +17,10 @@ FAULTS = {
         "Javascript('console.error(\"the page complains\")')"
     ),
     "shows stderr: a warning": "import sys\nprint('a warning', file=sys.stderr)",
-    "cell 3: a figure without data": "import plotly.graph_objects as go\ngo.FigureWidget()",
+    "cell 3: a figure without data": (
+        "empty = {'application/vnd.plotly.v1+json': {'data': [], 'layout': {}}}\n"
+        "display(empty, raw=True)"
+    ),
     "an error outside of any cell: ZeroDivisionError": (
         "import ipywidgets\nbutton = ipywidgets.Button(description='Divide')\n"
         "button.on_click(lambda _: 1 / 0)\nbutton"

@@ -12,36 +12,22 @@ from typing import Any
 
 import nbformat
 import pytest
-from playwright.sync_api import Locator
 
 from browser.bench import Bench, displayed
 from browser.notebook import Notebook
-from lab_outputs import PLOTLY, PNG
 from patience import HANG_S
 
 LABS = Path(__file__).resolve().parents[2] / "labs"
 NOTEBOOKS = set(LABS.glob("[0-9]*.ipynb"))
 DRIVEN, TWIN = LABS / "05_zero.ipynb", "bench.predict()"
-PICTURES = ".jp-OutputArea-output :is(img, .js-plotly-plot)"
-LOADED = "(all) => all.every((p) => p.tagName !== 'IMG' || (p.complete && p.naturalWidth > 0))"
-
-
-def shows(place: Locator, number: int) -> bool:
-    """Whether ``number`` pictures are in this place of the page, and each is drawn."""
-    return place.count() >= number and place.evaluate_all(LOADED)
 
 
 def opened_with_its_pictures(lab: Notebook) -> list[dict[str, Any]]:
     """The cells of a lab that shows all that it stores, and complains of nothing."""
-    cells = lab.cells()
-    for cell in cells:
-        stored = [o for o in cell["outputs"] if {PLOTLY, PNG} & o.get("data", {}).keys()]
-        if stored:
-            shown = lab.cell(cell["index"]).locator(PICTURES)
-            complete = partial(shows, shown, len(stored))
-            lab.wait(complete, HANG_S, f"cell {cell['index']} does not show what it stores")
+    blank = partial(lab.ask, "blank")
+    lab.wait(lambda: not blank(), HANG_S, lambda: f"cells {blank()} do not show what they store")
     assert lab.complaints(drawn=False) == []
-    return cells
+    return lab.cells()
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS - {DRIVEN}), ids=lambda path: path.stem)
