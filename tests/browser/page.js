@@ -158,12 +158,13 @@ window.lab = (() => {
     return found;
   };
 
-  // Cells that do not show what they store: they have fewer pictures, which are images or figures, or
-  // one that is not loaded.
+  // Cells that do not show what they store: they have fewer pictures, which are images or figures,
+  // or one that is not loaded.
   const blank = () =>
     cells().flatMap(({ model, node }, index) => {
-      const types = ["application/vnd.plotly.v1+json", "image/png"];
-      const stored = outputs(model).filter(({ data }) => types.some((type) => type in (data ?? {})));
+      const stored = outputs(model).filter(
+        ({ data = {} }) => "application/vnd.plotly.v1+json" in data || "image/png" in data,
+      );
       const shown = [...node.querySelectorAll(".jp-OutputArea-output :is(img, .js-plotly-plot)")];
       const absent = ({ tagName, complete, naturalWidth }) =>
         tagName === "IMG" && !(complete && naturalWidth > 0);
