@@ -1,7 +1,7 @@
 """Removing any one division, sum, wait or free makes a check fail, and says what is wrong.
 
-mutants.py has the list. What can be refused without a process is; for the rest the mutants of one
-case are trained one after the other by the same ranks.
+mutants.py has the list. What can be refused without a process is; for the rest the mutants of all
+cases with as many ranks are trained one after the other by the same ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from together import Case, Trained, in_turn, reports
 SPEC = pl.ModelSpec(layers=2, hidden=48, heads=4, seq_len=24, vocab=260)
 PARTS = ("model", "interpret", "programs", "parallel")
 GUARDS = ("check", "frozen", "equal", "late")
+ON_DEVICE = "the unchanged source, without offload"
 
 
 def of_guard(guard: str) -> list[str]:
@@ -153,33 +154,41 @@ def compare(text):
     """Holds what a mutant of a case, or the unchanged source, leaves against the reference."""
     cases = {
         name: Case(
-            name, *of_case(name), (("clip_norm", how.clip_norm), ("optimizer", how.optimizer))
+            name,
+            *of_case(name),
+            tuple((what, getattr(how, what)) for what in ("clip_norm", "optimizer", "steps")),
         )
         for name, how in CASES.items()
     }
     reference = Trained(
         [cases[n] for n in dict.fromkeys(cases_of("equal") + cases_of("late"))], text
     )
-    expected: dict[str, dict] = {}
-    known: dict[tuple[str, str], dict] = {}
+    known: dict[tuple[str, str, str | None], pl.Report] = {}
 
-    def run(guard: str, case: str) -> dict[str | None, pl.Report]:
-        one, late = cases[case], guard == "late"
-        names = [None, *(name for name in of_guard(guard) if MUTANTS[name].case == case)]
-        jobs = [(one.model, one.plan, one.settings)] * len(names)
-        if CASES[case].optimizer == "sgd":
-            expected[case] = reference.alone(one)
-        else:  # the same without offload, as the last job
-            jobs.append((one.model, one.plan.replace(offload=None), one.settings))
-        made = reports(jobs, text, strict=late, program=mutated([*names, None], late))
-        expected.setdefault(case, vars(made[-1]))
-        return dict(zip(names, made, strict=False))
+    def run(guard: str, ranks: int) -> dict[tuple[str, str, str | None], pl.Report]:
+        """Of all cases with as many ranks, in one launch."""
+        jobs, late = {}, guard == "late"
+        for case in cases_of(guard):
+            one = cases[case]
+            if one.plan.world_size == ranks:
+                names = [None, *(name for name in of_guard(guard) if MUTANTS[name].case == case)]
+                jobs |= {(guard, case, name): one for name in names}
+                if CASES[case].optimizer != "sgd":
+                    here = one._replace(plan=one.plan.replace(offload=None))
+                    jobs[guard, case, ON_DEVICE] = here
+        program = mutated([name for *_, name in jobs], late)
+        asked = [(one.model, one.plan, one.settings) for one in jobs.values()]
+        return dict(zip(jobs, reports(asked, text, strict=late, program=program), strict=True))
 
     def compare(guard: str, case: str, name: str | None) -> None:
-        if (guard, case) not in known:
-            known[guard, case] = run(guard, case)
-        precision = of_case(case)[1].precision
-        assert_equal_state(expected[case], known[guard, case][name], precision=precision)
+        one = cases[case]
+        if (guard, case, name) not in known:
+            known.update(run(guard, one.plan.world_size))
+        if CASES[case].optimizer == "sgd":
+            expected = reference.alone(one)
+        else:
+            expected = vars(known[guard, case, ON_DEVICE])
+        assert_equal_state(expected, known[guard, case, name], precision=one.plan.precision)
 
     return compare
 
