@@ -90,8 +90,8 @@ PLANS = [
         cpu tp=2 zero_stage=2 microbatches=2 clip_norm=0.1
         a tp=2 recompute=full sequence_parallel=True
         POGA tp=2 zero_stage=3 recompute=full dropout=0.1
-        POG tp=2 dp=2 sequence_parallel=True zero_stage=3 microbatches=2 clip_norm=0.1
-        cpu tp=4 tp_mode=2d zero_stage=2 microbatches=2
+        POG tp=2 dp=2 sequence_parallel=True zero_stage=3 clip_norm=0.1
+        cpu tp=4 tp_mode=2d zero_stage=2
         cpu dp=2 shard=1 zero_stage=2 precision=fp16 microbatches=2
         nvme dp=4 shard=2 zero_stage=3 precision=bf16 microbatches=2
         pog tp=2 pp=2 dp=2 shard=1 sequence_parallel=True zero_stage=3 microbatches=2
