@@ -4,8 +4,8 @@ PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.4) ends in advice: model parall
 as memory asks for, tensor parallelism inside a node and the pipeline across, the rest of the
 devices data-parallel, and a micro-batch that is neither too small for the device nor too large for
 the bubble. The answer is a function that knows such rules and may ask for the simulated step
-(interpret/outline.py) and the peak memory of twelve plans. It is held against the best plan that
-`pl.plan_search` finds among all of them.
+(interpret/totals.py) and the peak memory of twelve plans. It is held against the best plan that
+`pl.plan_search` finds among all of them: it stands here, because a search takes seconds.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from paralab.theory.uncollected import uncollected
 
 QUESTIONS, SLACK = 12, 1.10
 PRECISION = "bf16"
-PTDP = {"schedule": "1f1b", "zero_stage": [0, 1], "offload": None}  # what the paper composes
 
 
 class Case(NamedTuple):
-    """What is to be placed: a model of the literature, nodes of eight devices, samples per step."""
+    """What is to be placed: a model of the literature, nodes of eight devices, samples per step;
+    and the fastest plan that fits.
+    """
 
     model: str
     nodes: int
     batch: int
+    best: Plan
 
     @property
     def spec(self) -> ModelSpec:
@@ -45,7 +47,13 @@ class Case(NamedTuple):
         return f"{self.model} on {8 * self.nodes} devices, batch {self.batch}"
 
 
-CASES = (Case("ptdp-7.5b", 2, 64), Case("ptdp-39b", 8, 128), Case("gpt3-175b", 16, 128))
+ZERO = Plan(zero_stage=1, precision=PRECISION)
+SELECTIVE = ZERO.replace(sequence_parallel=True, tp=4, recompute="selective")
+CASES = (
+    Case("ptdp-7.5b", 2, 64, ZERO.replace(dp=16, microbatches=2, microbatch_size=2)),
+    Case("ptdp-39b", 8, 128, SELECTIVE.replace(dp=16, microbatches=2, microbatch_size=4)),
+    Case("gpt3-175b", 16, 128, ZERO.replace(dp=4, tp=8, pp=4, microbatches=32, microbatch_size=1)),
+)
 
 
 class Answer(NamedTuple):
@@ -83,7 +91,8 @@ def place(tries: Tries) -> None:
             wrong = f"the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
             wrong += "and all that they share goes over the slow links between them"
             notes.look(NODE, wrong if len(nodes) > 1 else "", f"tp={plan.tp}")
-            notes.at_most(TIME, answer.seconds, SLACK * best(case), "{:.2f} s".format)
+            limit = SLACK * known(case.best, case).seconds
+            notes.at_most(TIME, answer.seconds, limit, "{:.2f} s".format)
 
 
 def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str]]:
@@ -144,14 +153,3 @@ def known(plan: Plan, case: Case) -> Answer:
 
     found = Totals(case.spec, plan, case.cluster, "adamw")
     return Answer(found.seconds(), found.peak)
-
-
-@functools.cache
-def best(case: Case) -> float:
-    """Seconds per step of the fastest plan that fits."""
-    from paralab.programs.search import plan_search
-
-    found = plan_search(
-        case.spec, case.cluster, global_batch=case.batch, precision=PRECISION, top=5, **PTDP
-    )
-    return float(found.simulated[0])

@@ -40,13 +40,17 @@ class Alike(NamedTuple):
     """What the list of a rank consists of, k instructions, messages first; of ranks alike the rest
     is the same.
 
-    table    the instructions
+    code     the instructions
+    costs    what each takes
+    awaited  {number of a WAIT: what the call takes that it is for}
     weights  seconds of each, as the graph has them                                             (k,)
     shape    per action what the graph has of it
     ends     where in an action its first and its last compute are                  (2, 4, v, FEW)
     """
 
-    table: Table
+    code: Code
+    costs: list[Cost | Body]
+    awaited: dict[int, Cost]
     weights: np.ndarray
     shape: dict[Any, list[Item]]
     ends: np.ndarray
@@ -88,13 +92,13 @@ class Deep:
         """The plan's step."""
         found, lines, turns = self.graph, [], []
         now = found.moments(self.weights)
-        for pp, one in enumerate(self.alike):
+        for pp, (one, table) in enumerate(zip(self.alike, self._tables(), strict=True)):
             symbol, left, over = found.symbol[pp], now[found.left[pp]], found.over[pp]
             end = np.maximum(now[over], np.r_[0.0, left[:-1]])
             at, node = found.calls[pp]
             when = np.stack([now[node] - one.weights[symbol[at]], now[node]], 1)
             waits = np.where(over > 0, end, -1.0)
-            lines.append(Line(pp, one.table, symbol, left, waits, at, when))
+            lines.append(Line(pp, table, symbol, left, waits, at, when))
             letter, chunk, few, microbatch, begin = found.actions[pp]
             first, last = begin + one.ends[:, letter, chunk, few]
             turns.append(Turns(chunk * self.plan.pp + pp, letter, microbatch, first, last))
@@ -117,12 +121,10 @@ class Deep:
                 known[at] = one, shapes.setdefault(shape, len(shapes))
             one, kind = known[at]
             kinds.append(kind)
-            table, weights = copy(one.table), one.weights.copy()
-            table.said = table.said.copy()
-            for at, wait, ins, cost in self._messages(pp):
+            weights = one.weights.copy()
+            for at, wait, _, cost in self._messages(pp):
                 weights[at], weights[wait] = cost.seconds, cost.behind
-                table.said[at] = said(costs, pp, [ins])
-            self.alike.append(one._replace(table=table, weights=weights))
+            self.alike.append(one._replace(weights=weights))
         posting = self.cluster.call_overhead
         asked = tuple(shapes), tuple(kinds), posting > 0
         if asked != self._asked:  # of the same, the graph that is there
@@ -136,8 +138,8 @@ class Deep:
         for like, some in self.lists.items():
             every = list(chain.from_iterable(some.turns.values()))
             found = {ins.lane for ins in every} - WORKERS - {"", "pp"}
-            for ins in every:
-                found |= {call.axis for call in self.costs.calls.of(like, ins) if not ins.lane}
+            for ins in {ins[:2]: ins for ins in every if not ins.lane}.values():
+                found |= {call.axis for call in self.costs.calls.of(like, ins)}
             lanes[like] = sorted(found)
         return lanes
 
@@ -159,6 +161,7 @@ class Deep:
         actions = chain.from_iterable(some for key, some in turns.items() if key != END)
         begun = {ins.writes: ins for ins in actions if ins.lane and ins.op != WAIT}
         awaited: dict[int, Cost] = {}
+        bodies: dict[tuple[Instr, ...], Body] = {}  # of micro-batches alike the same
         shape: dict[Any, list[Item]] = {key: [] for key in turns}
         ends = np.zeros((2, len(CODE), self.v, FEW), int)
 
@@ -182,7 +185,9 @@ class Deep:
                     continue
                 works += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:
-                    ins, cost = Instr(CALL), body(self.program, self.costs, pp, run)
+                    if (several := tuple(run)) not in bodies:
+                        bodies[several] = body(self.program, self.costs, pp, run)
+                    ins, cost = Instr(CALL), bodies[several]
                 call = self.costs.of(pp, begun[ins.reads]) if ins.op == WAIT else None
                 found = walk.item(pp, ins, cost, call)
                 at = add(ins, cost, found.takes)
@@ -194,10 +199,22 @@ class Deep:
                 items.append(found._replace(takes=at, before=before))
             if key != END:
                 ends[:, CODE[key[0]], *key[1:]] = works[0], works[-1]
-        table = Table(code, costs, awaited)
-        several = (getattr(cost, "code", [ins]) for ins, cost in zip(code, costs, strict=True))
-        table.said = [said(self.costs, pp, some) for some in several]
-        return Alike(table, np.array(weights), shape, ends)
+        return Alike(code, costs, awaited, np.array(weights), shape, ends)
+
+    def _tables(self) -> Iterator[Table]:
+        """Of every rank; in those of ranks alike, messages alone differ."""
+        made: dict[int, Table] = {}
+        for pp, one in enumerate(self.alike):
+            if id(one.code) not in made:
+                first = made[id(one.code)] = Table(one.code, one.costs, one.awaited)
+                pairs = zip(one.code, one.costs, strict=True)
+                several = (getattr(cost, "code", [ins]) for ins, cost in pairs)
+                first.said = [said(self.costs, pp, some) for some in several]
+            table = copy(made[id(one.code)])
+            table.said = table.said.copy()
+            for at, _, ins, _ in self._messages(pp):
+                table.said[at] = said(self.costs, pp, [ins])
+            yield table
 
     # ---- memory ----------------------------------------------------------------------------------
     @cached_property

@@ -7,6 +7,7 @@ worked out once, from the few micro-batches of programs/fold.py, and summed up a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -102,18 +103,11 @@ def steps(found: Lists, gloo: bool) -> Iterator[Step]:
     one, or an instruction of the end. Of each its key, what there is before it, at the device's
     peak, and behind it. First what there is before the list.
     """
-    walk = moments(found.program, found.rank, gloo=gloo)
+    pairs = pairwise([*found.labels, ""])
+    ends = [key != after or key[0] not in CODE for key, after in pairs]
+    walk = moments(found.program, found.rank, gloo=gloo, ends=ends)
     _, before, here = next(walk)
     yield "", before, before, before
-    now: list[Any] = []
-    most = -1  # bytes on the device so far in this step
-    for (peak, top, behind), key in zip(walk, found.labels, strict=True):
-        if now and not (key == now[0] and key[0] in CODE):
-            yield tuple(now)
-            now = []
-        if not now:
-            now, most = [key, here, top, behind], peak
-        if peak > most:
-            now[2], most = top, peak
-        now[3] = here = behind
-    yield tuple(now)
+    for (_, top, behind), key in zip(walk, compress(found.labels, ends), strict=True):
+        yield key, here, top, behind
+        here = behind

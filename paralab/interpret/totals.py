@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
-from paralab.interpret.memory import memory
+from paralab.interpret.memory import peak
 from paralab.interpret.serial import Serial
 from paralab.interpret.time import walked
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.spec import Cluster, ModelSpec, Plan
 
-MANY = 30  # micro-batches times pipeline ranks from which a folded program is quicker
+MANY = 30  # micro-batches times pipeline ranks, or `AT_LEAST`, from which folding is quicker
+AT_LEAST = 5
 
 
 class Totals:
@@ -27,7 +28,7 @@ class Totals:
     ) -> None:
         self.plan, self.cluster = plan, cluster
         self._deep = None
-        if folds(plan) and (many or plan.pp * plan.microbatches > MANY):
+        if folds(plan) and (many or max(plan.pp, AT_LEAST) * plan.microbatches > MANY):
             self._deep = Deep(spec, plan, cluster, optimizer)
             self._costs = self._deep.costs
         else:
@@ -48,4 +49,4 @@ class Totals:
         if self._deep is not None:
             return self._deep.peak
         ranks, gloo = range(self.plan.pp), not self.cluster.gpus
-        return max(memory(self._costs.program, r, gloo=gloo).peak for r in ranks)
+        return max(peak(self._costs.program, r, gloo=gloo) for r in ranks)

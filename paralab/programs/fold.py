@@ -2,7 +2,7 @@
 
 A step of a trillion parameters on 3,072 devices, 512 micro-batches each, has 7 million
 instructions, and almost all of them are the same few actions again and again. A folded program has,
-of every *kind* of pipeline rank (ranks whose stages hold parts alike), the list of a step of five
+of every *kind* of pipeline rank (ranks whose stages hold parts alike), the list of a step of four
 micro-batches, compiled like any other and cut into its actions (`Lists`): those of the first
 micro-batch, of the second, of one like all that follow, of the last, and what comes after them.
 
@@ -34,12 +34,11 @@ from paralab.programs.skeleton import instruction, stage_parts
 from paralab.spec import Plan
 from paralab.theory.order import CODE
 
-FEW = 5  # micro-batches of the lists that a step is put together from
+FEW = 4  # micro-batches of the lists that a step is put together from
 LIKE_ALL = 2  # the one of these that stands for all but two at the start and one at the end
 END = "end"  # what a step ends with, behind its last action
 # Kinds of values of which every micro-batch has its own.
 IN_EACH = OF_MICROBATCH | {"part", "grad"}
-VALUES = ("reads", "writes", "frees")  # the fields of an instruction that hold values
 Key = tuple[str, int, int]  # "F", "B", "I" or "W"; of which of the rank's stages; which of FEW
 Way = tuple[str, str, int]  # SEND, RECEIVE, or WAIT for a SEND; "x" or "g"; of which stage
 
@@ -131,8 +130,10 @@ def _few(program: Program, rank: int) -> Code:
 
 def _plain(ins: Instr) -> Instr:
     """Without the number of a micro-batch."""
-    values = {name: numbered(getattr(ins, name), 0, IN_EACH) for name in VALUES}
-    return ins._replace(mb=min(ins.mb, 0), **values)
+    op, at, mb, unit, reads, writes, lane, peer, phase, frees = ins
+    reads, writes = numbered(reads, 0, IN_EACH), numbered(writes, 0, IN_EACH)
+    frees = numbered(frees, 0, IN_EACH) if frees else frees
+    return Instr(op, at, min(mb, 0), unit, reads, writes, lane, peer, phase, frees)
 
 
 def first_alike(program: Program) -> list[int]:
