@@ -45,7 +45,7 @@ Way = tuple[str, str, int]  # SEND, RECEIVE, or WAIT for a SEND; "x" or "g"; of 
 
 def folds(plan: Plan) -> bool:
     """Whether a plan's program can be put together from a few micro-batches."""
-    if plan.microbatches < FEW or plan.relays or plan.passes:
+    if plan.microbatches <= FEW or plan.relays or plan.passes:
         return False
     tiers, several = plan.tiers, plan.virtual_stages > 1
     if tiers is not None and (plan.reduces_often or tiers.activations != "device" or several):
