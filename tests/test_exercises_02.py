@@ -17,6 +17,7 @@ AVERAGE, DDP = pl.exercises.average_gradients, pl.exercises.my_ddp
 mean = altered("average_gradients")
 SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
 ALONE = "no gradient was sent"
+FREES = mean((SUM, "parameter.grad.untyped_storage().resize_(0)"), (DIVIDE, "parameter.grad + 1"))
 MEANS = [  # answer, limits it breaks, words of the verdict
     (mean((DIVIDE, "pass")), {"gradients"}, "it is 4 times what is required"),
     (mean(("dist.get_world_size()", "4")), {"weights"},
@@ -36,6 +37,8 @@ MEANS = [  # answer, limits it breaks, words of the verdict
      "it is rank 0's own gradient, to which no other was added"),
     (mean((SUM, "parameter.grad = None"), (DIVIDE, "pass")), {"gradients"},
      "last call embedding.token.weight has no grad"),
+    (FREES, {"gradients"},
+     "add computes with a tensor of (256, 32) whose storage is freed: it has to be gathered "),
 ]  # fmt: skip
 
 own = altered("my_ddp")
@@ -86,7 +89,7 @@ DDPS = [
 ]  # fmt: skip
 RIGHT_DDP = own((WORK, f"{MEAN}\n        {WORK}"), (f"            {MEAN}\n", ""))
 HANGS = (bad.OtherOrderOnEveryRank, bad.Torchs)
-MEAN = Table(AVERAGE, MEANS, [bad.mean_coalesced])
+MEAN = Table(AVERAGE, MEANS, [bad.mean_coalesced], alone=[FREES])
 TABLE = Table(DDP, DDPS, [RIGHT_DDP], alone=HANGS)
 test_a_wrong_mean_is_refused, test_a_right_mean_passes, test_the_stub_of_a_mean = MEAN.tests()
 test_a_wrong_ddp_is_refused, test_a_right_ddp_passes, test_the_stub_of_a_ddp = TABLE.tests()

@@ -52,7 +52,7 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 @exercise(Takes("row_and_column(q)"), lab="08", required=GROUPS_REQUIRED)
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
-        for notes, found in tries.run(summed, q * q, q, where=f"q={q}"):
+        for notes, found in tries.run(summed, q * q, q, where=f"q={q}", memory=False):
             for limit in GROUPS_REQUIRED:
                 look = _wrong_group if limit in GROUPS else _wrong_sums
                 wrong = first(look(rank, limit, one, q) for rank, one in enumerate(found.results))

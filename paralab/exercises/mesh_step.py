@@ -43,7 +43,8 @@ NORM, WEIGHTS, BYTES = REQUIRED
 )
 def mesh_step(tries: Tries) -> None:
     for dp, pp in CUTS:
-        for notes, found in tries.run(stepped, RANKS, dp, pp, where=f"dp={dp}, pp={pp}"):
+        how = {"where": f"dp={dp}, pp={pp}", "memory": False}
+        for notes, found in tries.run(stepped, RANKS, dp, pp, **how):
             _look(notes, found, Plan(dp=dp, pp=pp))
 
 

@@ -42,7 +42,7 @@ def look_at_training(tries: Tries, work: Any, bucket_bytes: float = math.inf) ->
     largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
     for limit, (steps, ranks) in RUNS.items():
         how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
-        for notes, found in tries.run(work, ranks, steps, limit, **how):
+        for notes, found in tries.run(work, ranks, steps, limit, memory=False, **how):
             right = of_one_process(MODEL, ranks=ranks, **BATCH)[steps]
             sent, most = found.sent("data"), 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
             if limit == GRADIENTS and not any(sent):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import launched, said
 from paralab.exercises.verdict import Notes
+from paralab.ranks.failure import ENDED
 
 if TYPE_CHECKING:
     from paralab.report.report import Report
@@ -100,6 +101,7 @@ class Tries:
         nodes: int = 1,
         patience: float = 1,
         standing: Iterable[str] | None = None,
+        memory: bool = True,
     ) -> Iterator[tuple[Notes, Found]]:
         """Run ``work(watch, answer, seed, *args)`` on every rank, in one launch for all tries that
         are not over; yield what came of each. One that fails is noted in ``limit`` (by default the
@@ -109,6 +111,9 @@ class Tries:
         nodes     virtual nodes, as `pl.trace` has them
         patience  how many times the timeout
         standing  limits: an answer that has broken one of them is not run again; by default all
+        memory    whether ``work`` asks for bytes of tensors: every operation is looked at, which
+                  takes as long as a small model. Without, one that reads a freed tensor ends its
+                  process, and the answer runs again, looked at, for the words
         """
         from paralab.report.report import Report
         from paralab.spec import Plan
@@ -117,13 +122,13 @@ class Tries:
         tries = [one for one in self.all if not (one.notes.over or one.notes.broke(standing))]
         if not tries:
             return
-        given = (work, [(one.answer, one.seed) for one in tries], args)
-        timeout = patience * len(tries) * self.timeout
-        report, trouble = launched(
-            trace, _program, ranks, given, nodes=nodes, device="cpu", timeout=timeout
-        )
+        answers = [(one.answer, one.seed) for one in tries]
+        how = {"nodes": nodes, "device": "cpu", "timeout": patience * len(tries) * self.timeout}
+        report, trouble = launched(trace, _program, ranks, (work, answers, args, memory), **how)
         if trouble and len(tries) > 1:
             raise Apart(trouble)
+        if not memory and ENDED in trouble:
+            report, trouble = launched(trace, _program, ranks, (work, answers, args, True), **how)
         for number, one in enumerate(tries):
             one.notes.where = where
             parts = [{"failed": trouble}]

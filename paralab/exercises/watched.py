@@ -6,10 +6,11 @@ is that of tensors (instruments/memory.py), as every limit says.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,12 +55,22 @@ class Watch(PeakMemory):
     def _resized(self, life: Life) -> None:
         self._freed |= life.size == 0
 
+    @contextlib.contextmanager
+    def looking(self, memory: bool) -> Iterator[None]:
+        """Within, if ``memory``, tensors are counted, and none that is freed is computed with."""
+        with contextlib.ExitStack() as looks:
+            if memory:
+                looks.enter_context(self)
+                looks.enter_context(self.resizes(self._resized))
+            yield
+
     def unseen(self) -> AbstractContextManager:
         """Within, no tensor is counted: this package computes what is right, not the answer."""
         return _disable_current_modes()
 
     def section(self) -> Section:
         """A context: bytes from here on, beyond those that are alive now."""
+        assert self._counting, "a run without memory"
         return Section(self)
 
 
@@ -110,9 +121,15 @@ class Section:
 
 
 def each(
-    group: Group, work: Callable[..., Any], answers: Sequence[tuple[Any, int]], args: tuple
+    group: Group,
+    work: Callable[..., Any],
+    answers: Sequence[tuple[Any, int]],
+    args: tuple,
+    memory: bool,
 ) -> list[dict[str, Any]]:
-    """Run ``work`` on every (answer, seed). Each has a recorder and a process group of its own."""
+    """Run ``work`` on every (answer, seed). Each has a recorder and a process group of its own.
+    memory: whether operations are looked at.
+    """
     # torch 2.13 renamed two functions; an answer may call them as all versions have them
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     parts = []
@@ -120,7 +137,7 @@ def each(
         watch = Watch(group, number)
         rank, recorder = group.context.rank, watch.recorder
         try:
-            with watch, watch.resizes(watch._resized), watch.calls.seen():
+            with watch.looking(memory), watch.calls.seen():
                 recorder.begin_step(0)
                 with recorder.span("compute"):
                     result = work(watch, answer, seed, *args)

@@ -25,6 +25,7 @@ _FROM_A_PEER = re.compile(
 _TORCHS_FROM_A_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _ASKED_FOR = re.compile(r"allocate[d]?:? +((?:[\d.]+ ?[KMGTP]?i?B|\d+ bytes)\b.*)", re.IGNORECASE)
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|std::bad_alloc")
+ENDED = "was killed by signal"
 KILLED = """. If no other program sent it, it was the kernel's out-of-memory killer: the machine \
 had no memory left (dmesg tells); fewer ranks or a smaller model would fit"""
 
@@ -136,7 +137,7 @@ def died(code: int, *, returned: bool) -> str:
     if code >= 0:
         return f"ended with exit code {code} {when} its function returned"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
-    text = f"was killed by signal {-code} ({name}) {when} its function returned"
+    text = f"{ENDED} {-code} ({name}) {when} its function returned"
     return text + KILLED * (-code == signal.SIGKILL)
 
 
