@@ -13,12 +13,15 @@ import pytest
 from hypothesis import settings
 
 import paralab as pl
-from paralab.ranks.server import ONE_THREAD
+from paralab.ranks import server
 from patience import HANG_S
 
 # torch is not imported yet. With a thread per core in every worker, next to the ranks of its tests,
 # threads wait for one another more than they compute: two files at a time took 154 s, and 59 so.
-os.environ.update(ONE_THREAD)
+os.environ.update(server.ONE_THREAD)
+
+# What a test launches brings its module along, and that pytest: 80 ms in each rank if not shared.
+server.ESSENTIAL += ("pytest",)
 
 # Drawn tests draw the same in every run: a change is to blame for what fails after it. Others are
 # drawn with `pytest --hypothesis-profile=default --hypothesis-seed=random`.
