@@ -439,8 +439,24 @@ COMMANDS = {
 }
 
 
+class _Output(io.FileIO):
+    """A standard output whose reader may leave before the end, as `head` does: the rest is dropped,
+    and the command goes on to the files that it was asked for.
+    """
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if type(out := sys.stdout) is io.TextIOWrapper:
+        binary = io.BufferedWriter(_Output(out.fileno(), "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(binary, out.encoding, line_buffering=out.line_buffering)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal has no letter for is a "?"
             stream.reconfigure(errors="replace")
@@ -450,9 +466,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # it may be closed
             sys.stdout.flush()
         return done
-    except BrokenPipeError:  # the reader, as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
         return 130

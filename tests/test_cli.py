@@ -393,8 +393,9 @@ def test_a_terminal_without_letters_or_none_at_all_is_no_error(closed):
     assert ("ALL_REDUCE" in found.stdout) is not closed
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
-    asked = [sys.executable, "-m", "paralab", "program", "--dp", "4"]
+def test_a_reader_that_has_seen_enough_is_no_error_and_files_are_written(tmp_path):
+    asked = [sys.executable, "-m", "paralab", "dry-run", "--dp", "4", "--html", tmp_path / "page"]
     with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         program.stdout.close()  # as `head` does
         assert program.stderr.read() == b"" and program.wait(60) == 0
+    assert (tmp_path / "page").exists()
