@@ -131,6 +131,7 @@ def test_a_single_run_is_fitted_on_as_many_nodes_as_it_had():
         ([(SMALL, PLANS[0], -1.0)], "seconds"),
         ([(SMALL.replace(heads=2), PLANS[1], 1.0)], "tp"),
         ([(SMALL, pl.Plan(tp=3), 1.0)], "tp"),
+        ([(SMALL, PLANS[0], 1.0, "adam")], "run 0 is refused: optimizer='adam': unknown choice"),
     ],
 )
 def test_what_is_no_log_is_refused_by_its_row(rows, words):

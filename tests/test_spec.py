@@ -253,6 +253,7 @@ def test_what_is_left_out_of_a_long_value_is_counted():
         (lambda: DGX.rate("FP16"), "precision='FP16': unknown choice"),
         (lambda: DGX.call("allreduce", 8.0, DGX.reach([0, 1])), "op='allreduce': unknown choice"),
         (lambda: DGX.copy_seconds("gpu", 8), "lane='gpu': unknown choice"),
+        (lambda: DGX.replace(disk=None).copy_seconds("disk", 8), "lane='disk': no such link is"),
         (lambda: DGX.reach([]), "ranks=.*: a group has members"),
         (lambda: wire_bytes("allreduce", 8, 2), "op='allreduce': unknown choice"),
         (lambda: wire_bytes("all_reduce", -8, 2), "payload=-8: out of range"),

@@ -205,7 +205,10 @@ class Cluster(Description):
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
         """Of ``size`` bytes over "h2d", "d2h" or "disk", at no more than ``limit`` bytes/s."""
         choice("lane", lane, LINKS)
-        link = self.disk if lane == "disk" else self.host
+        name = "disk" if lane == "disk" else "host"
+        link = getattr(self, name)
+        if link is None:
+            raise illegal("lane", lane, "no such link is stated", f"Cluster({name}=Link(…))")
         return max(link.seconds(size), size / limit if limit else 0.0)
 
     @classmethod

@@ -32,9 +32,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import illegal, instance, real
+from paralab.checks import choice, illegal, instance, real
 from paralab.interpret.predict import check_cluster
 from paralab.interpret.totals import Totals
+from paralab.programs.program import OPTIMIZERS
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.needs import step_flops
 
@@ -207,6 +208,7 @@ def _runs(rows: Any) -> list[Run]:
         try:
             run = Run(*row)
             run.plan.validate(run.model)
+            choice("optimizer", run.optimizer, OPTIMIZERS)
             _work(run)  # refuses a model whose FLOPs are not known
             found.append(run._replace(seconds=real("seconds", run.seconds, above=0.0)))
         except (TypeError, AttributeError, ValueError) as error:
