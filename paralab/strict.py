@@ -34,25 +34,21 @@ class Strict:
         self._numbers: Counter[tuple] = Counter()
 
     def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:
-        """Raise OrderError if another member's call with this number was something else.
+        """Raise OrderError if this group's call with this number was something else.
 
-        Does not wait: each member writes its own call down first, so the last one to arrive sees
-        them all.
+        Does not wait: the first member to arrive writes its call down, and every other one compares
+        its own with that.
         """
         mine = f"{op} of {payload.numel()} {payload.dtype}"
         number = self._next(ranks)
-        keys = {r: f"{ranks}/{number}/{r}" for r in ranks}
-        self.store.set(keys[self.rank], mine)
-        for rank, key in keys.items():
-            if rank == self.rank or not self.store.check([key]):
-                continue
-            theirs = self.store.get(key).decode()
-            if theirs != mine:
-                raise OrderError(
-                    f"call #{number} of the group of ranks {ranks} is {mine} on rank {self.rank}, "
-                    f"but {theirs} on rank {rank}: every member has to make the same calls in the "
-                    "same order"
-                )
+        first = self.store.compare_set(f"{ranks}/{number}", "", f"{self.rank} {mine}").decode()
+        rank, _, theirs = first.partition(" ")
+        if theirs != mine:
+            raise OrderError(
+                f"call #{number} of the group of ranks {ranks} is {mine} on rank {self.rank}, but "
+                f"{theirs} on rank {rank}: every member has to make the same calls in the same "
+                "order"
+            )
 
     def rendezvous(self, ranks: tuple[int, ...], parts: Sequence[tuple[str, Tensor, int]]) -> None:
         """Wait until each peer is at its own exchange; raise OrderError if they do not fit."""
@@ -77,11 +73,12 @@ class Strict:
         """The value of ``key`` once it is there.
 
         A store on a file looks only every 10 ms: too slow for a peer who is about to come, but
-        cheap while waiting for one who is not.
+        cheap while waiting for one who is not. The longer it has been, the longer until it is asked
+        again.
         """
-        soon = time.monotonic() + 0.1
-        while time.monotonic() < soon and not self.store.check([key]):
-            time.sleep(0.0005)
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < 0.1 and not self.store.check([key]):
+            time.sleep(max(0.0005, waited / 8))
         return self.store.get(key)
 
     def _next(self, key: tuple) -> int:

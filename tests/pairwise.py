@@ -96,13 +96,21 @@ class Case(NamedTuple):
 
 def case(values: Values) -> Case:
     """The plan and the model that have these values. Raises ValueError where there is none."""
-    values = {n: PLAIN[n] if n in IDLE and IDLE[n](values) else v for n, v in values.items()}
+    values = _acting(values)
+    return Case(said(values), *_model_and_plan(values), values["clip_norm"])
+
+
+def _acting(values: Values) -> Values:
+    """The same with the plain value of every setting that does nothing."""
+    return {n: PLAIN[n] if n in IDLE and IDLE[n](values) else v for n, v in values.items()}
+
+
+def _model_and_plan(values: Values) -> tuple[pl.ModelSpec, pl.Plan]:
     of_plan = {n: v for n, v in values.items() if n not in OF_MODEL and n != "clip_norm"}
     if isinstance(of_plan["offload"], tuple):
         of_plan["offload"] = dict(of_plan["offload"])
     plan = pl.Plan(**of_plan, **ALWAYS)
-    model = _model(*(values[name] for name in OF_MODEL))
-    return Case(said(values), model, plan, values["clip_norm"])
+    return _model(*(values[name] for name in OF_MODEL)), plan
 
 
 @functools.cache
@@ -122,23 +130,23 @@ def said(values: Values) -> str:
 
 # ---- what is legal, and what does nothing -------------------------------------------------------
 @functools.cache
-def _refusal(values: tuple[Any, ...]) -> str:
-    found = dict(zip(SETTINGS, values, strict=True))
+def _refusal(acting: tuple[Any, ...]) -> str:
     try:
-        one = case(found)
+        model, plan = _model_and_plan(dict(zip(SETTINGS, acting, strict=True)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of ZeRO-3 in a pipeline: legal, and slow
-            one.plan.validate(one.model)
+            plan.validate(model)
     except ValueError as refused:
         return str(refused)
-    if one.plan.world_size > MAX_RANKS:
-        return f"dp*tp*pp is {one.plan.world_size} ranks, and this list has up to {MAX_RANKS}"
+    if plan.world_size > MAX_RANKS:
+        return f"dp*tp*pp is {plan.world_size} ranks, and this list has up to {MAX_RANKS}"
     return ""
 
 
 def refusal(values: Values) -> str:
     """Why there is no such plan, or nothing."""
-    return _refusal(tuple(values[name] for name in SETTINGS))
+    acting = _acting(values)
+    return _refusal(tuple(acting[name] for name in SETTINGS))
 
 
 def at_work(values: Values) -> list[tuple[str, Any]]:
@@ -270,7 +278,7 @@ def _worth(values: Values, left: Mapping[Pair, Any]) -> float:
 
 
 def _share(found: Iterable[Any], left: Collection[Any], values: Values) -> float:
-    return sum(one in left for one in found) / (START + cost(values))
+    return sum(map(left.__contains__, found)) / (START + cost(values))
 
 
 def cost(values: Values) -> float:

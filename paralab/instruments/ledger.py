@@ -207,6 +207,8 @@ class Ledger(Storages):
         self.born = self.born_in.get(kind, "workspace")
 
     def _changed(self) -> bool:
+        if self.bytes == self._noted:
+            return False
         grain = self._most // GRAIN
         pairs = zip(self.bytes.values(), self._noted.values(), strict=True)
         return any(abs(now - before) > grain for now, before in pairs)

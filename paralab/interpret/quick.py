@@ -33,8 +33,16 @@ def weighed(
     """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank)
-    program = program_of(model, plan, optimizer, at.pp)
-    return memory(program, at.pp, index=at.dp % program.shards, gloo=gloo)
+    shards = program_of(model, plan, optimizer, at.pp).shards
+    return _weighed(model, plan, optimizer, at.pp, at.dp % shards, gloo)
+
+
+@lru_cache(maxsize=512)
+def _weighed(
+    model: ModelSpec, plan: Plan, optimizer: str, pp: int, index: int, gloo: bool
+) -> Memory:
+    """The same of all ranks that share a stage and have the same part of its states."""
+    return memory(program_of(model, plan, optimizer, pp), pp, index=index, gloo=gloo)
 
 
 def peak(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from pathlib import Path
 
 RECEIVING = "gloo_tcp_loop"  # a group's thread that receives, as it is called by gloo
+_met: set[str] = set()  # threads of this process that `send_first` has looked at
 
 
 def keep_pages() -> None:
@@ -31,7 +31,15 @@ def send_first() -> None:
     Where ranks share cores, a message that arrives puts it in the place of the sender, and it spins
     until its turn is over: an all-reduce of four ranks on two cores takes twice as long.
     """
-    for task in Path("/proc/self/task").glob("*"):
+    try:
+        threads = set(os.listdir("/proc/self/task"))
+    except OSError:  # not Linux
+        return
+    for thread in threads - _met:
         with contextlib.suppress(OSError):  # one that has just ended
-            if (task / "comm").read_text().strip() == RECEIVING:
-                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)  # the least
+            with open(f"/proc/self/task/{thread}/comm") as name:
+                receives = name.read().strip() == RECEIVING
+            if receives:
+                os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the least
+    _met.intersection_update(threads)  # the system may give a number again
+    _met.update(threads)
