@@ -437,7 +437,7 @@ def hooked():
 
 def test_hooks_of_the_program_stay_when_the_ledger_goes():
     [packs] = pl.observe(hooked, 1, memory_steps=2).results
-    assert packs == hooked() and len(set(packs)) == 1
+    assert [packs] == pl.launch(hooked, 1) and len(set(packs)) == 1
 
 
 def one_knows_the_loss():
@@ -634,15 +634,27 @@ def test_a_script_is_observed_unchanged(tmp_path, capsys):
     assert "sys.exit(3)" in capsys.readouterr().err
 
 
+def torchrun(*words):
+    """What it does once it has read its options, with ranks that are forked: torch is loaded."""
+    import torch.distributed as dist
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    dist.destroy_process_group()
+    meets = {"run_id": "observed", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    how = {"start_method": "fork", "max_restarts": 0}
+    config = LaunchConfig(1, 1, nproc_per_node=2, **how, **meets)
+    return elastic_launch(config, cli.main)(words)
+
+
 def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, capsys):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paralab"]
-    done = shell(*words, "observe", "train.py", "4", "0", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    """With interpreters of their own they run in test_torchrun.py."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert pl.launch(torchrun, 1, ("observe", "train.py", "4", "0")) == [{0: 0, 1: 0}]
     report = pl.load(tmp_path / "parts")
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2 and report.world_size == 2
     assert len(report.meta["observed"]) == 2 and "data parallelism" in str(report.explain())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "occupied").write_text("a file")
     with pytest.raises(
         ValueError, match="out='occupied': no folder can be made there: File exists"
