@@ -229,7 +229,7 @@ def never_meet(context) -> None:
 def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
     for program in (in_a_cell(HANGS, "hangs"), never_meet):
         with one_clear_error(pl.RankTimeout) as caught:
-            launch_program(program, 4, timeout=2.0)
+            launch_program(program, 4, timeout=1.0)
         first, *lines = str(caught.value).splitlines()
         waiting = caught.value.waiting
         if program is never_meet:
@@ -238,7 +238,7 @@ def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
             assert waiting[1].startswith("in all_reduce #17 on axis dp, ranks 0,1,3, step 2, line")
             assert lines[2] == "  rank 2: has returned its result"
         else:
-            assert first == "no sign of life for 2 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
+            assert first == "no sign of life for 1 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
             assert re.search(r"line 7 of \d+\.py in hangs: select\.select\(\[\]", waiting[2])
             assert re.search(r"^in all_reduce, line 8 of .*: dist\.all_reduce\(torch", waiting[0])
         assert lines[:4] == [f"  rank {r}: {waiting.get(r, lines[r][10:])}" for r in range(4)]
@@ -256,10 +256,10 @@ def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
 
         for sign in (print, note, progress):
             for step in range(13):
-                time.sleep(0.2)
+                time.sleep(0.1)
                 sign(step)
 
-    launch_program(program, 1, timeout=2.0)  # notes are looked at every half second
+    launch_program(program, 1, timeout=1.0)  # notes are looked at every quarter of a second
 
 
 def stopped() -> None:
@@ -269,16 +269,16 @@ def stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hang", "said"),
+    ("hang", "stack_seconds", "said"),
     [
-        (block, "no rank waits for another, rank 0 is busy"),
-        (stopped, "rank 0: does not answer: stopped"),
+        (block, watch.STACK_SECONDS, "no rank waits for another, rank 0 is busy"),
+        (stopped, 0.1, "rank 0: does not answer: stopped"),  # waited for to the end
     ],
 )
 def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(
-    hang, said: str, monkeypatch
+    hang, stack_seconds: float, said: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(watch, "STACK_SECONDS", 2.0)
+    monkeypatch.setattr(watch, "STACK_SECONDS", stack_seconds)
     with one_clear_error(pl.RankTimeout) as caught:
         pl.launch(hang, ranks=1, timeout=0.5)
     assert said in str(caught.value)
