@@ -191,44 +191,36 @@ kernelapp.launch_new_instance()
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory) -> SimpleNamespace:
-    """What nbval said of a notebook's mutants, of a kernel that dies, of one whose ports are taken
-    twice, and of a lab with its solution; and the folder of these.
+    """What nbval said of a notebook's mutants and of two last cells, of which one kills the kernel;
+    of a lab with its solution, for which a kernel finds its ports taken twice; and their folder.
     """
     folder = tmp_path_factory.mktemp("labs")
     script = folder / "mutated.py"
-    script.write_text(percent_script(MUTATIONS), encoding="utf-8")
+    last = dict.fromkeys(("kills", "after"), Mutation("x = 1", lambda c: None, True))
+    script.write_text(percent_script(MUTATIONS | last), encoding="utf-8")
     mutated = build.execute(build.cells_of(script), folder, pictures=False)
-    killed = copy.deepcopy(mutated)
-    of_mutation = mutated.cells[2:]  # after the heading and the imports
+    of_mutation = mutated.cells[2:-2]  # after the heading and the imports
     for cell, mutation in zip(of_mutation, MUTATIONS.values(), strict=True):
         mutation.change(cell)
-    killed.cells = killed.cells[:4]
-    killed.cells[1].source = "import os"  # nothing is drawn there
-    killed.cells[2].source = "os.kill(os.getpid(), 9)"
-    for name, notebook in (("mutated", mutated), ("killed", killed)):
-        nbformat.write(notebook, folder / f"{name}.ipynb")
-    cell = nbformat.v4.new_code_cell("x = 1", execution_count=1)
-    (own := folder / "deaths").mkdir()
-    (own / "ipykernel_launcher.py").write_text(DIES)  # found before the real one
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), own / "lab.ipynb")
+    mutated.cells[-2].source = "import os\nos.kill(os.getpid(), 9)"
+    nbformat.write(mutated, folder / "mutated.ipynb")
     (folder / "twice").mkdir()
     build_both(folder / "twice")
-    ran = pytest_on(folder, "--junit-xml=out.xml", "-n", "2", "--dist=loadfile")
-    outcomes: dict[str, list[SimpleNamespace]] = {"killed": [], "mutated": []}
+    (folder / "twice" / "ipykernel_launcher.py").write_text(DIES)  # found before the real one
+    ran = pytest_on(folder, "--junit-xml=out.xml")
+    outcomes: dict[str, list[SimpleNamespace]] = {"mutated": []}
     for case in ET.parse(folder / "out.xml").iter("testcase"):
         said = "".join(part.text or "" for part in case if part.tag in ("failure", "error"))
         notebook = case.get("classname", "").split(".")[0]
         passed = not any(part.tag in ("failure", "error", "skipped") for part in case)
         cell = SimpleNamespace(name=case.get("name"), passed=passed, said=said)
         outcomes.setdefault(notebook, []).append(cell)
-    for cells in outcomes.values():
-        cells.sort(key=lambda cell: int(cell.name.split()[-1]))
     return SimpleNamespace(ran=ran, folder=folder, **outcomes)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_exactly_what_a_mutation_falsifies_fails(harness, name):
-    assert harness.ran.returncode == 1 and len(harness.mutated) == 1 + len(MUTATIONS)
+    assert harness.ran.returncode == 1 and len(harness.mutated) == 1 + len(MUTATIONS) + 2
     cell = harness.mutated[1 + list(MUTATIONS).index(name)]
     assert cell.passed == (not MUTATIONS[name].fails), cell.said or harness.ran.stdout[-3000:]
     if not cell.passed:
@@ -244,14 +236,14 @@ def test_every_cell_that_a_mutation_falsifies_passes_as_it_was_stored(harness):
 
 
 def test_a_dead_kernel_fails_its_cell_at_once_and_every_cell_after_it(harness):
-    setup, killer, after = harness.killed
-    assert setup.passed and not killer.passed and not after.passed
+    *_, before, killer, after = harness.mutated
+    assert before.passed and not killer.passed and not after.passed
     assert "the kernel died" in killer.said  # nbval alone waits until the cell times out
 
 
 def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(harness):
-    [twice] = harness.deaths
-    assert twice.passed, twice.said
+    first, *_ = harness.twice
+    assert first.passed and (harness.folder / "twice" / "died1").exists(), first.said
 
 
 @pytest.mark.parametrize("said, starts", [("Kernel died before replying", 3), ("no kernel", 1)])
