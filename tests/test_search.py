@@ -442,6 +442,7 @@ def test_the_terms_add_up(small):
     for name, term in small.terms.items():
         assert (term >= -1e-12).all(), name
     assert np.allclose(sum(small.terms.values()), small.closed)
+    assert not small.table.query("tp == 1")["tp_s"].any()  # and no rounding, which prints as -0.0
 
 
 def test_the_front_is_what_no_other_plan_beats(small):

@@ -102,7 +102,7 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
             way = _WAYS[BACKWARD if ins.phase else ins.op]  # a half split off to hide a call
         part[way] += took[at]
         part["hidden"] += alone[at] - took[at]
-        if way != "again":
+        if way != "again" and plan.tp > 1:
             part["sent"] += took[at] - (cost.seconds if type(cost) is Compute else 0.0)
     before: dict[int, int] = {}
     there = model.item * model.tokens * model.width  # the gradient that comes in, or goes out
