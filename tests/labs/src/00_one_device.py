@@ -30,12 +30,10 @@ from paralab.theory import needs
 pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 GB = 10**9  # decimal, as device makers count
 large = pl.ModelSpec.preset("ptdp-7.5b")
-weights, states = 2 * large.num_params, needs.model_states(large, "zero-fp16")
-view.bytes_bars(
-    {"the weights": {"parameters": weights}, "what training keeps": states},
-    capacity={"one device": 80 * GB},
-    title="7.5 billion parameters: the weights fit, training them does not",
-)
+weights, states = {"parameters": 2 * large.num_params}, needs.model_states(large, "zero-fp16")
+bars = {"the weights": weights, "what training keeps": states}
+title = "7.5 billion parameters: the weights fit, training them does not"
+view.bytes_bars(bars, {"one device": 80 * GB}, title=title)
 
 # %% [markdown]
 # Training keeps eight times as much as the weights, and this picture does not even contain the
@@ -352,9 +350,19 @@ view.memory_bars(
 #
 # ### Two mistakes that raise no error
 #
-# **The missing division.** Without the $1/m$ the gradient is $m$ times too large. The optimizer
-# that most people use hides it. In its first step AdamW's means are $\hat m = g$ and
-# $\hat v = g^2$, so, weight decay left out, it changes each weight $\theta$ by
+# **The missing division.** Without the $1/m$ the gradient is $m$ times too large. With four times
+# the gradient SGD moves the weights four times as far. And AdamW, in its first step?
+
+# %%
+hides = pl.exercises.choose(
+    "With four times the gradient, the first step of AdamW moves the weights",
+    ["four times as far", "twice as far", "as far as before"],
+)
+hides
+
+# %% [markdown]
+# The optimizer that most people use hides the mistake. In its first step AdamW's means are
+# $\hat m = g$ and $\hat v = g^2$, so, weight decay left out, it changes each weight $\theta$ by
 #
 # $$\Delta\theta = -\eta\,\frac{\hat m}{\sqrt{\hat v} + \epsilon} \approx -\eta\,\frac{g}{|g|},$$
 #
@@ -381,6 +389,7 @@ for optimizer in ("adamw", "sgd"):
         for factor in (1.0, 4.0)
     )
     print(f"{optimizer:>5}: 4 times the gradient moves the weights {four / once:.1f} times as far")
+hides.reveal(3, "Both means are of the same gradient, so a factor of it cancels.")
 
 # %% [markdown]
 # With AdamW the bug shows late and elsewhere: gradient clipping and the logged gradient norm are
@@ -494,7 +503,13 @@ pl.exercises.accumulate.check(accumulate_by_scaling)
 # How long is that for 300 billion tokens, on one device that reaches 150 TFLOP/s (half of an A100's
 # peak)? The exact count adds the scores of attention, which have no parameters: $12Lsh$ FLOPs per
 # token, about $s/6h$ of the rest. That is 8 % for the model of 7.5 billion parameters and 3 % for
-# GPT-3.
+# GPT-3, which has 175 billion.
+
+# %%
+years_guess = pl.exercises.guess(
+    "years on one device for GPT-3", low=0, high=500, unit="years", decimals=0
+)
+years_guess
 
 # %%
 tokens, speed, year = 300e9, 150e12, 365 * 86400
@@ -508,6 +523,9 @@ for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
         "years, exact": exact / speed / year,
     }
 pd.DataFrame.from_dict(rows, orient="index").round(2)
+
+# %%
+years_guess.reveal(rows["gpt3-175b"]["years, exact"])
 
 # %% [markdown]
 # For the two largest, even a device with enough memory would take decades or centuries. So work and

@@ -225,7 +225,20 @@ doubled.reveal(1, "Every grid also sends weights, KN, whose number does not grow
 
 # %% [markdown]
 # ## Real ranks send exactly that
-# A small GPT on one process, then on 4 and on 8 real ranks. First: is it the same training?
+# A small GPT on one process, then on 4 and on 8 real ranks. This is what 2D changes in the program
+# of a rank, for one block:
+
+# %%
+one_block = pl.ModelSpec(layers=1, hidden=64, heads=8, seq_len=32)
+in_columns = pl.program(one_block, pl.Plan(tp=4, microbatch_size=4))
+in_columns.diff(pl.program(one_block, grid))
+
+# %% [markdown]
+# Under 1D a block stops for messages between its pieces. Under 2D it is one instruction, because
+# SUMMA broadcasts and reduces *inside* of each product; the next table counts these calls. What is
+# left is one all-reduce per step: the norms, the biases and the positions are replicated along the
+# columns of the grid (`tp:col`), so their gradients are summed there. First: is it the same
+# training?
 
 # %%
 model = pl.ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
@@ -269,9 +282,9 @@ for name, report in reports.items():
     sent = calls.groupby("phase")["wire_bytes"].sum() / plans[name].tp / 1e3
     rows[name] = {
         "forward (kB)": sent["linear_forward"],
-        "formula": formula(plans[name])[0],
+        "formula, forward": formula(plans[name])[0],
         "backward (kB)": sent["linear_backward"],
-        "formula ": formula(plans[name])[1],
+        "formula, backward": formula(plans[name])[1],
         "calls per rank": len(calls.query("rank == 0 and phase not in ['control', 'setup']")),
     }
 pd.DataFrame(rows).T.round(2)

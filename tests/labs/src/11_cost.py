@@ -19,16 +19,13 @@
 # and running, the rest for the exercises.
 
 # %%
-import pandas as pd
-
 import paralab as pl
 from paralab import view
 from paralab.theory import needs, papers, training
 
 pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 PEAK = 312e12  # FLOP/s of an A100 in 16 bits, at its very best
-table = papers.ptdp_table1()  # PTD-P, Narayanan et al. 2021: ten models, steps timed on real GPUs
-last = table.iloc[-1]  # the paper prints rates; the seconds of a step follow from them
+last = papers.ptdp_table1().iloc[-1]  # Narayanan et al. 2021; seconds follow from their rates
 ideal = last["FLOPs per step"] / last["devices"] / PEAK
 parts = {"matrix products at the peak": ideal, "everything else": last["seconds per step"] - ideal}
 title = "Almost half of each step is not matrix products at the peak rate"
@@ -195,6 +192,9 @@ early
 
 
 # %%
+import pandas as pd
+
+
 def counted(recompute):
     from torch.utils import checkpoint, flop_counter
 
@@ -326,6 +326,7 @@ constant = pl.exercises.guess("off on average: a constant", low=0, high=50, unit
 constant
 
 # %%
+table = papers.ptdp_table1()
 judged = table[["TFLOP/s per device, printed", "chunks"]].set_axis(["printed", "chunks"], axis=1)
 predicted = []
 for each, how in papers.ptdp_models():

@@ -16,14 +16,6 @@
 # stops scaling.
 #
 # **You need** labs 03, 05, 10 and 11. **Minutes** 60 to 90.
-#
-# The plan is that of [PTD-P](https://arxiv.org/abs/2104.04473)'s largest model, as its authors'
-# [script](https://github.com/NVIDIA/Megatron-LM/tree/main/examples/academic_paper_scripts/sc21) has
-# it: without interleaving, though the paper's text says otherwise. Tensor parallelism's messages
-# are waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`). The script
-# sums gradients behind the last backward; here each bucket leaves as soon as it is complete. The
-# script has dropout, and this model has none. Lab 11 predicts the step with dropout, and it takes 2
-# % longer there.
 
 # %%
 import pandas as pd
@@ -40,6 +32,14 @@ nodes = pl.Cluster.preset("dgx-a100", nodes=384)
 view.mesh(plan, nodes, rank=1536)
 
 # %% [markdown]
+# The plan is that of [PTD-P](https://arxiv.org/abs/2104.04473)'s largest model, as its authors'
+# [script](https://github.com/NVIDIA/Megatron-LM/tree/main/examples/academic_paper_scripts/sc21) has
+# it: without interleaving, though the paper's text says otherwise. Tensor parallelism's messages
+# are waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`). The script
+# sums gradients behind the last backward; here each bucket leaves as soon as it is complete. The
+# script has dropout, and this model has none. Lab 11 predicts the step with dropout, and it takes 2
+# % longer there.
+#
 # ## Eight tensor-parallel ranks are a node
 #
 # | symbol | meaning |
@@ -268,10 +268,18 @@ leaves.reveal(round(100 * far / total))
 # ## With and without scatter/gather, for rank 0 and for the mean
 # All eight tensor-parallel ranks of a stage have the same activations, and here each sends all of
 # them on. PTD-P lets each send an eighth, and the receivers gather inside their node
-# (*scatter/gather*, sec. 4.1; here `partition_messages=True`). What a rank sends between nodes
-# therefore has four answers: with and without scatter/gather, and for rank 0, which has no stage
-# before it, or for the mean of all ranks. By which factor does scatter/gather divide the bytes of
-# rank 0?
+# (*scatter/gather*, sec. 4.1; here `partition_messages=True`). This is what it changes in the
+# program of a rank on a middle stage, again with 64 micro-batches. `xslice` and `gslice` are
+# eighths of an activation and of a gradient:
+
+# %%
+in_eighths = pl.program(model, full.replace(partition_messages=True), rank=1536)
+pl.program(model, full, rank=1536).diff(in_eighths)
+
+# %% [markdown]
+# What a rank sends between nodes therefore has four answers: with and without scatter/gather, and
+# for rank 0, which has no stage before it, or for the mean of all ranks. By which factor does
+# scatter/gather divide the bytes of rank 0?
 
 # %%
 factor = pl.exercises.guess("times fewer bytes of rank 0 between nodes", low=1, high=16)
@@ -593,10 +601,30 @@ pl.exercises.trillion_plan.check(my_plan)
 # rank sends its part of the tokens. DeepSpeed's [pipeline
 # engine](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/engine.py)
 # sends parts wherever there is tensor parallelism, unless its configuration says otherwise; its
-# `estimate_zero3_model_states_mem_needs_all_live` counts model states alone (lab 06). In torch
-# itself [`FakeTensorMode`](https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html)
-# with a fake process group is the nearest thing to a dry run, and is what this package's tests hold
-# `pl.dry_run` against.
+# `estimate_zero3_model_states_mem_needs_all_live` counts model states alone (lab 06).
+#
+# PyTorch itself can build a part of this model on the *meta* device, on which a tensor has a shape
+# and no data. Here is one block of it, PyTorch's own:
+
+# %%
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+h, s, meta = model.hidden, model.seq_len, {"device": "meta", "dtype": torch.float16}
+block = torch.nn.TransformerEncoderLayer(h, model.heads, 4 * h, 0.0, batch_first=True, **meta)
+with FlopCounterMode(display=False) as counter:
+    block(torch.empty(1, s, h, **meta))
+flops, count = counter.get_total_flops(), sum(weight.numel() for weight in block.parameters())
+print(f"forward of a block: {flops:,} FLOPs, by formula {24 * s * h**2 + 4 * s**2 * h:,}")
+print(f"parameters of a block: {count:,}, by formula {12 * h**2 + 13 * h:,}")
+held = pl.dry_run(model, plan, rank=1536, cluster=nodes).meta["num_params"]
+print(f"rank 1536 holds {held:,}, an eighth of its two blocks is {blocks * count // plan.tp:,}")
+
+# %% [markdown]
+# The few parameters that a rank holds in addition are the norms and the biases that tensor
+# parallelism replicates. The nearest thing to a whole dry run in PyTorch is
+# [`FakeTensorMode`](https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) with a
+# fake process group, and this package's tests hold `pl.dry_run` against it.
 #
 # **On your GPUs.** Nothing here was run on one. With eight, one stage of this plan is a run:
 # `pl.run(model.replace(layers=2), pl.Plan(tp=8, microbatches=4, recompute="full",
