@@ -249,8 +249,18 @@ guess.reveal(round(100 * share))
 # model has only eight blocks, so a single unit is a large part of it.
 #
 # ## Does memory fall with more devices?
-# The model states fall as $1/N$. What a rank holds in addition to them does not. Here are real runs
-# of stage 3 on 1, 2 and 4 ranks (on a single rank nothing is sharded; that on 4 is the one above):
+# The model states fall as $1/N$. What about everything that a rank holds in addition to them?
+
+# %%
+on_top = pl.exercises.choose(
+    "With 4 ranks instead of 2, what a rank holds in addition to the model states",
+    ["is halved, too", "stays nearly the same", "is doubled"],
+)
+on_top
+
+# %% [markdown]
+# Here are real runs of stage 3 on 1, 2 and 4 ranks (on a single rank nothing is sharded; that on 4
+# is the one above):
 
 # %% tags=["measured"]
 falling, more = {}, {}
@@ -264,6 +274,9 @@ for n in (1, 2, 4):
     more[n] = (measured["total"] - sum(sharded)) / 1e6
 title = f"More than the formula: {more[2]:.0f} MB on each of 2 ranks, {more[4]:.0f} MB on each of 4"
 view.bytes_bars(falling, title=title)
+
+# %%
+on_top.reveal(2, "Activations, gathered units and gradients of a unit do not depend on N.")
 
 # %% [markdown]
 # Figure 1 of the [ZeRO paper](https://arxiv.org/abs/1910.02054) compares the stages for a model of
@@ -390,6 +403,17 @@ pl.exercises.my_zero3.check(SavedTensorHooks)
 # ## Your own ZeRO-3 trains the GPT
 # Your class, the program of the same plan, and PyTorch's FSDP2 (`fully_shard`), all observed. FSDP2
 # is also run with `reshard_after_forward=False`, which keeps parameters from forward to backward.
+# How much of the traffic is left then?
+
+# %%
+resharding = pl.exercises.guess(
+    "bytes sent with reshard_after_forward=False, as a share of those with True",
+    low=0,
+    high=100,
+    unit="%",
+    decimals=0,
+)
+resharding
 
 
 # %%
@@ -467,6 +491,13 @@ for name, run in seen.items():
         f"reduce-scatters: {sent:.2f} Ψ (N-1)/N, last loss {run.losses[-1]:.4f}"
     )
 
+# %%
+gathered, kept = (
+    seen[name].collectives.query("step == 1 and phase != 'gloo surplus'")["wire_bytes"].sum()
+    for name in ("FSDP2, resharded", "FSDP2, kept")
+)
+resharding.reveal(100 * kept / gathered)
+
 # %% [markdown]
 # FSDP2 has one unit less: embedding and head are its root unit. `reshard_after_forward=False`
 # leaves out the second all-gather, so its traffic is that of stage 2 with one micro-batch, at the
@@ -531,16 +562,28 @@ view.timelines(*ahead.values(), labels=list(ahead), ranks=[0], title=title)
 # gathered tensor by tensor?
 
 # %%
+hidden_from = pl.exercises.guess(
+    "tokens per micro-batch that hide the gather of a block, in one call",
+    low=0,
+    high=600,
+    decimals=0,
+)
+hidden_from
+
+# %%
 X, alpha, beta = cluster.flops, link.alpha, 1 / link.bandwidth
 block = {name: shape for name, shape in model.parameter_shapes().items() if "blocks.0." in name}
 psi_u = sum(pd.Series(shape).prod() for shape in block.values())
 for q in (1, len(block)):
     tokens = 2 * (N - 1) / N * beta * X + q * (N - 1) * alpha * X / (2 * psi_u)
     print(f"{q:2} calls for {psi_u:,} parameters: at least {tokens:.0f} tokens per micro-batch")
+    if q == 1:
+        in_one_call = tokens
 for size in (2, 4):
     timed = pl.predict(model, one.replace(prefetch=1, microbatch_size=size), cluster)
     waits, ms = timed.summary()["value"]["waiting"], 1e3 * timed.step_time
     print(f"{size * model.seq_len:3} tokens, prefetch=1: a rank waits {waits:.1f} of {ms:.1f} ms")
+hidden_from.reveal(in_one_call)
 
 # %% [markdown]
 # The timelines above have 64 tokens, too few even for one call, so with `prefetch=1` a rank still
@@ -558,8 +601,15 @@ for size in (2, 4):
 # finds that stage 3 takes *more* memory than stage 2: 36.6 GB against 32.4 GB after the first
 # forward of a model of 6.9 billion parameters. (The model was not run here. In the thread stage 3
 # is 10 GB higher already after initialization, which this lab does not explain.) One way in which
-# stage 3 can need more than stage 2 can be shown: what is gathered ahead is whole. In the table
-# below, with `prefetch=8` all blocks are gathered at once, and stage 3 needs more than stage 2.
+# stage 3 can need more than stage 2 can be shown: what is gathered ahead is whole. The model has
+# eight blocks.
+
+# %%
+too_far = pl.exercises.choose(
+    "How many units gathered ahead make ZeRO-3 need more than ZeRO-2?",
+    ["one is enough", "four", "all eight blocks"],
+)
+too_far
 
 # %%
 rows = {"ZeRO-2": sum(pl.program(model, plan.replace(zero_stage=2)).peak().values()) / 1e6}
@@ -567,6 +617,9 @@ for depth in (0, 1, 2, 4, 8):
     program = pl.program(model, plan.replace(zero_stage=3, prefetch=depth))
     rows[f"ZeRO-3, prefetch={depth}"] = sum(program.peak().values()) / 1e6
 pd.Series(rows, name="peak memory (MB)").round(1).to_frame()
+
+# %%
+too_far.reveal(3, "Then all blocks are whole at once, and whole in addition to their shards.")
 
 # %% [markdown]
 # ### Exercise 3 (go further): prefetch
@@ -635,7 +688,11 @@ except pl.OutOfMemory as error:
 # %% [markdown]
 # How many blocks does each stage fit into these 16 MB? `peak()` of a program says how much a rank
 # needs, by category. The largest number of blocks that it allows is trained, and one block more is
-# tried:
+# tried. Data parallelism fits four blocks.
+
+# %%
+deepest = pl.exercises.guess("blocks that ZeRO-3 fits into 16 MB", low=4, high=20, decimals=0)
+deepest
 
 
 # %% tags=["measured"]
@@ -658,6 +715,9 @@ for stage, name in enumerate(names):
     rows[name] = {"blocks, by program": most} | trains
 pd.DataFrame(rows).T
 
+# %%
+deepest.reveal(rows["ZeRO-3"]["blocks, by program"])
+
 # %% [markdown]
 # ## Nodes: hybrid sharding keeps the expensive bytes inside
 # With the ranks on two nodes, part of stage 3's traffic crosses the slow network. On a ring of four
@@ -670,8 +730,18 @@ pd.DataFrame(rows).T
 #
 # With a ring for the reduce-scatter, as in NCCL, it is exactly one half.
 # **Hybrid sharding** (HSDP, `shard=2`) shards inside a node and keeps one copy of the states per
-# node. Between nodes only an all-reduce of a shard's gradients is left. Predicted for two nodes of
-# two devices:
+# node. Between nodes only an all-reduce of a shard's gradients is left. What does that leave of the
+# bytes between two nodes of two devices, in a step of two micro-batches?
+
+# %%
+between_nodes = pl.exercises.guess(
+    "bytes between the nodes under HSDP, as a share of those under ZeRO-3",
+    low=0,
+    high=100,
+    unit="%",
+    decimals=0,
+)
+between_nodes
 
 # %%
 nodes = pl.Cluster(
@@ -695,6 +765,10 @@ for name, shard in (("ZeRO-3 over all 4", None), ("HSDP: 2 share, 2 copies", 2))
         "peak memory (MB)": expected.peak_memory / 1e6,
     }
 pd.DataFrame(rows).T.round(1)
+
+# %%
+sharded, hybrid = (row["between nodes (MB)"] for row in rows.values())
+between_nodes.reveal(100 * hybrid / sharded)
 
 # %% [markdown]
 # The sum of both kinds of bytes says little, because the links differ by a factor of twenty. The

@@ -146,8 +146,22 @@ reports["and gradients"].timeline()
 
 # %% [markdown]
 # Gradients leave during backward. Then the device is idle, while the host updates and the new
-# parameters come up. How many bytes cross which link (h2d: host to device; d2h: device to host)?
-# The program says so before the run, and the run moves exactly these:
+# parameters come up. How many bytes cross which link? With everything on the host, a step of two
+# micro-batches brings up each parameter before it is needed:
+
+# %%
+brought_up = pl.exercises.guess(
+    "bytes per parameter that come up in a step, everything on the host",
+    low=0,
+    high=32,
+    unit="bytes",
+    decimals=0,
+)
+brought_up
+
+# %% [markdown]
+# (h2d is from host to device, d2h from device to host.) The program says the bytes before the run,
+# and the run moves exactly these:
 
 # %%
 rows = {}
@@ -159,6 +173,9 @@ for name, report in reports.items():
     assert all(size == moved[link] for link, size in said.items() if size)
     rows[name] = {link: round(size / wide.num_params, 2) for link, size in said.items()}
 pd.DataFrame(rows).T.rename_axis("bytes per parameter and step")
+
+# %%
+brought_up.reveal(rows["and parameters"]["h2d"])
 
 # %% [markdown]
 # There are two micro-batches. From stage 2 on gradients go down for each of them, 4 bytes each;
@@ -184,6 +201,17 @@ for (source, to), width in offload_costs.FLOWS.items():
     print(f"{source:>10} → {to:<10} {width} bytes per parameter")
 
 # %%
+stays = pl.exercises.choose(
+    "The update runs on the CPU. Where are the fewest bytes cut, and the fewest left on the GPU?",
+    [
+        "fwd-bwd alone is on the GPU",
+        "fwd-bwd and p16 are on the GPU",
+        "fwd-bwd, p16 and g16 are on the GPU",
+    ],
+)
+stays
+
+# %%
 cuts = offload_costs.cuts(update="cpu")
 volumes = sorted(offload_costs.cut_volume(cut) for cut in cuts)
 print(f"{len(cuts)} cuts; the smallest volumes: {sorted(set(volumes))[:3]} bytes per parameter")
@@ -191,6 +219,7 @@ for cut in cuts:
     if offload_costs.cut_volume(cut) == volumes[0]:
         here = [node for node, place in cut.items() if place == offload_costs.GPU]
         print(f"volume {volumes[0]}, GPU keeps {offload_costs.gpu_memory(cut)} bytes: {here}")
+stays.reveal(2, "Gradients go down, 2 bytes, and new parameters come up, 2 bytes.")
 
 # %% [markdown]
 # Of the two cuts with the smallest volume ZeRO-Offload takes the one that leaves two bytes per
@@ -252,9 +281,14 @@ pl.exercises.bandwidth.check(bandwidth_needed)
 # The next table has the efficiency of the plan with files on this machine, from the measured speed
 # of its disk. X is the rate that `pl.predict` expects of the device in this plan. A small model
 # reaches only a part of the rate of large matrix products, `cluster.flops`. The plan recomputes
-# nothing, so its FLOPs are three times forward's: 6 in place of 8 per parameter and token. A
-# micro-batch of twice as many samples needs the same copies for twice the computation, so larger
-# micro-batches make up for a slow link:
+# nothing, so its FLOPs are three times forward's: 6 in place of 8 per parameter and token.
+
+# %%
+larger = pl.exercises.choose(
+    "Micro-batches of 8 samples in place of 2: the share of a step in which the device computes",
+    ["falls: there is more to copy", "stays: both grow", "rises: as many copies as before"],
+)
+larger
 
 # %% tags=["measured"]
 cluster = pl.Cluster.local()
@@ -273,6 +307,9 @@ for samples in (2, 8, 32):
         "predicted": step["forward and backward"] / step["step time"],
     }
 (100 * pd.DataFrame(table).T.rename_axis("samples per micro-batch")).round(1).add_suffix(" (%)")
+
+# %%
+larger.reveal(3, "Copies are per micro-batch, FLOPs per sample: a large one hides a slow link.")
 
 # %% tags=["measured"]
 pl.compare(pl.predict(wide, plans["in files"], cluster), reports["in files"])
@@ -381,7 +418,14 @@ for name, run in runs.items():
 # %% [markdown]
 # ## The largest model that fits
 # How many blocks of a GPT does a device of 16 MB train without offload, and how many with it? The
-# program says how many fit; a training step with this memory limit confirms it:
+# program says how many fit; a training step with this memory limit confirms it. Without offload
+# there are four.
+
+# %%
+blocks = pl.exercises.guess(
+    "blocks on the same device with everything on the host", low=4, high=80, decimals=0
+)
+blocks
 
 # %%
 from bisect import bisect  # how many of 1, 2, 3, ... blocks are within the limit
@@ -410,6 +454,9 @@ on_device = {label: held for label, held in bars.items() if label.endswith("devi
 title = "Offload trains a model of more blocks on the same device"
 view.bytes_bars(on_device, {"the device": limit}, title=title)
 
+# %%
+blocks.reveal(most["everything on the host"])
+
 # %% [markdown]
 # What is no longer on the device is on the host or in files:
 
@@ -433,8 +480,16 @@ except pl.OutOfMemory:
 # (`recompute="full"` and `offload={"activations": "cpu"}` take the activations too.)
 #
 # At the far end one layer is on the device at a time, and all micro-batches pass through it before
-# the next layer comes: **L2L**, the layer relay. Then parameters come up as often with many
-# micro-batches as with one, and the head only once, since its backward follows its forward at once.
+# the next layer comes: **L2L**, the layer relay.
+
+# %%
+relay = pl.exercises.choose(
+    "Under L2L, with four micro-batches in place of one, parameters come up",
+    ["as often", "twice as often", "four times as often"],
+)
+relay
+
+# %% [markdown]
 # Bytes per parameter and step over the link to the device:
 
 # %%
@@ -447,10 +502,19 @@ for m in (1, 2, 4):
         rows[m][name] = round(up / wide.num_params, 2)
 pd.DataFrame(rows).T.rename_axis("micro-batches")
 
+# %%
+relay.reveal(1, "A layer comes up once in forward and once in backward, and the head once in all.")
+
 # %% [markdown]
 # ## Is it the same training?
-# The result is identical bit for bit, provided device and host run the same AdamW kernel, which is
-# so here because both are CPUs.
+# Parameters and states are in files, and the host makes the update. What becomes of the weights?
+
+# %%
+alike = pl.exercises.choose(
+    "After three steps, compared with a training that keeps everything on the device, weights are",
+    ["equal bit for bit", "equal to five digits", "different from the first digit on"],
+)
+alike
 
 # %%
 small = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
@@ -459,11 +523,13 @@ how = pl.Plan(zero_stage=3, microbatches=2)
 here, away = pl.run(small, how, **proof), pl.run(small, how.replace(offload="nvme"), **proof)
 same = all((here.weights[name] == away.weights[name]).all() for name in here.weights)
 print("the same bits after three AdamW steps, with states and parameters in files:", same)
+alike.reveal(1, "Copies do not change a number, and the host runs the device's kernel.")
 
 # %% [markdown]
-# One setting does change the training: with `delayed` the host updates while the device computes
-# the next step already, with weights that are one update old (ZeRO-Offload, sec. 5.2). Pick how
-# long a step is then:
+# They are identical bit for bit, provided device and host run the same AdamW kernel, which is so
+# here because both are CPUs. One setting does change the training: with `delayed` the host updates
+# while the device computes the next step already, with weights that are one update old
+# (ZeRO-Offload, sec. 5.2). Pick how long a step is then:
 
 # %%
 pick = pl.exercises.choose(
@@ -490,7 +556,14 @@ pick.reveal(2, "The update overlaps with the next forward and backward.")
 # %% [markdown]
 # ## Pull the disk out
 # After the third step the folder with the files is deleted. The training was saved after every
-# step:
+# step. What does the training do then?
+
+# %%
+pulled = pl.exercises.choose(
+    "When the files are gone, the training",
+    ["goes on with what is in memory", "waits without end", "stops, and names the file"],
+)
+pulled
 
 # %% tags=["measured"]
 import os
@@ -521,6 +594,9 @@ try:
 except pl.RankError as error:
     said = str(error).splitlines()[0].replace(f"{disk}/", "")
     print(textwrap.fill(said, 98))
+
+# %%
+pulled.reveal(3, "A file that cannot be opened is an error; what was saved before is whole.")
 
 # %%
 print("files left behind:", len(os.listdir(disk)))
