@@ -365,8 +365,17 @@ pd.DataFrame(rows).T.rename_axis("samples per rank")
 #
 # The sum over $k$ stays on the rank, so the ranks have to reduce it only once. A wrapper that
 # reduces after every backward sends $m$ times as much. PyTorch's `DistributedDataParallel` (DDP)
-# does that unless the first $m-1$ backwards run under `no_sync()`. Here it is observed, on the
-# reference GPT:
+# does that unless the first $m-1$ backwards run under `no_sync()`. Above a rank sent 5.0 MB per
+# step. How much does it send with four micro-batches and without `no_sync()`?
+
+# %%
+unsynced = pl.exercises.guess(
+    "MB per rank and step, m = 4, no_sync() not used", low=0, high=40, unit="MB"
+)
+unsynced
+
+# %% [markdown]
+# Here DDP is observed, on the reference GPT:
 
 
 # %%
@@ -392,10 +401,15 @@ def torch_ddp(m, quiet, bucket_cap_mb=1):
     return losses
 
 
+sent = {}
 for quiet in (False, True):
     seen = pl.observe(torch_ddp, ranks=4, args=(4, quiet), memory_steps=0)
-    sent = seen.traffic()["bytes"].max() / 1e6
-    print(f"m = 4, no_sync {'used' if quiet else 'not used'}: {sent:6.3f} MB per rank and step")
+    sent[quiet] = seen.traffic()["bytes"].max() / 1e6
+    words = "used" if quiet else "not used"
+    print(f"m = 4, no_sync {words}: {sent[quiet]:6.3f} MB per rank and step")
+
+# %%
+unsynced.reveal(sent[False])
 
 # %% [markdown]
 # ### Exercise 2 (implement): DDP
@@ -504,13 +518,25 @@ else:
 ### END SOLUTION
 view.memory_charts(three) if verdict.passed else print("write MyDDP first")
 
+# %% tags=["measured"]
+### BEGIN SOLUTION
+### STUB: # draws a step of rank 0, once MyDDP passes its check
+# a step of rank 0
+### END SOLUTION
+if verdict.passed:
+    title = "All three send buckets while backward is still running"
+    steps = view.timelines(*three.values(), labels=list(three), ranks=[0], title=title)
+steps if verdict.passed else print("write MyDDP first")
+
 # %% [markdown]
 # All three send the same bytes and arrive at the same loss. They differ in memory. DDP's buckets
 # are there during the whole step, so they add to its peak. A wrapper that makes a bucket when it is
 # full has no bucket at the peak, which is at the start of backward. The program knows the
 # optimizer, too: it updates the parameters of a bucket as soon as the sum has arrived, and frees
 # these gradients (`frees grad` in the listing above). At the peak the program may hold more than
-# yours, because it allocates the gradients of a whole bucket at once.
+# yours, because it allocates the gradients of a whole bucket at once. (The picture of the steps has
+# the wall clock of this machine, on which ranks also wait for a core: look at the order of things
+# in it, not at their lengths.)
 #
 # ## Is it the same training?
 # Leave out the division by N, so that every gradient is N times too large. The function below is
@@ -654,10 +680,20 @@ view.scaling(rows)
 # ## Which clock answers which question
 # `pl.predict` returns the same kind of report as `pl.run`, from formulas and the numbers of a
 # cluster; without one, of this machine, measured once. `pl.compare` puts three clocks next to each
-# other and explains each gap:
+# other and explains each gap. Before you read it:
+
+# %%
+clock = pl.exercises.choose(
+    "Your machine has fewer cores than ranks. Which clock says what four devices would do?",
+    ["the wall clock", "the replay", "neither"],
+)
+clock
 
 # %% tags=["measured"]
 pl.compare(pl.predict(model, plan), report)
+
+# %%
+clock.reveal(2, "It gives each rank a device of its own; the wall clock has the wait for a core.")
 
 # %% [markdown]
 # * *What would four devices do?* The replay says it, from the work that this run really did.
@@ -741,13 +777,18 @@ pl.exercises.sync_pass.check(in_halves)
 #     (ddp(tokens, targets) / m).backward()  # the last of the m backwards runs outside
 # ```
 #
-# Does a larger bucket change what DDP does here? The calls of one step with two sizes:
+# Does a larger bucket change what DDP does here? The gradients have 3.34 MB.
+
+# %%
+whole = pl.exercises.guess("all-reduces of a step with bucket_cap_mb=25", low=0, high=8, decimals=0)
+whole
 
 # %%
 for cap in (1, 25):
     seen = pl.observe(torch_ddp, ranks=4, args=(1, False, cap), memory_steps=0)
     sizes = seen.collectives.query("rank == 0 and step == 2")["payload_bytes"]
     print(f"bucket_cap_mb={cap:<2}: {len(sizes)} calls of", [f"{s / 1e6:.2f} MB" for s in sizes])
+whole.reveal(len(sizes))
 
 # %% [markdown]
 # With 25 MiB the whole model fits into one bucket, and nothing is left to overlap: the default

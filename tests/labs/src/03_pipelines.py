@@ -39,9 +39,21 @@ view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpip
 # %% [markdown]
 # ## One stage works, the others wait
 # Each of four devices has a quarter of the layers, a **stage**. No device holds the whole model,
-# but stage 1 cannot begin before stage 0 has sent it its output. Layer by layer, one device works
-# and three are idle: that saves memory, but no time.
-#
+# but stage 1 cannot begin before stage 0 has sent it its output.
+
+# %%
+by_layer = pl.exercises.choose(
+    "Layer by layer on four devices: which share of all device time is idle?",
+    ["1/4", "1/2", "3/4"],
+)
+by_layer
+
+# %%
+of_naive = pipeline.simulate(schedules.naive(4, 4), forward=1e-3, backward=2e-3).bubble_rate
+print(f"idle: {of_naive:.2f}")
+by_layer.reveal(3, "One device works and three are idle: that saves memory, but no time.")
+
+# %% [markdown]
 # The remedy is to cut the batch into **micro-batches** (the numbers in the boxes; both schedules
 # have four) and not to wait for one to end before the next begins. Stage 0 goes on with micro-batch
 # 1 while stage 1 works on micro-batch 0. In the drawing a forward takes 1 ms and a backward 2 ms.
@@ -76,8 +88,17 @@ whole = pl.program(model, pl.Plan(microbatches=4, microbatch_size=2))
 whole.diff(pl.program(model, plan, rank=1))
 
 # %% [markdown]
-# What is sent is one activation forward, and its gradient backward. Both have the shape
-# $(b, s, h)$, so a message has
+# What is sent is one activation forward, and its gradient backward, for $b = 2$ samples of
+# $s = 128$ tokens and $h = 192$. How large is one message?
+
+# %%
+one_message = pl.exercises.guess(
+    "kB of one message, in fp32", low=0, high=1000, unit="kB", decimals=0
+)
+one_message
+
+# %% [markdown]
+# Both have the shape $(b, s, h)$, so a message has
 #
 # $$ S = 4\,b\,s\,h \ \text{bytes in fp32.} $$
 #
@@ -85,7 +106,9 @@ whole.diff(pl.program(model, plan, rank=1))
 # up its gradient.)
 
 # %%
-4 * plan.microbatch_size * model.seq_len * model.hidden  # bytes; the program says 786 kB for four
+size = 4 * plan.microbatch_size * model.seq_len * model.hidden
+print(f"{size:,} bytes; the program says 786 kB for four")
+one_message.reveal(size / 1e3)
 
 # %% [markdown]
 # ## The bubble of GPipe
@@ -272,8 +295,18 @@ memory = view.live_activations(
 memory
 
 # %% [markdown]
-# The same on real ranks. The first table has the bytes of activations at the peak of memory, the
-# second has 1F1B's share of GPipe's next to the formula's:
+# The same on real ranks. How many of GPipe's activation bytes does rank 0 keep under 1F1B, with
+# four stages and eight micro-batches?
+
+# %%
+kept_share = pl.exercises.guess(
+    "activations of rank 0 under 1F1B, as a share of GPipe's", low=0, high=100, unit="%", decimals=0
+)
+kept_share
+
+# %% [markdown]
+# The first table has the bytes of activations at the peak of memory, the second has 1F1B's share of
+# GPipe's next to the formula's:
 
 # %%
 settings = {"steps": 2, "optimizer": "sgd", "progress": False}
@@ -291,6 +324,9 @@ found.add_suffix(" (MB)").round(1)
 # %%
 counted = found["1f1b"] / found["gpipe"]
 pd.DataFrame({"1F1B / GPipe": counted, "(p-r)/m": [(4 - r) / 8 for r in range(4)]}).round(2)
+
+# %%
+kept_share.reveal(100 * counted[0])
 
 # %% [markdown]
 # The formula counts whole micro-batches. The peak lies within a backward, where a part of one has
@@ -388,8 +424,15 @@ pl.exercises.warmup.check(by_counting)
 # before the first backward: $p-r-1$ forwards of rank $r$ in 1F1B, $2(p-r-1) + (v-1)p$ in its
 # interleaved schedule ([Megatron-LM #169](https://github.com/NVIDIA/Megatron-LM/issues/169) asks
 # why). The second term is needed: the last rank runs $(v-1)p$ forwards of its other chunks before
-# the first forward of its last chunk. But why $2(p-r-1)$, and not $p-r-1$? Here are both, at first
-# with messages that take no time:
+# the first forward of its last chunk. But why $2(p-r-1)$, and not $p-r-1$? The next picture has
+# both, at first with messages that take no time.
+
+# %%
+longer = pl.exercises.choose(
+    "With messages that take no time, the schedule with the longer warm-up ends",
+    ["earlier", "at the same time", "later"],
+)
+longer
 
 
 # %%
@@ -413,6 +456,9 @@ def both_warmups(comm):
 
 free = both_warmups(comm=0)
 view.schedules(free, title="Where messages take no time the long warm-up gains nothing")
+
+# %%
+longer.reveal(2, "Whatever a rank needs is there in time with the short warm-up, too.")
 
 # %% [markdown]
 # And now with messages that take 0.1 ms, a fifth of a chunk's forward:
@@ -735,8 +781,14 @@ torch_1f1b.timeline().titled(title)
 # before, and the last rank is done first.
 #
 # The losses and the bytes are the same. torch's peak is higher. One reason is that it makes the
-# buffers for all micro-batches' messages once and keeps them. The interleaved schedule sends what
-# the formula says, too:
+# buffers for all micro-batches' messages once and keeps them.
+
+# %%
+torch_sends = pl.exercises.choose(
+    "How much does torch's interleaved schedule send, compared with ours?",
+    ["less", "the same on every rank", "more on the first and the last rank"],
+)
+torch_sends
 
 # %%
 interleaved = (model, "ScheduleInterleaved1F1B", 2, 8, 1)  # one step: the bytes are all we ask for
@@ -747,6 +799,9 @@ pd.DataFrame(
         "ours": run.traffic()["bytes"],
     }
 )
+
+# %%
+torch_sends.reveal(2, "Both cross the same pv - 1 borders, with messages of the same size.")
 
 # %% [markdown]
 # In DeepSpeed a model becomes a list of layers, `PipelineModule(layers, num_stages=4)`; its engine

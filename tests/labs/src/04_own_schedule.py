@@ -185,7 +185,14 @@ alive_h2.reveal(pipeline.simulate(schedules.zb_h2(8, 16), **costs).peak_live[0])
 
 # %% [markdown]
 # Rank 0 runs $2(p-1)$ forwards of warm-up and the first forward of the steady phase before the
-# first micro-batch comes back. This picture counts the micro-batches that are alive on four ranks:
+# first micro-batch comes back. And under ZB-H1?
+
+# %%
+on_which = pl.exercises.choose(
+    "Which rank keeps the most micro-batches alive under ZB-H1?",
+    ["the first, as under 1F1B", "the last", "all ranks keep equally many"],
+)
+on_which
 
 # %%
 view.live_activations(
@@ -194,6 +201,9 @@ view.live_activations(
     schedules.zb_h2(4, 8),
     labels=["1F1B", "ZB-H1", "ZB-H2"],
 )
+
+# %%
+on_which.reveal(3, "A weight half that is late keeps its micro-batch alive for as long.")
 
 # %% [markdown]
 # The largest number on any rank is
@@ -482,6 +492,8 @@ if yours:
     print("the same losses:", yours.losses == library.losses)
     peaks = [one.peak_memory / 1e6 for one in (yours, library)]
     print("highest peak of memory: {:.1f} MB, 1F1B's {:.1f} MB".format(*peaks))
+    sent = [one.traffic()["bytes"].tolist() for one in (yours, library)]
+    print("bytes that ranks 0 to 3 send per step, yours and 1F1B's:", *sent, sep="\n  ")
 else:
     print("write my_schedule first")
 
@@ -567,8 +579,15 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has `ScheduleInterleavedZeroBubble` (interleaved with split
 # backwards), `ScheduleZBVZeroBubble` (the V with zero bubble) and `ScheduleDualPipeV`. They take
-# two `PipelineStage` per rank, the interleaved one two or more. Drawn from torch's own lists, with
-# $F=I=W=1$ ms per stage and $F\&B=3$ ms, so that overlapping saves no time:
+# two `PipelineStage` per rank, the interleaved one two or more. The next picture is drawn from
+# torch's own lists, with $F=I=W=1$ ms per stage and $F\&B=3$ ms, so that overlapping saves no time.
+
+# %%
+shorter = pl.exercises.choose(
+    "Where overlapping saves no time, which of the two V schedules is over first?",
+    ["ScheduleZBVZeroBubble", "ScheduleDualPipeV", "both at the same moment"],
+)
+shorter
 
 # %%
 zbv = pl.launch(lists_of_torch, ranks=4, args=("ScheduleZBVZeroBubble", 10))[0]
@@ -577,8 +596,20 @@ torch_drawn = {"ScheduleZBVZeroBubble": pipeline.simulate(lists, **costs, folded
 title = "Where F&B saves no time, DualPipeV takes longer than ZBV"
 view.schedules(torch_drawn | {"ScheduleDualPipeV": drawn(1, 1, 1, 3)}, title=title)
 
+# %%
+shorter.reveal(1, "By the formula above DualPipeV is then idle for (p/2-1)(3 + 2 - 3) = 6 ms.")
+
 # %% [markdown]
-# And one of them at work, on the same GPT under `pl.observe`:
+# And one of them at work, on the same GPT under `pl.observe`. Each rank has two stages:
+
+# %%
+v_sends = pl.exercises.guess(
+    "bytes of a step under ScheduleZBVZeroBubble, as a multiple of 1F1B's",
+    low=0,
+    high=5,
+    unit="times",
+)
+v_sends
 
 
 # %%
@@ -610,6 +641,9 @@ print("the same losses:", bool(np.allclose(observed.results[0], library.losses, 
 sent = {"1F1B": library, "ScheduleZBVZeroBubble": observed}
 print("bytes that each rank sends in a step:")
 pd.DataFrame({name: run.traffic().set_index("rank")["bytes"] for name, run in sent.items()}).T
+
+# %%
+v_sends.reveal(observed.traffic()["bytes"].sum() / library.traffic()["bytes"].sum())
 
 # %% [markdown]
 # The losses agree to a relative difference of 1e-5, not bit for bit. Each rank has two stages here,

@@ -491,6 +491,15 @@ for name, run in seen.items():
         f"reduce-scatters: {sent:.2f} Ψ (N-1)/N, last loss {run.losses[-1]:.4f}"
     )
 
+# %% tags=["measured"]
+### BEGIN SOLUTION
+### STUB: # yours is drawn as well, once MyZero3 passes its check
+# yours is drawn as well
+### END SOLUTION
+drawn = {name: run for name, run in seen.items() if name != "FSDP2, kept"}
+title = "Units are gathered before they compute, and reduced after their backward"
+view.timelines(*drawn.values(), labels=list(drawn), ranks=[0], title=title)
+
 # %%
 gathered, kept = (
     seen[name].collectives.query("step == 1 and phase != 'gloo surplus'")["wire_bytes"].sum()
@@ -504,8 +513,10 @@ resharding.reveal(100 * kept / gathered)
 # price of memory that the picture shows. (gloo has no reduce-scatter of its own; what it sends in
 # addition is in the phase *gloo surplus*, and is left out here. NCCL sends no such surplus.)
 #
-# Once your class passes, the picture has its shards of parameters and gradients as *other*: they
-# are plain tensors, and no observer can know what they are for.
+# Once your class passes, the picture of memory has its shards of parameters and gradients as
+# *other*: they are plain tensors, and no observer can know what they are for. The picture of the
+# steps has this machine's wall clock, on which ranks also wait for a core: look at the order of
+# things in it, not at their lengths.
 #
 # [Accelerate #3474](https://github.com/huggingface/accelerate/issues/3474) reports high memory
 # under FSDP2 with LoRA, which trains small added matrices only. One of the three changes that

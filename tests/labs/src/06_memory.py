@@ -335,12 +335,17 @@ for name, run in runs.items():
     sent = run.collectives.query("step == 1")["wire_bytes"].sum()
     print(f"{name}: losses of the plan: {same}; both ranks send {sent:,} bytes in a step")
 
+# %% tags=["measured"]
+title = "The blocks are computed again within backward"
+view.timelines(*runs.values(), labels=list(runs), ranks=[0], title=title)
+
 # %% [markdown]
 # The losses are equal bit for bit, and so is the traffic: with data parallelism recomputation sends
 # nothing. (With tensor parallelism the second forward repeats its all-reduces.) What torch's
 # `checkpoint` (`use_reentrant=False`) recomputes is drawn as workspace, because the observer sees
 # no saved tensor; it is the same block. The peaks differ by other tensors, not by activations: the
-# plan's gradients are in flat buffers, which exist from the head's backward on.
+# plan's gradients are in flat buffers, which exist from the head's backward on. (Lengths in the
+# picture of the steps are those of this machine's wall clock, on which ranks also wait for a core.)
 #
 # ## More devices, the same memory
 # People often ask why memory does not fall with more devices. Pick an answer before you run the
@@ -421,8 +426,14 @@ view.bytes_bars(bars, title="On the data axis more ranks help only with fewer sa
 # a model of 230 thousand parameters; [`DataParallel` needs less than
 # FSDP](https://github.com/pytorch/pytorch/issues/108976), where the model is only about 50 MB;
 # [ZeRO-3 needs more than ZeRO-2](https://github.com/deepspeedai/DeepSpeed/issues/4305). Buffers are
-# one possible cause. A block of the first thread's size shows how: ZeRO-2 with one bucket needs
-# more than data parallelism, and ZeRO-3 more than ZeRO-2 when both have small buckets:
+# one possible cause. Take one block of the first thread's size, on two devices:
+
+# %%
+tiniest = pl.exercises.choose(
+    "Which of these needs the least memory?",
+    ["data parallelism", "ZeRO-2 with one bucket for all gradients", "ZeRO-2 with small buckets"],
+)
+tiniest
 
 # %%
 tiny = pl.ModelSpec(layers=1, hidden=128, heads=4, seq_len=16)
@@ -437,6 +448,9 @@ stages = {
 }
 print(f"{tiny.num_params:,} parameters")
 view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 saves")
+
+# %%
+tiniest.reveal(3, "With one bucket ZeRO-2 needs more than data parallelism, with small ones less.")
 
 # %% [markdown]
 # What makes the difference are **buffers**. One bucket of 4 MB holds all gradients of this model,

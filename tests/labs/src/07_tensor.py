@@ -310,8 +310,13 @@ if own:
 title = "Embedding, head and logits are replicated next to your layers"
 view.memory_bars({"your layers": own, "the library": report}, title=title) if own else None
 
+# %% tags=["measured"]
+names, title = ["your layers", "the library"], "Both wait for one all-reduce after the other"
+view.timelines(own, report, labels=names, ranks=[0], title=title) if own else None
+
 # %% [markdown]
-# Once all three exercises are solved, the two cells above show your GPT. In the blocks its calls
+# Once all three exercises are solved, the three cells above show your GPT. (The steps are drawn on
+# this machine's wall clock, on which ranks also wait for a core.) In the blocks its calls
 # and bytes are the library's. Its memory is not: your embedding and head are replicated, and the
 # library cuts both by entries of the vocabulary, the subject of the section *The logits stay where
 # they are*.
@@ -596,7 +601,17 @@ further_pairs.reveal(1, "The embedding's rows and the head's columns are cut ove
 #
 # Selective recomputation drops the term with a s/h, the scores; full recomputation keeps the
 # block's input only. $M_\text{full}$ is the paper's; with sequence parallelism the input is sharded
-# too, and a rank of this library keeps a t-th of it. For the models of their table 3, with t = 8:
+# too, and a rank of this library keeps a t-th of it. Without sequence parallelism, how much of what
+# a rank keeps is the part that is replicated?
+
+# %%
+undivided = pl.exercises.guess(
+    "share of the 10 with t = 8 and selective recomputation", low=0, high=100, unit="%", decimals=0
+)
+undivided
+
+# %% [markdown]
+# For the models of their table 3, with t = 8:
 
 # %%
 sizes = {"22 B": (64, 6144, 2048, 4), "175 B": (96, 12288, 2048, 1), "1 T": (160, 25600, 2048, 1)}
@@ -613,6 +628,9 @@ for name, (a, h, s, b) in sizes.items():
         "sequence, full recomputation": x * 2 / t,
     }
 pd.DataFrame(kept).round().astype(int)
+
+# %%
+undivided.reveal(100 * 10 / (10 + 24 / t))
 
 # %% [markdown]
 # Tensor parallelism alone does not divide the 10: with t = 8 and selective recomputation these are

@@ -415,6 +415,10 @@ for name, run in runs.items():
     off = max(abs(a - b) for a, b in zip(run.losses, right, strict=True))
     print(f"{name}: losses as those of the plan, to 1e-4: {off < 1e-4}")
 
+# %% tags=["measured"]
+title = "The plan copies and updates on other lanes than the device's"
+view.timelines(*runs.values(), labels=list(runs), title=title)
+
 # %% [markdown]
 # ## The largest model that fits
 # How many blocks of a GPT does a device of 16 MB train without offload, and how many with it? The

@@ -671,8 +671,8 @@ verdict
 # %% [markdown]
 # ## Your step trains the GPT, next to the library's plan
 # Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next
-# to the library's program for the same plan. Both send the same bytes. The picture has the wall
-# clock of this machine, so where ranks share cores they wait for a core, too. Hatched time is a
+# to the library's program for the same plan. Both send the same bytes. The second picture has the
+# wall clock, so where ranks share cores they wait for a core, too. Hatched time is a
 # recorded wait; white time is neither computation nor a recorded wait. The library's column *idle*
 # counts both, of the longest time from a rank's first forward to its last backward; the waits after
 # that are for the other axis. Your picture calls *compute* whatever lies between the spans, which
@@ -705,6 +705,9 @@ else:
     print("write mesh_groups and mesh_step first")
 sent = {name: r.traffic(["axis", "op"])["bytes"].sum() / 1e6 for name, r in reports.items()}
 pd.DataFrame({"sent by all ranks (MB)": sent}).round(3)
+
+# %% tags=["measured"]
+view.memory_bars(reports, title="The activations of all micro-batches are most of the peak")
 
 # %% tags=["measured"]
 view.timelines(*reports.values(), labels=list(reports))
