@@ -133,6 +133,13 @@ CURES = [  # what is handed in for one patient, limits it breaks, words of the v
     ("two chunks", None, {"two chunks"}, "its lists are missing"),
     ("three ranks", [row.replace("B", "I") for row in FIXED["three ranks"]],
      {"three ranks", "same work"}, "missing in schedule[0]='0W0'"),
+    ("two ranks", ["0B0 0F0 0F1 0F2 0B1 0B2", FIXED["two ranks"][1]], {"two ranks"},
+     "schedule[0][0]='0B0': comes before 0F0"),
+    ("two ranks", ["0F0 0F1 0B0 0F2 0B1 0B2 1B2", "1F0 1F1 1B0 1F2 1B1"],
+     {"two ranks", "same work"}, "schedule[0][6]='1B2': stage 1 lives on rank 1"),
+    ("three ranks", [FIXED["three ranks"][i] for i in (1, 0, 2)], {"three ranks", "same work"},
+     "rank 0 has 0F0 lost or added"),
+    ("three ranks", 7, {"three ranks"}, "schedule=7: not a schedule"),
 ]  # fmt: skip
 
 
@@ -150,6 +157,9 @@ def test_patients_as_they_are_count_as_not_started_and_anything_but_a_dict_is_to
     assert CLINIC.check(FIXED).passed
     assert CLINIC.check(defined(str(CLINIC.solution()), "fixed")).passed
     assert CLINIC.check({name: (row for row in lists) for name, lists in FIXED.items()}).passed
+    order = "F0 F1 F2 B0 B1 B2".split()
+    gpipe = [" ".join(f"{rank}{action}" for action in order) for rank in range(3)]
+    assert CLINIC.check({**FIXED, "three ranks": gpipe}).passed
 
 
 def test_the_stub_holds_the_patients_themselves():

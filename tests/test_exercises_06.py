@@ -168,6 +168,15 @@ def test_the_solution_helps_and_a_verdict_reads_the_same_twice():
     first, second = CLINIC.check(solved), CLINIC.check(solved)
     assert first.passed and CLINIC.check(GOOD).passed, repr(first)
     assert first == second
+    single = {"microbatches": 2, "microbatch_size": 1}
+    other = {
+        "more nodes": {"shard": 8, **single},
+        "twice the devices": {"microbatches": 8, "microbatch_size": 1},
+        "fully sharded": {"prefetch": 1, **single},
+        "a small model": {"zero_stage": 3},
+    }
+    verdict = CLINIC.check({name: (GOOD[name][0], change) for name, change in other.items()})
+    assert verdict.passed, verdict.table.to_string()
     stub = CLINIC.check(defined(CLINIC.stub, "treatment"))
     assert not stub and not stub.started
     told = CLINIC.check(list(GOOD.items()))

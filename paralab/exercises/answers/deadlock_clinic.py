@@ -1,4 +1,4 @@
-"""Lab 04's second exercise: three schedules that deadlock, to be repaired."""
+"""Lab 04's warm-up: three schedules that deadlock, to be repaired."""
 
 fixed = {
     "two ranks": [

@@ -786,7 +786,17 @@ pl.exercises.memory_clinic.check(treatment)
 #
 # **Common mistakes.** One of two causes is cured; more settings are changed than are allowed; the
 # global batch changes. **A second answer** takes smaller micro-batches in place of recomputation,
-# and `zero_stage=3` in place of smaller buckets.
+# and `zero_stage=3` in place of smaller buckets:
+
+# %% tags=["solution-only"]
+one_at_a_time = {"microbatches": 2, "microbatch_size": 1}
+other_treatment = {
+    "more nodes": ("optimizer", {"shard": 8, **one_at_a_time}),
+    "twice the devices": ("activations", {"microbatches": 8, "microbatch_size": 1}),
+    "fully sharded": ("buffers", {"prefetch": 1, **one_at_a_time}),
+    "a small model": ("buffers", {"zero_stage": 3}),
+}
+pl.exercises.memory_clinic.check(other_treatment)
 
 # %% [markdown]
 # ## Go further: an estimator that is right to the byte
