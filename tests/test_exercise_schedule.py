@@ -157,7 +157,7 @@ def test_patients_as_they_are_count_as_not_started_and_anything_but_a_dict_is_to
     assert CLINIC.check(FIXED).passed
     assert CLINIC.check(defined(str(CLINIC.solution()), "fixed")).passed
     assert CLINIC.check({name: (row for row in lists) for name, lists in FIXED.items()}).passed
-    order = "F0 F1 F2 B0 B1 B2".split()
+    order = ["F0", "F1", "F2", "B0", "B1", "B2"]
     gpipe = [" ".join(f"{rank}{action}" for action in order) for rank in range(3)]
     assert CLINIC.check({**FIXED, "three ranks": gpipe}).passed
 

@@ -412,9 +412,12 @@ pl.exercises.deadlock_clinic.check(fixed)
 # is opened, and the next one appears: the second schedule has two and the third has three. Actions
 # are moved to another rank, but a stage is where its weights are.
 #
-# **Another answer** for the third one takes no thought: 1F1B's own lists for three ranks, written
-# down by `schedules.one_f_one_b(3, 3)`. These take the four moves that are allowed; three are
-# enough.
+# **Another answer** for the third one takes no thought: 1F1B's own lists for three ranks. They take
+# the four moves that are allowed; three are enough.
+
+# %% tags=["solution-only"]
+of_1f1b = [" ".join(map(str, row)) for row in schedules.one_f_one_b(3, 3)]
+pl.exercises.deadlock_clinic.check({**fixed, "three ranks": of_1f1b})
 
 # %% [markdown]
 # ## Write a schedule
