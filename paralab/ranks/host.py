@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from pathlib import Path
 
 RECEIVING = "gloo_tcp_loop"  # a group's thread that receives, as it is called by gloo
 _met: set[str] = set()  # threads of this process that `send_first` has looked at
@@ -35,11 +36,17 @@ def send_first() -> None:
         threads = set(os.listdir("/proc/self/task"))
     except OSError:  # not Linux
         return
+    own = _name(str(os.getpid()))
     for thread in threads - _met:
-        with contextlib.suppress(OSError):  # one that has just ended
-            with open(f"/proc/self/task/{thread}/comm") as name:
-                receives = name.read().strip() == RECEIVING
-            if receives:
+        if (name := _name(thread)) == RECEIVING:
+            with contextlib.suppress(OSError):  # it has just ended
                 os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the least
+        if name != own:  # a thread has its process's name until it takes its own
+            _met.add(thread)
     _met.intersection_update(threads)  # the system may give a number again
-    _met.update(threads)
+
+
+def _name(thread: str) -> str:
+    with contextlib.suppress(OSError):  # one that has just ended
+        return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+    return ""
