@@ -68,6 +68,11 @@ def asks_too_often(*asked):
     asks(13, *asked)
 
 
+def allows_itself_more(*asked):
+    importlib.import_module("paralab.exercises.place").QUESTIONS = 10**9
+    asks(13, *asked)
+
+
 def illegal(model, cluster, batch, ask):
     return planned(3, 1, batch, 48)
 
@@ -109,6 +114,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (in_fp32, {PLAN}, "precision='fp32': not what is required"),
     (on_the_host, {PLAN}, "these machines have no other memory"),
     (asks_too_often, {PLAN}, "raised RuntimeError: more than 12 questions"),
+    (allows_itself_more, {PLAN}, "raised RuntimeError: more than 12 questions"),
     (illegal, {PLAN}, "tp=3"),
     (calls_itself_right, {PLAN}, "not a plan; legal: a pl.Plan(...)"),
     (searches, {PLAN}, "raised RuntimeError: the search is the answer"),
