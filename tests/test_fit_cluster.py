@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from unittest import mock
 
 import pytest
 
 import paralab as pl
+from paralab.theory import fit_cluster
 from paralab.theory.fit_cluster import FACTORS, ClusterFit
 
 TRUE = pl.Cluster.preset("dgx-a100", nodes=4)
@@ -70,6 +72,36 @@ def test_the_errors_of_a_model_are_of_a_fit_that_has_not_seen_it():
     unseen = [e for e, run in zip(fit.errors, fit.runs, strict=True) if run.model == LARGE]
     assert max(unseen) < -0.15  # the small model's runs say nothing of that
     assert max(abs(e) for e in fit.inside) < max(map(abs, unseen))
+
+
+def test_an_error_out_of_sample_is_that_of_a_fit_to_the_other_runs_alone():
+    rows = [(model, plan, seconds * (1.3 if model == LARGE else 1))
+            for model, plan, seconds in log(SMALL, LARGE)]  # fmt: skip
+    fit = pl.fit_cluster(rows, WRONG)
+    alone = pl.fit_cluster(rows[: len(PLANS)], WRONG).cluster
+    for (model, plan, seconds), error in list(zip(rows, fit.errors, strict=True))[len(PLANS) :]:
+        took = pl.predict(model, plan, alone, steps=1, detail="actions").step_time
+        assert took / seconds - 1 == pytest.approx(error, abs=1e-9)
+
+
+def test_more_than_ten_runs_of_a_model_are_left_out_in_ten_parts():
+    tiny = SMALL.replace(layers=1)
+    rows = [(tiny, plan := pl.Plan(microbatch_size=b, precision="bf16"),
+             pl.predict(tiny, plan, TRUE, steps=1, detail="actions").step_time)
+            for b in range(1, 13)]  # fmt: skip
+    with mock.patch.object(fit_cluster, "_fitted", side_effect=fit_cluster._fitted) as fits:
+        errors = pl.fit_cluster(rows, WRONG).errors
+    assert [len(call.args[1]) for call in fits.mock_calls] == [12, 10, 10, *[11] * 8]
+    assert len(errors) == 12 and max(map(abs, errors)) < 0.1
+
+
+def test_products_are_never_said_to_be_faster_than_the_data_sheet():
+    rows = [(model, plan, seconds / 1.6) for model, plan, seconds in log(SMALL, LARGE)[::2]]
+    fit = pl.fit_cluster(rows, TRUE)
+    assert fit.cluster.rate("bf16") == pytest.approx(TRUE.peak_flops)
+    assert fit.cluster.memory_bandwidth > 1.3 * TRUE.memory_bandwidth  # what is left is elsewhere
+    free = pl.fit_cluster(rows, TRUE.replace(peak_flops=None))
+    assert free.cluster.rate("bf16") > 1.1 * TRUE.peak_flops
 
 
 def test_what_the_runs_say_nothing_about_stays_as_stated():

@@ -2,7 +2,7 @@
 
 At most six figures of a stated cluster are corrected, each by a factor:
 
-    products   FLOP/s that large matrix products reach
+    products   FLOP/s that large matrix products reach: no more than a data sheet says
     memory     bytes/s of kernels and of products' operands
     launch     seconds of the host's program for a kernel
     inside     bytes/s of links inside a node
@@ -16,9 +16,10 @@ of their own. And a factor of e^`SPREAD` costs as much as one run that far off: 
 nothing about stays as it was stated, so that a handful of them is enough. Steps of Gauss and
 Newton, shortened where they do not help, with derivatives by differences.
 
-What the fit is worth is said out of sample: every model's runs are predicted by a fit to the other
-models' (of a single model, every run by a fit to the others), next to the null model, one rate of
-FLOP/s per device for everything.
+What the fit is worth is said out of sample: every model's runs are predicted by a fit of its own
+to the other models' (of a single model, every run by a fit to the others), next to the null model,
+one rate of FLOP/s per device for everything. Of more than ten models, or runs, several are left out
+together, so that there are ten such fits.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from paralab.theory.needs import step_flops
 
 CLOSE, SPREAD = 0.05, 0.2  # of logarithms: an error that is common, a correction that is
 STEPS, NUDGE = 3, 0.05
+FOLDS = 10  # fits that are made to say what the fit is worth
 LAUNCHES = (0.7, 1.4, 2.1)  # logarithms of what a launch may take more than was stated
 
 
@@ -170,13 +172,23 @@ def fit_cluster(
         for model, plan, _, optimizer in runs
     ]
 
-    def off_at(cluster: Cluster, some: Sequence[int] = range(len(runs))) -> Any:
-        """Logarithms of predicted over measured seconds, of all or some of the runs."""
-        took = [steps[at].seconds(cluster) for at in some]
-        return np.log(took) - np.log([runs[at].seconds for at in some])
+    known: dict[bytes, Any] = {}
 
-    factors, slopes, now = _fitted(off_at, wide, used)
-    errors, null = _out_of_sample(runs, off_at, wide, used, factors, slopes, now, by)
+    def off_at(factors: Any, some: Any) -> Any:
+        """Logarithms of predicted over measured seconds, of these runs with these factors."""
+        off = known.setdefault(factors.tobytes(), np.full(len(runs), np.nan))
+        there = _with(wide, used, factors)
+        for at in some:
+            if math.isnan(off[at]):
+                off[at] = math.log(steps[at].seconds(there) / runs[at].seconds)
+        return off[some]
+
+    most = np.full(len(used), np.inf)
+    if wide.peak_flops:
+        rate = max(map(wide.rate, ("bf16", "fp16")))
+        most[used.index("products")] = max(math.log(wide.peak_flops / rate), 0.0)
+    factors, now = _fitted(off_at, np.arange(len(runs)), used, most)
+    errors, null = _out_of_sample(runs, off_at, used, most, by)
     fitted = _with(wide, used, factors)
     shown = {
         name: (unit, _figure(cluster, at, in_), _figure(fitted, at, in_))
@@ -234,51 +246,55 @@ def _cost(off: Any, factors: Any) -> float:
     return float(np.where(size < 1, size**2, 2 * size - 1).sum() + ((factors / SPREAD) ** 2).sum())
 
 
-def _solved(off: Any, slopes: Any, factors: Any) -> Any:
-    """Factors at which the cost is least, if ``off`` changed by ``slopes`` as they do here."""
+def _solved(off: Any, slopes: Any, factors: Any, most: Any) -> Any:
+    """Factors at which the cost is least, if ``off`` changed by ``slopes`` as they do here; none
+    above its ``most``.
+    """
     found = np.array(factors)
     for _ in range(20):
         here = off + slopes @ (found - factors)
         pulls = 1 / np.maximum(np.abs(here) / CLOSE, 1) / CLOSE**2  # Huber's weights
         left = slopes.T @ (pulls[:, None] * slopes) + np.eye(len(found)) / SPREAD**2
-        found = np.linalg.solve(left, slopes.T @ (pulls * (slopes @ factors - off)))
+        right = slopes.T @ (pulls * (slopes @ factors - off))
+        found = np.linalg.solve(left, right)
+        over = found > most
+        found[over] = most[over]  # and the others make do with that
+        right = right[~over] - left[~over][:, over] @ found[over]
+        found[~over] = np.linalg.solve(left[~over][:, ~over], right)
     return found
 
 
 def _fitted(
-    off_at: Callable[..., Any], cluster: Cluster, used: Sequence[str]
-) -> tuple[Any, Any, Any]:
-    """(factors, the slopes at them, errors at them), as logarithms."""
+    off_at: Callable[..., Any], some: Any, used: Sequence[str], most: Any
+) -> tuple[Any, Any]:
+    """(the factors that fit some of the runs best, their errors with them), as logarithms."""
     factors = np.zeros(len(used))
-    off = off_at(cluster)
+    off = off_at(factors, some)
     if "launch" in used:  # while the device's work hides launches, no slope tells of them
         for more in LAUNCHES:
             there = np.where(np.array(used) == "launch", more, 0.0)
-            found = off_at(_with(cluster, used, there))
+            found = off_at(there, some)
             if _cost(found, there) < _cost(off, factors):
                 factors, off = there, found
     for _ in range(STEPS):
-        nudged = [_with(cluster, used, factors + row) for row in NUDGE * np.eye(len(used))]
-        slopes = np.stack([(off_at(there) - off) / NUDGE for there in nudged], axis=1)
-        step = _solved(off, slopes, factors) - factors
+        nudged = [off_at(factors + row, some) for row in NUDGE * np.eye(len(used))]
+        slopes = np.stack([(there - off) / NUDGE for there in nudged], axis=1)
+        step = _solved(off, slopes, factors, most) - factors
         for part in (1.0, 0.5, 0.25):
-            found = off_at(_with(cluster, used, factors + part * step))
+            found = off_at(factors + part * step, some)
             if _cost(found, factors + part * step) < _cost(off, factors) - 1e-3:
                 factors, off = factors + part * step, found
                 break
         else:
             break
-    return factors, slopes, off
+    return factors, off
 
 
 def _out_of_sample(
     runs: Sequence[Run],
     off_at: Callable[..., Any],
-    cluster: Cluster,
     used: Sequence[str],
-    factors: Any,
-    slopes: Any,
-    off: Any,
+    most: Any,
     by: Callable[[Run], Hashable] | None,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(errors, those of one rate), of every run by the runs of other groups."""
@@ -287,13 +303,14 @@ def _out_of_sample(
         groups = list(range(len(runs)))
     if len(runs) == 1:
         return (), ()
+    fold = {group: at % FOLDS for at, group in enumerate(dict.fromkeys(groups))}
+    folds = np.array([fold[group] for group in groups])
     work = np.array([_work(run) for run in runs])
     rates = work / np.array([run.seconds for run in runs])
     errors, null = np.zeros(len(runs)), np.zeros(len(runs))
-    for group in dict.fromkeys(groups):
-        out = np.array([other == group for other in groups])
-        there = _solved(off[~out], slopes[~out], factors)
-        errors[out] = np.expm1(off_at(_with(cluster, used, there), np.flatnonzero(out)))
+    for out in (folds == at for at in dict.fromkeys(folds.tolist())):
+        there, _ = _fitted(off_at, np.flatnonzero(~out), used, most)
+        errors[out] = np.expm1(off_at(there, np.flatnonzero(out)))
         null[out] = rates[out] / np.median(rates[~out]) - 1
     return tuple(errors.tolist()), tuple(null.tolist())
 
