@@ -187,7 +187,7 @@ def fsdp(reshard):
     fully_shard(model[:3])
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
-        model(torch.randn(64, 512)).sum().backward()
+        model(torch.randn(1024, 512)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -225,7 +225,7 @@ def fsdp_ahead(how):
         model._set_unshard_async_op(how == "async")
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
-        model(torch.randn(64, 512)).sum().backward()
+        model(torch.randn(1024, 512)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
