@@ -760,7 +760,7 @@ else:
 
 # %% tags=["measured"]
 both = {"yours": yours, "library": library} if verdict else {}
-title = "Your all-reduce sends two halves one after the other, when backward is over"
+title = "After backward your all-reduce sends two halves, one after the other"
 if both:
     steps = view.timelines(*both.values(), labels=list(both), title=title)
 steps if both else print("write ring_all_reduce first")

@@ -336,7 +336,7 @@ for name, run in runs.items():
     print(f"{name}: losses of the plan: {same}; both ranks send {sent:,} bytes in a step")
 
 # %% tags=["measured"]
-title = "The blocks are computed again within backward"
+title = "Backward computes every block again, and takes far longer than forward"
 view.timelines(*runs.values(), labels=list(runs), ranks=[0], title=title)
 
 # %% [markdown]
