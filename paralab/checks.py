@@ -7,6 +7,7 @@ raise ``ValueError`` with ``field=value: why; legal: what`` as its message.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import os
@@ -43,6 +44,8 @@ def shortened(text: str, most: int = KEPT) -> str:
 
 def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> int:
     """``value`` as an int in range, or the refusal. Booleans and floats are not whole numbers."""
+    if type(value) is int and at_least <= value <= at_most:  # as nearly always
+        return value
     legal = f"a whole number of at least {at_least}"
     if at_most < 2**62:
         legal = f"a whole number from {at_least} to {at_most}"
@@ -144,9 +147,10 @@ def num_bytes(name: str, value: object) -> int:
 
 def choice(name: str, value: object, options: tuple[Any, ...]) -> Any:
     """``value`` if it is one of ``options``, or the refusal listing them."""
-    if not any(type(value) is type(o) and value == o for o in options):
-        raise illegal(name, value, "unknown choice", " | ".join(repr(o) for o in options))
-    return value
+    for option in options:
+        if type(value) is type(option) and value == option:
+            return value
+    raise illegal(name, value, "unknown choice", " | ".join(repr(o) for o in options))
 
 
 def instance(name: str, value: object, kind: Any, legal: str, said: str = "") -> Any:
@@ -167,6 +171,13 @@ def count(
     return dataclasses.field(default=default, metadata={"range": (at_least, at_most)})
 
 
+@functools.cache
+def _counts(kind: type) -> list[tuple[str, Any, tuple[int, int]]]:
+    """(name, default, range) of the fields of a description that are a `count`."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return [(f.name, f.default, f.metadata["range"]) for f in fields if "range" in f.metadata]
+
+
 class Description:
     """What the descriptions share: the ranges of their counts, a change of some fields, and a
     plain-dict form to save.
@@ -174,12 +185,11 @@ class Description:
 
     def check_counts(self) -> None:
         """Replace every `count` by an int in its range, or raise its refusal."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if "range" in field.metadata and not (value is None and field.default is None):
-                low, high = field.metadata["range"]
-                value = whole(field.name, value, at_least=low, at_most=high)
-                object.__setattr__(self, field.name, value)
+        for name, default, (low, high) in _counts(type(self)):
+            value = getattr(self, name)
+            if not (value is None and default is None):
+                value = whole(name, value, at_least=low, at_most=high)
+                object.__setattr__(self, name, value)
 
     def replace(self, **changes: Any) -> Any:
         """A copy with some fields changed, checked like a new one. Raises ``ValueError`` on a field
