@@ -117,8 +117,8 @@ def _graph(
         over.append(np.zeros(len(rank.left), int))
         over[-1][list(rank.waits)] = [node for _, node in rank.waits.values()]
     order, place, edges = walk.levels()
-    ends = [
-        np.array([(at, place[end]) for at, (_, end) in rank.calls.items()], int) for rank in ranks
+    calls = [
+        np.array([[*rank.calls], [end for _, end in rank.calls.values()]], int) for rank in ranks
     ]
     return Graph(
         *(place[some][order] for some in (walk.one, walk.other)),
@@ -128,7 +128,7 @@ def _graph(
         [place[rank.left] for rank in ranks],
         [place[some] for some in over],
         [np.array(mine.actions).reshape(-1, 5).T for mine in lists],
-        [some.reshape(-1, 2).T for some in ends],
+        [np.stack([at, place[node]]) for at, node in calls],
     )
 
 
@@ -160,8 +160,8 @@ class _Nodes(Walk):
         return len(self.one)
 
     def lasts(self, moments: Sequence[int], takes: int) -> tuple[int, int]:
-        start, *rest = moments
-        for other in rest[:-1]:
+        start = moments[0]
+        for other in moments[1:-1]:
             start = self.later(start, other, 0)
         return start, self.later(start, moments[-1], takes)
 
@@ -188,37 +188,47 @@ class _List:
         return item._replace(takes=item.takes + self.base, before=before)
 
     def items(self, row: Sequence[Any]) -> Iterator[Item]:
-        symbol, pp, v, count = self.symbol, self.pp, self.v, {}
-        sent: dict[int, int] = {}  # other rank -> number of the WAIT for the last message to it
-
-        def message(op: str, at: int, name: Any, lane: tuple[int, int]) -> Item:
-            symbol.append(at)
-            return Item(op, self.base + at, name, lane, 2)
+        symbol, count = self.symbol, {}
+        known: dict[tuple, tuple[Item, Item]] = {}  # of messages alike
+        sent: dict[Any, Item] = {}  # name -> the WAIT for the last message of this name
 
         for step in row:
             if type(step) is Action:
                 stage, letter, k = step
                 done = count[step[:2]] = count.get(step[:2], -1) + 1
                 few = FEW - 1 if done == self.m - 1 else min(done, LIKE_ALL)
-                key = letter, stage // pp, few
+                key = letter, stage // self.pp, few
                 self.actions.extend((CODE[letter], *key[1:], k, len(symbol)))
                 needs = "F" if letter == "F" else "B", stage, k
                 for at, item in self.turns[key]:
                     symbol.append(at)
-                    yield item if item.name != ARRIVAL else item._replace(name=needs)
+                    yield Item(WAIT, item.takes, needs) if item.name == ARRIVAL else item
                 continue
-            op, what, stage, k, peer = step
-            of, to = ("x" if what == "F" else "g", stage // pp, v), (peer - self.r) % pp
+            op, what, stage, k, _ = step
+            if (op, what, stage) not in known:
+                known[op, what, stage] = self._message(*step)
+            call, wait = known[op, what, stage]
             if op == "recv":
-                yield message(CALL, way(RECEIVE, *of), (what, stage, k), (peer, self.r))
+                symbol.append(call.takes - self.base)
+                yield Item(CALL, call.takes, (what, stage, k), call.lane, call.members)
                 continue
-            if to in sent:
-                yield message(WAIT, sent[to], (SENT, to), (0, 0))
-            sent[to] = way(SENT, *of)
-            yield message(CALL, way(SEND, *of), (SENT, to), (self.r, peer))
+            if wait.name in sent:
+                symbol.append(sent[wait.name].takes - self.base)
+                yield sent[wait.name]
+            sent[wait.name] = wait
+            symbol.append(call.takes - self.base)
+            yield call
         for at, item in self.turns[END]:
-            if item.op == WAIT and item.name[0] == SENT:
-                yield message(WAIT, sent[item.name[1]], item.name, (0, 0))
-            else:
-                symbol.append(at)
-                yield item
+            own = sent[item.name] if item.op == WAIT and item.name[0] == SENT else item
+            symbol.append(own.takes - self.base if own is not item else at)
+            yield own
+
+    def _message(self, op: str, what: str, stage: int, k: int, peer: int) -> tuple[Item, Item]:
+        """The call, and the WAIT for it where it is sent: that is one per direction."""
+        of, name = ("x" if what == "F" else "g", stage // self.pp, self.v), (what, stage, k)
+        if op == "recv":
+            at, waited, lane = way(RECEIVE, *of), way(ARRIVAL, *of), (peer, self.r)
+        else:
+            at, waited, lane = way(SEND, *of), way(SENT, *of), (self.r, peer)
+            name = SENT, (peer - self.r) % self.pp
+        return Item(CALL, self.base + at, name, lane, 2), Item(WAIT, self.base + waited, name)

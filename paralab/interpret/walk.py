@@ -113,19 +113,19 @@ class Walk:
 
     def meet(self, rank: Rank, item: Item, moment: Any) -> None:
         """A rank is at a call of several; with the last of them it goes."""
-        rank.count[item.lane] += 1
-        key = item.lane, rank.count[item.lane]
-        there = self.there.setdefault(key, [])
+        lane, free = item.lane, self.free
+        number = rank.count[lane] = rank.count[lane] + 1
+        there = self.there.setdefault((lane, number), [])
         there.append((rank, len(rank.left), moment))
         if len(there) < item.members:
             return
-        del self.there[key]
-        moments = [moment for *_, moment in there]
-        if item.lane in self.free:
-            moments.append(self.free[item.lane])
+        del self.there[lane, number]
+        moments = [moment for _, _, moment in there]
+        if lane in free:
+            moments.append(free[lane])
         start, end = self.lasts(moments, item.takes)
-        if self.queues or type(item.lane) is str:
-            self.free[item.lane] = end
+        if self.queues or type(lane) is str:
+            free[lane] = end
         for member, position, _ in there:
             member.calls[position] = start, end
             if member.stands == position:
@@ -164,6 +164,7 @@ class Rank:
     def _go(self) -> Iterator[None]:
         common, lanes, left, calls = self.common, self.lanes, self.left, self.calls
         later, lasts, posting, origin = common.later, common.lasts, common.posting, common.origin
+        flights, waits, jobs = self.flights, self.waits, self.jobs
         clock = origin
         for now in self.items:
             op, takes, name, lane, members, before, more = now
@@ -171,23 +172,24 @@ class Rank:
             if op == WORK:
                 clock = later(clock, clock, takes)
             elif op == WAIT:
-                call = self.flights.get(name)
-                if call not in self.jobs:
-                    while call not in calls:
-                        self.stands = call
-                        yield
-                    self.waits[at] = call, calls[call][1]
-                elif not self.jobs[call].over:
-                    self.jobs[call].settled()
-                    self.waits[at] = call, calls[call][1]
-                if at in self.waits:
-                    clock = later(clock, self.waits[at][1], takes)
-                del self.flights[name]
-                self.order.end(more)
+                call = flights.get(name)
+                lasted = call not in jobs or not jobs[call].over
+                if call in jobs and lasted:
+                    jobs[call].settled()
+                while lasted and call not in calls:
+                    self.stands = call
+                    yield
+                if lasted:
+                    end = calls[call][1]
+                    waits[at] = call, end
+                    clock = later(clock, end, takes)
+                del flights[name]
+                if more:
+                    self.order.end(more)
             elif op == CALL:
                 if before is not None:
                     clock = later(clock, clock, before)
-                self.flights[name] = at
+                flights[name] = at
                 if members:
                     common.meet(self, now, clock)
                 else:
@@ -196,10 +198,10 @@ class Rank:
                 if posting:
                     clock = later(clock, clock, posting)
             elif op == JOB:
-                behind, self.flights[name.writes] = self.order.behind(name), at
+                behind, flights[name.writes] = self.order.behind(name), at
                 ends = (job.end for job in behind)
                 calls[at] = lasts((clock, lanes.get(lane, origin), *ends), takes)
-                job = self.jobs[at] = Begun(at, calls[at][1], behind)
+                job = jobs[at] = Begun(at, calls[at][1], behind)
                 lanes[lane] = job.end
                 self.order.add(name, job)
                 positions = (other.position for other in behind)
