@@ -25,7 +25,7 @@ window.lab = (() => {
     return context?.isReady && context.session?.kernel?.status === "idle" && cells().length > 0;
   };
 
-  // Put away the notebook that is shown, and let it say all that it has to say to that.
+  // Close the notebook that is shown, and wait until it has said all that it says to that.
   const leave = async () => {
     panel().dispose();
     await new Promise((done) => setTimeout(done));
