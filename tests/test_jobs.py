@@ -8,11 +8,15 @@ import pytest
 
 import paralab as pl
 import virtual_cuda
+from paralab.interpret.costs import Costs
 from paralab.interpret.jobs import Order, Ordered
+from paralab.interpret.time import walked
 from paralab.launch import launch_program
+from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, Instr
 from paralab.programs.tiers import BUFFERS, ring
 
+MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 DEVICE, HOST, OTHER = ("shard", 0, 0), ("host.shard", 0, 0), ("host.shard", 1, 0)
 
 
@@ -59,6 +63,24 @@ def test_nothing_comes_after_what_the_rank_has_waited_for(order):
     second.settled()
     assert first.over and second.over
     assert hand_over(order, OTHER, HOST, "host").behind == ()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_waits_or_comes_after_a_job_that_an_earlier_wait_was_enough_for(stage):
+    """A prediction's boxes and edges are those that a run's recorder writes down."""
+    plan = pl.Plan(dp=2, zero_stage=stage, offload="cpu")
+    program = compiled(MODEL, plan, optimizer="adamw")
+    times = walked(program, Costs(program, pl.Cluster.preset("dgx-a100")))
+    jobs, over = times.behind[0], set()
+    for position in sorted({*jobs, *times.waits[0]}):
+        assert not over.intersection(jobs.get(position, ()))
+        call, _ = times.waits[0].get(position, (None, None))
+        rest = [call] if call in jobs else []
+        assert not over.intersection(rest)
+        while rest:
+            over.add(job := rest.pop())
+            rest += jobs[job]
+    assert over.issuperset(jobs)
 
 
 def test_a_job_is_told_numbers_that_the_rank_no_longer_changes():
