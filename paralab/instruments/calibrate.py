@@ -1,6 +1,6 @@
 """What this machine really does: the numbers behind `Cluster.local`, measured once and cached.
 
-Five short measurements in ranks of their own (some fifteen seconds together; the caller never
+Five short measurements in ranks of their own (some twenty seconds together; the caller never
 imports torch):
 
     device  forward, backward and optimizer of small GPTs with one thread, in two to four
@@ -68,7 +68,10 @@ from paralab.theory.traffic import most_sent
 from paralab.theory.work import on_processor
 from paralab.version import __version__
 
-PASSES = 3  # over all measurements: cores change their speed from second to second
+# Cores change their speed from second to second: what computing takes is measured in as many
+# passes, what messages and files take in every third, in which it is repeated more often.
+PASSES = 7
+COMPUTING = ("device", "calls", "products")
 FORMAT = 10  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
@@ -263,9 +266,9 @@ def _measure(device: str) -> dict[str, Any]:
         "links": (measure_links, ranks if ranks > 1 else 0),
     }
     measured: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in programs}
-    for _ in range(1 if found else PASSES):
+    for number in range(1 if found else PASSES):
         for name, (program, count) in programs.items():
-            if count:
+            if count and (name in COMPUTING or not number % 3):
                 measured[name] += launch_program(program, count, (), device=device)
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
     links = _from_last_launch(measured.pop("links"), ranks)
