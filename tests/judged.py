@@ -23,6 +23,7 @@ from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
 
 ALONE_S = 3.0  # without a sign of life; what an answer is given takes a hundredth of it
+LAUNCHES = 6  # at most, for all answers: one for each number of ranks or plan that they are tried on
 TABLES: list[Table] = []
 BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
 FOLDERS = sources.ANSWERS, Path(__file__).parent / "labs" / "answers"
@@ -118,6 +119,7 @@ class Table:
             parts = list(map(_parts, self._answers))
             with mock.patch.object(launching, "Run", counted):
                 self._verdicts = self.exercise.check_each(parts, timeout=HANG_S)
+            assert self.launches <= LAUNCHES, f"{self.launches} launches for one table"
         assert _is_in(answer, self._answers), answer
         return self._verdicts[_place(answer, self._answers)]
 
