@@ -23,7 +23,7 @@ from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
 
 ALONE_S = 3.0  # without a sign of life; what an answer is given takes a hundredth of it
-LAUNCHES = 6  # at most, for all answers: one for each number of ranks or plan that they are tried on
+LAUNCHES = 6  # of all answers at most: one for each number of ranks or plan that they run on
 TABLES: list[Table] = []
 BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
 FOLDERS = sources.ANSWERS, Path(__file__).parent / "labs" / "answers"
