@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,8 @@ def own_schedule(tries: Tries) -> None:
             notes.end(trouble, yours="no schedule")
             continue
         notes.look(VALID, "", f"{sum(map(len, simulated.schedule))} actions on {PP} ranks")
-        late, most = f": {_late(simulated)}", max(simulated.peak_live)
-        notes.at_most(TIME, simulated.makespan, limit_s(PP, MICROBATCHES), ms, late)
+        why, most = f": {late(simulated)}", max(simulated.peak_live)
+        notes.at_most(TIME, simulated.makespan, limit_s(PP, MICROBATCHES), ms, why)
         said = f"{most} on rank {simulated.peak_live.index(most)}"
         notes.look(MEMORY, first_too_many(simulated.schedule, PP), said)
         for reply, (p, m) in zip(others, SIZES, strict=True):
@@ -104,6 +105,33 @@ def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation
     return attempt(lambda: simulate(Plan(**plan).actions()))
 
 
+def late(simulated: Simulation, best: Callable[[int, int], Schedule] = one_f_one_b) -> str:
+    """The first action that starts later than it could: than in ``best``, which keeps the limit."""
+    order, mine = simulated.order, _starts(simulated)
+    could = _starts(simulate(best(order.ranks, order.microbatches)))
+    for place, (_, _, soonest) in sorted(could.items(), key=lambda item: item[1][2]):
+        action, position, start = mine.get(place, (None, 0, 0.0))
+        if place[1] != "W" and start > soonest * SLACK + 1e-12:
+            return (
+                f"rank {action.stage} starts {action}, the {_nth(position)} of its list, at "
+                f"{ms(start)}, and could at {ms(soonest)}"
+            )
+    return "the weight halves come too late"
+
+
+def idle(simulated: Simulation) -> str:
+    """Where a rank is first idle between two of its actions."""
+    order, start, end = simulated.order, simulated.start, simulated.end
+    rows = [range(*pair) for pair in pairwise(order.first)]
+    gaps = [(end[i - 1], i) for row in rows for i in row[1:] if start[i] > end[i - 1] + 1e-12]
+    since, i = min(gaps)
+    rank = order.rank[i]
+    return (
+        f"rank {rank} is idle from {ms(since)} to {ms(start[i])}, before {order.action(i)}, the "
+        f"{_nth(i - order.first[rank])} of its list"
+    )
+
+
 def missed(
     reply: Reply,
     p: int,
@@ -112,30 +140,19 @@ def missed(
     seconds: float,
     alive: int,
     took: Callable[[Simulation], float] = attrgetter("makespan"),
+    why: Callable[[Simulation], str] = late,
 ) -> str:
     """What keeps a reply from being a schedule of p ranks and m micro-batches that takes no more
-    ``seconds``, with no more micro-batches ``alive`` on a rank; "" if nothing does.
+    ``seconds``, with no more micro-batches ``alive`` on a rank; "" if nothing does. why: what makes
+    it take more, or "".
     """
     simulated, trouble = simulate_reply(reply, p, m)
     if trouble:
         return trouble
     if took(simulated) > seconds * SLACK:
-        return f"takes {ms(took(simulated))}, required: at most {ms(seconds)}"
+        said = f"takes {ms(took(simulated))}, required: at most {ms(seconds)}"
+        return ": ".join(filter(None, (said, why(simulated))))
     return first_too_many(simulated.schedule, alive)
-
-
-def _late(simulated: Simulation) -> str:
-    """The first action that starts later than it could: than in 1F1B, which keeps the limit."""
-    pp, best = len(simulated.schedule), simulate(one_f_one_b(PP, MICROBATCHES))
-    mine, could = _starts(simulated), _starts(best)
-    for (stage, way, microbatch), soonest in sorted(could.items(), key=lambda item: item[1][2]):
-        action, position, start = mine[stage, way, microbatch]
-        if start > soonest[2] * SLACK + 1e-12:
-            return (
-                f"rank {stage % pp} starts {action}, the {_nth(position)} of its list, at "
-                f"{1e3 * start:.0f} ms, and could at {1e3 * soonest[2]:.0f} ms"
-            )
-    return "the weight halves come too late"
 
 
 def _starts(simulated: Simulation) -> dict[tuple[int, str, int], tuple[Action, int, float]]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import ask
-from paralab.exercises.schedule import FORWARD_S, limit_s, missed
+from paralab.exercises.schedule import FORWARD_S, idle, late, limit_s, missed
+from paralab.parallel.schedules import zb_h1
 
 if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
@@ -29,6 +30,7 @@ class Target(NamedTuple):
 
     seconds  at most, by `took`: of the whole step, or of the rank that takes longest by itself
     alive    micro-batches on a rank, at most
+    why      what makes a schedule take longer, in words
     """
 
     name: str
@@ -36,6 +38,7 @@ class Target(NamedTuple):
     took: Callable[[Simulation], float]
     seconds: Callable[[int, int], float]
     alive: Callable[[int], int]
+    why: Callable[[Simulation], str] = lambda simulated: ""
 
 
 TARGETS = (
@@ -45,13 +48,15 @@ TARGETS = (
         attrgetter("makespan"),
         lambda p, m: (3 * m + p - 1) * FORWARD_S,
         lambda p: p,
+        lambda simulated: late(simulated, zb_h1),
     ),
     Target(
         "2: no bubble",
-        "no rank is idle between its first and its last action, at most 2p - 1 alive",
+        "no rank is idle between its first and its last action, 3m 10 ms; at most 2p - 1 alive",
         attrgetter("cost"),
         lambda p, m: 3 * m * FORWARD_S,
         lambda p: 2 * p - 1,
+        idle,
     ),
     Target(
         "3: less memory",
@@ -71,7 +76,8 @@ TARGETS = (
 def better_schedules(tries: Tries) -> None:
     questions = [(part, size) for part in range(len(TARGETS)) for size in SIZES]
     for notes, (part, (p, m)), reply in ask(tries, questions, questions):
-        name, _, took, seconds, alive = TARGETS[part]
+        name, _, took, seconds, alive, why = TARGETS[part]
         notes.where = f"p={p}, m={m}"
-        wrong = missed(reply, p, m, seconds=seconds(p, m), alive=alive(p), took=took)
+        how = {"alive": alive(p), "took": took, "why": why}
+        wrong = missed(reply, p, m, seconds=seconds(p, m), **how)
         notes.look(name, wrong, "reached")
