@@ -35,7 +35,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3(("self.free(i)", "pass")), {"kept between steps"}, "N=4: rank 0 keeps "),
     (zero3(SUMS), {"weights"}, "it has changed by 4 times what is required"),
     (zero3((f"self.gradients[i] += {MEAN}", f"self.gradients[i].copy_({MEAN})")), {"weights"},
-     "embedding.token.weight, element "),
+     ("embedding.token.weight, element ", "micro-batches are not added up: it is the last one's")),
     (zero3(("gradient.zero_()", "pass")), {"weights"},
      ("N=3: ", "the gradient of the step before is still in it")),
     (zero3((MEAN, "own / 4")), {"weights"}, "N=3: "),

@@ -26,6 +26,7 @@ UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in 
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
 STALE = "the gradient of the step before is still in it"
+LAST = "the micro-batches are not added up: it is the last one's share alone"
 REQUIRED = {
     WEIGHTS: "N = 4, 3: after 1 and 2 steps of SGD those of one process, on every rank",
     BYTES: "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts",
@@ -49,11 +50,16 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
         for notes, found in tries.run(train, n, steps, where=f"N={n}"):
             before, last = of_one_process(MODEL, ranks=n, **BATCH)[steps - 1 : steps + 1]
             both = {name: last.weights[name] - LR * g for name, g in before.gradients.items()}
+            start, shares = found.results[0]["start"], found["share"]
+            alone = {name: w - LR / n * sum(s[name] for s in shares) for name, w in start.items()}
             wrong = first_wrong_tensor(
                 found["weights"],
                 last.weights,
-                start=found.results[0]["start"],
-                known=lambda name, both=both: [(STALE, both.get(name))],
+                start=start,
+                known=lambda name, both=both, alone=alone: [
+                    (STALE, both.get(name)),
+                    (LAST, alone[name]),
+                ],
             )
             notes.look(WEIGHTS, wrong, "all equal")
 
@@ -85,12 +91,12 @@ def sizes() -> list[int]:
 
 def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     """What every rank runs. Returns the gathered weights, the bytes that are there after a step,
-    those that a step has at its peak and when backward first begins beyond that, and what forward
-    alone takes of a plain GPT.
+    those that a step has at its peak and when backward first begins beyond that, and what `plain`
+    says of a plain GPT.
     """
     group, m = watch.group, BATCH["microbatches"]
     share = {"rank": group.index, "ranks": group.size, "device": "cpu"}
-    start, forward = plain()
+    start, share_of_last, forward = plain(**share)
     kept = peak = gathered = 0
     with watch.section() as all_of_it:
         gpt = reference.GPT(MODEL)
@@ -114,15 +120,18 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
             raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
         weights = {name: watched.array(p) for name, p in gpt.named_parameters()}
     held = {"kept": kept, "peak": peak, "gathered": gathered, "forward": forward}
-    return {"start": start, "weights": weights, **held}
+    return {"start": start, "share": share_of_last, "weights": weights, **held}
 
 
 @functools.cache  # on every rank the same for each answer
-def plain() -> tuple[dict[str, Any], int]:
-    """Of a plain GPT: its weights, and the bytes that forward has at its peak beyond them."""
+def plain(**share: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Of a plain GPT: its weights, the gradients of the rank's last micro-batch in the first step,
+    divided by m, and the bytes that forward has at its peak beyond the weights.
+    """
     gpt = reference.GPT(MODEL)
-    [one, *_] = reference.batches(MODEL, step=0, device="cpu", **BATCH)
+    [*_, last] = reference.batches(MODEL, step=0, **share, **BATCH)
     start = {name: watched.array(p) for name, p in gpt.named_parameters()}
     with watched.PeakMemory() as memory:
-        gpt(*one)
-    return start, memory.peak
+        loss = gpt(*last) / BATCH["microbatches"]
+    loss.backward()
+    return start, {n: watched.array(p.grad) for n, p in gpt.named_parameters()}, memory.peak
