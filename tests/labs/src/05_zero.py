@@ -44,6 +44,7 @@ view.zero_shards(model, 4)
 # | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
 # | $\alpha$, $\beta$ | seconds per message; seconds per byte ($1/\beta$ is the bandwidth) |
 # | $X$ | FLOP/s that a device reaches |
+# | $q$ | all-gathers in which one unit is gathered |
 #
 # ## The optimizer fits between the two halves of an all-reduce
 # After the all-reduce of lab 02 all ranks have the same gradients, keep the same AdamW moments, and
@@ -223,7 +224,15 @@ reports = {
 view.memory_charts(reports, title="Each stage of ZeRO lowers what a rank holds")
 
 # %% [markdown]
-# Each pair of bars below compares the model states of the formula with the measured peak:
+# Each pair of bars below compares the model states of the formula with the measured peak. Between
+# the two bars of which plan is the difference largest?
+
+# %%
+most_more = pl.exercises.choose(
+    "A rank holds the most in addition to the model states of the formula under",
+    ["data parallelism", "ZeRO-1", "ZeRO-3", "all four plans alike"],
+)
+most_more
 
 # %% tags=["measured"]
 states = ("parameters", "gradients", "optimizer")
@@ -236,6 +245,9 @@ view.bytes_bars(pairs, title="At its peak a step holds more than the model state
 # %% tags=["measured"]
 share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory
 guess.reveal(round(100 * share))
+
+# %%
+most_more.reveal(3, "It shards the most states, and holds whole units again while they compute.")
 
 # %% [markdown]
 # At the peak a rank holds three things in addition to the model states of the formulas:
@@ -253,7 +265,8 @@ guess.reveal(round(100 * share))
 
 # %%
 on_top = pl.exercises.choose(
-    "With 4 ranks instead of 2, what a rank holds in addition to the model states",
+    "With 4 ranks instead of 2, and as many samples on each rank as before, what a rank holds in "
+    "addition to the model states",
     ["is halved, too", "stays nearly the same", "is doubled"],
 )
 on_top
@@ -276,7 +289,11 @@ title = f"More than the formula: {more[2]:.0f} MB on each of 2 ranks, {more[4]:.
 view.bytes_bars(falling, title=title)
 
 # %%
-on_top.reveal(2, "Activations, gathered units and gradients of a unit do not depend on N.")
+on_top.reveal(
+    2,
+    "With as many samples on each rank as before, activations, gathered units and gradients of a "
+    "unit do not depend on N.",
+)
 
 # %% [markdown]
 # Figure 1 of the [ZeRO paper](https://arxiv.org/abs/1910.02054) compares the stages for a model of
@@ -497,7 +514,7 @@ for name, run in seen.items():
 # yours is drawn as well
 ### END SOLUTION
 drawn = {name: run for name, run in seen.items() if name != "FSDP2, kept"}
-title = "Units are gathered before they compute, and reduced after their backward"
+title = "Between the computations of two units a rank waits for messages"
 view.timelines(*drawn.values(), labels=list(drawn), ranks=[0], title=title)
 
 # %%
@@ -515,13 +532,20 @@ resharding.reveal(100 * kept / gathered)
 #
 # Once your class passes, the picture of memory has its shards of parameters and gradients as
 # *other*: they are plain tensors, and no observer can know what they are for. The picture of the
-# steps has this machine's wall clock, on which ranks also wait for a core: look at the order of
-# things in it, not at their lengths.
+# steps has this machine's wall clock, on which ranks also wait for a core: its lengths say little.
+# Look at what comes between the computations of two units.
 #
 # [Accelerate #3474](https://github.com/huggingface/accelerate/issues/3474) reports high memory
 # under FSDP2 with LoRA, which trains small added matrices only. One of the three changes that
 # lowered it was to set the wrap policy: without it the whole model is one unit, and is gathered at
-# once. Does wrapping matter that much?
+# once. Does wrapping matter that much? Here both are run, without LoRA.
+
+# %%
+one_unit = pl.exercises.choose(
+    "With the model as one unit, what do the buffers of a rank hold at the peak?",
+    ["a quarter of the model", "the model once", "the model twice"],
+)
+one_unit
 
 # %% tags=["measured"]
 units = {
@@ -531,9 +555,11 @@ units = {
 wrapped = {name: run.peaks(0)["measured"].drop("total").to_dict() for name, run in units.items()}
 view.bytes_bars(wrapped, title="Gathered as one unit, the model more than doubles the peak")
 
+# %%
+one_unit.reveal(3, "The gathered parameters, and the buffer that FSDP2 copies them from.")
+
 # %% [markdown]
-# The buffers of the model as one unit are twice the whole model, 2 · 14.7 MB: the gathered
-# parameters, and the buffer that FSDP2 copies them from. (*Parameters* are this rank's quarter.)
+# (*Buffers* are 2 · 14.7 MB then. *Parameters* are this rank's quarter.)
 #
 # ## Prefetch hides a gather while the unit before it computes
 # [DeepSpeed #5047](https://github.com/deepspeedai/DeepSpeed/issues/5047) shows a ZeRO-3 trace in
@@ -569,8 +595,8 @@ view.timelines(*ahead.values(), labels=list(ahead), ranks=[0], title=title)
 # $$
 #
 # The first term does not depend on the unit. The second is the price of fragments: many calls $q$
-# for few parameters. How many tokens does one block of this model need, gathered in one call, and
-# gathered tensor by tensor?
+# for few parameters. A block of this model has 444,864 parameters. How many tokens does it need,
+# gathered in one call, and gathered tensor by tensor?
 
 # %%
 hidden_from = pl.exercises.guess(
@@ -618,19 +644,23 @@ hidden_from.reveal(in_one_call)
 # %%
 too_far = pl.exercises.choose(
     "How many units gathered ahead make ZeRO-3 need more than ZeRO-2?",
-    ["one is enough", "four", "all eight blocks"],
+    ["one is enough", "five", "not even all eight do"],
 )
 too_far
 
 # %%
 rows = {"ZeRO-2": sum(pl.program(model, plan.replace(zero_stage=2)).peak().values()) / 1e6}
-for depth in (0, 1, 2, 4, 8):
+for depth in (0, 1, 2, 4, 5, 8):
     program = pl.program(model, plan.replace(zero_stage=3, prefetch=depth))
     rows[f"ZeRO-3, prefetch={depth}"] = sum(program.peak().values()) / 1e6
 pd.Series(rows, name="peak memory (MB)").round(1).to_frame()
 
 # %%
-too_far.reveal(3, "Then all blocks are whole at once, and whole in addition to their shards.")
+too_far.reveal(
+    2,
+    "With the block in use six of the eight are then whole, in addition to the shards of all: "
+    "sharding the parameters saves nothing any more.",
+)
 
 # %% [markdown]
 # ### Exercise 3 (go further): prefetch
@@ -741,8 +771,8 @@ deepest.reveal(rows["ZeRO-3"]["blocks, by program"])
 #
 # With a ring for the reduce-scatter, as in NCCL, it is exactly one half.
 # **Hybrid sharding** (HSDP, `shard=2`) shards inside a node and keeps one copy of the states per
-# node. Between nodes only an all-reduce of a shard's gradients is left. What does that leave of the
-# bytes between two nodes of two devices, in a step of two micro-batches?
+# node. Between nodes only an all-reduce of a shard's gradients is left, once per step. What does
+# that leave of the bytes between two nodes of two devices, in a step of two micro-batches?
 
 # %%
 between_nodes = pl.exercises.guess(
@@ -782,6 +812,11 @@ sharded, hybrid = (row["between nodes (MB)"] for row in rows.values())
 between_nodes.reveal(100 * hybrid / sharded)
 
 # %% [markdown]
+# Counted over all four ranks, ZeRO-3 sends $3m(N-1)\Psi = 18\Psi$ elements in a step, of which
+# $\frac59$, or $10\Psi$, are sent between the nodes. HSDP has two all-reduces there, one of each
+# shard of $\frac{\Psi}{2}$ elements, and both ranks of each send that many. That is $2\Psi$ in all,
+# a fifth of $10\Psi$.
+#
 # The sum of both kinds of bytes says little, because the links differ by a factor of twenty. The
 # step waits for the bytes between the nodes. The price of hybrid sharding is memory. (ZeRO-3 has
 # less than above: these devices count as GPUs, whose reduce-scatter needs no buffer to receive
@@ -814,8 +849,8 @@ for stage in (1, 2, 3):
 #    the all-reduce. Its all-gather comes after the update, where backward cannot hide it.
 # 3. Stage 3 gathers a unit before each use, and frees it after. It sends $3m/2$ times what data
 #    parallelism sends.
-# 4. Activations, gathered units and gradients in flight come on top of the formulas and do not fall
-#    with N.
+# 4. Activations, gathered units and gradients in flight come on top of the formulas. With as many
+#    samples on each rank they do not fall with N.
 # 5. Prefetch hides gathers if a unit computes longer than it takes to gather the next, and costs
 #    the memory of one more unit.
 #
@@ -849,6 +884,10 @@ for stage in (1, 2, 3):
 #     fully_shard(block, mesh=mesh)
 # fully_shard(gpt, mesh=mesh)
 # ```
+#
+# By default the copies are all-reduced in every backward. With
+# `gpt.set_requires_all_reduce(False)` before all micro-batches but the last, and `True` before that
+# one, they are once per step, as in the table above.
 #
 # In DeepSpeed a stage is a line of its JSON. Of the two sizes below, the first limits the elements
 # that are gathered ahead of their use (a larger one: smaller $q$, more prefetch), the second the
