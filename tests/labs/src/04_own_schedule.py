@@ -200,7 +200,7 @@ view.live_activations(
     schedules.zb_h1(4, 8),
     schedules.zb_h2(4, 8),
     labels=["1F1B", "ZB-H1", "ZB-H2"],
-)
+).titled("Under ZB-H1 and ZB-H2 every rank keeps as many alive as the first")
 
 # %%
 on_which.reveal(3, "A weight half that is late keeps its micro-batch alive for as long.")
@@ -369,6 +369,18 @@ halves.reveal(
 # idle time, not a third, and the runs have about half. Both are idle for some milliseconds longer
 # than promised, because the stages are not equal and messages take time.
 
+# %%
+half_sends = pl.exercises.choose(
+    "ZB-H1 has two actions in place of each backward. Compared with 1F1B, it sends",
+    ["half as many bytes", "as many bytes", "1.5 times as many bytes"],
+)
+half_sends
+
+# %%
+for name, run in runs.items():
+    print(f"{name:<5} {run.traffic()['bytes'].sum() / 1e6:.1f} MB in a step, all ranks together")
+half_sends.reveal(2, "The input half sends its gradient; no other rank needs what W computes.")
+
 # %% [markdown]
 # ## Three schedules that deadlock
 # Each of these lists alone could be part of a schedule that runs. Together they deadlock: ranks
@@ -389,7 +401,18 @@ clinic.patients["two ranks"].chart()
 clinic.patients["two chunks"].chart()
 
 # %%
+third_rank = pl.exercises.choose(
+    "Of the three ranks, 0 and 1 are in the cycle. Rank 2 has the list 2F0 2F1 2F2 2B0 2B1 2B2. "
+    "How far does it get?",
+    ["to its end: it is not in the cycle", "it runs 2F0 and waits at 2F1", "it runs nothing"],
+)
+third_rank
+
+# %%
 clinic.patients["three ranks"].chart()
+
+# %%
+third_rank.reveal(2, "It is not in the cycle, but it waits for rank 1, which is: 2F1 needs 1F1.")
 
 # %% [markdown]
 # **Warm-up.** Repair them by moving a few actions.
@@ -543,7 +566,7 @@ alive if reached else "write first, second and third"
 # avoided: whatever the distance between two starts is, two actions collide on some rank. In the
 # steady state of this answer three micro-batches then take $10F$ in place of $9F$. As long as $m$
 # is small, the $3(p-1)F$ for which 1F1B is idle pay for that: with $p=4$ this answer takes no
-# longer than 1F1B for 6 to 10 and for 12 micro-batches, and longer for 11 and from 13 on.
+# longer than 1F1B for up to 10 and for 12 micro-batches, and longer for 11 and from 13 on.
 #
 # **Common mistakes.** Weight halves run as soon as they can: then they are in the way of input
 # halves that other ranks wait for. Or they run as late as they can: then memory is full and
@@ -600,10 +623,15 @@ title = "Where F&B saves no time, DualPipeV takes longer than ZBV"
 view.schedules(torch_drawn | {"ScheduleDualPipeV": drawn(1, 1, 1, 3)}, title=title)
 
 # %%
-shorter.reveal(1, "By the formula above DualPipeV is then idle for (p/2-1)(3 + 2 - 3) = 6 ms.")
+shorter.reveal(
+    1,
+    "By the formula above DualPipeV is then idle for (p/2-1)(3 + 2 - 3) = 6 ms: its T is 66 ms. "
+    "ZBV's ranks are never idle between their first and last action: T is 60 ms. As they begin and "
+    "end at different times, the ends in the picture differ by 3 ms only.",
+)
 
 # %% [markdown]
-# And one of them at work, on the same GPT under `pl.observe`. Each rank has two stages:
+# And one of them at work, on the same GPT under `pl.observe`. Each rank has two stages.
 
 # %%
 v_sends = pl.exercises.guess(
