@@ -159,17 +159,30 @@ guess.reveal(100 * 3 / (12 + 3))
 # ## Four real ranks
 # Four processes, two of the eight blocks each. The upper half of the next picture is the ideal:
 # this run's own times of forward and backward, with messages that take no time. The lower half is
-# the **replay**: the same times, each rank on a device of its own, and links that take time.
+# the **replay**: the same times, each rank on a device of its own, and links that take time. How
+# many messages do the four ranks send in a step of four micro-batches?
+
+# %%
+crossings = pl.exercises.guess(
+    "messages of a step, all ranks together: p=4, m=4", low=0, high=60, decimals=0
+)
+crossings
 
 # %%
 report = pl.run(model, plan, steps=3, progress=False)
 report
+
+# %%
+crossings.reveal(len(report.collectives.query("step == 0 and op == 'send'")))
 
 # %% tags=["measured"]
 replayed = report.replay()
 replayed.timeline()
 
 # %% [markdown]
+# Each of the $p-1$ borders is crossed by $m$ activations and $m$ gradients, so there are
+# $2m(p-1) = 24$ messages.
+#
 # The ideal's bubble is not exactly the 3/7 (43 %) of the formula, because the formula assumes that
 # all stages are alike. The measured stages differ: the last rank has the head and the loss too, and
 # what else the machine did changes the times as well. All ranks run at the pace of the slowest one,
@@ -464,8 +477,18 @@ longer.reveal(2, "Whatever a rank needs is there in time with the short warm-up,
 # And now with messages that take 0.1 ms, a fifth of a chunk's forward:
 
 # %%
+delayed = pl.exercises.choose(
+    "With messages that take 0.1 ms, the schedule with the longer warm-up ends",
+    ["earlier", "at the same time", "later"],
+)
+delayed
+
+# %%
 slow = both_warmups(comm=0.1e-3)
 view.schedules(slow, title="Where messages take 0.1 ms the long warm-up is faster")
+
+# %%
+delayed.reveal(1, "While a message is in flight, a rank has another forward to run.")
 
 # %%
 pd.DataFrame(
@@ -666,6 +689,13 @@ title = "Your executor runs 1F1B: rank r has 4 − r forwards before its first b
 yours.timeline().titled(title) if verdict else yours
 
 # %%
+twice = pl.exercises.choose(
+    "How many bytes does rank 1 send in a step, compared with rank 0?",
+    ["as many", "twice as many", "three times as many"],
+)
+twice
+
+# %%
 library = runs["1f1b"]  # the same plan, trained with SGD as well
 
 
@@ -681,6 +711,10 @@ def next_to_ours(report, losses):
 # %%
 if verdict:
     next_to_ours(yours, yours.results[3])
+
+# %%
+print("The library's ranks send in a step:", *library.traffic()["bytes"])
+twice.reveal(2, "Rank 1 sends activations on and gradients back, rank 0 has no rank before it.")
 
 # %% [markdown]
 # ## Go further: chunks, also on two ranks
@@ -705,8 +739,8 @@ pl.exercises.interleaved_executor.check(interleaved_step)
 # **Common mistakes.** Messages are received when they are needed. That is right if they are also
 # sent in this order, as in the interleaved schedule. If a neighbour works in another order, it is
 # wrong, and no error is raised. Tags are used: gloo obeys them, NCCL has none.
-# All stages of the last rank are treated as the last stage, so one of its other chunks computes a
-# loss.
+# All stages of the last rank are treated as the last stage: the output of its other chunks is no
+# scalar, so `y.item()` and `y.backward()` raise an error.
 #
 # **Another answer** looks no message up: it asks for all messages of a step at the beginning, each
 # into a tensor of its own, in the order in which its neighbours send them. It is shorter, and needs
@@ -786,7 +820,7 @@ torch_1f1b.timeline().titled(title)
 # %%
 torch_sends = pl.exercises.choose(
     "How much does torch's interleaved schedule send, compared with ours?",
-    ["less", "the same on every rank", "more on the first and the last rank"],
+    ["less", "on every rank as much as ours", "more on the first and the last rank"],
 )
 torch_sends
 
