@@ -70,9 +70,9 @@ LATER = "that is at the backward of the output matrix; a later moment has more"
 LAB, LOGITS = "the lab's model", "large vocabularies"
 ESTIMATES = [
     (handed_in("16 * psi"), {LAB, LOGITS}, "the model states alone"),
-    (handed_in("16 * psi + saved + 8 * sbh + 4 * logits"), {LAB},
-     "(model states and all activations, which are not"),
-    (handed_in("16 * psi + saved"), {"long sequences"}, "activations, but no temporary tensors)"),
+    (handed_in("16 * psi + saved + 8 * sbh + 4 * logits"), {LAB, "long sequences"},
+     ("(model states and all activations, which are not", "but no temporary tensors)")),
+    (handed_in("16 * psi + saved"), {LAB}, "yours 47.641 MB (all model states and the blocks' act"),
     (handed_in("always + saved"), {"wide models, few tokens"},
      "the blocks' activations; what else is alive"),
     (handed_in("16 * psi + L * (34 * sbh + 5 * scores)"), {LAB},

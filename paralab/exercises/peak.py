@@ -83,12 +83,14 @@ def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes
     yield "weights and moments alone", 12 * psi
     blocks = 12 * psi + model.layers * block
     yield "weights, moments and the blocks' activations; what else is alive?", blocks
+    yield "all model states and the blocks' activations; when are both there?", blocks + 4 * psi
     if of_one == right:
         logits, gradient = 4 * s * b * model.vocab, 4 * model.vocab * h
         at_output = 12 * psi + saved + logits + gradient
         if at_output < (1 - TOLERANCE) * right:
             yield "that is at the backward of the output matrix; a later moment has more", at_output
-        yield "without the logits and their gradient", at_output - 2 * logits
+        in_block = gradient + 4 * (12 * h**2 + 13 * h) + max(20 * sbh, 8 * scores - 40 * sbh)
+        yield "without the logits and their gradient", blocks + in_block
     halves = model.layers * (34 * sbh + 5 * scores)
     yield "34 and 5 are of 16-bit activations with dropout; this is fp32 without", 16 * psi + halves
     yield "that is in GB, required: bytes", right / 1e9

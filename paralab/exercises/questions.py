@@ -258,7 +258,7 @@ def wrong_number(
 ) -> str:
     """What is wrong with a number, and the known mistake that gives it; "" if nothing is.
 
-    known  (words, the number that this mistake gives)
+    known  (words, the number that this mistake gives); the nearest is named, of equals the first
     show   a number as text, with its unit
     what   which number it is: " of FLOPs"
     """
@@ -270,9 +270,11 @@ def wrong_number(
     if both[0] == both[1]:
         both = [f"{right:,.12g}", f"{yours:,.12g}"]
     said = f"required: {both[0]}, yours {both[1]}"
-    for words, number in known:
-        if math.isclose(yours, number, rel_tol=tolerance):
-            return f"{said} ({words})"
+    near = [
+        (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
+    ]
+    if near:
+        return f"{said} ({min(near, key=operator.itemgetter(0))[1]})"
     factor = yours / right if right else 0.0
     return f"{said} ({times(factor)} as much)" if 0 < factor < math.inf else said
 
