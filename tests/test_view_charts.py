@@ -440,6 +440,14 @@ def test_a_traced_function_is_named_and_its_sends_say_to_whom():
     assert repr(timeline) == "Chart(timeline of swap on 2 ranks, replayed: 6 boxes on 2 ranks)"
 
 
+def test_a_legend_has_a_colour_once_and_its_entry_hides_all_of_that_colour():
+    both = view.timelines(traced(), forms()["overlapped"]).data
+    shown = {bar.name: bar.marker.color for bar in both if bar.showlegend is not False}
+    assert len(set(shown.values())) == len(shown) and "communication, dp and world" in shown
+    sends = [bar for bar in both if bar.marker.color == theme.AXIS_COLOUR["dp"]]
+    assert len(sends) == 2 and len({bar.legendgroup for bar in sends}) == 1
+
+
 def test_the_title_of_an_observed_step_counts_that_step_alone_and_the_rank_that_sends_most():
     report = traced()
     more = report.collectives.copy()

@@ -21,13 +21,17 @@ def traces(
     sections: Sequence[Section], shown: Sequence[Sequence[Box]], window: float
 ) -> list[dict[str, Any]]:
     """One per kind, row, chunk and what is copied, whatever the times; one legend entry for all
-    chunks, and for what is copied on any row.
+    chunks, for what is copied on any row, and for axes of one colour.
     """
     found = {_group(b) for one in sections for b in one.boxes}
     chunks = 1 + max((chunk for _, _, chunk, _ in found), default=0)
     tiers = any(category for *_, category in found)
     halves = any(kind == "weight_grad" for kind, *_ in found)
     framed = any(one.two_levels for one in sections)
+    axes: dict[str, set[str]] = {}  # by colour: dp and the group of all ranks look alike
+    for kind, row, *_ in found:
+        if kind == "comm":
+            axes.setdefault(theme.colour(kind, row), set()).add(theme.text(theme.axis_of(row)))
     of_group: list[dict[Any, list[Box]]] = [{} for _ in shown]
     for groups, boxes in zip(of_group, shown, strict=True):
         for b in boxes:
@@ -45,6 +49,10 @@ def traces(
         ]
         name, fill = name_and_fill(kind, row)
         works = kind in COMPUTE_KINDS
+        alike = sorted(axes[fill]) if kind == "comm" else ()
+        if len(alike) > 1:
+            said = alike if len(alike) < 4 else [alike[0], f"{len(alike) - 1} other groups"]
+            name = f"communication, {' and '.join(said)}"
         if tiers and kind not in ("comm", "wait"):
             name, fill = lanes.style(kind, row, category)
         if halves and kind in HALVES:
@@ -60,7 +68,7 @@ def traces(
             far = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
             edge = _edges(far, 2.5, theme.look().ink)
         style = mark.look(name, fill, hatched=kind == "wait", edge=edge)
-        if tiers or (works and chunks > 1):
+        if tiers or len(alike) > 1 or (works and chunks > 1):
             style |= {"legendgroup": name, "showlegend": name not in named}
             named.add(name)
         made.append(mark.boxes(rows, style))
