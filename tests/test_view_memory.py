@@ -156,6 +156,8 @@ def test_a_step_and_a_rank_can_be_chosen_and_the_fullest_step_is_the_default():
 
     report = dataclasses.replace(sampled(2, steps=3), memory=pd.concat([rows, later]))
     assert "step 2" in report.memory_chart().below
+    equal = dataclasses.replace(report, memory=pd.concat([rows, later.assign(bytes=rows["bytes"])]))
+    assert "step 2" in equal.memory_chart().below
     first = report.memory_chart(rank=1, step=0)
     assert "step 0" in first.below and set(first.table["rank"]) == {1}
     assert len(areas(first)) == 1 and "rank 1" in repr(first)

@@ -28,7 +28,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     highest peak keeps on the host and in files at most, if anything, stands in the second line.
 
     rank  one rank only; default all, of more than four the highest peak and others evenly spaced
-    step  default the one with the highest peak
+    step  default the one with the highest peak, of equals the last
 
     Raises ValueError if the report has no memory samples, or none of that rank or step.
     """

@@ -103,8 +103,9 @@ def curves(
 ) -> list[Curve]:
     """The memory of ``ranks`` (default all that were sampled) in ``step``.
 
-    The default step is the one with the highest peak. Raises ValueError if nothing was sampled, or
-    naming a rank or step that was not.
+    The default step is the one with the highest peak, of equals the last: a program's first steps
+    also set things up. Raises ValueError if nothing was sampled, or naming a rank or step that was
+    not.
     """
     table = report.memory[report.memory["tier"] == "device"]
     if table.empty:
@@ -119,7 +120,7 @@ def curves(
         for at, mine in table.groupby(["rank", "step"])
     }
     if step is None:
-        step = max(found, key=lambda at: (found[at].peak, -at[1]))[1]
+        step = max(found, key=lambda at: (found[at].peak, at[1]))[1]
     return [curve for (_, at), curve in found.items() if at == step]
 
 
