@@ -58,7 +58,7 @@ class Knob:
             self,
             start=own,
             offers=[b for b in self.offers if not 0.7 < b / own < 1.4],
-            says=lambda b: in_speed(b) + ", own" * (b == own),
+            says=lambda b: in_speed(b) + " (own)" * (b == own),
             tip=f"a call also costs {in_seconds(link.alpha)}",
             brief={own: f"own {self.label.split()[0].replace('host', 'link')}"},
         )

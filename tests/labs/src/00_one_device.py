@@ -74,6 +74,7 @@ pl.program(model, plan)
 # | s, b, m | tokens of a sequence, samples of a micro-batch, micro-batches of a step |
 # | B | samples of a step, m · b |
 # | K | bytes of model state per parameter |
+# | Q, K, V | where they are matrices: the queries, keys and values of attention |
 # | M | bytes of memory |
 # | C | FLOPs (floating-point operations) of a whole training (in labs 10 and 11: of a step) |
 # | D | tokens that a model is trained on |
@@ -224,10 +225,14 @@ print(f"16 s b = {16 * s * b:,} more are the statistics of the norms")
 print(f"the ledger of the run agrees: {most['bytes']['activations'] == four}")
 
 # %% [markdown]
-# The 16-bit formula needs no run. In all four models below $5as/h$ is larger than 34: the attention
-# scores take more memory than all other activations of the block together. (Lab 06 shows how to
-# avoid storing them.) Outside of the blocks forward saves above all the logits, $4sbV$ bytes in
-# fp32: 0.2 GB more for GPT-2.
+# The 16-bit formula needs no run. Its second term is the attention scores, and its 34 is everything
+# else that a block keeps. The next cell evaluates the second term for four models, from GPT-2 (124
+# million parameters) to one with a trillion. In how many of the four do the scores take more memory
+# than all other activations of the block together?
+
+# %%
+scores = pl.exercises.guess("models whose scores take more", low=0, high=4, decimals=0)
+scores
 
 # %%
 import pandas as pd
@@ -244,7 +249,13 @@ for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
     }
 pd.DataFrame(rows).T.round(1)
 
+# %%
+scores.reveal(sum(row["5 a s / h"] > 34 for row in rows.values()))
+
 # %% [markdown]
+# Lab 06 shows how to avoid storing the scores. Outside of the blocks forward saves above all the
+# logits, $4sbV$ bytes in fp32: 0.2 GB more for GPT-2.
+#
 # ### What doubles what?
 # Model states scale with the number of parameters, activations with the number of tokens in the
 # micro-batch. Which of these changes makes the *activations* more than twice as large?
@@ -287,7 +298,8 @@ question.reveal(3, "The scores of attention, a s² b, grow with the square of s.
 # States and activations are not all there at once: backward frees the activations block by block,
 # while gradients appear. In addition there are temporary tensors, and for long sequences or large
 # vocabularies these make the peak larger than the sum. The memory that a device must have is the
-# **peak** over the step, $M_\text{peak} = \max_t M(t)$. When does it come?
+# **peak** over the step, $M_\text{peak} = \max_t M(t)$, where $M(t)$ are the bytes at the time $t$.
+# When does it come?
 
 # %%
 moment = pl.exercises.choose(
@@ -321,8 +333,8 @@ knobs
 #
 # Good training wants a batch of thousands of samples, but activations grow with the samples that
 # are in the model at once. **Gradient accumulation** separates the two. The loss of a batch is a
-# mean over its samples, and so is its gradient. Cut a batch of $B = m \cdot b$ samples into $m$
-# micro-batches of $b$ samples:
+# mean over its samples, and so is its gradient. Let $g_i$ be the gradient of sample $i$. Cut a
+# batch of $B = m \cdot b$ samples into $m$ micro-batches of $b$ samples:
 #
 # $$g = \frac{1}{B}\sum_{i=1}^{B} g_i
 # = \frac{1}{m}\sum_{k=1}^{m}\Big(\underbrace{\frac{1}{b}\sum_{i \in \text{micro-batch } k} g_i}_{

@@ -689,12 +689,41 @@ try:
 except pl.RankTimeout as error:
     print(str(error).splitlines()[0])
 
+# %%
+remedy = pl.exercises.choose(
+    "Which change ends this deadlock?",
+    [
+        "rank 0 sends first, rank 1 receives first",
+        "both ranks receive first",
+        "each rank sends two halves, one after the other",
+    ],
+)
+remedy
+
+
+# %%
+def one_sends_first(group):
+    import torch
+
+    other = group.ranks[1 - group.index]
+    mine, theirs = torch.full((1,), float(group.index)), torch.empty(1)
+    if group.index == 0:
+        group.send(mine, to=other).wait()
+    group.recv(theirs, source=other).wait()
+    if group.index == 1:
+        group.send(mine, to=other).wait()
+    return theirs.item()
+
+
+print("received by ranks 0 and 1:", pl.trace(one_sends_first, ranks=2).results)
+remedy.reveal(1, "Each send meets a receive. In the other two each rank waits for the other one.")
+
 # %% [markdown]
-# MPI sends small messages *eagerly*, before the receive is posted, so this code works there until a
-# message is larger than the eager limit. NCCL runs the calls between two ranks in order, so each
-# rank's send waits for a receive that comes after the other rank's send. The remedy is to post both
-# before waiting for either. In PyTorch, `isend` and `irecv` return at once, and `batch_isend_irecv`
-# posts several of them together:
+# MPI sends small messages *eagerly*, before the receive is posted, so the code in which both send
+# first works there until a message is larger than the eager limit. NCCL runs the calls between two
+# ranks in order, so each rank's send waits for a receive that comes after the other rank's send. A
+# remedy that needs no order among the ranks is to post both before waiting for either. In PyTorch,
+# `isend` and `irecv` return at once, and `batch_isend_irecv` posts several of them together:
 #
 # ```python
 # works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, right),
@@ -720,7 +749,14 @@ verdict
 # ### Your all-reduce trains the reference GPT
 # Data parallelism in its simplest form: after backward, the gradients of all ranks are summed and
 # divided by N (lab 02 does it better). Your function does the sum, on two real ranks, next to the
-# library's plan for two ranks.
+# library's plan for two ranks. Read the code before you run it: it sends a little more than the
+# gradients.
+
+# %%
+extra = pl.exercises.guess(
+    "bytes that a rank sends per step beyond the gradients", low=0, high=16, decimals=0
+)
+extra
 
 
 # %%
@@ -765,11 +801,15 @@ if both:
     steps = view.timelines(*both.values(), labels=list(both), title=title)
 steps if both else print("write ring_all_reduce first")
 
+# %%
+extra.reveal(2 * (2 - 1) / 2 * 4)  # one more fp32 number is all-reduced: the loss
+
 # %% [markdown]
-# Once it runs: your version sends four bytes more (the loss), and its peak is higher, partly
-# because of the flat copy of all gradients. The gradients cost the same bytes in both. The picture
-# has this machine's wall clock, on which ranks also wait for a core: look at the order of things,
-# not at their lengths.
+# Once it runs: the gradients cost the same bytes in both, and the peak of your version is higher,
+# partly because of the flat copy of all gradients. In the picture each half of your all-reduce is
+# two bars, a send and a receive. Plain grey is what your function computes, such as the copies into
+# one tensor and the sums. The picture has this machine's wall clock, on which ranks also wait for a
+# core, and that stretches all of this: look at the order of things, not at their lengths.
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** The reduce-scatter lets a partial sum of

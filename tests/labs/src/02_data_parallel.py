@@ -32,8 +32,9 @@ model = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64)
 plan = pl.Plan(dp=4, microbatch_size=4, bucket_bytes=2**20)
 link = pl.Link(alpha=200e-6, bandwidth=0.6e9)
 devices = pl.Cluster(devices_per_node=64, flops=50e9, memory_bandwidth=10e9, intra=link)
-report = pl.run(model, plan, steps=3, progress=False)
-report.replay(devices.replace(algorithm="ring")).timeline()
+report = pl.run(model, plan, steps=4, progress=False)
+title = "Buckets of gradients leave while backward still runs"
+report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 
 # %% [markdown]
 # A rank's upper row is what it computes, and its lower row is what it has in flight on the network.
@@ -49,6 +50,7 @@ report.replay(devices.replace(algorithm="ring")).timeline()
 # |---|---|
 # | $N$ | data-parallel ranks; a rank has the number $r = 0 \dots N-1$ |
 # | $m$, $b$, $s$ | micro-batches per step and rank; samples per micro-batch; tokens per sample |
+# | $L$, $\ell_i$ | the loss of a batch; of its sample $i$ |
 # | $\Psi$ | parameters of the model (a count); their fp32 gradients have $4\Psi$ bytes |
 # | $S$ | bytes of the tensor that is reduced |
 # | $q$ | buckets: messages into which the gradients are packed |
@@ -202,7 +204,13 @@ first.reveal(position)
 # is left to hide this bucket: every form has to wait for the last one. Backward runs through the
 # model from the head to the embedding, so buckets are filled in this order, too.
 #
-# The three forms on the same devices, one step of rank 0 each:
+# Below are the three forms on the same devices, one step of rank 0 each. Before that: the model has
+# two embeddings, four blocks and a last norm, and every weight and every bias is a parameter of its
+# own. How many all-reduces does the naive form start in a step?
+
+# %%
+calls_guess = pl.exercises.guess("all-reduces per step, naive form", low=0, high=100, decimals=0)
+calls_guess
 
 # %% tags=["measured"]
 ring = devices.replace(name="0.6 GB/s", algorithm="ring")
@@ -222,7 +230,13 @@ for form, run in forms.items():
     rows[form] = {"all-reduces per step": len(calls), "MB sent": calls.wire_bytes.sum() / 1e6}
 pd.DataFrame(rows).T.round(3)
 
+# %%
+calls_guess.reveal(rows["naive"]["all-reduces per step"])
+
 # %% [markdown]
+# A block has 12 parameters: its two norms, the two layers of attention and the two of the MLP have
+# a weight and a bias each. With the embeddings and the last norm these are $4 \cdot 12 + 4 = 52$.
+#
 # One all-reduce of $S$ bytes on a ring takes $2(N-1)\alpha + 2\frac{N-1}{N}S\beta$. Added up over
 # the $q$ messages of a step, with $T_{\text{net}}$ for the time that the network is busy:
 #
@@ -363,10 +377,10 @@ pd.DataFrame(rows).T.rename_axis("samples per rank")
 #
 # $$ \nabla L = \frac1N\sum_{r}\;\frac1m\sum_{k=1}^{m} g_{r,k} . $$
 #
-# The sum over $k$ stays on the rank, so the ranks have to reduce it only once. A wrapper that
-# reduces after every backward sends $m$ times as much. PyTorch's `DistributedDataParallel` (DDP)
-# does that unless the first $m-1$ backwards run under `no_sync()`. Above a rank sent 5.0 MB per
-# step. How much does it send with four micro-batches and without `no_sync()`?
+# The sum over $k$ stays on the rank, so the ranks have to reduce it only once. PyTorch's
+# `DistributedDataParallel` (DDP) has a context manager for this, `no_sync()`, under which the first
+# $m-1$ backwards are to run. Above a rank sent 5.0 MB per step. How much does it send with four
+# micro-batches of one sample each and without `no_sync()`?
 
 # %%
 unsynced = pl.exercises.guess(
@@ -412,6 +426,9 @@ for quiet in (False, True):
 unsynced.reveal(sent[False])
 
 # %% [markdown]
+# A wrapper that reduces after every backward sends $m$ times as much. DDP does that unless the
+# first $m-1$ backwards run under `no_sync()`.
+#
 # ### Exercise 2 (implement): DDP
 # PyTorch does not know beforehand in which order backward completes the gradients. DDP therefore
 # registers a hook for every parameter, and autograd calls the hook when the gradient of this
@@ -468,7 +485,15 @@ pl.exercises.my_ddp.check(BucketViews)
 # ## Your own DDP trains the GPT
 # The next cell trains the reference GPT on four ranks with your class, observed like DDP above, and
 # compares it with DDP and with the library's program of the same plan. (It waits until your class
-# passes its check.)
+# passes its check.) The buckets of both have 1 MiB, and the gradients 3.34 MB. Which of the two
+# needs more memory at its peak?
+
+# %%
+higher = pl.exercises.choose(
+    "The peak of memory, of DDP and of the library's program:",
+    ["DDP's is higher", "the program's is higher", "they are equal"],
+)
+higher
 
 
 # %%
@@ -516,7 +541,12 @@ else:
 ### STUB: # draws the memory of a step, once MyDDP passes its check
 # the memory of a step
 ### END SOLUTION
-view.memory_charts(three) if verdict.passed else print("write MyDDP first")
+if verdict.passed:
+    memory = view.memory_charts(three, title="DDP's buckets are there at its peak, and add to it")
+memory if verdict.passed else print("write MyDDP first")
+
+# %%
+higher.reveal(1, "DDP's buckets are there all the time, and hold as many bytes as the gradients.")
 
 # %% tags=["measured"]
 ### BEGIN SOLUTION
@@ -525,18 +555,19 @@ view.memory_charts(three) if verdict.passed else print("write MyDDP first")
 ### END SOLUTION
 if verdict.passed:
     title = "All three send buckets while backward is still running"
-    steps = view.timelines(*three.values(), labels=list(three), ranks=[0], title=title)
+    steps = view.timelines(*three.values(), labels=list(three), step=2, ranks=[0], title=title)
 steps if verdict.passed else print("write MyDDP first")
 
 # %% [markdown]
-# All three send the same bytes and arrive at the same loss. They differ in memory. DDP's buckets
-# are there during the whole step, so they add to its peak. A wrapper that makes a bucket when it is
-# full has no bucket at the peak, which is at the start of backward. The program knows the
-# optimizer, too: it updates the parameters of a bucket as soon as the sum has arrived, and frees
-# these gradients (`frees grad` in the listing above). At the peak the program may hold more than
-# yours, because it allocates the gradients of a whole bucket at once. (The picture of the steps has
-# the wall clock of this machine, on which ranks also wait for a core: look at the order of things
-# in it, not at their lengths.)
+# All three send the same bytes and arrive at the same loss. (Counts and timeline are of step 2: in
+# the first two steps DDP also sends messages to set up its buckets.) They differ in memory. DDP's
+# buckets (violet, among the *buffers*) are there during the whole step, so they add to its peak. A
+# wrapper that makes a bucket when it is full has no bucket at the peak, which is at the start of
+# backward. The program knows the optimizer, too: it updates the parameters of a bucket as soon as
+# the sum has arrived, and frees these gradients (`frees grad` in the listing above). At the peak
+# the program may hold more than yours, because it allocates the gradients of a whole bucket at
+# once. (The picture of the steps has the wall clock of this machine, on which ranks also wait for a
+# core: look at the order of things in it, not at their lengths.)
 #
 # ## Is it the same training?
 # Leave out the division by N, so that every gradient is N times too large. The function below is
@@ -582,13 +613,15 @@ view.losses(curves, title="AdamW hides a gradient that is four times too large, 
 choice.reveal(2, "Adam divides by the size of the gradient, so a constant factor cancels.")
 
 # %% [markdown]
-# Adam's update is $-\eta\,\hat m/(\sqrt{\hat v}+\epsilon)$. If every gradient is multiplied by $c$,
-# then both $\hat m$ and $\sqrt{\hat v}$ are multiplied by $c$, and their quotient stays the same,
-# but for the small $\epsilon$. The mistake shows with an optimizer whose update is proportional to
-# the gradient, such as SGD, and where a clipping threshold lies between the true norm and the one
-# that is too large. (Where both are above the threshold, clipping hides the factor, too.) So a loss
-# curve does not show that the gradients are right; a comparison with one process does. The
-# comparison uses SGD. One process computes the four quarters of the batch one after the other:
+# Adam's update is $-\eta\,\hat m/(\sqrt{\hat v}+\epsilon)$, where $\hat m$ and $\hat v$ are means
+# of the gradient and of its square over the steps (lab 00). If every gradient is multiplied by a
+# number $c > 0$, then both $\hat m$ and $\sqrt{\hat v}$ are multiplied by $c$, and their quotient
+# stays the same, but for the small $\epsilon$. The mistake shows with an optimizer whose update is
+# proportional to the gradient, such as SGD, and where a clipping threshold lies between the true
+# norm and the one that is too large. (Where both are above the threshold, clipping hides the
+# factor, too.) So a loss curve does not show that the gradients are right; a comparison with one
+# process does. The comparison uses SGD. One process computes the four quarters of the batch one
+# after the other:
 
 # %%
 import numpy as np
@@ -666,7 +699,7 @@ rows = []
 for form, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
     for n in (1, 2, 4, 8):
         scaled = pl.Plan(dp=n, microbatch_size=batch(n), bucket_bytes=2**20)
-        run = report if scaled == plan else pl.run(model, scaled, steps=3, progress=False)
+        run = report if scaled == plan else pl.run(model, scaled, steps=4, progress=False)
         step = run.replay(ring).step_time
         row = {"form": form, "ranks": n, "clock": "replayed", "step_time": step}
         rows.append(row | {"samples": scaled.global_batch})
@@ -684,8 +717,9 @@ view.scaling(rows)
 
 # %%
 clock = pl.exercises.choose(
-    "Your machine has fewer cores than ranks. Which clock says what four devices would do?",
-    ["the wall clock", "the replay", "neither"],
+    "Suppose your machine has fewer cores than ranks. Which clock says what four devices would do "
+    "with the work of this run?",
+    ["the wall clock", "the replay", "the prediction"],
 )
 clock
 
@@ -693,7 +727,7 @@ clock
 pl.compare(pl.predict(model, plan), report)
 
 # %%
-clock.reveal(2, "It gives each rank a device of its own; the wall clock has the wait for a core.")
+clock.reveal(2, "It has the work of this run, and none of the wall clock's waiting for a core.")
 
 # %% [markdown]
 # * *What would four devices do?* The replay says it, from the work that this run really did.
@@ -770,29 +804,31 @@ pl.exercises.sync_pass.check(in_halves)
 # ```python
 # ddp = DistributedDataParallel(
 #     gpt,
-#     bucket_cap_mb=25,  # MiB per bucket; left out, it is 25, and 1 for the first bucket
+#     bucket_cap_mb=25,  # MiB per bucket; left out, it is 25, but 1 for the first bucket
 #     gradient_as_bucket_view=True,  # no second copy of the gradients
 # )
 # with ddp.no_sync():  # accumulation: no traffic in the first m - 1 backwards
 #     (ddp(tokens, targets) / m).backward()  # the last of the m backwards runs outside
 # ```
 #
-# Does a larger bucket change what DDP does here? The gradients have 3.34 MB.
+# Does a larger bucket change what DDP does here? The gradients have 3.34 MB, and the 25 is written
+# down, so that it holds for the first bucket, too.
 
 # %%
 whole = pl.exercises.guess("all-reduces of a step with bucket_cap_mb=25", low=0, high=8, decimals=0)
 whole
 
 # %%
-for cap in (1, 25):
+for cap in (1, None, 25):  # None: left out
     seen = pl.observe(torch_ddp, ranks=4, args=(1, False, cap), memory_steps=0)
     sizes = seen.collectives.query("rank == 0 and step == 2")["payload_bytes"]
-    print(f"bucket_cap_mb={cap:<2}: {len(sizes)} calls of", [f"{s / 1e6:.2f} MB" for s in sizes])
+    print(f"bucket_cap_mb={cap!s:<4}: {len(sizes)} calls of", [f"{s / 1e6:.2f} MB" for s in sizes])
 whole.reveal(len(sizes))
 
 # %% [markdown]
-# With 25 MiB the whole model fits into one bucket, and nothing is left to overlap: the default
-# is for models of a hundred times this size and more.
+# With 25 MiB the whole model fits into one bucket, and nothing is left to overlap. If the option is
+# left out, the first bucket is closed at 1 MiB, and here one more holds the rest: the default is
+# for models of a hundred times this size and more.
 #
 # DeepSpeed has these switches in its [JSON](https://www.deepspeed.ai/docs/config-json/) for ZeRO
 # stages 1 and 2. Megatron-LM has them as flags. `reduce_bucket_size` and `--ddp-bucket-size` count
