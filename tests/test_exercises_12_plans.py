@@ -52,7 +52,10 @@ WRONG_MEMORY = {
     "one less": (memory(FLIGHT, "plan.pp - stage - 1"), "without the one at work"),
     "other end": (memory(FLIGHT, "min(stage + 1, plan.microbatches)"), "from the other end"),
     "weights": (memory(BLOCK, "block = 12 * h * h // t"), "(those are weights, without biases and"),
-    "one stage": (memory("    if stage == plan.pp - 1", "    elif stage == plan.pp - 1"), "pp=1, "),
+    "one stage": (
+        memory("    if stage == plan.pp - 1", "    elif stage == plan.pp - 1"),
+        "(with one stage, the first is also the last)",
+    ),
     "library": ((held_by_program, alive), "here it cannot be asked"),
     "raises": (memory(f"return {FLIGHT}", "return 1 / 0"), "ZeroDivisionError"),
 }

@@ -111,8 +111,9 @@ def _wrong_members(plan: Plan, rank: int, groups: Any) -> str:
 def _wrong_calls(made: Sequence[list], needed: set) -> str:
     for rank, calls in enumerate(made):
         if calls != made[0]:
-            other = "not the groups" if set(calls) != set(made[0]) else "not the order"
-            said = f"rank {rank} makes {len(calls)} groups, rank 0 {len(made[0])}"
-            return f"{said}, and they are {other} of rank 0: new_group is a call of all ranks"
+            same = sorted(calls) == sorted(made[0])
+            said = "the same groups in another order than rank 0" if same else ""
+            said = said or f"{len(calls)} groups that are not those of rank 0"
+            return f"rank {rank} makes {said}: new_group is a call of all ranks"
     missing = sorted(needed - set(made[0]))
     return f"no rank makes the group {list(missing[0])}" if missing else ""

@@ -7,6 +7,7 @@ two meshes, against one process.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -86,7 +87,9 @@ def _look(notes: Notes, found: Found, plan: Plan) -> None:
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
-        wrong = first_wrong_tensor(weights, right.weights, start=before.weights)
+        own = {name: size for size, names in zip(stages, weights, strict=True) for name in names}
+        known = partial(known_weights, before.weights, right.gradients, norm, own, CLIPS[step])
+        wrong = first_wrong_tensor(weights, right.weights, start=before.weights, known=known)
         notes.where = f"{where}, step {step + 1}"
         notes.each(WEIGHTS, wrong)
         for rank, size in enumerate(found.sent(f"step {step}")):
@@ -101,6 +104,20 @@ def required_bytes(plan: Plan, rank: int, psi: int) -> int:
     message = 4 * BATCH["microbatch_size"] * MODEL.seq_len * MODEL.hidden
     messages = BATCH["microbatches"] * message * ((at > 0) + (at < plan.pp - 1))
     return messages + 2 * (d - 1) * psi // d
+
+
+def known_weights(
+    before: Any, gradients: Any, norm: float, own: dict[str, float], most: float, name: str
+) -> list[tuple[str, Any]]:
+    """(what was done, the weights ``name`` that it gives) of mistakes in clipping. own: the norm
+    of the stage of each name
+    """
+    factors = (
+        ("the gradient is not clipped before optimizer.step()", 1.0),
+        ("the gradient is clipped by the norm of this stage alone", min(1.0, most / own[name])),
+        ("the gradient is scaled to max_norm although it is shorter", most / norm),
+    )
+    return [(words, before[name] - LR * factor * gradients[name]) for words, factor in factors]
 
 
 def known_norms(

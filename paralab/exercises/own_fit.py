@@ -74,7 +74,10 @@ def known(rows: Rows, place: int) -> Mistakes:
         ("the median of the rates", lambda some: statistics.median(rates(some))),
     ):
         yield f"that is with {words}", right(rows, rate)[place]
-    yield "that is in TFLOP/s or per cent", found[place] * (100 if place else 1e-12)
+    if place:
+        yield "that is in per cent", 100 * found[place]
+    else:
+        yield "that is in TFLOP/s", found[place] / 1e12
     yield "errors with their signs cancel each other", (0.0, fmean(seen), fmean(unseen))[place]
     yield "that is of the rate, not of the seconds", fmean(abs(1 / (1 + one) - 1) for one in seen)
     yield "that is the error in sample: the row helped to fit its own rate", found[1]

@@ -67,6 +67,7 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     whole = _dry(plan.replace(tp=1), stage).meta["num_params"]
     blocks, table = MODEL.layers // plan.pp, MODEL.vocab * h
     ends = (stage == 0) + (stage == plan.pp - 1)
+    both = "with one stage, the first is also the last"
     everywhere = right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h)
     return right, (
         ("those of all tensor-parallel ranks together", whole),
@@ -75,6 +76,7 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
         ("yours shards neither embedding nor head", right + ends * table * (1 - 1 / plan.tp)),
         ("yours has an embedding on every stage", everywhere),
         ("the positions' embedding is missing", right - (stage == 0) * MODEL.seq_len * h),
+        *((both, right - table / plan.tp - n) for n in (2 * h, MODEL.seq_len * h) if ends == 2),
         ("the last LayerNorm is missing", right - (stage == plan.pp - 1) * 2 * h),
         ("those are weights, without biases and norms", right - blocks * h * (7 / plan.tp + 6)),
         ("norms and biases of rows are replicated", right - 6 * h * blocks * (1 - 1 / plan.tp)),
