@@ -91,6 +91,17 @@ def searches(model, cluster, batch, ask):
     return pl.plan_search(model, cluster, global_batch=batch, precision="bf16").best
 
 
+def predicts(model, cluster, batch, ask):
+    plan = knows(model, cluster, batch, ask)
+    pl.predict(model, plan, cluster, steps=1, detail="actions")
+    return plan
+
+
+def weighs(model, cluster, batch, ask):
+    pl.dry_run(model, plan := knows(model, cluster, batch, ask), rank=0, cluster=cluster)
+    return plan
+
+
 # ---- right ---------------------------------------------------------------------------------------
 def knows(model, cluster, batch, ask):
     """The best plans, known by heart."""
@@ -117,7 +128,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (allows_itself_more, {PLAN}, "raised RuntimeError: more than 12 questions"),
     (illegal, {PLAN}, "tp=3"),
     (calls_itself_right, {PLAN}, "not a plan; legal: a pl.Plan(...)"),
-    (searches, {PLAN}, "raised RuntimeError: the search is the answer"),
+    *((one, {PLAN}, "here it cannot be asked") for one in (searches, predicts, weighs)),
     (lambda *asked: None, {PLAN}, "plan=None: not a plan"),
     (lambda *asked: 1 / 0, {PLAN}, "raised ZeroDivisionError"),
     (lambda model: None, {PLAN}, "yours cannot be called so"),

@@ -11,18 +11,24 @@ the bubble. The answer is a function that knows such rules and may ask for the s
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import ended, untraced
+from paralab.exercises.questions import UNAIDED, ended, untraced
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
 QUESTIONS, SLACK = 12, 1.10
 PRECISION = "bf16"
+KNOWING = {  # what answers without a question that is counted
+    "paralab.programs.search": "plan_search",
+    "paralab.interpret.predict": "predict",
+    "paralab.dry_run": "dry_run",
+}
 
 
 class Case(NamedTuple):
@@ -97,15 +103,14 @@ def place(tries: Tries) -> None:
 
 def plans(watch: Any, answer: tuple, seed: int) -> list[tuple[Plan | None, str]]:
     """What one rank runs: (the plan, or why there is none), by case."""
-    from paralab.programs import search
-
-    for module in (sys.modules["paralab"], search):  # `pl`, too
-        module.plan_search = _refused  # only on this rank, which ends with the check
+    for home, name in KNOWING.items():
+        for module in (sys.modules["paralab"], importlib.import_module(home)):  # `pl`, too
+            setattr(module, name, _refused)  # only on this rank, which ends with the check
     return [ended(lambda case=case: _planned(answer[0], case)) for case in CASES]
 
 
 def _refused(*_: Any, **__: Any) -> None:
-    raise RuntimeError("the search is the answer: here it cannot be asked")
+    raise RuntimeError(UNAIDED[0])
 
 
 def _planned(answer: Callable[..., Any], case: Case, questions: int = QUESTIONS) -> Plan:
