@@ -39,7 +39,7 @@ view.mesh(cube, rank=0)
 # |---|---|
 # | $d, p, t$ | ranks along the data-, pipeline- and tensor-parallel axis; $n = d\,p\,t$ in all |
 # | $m$, $b$ | micro-batches per step and data-parallel rank; samples per micro-batch |
-# | $s, h, L, a$ | tokens per sample, hidden size, blocks, attention heads |
+# | $s, h, L, a, V$ | tokens per sample, hidden size, blocks, attention heads, vocabulary |
 # | $\Psi$, $w$ | parameters; bytes of a number (2 in 16 bits) |
 # | $C$, $X$ | FLOPs of a step; FLOP/s that a device reaches |
 # | $S$ | bytes of an activation between two blocks, $S = w\,b\,s\,h$ |
@@ -72,7 +72,8 @@ warm_up
 ### ANSWER: mesh_groups
 
 
-pl.exercises.mesh_groups.check(mesh_groups)
+grouped = pl.exercises.mesh_groups.check(mesh_groups)
+grouped
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** `torch.arange(n).reshape(pp, dp, tp)` is the formula above. Moving one axis to
@@ -109,13 +110,22 @@ for kind in ("gradients", "weights"):
 # pipeline of two stages with its program in two data-parallel copies of this pipeline.
 
 # %%
+second_axis = pl.exercises.choose(
+    "What does the second axis add to the program of rank 0?",
+    ["One call per step", "One call per micro-batch", "One call per block and micro-batch"],
+)
+second_axis
+
+# %%
 pipeline = pl.program(model, pl.Plan(pp=2, microbatches=2, microbatch_size=2))
 both = pl.program(model, pl.Plan(pp=2, dp=2, microbatches=2, microbatch_size=2))
 pipeline.diff(both)
 
+# %%
+second_axis.reveal(1, "It is the all-reduce of the gradients, after the last backward.")
+
 # %% [markdown]
-# The second axis adds one all-reduce per step, after the last backward. The order of sends and
-# receives does not change. They are listed because their partner has another number: stage 1 begins
+# The order of sends and receives does not change. They are listed because their partner has another number: stage 1 begins
 # with rank 2 instead of rank 1. The updates of the single blocks become one update of the bucket
 # whose gradients the all-reduce sums.
 
@@ -568,6 +578,13 @@ size.reveal(2, "But 1 and 2 are closer to each other than a prediction is to a m
 # micro-batches, ZeRO stage, sequence parallelism, recomputation and offload. It estimates seconds
 # and bytes of each, drops what does not fit, and compiles and simulates the best ones.
 
+# %%
+zero_of_winner = pl.exercises.choose(
+    "Which stage of ZeRO has the plan with the shortest predicted step?",
+    ["none", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
+)
+zero_of_winner
+
 # %% tags=["measured"]
 search = pl.plan_search(big, nodes, global_batch=128, precision="bf16")
 search
@@ -575,14 +592,19 @@ search
 # %%
 view.pareto(search)
 
+# %%
+zero_of_winner.reveal(
+    1 + search.best.zero_stage, "The prediction lets its gathers overlap with computation."
+)
+
 # %% [markdown]
 # No estimate is below the line, and for every one above it there is one on the line that is no
 # slower and needs no more memory. A faster plan on the line needs more memory. The winner uses
 # ZeRO-3 across nodes, against Megatron's advice. The prediction lets its gathers overlap with
 # computation perfectly, and no device does quite that. The column *without overlap* (`serial_s` in
 # `search.table`) says how long the same step takes if nothing overlaps. Lab 12 compares both with a
-# measurement. The next table chooses one setting otherwise: *times* says how many times the step of
-# the winner the best plan with this choice takes.
+# measurement. The next table chooses one setting otherwise. *times* is the step of the best plan
+# with this choice, divided by the winner's.
 
 # %%
 losers = search.losers().query("setting in ['tp', 'pp', 'recompute', 'schedule']")
@@ -674,10 +696,10 @@ verdict
 # to the library's program for the same plan. Both send the same bytes. The second picture has the
 # wall clock, so where ranks share cores they wait for a core, too. Hatched time is a
 # recorded wait; white time is neither computation nor a recorded wait. The library's column *idle*
-# counts both, of the longest time from a rank's first forward to its last backward; the waits after
-# that are for the other axis. Your picture calls *compute* whatever lies between the spans, which
-# here is mostly a `send` that waits until its message is taken. Look for what your step waits for
-# after the last backward.
+# counts both, of the longest time from a rank's first action to its last, where an action is a
+# forward or a backward. Your half of the picture has rows for the messages of each axis, and the
+# library's has only the waits. Your half calls *compute* whatever lies between the spans, which
+# here is mostly a `send` that waits until its message is taken.
 
 
 # %%
@@ -699,7 +721,7 @@ def train(spec, dp, pp, steps=4):
 same = pl.Plan(dp=2, pp=2, schedule="gpipe", microbatches=4, microbatch_size=2)
 ours = pl.run(model, same, steps=4, clip_norm=1.0, progress=False)
 reports = {"the library's": ours}
-if verdict:
+if grouped and verdict:
     reports["yours"] = pl.observe(train, 4, (model, 2, 2))
 else:
     print("write mesh_groups and mesh_step first")
@@ -709,8 +731,32 @@ pd.DataFrame({"sent by all ranks (MB)": sent}).round(3)
 # %% tags=["measured"]
 view.memory_bars(reports, title="The activations of all micro-batches are most of the peak")
 
+# %% [markdown]
+# The peak is at the beginning of backward. The library has all gradients of a stage by then: one
+# flat buffer, which is summed in one call along dp. Autograd makes each gradient when it computes
+# it, so at the peak of a step like yours only those of the last layers are there.
+
+# %%
+last_waits = pl.exercises.choose(
+    "Between its last backward and its update, which ranks does a rank wait for?",
+    [
+        "None: its own gradients are complete",
+        "The same stage of the other pipeline",
+        "All the others",
+    ],
+)
+last_waits
+
 # %% tags=["measured"]
-view.timelines(*reports.values(), labels=list(reports))
+title = "After the last backward a rank waits along dp, then along pp"
+view.timelines(*reports.values(), labels=list(reports), title=title)
+
+# %%
+last_waits.reveal(
+    3,
+    "Along dp it waits for the gradients of the same stage, and along pp for the norm of the other "
+    "stage, which has waited along dp itself.",
+)
 
 # %% [markdown] tags=["solution-only"]
 # A second answer works in 1F1B order and reduces without a copy:
@@ -808,14 +854,19 @@ theirs = pl.observe(two_d, 4, (model, 2, 2))
 plan = pl.Plan(dp=2, tp=2, zero_stage=3, microbatch_size=4)
 same = pl.run(model, plan, steps=3, progress=False)
 print("losses equal to five digits:", bool(np.allclose(theirs.losses, same.losses, rtol=1e-5)))
-by = {"torch": theirs.traffic(["axis", "op"]), "paralab": same.traffic(["axis", "op"])}
-pd.DataFrame({n: t.set_index(["axis", "op"])["bytes"] / 1e6 for n, t in by.items()}).round(2)
+sent = {
+    name: report.collectives.query("step == 1 and phase != 'gloo surplus'")
+    for name, report in {"torch": theirs, "paralab": same}.items()
+}
+pd.DataFrame(
+    {n: calls.groupby(["axis", "op"])["wire_bytes"].sum() / 1e6 for n, calls in sent.items()}
+).round(2)
 
 # %% [markdown]
 # Both train the same model. Ours sends twice as much along tp, because it cuts attention, embedding
 # and head as well; along dp torch sends more, because what its tp does not cut it gathers on both
-# tensor-parallel ranks. (On a CPU torch's reduce-scatter also gathers; that is a property of gloo,
-# and the report counts it as `gloo surplus`.) A dimension of the mesh that is not wrapped, here pp,
+# tensor-parallel ranks. (On a CPU torch's reduce-scatter also gathers. That is a property of gloo,
+# and the table leaves these bytes out: their phase is *gloo surplus*.) A dimension of the mesh that is not wrapped, here pp,
 # needs `torch.distributed.pipelining`; with three axes the order is pp, then tp, then
 # `fully_shard`.
 #
