@@ -125,9 +125,9 @@ pipeline.diff(both)
 second_axis.reveal(1, "It is the all-reduce of the gradients, after the last backward.")
 
 # %% [markdown]
-# The order of sends and receives does not change. They are listed because their partner has another number: stage 1 begins
-# with rank 2 instead of rank 1. The updates of the single blocks become one update of the bucket
-# whose gradients the all-reduce sums.
+# The order of sends and receives does not change. They are listed because their partner has
+# another number: stage 1 begins with rank 2 instead of rank 1. The updates of the single blocks
+# become one update of the bucket whose gradients the all-reduce sums.
 
 # %%
 why_innermost = pl.exercises.choose(
@@ -866,9 +866,9 @@ pd.DataFrame(
 # Both train the same model. Ours sends twice as much along tp, because it cuts attention, embedding
 # and head as well; along dp torch sends more, because what its tp does not cut it gathers on both
 # tensor-parallel ranks. (On a CPU torch's reduce-scatter also gathers. That is a property of gloo,
-# and the table leaves these bytes out: their phase is *gloo surplus*.) A dimension of the mesh that is not wrapped, here pp,
-# needs `torch.distributed.pipelining`; with three axes the order is pp, then tp, then
-# `fully_shard`.
+# and the table leaves these bytes out: their phase is *gloo surplus*.) A dimension of the mesh that
+# is not wrapped, here pp, needs `torch.distributed.pipelining`; with three axes the order is pp,
+# then tp, then `fully_shard`.
 #
 # ### Twice the GPUs, the same memory
 # [PyTorch examples #1319](https://github.com/pytorch/examples/issues/1319) runs torch's own FSDP ×

@@ -319,14 +319,18 @@ days[["parameters (B)", "days, printed", "exact", "days, eq. 4", "eq. 4 is off b
 # memory bandwidth and the cost of a kernel launch, were chosen to fit other published iterations on
 # A100s.) The prediction is compared with a *null model*, which answers every question with the mean
 # of the ten rates. (So the constant has seen the ten answers, and the prediction has not.) How far
-# off is this constant on average?
+# off is this constant on average? It depends on how far the ten rates are apart:
+
+# %%
+table = papers.ptdp_table1()
+rates = table["TFLOP/s per device, printed"]
+print(f"ten rates: {rates.min():.0f} to {rates.max():.0f} TFLOP/s, the mean {rates.mean():.0f}")
 
 # %%
 constant = pl.exercises.guess("off on average: a constant", low=0, high=50, unit="%")
 constant
 
 # %%
-table = papers.ptdp_table1()
 judged = table[["TFLOP/s per device, printed", "chunks"]].set_axis(["printed", "chunks"], axis=1)
 predicted = []
 for each, how in papers.ptdp_models():

@@ -153,9 +153,10 @@ frame = pd.DataFrame({"dry run (GB)": held / GB, "formula (GB)": pd.Series(by_ha
 frame.loc[held.index].fillna(0).round(2)
 
 # %% [markdown]
-# The formula leaves out the activations of the one block that is being recomputed, and the buffers
-# of messages. It holds about as well for every stage. Rank 1536 is on stage $i = 32$ of 64 and has
-# two blocks of $12 h^2$ weights, an eighth of each, and no embedding. What is its peak?
+# The formula leaves out the activations of the one block that is being recomputed, its workspace,
+# and the buffers of messages. It holds about as well for every stage. Rank 1536 is on stage $i =
+# 32$ of 64 and has two blocks of $12 h^2$ weights, an eighth of each, and no embedding. What is its
+# peak?
 
 # %%
 middle = pl.exercises.guess("GB on rank 1536", low=0, high=80, unit="GB", decimals=0)
@@ -339,18 +340,35 @@ idle
 # would be thinner than a pixel, so a stage is drawn as areas: at every time the height of a colour
 # is its share of the time.
 
+
 # %%
-view.stage_time(expect)
+def finding(report):
+    p, m = report.plan.pp, report.plan.microbatches
+    fill = (p - 1) / (m + p - 1)
+    return (
+        f"{100 * report.bubble:.0f} % of all ranks' time is idle; "
+        f"filling and draining are {100 * fill:.0f} %"
+    )
+
+
+view.stage_time(expect).titled(finding(expect))
 
 # %%
 idle.reveal(100 * expect.bubble)
 
 # %% [markdown]
-# With an eighth of the micro-batches the pipeline fills and drains for about half of the step:
+# The next picture has an eighth of the micro-batches, $m = 64$. How much of the time is idle now?
+
+# %%
+idle_64 = pl.exercises.guess("of the step is idle", low=0, high=100, unit="%", decimals=0)
+idle_64
 
 # %%
 eighth = pl.predict(model, full, nodes, steps=1, detail="actions")
-view.stage_time(eighth)
+view.stage_time(eighth).titled(finding(eighth))
+
+# %%
+idle_64.reveal(100 * eighth.bubble)
 
 # %%
 pd.DataFrame(
@@ -427,7 +445,11 @@ most_days.reveal(3, "Recomputing nothing saves about as many days, and does not 
 #
 # The second row is the method of a paper from a year later, which measured it on a trillion
 # parameters, with the same tp and pp and without data parallelism ([Korthikanti et
-# al.](https://arxiv.org/abs/2205.05198), table 5):
+# al.](https://arxiv.org/abs/2205.05198), table 5). How much more throughput did they measure?
+
+# %%
+gained = pl.exercises.guess("more throughput", low=0, high=100, unit="%", decimals=0)
+gained
 
 # %%
 theirs = said["tp overlapped"]  # as in that paper, for both plans
@@ -435,7 +457,11 @@ selective = theirs.plan.replace(**changes["selective, sequence parallel"])
 selective = pl.predict(model, selective, nodes, steps=1, detail="actions")
 gain = theirs.step_time / selective.step_time - 1
 print(f"predicted: {100 * gain:.0f} % more throughput")
-papers.korthikanti_table5().set_index("model").loc["1T"].filter(like="throughput")
+measured = papers.korthikanti_table5().set_index("model").loc["1T"].filter(like="throughput")
+measured
+
+# %%
+gained.reveal(measured["throughput (%), printed"])
 
 # %% [markdown]
 # ## ZeRO-3 fits a trillion without cutting a layer, and stops scaling
@@ -443,7 +469,9 @@ papers.korthikanti_table5().set_index("model").loc["1T"].filter(like="throughput
 # of $10^{12}$ parameters on 1,024 devices. Its first column is a table of
 # [the ZeRO paper](https://arxiv.org/abs/1910.02054), in the names of the paper: *Pos* shards the
 # states of the optimizer (stage 1), *+g* also gradients (stage 2), and *+p* also parameters (stage
-# 3).
+# 3). The column *seconds* is for a ring that goes through one whole node after another, so that it
+# crosses between nodes through all eight ports, at $8 \cdot 24 = 192$ GB/s. It assumes that no
+# computation hides a message.
 
 # %%
 ring, rows = nodes.ways("all_gather", nodes.reach(range(1024)))["ring"], {}
