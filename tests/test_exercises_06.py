@@ -70,6 +70,8 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (estimate(('".".join(parts[: 1 + (parts[0] == "blocks")])', '"all"')), {"ZeRO-3"},
      "padded once, and every unit is padded by itself"),
     (estimate(("-(-size // n)", "size / n")), ZERO | {"bf16"}, "that is not padded"),
+    (estimate(("-(-size // n)", "size // n")), ZERO | {"bf16"},
+     ("348,112 bytes (parts are rounded down", "87,024 bytes (parts are rounded down")),
     (estimate(('8 if precision == "fp32" else 12', "8")), {"bf16"},
      "the master weights belong to the optimizer, 4 Ψ more"),
     (estimate((" + 4 * len(sizes)", "")), {"one device"} | ZERO,

@@ -93,6 +93,9 @@ def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: st
         yield "padded once, and every unit is padded by itself", width * -(-psi // n)
     if shared:
         yield f"stage {stage} shards it: every rank keeps an n-th", width * -(-psi // n) * n
+    for short in range(1, units + 1) if stage else ():  # in how many units n parts are not enough
+        less = right - width * short * (1 if shared else n)
+        yield "parts are rounded down; of a padded unit they are rounded up", less
     yield f"w is {w} bytes in {precision}", right * (2 if w == 2 else 0.5)
 
 

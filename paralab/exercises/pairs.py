@@ -129,7 +129,14 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         for of_bias in (bias, 0):
             said = f"it is {who} term of the sum, to which no other was added"
             yield said, term + of_bias
-    if name == "x":
+    parts = [{n: pair.part(n, w[n], r, t) for n in pair.shapes} for r in range(t)]
+    if name == "x":  # the gradient of what enters the second layer is summed if f is there
+        second = list(pair.shapes)[-2]
+        whole = {second: sum(one[second] for one in parts)}
+        found = [computed(pair, w | one | whole)["x"] for one in parts]
+        words = f"f is applied to the input of {second.partition('.')[0]}"
+        yield f"{words}, and it belongs on x", found[rank]
+        yield f"{words} as well as to x", sum(found)
         return
     right = sum(own)
     for times in (0, *range(2, t + 1)):
@@ -150,10 +157,7 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
     ):
         yield words, computed(pair, w, **changed)["z"]
     rows = {n: np.split(w[n], t) for n in ("qkv.weight", "qkv.bias")}
-    parts = [
-        {n: rows[n][r] if n in rows else pair.part(n, w[n], r, t) for n in pair.shapes}
-        for r in range(t)
-    ]
+    parts = [one | {n: rows[n][r] for n in rows} for r, one in enumerate(parts)]
     found = [computed(pair, w | one | {last: 0 * w[last]})["z"] for one in parts]
     words = "each rank has a contiguous t-th of qkv: queries of some heads and keys of others"
     yield words, sum(found) + bias
