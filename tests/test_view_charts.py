@@ -402,6 +402,28 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     assert title(view.timelines(far, replayed)).endswith("(prediction 2.5 times that)")
 
 
+def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():
+    fast = synthetic.report(2)
+    for factor, behind in ((2, False), (8, True)):
+        chart = view.timelines(fast, stretched(fast, factor), labels=["torch.optim.AdamW", "b"])
+        name, took = chart.layout.annotations[:2]
+        assert name.text.startswith("<b>torch.optim.AdamW") and took.text.endswith(" ms</b>")
+        assert (took.xref, took.x > 0.3) == (("paper", True) if behind else ("x", True))
+        assert (chart.layout.shapes[0].y0 > name.y) == behind  # the line does not cross the name
+
+
+def test_of_many_short_boxes_next_to_one_another_none_has_an_edge():
+    one = synthetic.report(1)
+    ids, at = np.arange(300), np.arange(301) / 300
+    spans = pd.DataFrame([one.spans.iloc[0]] * 300).assign(
+        id=ids, step=0, kind=np.where(ids % 2, "optimizer", "compute"), start=at[:-1], end=at[1:]
+    )
+    steps = one.steps[one.steps["step"] == 0].assign(start=0.0, end=1.0)
+    many = dataclasses.replace(one, spans=spans, steps=steps, collectives=one.collectives[:0])
+    widths = [set(bar.marker.line.width) for bar in view.timelines(many).data]
+    assert widths == [{0}, {0}]
+
+
 def test_reports_that_look_alike_are_numbered_and_many_ranks_are_cut_and_said_so():
     one = synthetic.report(4)
     twice = view.timelines(one, one)

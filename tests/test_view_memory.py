@@ -260,6 +260,12 @@ def test_runs_stand_on_one_scale_and_each_says_what_is_left_of_the_first():
     assert repr(chart) == ("Chart(memory of 4 runs on rank 0, by category: plain | ZeRO-1 | ZeRO-2 "
                            "| ZeRO-3)")  # fmt: skip
     assert list(dict.fromkeys(chart.table["panel"])) == list(runs)
+    rows = runs["ZeRO-3"].memory
+    last = rows.groupby(["rank", "step"])["time"].transform("max")
+    rows = rows.assign(bytes=rows["bytes"].where(rows["time"] < last, 10**6))
+    late = view.memory_charts(runs | {"ZeRO-3": dataclasses.replace(runs["ZeRO-3"], memory=rows)})
+    named = [note.x for note in late.layout.annotations if note.text == "peak of plain"]
+    assert named == [1, 1, 0]  # away from the run's own peak
 
 
 def test_a_prediction_may_stand_beside_a_run_and_both_say_their_clock(two):

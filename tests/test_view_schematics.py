@@ -10,6 +10,7 @@ from paralab.parallel import schedules
 from paralab.programs.compile import compiled
 from paralab.theory.offload import link_bytes
 from paralab.theory.pipeline import simulate
+from paralab.view import theme
 
 MODEL = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=16, vocab=64)
 DP = 4
@@ -79,6 +80,12 @@ def test_the_data_flow_has_the_bytes_of_the_program_on_its_arrows():
     assert found == {link: parts for link, parts in moved.items() if parts}
     arrows = [note for note in chart.layout.annotations if note.showarrow]
     assert len(arrows) == len(found) == 4
+    size = {link: theme.scaled(sum(parts.values()), "B") for link, parts in found.items()}
+    (boxes,) = chart.data  # invisible, and it has something to say where it is pointed at
+    device, host, files = boxes.hovertext
+    assert device == f"device: {size['h2d']} come in per step, {size['d2h']} go out"
+    assert host.startswith("host: ")
+    assert files == f"files: {size['disk write']} come in per step, {size['disk read']} go out"
     with pytest.raises(ValueError, match="nothing leaves the device"):
         view.data_flow(MODEL, pl.Plan(dp=2))
 

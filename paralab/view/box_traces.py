@@ -67,6 +67,8 @@ def traces(
         elif kind == "comm" and framed:
             far = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
             edge = _edges(far, 2.5, theme.look().ink)
+        elif kind in ("optimizer", "compute") and len(rows) > MANY:  # an edge would hide the other
+            edge = _edges([_duration(b) < MANY_THIN * window for b in flat], 0, fill)
         style = mark.look(name, fill, hatched=kind == "wait", edge=edge)
         if tiers or len(alike) > 1 or (works and chunks > 1):
             style |= {"legendgroup": name, "showlegend": name not in named}

@@ -173,7 +173,7 @@ def _animate(fig: Chart, steps: Sequence[Step], pictures: Sequence[Chart]) -> No
         {"label": step.brief, "method": "animate", "args": [[str(n)], at_once]}
         for n, step in enumerate(steps)
     ]
-    slider = {**low, "x": 0.12, "len": 0.88, "pad": {"t": 12}, "active": 0, "steps": choices}
+    slider = {**low, "x": 0.12, "len": 0.85, "pad": {"t": 12}, "active": 0, "steps": choices}
     slider |= {"currentvalue": {"visible": False}, "bgcolor": look.grid, "bordercolor": look.grid}
     play = {"label": "▶ play", "method": "animate", "args": [None, slow]}
     button = {**low, "type": "buttons", "x": 0, "xanchor": "left", "pad": {"t": 20}}

@@ -107,8 +107,11 @@ def drawn(
             first, faint = shown[0].peak / per, {"ink": theme.look().faint}
             at = {"dash": "dot", "width": 1.5, "yref": panel}
             shapes.append(line((0, width), (first, first), **at, **faint))
-            at = {"size": 12, "axes": ("paper", panel), "hold": "right bottom"}
-            notes.append(note(f"peak of {theme.text(against)}", 1, first, **at, **faint))
+            left = scales.x(curve, curve.times[curve.peak_at]) > width / 2  # away from its own peak
+            at = {"size": 12, "axes": ("paper", panel)}
+            at |= {"hold": f"{'left' if left else 'right'} bottom"}
+            said = f"peak of {theme.text(against)}"
+            notes.append(note(said, int(not left), first, **at, **faint))
         if heads[i]:
             at = {"size": 14, "axes": ("paper", "paper"), "hold": "left bottom"}
             notes.append(note(heads[i], 0, (top - scales.head) / plot, **at))

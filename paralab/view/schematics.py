@@ -114,11 +114,14 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
         if any(parts.values())
     }
     look, cells, notes = theme.look(), [], []
+    sums = {link: sum(parts.values()) for link, parts in flow.items()}
     places = list(DOES)[: 2 + any("disk" in link for link in flow)]
     for i, place in enumerate(places):
         word = f"<b>{place}</b><br><span style='font-size:12px'>{DOES[place]}</span>"
         at = (3 * i, 3 * i + 1.2), (0.0, 2.0)
-        cells.append(Cell(*at, look.grid, word, size=15, edge=look.faint))
+        gone, come = (sum(n for link, n in sums.items() if ENDS[link][end] == i) for end in (0, 1))
+        moved = f"{theme.scaled(come, 'B')} come in per step, {theme.scaled(gone, 'B')} go out"
+        cells.append(Cell(*at, look.grid, word, f"{place}: {moved}", 15, edge=look.faint))
     for link, parts in flow.items():
         start, to = ENDS[link]
         out = to > start  # above; what comes back, below
@@ -134,7 +137,6 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
         notes.append(note(said, (x0 + x1) / 2, y, hold=near, yshift=-6 * way))
         name = {"size": 11, "ink": look.faint, "yshift": 3 * way}
         notes.append(note(lanes.ROW_NAME[link], (x0 + x1) / 2, y, hold=far, **name))
-    sums = {link: sum(parts.values()) for link, parts in flow.items()}
     most = [link for link, n in sums.items() if n == max(sums.values())]
     said = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between its tiers"
     if len(most) == 1:

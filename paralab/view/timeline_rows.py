@@ -9,6 +9,7 @@ from paralab.view.marks import boxes as mark
 from paralab.view.marks import column, line, note
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
+AROUND = 140  # pixels of a figure's width that its rows' names and margins take
 
 
 def drawn(sections: list[Section], finding: str, said: list[str], summary: str) -> Chart:
@@ -68,7 +69,11 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
 
 
 def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dict]]:
-    """Above each section its name and duration, and a line where it ends."""
+    """Above each section its name and duration, and a line where it ends. The duration stands at
+    the line, or behind a name that reaches as far.
+    """
+    frame = theme.frame()
+    share = theme.LETTER_WIDTH * theme.BOLD * 14 / (frame.width - AROUND)  # of the axis, a letter
     notes, shapes = [], []
     for one in sections:
         clock = "" if one.report.clock in one.label else f" ({one.report.clock})"
@@ -76,7 +81,11 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
         end = (one.seconds if one.mark is None else one.mark) * 1e3
         inside = end > 0.85 * window * 1e3
         side = {"hold": "right", "xshift": -5} if inside else {"hold": "left", "xshift": 5}
-        notes.append(note(one.head or name, 0, middle, size=14, axes=("paper", "y"), hold="left"))
-        notes.append(note(f"<b>{end:.1f} ms</b>", end, middle, size=14, **side))
-        shapes.append(line((end, end), (one.top + 0.35, one.bottom)))
+        said, at = one.head or name, {"size": 14, "axes": ("paper", "y"), "hold": "left"}
+        reach = share * (theme.letters(said) + 1)
+        free = end > reach * window * 1e3
+        x, there = (end, {"size": 14, **side}) if free else (reach, at)
+        took = f"<b>{end:.1f} ms</b>"
+        notes += [note(said, 0, middle, **at), note(took, x, middle, **there)]
+        shapes.append(line((end, end), (one.top + (0.35 if free else boxes.HEAD), one.bottom)))
     return notes, shapes
