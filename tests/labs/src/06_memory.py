@@ -327,25 +327,42 @@ except pl.RankError as error:
     if "NotImplementedError" not in str(error):
         raise
     print("write my_checkpoint first")
-view.memory_charts(runs)
+view.memory_charts(runs, title="Blocks are recomputed in backward, and memory peaks there")
 
 # %%
+sends = pl.exercises.choose(
+    "Compared with a step that keeps everything, both ranks send with full recomputation",
+    ["as many bytes", "4/3 of the bytes, as they make 4/3 of the FLOPs", "twice as many bytes"],
+)
+sends
+
+# %%
+without = pl.predict(model, eight.replace(dp=2)).collectives
+print(f"without recomputation: {without.query('step == 0')['wire_bytes'].sum():,} bytes in a step")
 for name, run in runs.items():
     same = run.losses == runs["the library's plan"].losses
     sent = run.collectives.query("step == 1")["wire_bytes"].sum()
     print(f"{name}: losses of the plan: {same}; both ranks send {sent:,} bytes in a step")
+sends.reveal(1, "Data parallelism sends gradients, and they are computed once.")
 
 # %% tags=["measured"]
 title = "Backward computes every block again, and takes far longer than forward"
 view.timelines(*runs.values(), labels=list(runs), ranks=[0], title=title)
 
 # %% [markdown]
-# The losses are equal bit for bit, and so is the traffic: with data parallelism recomputation sends
-# nothing. (With tensor parallelism the second forward repeats its all-reduces.) What torch's
-# `checkpoint` (`use_reentrant=False`) recomputes is drawn as workspace, because the observer sees
-# no saved tensor; it is the same block. The peaks differ by other tensors, not by activations: the
-# plan's gradients are in flat buffers, which exist from the head's backward on. (Lengths in the
-# picture of the steps are those of this machine's wall clock, on which ranks also wait for a core.)
+# The losses are equal bit for bit, and with data parallelism recomputation sends nothing. (With
+# tensor parallelism the second forward repeats its all-reduces.) What torch's `checkpoint`
+# (`use_reentrant=False`) recomputes is drawn as workspace, because the observer sees no saved
+# tensor; it is the same block.
+#
+# The plan's gradient buffers are whole from the head's backward on. So its peak is at the first
+# block that is recomputed, where all six inputs are still kept. In `train` gradients appear in the
+# course of backward, so its runs peak at the last block, when most inputs have been freed.
+#
+# Where a step of `train` takes longer, messages are the reason, and no checkpoint: `train` makes an
+# all-reduce per parameter after backward, while the plan sends two buckets, the first of them
+# before backward ends. (Lengths are those of this machine's wall clock, on which ranks also wait
+# for a core.)
 #
 # ## More devices, the same memory
 # People often ask why memory does not fall with more devices. Pick an answer before you run the
@@ -453,7 +470,7 @@ view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 sa
 tiniest.reveal(3, "With one bucket ZeRO-2 needs more than data parallelism, with small ones less.")
 
 # %% [markdown]
-# What makes the difference are **buffers**. One bucket of 4 MB holds all gradients of this model,
+# What makes the difference is **buffers**. One bucket of 4 MB holds all gradients of this model,
 # so ZeRO-2 reduces from a copy of everything. With small buckets it saves something.
 # ZeRO-3 works unit by unit, and the only block is nearly the whole model: it is gathered, and its
 # gradients are reduced, at full size.
