@@ -118,15 +118,19 @@ pl.exercises.grid_groups.check(row_and_column)
 # $$\underbrace{q}_{\text{steps}}\cdot\underbrace{q}_{\text{rows}}\cdot(q-1)\frac{MK}{q^2} = (q-1)MK
 # \qquad\text{and likewise } (q-1)KN \text{ for } W.$$
 #
-# For backward take the derivative of $Y = XW$ and write it in blocks:
+# Backward starts from ∂Y, the gradient of the loss with respect to Y; ∂X and ∂W are those with
+# respect to X and W (`dy`, `dX`, `dW` in the exercise). Take the derivative of $Y = XW$ and write
+# it in blocks:
 #
-# $$dX = dY\,W^\top:\quad dX_{il} = \sum_{j} dY_{ij}\,W_{lj}^\top
-# \qquad\qquad dW = X^\top dY:\quad dW_{lj} = \sum_{i} X_{il}^\top\,dY_{ij}$$
+# $$\partial X = \partial Y\,W^\top:\quad
+# \partial X_{il} = \sum_{j} \partial Y_{ij}\,W_{lj}^\top
+# \qquad\qquad \partial W = X^\top \partial Y:\quad
+# \partial W_{lj} = \sum_{i} X_{il}^\top\,\partial Y_{ij}$$
 #
-# In step l, $W_{lj}$ is broadcast along the columns and the terms of $dX_{il}$ are *reduced*
-# along the rows to rank (i, l): (q−1)(KN + MK) elements over all steps. For $dW$, $X_{il}$ is
-# broadcast along the rows and the terms of $dW_{lj}$ are reduced along the columns to rank (l,
-# j): again (q−1)(MK + KN).
+# In step l, $W_{lj}$ is broadcast along the columns and the terms of $\partial X_{il}$ are
+# *reduced* along the rows to rank (i, l): (q−1)(KN + MK) elements over all steps. For ∂W, $X_{il}$
+# is broadcast along the rows and the terms of $\partial W_{lj}$ are reduced along the columns to
+# rank (l, j): again (q−1)(MK + KN).
 #
 # $$t\,E_\text{forward} = (q-1)(MK + KN)\qquad t\,E_\text{backward} = 2(q-1)(MK + KN)$$
 
@@ -178,10 +182,28 @@ pl.exercises.summa.check(MySumma)
 deep = pl.Plan(tp=8, tp_mode="2.5d", microbatch_size=4)
 view.multiplication(deep, step=1)
 
+# %%
+grids = pl.exercises.choose(
+    "Compared with the one grid of 4 ranks above, these two grids together send in forward",
+    [
+        "as many elements of X and twice as many of W",
+        "twice as many elements of X and of W",
+        "half as many elements of X and as many of W",
+    ],
+)
+grids
+
+# %%
+for d in (1, 2):
+    of_x, of_w = d * (q - 1) * M // d * K, d * (q - 1) * K * N  # M/d tokens in each of d grids
+    print(f"d = {d}: {of_x:,} elements of X, {of_w:,} of W")
+grids.reveal(1, "Each grid has half of the tokens, and all of W.")
+
 # %% [markdown]
-# **3D** arranges the ranks as a cube of q × q × q. X is gathered along one side, W along another,
-# every rank multiplies once, and Y is reduced and scattered along the third side. In the pictures
-# below {0, 2} gather X, {0, 4} gather W, and {0, 1} add Y. What has no part in a step is pale:
+# **3D** arranges the ranks as a cube of q × q × q, with sides i, j and k: rank i q² + j q + k is at
+# (i, j, k). X is gathered along one side, W along another, every rank multiplies once, and Y is
+# reduced and scattered along the third side. In the pictures below {0, 2} gather X along j, {0, 4}
+# gather W along i, and {0, 1} add Y along k. What has no part in a step is pale:
 
 # %%
 cube = pl.Plan(tp=8, tp_mode="3d", microbatch_size=4)
@@ -201,7 +223,7 @@ view.multiplication(cube, step=4)
 # * under 3D (q−1) MK for X, since each of q³ ranks sends (q−1)/q of a gathered block, which has
 #   MK/q² elements; likewise (q−1) KN for W, and (q−1) MN for the sums of Y.
 #
-# Backward under 3D gathers dY, and reduces and scatters dX and dW. It needs X and W again: they
+# Backward under 3D gathers ∂Y, and reduces and scatters ∂X and ∂W. It needs X and W again: they
 # were kept, which takes memory. Under 2D they are broadcast again. So t E, the elements of all
 # ranks together, is
 #
@@ -235,7 +257,7 @@ in_columns.diff(pl.program(one_block, grid))
 
 # %% [markdown]
 # Under 1D a block stops for messages between its pieces. Under 2D it is one instruction, because
-# SUMMA broadcasts and reduces *inside* of each product; the next table counts these calls. What is
+# SUMMA broadcasts and reduces *inside* each product; the next table counts these calls. What is
 # left is one all-reduce per step: the norms, the biases and the positions are replicated along the
 # columns of the grid (`tp:col`), so their gradients are summed there. First: is it the same
 # training?
