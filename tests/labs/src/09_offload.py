@@ -45,7 +45,17 @@ view.data_flow(wide, plan.replace(zero_stage=2, offload="cpu"))
 # they are needed, and files take what the host cannot hold:
 
 # %%
+busiest = pl.exercises.choose(
+    "With parameters and optimizer states in files, most bytes of a step go",
+    ["from the host to the device", "from files to the host", "from the host to files"],
+)
+busiest
+
+# %%
 view.data_flow(wide, plan.replace(zero_stage=3, offload="nvme"))
+
+# %%
+busiest.reveal(2, "Forward and backward read parameters; the update reads them and the moments.")
 
 # %% [markdown]
 # | symbol | meaning |
@@ -192,9 +202,10 @@ brought_up.reveal(rows["and parameters"]["h2d"])
 # \text{GPU memory} = \sum_{u\ \text{on the GPU}} \text{held}_u$$
 #
 # Forward and backward stay on the GPU, for their work grows with the batch, and the update leaves.
-# All other nodes may be on either side. p16 and g16 are parameters and gradients in 16 bits; p32,
-# m32 and v32 are master weights and moments in 32 bits; float2half rounds p32 to p16. The edge from
-# p16 to fwd-bwd weighs 4, because forward and backward each read its two bytes:
+# All other nodes may be on either side. $\text{held}_u$ is the bytes per parameter that node u
+# holds. p16 and g16 are parameters and gradients in 16 bits; p32, m32 and v32 are master weights
+# and moments in 32 bits; float2half rounds p32 to p16. The edge from p16 to fwd-bwd weighs 4,
+# because forward and backward each read its two bytes:
 
 # %%
 for (source, to), width in offload_costs.FLOWS.items():
@@ -202,7 +213,8 @@ for (source, to), width in offload_costs.FLOWS.items():
 
 # %%
 stays = pl.exercises.choose(
-    "The update runs on the CPU. Where are the fewest bytes cut, and the fewest left on the GPU?",
+    "The update runs on the CPU. Which placement cuts the fewest bytes and, among those that do, "
+    "leaves the fewest on the GPU?",
     [
         "fwd-bwd alone is on the GPU",
         "fwd-bwd and p16 are on the GPU",
@@ -396,6 +408,13 @@ def streamed(parameters, folder):
     return MyStreamedAdamW(parameters, folder, **settings, unit=2**16)
 
 
+# %%
+halved = pl.exercises.choose(
+    "With an optimizer that keeps no moments in memory, the device's peak is about",
+    ["three quarters of AdamW's", "half of AdamW's", "a tenth of AdamW's"],
+)
+halved
+
 # %% tags=["measured"]
 runs = {}
 for name, make in (("torch.optim.AdamW", adamw), ("yours", streamed)):
@@ -414,12 +433,18 @@ right = runs["the plan, in files"].losses
 for name, run in runs.items():
     off = max(abs(a - b) for a, b in zip(run.losses, right, strict=True))
     print(f"{name}: losses as those of the plan, to 1e-4: {off < 1e-4}")
+halved.reveal(2, "Of weight, gradient and two moments, 4 bytes each, the first two are left.")
 
 # %% tags=["measured"]
 title = "The plan copies and updates on other lanes than the device's"
 view.timelines(*runs.values(), labels=list(runs), title=title)
 
 # %% [markdown]
+# Your optimizer maps, updates and writes back one unit after the other, all on the device's lane.
+# (What no optimizer of torch does there is called *compute*.) In the plan the disk reads or writes
+# other units while the host updates one. (Lengths are those of this machine's wall clock, on which
+# files may be in the system's cache and threads wait for a core.)
+#
 # ## The largest model that fits
 # How many blocks of a GPT does a device of 16 MB train without offload, and how many with it? The
 # program says how many fit; a training step with this memory limit confirms it. Without offload
