@@ -306,6 +306,13 @@ if own:
     print("losses of your GPT and of the library's plan are equal to 1e-4:", same)
     print(in_blocks(own))
 
+# %%
+peaks = pl.exercises.choose(
+    "The blocks are sharded in both runs. Which run has the higher peak memory per rank?",
+    ["yours", "the library's", "neither: the blocks decide"],
+)
+peaks
+
 # %% tags=["measured"]
 title = "Embedding, head and logits are replicated next to your layers"
 view.memory_bars({"your layers": own, "the library": report}, title=title) if own else None
@@ -315,11 +322,15 @@ names, title = ["your layers", "the library"], "Both wait for one all-reduce aft
 view.timelines(own, report, labels=names, ranks=[0], title=title) if own else None
 
 # %% [markdown]
-# Once all three exercises are solved, the three cells above show your GPT. (The steps are drawn on
-# this machine's wall clock, on which ranks also wait for a core.) In the blocks its calls
-# and bytes are the library's. Its memory is not: your embedding and head are replicated, and the
-# library cuts both by entries of the vocabulary, the subject of the section *The logits stay where
-# they are*.
+# Once all three exercises are solved, the cells above show your GPT. (The steps are drawn on this
+# machine's wall clock, on which ranks also wait for a core.) In the blocks its calls and bytes are
+# the library's. Your all-reduces are called *world*, after the group of all ranks; the library's
+# are called *tp*, after a group of the same four. The memory differs: your embedding and head are
+# replicated, and the library cuts both by entries of the vocabulary, the subject of the section
+# *The logits stay where they are*.
+
+# %%
+peaks.reveal(1, "Outside the blocks each of your ranks has all weights, and all logits.")
 
 # %%
 per_block = in_blocks(report)["calls"].sum() / model.layers
