@@ -19,6 +19,7 @@ PATIENTS = CLINIC.patients
 
 again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
+IMPORT, KEEP_X = "import torch\n", "ctx.save_for_backward(x)"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
 MASKS = "of its largest entry; without dropout all are equal, so the dropout masks differ"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
@@ -26,6 +27,12 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (again((APPLY, "block(x)")), {"forwards", "peak memory"},
      "block 0 runs 2 times in the step, required: 4"),
     (bad.torchs_own, {"gradients"}, "torch.utils.checkpoint is called: write what it does"),
+    (again((IMPORT, f"{IMPORT}from torch.utils.checkpoint import checkpoint\n"),
+           (APPLY, "checkpoint(block, x, use_reentrant=False)")), {"gradients"},
+     "torch.utils.checkpoint is called: write what it does"),
+    (again((IMPORT, f"{IMPORT}from torch.utils.checkpoint import CheckpointFunction\n"),
+           (APPLY, "CheckpointFunction.apply(block, True, x)")), {"gradients"},
+     "torch.utils.checkpoint is called: write what it does"),
     (again((BACK, "pass")), {"gradients"}, MASKS),
     (again((COMPUTE, f"{COMPUTE}\n            {COMPUTE}")), {"gradients", "forwards"}, MASKS),
     (again(("torch.set_rng_state(now)", "pass")), {"generator"},
@@ -40,6 +47,12 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (again((KEEP, f"torch.manual_seed(1)\n        {KEEP}")), {"gradients", "generator"},
      "of its largest entry"),
     (again(("ctx.state", "MyCheckpoint.state")), {"gradients"}, "of its largest entry"),
+    (again((KEEP, f"MyCheckpoint.stack = getattr(MyCheckpoint, 'stack', [])\n        {KEEP}"),
+           (KEEP_X, "MyCheckpoint.stack.append((x, ctx.state))"),
+           ("(x,) = ctx.saved_tensors", "x, ctx.state = MyCheckpoint.stack.pop()")),
+     {"gradients"}, "of its largest entry"),
+    (again((RUN, "        ctx.y = block(x)\n        return ctx.y.clone()")), {"peak memory"},
+     "bytes at its peak, required:"),
     (again((RUN, "        ctx.leaf = x.detach().requires_grad_()\n"
             "        with torch.enable_grad():\n            ctx.y = block(ctx.leaf)\n"
             "        return ctx.y.detach()"),
@@ -50,7 +63,9 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (again((APPLY, "x.mean()")), {"gradients"},
      "my_checkpoint returns Tensor, not the block's y"),
 ]  # fmt: skip
-TABLE = Table(CHECKPOINT, WRONG, [bad.through_hooks])
+RIGHT = [bad.through_hooks, again((RUN, RUN.replace("(x)", ".forward(x)")),
+                                  (COMPUTE, COMPUTE.replace("(", ".forward(")))]  # fmt: skip
+TABLE = Table(CHECKPOINT, WRONG, RIGHT)
 test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()
 
 
