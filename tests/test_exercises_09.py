@@ -63,6 +63,11 @@ WEIGHTS, FILES, PEAK, KEPT = STREAMED.required
 WRONG = [
     (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
     (EVERYTHING, {PEAK}, "bytes at once, required: at most 101,912"),
+    (adam((MAPPED, f"{READ} if self.steps > 1 else {MAPPED}"),
+          (FLUSH, f"{WRITE} if self.steps > 1 else {FLUSH}")),
+     {PEAK}, "bytes at once, required: at most 101,912"),
+    (adam(("= lr, betas, eps, weight_decay", "= 0.01, (0.8, 0.95), 1e-6, 0.05")), {WEIGHTS},
+     "after step 1 embedding.token"),
     (adam(("unit, 0", "2 * unit, 0")), {PEAK}, "bytes at once, required: at most 101,912"),
     (adam((MAPPED, f"self.kept = self.kept if self.steps > 1 else {READ}"), (FLUSH, WRITE)),
      {WEIGHTS}, "so the states are not in them alone"),
