@@ -122,6 +122,16 @@ def cannon_fetches(x, w, q):
     return y
 
 
+def cannon_in_place(x, w, q):
+    """The blocks that arrive are copied into the caller's x and w."""
+    (i, j), y = divmod(dist.get_rank(), q), 0
+    for step in range(q):
+        x.copy_(along(x, q, right=-1 if step else -i))
+        w.copy_(along(w, q, down=-1 if step else -j))
+        y = y + x @ w
+    return y
+
+
 def cannon_overwrites(x, w, q):
     """Receives into the tensor that is being sent."""
 

@@ -158,6 +158,7 @@ TURN = [
      "q=4: rank (0, 0) sends to rank (0, 2) after the first move, required: to a neighbour"),
     (cannon(("return y", "moved(*moved(x, w, 1, 0), 1, 0)\n    return y")), {"blocks sent"},
      "q=2: rank (1, 1) sends 33,024 bytes, 2 blocks"),
+    (bad.cannon_in_place, {"Y"}, "q=2: it changes x, which its caller still needs: work on a copy"),
     (bad.cannon_overwrites, {"Y"}, "a tensor of send #0 was changed before it was waited for"),
     (cannon(("work.wait()", "pass")), {"Y"}, "q=2: rank 0 never waits for send #0"),
     (cannon((BEGIN, f"    raise KeyError('block 7')\n{BEGIN}")), {"Y"},

@@ -78,6 +78,8 @@ WRONG = [
     (adam((COUNT, "pass"), (VIEW, f"            {COUNT}\n{VIEW}")), {WEIGHTS},
      ("after step 1 embedding.position", "; the step count is 2 in the first step, not 1")),
     (adam((COUNT, "self.steps += 2")), {WEIGHTS}, "; the step count is 2 in the first step, not 1"),
+    (adam((FLUSH, f"{FLUSH}\n        for p in self.parameters:\n            p.grad.zero_()")),
+     {WEIGHTS}, "it changes embedding.token.weight.grad, which its caller still needs: work on"),
     (adam(("p.mul_(1 - self.lr * self.weight_decay)", "g = g + self.weight_decay * p")),
      {WEIGHTS}, "after step 1 embedding.token"),
     (adam(("range(0, p.numel()", "range(0, p.numel() - 1")), {WEIGHTS},

@@ -100,7 +100,9 @@ def cannon(tries: Tries) -> None:
     for q in GRIDS:
         for notes, found in tries.run(multiply, q * q, q, where=f"q={q}"):
             cases, ops = range(len(SHAPES)), found.report.collectives["op"].unique()
-            notes.look(PRODUCT, first(_wrong(found, n, q) for n in cases), "every block")
+            wrong = first(_wrong(found, n, q) for n in cases)
+            wrong = wrong or first(words for one in found["changed"] for words in one)
+            notes.look(PRODUCT, wrong, "every block")
             other = first(f"calls {op}" for op in ops if op not in ("send", "recv"))
             notes.look(CALLS, other or first(_far(found, q)), "messages between two ranks")
             for number, (m, k, n) in enumerate(SHAPES):
@@ -117,15 +119,16 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     each had in addition to its arguments.
     """
     i, j = divmod(watch.group.index, q)
-    found: dict[str, Any] = {"y": [], "peak": []}
+    found: dict[str, Any] = {"y": [], "peak": [], "changed": []}
     for number in range(len(SHAPES)):
         x, w = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number)[:2])
-        watch.label = f"{number}"
+        watch.label, lent = f"{number}", watched.Lent(x=x, w=w)
         with watch.section() as section:
             y = answer[0](x, w, q)
         found["y"].append(watched.array(y))
         found["peak"].append(section.peak)
-        del x, w, y  # so that they are not counted where the next case begins
+        found["changed"].append(lent.changed())
+        del x, w, y, lent  # so that they are not counted where the next case begins
     return found
 
 

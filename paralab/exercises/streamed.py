@@ -83,6 +83,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                 alike(tokens, targets).backward()
                 adam.step()
             del tokens, targets
+            lent = watched.Lent(**{f"{name}.grad": p.grad for name, p in named.items()})
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
             with watch.section() as section:
@@ -100,7 +101,8 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                     if wrong := first_other_bits(yours, right, known):
                         wrong += BEFORE * (step == ZEROED)
                         result["wrong"] = f"after step {step + 1} {wrong}"
-            del yours, right
+                result["wrong"] = result["wrong"] or lent.changed()
+            del yours, right, lent
             gpt.zero_grad()
             alike.zero_grad()
         result["files"] = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
@@ -57,12 +57,12 @@ def forward_and_back(
     from paralab.exercises.answers import f_and_g, tensor_mlp
 
     pair, call, how = PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
-    given_to: list[Given] = []
+    lent = {limit: watched.Lent() for limit in (RESULT, GRADIENTS)}
     if operators and len(answer) < 2:
         raise ValueError("f alone is no answer: give both, check(f, g)")
     if operators:
         call = tensor_mlp.MyMLP
-        how = {name: _kept(name, one, given_to) for name, one in zip("fg", answer, strict=True)}
+        how = {name: _kept(name, one, lent) for name, one in zip("fg", answer, strict=True)}
     how |= {"heads": HEADS} if kind == "attention" else {}
     numbers = {name: torch.from_numpy(one) for name, one in given(pair, seed).items()}
     with watch.section() as section:
@@ -77,7 +77,7 @@ def forward_and_back(
     watch.label = BACKWARD
     z.backward(numbers["grad"].clone())
     found |= {"x": watched.array(x.grad), "held": held}
-    found |= {one.limit: one.words for one in given_to if not torch.equal(one.now, one.before)}
+    found |= {limit: some.changed() for limit, some in lent.items()}
     named = dict(mine.named_parameters())
     found["slice"] = ""
     for name in pair.shapes:
@@ -91,21 +91,12 @@ def forward_and_back(
     return found
 
 
-class Given(NamedTuple):
-    """A tensor that f or g got and must not change; words: that it did, in ``limit``."""
-
-    limit: str
-    words: str
-    now: Any
-    before: Any
-
-
-def _kept(name: str, operator: Any, given_to: list[Given]) -> Any:
-    """The operator, with a note of what it is given in both directions."""
+def _kept(name: str, operator: Any, lent: dict[str, Any]) -> Any:
+    """The operator, with a note of what it is lent in both directions."""
 
     def note(limit: str, what: str, tensor: Any) -> None:
         words = f"{name} changes {what}, which autograd may still need: work on a clone"
-        given_to.append(Given(limit, words, tensor.detach(), tensor.detach().clone()))
+        lent[limit].note(words, tensor)
 
     def call(x: Any) -> Any:
         note(RESULT, "its argument", x)
@@ -135,7 +126,7 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
             right = of_one_device(pair, found.seed)
             for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):
                 wrong = first(_wrong(found, pair, right, name) for name in names)
-                wrong = wrong or found.results[0].get(limit, "")
+                wrong = wrong or found[limit][0]
                 notes.look(limit, wrong, "right, on every rank")
             for limit in (FORWARD, BACKWARD):
                 required = 2 * (t - 1) * ACTIVATION // t

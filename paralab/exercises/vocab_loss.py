@@ -16,6 +16,7 @@ from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
 from paralab.exercises.tries import Found
+from paralab.exercises.verdict import first
 
 RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512
@@ -39,7 +40,8 @@ def vocab_parallel_loss(tries: Tries) -> None:
         own, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
         for notes, found in tries.run(loss_and_back, t, where=f"t={t}"):
             for limit in (LOSS, GRADIENT):
-                notes.look(limit, _wrong(found, limit), "right, on every rank")
+                wrong = _wrong(found, limit) or first(found["changed"]) * (limit == LOSS)
+                notes.look(limit, wrong, "right, on every rank")
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
                 notes.bytes(limit, found.sent(limit), allowed, f"in {limit[7:]}", least=0)
             words = f"holds {{held}} bytes in addition to its logits, which are {own:,}"
@@ -51,7 +53,7 @@ def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     logits, targets = given(seed)
     own = np.split(logits, watch.group.size, axis=1)[watch.group.index].copy()
     own, targets = torch.from_numpy(own).requires_grad_(), torch.from_numpy(targets)
-    watch.label = FORWARD
+    watch.label, lent = FORWARD, watched.Lent(logits=own, targets=targets)
     with watch.section() as section:
         loss = answer[0](own, targets)
         found = watched.array(loss).reshape(-1)
@@ -59,7 +61,8 @@ def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
         (loss * 3).backward()
     if own.grad is None:
         raise ValueError("the logits have no gradient after backward")
-    return {"loss": found, "gradient": watched.array(own.grad) / 3, "peak": section.peak}
+    gradient = {"gradient": watched.array(own.grad) / 3, "changed": lent.changed()}
+    return {"loss": found, "peak": section.peak, **gradient}
 
 
 def given(seed: int) -> tuple[np.ndarray, np.ndarray]:

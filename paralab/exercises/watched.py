@@ -162,3 +162,21 @@ def array(value: Any) -> Any:
     if not isinstance(value, Tensor):
         raise TypeError(f"required: a tensor, this is a {type(value).__name__}")
     return value.detach().cpu().numpy().copy()
+
+
+class Lent:
+    """Tensors that an answer is given and has to leave as they are."""
+
+    def __init__(self, **named: Tensor) -> None:
+        self._all: list[tuple[str, Tensor, Any]] = []
+        for name, tensor in named.items():
+            self.note(f"it changes {name}, which its caller still needs: work on a copy", tensor)
+
+    def note(self, words: str, tensor: Tensor) -> None:
+        """words: what there is to say if the tensor is changed."""
+        self._all.append((words, tensor.detach(), array(tensor)))
+
+    def changed(self) -> str:
+        """What there is to say of the first that is not as it was, or ""."""
+        found = (words for words, now, was in self._all if array(now).tobytes() != was.tobytes())
+        return next(found, "")
