@@ -19,7 +19,7 @@ UPDATE, KEEP = "shard -= self.lr * gradient", "self.flats.append(flat)"
 READY = "            self.reduce(i)\n"
 STEP = "        for shard, gradient"
 FREED_AFTER = "        self.free(i)\n        output.register_hook(lambda _: self.gather_unit(i))"
-SUMS = (MEAN, "own")
+SUMS, FIXED = (MEAN, "own"), ("self.lr = lr", "self.lr = 0.1")
 ALL_REDUCES = (REDUCE, "dist.all_reduce(flat)\n        own = flat.chunk(self.ranks)[self.rank]")
 WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3((FREED_AFTER, "        pass")), {"peak of a step"},
@@ -41,6 +41,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3((MEAN, "own / 4")), {"weights"}, "N=3: "),
     (zero3(ALL_REDUCES), {"bytes per rank"}, "1.33 times as many"),
     (zero3((UPDATE, "pass")), {"weights"}, "it is as it was before"),
+    (zero3(FIXED), {"weights"}, "; it is so with lr=0.1, whatever lr is"),
     (zero3(("self.lr = lr", "raise KeyError('unit 7')")), {"weights"}, "raised KeyError: 'unit 7'"),
     (bad.Torchs, {"weights"}, "raised "),
     (zero3(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
@@ -90,6 +91,7 @@ LATE = [  # answer, limits it breaks, words of the verdict
      "N=3: rank 0 sends "),
     (ahead(("gradient.zero_()", "pass")), {"weights"}, "the gradient of the step before is still"),
     (ahead(SUMS), {"weights"}, "timed units: step 2: the units' output is "),
+    (ahead(FIXED), {"weights"}, "; it is so with lr=0.1, whatever lr is"),
     (ahead(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
 ]  # fmt: skip
 PREFETCHES = Table(AHEAD, LATE, [bad.LearnsTheOrder])

@@ -15,7 +15,6 @@ from paralab.exercises import zero3
 from paralab.exercises.ddp import replayed
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import torch
-from paralab.exercises.one_process import LR
 from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes, ms
 from paralab.spec import Cluster, Link
@@ -49,8 +48,10 @@ def my_prefetch(tries: Tries) -> None:
     zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
 
 
-def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
-    """What every rank runs. Returns what comes out of the units, and what should, in each step."""
+def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, float]]:
+    """What every rank runs. Returns what comes out of the units in each step, what should, and what
+    would with the task's lr.
+    """
     from paralab.exercises.timed import Timed
 
     module, found = Timed([SIZES] * UNITS, watch.recorder), []
@@ -60,22 +61,25 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
         for weight, number in zip(layer.weights, numbers, strict=True):
             weight.data.fill_(number)
     watch.label = "before"
-    mine = answer[0](list(module.layers), lr=LR)
+    mine = answer[0](list(module.layers), lr=zero3.RATES[RANKS])
+    values, fixed = values.clone(), values
     for step in range(STEPS):
         watch.label = f"step {step}"
         out = module(torch.zeros(1))
-        found.append((out.item(), values.sum().item()))
+        found.append((out.item(), values.sum().item(), fixed.sum().item()))
         out.backward()
         mine.step()
-        values -= LR * (values + (RANKS - 1) / 2)  # the mean of the ranks' gradients
+        for lr, numbers in ((zero3.RATES[RANKS], values), (zero3.TASK_LR, fixed)):
+            numbers -= lr * (numbers + (RANKS - 1) / 2)  # the mean of the ranks' gradients
     return found
 
 
 def _look(notes: Notes, found: Found) -> None:
-    for step, (out, right) in enumerate(found.results[0]):
-        wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; {EARLY}"
+    for step, (out, right, fixed) in enumerate(found.results[0]):
+        wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; "
+        wrong += zero3.FIXED if abs(out - fixed) < 1e-4 * fixed else f"{EARLY}, or with wrong ones"
         if abs(out - right) > 1e-4 * right:  # what is right is said of the weights of a training
-            notes.look(zero3.WEIGHTS, f"{wrong}, or with wrong ones", "")
+            notes.look(zero3.WEIGHTS, wrong, "")
 
     spans = found.report.spans.query("rank == 0")
     calls = found.report.collectives.query("rank == 0")

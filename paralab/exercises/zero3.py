@@ -14,18 +14,20 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, watched
-from paralab.exercises.one_process import LR, of_one_process
+from paralab.exercises.one_process import of_one_process
 from paralab.exercises.sync import BATCH
 from paralab.spec import ModelSpec
 
 # Units are small and many: a model that stays whole shows in the peak.
 MODEL = ModelSpec(layers=5, hidden=30, heads=2, seq_len=8, tied=False)
 RUNS = {4: 1, 3: 2}  # ranks: steps
+TASK_LR, RATES = 0.1, {4: 0.05, 3: 0.2, 2: 0.4}  # in the task's example; by ranks
 SCALARS = 4000  # bytes of counts and the like
 UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in flat buffers
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
 STALE = "the gradient of the step before is still in it"
+FIXED = f"it is so with lr={TASK_LR}, whatever lr is"
 LAST = "the micro-batches are not added up: it is the last one's share alone"
 REQUIRED = {
     WEIGHTS: "N = 4, 3: after 1 and 2 steps of SGD those of one process, on every rank",
@@ -48,17 +50,21 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
     """
     for n, steps in runs.items():
         for notes, found in tries.run(train, n, steps, where=f"N={n}"):
-            before, last = of_one_process(MODEL, ranks=n, **BATCH)[steps - 1 : steps + 1]
-            both = {name: last.weights[name] - LR * g for name, g in before.gradients.items()}
+            lr = RATES[n]
+            trained = of_one_process(MODEL, ranks=n, lr=lr, **BATCH)
+            before, last = trained[steps - 1 : steps + 1]
+            both = {name: last.weights[name] - lr * g for name, g in before.gradients.items()}
             start, shares = found.results[0]["start"], found["share"]
-            alone = {name: w - LR / n * sum(s[name] for s in shares) for name, w in start.items()}
+            alone = {name: w - lr / n * sum(s[name] for s in shares) for name, w in start.items()}
+            fixed = {name: w - TASK_LR * last.gradients[name] for name, w in start.items()}
             wrong = first_wrong_tensor(
                 found["weights"],
                 last.weights,
                 start=start,
-                known=lambda name, both=both, alone=alone: [
+                known=lambda name, both=both, alone=alone, fixed=fixed: [
                     (STALE, both.get(name)),
                     (LAST, alone[name]),
+                    (FIXED, fixed[name]),  # after one step
                 ],
             )
             notes.look(WEIGHTS, wrong, "all equal")
@@ -100,7 +106,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     kept = peak = gathered = 0
     with watch.section() as all_of_it:
         gpt = reference.GPT(MODEL)
-        mine = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=LR)
+        mine = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=RATES[group.size])
         for step in range(steps):
             micro = reference.batches(MODEL, step=step, **share, **BATCH)
             before = all_of_it.now()
