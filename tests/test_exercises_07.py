@@ -110,9 +110,15 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (attention(("sqrt(self.width)", "sqrt(x.shape[-1])")),
          {"result", "gradients"}, "divided by the root of h, required: "),
         (attention(("sqrt(self.width)", "sqrt(1)")),
-         {"result", "gradients"}, "; scores are not divided, required: by the root of h/a"),
+         {"result", "gradients"}, "; scores are divided by 1, or not at all, required: by the "),
         (attention(("sqrt(self.width)", "sqrt(self.width * self.heads)")),
          {"result", "gradients"}, "divided by the root of h/t, required"),
+        (attention(("math.sqrt(self.width)", "(self.width / 2)")), {"result", "gradients"},
+         "; scores are divided by 1, or not at all, required: by the root of h/a, here of 2"),
+        (attention(("scores = q", "k, v = self.past = getattr(self, 'past', (k, v))\n"
+                    "        scores = q"), ("ones(s, s", "ones(s, k.shape[2]")), {"result"},
+         "t=2: rank 0: the result of a second forward, of 16 of the 24 tokens, element (0, 0, 0)"),
+        (attention(("ones(s, s", "ones(24, 24")), {"result"}, "size of tensor a (24) must match"),
         (attention(("triu(1)", "triu(s)")), {"result", "gradients"},
          "; every token sees those after it"),
         (attention(("triu(1)", "triu(2)")), {"result", "gradients"},
@@ -226,7 +232,8 @@ def test_the_whole_layer_is_what_autograd_makes_of_the_reference_gpt_s(kind):
             parameter.copy_(given[name])
     z = whole(x)
     z.backward(given["grad"])
-    found = {"z": z.detach(), "x": x.grad, **{n: p.grad for n, p in whole.named_parameters()}}
+    found = {"z": z.detach(), "later": whole(x[:, pairs.LATER :]).detach(), "x": x.grad}
+    found |= {n: p.grad for n, p in whole.named_parameters()}
     right = pairs.of_one_device(pairs.PAIRS[kind], 7)
     assert found.keys() == right.keys()
     for name, value in found.items():

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 from paralab.exercises.late import np, torch
 
-BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 12, 240  # 2, 3 and 4 divide heads and inside
+BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide heads and inside
+LATER = SEQ // 3  # "later" is the result of a second forward, of the tokens from this one on
 WIDTH = HIDDEN // HEADS
+ROOT = f"by the root of h/a, here of {WIDTH}"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
 
@@ -40,11 +42,12 @@ def attention(w: dict[str, Any], *, scale: float = WIDTH, sees: int = 1) -> Any:
     """Causal, of as many heads as qkv has outputs for. sees: tokens from i + ``sees`` are hidden
     from token i; scores are divided by the root of ``scale``.
     """
-    by_head = _linear(w, "qkv", w["x"]).view(BATCH, SEQ, 3, -1, WIDTH)
+    tokens = w["x"].shape[1]
+    by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH)
     q, k, v = by_head.permute(2, 0, 3, 1, 4)  # (B, a, s, d)
-    hidden = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(sees)
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(sees)
     scores = (q @ k.mT / scale**0.5).masked_fill(hidden, -math.inf)
-    mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(BATCH, SEQ, -1)
+    mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(BATCH, tokens, -1)
     return _linear(w, "proj", mixed)
 
 
@@ -100,8 +103,10 @@ def weights_of(pair: Pair, seed: int) -> dict[str, np.ndarray]:
 
 
 def of_one_device(pair: Pair, seed: int) -> Arrays:
-    """Result and all gradients of the whole layer, in float64."""
-    return computed(pair, weights_of(pair, seed))
+    """Both results and all gradients of the whole layer, in float64."""
+    w = weights_of(pair, seed)
+    later = {name: w[name][:, LATER:] for name in ("x", "grad")}
+    return computed(pair, w) | {"later": computed(pair, w | later)["z"]}
 
 
 def terms(pair: Pair, seed: int, t: int, name: str, *, times: int = 1) -> list[np.ndarray]:
@@ -151,7 +156,7 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
     for words, changed in (
         ("scores are divided by the root of h, required: of h/a", {"scale": HIDDEN}),
         ("scores are divided by the root of h/t, required: of h/a", {"scale": HIDDEN / t}),
-        ("scores are not divided, required: by the root of h/a", {"scale": 1}),
+        (f"scores are divided by 1, or not at all, required: {ROOT}", {"scale": 1}),
         ("every token sees those after it", {"sees": SEQ}),
         ("every token sees the one after it", {"sees": 2}),
     ):

@@ -21,6 +21,7 @@ from paralab.exercises.pairs import (
     BATCH,
     HEADS,
     HIDDEN,
+    LATER,
     PAIRS,
     SEQ,
     Pair,
@@ -49,10 +50,11 @@ RESULT, GRADIENTS, FORWARD, BACKWARD, WEIGHTS = LIMITS
 def forward_and_back(
     watch: Any, answer: tuple, seed: int, kind: str, operators: bool
 ) -> dict[str, Any]:
-    """What every rank runs: one forward, one backward. operators: the answer is f and g.
+    """What every rank runs: forward and backward, and another forward. operators: the answer is f
+    and g.
 
-    Returns {"z", "x" and the parameters' names: result and gradients; "held": bytes of weights;
-    "slice": that a parameter is one, in words}
+    Returns {"z", "later", "x" and the parameters' names: results and gradients; "held": bytes of
+    weights; "slice": that a parameter is one, in words}
     """
     from paralab.exercises.answers import f_and_g, tensor_mlp
 
@@ -77,6 +79,9 @@ def forward_and_back(
     watch.label = BACKWARD
     z.backward(numbers["grad"].clone())
     found |= {"x": watched.array(x.grad), "held": held}
+    watch.label = "a second forward"
+    with torch.no_grad():
+        found["later"] = watched.array(mine(numbers["x"][:, LATER:].clone()))
     found |= {limit: some.changed() for limit, some in lent.items()}
     named = dict(mine.named_parameters())
     found["slice"] = ""
@@ -124,7 +129,8 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
     for t in RANKS:
         for notes, found in tries.run(forward_and_back, t, kind, operators, where=f"t={t}"):
             right = of_one_device(pair, found.seed)
-            for limit, names in ((RESULT, ["z"]), (GRADIENTS, ["x", *reversed(pair.shapes)])):
+            of_weights = reversed(pair.shapes)
+            for limit, names in ((RESULT, ["z", "later"]), (GRADIENTS, ["x", *of_weights])):
                 wrong = first(_wrong(found, pair, right, name) for name in names)
                 wrong = wrong or found[limit][0]
                 notes.look(limit, wrong, "right, on every rank")
@@ -140,9 +146,11 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
 
 def _wrong(found: Found, pair: Pair, right: dict[str, np.ndarray], name: str) -> str:
     """What is wrong with a tensor, on the first rank where it is, or ""."""
-    t, whole = len(found.results), name in ("z", "x")
+    t, whole = len(found.results), name in ("z", "later", "x")
+    later = f"the result of a second forward, of {SEQ - LATER} of the {SEQ} tokens"
+    words = {"z": "the result", "later": later, "x": "the input's gradient"}
     return first_wrong(
-        {"z": "the result", "x": "the input's gradient"}.get(name, f"the gradient of {name}"),
+        words.get(name, f"the gradient of {name}"),
         found[name],
         [right[name] if whole else pair.part(name, right[name], rank, t) for rank in range(t)],
         known=lambda rank: mistakes(pair, found.seed, t, rank, name),
