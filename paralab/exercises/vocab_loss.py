@@ -101,7 +101,8 @@ def _wrong(found: Found, limit: str) -> str:
         local = targets - rank * VOCAB // t
         here = (local >= 0) & (local < VOCAB // t)
         alone = of_one_device(parts[rank], np.where(here, local, -1))
-        said = "it is that of a softmax over the rank's own part of the vocabulary"
+        said = "it is that of a softmax over the rank's own part of the vocabulary, as without an "
+        said += "all-reduce, or with one whose result is read before its wait()"
         yield said, alone[which]
         if limit == LOSS:
             yield from _known_losses(logits, targets, rank, t, here)
