@@ -35,6 +35,7 @@ REQUIRED = {
     "memory between steps": "tensors: at most 20 kB",
 }
 WEIGHTS, FILES, PEAK, KEPT = REQUIRED
+Named = dict[str, Any]
 
 
 @exercise(
@@ -111,7 +112,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     return result
 
 
-def settings_of(seed: int) -> dict[str, Any]:
+def settings_of(seed: int) -> Named:
     """AdamW's, for each answer its own."""
     part = seed / 2**32
     betas = 0.8 + part / 10, 0.95 + part / 50
@@ -119,12 +120,7 @@ def settings_of(seed: int) -> dict[str, Any]:
 
 
 def _mistakes(
-    settings: dict[str, Any],
-    first: dict[str, Any],
-    grads: dict[str, Any],
-    yours: dict[str, Any],
-    step: int,
-    name: str,
+    settings: Named, first: Named, grads: Named, yours: Named, step: int, name: str
 ) -> Iterator[tuple[str, Any]]:
     """(words, what the parameter would be) after mistakes in the states of torch's AdamW."""
 
