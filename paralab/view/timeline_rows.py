@@ -70,7 +70,7 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
 
 def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dict]]:
     """Above each section its name and duration, and a line where it ends. The duration stands at
-    the line, or behind a name that reaches as far.
+    the line, or behind a name that may reach as far.
     """
     frame = theme.frame()
     share = theme.LETTER_WIDTH * theme.BOLD * 14 / (frame.width - AROUND)  # of the axis, a letter
@@ -81,11 +81,11 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
         end = (one.seconds if one.mark is None else one.mark) * 1e3
         inside = end > 0.85 * window * 1e3
         side = {"hold": "right", "xshift": -5} if inside else {"hold": "left", "xshift": 5}
-        said, at = one.head or name, {"size": 14, "axes": ("paper", "y"), "hold": "left"}
-        reach = share * (theme.letters(said) + 1)
-        free = end > reach * window * 1e3
-        x, there = (end, {"size": 14, **side}) if free else (reach, at)
-        took = f"<b>{end:.1f} ms</b>"
-        notes += [note(said, 0, middle, **at), note(took, x, middle, **there)]
+        said, took = one.head or name, f"<b>{end:.1f} ms</b>"
+        free = end > share * (theme.letters(said) + 1) * window * 1e3
+        if free:
+            notes.append(note(took, end, middle, size=14, **side))
+        said = said if free else f"{said}  {took}"
+        notes.append(note(said, 0, middle, size=14, axes=("paper", "y"), hold="left"))
         shapes.append(line((end, end), (one.top + (0.35 if free else boxes.HEAD), one.bottom)))
     return notes, shapes
