@@ -15,6 +15,7 @@ FIRST = f"exchange({LEAVING}, partial)"
 SECOND = "exchange(chunks[(rank + 1 - step) % n], chunks[(rank - step) % n])"
 HALF = ring((SECOND, "pass"))
 SENDS_FIRST = ring((FIRST, f"dist.send({LEAVING}, right)\n        dist.recv(partial, left)"))
+LONGER = ring(("buffer[: mine.numel()]", "buffer"), ("+= partial", "+= partial[: mine.numel()]"))
 RINGS = [  # answer, limits it breaks, words of the verdict
     (bad.by_collective, {"calls"}, "calls all_reduce, which is the thing to be"),
     (bad.imported_by_name, {"calls"}, "calls all_reduce, which is the thing to be"),
@@ -51,6 +52,8 @@ RINGS = [  # answer, limits it breaks, words of the verdict
            f"works = [dist.isend({LEAVING}, right), dist.irecv(partial, left)]\n"
            "        mine += partial\n        [work.wait() for work in works]")),
      {"result"}, "a chunk is read before the wait() of its receive"),
+    (LONGER, {"result"},
+     "N=2: rank 0 raised OrderError: recv #1 is of 5001 float32, and rank 1 sends 5000 float32"),
     (SENDS_FIRST, {"result"}, "nothing moves any more: rank 0 in send"),
     (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
      "yours cannot be called so: missing a required argument"),
@@ -62,7 +65,7 @@ RIGHT_RINGS = [
     ring((SECOND, "sent = dist.isend(chunks[(rank + 1 + step) % n], left)\n"
                   "        dist.recv(chunks[(rank + 2 + step) % n], right)\n        sent.wait()")),
 ]  # fmt: skip
-ALL_RINGS = Table(RING, RINGS, RIGHT_RINGS, alone=[SENDS_FIRST])
+ALL_RINGS = Table(RING, RINGS, RIGHT_RINGS, alone=[SENDS_FIRST, LONGER])
 test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = ALL_RINGS.tests()
 
 

@@ -210,6 +210,9 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("total += y.item()", "pass"),
      {"loss"}, "rank 1 returns 0.0, required: "),
     (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
+    (chunks("message = torch.empty(shape)", "room = torch.empty(2, *shape)",
+            "recv(message, sender)", "recv(room, sender)\n            message = room[0].clone()"),
+     {"gradients"}, "raised OrderError: recv #"),
     (lambda stages, lists: 0.0, {"gradients"}, "required: interleaved_step(stages, lists, batches"),
 ]  # fmt: skip
 ALL_CHUNKS = Table(CHUNKS, CHUNKED, [by_inspection], alone=partial(CHUNKED))

@@ -136,6 +136,7 @@ WAYS = [
     ("-i, j", "; X was moved to the right before the first"),
     ("i, -j", "; W was moved down before the first product"),
 ]
+CROSSED = cannon((FIRST, "moved(x, w, j, i)"))  # a rank moves X, and not all of its row do
 TURN = [
     # Those judged by memory go first. Each answer's messages have threads of their own, and
     # Python's set of a process's threads is counted as memory once it has 4 KiB.
@@ -161,6 +162,7 @@ TURN = [
     (bad.cannon_in_place, {"Y"}, "q=2: it changes x, which its caller still needs: work on a copy"),
     (bad.cannon_overwrites, {"Y"}, "a tensor of send #0 was changed before it was waited for"),
     (cannon(("work.wait()", "pass")), {"Y"}, "q=2: rank 0 never waits for send #0"),
+    (CROSSED, {"Y"}, ("q=2: rank ", "raised OrderError: recv #", "in the order in which they are")),
     (cannon((BEGIN, f"    raise KeyError('block 7')\n{BEGIN}")), {"Y"},
      "q=2: rank 0 raised KeyError: 'block 7'"),
     (cannon((", q: int", "")), {"Y"}, "required: cannon(x, w, q), yours cannot be called so: too"),
@@ -172,7 +174,7 @@ GROUPED = [
 ]  # fmt: skip
 MOVED = [cannon((NEXT, "moved(x, w, -1, -1)"))]
 ALL_LINES = Table(pl.exercises.grid_groups, LINE, GROUPED, alone=[FIRST_ONES, LOCAL])
-TORUS = Table(pl.exercises.cannon, TURN, MOVED)
+TORUS = Table(pl.exercises.cannon, TURN, MOVED, alone=[CROSSED])
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = ALL_LINES.tests()
 test_a_wrong_cannon_is_refused, test_a_right_cannon_passes, test_the_stub = TORUS.tests()
 

@@ -170,6 +170,13 @@ def future():
     dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
 
 
+def unequal(sent, room):
+    def answer():
+        dist.recv(room, 0) if dist.get_rank() else dist.send(sent, 1)
+
+    return answer
+
+
 REFUSED = [
     (functional, "all_reduce goes around what is counted: call the functions of torch.distributed"),
     (wrapped, "goes around what is counted"),
@@ -177,7 +184,11 @@ REFUSED = [
     (sliced, "all_reduce=(2,): not contiguous; legal: tensor.contiguous()"),
     (future, "call its wait()"),
     (to_itself, "a rank sends nothing to itself"),
-]
+    (unequal(torch.ones(5), torch.ones(2, 3)),
+     "rank 1 raised OrderError: recv #0 is of 6 float32, and rank 0 sends 5 float32 (send #0)"),
+    (unequal(torch.ones(90_000), torch.ones(3)), "recv #0 is of 3 float32, and rank 0 sends 90000"),
+    (unequal(torch.ones(3).int(), torch.ones(3)), "recv #0 is of 3 float32, and rank 0 sends 3 in"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

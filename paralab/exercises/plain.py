@@ -3,6 +3,8 @@
 An answer calls torch's own functions. Below them each call is an operation of c10d's, which is seen
 on every thread (instruments/foreign_hooks.py) and counted as NCCL would send it. Messages between
 two ranks are matched in the order in which they are sent, as NCCL does it, so a tag is refused.
+Gloo takes a message that is shorter than its receive, and ends the process at a longer one, so a
+message carries a head: its receive compares sizes and types, and has room for one that is too long.
 
 [Note: late] A result must not be read before it has been waited for. On one machine it has often
 arrived by then, and the answer is right by luck. So a call works on copies, and its result is
@@ -34,12 +36,13 @@ from paralab.instruments.foreign_calls import CALLS, PEER, Calls, payload
 from paralab.instruments.foreign_hooks import around, stand_before
 from paralab.instruments.memory import tensors
 from paralab.instruments.recorder import Recorder
-from paralab.strict import Strict
+from paralab.strict import OrderError, Strict
 from paralab.theory.traffic import POINT_TO_POINT
 from paralab.transports import Call, Posted, Transport
 
 ORDER = "messages of two ranks are matched in the order in which they are sent, as NCCL does it"
 NO_OTHER = "no other group"
+HEAD, ROOM = 128, 2**20  # bytes in front of a message, and behind one, where a longer one fits
 OURS = str(Path(__file__).parents[1])
 BELOW = OURS, torch._ops.__file__  # frames between torch.distributed's function and `LateCalls`
 
@@ -67,7 +70,32 @@ class Sent(NamedTuple):
         if not all(torch.equal(_bits(now), _bits(was)) for now, was in self.given):
             raise RuntimeError(f"a tensor of {self.words} was changed before it was waited for")
         for tensor, copy in self.results:
-            tensor.detach().copy_(copy)
+            came = self._unpacked(tensor, copy) if self.words.startswith("recv") else copy
+            tensor.detach().copy_(came)
+
+    def _unpacked(self, tensor: Tensor, packed: Tensor) -> Tensor:
+        """What a message brings, or OrderError if that is no tensor like this one."""
+        kind, sender, number = bytes(packed[:HEAD].tolist()).decode().split("|")[:3]
+        if kind != _kind(tensor):
+            raise OrderError(
+                f"{self.words} is of {_kind(tensor)}, and {sender} sends {kind} ({number}): a send "
+                f"and its receive need the same size and type, and {ORDER}"
+            )
+        return packed[HEAD:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {tensor.dtype}".replace("torch.", "")
+
+
+def _packed(sender: str, number: str, tensor: Tensor) -> Tensor:
+    """A message: what is sent, behind its size and type and where it comes from."""
+    head = f"{_kind(tensor)}|{sender}|{number}|".encode().ljust(HEAD)
+    return torch.cat([torch.tensor(list(head), dtype=torch.uint8), _bits(tensor)])
+
+
+def _room(tensor: Tensor) -> Tensor:
+    return torch.empty(HEAD + tensor.nbytes + ROOM, dtype=torch.uint8)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -150,7 +178,9 @@ class LateCalls:
                 if tensor.is_floating_point():
                     tensor.detach().fill_(torch.nan)
             before = [(tensor, _copy(tensor)) for tensor in tensors(given)]
-            copied = tree_map_only(Tensor, _copy, list(given.values()))
+            send = functools.partial(_packed, f"rank {self.context.rank}", words)
+            ours = {"send": send, "recv": _room}.get(op, _copy)
+            copied = tree_map_only(Tensor, ours, list(given.values()))
         result = own(*copied)
 
         filled, root = next(iter(given.values())), given.get("root_rank") == group.rank()
