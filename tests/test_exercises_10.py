@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import get_process_group_ranks, get_rank, get_world_size, new_group
+
 import paralab as pl
 from judged import Table, altered
 from paralab.exercises import mesh
@@ -22,6 +24,17 @@ def by_hand(*, dp, pp, tp):
                 if (r - first) % step == 0 and 0 <= r - first < size * step:
                     groups[axis] = made
     return {"tp": r % tp, "dp": r // tp % dp, "pp": r // tp // dp}, groups
+
+
+def by_name(*, dp, pp, tp):
+    """Functions that were imported before the check, and what groups say of themselves."""
+    where, groups = by_hand(dp=dp, pp=pp, tp=tp)
+    for axis, size in (("dp", dp), ("pp", pp), ("tp", tp)):
+        members = get_process_group_ranks(groups[axis])
+        assert get_world_size(groups[axis]) == groups[axis].size() == len(members) == size
+        assert members[get_rank(groups[axis])] == get_rank() == members[groups[axis].rank()]
+    assert new_group() and get_world_size() == len(get_process_group_ranks(None)) == dp * pp * tp
+    return where, groups
 
 
 KEEP = "            made = dist.new_group(ranks)  # every rank, whether it is in the group or not\n"
@@ -54,7 +67,7 @@ WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
      "'tp': 1}, yours"),
 ]  # fmt: skip
 GROUP_WRONG = [(altered(GROUPS.name)(*pairs), *row) for pairs, *row in WRONG_GROUPS]
-GROUP_ALL = Table(GROUPS, GROUP_WRONG, [by_hand], exact=True)
+GROUP_ALL = Table(GROUPS, GROUP_WRONG, [by_hand, by_name], exact=True)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = GROUP_ALL.tests()
 
 

@@ -6,7 +6,8 @@ groups, or in another order, would hang for real.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,9 +30,16 @@ PLACE, MEMBERS, CALLS = REQUIRED
 
 
 class Made(NamedTuple):
-    """What `new_group` returns to a member here."""
+    """What `new_group` returns to a member here. at: the rank that is played"""
 
     ranks: tuple[int, ...]
+    at: int
+
+    def rank(self) -> int:
+        return self.ranks.index(self.at)
+
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 @exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), lab="10", required=REQUIRED)
@@ -47,29 +55,40 @@ def played(watch: Any, answer: tuple, seed: int) -> list[list[tuple[Any, str, li
 
     def on(plan: Plan, rank: int) -> tuple[Any, str, list]:
         calls: list[tuple[int, ...]] = []
-        with mock.patch.multiple("torch.distributed", **_as_rank(rank, plan.world_size, calls)):
+        with _as_rank(rank, plan.world_size, calls):
             value, trouble = attempt(lambda: _read(answer[0](dp=plan.dp, pp=plan.pp, tp=plan.tp)))
         return value, trouble, calls
 
     return [[on(plan, rank) for rank in range(plan.world_size)] for plan in MESHES]
 
 
-def _as_rank(rank: int, count: int, calls: list) -> dict[str, Any]:
-    """torch.distributed's functions on this rank of so many, in a process that is alone."""
+@contextlib.contextmanager
+def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
+    """In a process that is alone, torch.distributed's functions are those on this rank of so many,
+    by whatever names: what they ask and call is replaced.
+    """
+    core = dist.distributed_c10d
+
+    def group(ranks: Any) -> Made:
+        made = Made(tuple(sorted(map(int, ranks))), rank)
+        core._world.pg_group_ranks[made] = {one: place for place, one in enumerate(made.ranks)}
+        return made
 
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
-        made = Made(tuple(sorted(int(one) for one in (range(count) if ranks is None else ranks))))
+        made = group(range(count) if ranks is None else ranks)
         if not made.ranks or not set(made.ranks) <= set(range(count)):
             raise ValueError(f"new_group({list(made.ranks)}) with {count} ranks in all")
         calls.append(made.ranks)
         return made if rank in made.ranks else dist.GroupMember.NON_GROUP_MEMBER
 
-    return {
-        "get_rank": lambda group=None: rank if group is None else group.ranks.index(rank),
-        "get_world_size": lambda group=None: count if group is None else len(group.ranks),
-        "get_process_group_ranks": lambda group: list(group.ranks),
-        "new_group": new_group,
-    }
+    with (
+        mock.patch.dict(core._world.pg_group_ranks),
+        mock.patch.object(core, "_new_group_with_tag", new_group),
+        contextlib.ExitStack() as undo,
+    ):
+        undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
+        dist.group.WORLD = group(range(count))
+        yield
 
 
 def _read(value: Any) -> Any:
