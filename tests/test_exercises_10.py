@@ -80,6 +80,15 @@ SHARE = ('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")
 MEAN = "    flat /= dist.get_world_size(groups['dp'])\n"
 UNREDUCED = "it is the norm of one pipeline's gradient: average over dp before you take the norm"
 NORM, WEIGHTS, BYTES = STEP.required
+NEIGHBOUR = """
+    ring = dist.get_process_group_ranks(groups["dp"])
+    if len(ring) > 1:
+        at, got = ring.index(dist.get_rank()), torch.empty_like(flat)
+        after = dist.P2POp(dist.irecv, got, ring[(at + 1) % len(ring)])
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, flat, ring[at - 1]), after]):
+            work.wait()
+        flat += got
+"""
 WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(" / share", "")], {NORM, WEIGHTS}, "the loss is divided neither by m nor by dp"),
     ([("len(batches) * dist", "dist")], {NORM, WEIGHTS}, "not divided by the number of micro-"),
@@ -110,10 +119,16 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES}, "and a norm's"),
     ([("dist.recv(gradient", "dist.irecv(gradient")], {NORM, WEIGHTS},
      "never waits for"),
+    ([(REDUCE, NEIGHBOUR)], {NORM, WEIGHTS, BYTES}, "dp=3, pp=1, step 1, rank 0: required: "),
+    ([("here < len(ranks) - 1", "here == 0 or here < len(ranks) - 1")], {NORM},
+     "dp=3, pp=1: rank 0 raised IndexError"),
+    ([("len(batches) * dist", "3 * dist")], {NORM, WEIGHTS}, "dp=1, pp=4, step 1, rank 0: "),
     ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " of <string> in mesh_step")),
+    ([("*tokens.shape, hidden)", "2, 16, 32)")], {NORM},
+     "dp=1, pp=4: rank 1 raised OrderError: recv #0 is of 1024 float32, and rank 0 sends 2304 "),
 ]  # fmt: skip
 STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
 LAST_ONE_FIRST = altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]"))
-ALONE = [STEP_WRONG[-1][0]]  # ranks fail while others wait
+ALONE = [row[0] for row in STEP_WRONG[-2:]]  # ranks fail while others wait
 STEP_ALL = Table(STEP, STEP_WRONG, [LAST_ONE_FIRST], alone=ALONE)
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = STEP_ALL.tests()

@@ -68,10 +68,11 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
     by whatever names: what they ask and call is replaced.
     """
     core = dist.distributed_c10d
+    placed = core._world.pg_group_ranks
 
     def group(ranks: Any) -> Made:
         made = Made(tuple(sorted(map(int, ranks))), rank)
-        core._world.pg_group_ranks[made] = {one: place for place, one in enumerate(made.ranks)}
+        placed[made] = {one: place for place, one in enumerate(made.ranks)}
         return made
 
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
@@ -81,14 +82,12 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
         calls.append(made.ranks)
         return made if rank in made.ranks else dist.GroupMember.NON_GROUP_MEMBER
 
-    with (
-        mock.patch.dict(core._world.pg_group_ranks),
-        mock.patch.object(core, "_new_group_with_tag", new_group),
-        contextlib.ExitStack() as undo,
-    ):
-        undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
-        dist.group.WORLD = group(range(count))
-        yield
+    with mock.patch.dict(placed), mock.patch.object(core, "_new_group_with_tag", new_group):
+        own, dist.group.WORLD = dist.group.WORLD, group(range(count))
+        try:
+            yield
+        finally:
+            dist.group.WORLD = own
 
 
 def _read(value: Any) -> Any:

@@ -1,13 +1,13 @@
 """Lab 10: one training step on a data x pipeline mesh.
 
 Micro-batches go through the stages of a pipeline, gradients are averaged over dp, the norm of the
-whole model's gradient clips them, the weights are updated. The answer is judged on four ranks, in
-two meshes, against one process.
+whole model's gradient clips them, the weights are updated. The answer is judged in three meshes of
+different sizes against one process.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,19 +15,23 @@ from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, reference, torch, watched
-from paralab.exercises.one_process import of_one_process
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
 from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes
+from paralab.model.step import Step
 from paralab.spec import ModelSpec, Plan
 
-RANKS, STEPS, LR = 4, 2, 0.5
+STEPS, LR = 2, 0.5
 NEAR = 3e-5  # of a norm: two known mistakes are 5e-5 apart
 OLD = 1e4  # each element of the gradients that are there at the first step
 CLIPS = (0.6, 100.0)  # in each step: the first gradient is longer, the second one is not
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16, tied=False)
-BATCH = {"microbatches": 3, "microbatch_size": 2}
-CUTS = ((2, 2), (1, 4))  # dp, pp
+WIDER = MODEL.replace(hidden=48)  # all sizes of its tensors can be divided by 3
+CUTS = (
+    (MODEL, Plan(dp=2, pp=2, microbatches=3, microbatch_size=2)),
+    (WIDER, Plan(dp=1, pp=4, microbatches=2, microbatch_size=3)),
+    (WIDER, Plan(dp=3, pp=1, microbatches=4, microbatch_size=1)),
+)
 SCALARS = 64  # bytes of norms and losses
 REQUIRED = {
     "norm": "of the whole model's gradient before clipping, on every rank",
@@ -43,47 +47,54 @@ NORM, WEIGHTS, BYTES = REQUIRED
     required=REQUIRED,
 )
 def mesh_step(tries: Tries) -> None:
-    for dp, pp in CUTS:
-        how = {"where": f"dp={dp}, pp={pp}", "memory": False}
-        for notes, found in tries.run(stepped, RANKS, dp, pp, **how):
-            _look(notes, found, Plan(dp=dp, pp=pp))
+    for model, plan in CUTS:
+        how = {"where": f"dp={plan.dp}, pp={plan.pp}", "memory": False}
+        for notes, found in tries.run(stepped, plan.world_size, model, plan, **how):
+            _look(notes, found, model, plan)
 
 
-def stepped(watch: Any, answer: tuple, seed: int, dp: int, pp: int) -> dict[str, Any]:
-    """What every rank runs. Returns the norms, and the weights after each step."""
-    rank, plan = dist.get_rank(), Plan(dp=dp, pp=pp)
-    at, groups = plan.place(rank), {}
+@cache  # the same for every answer
+def of_one_process(model: ModelSpec, plan: Plan) -> tuple[list[Step], float]:
+    """Its steps, and the norm of the first gradient with the samples of one pipeline alone."""
+    how = {"optimizer": "sgd", "lr": LR, "steps": STEPS, "clip_norm": CLIPS}
+    how["microbatch_size"], m = plan.microbatch_size, plan.microbatches
+    steps, alone = (list(reference.train(model, microbatches=n * m, **how)) for n in (plan.dp, 1))
+    return steps, sum(float((g * g).sum()) for g in alone[1].gradients.values()) ** 0.5
+
+
+def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) -> dict[str, Any]:
+    """What every rank runs. Returns the norms, the weights after each step, and the right ones."""
+    rank, at, groups = dist.get_rank(), plan.place(dist.get_rank()), {}
+    right = None if rank else of_one_process(model, plan)
+    sizes = {"microbatches": plan.microbatches, "microbatch_size": plan.microbatch_size}
     for axis in ("dp", "pp"):
-        for ranks in sorted({plan.ranks(axis, other) for other in range(RANKS)}):
+        for ranks in sorted({plan.ranks(axis, other) for other in range(plan.world_size)}):
             made = dist.new_group(ranks)
             groups |= {axis: made} if rank in ranks else {}
-    stage = reference.Stage(MODEL, at.pp, pp)
+    stage = reference.Stage(model, at.pp, plan.pp)
     for parameter in stage.parameters():
         parameter.grad = torch.full_like(parameter, OLD)
     update, norms, weights = reference.optimizer(stage.parameters(), "sgd", LR), [], []
     for step in range(STEPS):
-        batches = reference.batches(MODEL, step=step, rank=at.dp, ranks=dp, **BATCH)
+        batches = reference.batches(model, step=step, rank=at.dp, ranks=plan.dp, **sizes)
         watch.label = f"step {step}"
-        norm = answer[0](stage, batches, groups, update, CLIPS[step], MODEL.hidden)
+        norm = answer[0](stage, batches, groups, update, CLIPS[step], model.hidden)
         norms.append(float(norm) if is_number(norm) else shown(norm))
         weights.append({name: watched.array(p) for name, p in stage.named_parameters()})
-    return {"norms": norms, "weights": weights}
+    return {"norms": norms, "weights": weights, "right": right}
 
 
-def _look(notes: Notes, found: Found, plan: Plan) -> None:
+def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
     """One run against every limit."""
-    where = notes.where
-    how = {"steps": STEPS, "clip_norm": CLIPS, "lr": LR}
-    steps = of_one_process(MODEL, ranks=plan.dp, **how, **BATCH)
-    first = of_one_process(MODEL, ranks=1, steps=1, **BATCH)[1].gradients  # one pipeline's samples
-    mine = sum(float((g * g).sum()) for g in first.values()) ** 0.5
+    where, old = notes.where, OLD * model.num_params**0.5
+    steps, mine = found["right"][0]
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in found["weights"]]
         stages = [sum(squares[name] for name in names) ** 0.5 for names in weights]
         for rank, norms in enumerate(found["norms"]):
             added = sum(stages[other] for other in plan.ranks("pp", rank))
-            known = known_norms(norm, stages[rank], added, mine, plan, CLIPS[step])
+            known = known_norms(norm, stages[rank], added, mine, old, plan, CLIPS[step])
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
@@ -93,16 +104,17 @@ def _look(notes: Notes, found: Found, plan: Plan) -> None:
         notes.where = f"{where}, step {step + 1}"
         notes.each(WEIGHTS, wrong)
         for rank, size in enumerate(found.sent(f"step {step}")):
-            required = required_bytes(plan, rank, 4 * sum(w.size for w in weights[rank].values()))
+            psi = 4 * sum(w.size for w in weights[rank].values())
+            required = required_bytes(plan, rank, psi, model)
             wrong = f"rank {rank} sends {size:,} bytes, required: {required:,} and a norm's"
             notes.each(BYTES, "" if required <= size <= required + SCALARS else wrong)
 
 
-def required_bytes(plan: Plan, rank: int, psi: int) -> int:
+def required_bytes(plan: Plan, rank: int, psi: int, model: ModelSpec) -> int:
     """What a rank sends in a step, without the scalars. psi: bytes of its stage's gradients"""
     at, d = plan.place(rank).pp, plan.dp
-    message = 4 * BATCH["microbatch_size"] * MODEL.seq_len * MODEL.hidden
-    messages = BATCH["microbatches"] * message * ((at > 0) + (at < plan.pp - 1))
+    message = 4 * plan.microbatch_size * model.seq_len * model.hidden
+    messages = plan.microbatches * message * ((at > 0) + (at < plan.pp - 1))
     return messages + 2 * (d - 1) * psi // d
 
 
@@ -121,12 +133,13 @@ def known_weights(
 
 
 def known_norms(
-    right: float, own: float, added: float, mine: float, plan: Plan, most: float
+    right: float, own: float, added: float, mine: float, old: float, plan: Plan, most: float
 ) -> Mistakes:
     """(what was done, the norm that it gives) of the mistakes that are made. own, added: the norm
-    of this rank's stage, and the sum of those of all stages; mine: of the first pipeline's samples
+    of this rank's stage, and the sum of those of all stages; mine: of the first pipeline's samples;
+    old: of the gradients that were there before
     """
-    d, m, old = plan.dp, BATCH["microbatches"], OLD * MODEL.num_params**0.5
+    d, m = plan.dp, plan.microbatches
     unreduced = (
         "it is the norm of one pipeline's gradient: average over dp before you take the norm"
     )
