@@ -78,7 +78,7 @@ SUM = "    square = flat.square().sum()\n"
 ZERO = "    optimizer.zero_grad()\n"
 SHARE = ('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")
 MEAN = "    flat /= dist.get_world_size(groups['dp'])\n"
-UNREDUCED = "it is the norm of one pipeline's gradient: average over dp before you take the norm"
+UNREDUCED = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
 NORM, WEIGHTS, BYTES = STEP.required
 NEIGHBOUR = """
     ring = dist.get_process_group_ranks(groups["dp"])
@@ -95,6 +95,9 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([SHARE], {NORM, WEIGHTS}, "gradients are added over dp, not averaged"),
     ([(SUM, MEAN + SUM)], {NORM, WEIGHTS}, "gradients are averaged twice over dp"),
     ([(SQUARE, "")], {NORM, WEIGHTS}, "that is the norm of this stage alone"),
+    ([(SQUARE, "    work = dist.all_reduce(square, group=groups['pp'], async_op=True)\n"),
+      ("    flat *=", "    work.wait()\n    flat *=")], {NORM, WEIGHTS},
+     "the norm of this stage alone: sum squares over pp, and wait for it"),
     ([(SQUARE, "    dist.all_reduce(square)\n")], {NORM, WEIGHTS},
      "every parameter is counted once for each data-parallel rank"),
     ([(SQUARE, SQUARE.replace("square,", "square.sqrt_(),")),

@@ -140,13 +140,11 @@ def known_norms(
     old: of the gradients that were there before
     """
     d, m = plan.dp, plan.microbatches
-    unreduced = (
-        "it is the norm of one pipeline's gradient: average over dp before you take the norm"
-    )
+    unreduced = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
     return [
         *(("old gradients were not set to zero", old * times) for times in (1, d)),
         *((unreduced, mine / share) for share in (1, d)),
-        ("that is the norm of this stage alone: other stages have other parameters", own),
+        ("that is the norm of this stage alone: sum squares over pp, and wait for it", own),
         ("it is the norm after clipping", min(right, most)),
         ("every parameter is counted once for each data-parallel rank", right * d**0.5),
         ("gradients are added over dp, not averaged", right * d),
