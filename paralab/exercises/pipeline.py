@@ -43,7 +43,7 @@ def _required(runs: Sequence[Run]) -> dict[str, str]:
     return {
         "gradients": "those of one process, mean over the micro-batches, with these lists: "
         + "; ".join(map(_name, runs)),
-        "loss": "on the last rank: the mean over the micro-batches",
+        "loss": "on the last rank: the mean over the micro-batches; on the others 0.0",
         "order of work": "that of the rank's list, each action once",
         "bytes per rank": "exactly 4 b s h per activation and per gradient that crosses a border",
         "in flight": "tensors of as many micro-batches as the list keeps at once, and all messages",
@@ -171,7 +171,7 @@ def _look(notes: Notes, found: Found, run: Run) -> None:
         held += f"{alive} in flight, of {one['kept']:,} bytes each"
         for limit, words in (
             (GRADIENTS, _wrong_gradient(one["gradients"], right)),
-            (LOSS, _wrong_loss(one["loss"], right) if rank == p - 1 else ""),
+            (LOSS, _wrong_loss(one["loss"], right.loss if rank == p - 1 else 0.0)),
             (ORDER, _wrong_order(one["done"], listed)),
             (BYTES, said if sent != messages else ""),
             (FLIGHT, held if one["peak"] > most else ""),
@@ -201,12 +201,12 @@ def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def _wrong_loss(loss: Any, right: Step) -> str:
-    said = f" returns {loss!r}, required: {right.loss:.5g}"
-    if not isinstance(loss, float):
+def _wrong_loss(loss: Any, right: float) -> str:
+    said = f" returns {loss!r}, required: {right:.5g}"
+    if not isinstance(loss, (int, float)):
         return said
-    factor = as_many(loss, right.loss, "; it is {} times what is required")
-    return "" if abs(loss - right.loss) <= 1e-4 else said + factor
+    factor = as_many(loss, right, "; it is {} times what is required")
+    return "" if abs(loss - right) <= 1e-4 else said + factor
 
 
 def _wrong_order(done: Sequence[str], listed: Sequence[Any]) -> str:
