@@ -62,6 +62,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"peak memory"}, "bytes at its peak, required:"),
     (again((APPLY, "x.mean()")), {"gradients"},
      "my_checkpoint returns Tensor, not the block's y"),
+    (again(("def backward(", "def backwards(")), {"gradients"},
+     "raised NotImplementedError: You must implement either the backward or vjp method"),
 ]  # fmt: skip
 RIGHT = [bad.through_hooks, again((RUN, RUN.replace("(x)", ".forward(x)")),
                                   (COMPUTE, COMPUTE.replace("(", ".forward(")))]  # fmt: skip

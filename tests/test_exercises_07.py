@@ -96,6 +96,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          {"result"}, "up.bias has no gradient after backward"),
         (mlp(("inside = F", "raise KeyError('A')\n        inside = F")),
          {"result"}, "t=2: rank 0 raised KeyError: 'A'"),
+        (mlp(("def forward(self, x", "def foward(self, x")), {"result"},
+         'is missing the required "forward" function'),
         (lambda up, down: None, {"result"}, "yours cannot be called so: got an unexpected keyword"),
     ],
     ATTENTION: [
@@ -189,6 +191,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "or with one whose result is read before its wait()"),
         (loss(("gather(1, local[:, None])", "gather(1, targets[:, None])")), {"loss"},
          "is out of bounds for dimension 1 with size 256"),
+        (loss((LARGEST, "largest = targets.softmax(0)")), {"loss"},
+         ("raised NotImplementedError: ", "not implemented for 'Long'")),
         (loss((HERE, "1.0")), {"gradient"}, "; 1 is subtracted on ranks too that do not"),
         (loss((HERE, "0.0")), {"gradient"}, "from which no target is subtracted"),
         (loss(("grad / n", "1 / n")), {"gradient"}, "; it is 0.333 times what is required"),

@@ -50,6 +50,16 @@ class InMemory(MyStreamedAdamW):
         self.adam.step()
 
 
+class Misspelt(torch.optim.Optimizer):
+    """Its step is torch's, which is a bare ``raise NotImplementedError``."""
+
+    def __init__(self, parameters, folder, *, lr, betas, eps, weight_decay, unit):
+        super().__init__(parameters, {"lr": lr})
+
+    def stpe(self):
+        pass
+
+
 adam = altered("streamed_optimizer")
 MAPPED, FLUSH = 'np.memmap(self.path, dtype=np.float32, mode="r+")', "moments.flush()"
 READ, WRITE = "np.fromfile(self.path, np.float32)", "moments.tofile(self.path)"
@@ -94,6 +104,7 @@ WRONG = [
      "after step 1 embedding.token"),
     (adam((COUNT, "raise KeyError('unit 3')")), {WEIGHTS}, "raised KeyError: 'unit 3'"),
     (adam(("def step(", "def go(")), {WEIGHTS}, "the class has no method step"),
+    (Misspelt, {WEIGHTS}, "raised NotImplementedError"),
 ]  # fmt: skip
 RIGHT = [
     adam(  # each unit is mapped by itself

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
-from paralab.ranks.waits import noted_place, place
+from paralab.ranks.waits import Frame, noted_place, place
 
 WHOLE = 6  # times `timeout`: the longest that a launch may take, whatever it prints meanwhile
 
@@ -39,19 +40,31 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
     except Stopped:
         return None, "it has not ended in the time that there is for a check"
     except (RankError, OutOfMemory) as error:
-        return None, said(first_line(error) + noted_place(error.traceback))
-    except NotImplementedError:
-        return None, NOT_STARTED
+        noted = NOT_STARTED if NOT_STARTED in error.traceback else noted_place(error.traceback)
+        return None, said(first_line(error) + noted)
     except Exception as error:
         if isinstance(error, ValueError) and "; legal: " in first_line(error):
             return None, first_line(error)  # a refusal in paralab's own words
         said_by_it = f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
-        return None, said_by_it + place(error)
+        return None, said(said_by_it + whence(error))
+
+
+def whence(error: BaseException) -> str:
+    """The `place` of an error, or `NOT_STARTED` for the one of a stub: "your turn", or a bare
+    ``raise NotImplementedError`` of the learner's. torch raises others, for a method that a class
+    does not have, or a kernel that does not know a dtype: those are mistakes.
+    """
+    if isinstance(error, NotImplementedError):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        bare = not first_line(error) and Frame(last.filename, 0, last.name).own
+        if bare or first_line(error).startswith("your turn"):
+            return NOT_STARTED
+    return place(error)
 
 
 def said(failure: str) -> str:
-    """ "not started yet" for the ``NotImplementedError`` of a stub."""
-    return NOT_STARTED if "raised NotImplementedError" in failure else failure
+    """`NOT_STARTED` for a failure that ends in it, as `whence` says."""
+    return NOT_STARTED if failure.endswith(NOT_STARTED) else failure
 
 
 def first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paralab.comm import Group
+from paralab.exercises.attempts import whence
 from paralab.exercises.plain import Given, LateCalls, WrongGroups
 from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
@@ -147,9 +148,9 @@ def each(
             continue
         except (Exception, SystemExit, GeneratorExit) as error:
             if len(answers) == 1:
-                error.add_note(place(error))
+                error.add_note(whence(error))
                 raise
-            said = describe(error, rank, 0.0).what + place(error)
+            said = describe(error, rank, 0.0).what + whence(error)
             parts.append({"failed": f"rank {rank} {said}"})
             continue
         part = part_of(group.context, recorder.tables(), result)
