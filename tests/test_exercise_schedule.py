@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
+from itertools import permutations, product, repeat
 
 import pytest
 
@@ -70,7 +70,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda p, m: None, {"schedule"}, "schedule=None: not a schedule"),
     (lambda p, m: bad.one_f_one_b(p, m)[99], {"schedule"}, "p=4, m=6: raised IndexError"),
     (lambda p: [], {"schedule"}, "required: f(pp, microbatches), yours"),
-    (attacks.schedule_without_end, {"schedule"}, "p=4, m=6: schedule[0][6]='0F6': there is no mic"),
+    (attacks.schedule_without_end, {"schedule"}, "p=4, m=6: more than 20,000 entries; legal: th"),
     (attacks.never_ends, {"schedule"}, "2,000,000 lines of it were run, and it has not ended"),
     (attacks.exits, {"schedule"}, "rank 0 called sys.exit(3)"),
     (attacks.schedule_not_for_two, {"other sizes"}, "p=4, m=2: "),
@@ -142,6 +142,7 @@ CURES = [  # what is handed in for one patient, limits it breaks, words of the v
     ("three ranks", [FIXED["three ranks"][i] for i in (1, 0, 2)], {"three ranks", "same work"},
      "rank 0 has 0F0 lost or added"),
     ("three ranks", 7, {"three ranks"}, "schedule=7: not a schedule"),
+    ("three ranks", repeat(repeat("0F0")), {"two ranks"}, "more than 20,000 entries"),
 ]  # fmt: skip
 
 

@@ -97,7 +97,11 @@ REQUIRED = {
 )
 def deadlock_clinic(tries: Tries) -> None:
     for one in tries.all:
-        _look(one.notes, plain(one.answer[0]))
+        answer, trouble = attempt(lambda one=one: plain(one.answer[0]))
+        if trouble:
+            one.notes.end(trouble)
+        else:
+            _look(one.notes, answer)
 
 
 def _look(notes: Notes, fixed: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import math
 import numbers
 import operator
@@ -26,7 +25,7 @@ from paralab.exercises.verdict import NOT_STARTED, Notes
 
 LINES = 2_000_000  # of the learner's own code that one question may run: half a second
 ENDLESS = "lines of it were run, and it has not ended"
-MOST = 20_000  # entries of a list that are looked at
+MOST = 20_000  # entries of all lists in an answer together
 OURS = str(Path(__file__).parents[1])
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
 UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `asked`
@@ -183,10 +182,12 @@ def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ())
     return value, trouble
 
 
-def plain(value: Any, depth: int = 4) -> Any:
+def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
     """``value`` as None, bool, int, float, str, or lists, tuples and dicts of these. A generator
-    becomes a list of its first entries, an action of a schedule its text, anything else an `Odd`.
+    becomes a list, an action of a schedule its text, anything else an `Odd`. left: has an item for
+    each entry that there may still be. Raises ValueError where there are more.
     """
+    left = iter(range(MOST)) if left is None else left
     if value is None or isinstance(value, (bool, Odd)):
         return value
     if isinstance(value, str):
@@ -194,14 +195,21 @@ def plain(value: Any, depth: int = 4) -> Any:
     if is_number(value):
         return _number(value)
     if depth and isinstance(value, Mapping):
-        pairs = itertools.islice(value.items(), MOST)
-        return {plain(key, 0): plain(entry, depth - 1) for key, entry in pairs}
+        pairs = _counted(value.items(), left)
+        return {plain(key, 0): plain(entry, depth - 1, left) for key, entry in pairs}
     if type(value).__module__.startswith("paralab.parallel"):
         return str(value)  # an Action
     if depth and isinstance(value, (list, tuple, Iterator, range)):
-        entries = [plain(entry, depth - 1) for entry in itertools.islice(value, MOST)]
+        entries = [plain(entry, depth - 1, left) for entry in _counted(value, left)]
         return tuple(entries) if isinstance(value, tuple) else entries
     return Odd(type(value).__name__, shown(value))
+
+
+def _counted(entries: Iterable, left: Iterator[int]) -> Iterator[Any]:
+    for entry in entries:
+        if next(left, None) is None:
+            raise ValueError(f"more than {MOST:,} entries; legal: those that are asked for")
+        yield entry
 
 
 def is_number(value: object) -> bool:
