@@ -68,6 +68,10 @@ WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
     ([("sum(unseen) / len(unseen)", "max(unseen)")], {OUTSIDE}, "the largest error"),
     ([("return rate, ", "return ")], EVERY, "required: (rate, "),
     ([("rate = fitted(rows)", "rate = fit(rows)")], EVERY, "NameError"),
+    ([("rows[:i] + rows[i + 1 :]", "[other for other in rows if other != rows[i]]")], {OUTSIDE},
+     "a row that equals it is another one"),
+    ([(MEAN, "return math.prod(map(math.exp, logs)) ** (1 / len(logs))")], EVERY,
+     "40 rows: required: 1.00841e+14, yours inf (the product of many rates overflows"),
 ]  # fmt: skip
 
 

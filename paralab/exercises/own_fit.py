@@ -7,6 +7,7 @@ of seconds. A row's error out of sample is that of the rate of all other rows: l
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from statistics import fmean
@@ -16,7 +17,7 @@ from paralab.exercises.questions import Mistakes, ask
 
 LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 REQUIRED = {
-    RATE: "of three logs: FLOP/s of one device",
+    RATE: "of five logs: FLOP/s of one device",
     INSIDE: "mean over the rows, a share: 0.1 for 10 %",
     OUTSIDE: "the same, each row by the rate of all others",
 }
@@ -25,6 +26,8 @@ LOGS: tuple[Rows, ...] = (
     [(1.9e19, 3072, 51.4), (6.1e15, 64, 3.7), (3.3e17, 512, 9.1), (8.8e16, 64, 11.2)],
     [(2.0e15, 8, 2.0), (2.0e15, 16, 1.4)],
     [(4e16, 64, 3.638), (4e16, 32, 9.4), (5e16, 128, 2.9), (7e15, 8, 6.6), (9e17, 1024, 8.8)],
+    [(3e16, 64, 4.6), (8e15, 16, 6.1), (3e16, 64, 4.6)],  # a step that took as long as another
+    [(1e16 * i, 16 * i, 6.0 + i % 3 / 5) for i in range(1, 41)],
 )
 
 
@@ -81,9 +84,17 @@ def known(rows: Rows, place: int) -> Mistakes:
     yield "errors with their signs cancel each other", (0.0, fmean(seen), fmean(unseen))[place]
     yield "that is of the rate, not of the seconds", fmean(abs(1 / (1 + one) - 1) for one in seen)
     yield "that is the error in sample: the row helped to fit its own rate", found[1]
+    yield "a row that equals it is another one, and belongs to the others", _unlike(rows)
+    yield "the product of many rates overflows: add their logarithms", math.inf
     largest = max(map(abs, unseen if place == 2 else seen))
     yield "that is the largest error, not the mean", largest
     yield "that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])
+
+
+def _unlike(rows: Rows) -> float:
+    """The error out of sample, of all rows by those that differ."""
+    left = [(row, [other for other in rows if other != row]) for row in rows]
+    return fmean(abs(c / (n * geometric(some)) / t - 1) for (c, n, t), some in left)
 
 
 def of_all(rows: Rows) -> float:
