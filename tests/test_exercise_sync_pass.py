@@ -105,6 +105,13 @@ def gathers_twice(program):
     return each(program, reduce_scatter, all_gather, all_gather)
 
 
+def for_one_plan(program):
+    """Positions as the learner has read them off the printed list."""
+    read = {37: [0], 39: [1], 40: [2], 42: [3], 44: [4], 45: [5], 47: [6]}
+    sums = {position: map(all_reduce, units) for position, units in read.items()}
+    return program.replace(insert(program.code, sums))
+
+
 class FailsOnRanks:
     """Right in the process that made it."""
 
@@ -133,6 +140,7 @@ WRONG = [  # answer, limits it misses, words of the verdict
     (lambda program: None, {PROGRAM}, "it returned a NoneType, not a program"),
     (lambda program: 1 / 0, {PROGRAM}, "raised ZeroDivisionError"),
     (lambda: None, {PROGRAM}, "yours cannot be called so"),
+    (for_one_plan, {PROGRAM}, "with microbatches=3, bucket_bytes=262144: "),
     (FailsOnRanks(), {PROGRAM}, "raised KeyError: 'bucket 7'"),
     (attacks.exits, {PROGRAM}, "rank 0 called sys.exit(3)"),
     (attacks.never_ends, {PROGRAM}, "2,000,000 lines of it were run, and it has not ended"),

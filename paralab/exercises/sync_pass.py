@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MODEL = ModelSpec.preset("laptop").replace(attention="explicit")  # the limits are of that step
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 PLAN = Plan(dp=RANKS, grad_sync=None, bucket_bytes=512 * 1024, **BATCH)
+OTHER = {"microbatches": 3, "bucket_bytes": 256 * 1024}  # compiled, and not run
 STEPS = 3
 CLUSTER = NETWORK.replace(flops=60e9, elements=on_processor(60e9))
 LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each other 40 ms
@@ -60,7 +61,7 @@ def sync_pass(tries: Tries) -> None:
 
 
 def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What one rank runs: the plan is compiled with the pass, and predicted."""
+    """What one rank runs: two plans are compiled with the pass, and the first is predicted."""
     from paralab.interpret.predict import predict
     from paralab.interpret.text import program
 
@@ -68,6 +69,10 @@ def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     text, trouble = ended(lambda: program(MODEL, plan))
     if trouble or text.refusal:
         return {"refusal": trouble or text.refusal}
+    other, trouble = ended(lambda: program(MODEL, plan.replace(**OTHER)))
+    if trouble or other.refusal:
+        settings = ", ".join(f"{name}={value}" for name, value in OTHER.items())
+        return {"refusal": f"with {settings}: {trouble or other.refusal}"}
     seconds = predict(MODEL, plan, cluster=CLUSTER).step_time
     return {"refusal": "", "length": len(text), "seconds": seconds, "why": _why_slow(text)}
 
