@@ -8,6 +8,7 @@ import pytest
 
 import paralab as pl
 from judged import Table
+from paralab import plan_search
 
 PLACE = pl.exercises.place
 place = importlib.import_module("paralab.exercises.place")
@@ -91,6 +92,10 @@ def searches(model, cluster, batch, ask):
     return pl.plan_search(model, cluster, global_batch=batch, precision="bf16").best
 
 
+def searches_by_name(model, cluster, batch, ask):
+    return plan_search(model, cluster, global_batch=batch, precision="bf16").best
+
+
 def predicts(model, cluster, batch, ask):
     plan = knows(model, cluster, batch, ask)
     pl.predict(model, plan, cluster, steps=1, detail="actions")
@@ -128,7 +133,10 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (allows_itself_more, {PLAN}, "raised RuntimeError: more than 12 questions"),
     (illegal, {PLAN}, "tp=3"),
     (calls_itself_right, {PLAN}, "not a plan; legal: a pl.Plan(...)"),
-    *((one, {PLAN}, "here it cannot be asked") for one in (searches, predicts, weighs)),
+    *(
+        (one, {PLAN}, "here it cannot be asked")
+        for one in (searches, searches_by_name, predicts, weighs)
+    ),
     (lambda *asked: None, {PLAN}, "plan=None: not a plan"),
     (lambda *asked: 1 / 0, {PLAN}, "raised ZeroDivisionError"),
     (lambda model: None, {PLAN}, "yours cannot be called so"),
