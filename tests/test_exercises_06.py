@@ -113,6 +113,8 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (bad.asks_the_program, {"one device"}, "paralab is asked: count the bytes yourself"),
     (estimate((RETURNED, f'del states["optimizer"]\n    {RETURNED}')), {"one device"},
      "the state 'optimizer' is missing"),
+    (estimate((RETURNED, f"{RETURNED}{{'buffers': 0}} | ")), {"one device"},
+     "'buffers' is in it, and required are only parameters, gradients, optimizer, activations"),
     (lambda *asked: sum(FLOATS(*asked).values()), {"one device"},
      "required: a dict, {state: bytes}, yours is a float"),
 ]  # fmt: skip

@@ -112,6 +112,7 @@ RIGHT = [
          'both = np.memmap(self.path, np.float32, "r+", 4 * at, (2 * size,))'),
         ("v = torch.from_numpy(moments[at + size : at + 2 * size])",
          "m, v = torch.from_numpy(both).split(size)")),
+    adam((MOVES, f"{MOVES}\n\n\nMyStreamedAdamW.kind = MyStreamedAdamW")),
 ]  # fmt: skip
 TABLE = Table(STREAMED, WRONG, RIGHT)
 test_a_wrong_optimizer_is_refused, test_a_right_optimizer_passes, test_the_stub = TABLE.tests()

@@ -81,7 +81,8 @@ class Reply(NamedTuple):
             if state not in found:
                 return f"the state {state!r} is missing"
             if state not in right:
-                return f"{shown(state)} is not in the recipe"
+                required = ", ".join(right)
+                return f"{shown(state)} is in it, and required are only {required}"
         for state, size in right.items():
             how = known(state), size_text, " of bytes", tolerance
             if wrong := wrong_number(found[state], size, *how):

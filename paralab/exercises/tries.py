@@ -36,14 +36,14 @@ class Try:
         return zlib.crc32("".join(_codes(self.answer)).encode())
 
 
-def _codes(value: Any) -> Iterator[str]:
-    """What the functions in ``value`` do: their bytecode."""
+def _codes(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
+    """What the functions in ``value`` do: their bytecode. within: classes that it is a part of."""
     if isinstance(value, tuple):
         for one in value:
-            yield from _codes(one)
+            yield from _codes(one, within)
     elif isinstance(value, type):
-        for base in value.__mro__[:-1]:
-            yield from _codes(tuple(vars(base).values()))
+        for base in value.__mro__[:-1] if value not in within else ():
+            yield from _codes(tuple(vars(base).values()), (*within, value))
     elif code := getattr(value, "__code__", None):
         yield code.co_code.hex()
 

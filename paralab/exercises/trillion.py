@@ -14,6 +14,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from paralab.checks import illegal
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
@@ -136,6 +137,9 @@ def trillion_plan(tries: Tries) -> None:
 
 
 def _legal(model: ModelSpec, settings: Mapping[str, Any]) -> Plan:
+    for name in ("offload", "passes"):
+        if settings.get(name):
+            raise illegal(name, settings[name], "not in this exercise", "to leave it out")
     plan = Plan(**settings)
     plan.validate(model)
     return plan
