@@ -96,7 +96,8 @@ warm_up
 ### ANSWER: grid_groups
 
 
-pl.exercises.grid_groups.check(row_and_column)
+grouped = pl.exercises.grid_groups.check(row_and_column)
+grouped
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** `dist.new_group` is itself a collective: all ranks of the world take part in
@@ -152,7 +153,8 @@ exercise
 ### ANSWER: summa
 
 
-pl.exercises.summa.check(MySumma)
+verdict = pl.exercises.summa.check(MySumma)
+verdict
 
 # %% [markdown] tags=["solution-only"]
 # **Why it works.** All three products are one loop; only what is broadcast and what is reduced
@@ -318,6 +320,120 @@ small.reveal(3, "With so few tokens the blocks of W are a large part of what it 
 # The counts agree with the formulas. The grids make 69 to 124 calls per rank where 1D makes 11,
 # each of them small. Where the latency of a call costs more time than its bytes, this decides (lab
 # 01).
+#
+# ## Your SUMMA trains the GPT
+# Put it into the reference GPT, on four real ranks. Each of the four linear layers in a block has
+# its block of W, and makes its product with your `MySumma`. Everything around the products is
+# replicated: a rank cuts its block out of X, and two all-gathers put Y together again on every
+# rank. (The library leaves activations cut, and needs no gathers.)
+
+# %%
+gathers = pl.exercises.choose(
+    "In forward, compared with the broadcasts of SUMMA, the all-gathers of Y send",
+    ["about a tenth", "about half", "about twice as much"],
+)
+gathers
+
+
+# %%
+class OnTheGrid(torch.autograd.Function):
+    """Y = X W, where X and Y are whole on every rank, and w is the rank's block of W."""
+
+    @staticmethod
+    def forward(ctx, x, w, layer):
+        mine, ctx.layer = layer.cut(x), layer
+        ctx.save_for_backward(mine, w)
+        return layer.joined(layer.summa.forward(mine, w))
+
+    @staticmethod
+    def backward(ctx, dy):
+        layer = ctx.layer
+        dx, dw = layer.summa.backward(*ctx.saved_tensors, layer.cut(dy))
+        return layer.joined(dx), dw, None
+
+
+class GridLinear(torch.nn.Module):
+    def __init__(self, whole, row, column):
+        super().__init__()
+        self.row, self.column, self.summa = row, column, MySumma(row, column)
+        self.weight = torch.nn.Parameter(self.cut(whole.weight.detach().t()))
+        self.bias = whole.bias
+
+    def forward(self, x):
+        y = OnTheGrid.apply(x.flatten(0, 1), self.weight, self)
+        return y.unflatten(0, x.shape[:2]) + self.bias
+
+    def cut(self, whole):
+        """Its block (i, j), of this rank."""
+        for dim, group in enumerate((self.column, self.row)):
+            whole = whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def joined(self, block):
+        """All blocks as one matrix, on every rank."""
+        for dim, group in ((1, self.row), (0, self.column)):
+            parts = [torch.empty_like(block) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, block, group=group)
+            block = torch.cat(parts, dim)
+        return block
+
+
+# %%
+def own_gpt(spec, steps):
+    gpt, groups = pl.reference.GPT(spec), row_and_column(2)
+    for block in gpt.blocks:
+        for part, names in ((block.attention, ("qkv", "proj")), (block.mlp, ("up", "down"))):
+            for name in names:
+                setattr(part, name, GridLinear(getattr(part, name), *groups))
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1, foreach=False)
+    losses = []
+    for step in range(steps):
+        [(tokens, targets)] = pl.reference.batches(spec, step=step, microbatch_size=4)
+        optimizer.zero_grad()
+        loss = gpt(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+both = {"the library": reports["2D on 4"]}
+if grouped and verdict:
+    both["yours"] = pl.observe(own_gpt, ranks=4, args=(model, 2))
+    same = np.allclose(both["yours"].losses, both["the library"].losses, rtol=1e-4)
+    print("losses of your GPT and of the library's plan are equal to 1e-4:", same)
+else:
+    print("write row_and_column and MySumma first")
+
+
+# %%
+def in_layers(report):
+    """kB that all ranks send in the blocks' linear layers, in the second step."""
+    calls = report.collectives.query("step == 1 and op != 'recv'")
+    way = calls["phase"].str.removeprefix("linear_")
+    calls = calls[way.isin(["forward", "backward"])]
+    return calls.groupby([way, "op"])["wire_bytes"].sum() / 1e3
+
+
+pd.DataFrame({name: in_layers(report) for name, report in both.items()}).round(1)
+
+# %%
+gathers.reveal(3, "That is (t-1) MN = 3 MN elements; the broadcasts are (q-1)(MK + KN) = MK + KN.")
+
+# %% tags=["measured"]
+view.memory_bars(both, title="Around your products activations are whole on every rank")
+
+# %% tags=["measured"]
+title = "Between two products your ranks also gather what the library leaves cut"
+view.timelines(*both.values(), labels=list(both), ranks=[0], step=1, title=title)
+
+# %% [markdown]
+# Once both exercises are solved, the cells above show your GPT. (*Ranks 0,1* are the row of rank 0,
+# and *ranks 0,2* its column. The steps are drawn on this machine's wall clock, on which ranks also
+# wait for a core.) Your broadcasts send exactly the bytes of the library's. Your reduces are listed
+# as what gloo makes of them: a reduce-scatter, whose parts are then sent to the root. The
+# all-gathers come on top, and whole activations with them: a grid pays when everything between two
+# products stays cut as well.
 #
 # ## Memory: the grids shard the residual stream
 # The highest peak of a step, on eight ranks:
