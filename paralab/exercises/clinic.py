@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Text, Tries, exercise
-from paralab.exercises.questions import plain
+from paralab.exercises.questions import given
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.parallel.schedules import Action, Schedule, actions
 
@@ -96,12 +96,8 @@ REQUIRED = {
     patients=PATIENTS,
 )
 def deadlock_clinic(tries: Tries) -> None:
-    for one in tries.all:
-        answer, trouble = attempt(lambda one=one: plain(one.answer[0]))
-        if trouble:
-            one.notes.end(trouble)
-        else:
-            _look(one.notes, answer)
+    for notes, answer in given(tries):
+        _look(notes, answer)
 
 
 def _look(notes: Notes, fixed: Mapping[str, Any]) -> None:

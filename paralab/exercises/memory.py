@@ -19,7 +19,7 @@ from paralab.checks import shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.memory_patients import PATIENTS, Patient
-from paralab.exercises.questions import plain
+from paralab.exercises.questions import given
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.interpret import quick
 from paralab.spec import Plan
@@ -45,12 +45,8 @@ REQUIRED = {
     patients=PATIENTS,
 )
 def memory_clinic(tries: Tries) -> None:
-    for one in tries.all:
-        answer, trouble = attempt(lambda one=one: plain(one.answer[0]))
-        if trouble:
-            one.notes.end(trouble)
-        else:
-            _look(one.notes, answer)
+    for notes, answer in given(tries):
+        _look(notes, answer)
 
 
 def _look(notes: Notes, treatment: Mapping[str, Any]) -> None:

@@ -32,8 +32,6 @@ def of_one_process(
     ranks: int,
     microbatches: int,
     microbatch_size: int,
-    steps: int = 3,
-    clip_norm: tuple[float, ...] | None = None,
     lr: float = LR,
 ) -> list[Step]:
     """`reference.train` in a process of its own, on the samples of all ranks, ``microbatches`` of
@@ -41,7 +39,7 @@ def of_one_process(
     """
     from paralab.launch import launch
 
-    how = {"optimizer": "sgd", "lr": lr, "clip_norm": clip_norm, "steps": steps}
+    how = {"optimizer": "sgd", "lr": lr, "steps": 3}
     batch = {"microbatches": ranks * microbatches, "microbatch_size": microbatch_size}
     return launch(_trained, ranks=1, args=(model, how | batch))[0]
 

@@ -183,6 +183,18 @@ def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ())
     return value, trouble
 
 
+def given(tries: Tries) -> Iterator[tuple[Notes, Any]]:
+    """(its notes, the answer as `plain` makes it) of each that is data and no function. What cannot
+    be read ends.
+    """
+    for one in tries.all:
+        answer, trouble = attempt(lambda one=one: plain(one.answer[0]))
+        if trouble:
+            one.notes.end(trouble)
+        else:
+            yield one.notes, answer
+
+
 def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
     """``value`` as None, bool, int, float, str, or lists, tuples and dicts of these. A generator
     becomes a list, an action of a schedule its text, anything else an `Odd`. left: has an item for

@@ -189,7 +189,7 @@ class _List:
 
     def items(self, row: Sequence[Any]) -> Iterator[Item]:
         symbol, count = self.symbol, {}
-        known: dict[tuple, tuple[Item, Item]] = {}  # of messages alike
+        known: dict[tuple, tuple[Item, ...]] = {}  # of messages alike
         sent: dict[Any, Item] = {}  # name -> the WAIT for the last message of this name
 
         for step in row:
@@ -207,15 +207,15 @@ class _List:
             op, what, stage, k, _ = step
             if (op, what, stage) not in known:
                 known[op, what, stage] = self._message(*step)
-            call, wait = known[op, what, stage]
+            call, *waits = known[op, what, stage]
             if op == "recv":
                 symbol.append(call.takes - self.base)
                 yield Item(CALL, call.takes, (what, stage, k), call.lane, call.members)
                 continue
-            if wait.name in sent:
-                symbol.append(sent[wait.name].takes - self.base)
-                yield sent[wait.name]
-            sent[wait.name] = wait
+            if call.name in sent:
+                symbol.append(sent[call.name].takes - self.base)
+                yield sent[call.name]
+            [sent[call.name]] = waits
             symbol.append(call.takes - self.base)
             yield call
         for at, item in self.turns[END]:
@@ -223,12 +223,12 @@ class _List:
             symbol.append(own.takes - self.base if own is not item else at)
             yield own
 
-    def _message(self, op: str, what: str, stage: int, k: int, peer: int) -> tuple[Item, Item]:
-        """The call, and the WAIT for it where it is sent: that is one per direction."""
-        of, name = ("x" if what == "F" else "g", stage // self.pp, self.v), (what, stage, k)
+    def _message(self, op: str, what: str, stage: int, k: int, peer: int) -> tuple[Item, ...]:
+        """The call; of what is sent, the WAIT for it too: one per direction."""
+        of = "x" if what == "F" else "g", stage // self.pp, self.v
         if op == "recv":
-            at, waited, lane = way(RECEIVE, *of), way(ARRIVAL, *of), (peer, self.r)
-        else:
-            at, waited, lane = way(SEND, *of), way(SENT, *of), (self.r, peer)
-            name = SENT, (peer - self.r) % self.pp
-        return Item(CALL, self.base + at, name, lane, 2), Item(WAIT, self.base + waited, name)
+            call = Item(CALL, self.base + way(RECEIVE, *of), (what, stage, k), (peer, self.r), 2)
+            return (call,)
+        name = SENT, (peer - self.r) % self.pp
+        call = Item(CALL, self.base + way(SEND, *of), name, (self.r, peer), 2)
+        return call, Item(WAIT, self.base + way(SENT, *of), name)
