@@ -52,7 +52,7 @@ def measurements(monkeypatch, tmp_path):
         done.append(made_up(GPUS if device == "cuda" else CLUSTER))
         return done[-1]
 
-    monkeypatch.setattr(calibrate, "_measure", measure)
+    monkeypatch.setattr(calibrate, "measured", measure)
     return done
 
 

@@ -150,7 +150,7 @@ def test_folders_say_what_they_have_room_for(tmp_path):
 
 def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALAB_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(calibrate, "_measure", lambda device: pytest.fail("measured"))
+    monkeypatch.setattr(calibrate, "measured", lambda device: pytest.fail("measured"))
     assert doctor.calibrated() is None
     link = {"alpha": 1.5e-3, "bandwidth": 1.25e9}
     cluster = {"flops": 42e9, "memory_bandwidth": 1e9, "intra": {"alpha": 0.0, "bandwidth": 1.0},

@@ -43,6 +43,7 @@ import os
 import platform
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -142,7 +143,7 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
         raise illegal("device", device, "there is no GPU here that could be measured", legal)
     path, found = cache_path(device), None if refresh else known(device)
     if found is None or (found.get("busy", 0.0) > BUSY >= processors_busy()):
-        found = _measure(device)
+        found = measured(device)
         if _write(path, found):
             _unwritten.pop(path, None)
         else:
@@ -251,7 +252,12 @@ def _write(path: Path, known: dict[str, Any]) -> bool:
 
 
 # ---- measuring --------------------------------------------------------------------------------
-def _measure(device: str) -> dict[str, Any]:
+def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    """`calibration`, measured now and not kept.
+
+    between  what is called behind every pass: runs that are made there meet the machine at the
+             speeds that are measured, however these change
+    """
     from paralab.launch import launch_program
 
     began, cores = time.perf_counter(), available_cores()
@@ -265,14 +271,15 @@ def _measure(device: str) -> dict[str, Any]:
         "kernels": (measure_kernels, ranks if found else 0),
         "links": (measure_links, ranks if ranks > 1 else 0),
     }
-    measured: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in programs}
+    passes: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in programs}
     for number in range(1 if found else PASSES):
         for name, (program, count) in programs.items():
             if count and (name in COMPUTING or not number % 3):
-                measured[name] += launch_program(program, count, (), device=device)
+                passes[name] += launch_program(program, count, (), device=device)
+        between()
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
-    links = _from_last_launch(measured.pop("links"), ranks)
-    points = {"links": links} | {name: _typical(rows) for name, rows in measured.items()}
+    links = _from_last_launch(passes.pop("links"), ranks)
+    points = {"links": links} | {name: _typical(some) for name, some in passes.items()}
     tiers, kernels = points["tiers"], points["kernels"]
     post, wait, work = (0.0, 0.0, 0.0) if found else overheads(points["calls"])
     updates = [row for row in tiers if row["op"] == "optimizer"]

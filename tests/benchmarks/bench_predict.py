@@ -8,11 +8,13 @@ prediction claims to know. The null model is one rate for everything: the model'
 ranks times the FLOP/s that the median plan reaches per rank. It is fitted to these very runs; the
 prediction is not.
 
-Calibrate with the machine idle, and again after anything about it has changed.
+The calibration's passes stand between the runs, a seventh of these behind each: a machine that
+others share changes its speed by a tenth from one minute to the next. Let nothing else run here.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import warnings
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import paralab as pl
 from pairwise import Case, cover
+from paralab.instruments import calibrate
 from paralab.theory.needs import step_flops
 
 WIDE = {"hidden": 128, "seq_len": 64}
@@ -48,17 +51,34 @@ class Found(NamedTuple):
         return self.null / self.replayed - 1
 
 
-def hold(cases: list[Case], cluster: pl.Cluster) -> list[Found]:
-    """Run, replay and predict each."""
+def trained(one: Case) -> pl.Report:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ZeRO-3 in a pipeline
+        model = one.model.replace(**WIDE)
+        return pl.run(model, one.plan, steps=STEPS, clip_norm=one.clip_norm, progress=False)
+
+
+def calibrated(cases: list[Case]) -> tuple[list[pl.Report], pl.Cluster]:
+    """A run of each, and this machine, measured in passes between these runs."""
+    left, reports = iter(cases), []
+    share = -(-len(cases) // calibrate.PASSES)
+
+    def some() -> None:
+        reports.extend(map(trained, itertools.islice(left, share)))
+
+    found = calibrate.measured("cpu", between=some)
+    return reports, pl.Cluster.from_dict(found["cluster"])
+
+
+def hold(cases: list[Case], reports: list[pl.Report], cluster: pl.Cluster) -> list[Found]:
+    """Replay and predict each."""
     times, rates = [], []
-    for one in cases:
-        model, plan = one.model.replace(**WIDE), one.plan
+    for one, report in zip(cases, reports, strict=True):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ZeRO-3 in a pipeline
-            report = pl.run(model, plan, steps=STEPS, clip_norm=one.clip_norm, progress=False)
-            predicted = pl.predict(model, plan, cluster).step_time
+            warnings.simplefilter("ignore")
+            predicted = pl.predict(report.model, one.plan, cluster).step_time
         replayed = report.replay(cluster).step_time
-        flops = step_flops(model, plan.global_batch) / plan.world_size
+        flops = step_flops(report.model, one.plan.global_batch) / one.plan.world_size
         times.append((one, replayed, predicted, flops))
         rates.append(flops / replayed)
         print(f"{replayed * 1e3:8.1f} ms replayed {predicted * 1e3:8.1f} ms predicted  {one.name}",
@@ -95,7 +115,7 @@ def show(found: list[Found]) -> None:
 
 def measure(words: list[str] | None = None) -> list[dict]:
     cases = [one for one in cover().cases if all(word in one.name for word in words or [])]
-    found = hold(cases, pl.Cluster.local(refresh=True))
+    found = hold(cases, *calibrated(cases))
     show(found)
     ours, theirs = ([getattr(one, name) for one in found] for name in ("error", "null_error"))
     off = [abs(one.predicted - one.replayed) for one in found]
