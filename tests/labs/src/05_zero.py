@@ -736,7 +736,7 @@ deepest = pl.exercises.guess("blocks that ZeRO-3 fits into 16 MB", low=4, high=2
 deepest
 
 
-# %% tags=["measured"]
+# %%
 def needs(layers, stage):
     return sum(pl.program(deep.replace(layers=layers), shares(stage)).peak().values())
 

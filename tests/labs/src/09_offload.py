@@ -712,7 +712,8 @@ pl.exercises.stream.check(my_stream)
 #       fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=True))
 #   fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=True))
 #   ```
-#   Activations: `with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = model(batch)`.
+#   Activations: `with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = model(batch)`. It
+#   is a pair of hooks, and the cell below observes such a pair.
 # * **DeepSpeed**: `"stage": 2` with `offload_optimizer` is ZeRO-Offload, `"stage": 3` with
 #   `offload_optimizer` and `offload_param` is ZeRO-Infinity; `"device": "cpu"` or `"nvme"`:
 #   ```json
@@ -728,6 +729,75 @@ pl.exercises.stream.check(my_stream)
 # * **Megatron-LM** ([its
 #   page](https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/optimizer/cpu_offloading)):
 #   `--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer`.
+#
+# PyTorch calls `pack` for each tensor that a forward saves for backward, and `unpack` when backward
+# needs it. In `save_on_cpu` the first copies the tensor to the host and the second copies it back.
+# On a CPU there is nothing to copy, so here they write a file and read it. A tensor that shares the
+# memory of a parameter stays where it is. Which category of memory shrinks?
+
+# %%
+shrinks = pl.exercises.choose(
+    "At the peak of the device's memory, what is smaller with the hooks?",
+    ["activations", "gradients", "optimizer states", "nothing: backward needs all of it"],
+)
+shrinks
+
+
+# %%
+def hooked(spec, to_files):
+    import contextlib
+    import itertools
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    gpt, losses, number = pl.reference.GPT(spec), [], itertools.count()
+    update = pl.reference.optimizer(gpt.parameters(), "adamw", 1e-3)
+    parameters = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
+    folder = tempfile.TemporaryDirectory()
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() in parameters:
+            return tensor
+        path = Path(folder.name, f"{next(number)}.pt")
+        torch.save(tensor.clone(), path)  # without clone() its whole storage would be written
+        return path
+
+    def unpack(saved):
+        return torch.load(saved) if isinstance(saved, Path) else saved
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    for step in range(3):
+        with hooks if to_files else contextlib.nullcontext():
+            [(tokens, targets)] = pl.reference.batches(spec, step=step, microbatch_size=8)
+            loss = gpt(tokens, targets)
+            loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+torchs = {
+    "PyTorch": pl.observe(hooked, ranks=1, args=(wide, False)),
+    "PyTorch, saved in files": pl.observe(hooked, ranks=1, args=(wide, True)),
+}
+inputs = pl.Plan(microbatch_size=8, recompute="full", offload={"activations": "cpu"})
+ours = pl.run(wide, inputs, steps=3, progress=False)
+runs = torchs | {"the library, inputs of blocks on the host": ours}
+print("the hooks change no bit:", torchs["PyTorch"].losses == [*torchs.values()][1].losses)
+pairs = zip(ours.losses, torchs["PyTorch"].losses, strict=True)
+print("the library's losses are PyTorch's:", all(abs(a - b) < 1e-5 for a, b in pairs))
+held = {name: run.peaks(0)["measured"].drop("total").to_dict() for name, run in runs.items()}
+view.bytes_bars(held, title="Activations that are saved elsewhere leave the device's peak")
+
+# %%
+shrinks.reveal(1, "Only what is saved between forward and backward passes through the hooks.")
+
+# %% [markdown]
+# What the library moves are the inputs of recomputed blocks. At the peak it holds the activations
+# of one block, the one that is being recomputed.
 #
 # Estimators: [FLAN-T5-XL with ZeRO-3 and
 # offload](https://github.com/deepspeedai/DeepSpeed/issues/2797) is computed in lab 06: with all

@@ -121,7 +121,8 @@ exercise
 ### ANSWER: training_cost
 
 
-pl.exercises.training_cost.check(step_flops, training_days, utilisation)
+verdict = pl.exercises.training_cost.check(step_flops, training_days, utilisation)
+verdict
 
 # %% [markdown]
 # If you are stuck, `exercise.hint()` gives one hint at a time.
@@ -140,7 +141,8 @@ pl.exercises.training_cost.check(step_flops, training_days, utilisation)
 ### ANSWER: training_cost_other
 
 
-pl.exercises.training_cost.check(step_flops, training_days, utilisation)
+verdict = pl.exercises.training_cost.check(step_flops, training_days, utilisation)
+verdict
 
 # %% [markdown]
 # ## The count in closed form
@@ -285,6 +287,94 @@ short = {
 missing.reveal(100 * short["1.3 B, 16k tokens"])
 
 # %% [markdown]
+# ## Your functions read the log of a training
+# The next cell trains the reference GPT on two data-parallel ranks and recomputes every block. It
+# does so twice: in plain PyTorch, under `pl.observe`, and as the library's program for the same
+# plan. From the seconds of a step your three functions then compute both shares, and the days for a
+# billion tokens. A processor has no data sheet with a peak. The rate that its matrix products
+# reached when `pl.Cluster.local()` measured them stands for it. What do you expect?
+
+# %%
+shares = pl.exercises.choose(
+    "The two runs differ in the seconds of a step. In which figure do they not differ?",
+    ["MFU", "HFU", "HFU divided by MFU", "the days"],
+)
+shares
+
+
+# %%
+def own_training(spec, steps):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    gpt, losses = pl.reference.GPT(spec), []
+    for block in gpt.blocks:
+        block.forward = lambda x, f=block.forward: checkpoint(f, x, use_reentrant=False)
+    ddp = DistributedDataParallel(gpt)
+    update = pl.reference.optimizer(ddp.parameters(), "sgd", 0.1)
+    share = {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "microbatch_size": 4}
+    for step in range(steps):
+        [(tokens, targets)] = pl.reference.batches(spec, step=step, **share)
+        loss = ddp(tokens, targets)
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+spec = pl.ModelSpec(layers=4, hidden=128, heads=4, seq_len=64, attention="explicit")
+twice = pl.Plan(dp=2, microbatch_size=4, recompute="full")
+runs = {
+    "PyTorch": pl.observe(own_training, ranks=2, args=(spec, 6)),
+    "the library": pl.run(spec, twice, optimizer="sgd", steps=6, progress=False),
+}
+{name: [round(loss, 4) for loss in report.losses] for name, report in runs.items()}
+
+
+# %%
+def read(report, peak):
+    """The row of one run: what your functions say of the seconds of its steps."""
+    samples, seconds, ranks = twice.global_batch, report.step_time, twice.world_size
+    model_share, hardware_share = utilisation(spec, samples, seconds, ranks, peak)
+    reached = step_flops(spec, samples) / seconds / ranks
+    return {
+        "seconds per step": seconds,
+        "MFU": model_share,
+        "HFU": hardware_share,
+        "HFU / MFU": hardware_share / model_share,
+        "days for a billion tokens": training_days(spec, 1e9, ranks, reached),
+    }
+
+
+table = "write the three functions of training_cost first"
+if verdict:
+    peak = pl.Cluster.local().flops
+    table = pd.DataFrame({name: read(report, peak) for name, report in runs.items()}).T
+    by_library = runs["the library"].summary().loc["model FLOP/s per device", "value"] * 1e9
+    same = abs(table.loc["the library", "MFU"] * peak / by_library - 1) < 1e-3
+    print("the library's summary counts as many FLOP/s of the model:", same)
+
+# %% tags=["measured"]
+table
+
+# %%
+shares.reveal(3, "It is C_hw / C_model, a property of the model; everything else has T in it.")
+
+# %% tags=["measured"]
+title = "Both recompute each block just before its backward"
+view.timelines(*runs.values(), labels=list(runs), ranks=[0], step=3, title=title)
+
+# %% tags=["measured"]
+view.memory_bars(runs, title="DDP's buckets are a second copy of the gradients")
+
+# %% [markdown]
+# The shares say how busy the processor is with products, and the rest of a step of so small a model
+# is LayerNorms, GELU, softmax, copies, and the fixed cost of each operation. HFU is slightly too
+# high for PyTorch's run: as counted above, its second forward leaves out the last product of each
+# block.
+#
 # ## Days are tokens times FLOPs per token over what all devices do
 # The warm-up had the seconds of a step. Before a training they are not known, but they follow from
 # the FLOPs and a rate. A step trains $d\,m\,b\,s$ tokens and takes $C_\text{hw}/(n X)$ seconds, so
