@@ -731,9 +731,10 @@ pl.exercises.stream.check(my_stream)
 #   `--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer`.
 #
 # PyTorch calls `pack` for each tensor that a forward saves for backward, and `unpack` when backward
-# needs it. In `save_on_cpu` the first copies the tensor to the host and the second copies it back.
-# On a CPU there is nothing to copy, so here they write a file and read it. A tensor that shares the
-# memory of a parameter stays where it is. Which category of memory shrinks?
+# needs it. In `save_on_cpu`, `pack` copies the tensor to the host and `unpack` copies it back. On a
+# CPU there is nothing to copy, so here `pack` writes a file and `unpack` reads it. A tensor that
+# shares the memory of a parameter stays where it is. A third run is the library's, which recomputes
+# blocks and keeps their inputs on the host. Which category of memory shrinks?
 
 # %%
 shrinks = pl.exercises.choose(
@@ -786,18 +787,23 @@ torchs = {
 inputs = pl.Plan(microbatch_size=8, recompute="full", offload={"activations": "cpu"})
 ours = pl.run(wide, inputs, steps=3, progress=False)
 runs = torchs | {"the library, inputs of blocks on the host": ours}
-print("the hooks change no bit:", torchs["PyTorch"].losses == [*torchs.values()][1].losses)
+print(
+    "the losses with the hooks are the same, bit for bit:",
+    torchs["PyTorch"].losses == [*torchs.values()][1].losses,
+)
 pairs = zip(ours.losses, torchs["PyTorch"].losses, strict=True)
 print("the library's losses are PyTorch's:", all(abs(a - b) < 1e-5 for a, b in pairs))
 held = {name: run.peaks(0)["measured"].drop("total").to_dict() for name, run in runs.items()}
 view.bytes_bars(held, title="Activations that are saved elsewhere leave the device's peak")
 
 # %%
-shrinks.reveal(1, "Only what is saved between forward and backward passes through the hooks.")
+shrinks.reveal(1, "The hooks get what forward saves for backward, and no gradients or states.")
 
 # %% [markdown]
-# What the library moves are the inputs of recomputed blocks. At the peak it holds the activations
-# of one block, the one that is being recomputed.
+# The first bar is of a moment before any gradient exists, when all activations are held. Without
+# them the peak comes late in backward, when most gradients exist. So the peak falls by less than
+# the activations. The library holds, at its peak, the activations of the one block that is being
+# recomputed.
 #
 # Estimators: [FLAN-T5-XL with ZeRO-3 and
 # offload](https://github.com/deepspeedai/DeepSpeed/issues/2797) is computed in lab 06: with all

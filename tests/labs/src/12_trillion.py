@@ -610,10 +610,12 @@ verdict
 
 # %% [markdown]
 # ## Your plan trains a small GPT
-# No laptop runs 3,072 ranks, but it can run every mechanism of your plan on eight. The next cell
-# keeps the settings of both plans, the published one and yours, and replaces the sizes: two stages,
-# two tensor-parallel and two data-parallel ranks, four micro-batches, and a GPT of as many blocks
-# as there are chunks. Do both train what one device trains?
+# No laptop runs 3,072 ranks, but it can run most mechanisms of your plan on eight. The next cell
+# keeps the other settings of both plans, the published one and yours, and replaces the sizes: two
+# stages, two tensor-parallel and two data-parallel ranks, and four micro-batches of one sample. The
+# GPT has one block per chunk of the plan with more chunks. Both plans run in 32 bits, so that
+# losses can be compared to the fifth digit, and ZeRO shards over all data-parallel ranks. Do both
+# compute what one device computes?
 
 
 # %%
@@ -621,15 +623,16 @@ import numpy as np
 
 
 def on_eight(plan):
-    return plan.replace(dp=2, tp=2, pp=2, microbatches=4, microbatch_size=1, precision="fp32")
+    sizes = {"dp": 2, "tp": 2, "pp": 2, "microbatches": 4, "microbatch_size": 1}
+    return plan.replace(**sizes, shard=None, precision="fp32", grad_dtype=None)
 
 
 ran = {}
 if verdict:
     minis = {"published": on_eight(plan), "yours": on_eight(pl.Plan(**my_plan()))}
-    blocks = 2 * max(mini.virtual_stages for mini in minis.values())
-    gpt = pl.ModelSpec(layers=blocks, hidden=64, heads=4, seq_len=32, attention="explicit")
-    how = {"optimizer": "sgd", "steps": 3, "progress": False}
+    layers = 2 * max(mini.virtual_stages for mini in minis.values())
+    gpt = pl.ModelSpec(layers=layers, hidden=64, heads=4, seq_len=32, attention="explicit")
+    how = {"steps": 3, "progress": False}
     alone = pl.run(gpt, pl.Plan(microbatches=4, microbatch_size=2), **how)
     for name, mini in minis.items():
         try:
@@ -637,7 +640,7 @@ if verdict:
             same = np.allclose(ran[name].losses, alone.losses, rtol=1e-5)
             print(f"{name}: losses of one device to 1e-5: {same}")
         except ValueError as error:
-            print(f"{name}: not with these sizes, {error}")
+            print(f"{name}: cannot be reduced to these sizes: {error}")
 else:
     print("write my_plan first")
 
@@ -647,14 +650,15 @@ view.memory_bars(ran, title=title) if ran else None
 
 # %% tags=["measured"]
 replayed = [report.replay(nodes) for report in ran.values()]
-title = "A step of each plan, replayed with the links of the A100s"
+title = "One step of each plan: computing as long as here, messages as on A100s"
 view.timelines(*replayed, labels=list(ran), ranks=[0, 4], step=1, title=title) if ran else None
 
 # %% [markdown]
-# Once your plan passes its check, the cells above show both. (They run in 32 bits, so that losses
-# can be compared to the fifth digit.) Seconds and bytes of eight ranks say little about a trillion
-# parameters, because a block and a message are small here. What they do say is that each mechanism
-# of your plan is at work, and that together they compute what one device computes.
+# Once your plan passes its check, the cells above show both. Seconds and bytes of eight ranks say
+# little about a trillion parameters: blocks and messages are small here, so fixed costs weigh more,
+# and a bucket of 4 MB holds all gradients of a rank. A plan with fewer predicted days may therefore
+# be the slower one here. What the losses say is that the mechanisms of your plan together compute
+# what one device computes. The timelines show its schedule, and the memory shows what it shards.
 #
 # ## What to remember
 # 1. A rank is a program; its memory and its bytes can be read off it without running it.
