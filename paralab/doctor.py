@@ -42,7 +42,8 @@ PACKAGES = ("numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab"
 PACKAGES += ("cloudpickle", "safetensors", "tqdm")
 # The labs by the most ranks that they start at once.
 LABS = {
-    1: ("00", "09", "11"),
+    1: ("00", "09"),
+    2: ("11",),
     4: ("01", "03", "04", "05", "06", "07"),
     8: ("02", "10", "12"),
     16: ("08",),
