@@ -202,6 +202,13 @@ def test_a_tensor_parallel_step_is_longer_by_what_its_waits_cost():
     assert waits > 16 and slower.step_time - plain.step_time == pytest.approx(waits)
 
 
+def test_a_rank_that_is_alone_in_its_groups_waits_for_no_other():
+    plain, slower = (
+        predict(MODEL, pl.Plan(zero_stage=3), cluster(wait_overhead=s), steps=1) for s in (0.0, 1.0)
+    )
+    assert len(plain.collectives) and slower.step_time == plain.step_time
+
+
 @pytest.mark.parametrize("rates", [3, {"bf16": 1e9}, {"bf16": (1, 2)}, {"fp32": (1, 2, 3)},
                                    {"bf16": (1e9, 0, 1e9)}])  # fmt: skip
 def test_rates_that_are_none_are_refused(rates):

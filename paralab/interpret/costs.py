@@ -185,11 +185,11 @@ class Costs:
         known here, and is taken for much.
         """
         calls = [at for at, event in enumerate(inside) if type(event) is Posted]
-        full, half, work = self.cluster.wait_overhead, self.cluster.wait_work, inf
+        half, work = self.cluster.wait_work, inf
         for event in reversed(inside.copy()):
             if type(event) is int:
                 call = inside[calls[event]]
-                spared = full * half / (half + work) if half else 0.0
+                spared = call.behind * half / (half + work) if half else 0.0
                 inside[calls[event]] = call._replace(behind=call.behind - spared)
                 work = 0.0
             elif type(event) is float:
@@ -230,6 +230,7 @@ class Costs:
             summed = self.seconds(Work(0, elements * (1 + 1 / n), 2))
         elif adds and op == "reduce":  # by the root, and the others' next call waits for it
             summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
+        behind *= n > 1  # alone in its group a rank copies, and waits for no other
         members, other = {"pp": self.plan.pp, "ends": 2}.get(lane, 0), op == "reduce"
         other = other and group[root] != first
         return Posted(lane, took, members, summed=summed, behind=behind, other=other)
