@@ -8,7 +8,6 @@ def bandwidth_needed(tokens, moved, peak, efficiency):
     peak: FLOP/s of the device while it computes; efficiency: share of time it is to compute, 0.9
     """
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     intensity = 8 * tokens / moved  # FLOPs per byte moved; Ψ cancels
     # efficiency = intensity * bandwidth / (intensity * bandwidth + peak), solved for bandwidth
     return efficiency / (1 - efficiency) * peak / intensity

@@ -24,7 +24,6 @@ def delayed(pp, microbatches, ahead, late):
 def first(pp, microbatches):
     """The step of ZB-H1, with at most pp micro-batches alive on each rank."""
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     return delayed(pp, microbatches, lambda rank: pp - rank - 1, lambda rank: rank)
     ### END SOLUTION
 
@@ -32,7 +31,6 @@ def first(pp, microbatches):
 def second(pp, microbatches):
     """No rank idle between its first and last action, with at most 2 pp - 1 alive."""
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     return delayed(pp, microbatches, lambda rank: 2 * (pp - rank - 1), lambda rank: 2 * rank)
     ### END SOLUTION
 
@@ -40,7 +38,6 @@ def second(pp, microbatches):
 def third(pp, microbatches):
     """The step of 1F1B, with at most (2 pp + 1) / 3 alive, rounded up."""
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     limit = -(-(2 * pp + 1) // 3)
     lists = [[] for _ in range(pp)]
     count = [dict.fromkeys("FIW", 0) for _ in range(pp)]  # done by each rank

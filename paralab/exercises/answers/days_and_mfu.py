@@ -8,7 +8,6 @@ def days_and_mfu(flops, samples, seconds, total, devices, peak):
     devices, peak            how many, and FLOP/s of each by its data sheet
     """
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     days = total / samples * seconds / 86_400
     return days, flops / (seconds * devices * peak)
     ### END SOLUTION

@@ -15,7 +15,6 @@ def interleaved_step(
 ) -> float:
     """Run this rank's list once; the mean loss on the rank of the last stage, 0.0 on the others."""
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     rank, p = dist.get_rank(), dist.get_world_size()
     last = p * len(stages) - 1
 

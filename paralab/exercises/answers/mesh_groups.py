@@ -10,7 +10,6 @@ def mesh_groups(*, dp, pp, tp):
     Ranks are numbered r = (pp_index * dp + dp_index) * tp + tp_index.
     """
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     grid, rank = torch.arange(pp * dp * tp).reshape(pp, dp, tp), dist.get_rank()
     where = dict(zip(("pp", "dp", "tp"), (grid == rank).nonzero()[0].tolist(), strict=True))
     groups = {}

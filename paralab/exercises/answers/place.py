@@ -9,7 +9,6 @@ def my_planner(model, cluster, batch, ask):
     ask(plan) says its .seconds per step and its .bytes on the device with the highest peak memory.
     """
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     best, fastest, left = None, float("inf"), 12
     devices, node = cluster.num_devices, cluster.devices_per_node
     sizes = [

@@ -6,7 +6,6 @@ from paralab.programs import all_reduce, completed, insert
 def my_pass(program):
     """Sum every unit's gradient over the data-parallel ranks, while backward still runs."""
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     sums = {}
     for position, units in completed(program.code).items():
         sums[position] = [all_reduce(unit) for unit in units]

@@ -6,7 +6,6 @@ def step_flops(model, samples):
     all s * s pairs, masked or not.
     """
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     s, h = model.seq_len, model.hidden
     block = 24 * s * h**2 + 4 * s**2 * h  # forward of one sample: linear layers, attention
     head = 2 * s * h * model.vocab
@@ -17,7 +16,6 @@ def step_flops(model, samples):
 def training_days(model, tokens, devices, flops):
     """Days to train on `tokens`, on devices that each make `flops` FLOP/s."""
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     work = step_flops(model, 1) * tokens / model.seq_len
     return work / (devices * flops) / 86_400
     ### END SOLUTION
@@ -28,7 +26,6 @@ def utilisation(model, samples, seconds, devices, peak):
     devices together; every block's forward is made twice; peak: FLOP/s of one device.
     """
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     s, h = model.seq_len, model.hidden
     forward = samples * (model.layers * (24 * s * h**2 + 4 * s**2 * h) + 2 * s * h * model.vocab)
     could = seconds * devices * peak

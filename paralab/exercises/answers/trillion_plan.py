@@ -4,7 +4,6 @@
 def my_plan() -> dict:
     """{setting of pl.Plan: value} for the model of a trillion parameters."""
     ### BEGIN SOLUTION
-    ### STUB: raise NotImplementedError("your turn")
     return {
         "tp": 8,
         "pp": 32,  # half as many stages: a shorter pipeline to fill
