@@ -54,21 +54,24 @@ from paralab.exercises.warmup import warmup
 from paralab.exercises.zero import zero_step
 from paralab.exercises.zero3 import my_zero3
 
-LADDERS = (  # of every lab: warm-up, implement, go further
-    (model_states, accumulate, peak_estimate),
-    (all_gather_half, ring_all_reduce, hierarchical_all_reduce),
-    (average_gradients, my_ddp, sync_pass),
-    (warmup, pipeline_executor, interleaved_executor),
-    (deadlock_clinic, own_schedule, better_schedules),
-    (zero_step, my_zero3, my_prefetch),
-    (memory_clinic, checkpoint, memory_estimator),
-    (f_and_g, tensor_mlp, tensor_attention, vocab_parallel_loss),
-    (grid_groups, summa, cannon),
-    (bandwidth, streamed_optimizer, stream),
-    (mesh_groups, mesh_step, place),
-    (days_and_mfu, training_cost, own_fit),
-    (stage_memory, rank_sends, trillion_plan),
-)
-ALL = {exercise.name: exercise for ladder in LADDERS for exercise in ladder}
+LADDERS = {  # of every lab: warm-up, implement, go further
+    "00": (model_states, accumulate, peak_estimate),
+    "01": (all_gather_half, ring_all_reduce, hierarchical_all_reduce),
+    "02": (average_gradients, my_ddp, sync_pass),
+    "03": (warmup, pipeline_executor, interleaved_executor),
+    "04": (deadlock_clinic, own_schedule, better_schedules),
+    "05": (zero_step, my_zero3, my_prefetch),
+    "06": (memory_clinic, checkpoint, memory_estimator),
+    "07": (f_and_g, tensor_mlp, tensor_attention, vocab_parallel_loss),
+    "08": (grid_groups, summa, cannon),
+    "09": (bandwidth, streamed_optimizer, stream),
+    "10": (mesh_groups, mesh_step, place),
+    "11": (days_and_mfu, training_cost, own_fit),
+    "12": (stage_memory, rank_sends, trillion_plan),
+}
+ALL = {exercise.name: exercise for ladder in LADDERS.values() for exercise in ladder}
+for _lab, _ladder in LADDERS.items():
+    for _exercise in _ladder:
+        _exercise.lab = _lab
 
 __all__ = ["ALL", "Choice", "Exercise", "Guess", "Verdict", "choose", "guess", *ALL]

@@ -40,9 +40,7 @@ REQUIRED = {
 LOSS, NORM, WEIGHTS, PASSES, MEMORY = REQUIRED
 
 
-@exercise(
-    Takes("accumulate(model, optimizer, microbatches, clip_norm=...)"), lab="00", required=REQUIRED
-)
+@exercise(Takes("accumulate(model, optimizer, microbatches, clip_norm=...)"), required=REQUIRED)
 def accumulate(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
         for steps in found.results[0]:

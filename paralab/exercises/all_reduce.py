@@ -28,7 +28,6 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 # ---- a ring --------------------------------------------------------------------------------------
 @exercise(
     Takes("ring_all_reduce(tensor)"),
-    lab="01",
     required={
         RESULT: f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
         "calls": "sends and receives between neighbours on the ring",
@@ -97,7 +96,6 @@ def _wrong_sum(found: Found, length: int) -> str:
 # ---- two levels of links -------------------------------------------------------------------------
 @exercise(
     Takes("hierarchical_all_reduce(tensor, ranks_per_node)"),
-    lab="01",
     required={
         RESULT: "2 nodes of 2 and of 3 ranks, 3 nodes of 2: the sum, in place, on every rank",
         BETWEEN: "on M nodes exactly 2(M-1)/M S/k sent by each rank",

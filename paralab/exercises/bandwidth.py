@@ -25,7 +25,7 @@ CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
 )
 
 
-@exercise(Takes("bandwidth_needed(tokens, moved, peak, efficiency)"), lab="09", required=REQUIRED)
+@exercise(Takes("bandwidth_needed(tokens, moved, peak, efficiency)"), required=REQUIRED)
 def bandwidth(tries: Tries) -> None:
     questions = [(0, case[1:]) for case in CASES]
     for notes, (limit, *case), reply in ask(tries, CASES, questions):

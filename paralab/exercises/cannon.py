@@ -49,7 +49,7 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 
 
 # ---- groups --------------------------------------------------------------------------------------
-@exercise(Takes("row_and_column(q)"), lab="08", required=GROUPS_REQUIRED)
+@exercise(Takes("row_and_column(q)"), required=GROUPS_REQUIRED)
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
         for notes, found in tries.run(summed, q * q, q, where=f"q={q}", memory=False):
@@ -95,7 +95,7 @@ def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
-@exercise(Takes("cannon(x, w, q)"), lab="08", required=REQUIRED)
+@exercise(Takes("cannon(x, w, q)"), required=REQUIRED)
 def cannon(tries: Tries) -> None:
     for q in GRIDS:
         for notes, found in tries.run(multiply, q * q, q, where=f"q={q}"):

@@ -89,12 +89,7 @@ REQUIRED = {
 }
 
 
-@exercise(
-    Takes(kind="a dict {patient: lists}"),
-    lab="04",
-    required=REQUIRED,
-    patients=PATIENTS,
-)
+@exercise(Takes(kind="a dict {patient: lists}"), required=REQUIRED, patients=PATIENTS)
 def deadlock_clinic(tries: Tries) -> None:
     for notes, answer in given(tries):
         _look(notes, answer)

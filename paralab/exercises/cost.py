@@ -51,7 +51,6 @@ REQUIRED = {
     Takes("step_flops(model, samples)"),
     Takes("training_days(model, tokens, devices, flops)"),
     Takes("utilisation(model, samples, seconds, devices, peak)"),
-    lab="11",
     required=REQUIRED,
 )
 def training_cost(tries: Tries) -> None:

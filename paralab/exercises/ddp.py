@@ -55,9 +55,7 @@ GRADIENTS, WEIGHTS, _, TIME, MEMORY = REQUIRED
 
 
 @exercise(
-    Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")),
-    lab="02",
-    required=REQUIRED,
+    Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")), required=REQUIRED
 )
 def my_ddp(tries: Tries) -> None:
     sync.look_at_training(tries, trained, BUCKET)

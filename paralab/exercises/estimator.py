@@ -39,7 +39,7 @@ CASES = (  # limit, model, b, n, stage, precision
 STATES = ("parameters", "gradients", "optimizer")
 
 
-@exercise(Takes("my_estimate(spec, b, n, zero_stage, precision)"), lab="06", required=REQUIRED)
+@exercise(Takes("my_estimate(spec, b, n, zero_stage, precision)"), required=REQUIRED)
 def memory_estimator(tries: Tries) -> None:
     questions = [(0, case[1:]) for case in CASES]
     why = "paralab is asked: count the bytes yourself"

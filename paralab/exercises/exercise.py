@@ -103,12 +103,12 @@ class Takes(NamedTuple):
         return "", ""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(kw_only=True, repr=False, eq=False)
 class Exercise:
     """An exercise of a lab.
 
     name      the attribute of ``pl.exercises``
-    lab       where it is set, "01"
+    lab       where it is set, "01": the package's `LADDERS` say it
     required  {limit: what is required}, in the order in which they are looked at
     takes     what an answer consists of; only the first part has to be there
     checker   notes what there is to say about each answer
@@ -116,7 +116,7 @@ class Exercise:
     """
 
     name: str
-    lab: str
+    lab: str = ""
     required: dict[str, str]
     takes: tuple[Takes, ...]
     checker: Callable[[Tries], None]
@@ -202,12 +202,12 @@ class Exercise:
 
 
 def exercise(
-    *takes: Takes, lab: str, required: dict[str, str], patients: Sequence[Any] = ()
+    *takes: Takes, required: dict[str, str], patients: Sequence[Any] = ()
 ) -> Callable[[Callable[[Tries], None]], Exercise]:
     """Make an `Exercise` of its checker, whose name it has."""
 
     def made(checker: Callable[[Tries], None]) -> Exercise:
-        about = {"lab": lab, "required": required, "patients": {one.name: one for one in patients}}
+        about = {"required": required, "patients": {one.name: one for one in patients}}
         return Exercise(name=checker.__name__, takes=takes, checker=checker, **about)
 
     return made

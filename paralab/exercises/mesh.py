@@ -42,7 +42,7 @@ class Made(NamedTuple):
         return len(self.ranks)
 
 
-@exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), lab="10", required=REQUIRED)
+@exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), required=REQUIRED)
 def mesh_groups(tries: Tries) -> None:
     for notes, found in tries.run(played, 1):
         for plan, replies in zip(MESHES, found.results[0], strict=True):

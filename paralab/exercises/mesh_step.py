@@ -42,9 +42,7 @@ NORM, WEIGHTS, BYTES = REQUIRED
 
 
 @exercise(
-    Takes("mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"),
-    lab="10",
-    required=REQUIRED,
+    Takes("mesh_step(stage, batches, groups, optimizer, max_norm, hidden)"), required=REQUIRED
 )
 def mesh_step(tries: Tries) -> None:
     for model, plan in CUTS:

@@ -18,11 +18,7 @@ CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP
 )
 
 
-@exercise(
-    Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"),
-    lab="11",
-    required=REQUIRED,
-)
+@exercise(Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"), required=REQUIRED)
 def days_and_mfu(tries: Tries) -> None:
     for notes, case, reply in ask(tries, CASES):
         flops, samples, seconds, total, devices, peak = case

@@ -38,7 +38,7 @@ REQUIRED = {
 ORDER, MEMORY, TIME = REQUIRED
 
 
-@exercise(Takes("my_stream(units, window)"), lab="09", required=REQUIRED)
+@exercise(Takes("my_stream(units, window)"), required=REQUIRED)
 def stream(tries: Tries) -> None:
     for notes, size, reply in ask(tries, SIZES):
         notes.where, jobs, trouble = "units={}, window={}".format(*size), [], reply.trouble

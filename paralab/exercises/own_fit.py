@@ -31,7 +31,7 @@ LOGS: tuple[Rows, ...] = (
 )
 
 
-@exercise(Takes("own_fit(rows)"), lab="11", required=REQUIRED)
+@exercise(Takes("own_fit(rows)"), required=REQUIRED)
 def own_fit(tries: Tries) -> None:
     questions = [(0, (rows,)) for rows in LOGS]
     for notes, rows, reply in ask(tries, LOGS, questions):

@@ -45,7 +45,7 @@ CASES = (  # limit, the model's fields, samples of a micro-batch, micro-batches
 )
 
 
-@exercise(Takes("peak_estimate(model, batch, microbatches)"), lab="00", required=REQUIRED)
+@exercise(Takes("peak_estimate(model, batch, microbatches)"), required=REQUIRED)
 def peak_estimate(tries: Tries) -> None:
     why = "the estimate asks paralab; required: formulas of your own"
     questions = [(0, (SimpleNamespace(**_named(sizes)), b, m)) for _, sizes, b, m in CASES]

@@ -216,15 +216,14 @@ def _wrong_order(done: Sequence[str], listed: Sequence[Any]) -> str:
     return ""
 
 
-STEP = Takes("pipeline_step(stage, actions, previous, following, batches, shape)")
-CHUNKS = Takes("interleaved_step(stages, lists, batches, shape)")
-
-
-@exercise(STEP, lab="03", required=_required(RUNS))
+@exercise(
+    Takes("pipeline_step(stage, actions, previous, following, batches, shape)"),
+    required=_required(RUNS),
+)
 def pipeline_executor(tries: Tries) -> None:
     check(RUNS, tries)
 
 
-@exercise(CHUNKS, lab="03", required=_required(CHUNKED))
+@exercise(Takes("interleaved_step(stages, lists, batches, shape)"), required=_required(CHUNKED))
 def interleaved_executor(tries: Tries) -> None:
     check(CHUNKED, tries)

@@ -82,7 +82,7 @@ REQUIRED = {
 PLAN, FITS, NODE, TIME = REQUIRED
 
 
-@exercise(Takes("f(model, cluster, batch, ask)"), lab="10", required=REQUIRED)
+@exercise(Takes("f(model, cluster, batch, ask)"), required=REQUIRED)
 def place(tries: Tries) -> None:
     for notes, found in tries.run(plans, 1, patience=3):
         for case, (plan, trouble) in zip(CASES, found.results[0], strict=True):

@@ -39,9 +39,7 @@ REQUIRED = zero3.REQUIRED | {
 }
 
 
-@exercise(
-    Takes("MyPrefetch(units, lr=...)", methods=("step", "gather")), lab="05", required=REQUIRED
-)
+@exercise(Takes("MyPrefetch(units, lr=...)", methods=("step", "gather")), required=REQUIRED)
 def my_prefetch(tries: Tries) -> None:
     for notes, found in tries.run(steps, RANKS, where="timed units"):
         _look(notes, found)

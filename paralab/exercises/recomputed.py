@@ -34,7 +34,7 @@ REQUIRED = {
 GRADIENTS, GENERATOR, FORWARDS, MEMORY = REQUIRED
 
 
-@exercise(Takes("my_checkpoint(block, x)"), lab="06", required=REQUIRED)
+@exercise(Takes("my_checkpoint(block, x)"), required=REQUIRED)
 def checkpoint(tries: Tries) -> None:
     for notes, found in tries.run(stepped, 1):
         wrong, right, yours, bare, torchs = found.results[0]

@@ -34,7 +34,7 @@ REQUIRED = {
 RESULT, CALLS, BYTES, MEMORY, TIME = REQUIRED
 
 
-@exercise(Takes("f(group, tensor)"), lab="01", required=REQUIRED)
+@exercise(Takes("f(group, tensor)"), required=REQUIRED)
 def all_gather_half(tries: Tries) -> None:
     chunk = 4 * CHUNK
     for n in RANKS:

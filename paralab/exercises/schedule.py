@@ -67,7 +67,7 @@ class Written:
         return self.lists
 
 
-@exercise(Takes("f(pp, microbatches)"), lab="04", required=REQUIRED)
+@exercise(Takes("f(pp, microbatches)"), required=REQUIRED)
 def own_schedule(tries: Tries) -> None:
     questions = [(0, size) for size in ((PP, MICROBATCHES), *SIZES)]
     for notes, found in tries.run(asked, 1, questions, where=f"p={PP}, m={MICROBATCHES}"):

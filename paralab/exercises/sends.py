@@ -45,7 +45,7 @@ CASES = (  # 12 is on the first stage and 192 is not, whatever order of the axes
 )
 
 
-@exercise(Takes("rank_sends(model, plan, rank)"), lab="12", required=REQUIRED)
+@exercise(Takes("rank_sends(model, plan, rank)"), required=REQUIRED)
 def rank_sends(tries: Tries) -> None:
     for notes, case, reply in ask(tries, CASES, (), *UNAIDED):
         model, plan, rank = case

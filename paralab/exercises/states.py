@@ -47,7 +47,6 @@ DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 an
 @exercise(
     Takes("model_states(model, recipe)"),
     Takes("devices_needed(model, recipe, memory_gb)"),
-    lab="00",
     required=REQUIRED,
 )
 def model_states(tries: Tries) -> None:

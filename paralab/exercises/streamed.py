@@ -44,7 +44,6 @@ Named = dict[str, Any]
         "unit=...)",
         methods=("step",),
     ),
-    lab="09",
     required=REQUIRED,
 )
 def streamed_optimizer(tries: Tries) -> None:

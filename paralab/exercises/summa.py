@@ -39,9 +39,7 @@ REQUIRED = {
 FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = REQUIRED
 
 
-@exercise(
-    Takes("MySumma(row, column)", methods=("forward", "backward")), lab="08", required=REQUIRED
-)
+@exercise(Takes("MySumma(row, column)", methods=("forward", "backward")), required=REQUIRED)
 def summa(tries: Tries) -> None:
     for q in GRIDS:
         for notes, found in tries.run(multiply, q * q, where=f"q={q}"):

@@ -33,7 +33,7 @@ REQUIRED = {
 GRADIENTS, WEIGHTS, BYTES = REQUIRED
 
 
-@exercise(Takes("average_gradients(module)"), lab="02", required=REQUIRED)
+@exercise(Takes("average_gradients(module)"), required=REQUIRED)
 def average_gradients(tries: Tries) -> None:
     look_at_training(tries, averaged)
 

@@ -42,7 +42,7 @@ REQUIRED = {
 PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = REQUIRED
 
 
-@exercise(Takes("my_pass(program)"), lab="02", required=REQUIRED)
+@exercise(Takes("my_pass(program)"), required=REQUIRED)
 def sync_pass(tries: Tries) -> None:
     for notes, found in tries.run(compiled, 1):
         text = found.results[0]

@@ -70,7 +70,6 @@ TARGETS = (
 
 @exercise(
     *(Takes(f"{name}(pp, microbatches)") for name in ("first", "second", "third")),
-    lab="04",
     required={target.name: target.words for target in TARGETS},
 )
 def better_schedules(tries: Tries) -> None:

@@ -161,23 +161,17 @@ OPERATORS = {limit: LIMITS[limit] for limit in LIMITS if limit != WEIGHTS}
 
 
 @exercise(
-    Takes("f(x)", kind="a function f"),
-    Takes("g(x)", kind="a function g"),
-    lab="07",
-    required=OPERATORS,
+    Takes("f(x)", kind="a function f"), Takes("g(x)", kind="a function g"), required=OPERATORS
 )
 def f_and_g(tries: Tries) -> None:
     check("mlp", OPERATORS, tries)
 
 
-@exercise(Takes("MyMLP(up, down, f=f, g=g)"), lab="07", required=LIMITS)
+@exercise(Takes("MyMLP(up, down, f=f, g=g)"), required=LIMITS)
 def tensor_mlp(tries: Tries) -> None:
     check("mlp", LIMITS, tries)
 
 
-CALL = "MyAttention(qkv, proj, heads=..., f=f, g=g)"
-
-
-@exercise(Takes(CALL), lab="07", required=LIMITS)
+@exercise(Takes("MyAttention(qkv, proj, heads=..., f=f, g=g)"), required=LIMITS)
 def tensor_attention(tries: Tries) -> None:
     check("attention", LIMITS, tries)

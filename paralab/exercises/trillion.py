@@ -37,7 +37,6 @@ _ABOUT = "(model, plan, stage)"
 @exercise(
     Takes(f"stage_parameters{_ABOUT}"),
     Takes(f"in_flight{_ABOUT}"),
-    lab="12",
     required={
         PARAMETERS: "every stage of four plans: exact",
         FLIGHT: "every stage of four plans under 1F1B",
@@ -105,7 +104,6 @@ TOKENS, MOST_DAYS, MOST_GB = 450e9, 56, 70
 
 @exercise(
     Takes("my_plan()"),
-    lab="12",
     required={
         LEGAL: "one that pl.Plan(...) accepts for the model",
         BATCH: "3,072 samples per step, as published",

@@ -34,7 +34,7 @@ REQUIRED = {
 LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = REQUIRED
 
 
-@exercise(Takes("vocab_parallel_loss(logits, targets)"), lab="07", required=REQUIRED)
+@exercise(Takes("vocab_parallel_loss(logits, targets)"), required=REQUIRED)
 def vocab_parallel_loss(tries: Tries) -> None:
     for t in RANKS:
         own, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t

@@ -20,7 +20,6 @@ COUNT = "forwards before the first backward"
 
 @exercise(
     Takes("warmup(rank, p, m, v)"),
-    lab="03",
     required={COUNT: f"right for {len(SIZES)} ranks of 7 pipelines, 3 of them interleaved"},
 )
 def warmup(tries: Tries) -> None:

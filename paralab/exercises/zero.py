@@ -34,11 +34,7 @@ REQUIRED = {
 }
 
 
-@exercise(
-    Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)),
-    lab="05",
-    required=REQUIRED,
-)
+@exercise(Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)), required=REQUIRED)
 def zero_step(tries: Tries) -> None:
     for n in RANKS:
         copy, part = 4 * n * part_of(n), 4 * part_of(n)

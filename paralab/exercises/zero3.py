@@ -37,7 +37,7 @@ REQUIRED = {
 }
 
 
-@exercise(Takes("MyZero3(units, lr=...)", methods=("step", "gather")), lab="05", required=REQUIRED)
+@exercise(Takes("MyZero3(units, lr=...)", methods=("step", "gather")), required=REQUIRED)
 def my_zero3(tries: Tries) -> None:
     look_at_training(tries, RUNS, UNITS)
 
