@@ -40,80 +40,62 @@ REQUIRED = {
 
 @exercise(
     Takes(kind="a dict {patient: (category, {setting: value})}"),
-    lab="06",
     required=REQUIRED,
     patients=PATIENTS,
 )
 def memory_clinic(tries: Tries) -> None:
-    for notes, answer in given(tries):
-        _look(notes, answer)
-
-
-def _look(notes: Notes, treatment: Mapping[str, Any]) -> None:
-    """Predict every patient with and without the change, {patient: (category, {setting: value})}.
-    No rank is started.
-    """
-    pairs = {patient.name: _as_pair(treatment.get(patient.name)) for patient in PATIENTS}
-    if all(pair == ("", {}) for pair in pairs.values()):
-        notes.end(NOT_STARTED)
-        return
-    for patient in PATIENTS:
-        pair, notes.where = pairs[patient.name], patient.name
-        if pair is None:
-            yours = shown(treatment.get(patient.name))
-            said = f"required: (category, {{setting: value}}), yours is {yours}"
-            notes.look(patient.name, said, "")
+    for notes, treatment in given(tries):
+        found = [treatment.get(patient.name) for patient in PATIENTS]
+        if all(pair == ("", {}) for pair in found):
+            notes.end(NOT_STARTED)
             continue
-        notes.each(FILLS, _misnamed(patient, pair[0]))
-        plan, wrong = _changed(patient, pair[1])
-        notes.each(SAME, wrong)
-        if plan is not None:
-            notes.each(ONE, _too_many(patient, plan))
-            _hold_against_drop(notes, patient, plan)
+        for patient, pair in zip(PATIENTS, found, strict=True):
+            notes.where = patient.name
+            _look(notes, patient, pair)
 
 
-def _as_pair(found: Any) -> tuple[Any, Mapping[str, Any]] | None:
-    is_pair = isinstance(found, (tuple, list)) and len(found) == 2 and isinstance(found[1], Mapping)
-    return tuple(found) if is_pair else None
-
-
-def _misnamed(patient: Patient, category: Any) -> str:
-    """Why this is not the category that fills most; "" if it is."""
-    parts = patient.peak()
-    if category not in CATEGORIES:
-        return f"{shown(category)} is no category"
-    said = f"{category} are {_size(parts[category])} of {_size(sum(parts.values()))}"
-    return f"{said}, something else is more" if parts[category] < max(parts.values()) else ""
+def _look(notes: Notes, patient: Patient, pair: Any) -> None:
+    """Predict a patient with and without the change, (category, {setting: value}). No rank is
+    started.
+    """
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Mapping)):
+        said = f"required: (category, {{setting: value}}), yours is {shown(pair)}"
+        notes.look(patient.name, said, "")
+        return
+    (category, change), parts = pair, patient.peak()
+    wrong = f"{shown(category)} is no category"
+    if category in CATEGORIES:
+        said = f"{category} are {_size(parts[category])} of {_size(sum(parts.values()))}"
+        most = parts[category] == max(parts.values())
+        wrong = "" if most else f"{said}, something else is more"
+    notes.each(FILLS, wrong)
+    plan, wrong = _changed(patient, change)
+    notes.each(SAME, wrong)
+    if plan is None:
+        return
+    changed = {name for name in SETTINGS if getattr(plan, name) != getattr(patient.plan, name)}
+    count = len(changed - {"microbatches"})  # which goes with microbatch_size
+    said = f"{count} settings are changed, required: at most {patient.cures}"
+    notes.each(ONE, said if count > patient.cures else "")
+    _hold_against_drop(notes, patient, plan)
 
 
 def _changed(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, str]:
     """(the changed plan, how it trains another thing), or (None, why it cannot train)."""
-
-    for name in change:
-        if name not in SETTINGS:
-            return None, f"{shown(name)} is no setting of a plan"
 
     def made() -> Plan:
         plan = patient.plan.replace(**change)
         plan.validate(patient.model)
         return plan
 
+    if unknown := [name for name in change if name not in SETTINGS]:
+        return None, f"{shown(unknown[0])} is no setting of a plan"
     plan, trouble = attempt(made)
-    if trouble:
-        return None, trouble
-    for field, words in STAYS.items():
+    for field, words in STAYS.items() if plan else ():
         now, was = getattr(plan, field), getattr(patient.plan, field)
         if now != was:
             return plan, f"{words}: {now}, and it was {was}"
-    return plan, ""
-
-
-def _too_many(patient: Patient, after: Plan) -> str:
-    """How many settings differ, in words, if they are more than may."""
-    changed = {name for name in SETTINGS if getattr(after, name) != getattr(patient.plan, name)}
-    count = len(changed - {"microbatches"})  # which goes with microbatch_size
-    said = f"{count} settings are changed, required: at most {patient.cures}"
-    return said if count > patient.cures else ""
+    return plan, trouble
 
 
 def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
