@@ -86,7 +86,7 @@ def _weights(gpt: Any) -> Arrays:
 
 def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], np.ndarray]:
     """(loss, gradient) of each micro-batch, without what an answer may have hung on its model."""
-    twin, losses, gradients = _twin(), [], []
+    twin, losses, gradients = reference.GPT(MODEL), [], []
     twin.load_state_dict(gpt.state_dict())
     for batch in feed:
         loss = twin(*batch)
@@ -94,11 +94,6 @@ def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], np.ndarray]:
         gradients.append(watched.array(torch.cat([one.flatten() for one in made])))
         losses.append(loss.item())
     return losses, np.stack(gradients)
-
-
-@functools.cache  # it is filled each time
-def _twin() -> Any:
-    return reference.GPT(MODEL)
 
 
 @functools.cache  # for each answer the same

@@ -28,20 +28,16 @@ CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
 @exercise(Takes("bandwidth_needed(tokens, moved, peak, efficiency)"), required=REQUIRED)
 def bandwidth(tries: Tries) -> None:
     questions = [(0, case[1:]) for case in CASES]
-    for notes, (limit, *case), reply in ask(tries, CASES, questions):
-        notes.where = f"{case[0]:,} tokens, {case[1]} bytes per parameter, {100 * case[3]:g} %"
-        right = needed(*case)
-        wrong = reply.number(right, known(*case), _shown, " of bytes per second", 1e-9)
+    for notes, (limit, tokens, moved, peak, e), reply in ask(tries, CASES, questions):
+        notes.where = f"{tokens:,} tokens, {moved} bytes per parameter, {100 * e:g} %"
+        right = bandwidth_needed(e, 8 * tokens / moved, peak)
+        mistakes = known(right, tokens, moved, e)
+        wrong = reply.number(right, mistakes, _shown, " of bytes per second", 1e-9)
         notes.look(limit, wrong, _shown(right))
 
 
-def needed(tokens: int, moved: int, peak: float, efficiency: float) -> float:
-    return bandwidth_needed(efficiency, 8 * tokens / moved, peak)
-
-
-def known(tokens: int, moved: int, peak: float, e: float) -> Mistakes:
+def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     """(what was done, the bandwidth it gives) of the mistakes that are made."""
-    right = needed(tokens, moved, peak, e)
     yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
     yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
     yield "a multiply-add is two FLOPs", right * 2

@@ -77,10 +77,6 @@ class Found:
         return [int(sent.get(rank, 0)) for rank in range(len(self.results))]
 
 
-class Apart(Exception):
-    """Several answers were tried in one launch, and one of them ended it."""
-
-
 @dataclass
 class Tries:
     """What a checker gets: the answers that are judged together.
@@ -126,7 +122,7 @@ class Tries:
         how = {"nodes": nodes, "device": "cpu", "timeout": patience * len(tries) * self.timeout}
         report, trouble = launched(trace, _program, ranks, (work, answers, args, memory), **how)
         if trouble and len(tries) > 1:
-            raise Apart(trouble)
+            raise RuntimeError(f"one of several answers ended their launch: {trouble}")
         if not memory and ENDED in trouble:
             report, trouble = launched(trace, _program, ranks, (work, answers, args, True), **how)
         for number, one in enumerate(tries):
