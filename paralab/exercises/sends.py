@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import UNAIDED, Mistakes, Reply, ask, kind_of, size_text
@@ -24,17 +24,9 @@ REQUIRED = {
 }
 
 
-class Case(NamedTuple):
-    """A rank of a plan, and the stage that it is in."""
-
-    model: ModelSpec
-    plan: Plan
-    rank: int
-
-
-def _case(name: str, rank: int, **settings: Any) -> Case:
+def _case(name: str, rank: int, **settings: Any) -> tuple[ModelSpec, Plan, int]:
     model = ModelSpec.preset(name).replace(tied=False)
-    return Case(model, Plan(**{"precision": "bf16", "microbatch_size": 3, **settings}), rank)
+    return model, Plan(**{"precision": "bf16", "microbatch_size": 3, **settings}), rank
 
 
 CASES = (  # 12 is on the first stage and 192 is not, whatever order of the axes is taken for right
@@ -51,33 +43,28 @@ def rank_sends(tries: Tries) -> None:
         model, plan, rank = case
         notes.where = f"L={model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, "
         notes.where += f"m={plan.microbatches}, rank {rank}"
-        for axis in REQUIRED:
-            notes.each(axis, _wrong(reply, axis, case), "right in all plans")
+        found, wrong = reply.value, reply.trouble
+        if not wrong and not isinstance(found, Mapping):
+            wrong = f"required: a dict, {{axis: bytes}}, yours is {kind_of(found)}"
+        for axis, size in right(*case).items():
+            missing = wrong or f"there is no {axis!r} in it"
+            own = Reply(found[axis], "") if not wrong and axis in found else Reply(None, missing)
+            known, what = known_bytes(axis, size, *case), f" of bytes along {axis}"
+            notes.each(axis, own.number(size, known, size_text, what, EXACT), "right in all plans")
 
 
 @functools.cache
-def right(case: Case) -> dict[str, int]:
-    """{axis: bytes} of the compiled program."""
+def right(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
+    """{axis: bytes} of the compiled program, in the order of the limits."""
     from paralab.dry_run import dry_run
 
-    sent = dry_run(case.model, case.plan, rank=case.rank).traffic(by="axis")
-    return dict(zip(sent["axis"], sent["bytes"].tolist(), strict=True))
+    sent = dry_run(model, plan, rank=rank).traffic(by="axis").set_index("axis")["bytes"]
+    return {axis: int(sent[axis]) for axis in REQUIRED}
 
 
-def _wrong(reply: Reply, axis: str, case: Case) -> str:
-    if not reply.trouble and not isinstance(reply.value, Mapping):
-        return f"required: a dict, {{axis: bytes}}, yours is {kind_of(reply.value)}"
-    if not reply.trouble and axis not in reply.value:
-        return f"there is no {axis!r} in it"
-    own = reply if reply.trouble else Reply(reply.value[axis], "")
-    size, known = right(case)[axis], known_bytes(axis, case)
-    return own.number(size, known, size_text, f" of bytes along {axis}", EXACT)
-
-
-def known_bytes(axis: str, case: Case) -> Mistakes:
-    """(what was done, the bytes it gives) of the mistakes that are made."""
-    model, plan, rank = case
-    size, d, t, m = right(case)[axis], plan.dp, plan.tp, plan.microbatches
+def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -> Mistakes:
+    """(what was done, the bytes it gives) of the mistakes that are made; size: what is right."""
+    d, t, m = plan.dp, plan.tp, plan.microbatches
     w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
     a_number = f"a number has {w} bytes"
     half = "that is half of an all-reduce" + f", or {a_number}" * (w == 4)
