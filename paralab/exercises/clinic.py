@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Text, Tries, exercise
 from paralab.exercises.questions import given
-from paralab.exercises.verdict import NOT_STARTED, Notes
+from paralab.exercises.verdict import NOT_STARTED
 from paralab.parallel.schedules import Action, Schedule, actions
 
 if TYPE_CHECKING:
@@ -91,35 +91,26 @@ REQUIRED = {
 
 @exercise(Takes(kind="a dict {patient: lists}"), required=REQUIRED, patients=PATIENTS)
 def deadlock_clinic(tries: Tries) -> None:
-    for notes, answer in given(tries):
-        _look(notes, answer)
-
-
-def _look(notes: Notes, fixed: Mapping[str, Any]) -> None:
-    """Prove the repaired lists, {name of the patient: its lists, rank by rank}, and count what was
-    moved.
-    """
-    found = {patient.name: _lists(fixed.get(patient.name)) for patient in PATIENTS}
-    if all(found[p.name][0] == actions(p.lists) for p in PATIENTS):
-        notes.end(NOT_STARTED)
-        return
-    for patient in PATIENTS:
-        lists, wrong = found[patient.name]
-        notes.where = patient.name
-        before = actions(patient.lists)
-        if lists is not None and len(lists) != len(before):
-            wrong = f"{len(lists)} lists, required: {len(before)}, one per rank"
-        notes.look(patient.name, wrong or _fault(lists, before), "it runs")
-        if lists is None or len(lists) != len(before):
+    for notes, fixed in given(tries):
+        found = [_lists(fixed.get(patient.name)) for patient in PATIENTS]
+        if [lists for lists, _ in found] == [actions(patient.lists) for patient in PATIENTS]:
+            notes.end(NOT_STARTED)
             continue
-        for rank, (old, new) in enumerate(zip(before, lists, strict=True)):
-            other = [*(Counter(old) - Counter(new)), *(Counter(new) - Counter(old))]
-            wrong = f"rank {rank} has {other[0]} lost or added" if other else ""
-            notes.each(WORK, wrong, "nothing added or lost")
-        if not notes.broke((WORK,)):
-            made = sum(map(moves, before, lists))
-            said = f"{made} moves, {patient.moves} would do"
-            notes.each(MOVES, said if made > patient.moves else "", "no more than that")
+        for patient, (lists, wrong) in zip(PATIENTS, found, strict=True):
+            notes.where, before = patient.name, actions(patient.lists)
+            if lists is not None and len(lists) != len(before):
+                lists, wrong = None, f"{len(lists)} lists, required: {len(before)}, one per rank"
+            notes.look(patient.name, wrong or _fault(lists, before), "it runs")
+            if lists is None:
+                continue
+            for rank, (old, new) in enumerate(zip(before, lists, strict=True)):
+                other = [*(Counter(old) - Counter(new)), *(Counter(new) - Counter(old))]
+                wrong = f"rank {rank} has {other[0]} lost or added" if other else ""
+                notes.each(WORK, wrong, "nothing added or lost")
+            if not notes.broke((WORK,)):
+                made = sum(map(moves, before, lists))
+                said = f"{made} moves, {patient.moves} would do"
+                notes.each(MOVES, said if made > patient.moves else "", "no more than that")
 
 
 def moves(before: Sequence[Action], after: Sequence[Action]) -> int:

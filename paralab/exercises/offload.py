@@ -8,25 +8,13 @@ right, and too slow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.jobs import (
-    UPDATE_S,
-    Job,
-    as_jobs,
-    first_misplaced,
-    limit_s,
-    simulate,
-    too_late,
-)
+from paralab.exercises.jobs import UPDATE_S, as_jobs, first_misplaced, limit_s, simulate, too_late
 from paralab.exercises.questions import ask
-from paralab.exercises.verdict import Notes, first, ms
+from paralab.exercises.verdict import first, ms
 
-Size = tuple[int, int]  # units, window
-
-TASK_SIZE = 6, 2
+TASK_SIZE = 6, 2  # units, window
 SIZES = (TASK_SIZE, (1, 2), (5, 1), (4, 2), (7, 2), (7, 3), (3, 8))
 REQUIRED = {
     "jobs": "every unit read, updated and written once, in a buffer with no other unit in it",
@@ -40,32 +28,21 @@ ORDER, MEMORY, TIME = REQUIRED
 
 @exercise(Takes("my_stream(units, window)"), required=REQUIRED)
 def stream(tries: Tries) -> None:
-    for notes, size, reply in ask(tries, SIZES):
-        notes.where, jobs, trouble = "units={}, window={}".format(*size), [], reply.trouble
+    for notes, (units, window), reply in ask(tries, SIZES):
+        notes.where, jobs, trouble = f"units={units}, window={window}", [], reply.trouble
         if not trouble:
-            jobs, trouble = attempt(lambda reply=reply, size=size: as_jobs(reply.value, size[0]))
+            jobs, trouble = attempt(lambda reply=reply, units=units: as_jobs(reply.value, units))
         if trouble:
             notes.end(trouble)
-        else:
-            _look(notes, jobs, size)
-
-
-def _look(notes: Notes, jobs: Sequence[Job], size: Size) -> None:
-    """The jobs against every limit. What is right is said of the task's size."""
-    units, window = size
-
-    def look(limit: str, wrong: str, right: str) -> None:
-        if wrong or size == TASK_SIZE:
-            notes.look(limit, wrong, right)
-
-    misplaced = first_misplaced(jobs, units)
-    look(ORDER, misplaced, f"{len(jobs)} jobs")
-    beyond = [f"jobs[{i}]={job!r}" for i, job in enumerate(jobs) if job[2] >= window]
-    look(MEMORY, f"{beyond[0]}: buffers are 0 to {window - 1}" if beyond else "", "no other buffer")
-    if not misplaced:
-        ends = (max(end for _, end in simulate(jobs, seconds)) for seconds in UPDATE_S.values())
-        look(
-            TIME,
-            first(too_late(jobs, *size, host) for host in UPDATE_S),
-            " and ".join(map(ms, ends)),
-        )
+            continue
+        misplaced = first_misplaced(jobs, units)
+        beyond = [f"jobs[{i}]={job!r}" for i, job in enumerate(jobs) if job[2] >= window]
+        wrong = f"{beyond[0]}: buffers are 0 to {window - 1}" if beyond else ""
+        found = [(ORDER, misplaced, f"{len(jobs)} jobs"), (MEMORY, wrong, "no other buffer")]
+        if not misplaced:
+            wrong = first(too_late(jobs, units, window, host) for host in UPDATE_S)
+            ends = (max(end for _, end in simulate(jobs, seconds)) for seconds in UPDATE_S.values())
+            found.append((TIME, wrong, " and ".join(map(ms, ends))))
+        for limit, wrong, right in found:
+            if wrong or (units, window) == TASK_SIZE:  # what is right is said of the task's size
+                notes.look(limit, wrong, right)
