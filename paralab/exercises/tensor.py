@@ -14,26 +14,15 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
+from paralab.exercises import pairs
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.pairs import (
-    BATCH,
-    HEADS,
-    HIDDEN,
-    LATER,
-    PAIRS,
-    SEQ,
-    Pair,
-    given,
-    mistakes,
-    of_one_device,
-)
 from paralab.exercises.tries import Found
 from paralab.exercises.verdict import first
 
 RANKS = (2, 3, 4)
-ACTIVATION = 4 * BATCH * SEQ * HIDDEN  # bytes; the smallest weight has as many
+ACTIVATION = 4 * pairs.BATCH * pairs.SEQ * pairs.HIDDEN  # bytes; the smallest weight has as many
 SCALARS = 2000  # bytes
 
 LIMITS = {
@@ -58,15 +47,15 @@ def forward_and_back(
     """
     from paralab.exercises.answers import f_and_g, tensor_mlp
 
-    pair, call, how = PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
+    pair, call, how = pairs.PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
     lent = {limit: watched.Lent() for limit in (RESULT, GRADIENTS)}
     if operators and len(answer) < 2:
         raise ValueError("f alone is no answer: give both, check(f, g)")
     if operators:
         call = tensor_mlp.MyMLP
         how = {name: _kept(name, one, lent) for name, one in zip("fg", answer, strict=True)}
-    how |= {"heads": HEADS} if kind == "attention" else {}
-    numbers = {name: torch.from_numpy(one) for name, one in given(pair, seed).items()}
+    how |= {"heads": pairs.HEADS} if kind == "attention" else {}
+    numbers = {name: torch.from_numpy(one) for name, one in pairs.given(pair, seed).items()}
     with watch.section() as section:
         whole = _linears({name: numbers[name] for name in pair.shapes})
         mine = call(*whole, **how)
@@ -81,7 +70,7 @@ def forward_and_back(
     found |= {"x": watched.array(x.grad), "held": held}
     watch.label = "a second forward"
     with torch.no_grad():
-        found["later"] = watched.array(mine(numbers["x"][:, LATER:].clone()))
+        found["later"] = watched.array(mine(numbers["x"][:, pairs.LATER :].clone()))
     found |= {limit: some.changed() for limit, some in lent.items()}
     named = dict(mine.named_parameters())
     found["slice"] = ""
@@ -125,10 +114,10 @@ def _linears(weights: dict[str, Any]) -> list[Any]:
 
 # ---- the verdict ---------------------------------------------------------------------------------
 def check(kind: str, limits: Collection[str], tries: Tries) -> None:
-    pair, operators = PAIRS[kind], WEIGHTS not in limits
+    pair, operators = pairs.PAIRS[kind], WEIGHTS not in limits
     for t in RANKS:
         for notes, found in tries.run(forward_and_back, t, kind, operators, where=f"t={t}"):
-            right = of_one_device(pair, found.seed)
+            right = pairs.of_one_device(pair, found.seed)
             of_weights = reversed(pair.shapes)
             for limit, names in ((RESULT, ["z", "later"]), (GRADIENTS, ["x", *of_weights])):
                 wrong = first(_wrong(found, pair, right, name) for name in names)
@@ -138,22 +127,23 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
                 required = 2 * (t - 1) * ACTIVATION // t
                 notes.bytes(limit, found.sent(limit), required, f"in {limit.split(', ')[1]}")
             if not operators:
-                parts = {n: w for n, w in given(pair, 0).items() if "." in n}
+                parts = {n: w for n, w in pairs.given(pair, 0).items() if "." in n}
                 part = 4 * sum(pair.part(name, whole, 0, t).size for name, whole in parts.items())
                 words = f"holds {{held}} bytes of weights, its part is {part:,}{found['slice'][0]}"
                 notes.memory(WEIGHTS, found["held"], part + SCALARS, words)
 
 
-def _wrong(found: Found, pair: Pair, right: dict[str, np.ndarray], name: str) -> str:
+def _wrong(found: Found, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:
     """What is wrong with a tensor, on the first rank where it is, or ""."""
     t, whole = len(found.results), name in ("z", "later", "x")
-    later = f"the result of a second forward, of {SEQ - LATER} of the {SEQ} tokens"
+    tokens = f"{pairs.SEQ - pairs.LATER} of the {pairs.SEQ} tokens"
+    later = f"the result of a second forward, of {tokens}"
     words = {"z": "the result", "later": later, "x": "the input's gradient"}
     return first_wrong(
         words.get(name, f"the gradient of {name}"),
         found[name],
         [right[name] if whole else pair.part(name, right[name], rank, t) for rank in range(t)],
-        known=lambda rank: mistakes(pair, found.seed, t, rank, name),
+        known=lambda rank: pairs.mistakes(pair, found.seed, t, rank, name),
     )
 
 
