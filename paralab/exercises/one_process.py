@@ -7,20 +7,18 @@ their micro-batches, in the same order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import launched
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.late import np, reference
+from paralab.exercises.late import reference
 from paralab.exercises.verdict import Notes
 from paralab.model.step import Step
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
     from paralab.report.report import Report
-
-    Arrays = dict[str, np.ndarray]
 
 LR = 0.1
 
@@ -48,20 +46,6 @@ def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
     return list(reference.train(model, **settings))
 
 
-def look_at_tensors(
-    notes: Notes,
-    limit: str,
-    right: Arrays,
-    found: Sequence[Mapping[str, np.ndarray]],
-    known: Callable[[str], Iterable[tuple[str, Any]]] = lambda name: (),
-) -> None:
-    """Tensors by name, as every rank has them, against those of one process. known: of a name, as
-    `first_wrong_tensor` has it.
-    """
-    wrong = first_wrong_tensor(found, right, known=known)
-    notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right)} tensors, all equal")
-
-
 def look_at_run(
     notes: Notes, limits: Sequence[str], model: ModelSpec, plan: Plan, *, steps: int, timeout: float
 ) -> Report | None:
@@ -79,5 +63,7 @@ def look_at_run(
     batch = {"microbatches": plan.microbatches, "microbatch_size": plan.microbatch_size}
     right = of_one_process(model, ranks=plan.dp, **batch)[steps]
     for limit in limits:
-        look_at_tensors(notes, limit, getattr(right, limit), [getattr(report, limit)])
+        wanted = getattr(right, limit)
+        wrong = first_wrong_tensor([getattr(report, limit)], wanted)
+        notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(wanted)} tensors, all equal")
     return report

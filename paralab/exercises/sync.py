@@ -13,9 +13,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
-from paralab.exercises.one_process import LR, look_at_tensors, of_one_process
+from paralab.exercises.one_process import LR, of_one_process
 from paralab.exercises.tries import Found
 from paralab.spec import ModelSpec
 
@@ -43,13 +44,14 @@ def look_at_training(tries: Tries, work: Any, bucket_bytes: float = math.inf) ->
     for limit, (steps, ranks) in RUNS.items():
         how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
         for notes, found in tries.run(work, ranks, steps, limit, memory=False, **how):
-            right = of_one_process(MODEL, ranks=ranks, **BATCH)[steps]
+            right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
             sent, most = found.sent("data"), 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.look(BYTES, wrong, "")
             known = functools.partial(_mistakes, found)
-            look_at_tensors(notes, limit, getattr(right, limit), found["tensors"], known)
+            wrong = first_wrong_tensor(found["tensors"], right, known=known)
+            notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right)} tensors, all equal")
             if limit == GRADIENTS:
                 calls = found.report.collectives
                 one = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
