@@ -49,6 +49,7 @@ from nbformat import NotebookNode
 from lab_outputs import PLOTLY, PNG, WIDGET, canonical, is_measured, kinds, structure
 from paralab.exercises.sources import ANSWERS, solution, student
 from paralab.view import widget_picture
+from widget_png import drawn as drawn_widget
 
 HERE = Path(__file__).resolve().parent
 LABS = HERE.parents[1] / "labs"
@@ -142,7 +143,7 @@ def draw_pictures(notebook: NotebookNode) -> None:
         data[PNG] = base64.b64encode(drawn).decode()
     for data in (output.get("data", {}) for output in outputs):
         if widget := data.pop(widget_picture.FIGURES, None):
-            data[PNG] = base64.b64encode(widget_picture.drawn(widget)).decode()
+            data[PNG] = base64.b64encode(drawn_widget(widget)).decode()
 
 
 def _portable(line: str) -> str:
