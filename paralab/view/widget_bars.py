@@ -19,16 +19,18 @@ from paralab.interpret import quick
 from paralab.report.tables import Tables
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.zero import volume
-from paralab.view.chart import Chart
+from paralab.view import theme
+from paralab.view.chart import Chart, figure
+from paralab.view.marks import bars as mark
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, count, here, in_bytes, no_room, slider
-from paralab.view.zero_bars import memory_and_traffic
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
 RECOMPUTE = {"all kept": "none", "selective recomputed": "selective", "full recomputed": "full"}
+MEMORY, TRAFFIC = (0.0, 0.62), (0.68, 1.0)  # of a picture's width
 Kept = Mapping[str, int]
 
 
@@ -77,13 +79,43 @@ class Alternatives(Widget):
             if at.found is not None and name == chosen:
                 bars["measured"], counted = _measured(at.found)
                 sent["measured"] = int(counted)
+        return [self._picture(at, bars, sent)]
+
+    def _picture(self, at: At, bars: Mapping[str, Kept], sent: Mapping[str, int]) -> Chart:
+        """Two prices side by side: bars of memory by category, and next to each what is sent for
+        it. Decimal units: 1 MB = 10^6 bytes.
+        """
         model, clock = at.model, "predicted" + " and measured" * (at.found is not None)
         below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
         below += f", {model.num_params:,} parameters · 1 MB = 10<sup>6</sup> bytes"
-        words = {"title": self._finding(at), "below": below, "bright": [chosen, "measured"]}
+        bright = (self.called[at[self.among]], "measured")
+        rows, moved = mark.rows_of(bars), [(name, "sent", n) for name, n in sent.items()]
+        totals, pale = mark.totals(rows), [name for name in bars if name not in bright]
+        end, far = 1.22 * max([*totals.values(), 1]), 1.45 * max(*sent.values(), 1)
+        bold = [name if name in pale else f"<b>{name}</b>" for name in bars]
+        on_left = {"domain": MEMORY, "showgrid": False}
+        on_right = {"domain": TRAFFIC, "showgrid": False, "anchor": "y", "nticks": 5}
+        fig = figure(
+            self._finding(at),
+            below,
+            height=150 + 52 * len(bars),
+            xaxis=mark.bytes_axis("peak of memory (MB)", end, 1e6, **on_left),
+            xaxis2=mark.bytes_axis("sent per step (MB)", far, 1e6, **on_right),
+            yaxis=mark.labels(list(bars), tickvals=list(bars), ticktext=bold),
+        )
+        held = mark.bars(rows, per=1e6, end=end, letter=mark.LETTER / MEMORY[1], pale=pale)
+        there = {kind for _, kind, n in rows if n}
+        for trace in held:
+            trace["showlegend"] = trace["name"] in there
+        look = lambda _: ("sent per device and step", theme.axis_colour(self.axis))  # noqa: E731
+        style = {"axes": ("x2", "y"), "letter": 0, "pale": pale, "showlegend": False}
+        (sums,) = mark.bars(moved, per=1e6, end=far, look=look, kinds=["sent"], **style)
+        notes = mark.ends(totals, 1e6, size=13) + mark.ends(sent, 1e6, axes=("x2", "y"), size=13)
         ranks = count(self._ranks(at), self.each)
-        said = f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category"
-        return [memory_and_traffic(bars, sent, axis=self.axis, summary=said, **words)]
+        return fig.draw([*held, {**sums, "name": "sent"}], notes).explained(
+            f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category",
+            ("bar category bytes", rows + moved),
+        )
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         chosen, rows = self.called[at[self.among]], []
