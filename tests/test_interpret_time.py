@@ -178,7 +178,7 @@ def test_posting_and_waiting_take_the_rank_s_own_time(seconds):
     slow = cluster(10.0, call_overhead=0.25, wait_overhead=0.5)
     assert time(by_hand(plan, code), cluster(10.0)).seconds == pytest.approx(11.0)
     times = time(by_hand(plan, code), slow)
-    assert times.entered[0][1] == 0.25
+    assert times.left[0][0] == 0.25
     assert times.seconds == pytest.approx(11.5)
 
 

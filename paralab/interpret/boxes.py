@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paralab.interpret.costs import Awaited, Compute, Job, Posted
+from paralab.interpret.costs import Awaited, Compute, Job
 from paralab.interpret.spans import Span, spans
 from paralab.interpret.time import Times
 from paralab.interpret.traffic import Calls, Member
@@ -70,21 +70,19 @@ class _Writer:
         self.here: Span | None = None
         self.began, self.last = 0.0, -1
         self.at: dict[int, int] = {}
-        code, of = program.codes[pp], spans(program, program.codes[pp])
-        entered, left, begun = times.entered[pp], times.left[pp], times.calls[pp]
-        costs, waits, since = times.costs[pp], times.waits[pp], 0.0  # when the next box begins
-        for position, (ins, cost) in enumerate(zip(code, costs, strict=True)):
+        code, left, begun = times.lists[pp], times.left[pp], times.calls[pp]
+        of, entered = spans(program, [ins for ins, _ in code]), [0.0, *left]
+        waits, since = times.waits[pp], 0.0  # when the next box begins
+        for position, (ins, cost) in enumerate(code):
             self.move(of[position], since)
             kind = type(cost)
             if kind is Compute:
-                if cost.inside:
-                    self.inside(cost, calls.of(pp, ins), times.inside[pp][position])
                 since = left[position]
             elif kind is Awaited:
                 if position in waits:
                     call, end = waits[position]
                     until = max(entered[position], end)
-                    summed = costs[call].summed if type(costs[call]) is Posted else 0.0
+                    summed = getattr(code[call][1], "summed", 0.0)
                     if call in self.at:
                         self.wait(entered[position], until, self.at[call], summed)
                     since = until + summed
@@ -136,18 +134,6 @@ class _Writer:
     def begin(self, call: Call, now: float, begun: tuple[float, float]) -> int:
         after, axis = self.cut(now), "pp" if call.axis == "ends" else call.axis
         return self.add(Box(f"comm:{axis}", CALLING, *begun, after, call))
-
-    def inside(self, cost: Compute, calls: tuple[Call, ...], made: list) -> None:
-        """Compute whose ops make calls: events, calls and moments are in one order."""
-        numbers: list[int] = []
-        for event in cost.inside:
-            if type(event) is Posted:
-                at = made[len(numbers)]
-                call = calls[len(numbers)]
-                numbers.append(self.begin(call, at.begun, (at.start, at.end)))
-            elif type(event) is int:
-                at = made[event]
-                self.wait(at.waited, at.until, numbers[event], at.of.summed)
 
     def job(
         self, position: int, ins: Instr, now: float, begun: tuple[float, float], behind: list[int]

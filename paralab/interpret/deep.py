@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Step, Table, said
 from paralab.interpret.memory import Kind
 from paralab.interpret.pipeline import ARRIVAL, way
-from paralab.interpret.time import Body, body
+from paralab.interpret.time import Times, walked
 from paralab.interpret.turns import Turns
 from paralab.interpret.walk import Item
 from paralab.programs.compile import laid_out
@@ -32,7 +33,7 @@ from paralab.programs.instructions import CALL, COMPUTE, RECEIVE, SEND, WAIT, WO
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.order import CODE
 
-NOTHING = Instr(WAIT)
+NOTHING = Instr(WAIT), AWAITED
 WAITED = {SEND: pipeline.SENT, RECEIVE: ARRIVAL}
 
 
@@ -40,16 +41,14 @@ class Alike(NamedTuple):
     """What the list of a rank consists of, k instructions, messages first; of ranks alike the rest
     is the same.
 
-    code     the instructions
-    costs    what each takes
+    code     the instructions, and what each takes
     awaited  {number of a WAIT: what the call takes that it is for}
     weights  seconds of each, as the graph has them                                             (k,)
     shape    per action what the graph has of it
     ends     where in an action its first and its last compute are                  (2, 4, v, FEW)
     """
 
-    code: Code
-    costs: list[Cost | Body]
+    code: list[tuple[Instr, Cost | Times]]
     awaited: dict[int, Cost]
     weights: np.ndarray
     shape: dict[Any, list[Item]]
@@ -155,19 +154,18 @@ class Deep:
     def _alike(self, pp: int, name: tuple) -> Alike:
         """Of a rank, whose kind and groups have this name."""
         n, turns = len(pipeline.WAYS) * 2 * self.v, self.lists[name[0]].turns  # n: of messages
-        code, costs, weights = [NOTHING] * n, [AWAITED] * n, [0.0] * n
-        for at, _, ins, cost in self._messages(pp):
-            code[at], costs[at] = ins, cost
+        code, weights = [NOTHING] * n, [0.0] * n
+        for at, _, *message in self._messages(pp):
+            code[at] = tuple(message)
         actions = chain.from_iterable(some for key, some in turns.items() if key != END)
         begun = {ins.writes: ins for ins in actions if ins.lane and ins.op != WAIT}
         awaited: dict[int, Cost] = {}
-        bodies: dict[tuple[Instr, ...], Body] = {}  # of micro-batches alike the same
+        bodies: dict[tuple[Instr, ...], Times] = {}  # of micro-batches alike the same
         shape: dict[Any, list[Item]] = {key: [] for key in turns}
         ends = np.zeros((2, len(CODE), self.v, FEW), int)
 
-        def add(ins: Instr, cost: Cost | Body, seconds: float) -> int:
-            code.append(ins)
-            costs.append(cost)
+        def add(ins: Instr, cost: Cost | Times, seconds: float) -> int:
+            code.append((ins, cost))
             weights.append(seconds)
             return len(code) - 1
 
@@ -186,7 +184,9 @@ class Deep:
                 works += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:
                     if (several := tuple(run)) not in bodies:
-                        bodies[several] = body(self.program, self.costs, pp, run)
+                        # Nothing is in flight at its ends: it takes as long wherever it stands.
+                        codes = [*([] for _ in range(pp)), run]
+                        bodies[several] = walked(replace(self.program, codes=codes), self.costs)
                     ins, cost = Instr(CALL), bodies[several]
                 call = self.costs.of(pp, begun[ins.reads]) if ins.op == WAIT else None
                 found = walk.item(pp, ins, cost, call)
@@ -195,25 +195,27 @@ class Deep:
                     awaited[at] = call
                 elif ins.lane:
                     begun[ins.writes] = ins
-                before = None if found.before is None else add(NOTHING, AWAITED, found.before)
+                before = None if found.before is None else add(*NOTHING, found.before)
                 items.append(found._replace(takes=at, before=before))
             if key != END:
                 ends[:, CODE[key[0]], *key[1:]] = works[0], works[-1]
-        return Alike(code, costs, awaited, np.array(weights), shape, ends)
+        return Alike(code, awaited, np.array(weights), shape, ends)
 
     def _tables(self) -> Iterator[Table]:
         """Of every rank; in those of ranks alike, messages alone differ."""
         made: dict[int, Table] = {}
         for pp, one in enumerate(self.alike):
             if id(one.code) not in made:
-                first = made[id(one.code)] = Table(one.code, one.costs, one.awaited)
-                pairs = zip(one.code, one.costs, strict=True)
-                several = (getattr(cost, "code", [ins]) for ins, cost in pairs)
-                first.said = [said(self.costs, pp, some) for some in several]
+                first = made[id(one.code)] = Table(one.code, one.awaited)
+                several = (
+                    cost.lists[-1] if type(cost) is Times else [(ins, cost)]
+                    for ins, cost in one.code
+                )
+                first.said = {at: said(self.costs, pp, some) for at, some in enumerate(several)}
             table = copy(made[id(one.code)])
             table.said = table.said.copy()
-            for at, _, ins, _ in self._messages(pp):
-                table.said[at] = said(self.costs, pp, [ins])
+            for at, _, *message in self._messages(pp):
+                table.said[at] = said(self.costs, pp, [message])
             yield table
 
     # ---- memory ----------------------------------------------------------------------------------

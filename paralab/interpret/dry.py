@@ -56,7 +56,7 @@ def _samples(program: Program, times: Times, pp: int) -> Samples:
     """(number, bytes) of each action at its peak, behind the instruction where it is, and
     where it ends.
     """
-    entered, left, found = times.entered[pp], times.left[pp], moments(program, pp)
+    (entered, left), found = times.of_program(pp), moments(program, pp)
     made = {0.0: next(found)[2]}
     actions = enumerate(spans(program, program.codes[pp]))
     for _, action in groupby(actions, key=lambda one: one[1]):

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
-from paralab.interpret.time import Body, Times
+from paralab.interpret.time import Times
 from paralab.interpret.traffic import Member
 from paralab.interpret.turns import Box, Turns
-from paralab.interpret.walk import Inside
 from paralab.model.ops import Call
 from paralab.programs.instructions import (
     CALL,
@@ -28,9 +27,6 @@ from paralab.programs.instructions import (
     KINDS,
     MESSAGES,
     UPDATE,
-    WAIT,
-    WORKERS,
-    Code,
     Instr,
 )
 from paralab.programs.tiers import moved
@@ -45,41 +41,43 @@ Said = tuple[Any, float]  # a `Call`, or of a copy (lane, op, category, bytes); 
 class Table:
     """Instructions, and what each of them takes; k of them, and so every column has (k,).
 
-    computes, works  on the rank's own lane; of actions: forward, backward, and CALLs
+    code             both; of a CALL for several the `Times` of these
+    computes, works  on the rank's own lane; of actions: forward, backward, and CALLs (to post an
+                     op's own call is work)
     summed           of a WAIT: seconds to add up what came
     flight           1: a call that reports count; 2: a copy between tiers
-    seconds          of a CALL; ``idle``, ``copied``, ``inner``, ``hidden``: those that its rank is
-                     idle, adds up and copies, that its own calls are in flight, and of these during
-                     compute
-    lane             of a call or a job that is drawn its lane there and its kind, else None
-    said             set by who needs it: what it sends and copies, and how often
+    seconds          of a CALL for several; ``idle``, ``copied``, ``inner``, ``hidden``: those that
+                     its rank is idle, adds up and copies, that its own calls are in flight, and of
+                     these during compute
+    said             set by who needs it: {number: what it sends and copies, and how often}
     """
 
-    said: list[Counter[Said]]
+    said: dict[int, Counter[Said]]
 
     def __init__(
-        self, code: Code, costs: Sequence[Cost | Body], awaited: Mapping[int, Cost]
+        self, code: Sequence[tuple[Instr, Cost | Times]], awaited: Mapping[int, Cost]
     ) -> None:
         """awaited: costs of the calls that WAITs are for."""
-        self.code, self.costs = code, costs
-        self.computes = np.array([type(cost) in (Compute, Body) for cost in costs], bool)
-        self.works = np.array([ins.op in COMPUTE or ins.op == CALL for ins in code], bool)
+        self.code, several = code, [cost if type(cost) is Times else None for _, cost in code]
+        calls = np.array([ins.op == CALL for ins, _ in code], bool)
+        self.computes = calls | np.array([type(cost) is Compute for _, cost in code], bool)
+        self.works = calls | np.array([ins.op in COMPUTE for ins, _ in code], bool)
+        self.flight = np.array([self._flight(*one) for one in code], int)
+        within = [Line.of(times, -1).within if times else (0.0,) * 4 for times in several]
+        self.idle, self.copied, self.inner, self.hidden = np.array(within).reshape(-1, 4).T
         self.summed = np.zeros(len(code))
         for at, cost in awaited.items():
-            self.summed[at] = cost.summed if type(cost) is Posted else 0.0
-        self.flight = np.array([self._flight(*one) for one in zip(code, costs, strict=True)], int)
-        within = [
-            Line.of(cost.code, cost.times, -1).within if type(cost) is Body else (0.0,) * 4
-            for cost in costs
-        ]
-        self.idle, self.copied, self.inner, self.hidden = np.array(within).reshape(-1, 4).T
-        self.seconds = np.array([cost.seconds if type(cost) is Body else 0.0 for cost in costs])
-        self.lane = [self._lane(*one) for one in zip(code, costs, strict=True)]
-        self.drawn = np.array([lane is not None for lane in self.lane], bool)
-        self.host = np.array([ins.lane == "host" for ins in code], bool)
+            if type(cost) is Posted:  # where another member adds up, the rank is idle for it
+                (self.idle if cost.other else self.summed)[at] = cost.summed
+        self.seconds = np.array([times.seconds if times else 0.0 for times in several])
+
+    @cached_property
+    def lane(self) -> list[tuple[str, str] | None]:
+        """Of a call or a job that is drawn its lane there and its kind."""
+        return [self._lane(*one) for one in self.code]
 
     @staticmethod
-    def _lane(ins: Instr, cost: Cost | Body) -> tuple[str, str] | None:
+    def _lane(ins: Instr, cost: Cost | Times) -> tuple[str, str] | None:
         """Those of tensor parallelism and between stages are not drawn."""
         if type(cost) is Job:
             return ins.lane, {COPY: "copy", UPDATE: "optimizer"}.get(ins.op, "compute")
@@ -88,7 +86,7 @@ class Table:
         return f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
 
     @staticmethod
-    def _flight(ins: Instr, cost: Cost | Body) -> int:
+    def _flight(ins: Instr, cost: Cost | Times) -> int:
         if type(cost) is Job:
             return 2 * (ins.lane in COPY_LANES)
         return int(type(cost) is Posted and ins.phase not in BOOKKEEPING)
@@ -103,7 +101,6 @@ class Line:
     entered, left  when the rank comes to it, and goes on behind it
     over           of a WAIT: its end, behind which comes work that goes with it; else below 0
     calls, when    positions of calls and jobs, and from when to when they are in flight (c,) (c, 2)
-    inside         {position: the calls that its ops make}
     """
 
     pp: int
@@ -113,31 +110,31 @@ class Line:
     over: np.ndarray
     calls: np.ndarray
     when: np.ndarray
-    inside: Mapping[int, Sequence[Inside]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         table, symbol = self.table, self.symbol
         self.entered, self.waits = np.r_[0.0, self.left[:-1]], self.over >= 0.0
         self.computes, self.works = table.computes[symbol], table.works[symbol]
-        self.summed = table.summed[symbol] * self.waits
+        self.summed, self.idle = table.summed[symbol] * self.waits, table.idle[symbol]
 
     @classmethod
-    def of(cls, code: Code, times: Times, pp: int) -> Line:
+    def of(cls, times: Times, pp: int) -> Line:
         """A rank's part of a walk; every instruction is one of its own."""
-        costs, waits, calls = times.costs[pp], times.waits[pp], times.calls[pp]
-        table = Table(code, costs, {at: costs[call] for at, (call, _) in waits.items()})
+        code, left, waits, calls = (
+            some[pp] for some in (times.lists, times.left, times.waits, times.calls)
+        )
+        table = Table(code, {at: code[call][1] for at, (call, _) in waits.items()})
         over = np.full(len(code), -1.0)
         for at, (_, end) in waits.items():
-            over[at] = max(times.entered[pp][at], end)
+            over[at] = max(left[at - 1], end)
         return cls(
             pp,
             table,
             np.arange(len(code)),
-            np.array(times.left[pp]),
+            np.array(left),
             over,
             np.array(list(calls), int),
             np.array(list(calls.values())).reshape(-1, 2),
-            times.inside[pp],
         )
 
     @property
@@ -148,7 +145,7 @@ class Line:
     def begins(self) -> np.ndarray:
         """When the box begins that an instruction may open: see boxes.py."""
         now = np.where(self.computes, self.left, 0.0)
-        now = np.where(self.waits, self.over + self.summed, now)
+        now = np.where(self.waits, self.over + self.idle + self.summed, now)
         return np.r_[0.0, np.maximum.accumulate(now)[:-1]]
 
     @property
@@ -175,10 +172,7 @@ class Line:
     @cached_property
     def still(self) -> np.ndarray:
         """Seconds that the rank does nothing in every instruction."""
-        found = self.table.idle[self.symbol] + self.waits * (self.over - self.entered)
-        for at, calls in self.inside.items():
-            found[at] = sum(c.until - c.waited + c.of.summed * c.of.other for c in calls)
-        return found
+        return self.idle + self.waits * (self.over - self.entered)
 
     def copies(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Seconds of every instruction that the rank adds up what it received, or copies outside
@@ -188,25 +182,12 @@ class Line:
         np.add.at(edges, first, 1)
         np.add.at(edges, last, -1)
         adds = self.computes & ~self.works & (edges.cumsum() == 0)
-        for at, calls in self.inside.items():
-            found[at] = sum(call.of.summed for call in calls if not call.of.other)
         return np.where(adds, self.left - self.begins, found)
 
     def worked(self, which: np.ndarray) -> np.ndarray:
-        """Of all that computes and counts: begin, end and seconds of work; where an op waits for
-        calls of its own, of what is between                                              (3, ...)
-        """
-        which = which & ~np.isin(np.arange(len(self.left)), list(self.inside))
-        start, end, rows = self.begins[which], self.left[which], []
-        for at, calls in self.inside.items():
-            begin = self.begins[at]
-            for call in sorted(calls, key=lambda call: call.waited):
-                rows.append((begin, call.waited, call.waited - begin))
-                begin = call.until + call.of.summed
-            rows.append((begin, self.left[at], self.left[at] - begin))
-        found = np.stack([start, end, end - start - self.table.idle[self.symbol[which]]])
-        found = np.concatenate([found, np.array(rows).reshape(-1, 3).T], 1)
-        return found[:, np.argsort(found[0], kind="stable")] if rows else found
+        """Of all that computes and counts: begin, end, seconds of work                 (3, ...)"""
+        start, end = self.begins[which], self.left[which]
+        return np.stack([start, end, end - start - self.idle[which]])
 
     def boxes(self, since: int, behind: int, short: float) -> list[Box]:
         """What the rank computes from instruction ``behind`` on; and the calls and copies that are
@@ -221,16 +202,17 @@ class Line:
             elif end - start > short:
                 made.append(Box(self.pp, "compute", kind, start, end, end - start))
 
-        code, costs = self.table.code, self.table.costs
         for at in range(behind, len(self.left)):
-            symbol = self.symbol[at]
-            if type(costs[symbol]) is Compute:
-                kind = KINDS.get(code[symbol].op, "copy")
+            ins, cost = self.table.code[self.symbol[at]]
+            if type(cost) is Compute:
+                kind = KINDS.get(ins.op, "copy")
                 add(kind, float(self.begins[at]), float(self.left[at]))
             elif self.summed[at] > 0.0:
                 add("copy", float(self.over[at]), float(self.over[at] + self.summed[at]))
+        drawn = np.array([lane is not None for lane in self.table.lane], bool)
+        host = np.array([ins.lane == "host" for ins, _ in self.table.code], bool)
         symbols = self.symbol[self.calls]
-        here = self.table.drawn[symbols] & (self.table.host[symbols] | (self.calls >= since))
+        here = drawn[symbols] & (host[symbols] | (self.calls >= since))
         lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for symbol, when in zip(symbols[here].tolist(), self.when[here].tolist(), strict=True):
             lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))
@@ -247,9 +229,7 @@ class Line:
     def in_flight(self) -> tuple[np.ndarray, np.ndarray]:
         """When calls are, bookkeeping apart; and when copies between tiers         (c, 2) each"""
         flight = self.table.flight[self.symbol[self.calls]]
-        own = [(call.start, call.end) for calls in self.inside.values() for call in calls]
-        calls = np.concatenate([self.when[flight == 1], np.array(own).reshape(-1, 2)])
-        return calls, self.when[flight == 2]
+        return self.when[flight == 1], self.when[flight == 2]
 
     def moving(self) -> np.ndarray:
         """Seconds that calls are in flight, and of these while the rank works; that copies between
@@ -277,7 +257,7 @@ class Line:
         first = np.zeros(len(count), int)
         first[self.symbol[::-1]] = np.arange(len(self.symbol))[::-1]
         found: dict[tuple, list] = {}
-        for symbol in np.argsort(first, kind="stable").tolist():
+        for symbol in sorted(table.said, key=first.__getitem__):
             for (what, seconds), each in table.said[symbol].items() if count[symbol] else ():
                 *row, payload, wire = member.row(what) if type(what) is Call else (*what, 0)
                 times, start = each * count[symbol], float(self.entered[first[symbol]])
@@ -287,21 +267,16 @@ class Line:
         return found
 
 
-def said(costs: Costs, pp: int, code: Iterable[Instr]) -> Counter[Said]:
+def said(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[Said]:
     """The calls that instructions make, and the copies that they are, and how many of each."""
     found: Counter[Said] = Counter()
-    for ins in code:
-        if ins.op == WAIT:
-            continue
-        if ins.lane in WORKERS:
+    for ins, cost in code:
+        if type(cost) is Posted:
+            found.update((call, cost.seconds) for call in costs.calls.of(pp, ins))
+        elif type(cost) is Job:
             what = moved(costs.program, ins, pp)
             if what.op not in ("optimizer", "compute"):
-                found[(ins.lane, *what), costs.of(pp, ins).seconds] += 1
-        elif made := costs.calls.of(pp, ins):
-            cost = costs.of(pp, ins)
-            events = [cost] if type(cost) is Posted else cost.inside
-            each = (event for event in events if type(event) is Posted)
-            found.update((call, one.seconds) for call, one in zip(made, each, strict=True))
+                found[(ins.lane, *what), cost.seconds] += 1
     return found
 
 

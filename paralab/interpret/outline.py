@@ -12,7 +12,6 @@ Times, bytes and the peak are those of the program in full.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,21 +53,22 @@ def whole(program: Program, cluster: Cluster) -> Step:
     """The step of a program that is not folded."""
     costs, ranks = Costs(program, cluster), range(len(program.codes))
     times = walked(program, costs)
-    lines = [Line.of(program.codes[pp], times, pp) for pp in ranks]
-    turns = [turns_of(program, pp) for pp in ranks]
+    lines, turns, held = [Line.of(times, pp) for pp in ranks], [], []
     walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
     kinds = sorted({kind for walk in walks for _, *both in walk for one in both for kind in one})
     device = np.array([tier == "device" for tier, _ in kinds])
-    held = []
-    for line, mine, walk in zip(lines, turns, walks, strict=True):
-        one = cache(lambda ins, pp=line.pp: said(costs, pp, [ins]))
-        line.table.said = list(map(one, program.codes[line.pp]))
+    for line, walk in zip(lines, walks, strict=True):
+        mine, last = turns_of(program, line.pp), np.array(times.last[line.pp])
+        first = np.r_[0, last[:-1] + 1]
+        turns.append(mine._replace(first=first[mine.first], last=last[mine.last]))
+        calls = ((at, one) for at, one in enumerate(line.table.code) if one[0].lane)
+        line.table.said = {at: said(costs, line.pp, [one]) for at, one in calls}
         peaks, *both = zip(*walk, strict=True)
         tops, behind = (
             np.array([[one.get(kind, 0) for kind in kinds] for one in some]) for some in both
         )
-        most, top = np.array(peaks[1:]), tops[1:].__getitem__
-        held.append(samples(behind, most, top, line.left, mine.last, device))
+        most, top, left = np.array(peaks[1:]), tops[1:].__getitem__, line.left[last]
+        held.append(samples(behind, most, top, left, mine.last, device))
     return Step(lines, turns, kinds, held, costs)
 
 

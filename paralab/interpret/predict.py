@@ -172,11 +172,11 @@ def samples(program: Program, times: Times, pp: int, *, gloo: bool = True) -> Sa
             made[-1] = (moment, here)
 
     peaks = [peak for peak, *_ in found]
-    where = peaks.index(max(peaks))
+    where, (entered, left) = peaks.index(max(peaks)), times.of_program(pp)
     for position, (_, top, here) in enumerate(found):
-        moment = times.left[pp][position]
+        moment = left[position]
         if position == where:
-            add((times.entered[pp][position] + moment) / 2, top)
+            add((entered[position] + moment) / 2, top)
         add(moment, here)
     return made
 

@@ -2,49 +2,49 @@
 
 walk.py goes through the lists, costs.py has the seconds of each instruction. Data-parallel and
 tensor-parallel ranks do the same at the same moments, so one pipeline is walked for all of them;
-the walk itself takes about a microsecond for an instruction. The model of a link is Hockney's
+the walk itself takes about a microsecond for an instruction. What an op sends inside its methods is
+timed, drawn and counted like a program's own calls (`spelled`). The model of a link is Hockney's
 (1994): alpha + bytes / bandwidth. Labs 02 to 05.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from paralab.interpret.costs import Awaited, Cost, Costs
+from paralab.interpret.costs import AWAITED, Awaited, Compute, Cost, Costs
 from paralab.interpret.jobs import Order
 from paralab.interpret.serial import Serial
-from paralab.interpret.walk import Inside, Item, Rank, Walk, item
-from paralab.programs.instructions import Code
+from paralab.interpret.walk import Item, Rank, Walk, item
+from paralab.model.ops import Call
+from paralab.programs.instructions import CALL, WAIT, Code, Instr, wait
 from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
 
-
-class Body(NamedTuple):
-    """What a CALL takes: its instructions, and when each of them happens on its rank."""
-
-    code: Code
-    seconds: float
-    times: Times
+Timed = list[tuple[Instr, Cost]]
 
 
 class Times(NamedTuple):
     """Seconds from the start of the step, for every pipeline rank.
 
-    entered, left  per instruction: the rank comes to it, goes on behind it
-    calls, waits, inside, behind  by position: see `walk.Rank`
-    costs          per instruction what was counted
+    lists   its list as it is timed, of each instruction what was counted, too: see `spelled`
+    last    per instruction of the program where its last is
+    left    per instruction of the list when the rank goes on behind it
+    calls, waits, behind  by position: see `walk.Rank`
     """
 
-    entered: list[list[float]]
+    lists: list[Timed]
+    last: list[list[int]]
     left: list[list[float]]
     calls: list[dict[int, tuple[float, float]]]
     waits: list[dict[int, tuple[int, float]]]
-    inside: list[dict[int, list[Inside]]]
     behind: list[dict[int, list[int]]]
-    costs: list[list[Cost | Body]]
+
+    def of_program(self, pp: int) -> tuple[list[float], list[float]]:
+        """When a rank comes to each instruction of its program, and goes on behind it."""
+        left = [self.left[pp][at] for at in self.last[pp]]
+        return [0.0, *left[:-1]], left
 
     @property
     def ends(self) -> list[float]:
@@ -66,21 +66,60 @@ def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
     return walked(program, costs if overlap else Serial(costs))
 
 
-def body(program: Program, costs: Costs, r: int, code: Code) -> Body:
-    """What a CALL takes on pipeline rank ``r``: nothing is in flight when it begins and ends, so it
-    takes as long wherever it stands.
+def spelled(costs: Costs, r: int, code: Code) -> tuple[Timed, list[Item], list[int]]:
+    """A rank's list as it is timed, with what each instruction takes; the same as the walk reads
+    it; and where in it the last is of each of the program's. Calls that ops make themselves are
+    instructions of their own there (a CALL of the `Call`, and its WAIT), with parts of the compute
+    in between.
     """
-    times = walked(replace(program, codes=[*([] for _ in range(r)), code]), costs)
-    return Body(code, times.ends[r], times)
+    made, read, last = [], [], []
+    begun: dict[tuple, Cost] = {}
+    known: dict[int, tuple[Compute, list[tuple], list[Item]]] = {}  # of blocks alike the same
+    for ins in code:
+        cost = costs.of(r, ins)
+        if type(cost) is Compute and cost.inside:
+            if id(cost) not in known:
+                parts = list(_parts(ins, cost, costs.calls.of(r, ins)))
+                known[id(cost)] = cost, parts, [item(r, *part) for part in parts]
+            _, parts, items = known[id(cost)]
+            made += [(one if one.op in (CALL, WAIT) else ins, takes) for one, takes, _ in parts]
+            read += items
+        else:
+            made.append((ins, cost))
+            read.append(item(r, ins, cost, begun.get(ins.reads) if type(cost) is Awaited else None))
+            if ins.lane:
+                begun[ins.writes] = cost
+        last.append(len(made) - 1)
+    return made, read, last
+
+
+def _parts(
+    ins: Instr, cost: Compute, calls: tuple[Call, ...]
+) -> Iterator[tuple[Instr, Cost, Cost | None]]:
+    """Each with what it takes, and of a WAIT what the call takes."""
+    begun: list[tuple[Instr, Cost]] = []
+    for event in cost.inside:
+        if type(event) is float:
+            yield ins, Compute(event), None
+        elif type(event) is int:
+            call, takes = begun[event]
+            yield wait(call), AWAITED, takes
+        else:
+            name, call = ("inside", len(begun), 0), calls[len(begun)]
+            made = Instr(CALL, call, writes=(name,), lane=event.lane, phase=call.phase)
+            begun.append((made, event))
+            yield made, event, None
+    if type(event) is int:  # what it costs to go on belongs to this instruction
+        yield ins, Compute(0.0), None
 
 
 def walked(program: Program, costs: Costs) -> Times:
     """When everything happens, if instructions take what ``costs`` says."""
     posting = costs.cluster.call_overhead
-    taken = [[costs.of(r, ins) for ins in code] for r, code in enumerate(program.codes)]
-    lists = list(enumerate(zip(program.codes, taken, strict=True)))
+    spelt = [spelled(costs, r, code) for r, code in enumerate(program.codes)]
+    lists, items, last = map(list, zip(*spelt, strict=True))
     walk = Walk(posting)
-    ranks = [Rank(walk, items(r, *one), Order(program.plan)) for r, one in lists]
+    ranks = [Rank(walk, some, Order(program.plan)) for some in items]
     walk.go(ranks)
     over = max((rank.left[-1] for rank in ranks if rank.left), default=0.0)
     if any(job.end > over for rank in ranks for job in rank.jobs.values()):
@@ -89,26 +128,17 @@ def walked(program: Program, costs: Costs) -> Times:
         for job in (job for rank in before for job in rank.jobs.values()):
             job.next_step(over)
         ranks = [
-            Rank(walk, items(r, *one), rank.order, {at: t - over for at, t in rank.lanes.items()})
-            for (r, one), rank in zip(lists, before, strict=True)
+            Rank(walk, some, rank.order, {at: t - over for at, t in rank.lanes.items()})
+            for some, rank in zip(items, before, strict=True)
         ]
         walk.go(ranks)
     stuck = [
-        f"pipeline rank {r} waits at {Names(program, r).instruction(code[len(rank.left)])}"
-        for r, (rank, code) in enumerate(zip(ranks, program.codes, strict=True))
-        if len(rank.left) < len(code)
+        f"pipeline rank {r} waits at {Names(program, r).instruction(some[len(rank.left)][0])}"
+        for r, (rank, some) in enumerate(zip(ranks, lists, strict=True))
+        if len(rank.left) < len(some)
     ]
     if stuck:  # what a learner writes is checked before (programs/checks.py)
         raise ValueError(f"no rank can go on: {'; '.join(stuck)}")
-    entered = [[0.0, *rank.left[:-1]] if rank.left else [] for rank in ranks]
-    names = ("left", "calls", "waits", "inside", "behind")
-    return Times(entered, *([getattr(rank, name) for rank in ranks] for name in names), taken)
-
-
-def items(r: int, code: Code, costs: list[Cost | Body]) -> Iterator[Item]:
-    """A rank's list as the walk reads it."""
-    begun: dict[tuple, Cost] = {}
-    for ins, cost in zip(code, costs, strict=True):
-        yield item(r, ins, cost, begun.get(ins.reads) if type(cost) is Awaited else None)
-        if ins.lane:
-            begun[ins.writes] = cost
+    names = ("left", "calls", "waits", "behind")
+    moments = ([getattr(rank, name) for rank in ranks] for name in names)
+    return Times(lists, last, *moments)

@@ -26,6 +26,7 @@ from paralab.model.ops import Call
 from paralab.programs.instructions import (
     ALL_GATHER,
     BACKWARDS,
+    CALL,
     COLLECTIVES,
     COMPUTE,
     METHODS,
@@ -74,8 +75,8 @@ class Calls:
             key: tuple = (ins.op, ins.at)
         elif ins.op in OPS:
             key = (*alike(pp, ins), index if sums_shared(ins) else 0)
-        else:
-            return ()
+        else:  # what a prediction has of an op's own call
+            return (ins.at,) * (ins.op == CALL)
         found = self._known.get(key)
         if found is not None:
             return found

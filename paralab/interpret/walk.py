@@ -25,20 +25,20 @@ from paralab.interpret.costs import Awaited, Compute, Cost, Job, Posted
 from paralab.interpret.jobs import Begun, Order
 from paralab.programs.instructions import Instr, Value
 
-WORK, INSIDE, CALL, JOB, WAIT = "work", "inside", "call", "job", "wait"
+WORK, CALL, JOB, WAIT = "work", "call", "job", "wait"
 
 
 class Item(NamedTuple):
     """An instruction, as far as the walk knows it.
 
-    op       WORK, INSIDE (compute that makes calls), CALL, JOB or WAIT
+    op       WORK, CALL, JOB or WAIT
     takes    of compute; of a call or a job on its lane, as all members of a call say; of a WAIT
              what goes with it behind it
     name     what a call writes, and what a WAIT is for; of a JOB the instruction
     lane     of a call or a job
     members  pipeline ranks that make the call, if these are its members; else 0
     before   what the rank does in front of a call, or None
-    more     of INSIDE what it consists of; of a WAIT the values whose memory ends behind it
+    frees    of a WAIT the values whose memory ends behind it
     """
 
     op: str
@@ -47,17 +47,17 @@ class Item(NamedTuple):
     lane: Any = ""
     members: int = 0
     before: Any = None
-    more: tuple = ()
+    frees: tuple = ()
 
 
 def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None) -> Item:
     """Of an instruction of rank ``r``. awaited: what the call takes that a WAIT is for."""
     kind = type(cost)
-    if kind is Compute and cost.inside:
-        return Item(INSIDE, more=cost.inside)
+    if kind is Compute:
+        return Item(WORK, cost.seconds)
     if kind is Awaited:
         takes = awaited.behind + getattr(awaited, "summed", 0.0) if awaited else 0.0
-        return Item(WAIT, takes, ins.reads, more=ins.frees)
+        return Item(WAIT, takes, ins.reads, frees=ins.frees)
     if kind is Job:
         return Item(JOB, cost.seconds, ins, cost.lane)
     if kind is not Posted:
@@ -66,19 +66,6 @@ def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None) -> Item:
     if cost.peer >= 0:
         lane, members = (r, cost.peer) if cost.sends else (cost.peer, r), 2
     return Item(CALL, cost.seconds, ins.writes, lane, members, before)
-
-
-class Inside(NamedTuple):
-    """A call that an op made inside an instruction, and what it takes. Seconds: posted at
-    ``begun``, on its lane from ``start`` to ``end``, waited for from ``waited`` to ``until``.
-    """
-
-    begun: float
-    start: float
-    end: float
-    waited: float
-    until: float
-    of: Posted
 
 
 class Walk:
@@ -141,7 +128,6 @@ class Rank:
     waits    {position of a WAIT: (position of its call or job, the end of that)}, but for jobs that
              are over because an earlier WAIT was for one that comes after it
     jobs     {position: `Begun`}; ``behind``: {position: positions of the jobs that it came after}
-    inside   {position: the calls that its ops made}
     flights  {what a call in flight writes: its position}
     stands   position of the call that it cannot go on without
     """
@@ -155,7 +141,6 @@ class Rank:
         self.waits: dict[int, tuple[int, Any]] = {}
         self.jobs: dict[int, Begun] = {}
         self.behind: dict[int, list[int]] = {}
-        self.inside: dict[int, list[Inside]] = {}
         self.flights: dict[tuple[Value, ...], int] = {}
         self.count: Counter[Any] = Counter()
         self.stands: int | None = None
@@ -167,7 +152,7 @@ class Rank:
         flights, waits, jobs = self.flights, self.waits, self.jobs
         clock = origin
         for now in self.items:
-            op, takes, name, lane, members, before, more = now
+            op, takes, name, lane, members, before, frees = now
             at = len(left)
             if op == WORK:
                 clock = later(clock, clock, takes)
@@ -184,8 +169,8 @@ class Rank:
                     waits[at] = call, end
                     clock = later(clock, end, takes)
                 del flights[name]
-                if more:
-                    self.order.end(more)
+                if frees:
+                    self.order.end(frees)
             elif op == CALL:
                 if before is not None:
                     clock = later(clock, clock, before)
@@ -197,7 +182,7 @@ class Rank:
                     lanes[lane] = calls[at][1]
                 if posting:
                     clock = later(clock, clock, posting)
-            elif op == JOB:
+            else:
                 behind, flights[name.writes] = self.order.behind(name), at
                 ends = (job.end for job in behind)
                 calls[at] = lasts((clock, lanes.get(lane, origin), *ends), takes)
@@ -206,28 +191,7 @@ class Rank:
                 self.order.add(name, job)
                 positions = (other.position for other in behind)
                 self.behind[at] = [place for place in positions if place is not None]
-            else:
-                clock = self._inside(at, clock, more)
             left.append(clock)
-
-    def _inside(self, position: int, clock: float, events: tuple) -> float:
-        """Go through compute that makes calls; each of its groups is one of alike ranks."""
-        made: list[Inside] = []
-        for event in events:
-            kind = type(event)
-            if kind is float:
-                clock += event
-            elif kind is int:
-                call, until = made[event], max(clock, made[event].end)
-                made[event] = call._replace(waited=clock, until=until)
-                clock = until + (call.of.summed + call.of.behind)
-            else:
-                start = max(clock, self.lanes.get(event.lane, 0.0))
-                end = self.lanes[event.lane] = start + event.seconds
-                made.append(Inside(clock, start, end, end, end, event))
-                clock += self.common.posting
-        self.inside[position] = made
-        return clock
 
 
 # ---- lists whose calls have names ----------------------------------------------------------------

@@ -53,7 +53,7 @@ COMPUTE = FORWARDS | BACKWARDS
 ADDS_GRADIENTS = frozenset((BACKWARD, BACKWARD_WEIGHT))
 COLLECTIVES = frozenset((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER))
 MESSAGES = frozenset((SEND, RECEIVE))
-# All that a list may have; a CALL marks or stands for several, in predictions alone.
+# All that a list may have; in predictions a CALL marks, stands for several, or is an op's own call.
 OPS = COMPUTE | COLLECTIVES | MESSAGES | {COPY, UPDATE, NORM, RESCALE, KEEP, ADD, WAIT}
 # What a schedule calls an action, and what of a model's ops compute runs.
 ACTIONS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}

@@ -90,13 +90,13 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
     costs, starts = Costs(program, cluster), [i for _, i, _ in model.parts]
     times, serial = walked(program, costs), walked(program, Serial(costs))
     took, alone = (
-        [left - came for came, left in zip(some.entered[0], some.left[0], strict=True)]
+        [left - came for came, left in zip(*some.of_program(0), strict=True)]
         for some in (times, serial)
     )
     last = max(at for at, ins in enumerate(code) if ins.op in COMPUTE)
     found = [dict.fromkeys(Part._fields, 0.0) for _ in starts]
     for at in reversed(range(last + 1)):  # a rank waits for the sake of what it computes next
-        ins, cost = code[at], times.costs[0][at]
+        ins, cost = code[at], costs.of(0, code[at])
         if ins.op in COMPUTE:
             part = found[bisect_right(starts, ins.at[0]) - 1]
             way = _WAYS[BACKWARD if ins.phase else ins.op]  # a half split off to hide a call
