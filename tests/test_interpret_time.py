@@ -22,6 +22,7 @@ from paralab.programs.instructions import (
     FORWARD,
     RECEIVE,
     SEND,
+    WAIT,
     Code,
     Instr,
     all_reduce,
@@ -190,15 +191,15 @@ def test_little_work_behind_a_wait_pays_little_for_it():
         code = [ins for ins in program.codes[0] if ins.op == FORWARD]
         return max((costs.of(0, ins).inside for ins in code), key=len)
 
-    assert {event.behind for event in block() if isinstance(event, Posted)} == {0.5}
+    assert {call.behind for _, call in block() if isinstance(call, Posted)} == {0.5}
     inside = block(wait_work=0.25)
-    calls = [event.behind for event in inside if isinstance(event, Posted)]
-    waits = [at for at, event in enumerate(inside) if isinstance(event, int)]
+    calls = {ins.writes: call.behind for ins, call in inside if isinstance(call, Posted)}
+    waits = [at for at, (ins, _) in enumerate(inside) if ins.op == WAIT]
     for at, until in itertools.pairwise(waits):
-        work = sum(event for event in inside[at:until] if isinstance(event, float))
-        assert calls[inside[at]] == pytest.approx(0.5 * work / (work + 0.25))
-    assert calls[inside[waits[-1]]] == 0.5  # what comes behind it is another instruction's
-    assert len(set(calls)) > 2
+        work = sum(cost.seconds for _, cost in inside[at:until] if isinstance(cost, Compute))
+        assert calls[inside[at][0].reads] == pytest.approx(0.5 * work / (work + 0.25))
+    assert calls[inside[waits[-1]][0].reads] == 0.5  # what follows is another instruction's
+    assert len(set(calls.values())) > 2
 
 
 def test_an_action_is_one_box_with_all_that_is_begun_and_awaited_in_it():

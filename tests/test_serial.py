@@ -75,7 +75,7 @@ def test_a_rank_of_one_stage_takes_the_sum_of_its_work_its_calls_and_its_copies(
         elif isinstance(cost, Job):
             begun[ins.writes] = cost
         elif isinstance(cost, Compute):
-            calls = [event for event in cost.inside if isinstance(event, Posted)]
+            calls = [call for _, call in cost.inside if isinstance(call, Posted)]
             total += sum(
                 SLOW.call_overhead + call.seconds + call.summed + call.behind for call in calls
             )

@@ -30,6 +30,7 @@ from paralab.programs.instructions import (
     ADD,
     ALL_GATHER,
     BACKWARDS,
+    CALL,
     COMPUTE,
     COPY,
     METHODS,
@@ -43,6 +44,7 @@ from paralab.programs.instructions import (
     Instr,
     Value,
     sums_shared,
+    wait,
 )
 from paralab.programs.program import Program
 from paralab.programs.tiers import moved
@@ -57,12 +59,12 @@ WHICH = {half: number for number, half in enumerate(HALVES)}  # of an op's work
 class Compute(NamedTuple):
     """Seconds on the rank's own lane.
 
-    inside  of ops with calls of their own, in order: seconds of work, a call that is begun, the
-            number of the one that is waited for
+    inside  of ops with calls of their own what it consists of, in order, and what that takes: a
+            CALL of each `Call`, its WAIT, and itself for the work in between
     """
 
     seconds: float
-    inside: tuple = ()
+    inside: tuple[tuple[Instr, Cost], ...] = ()
 
 
 class Posted(NamedTuple):
@@ -160,8 +162,7 @@ class Costs:
         whole = self.seconds(sum(works, NOTHING))
         if not self.calls.of(pp, ins):
             return Compute(whole)
-        inside: list[float | Posted | int] = []
-        begun = 0
+        inside: list[tuple[Instr, Cost]] = []
         alone = sum(map(self.seconds, works))
         # The host asks for all of it while the device computes: see `Work.seconds`.
         longer = whole / alone if alone else 1.0
@@ -169,31 +170,36 @@ class Costs:
             late = []  # calls in flight while the op's weight half is computed
             for half in halves:
                 calls = op.calls.get(half, ())
-                piece = longer * self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
+                seconds = longer * self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
+                piece = ins, Compute(seconds)
                 inside.append(piece)
                 for call in calls:
-                    inside.append(self.posted(pp, call))
-                    (late if call.beside else inside).append(begun)
+                    name = "inside", len(inside), 0
+                    begun = Instr(CALL, call, writes=(name,), lane=call.axis, phase=call.phase)
+                    inside.append((begun, self.posted(pp, call)))
+                    (late if call.beside else inside).append((wait(begun), AWAITED))
                     inside.append(piece)
-                    begun += 1
             inside += late
-        took = sum(event for event in inside if type(event) is float)
+        if late:  # what it costs to go on belongs to this instruction
+            inside.append((ins, Compute(0.0)))
+        took = sum(cost.seconds for _, cost in inside if type(cost) is Compute)
         return Compute(took, tuple(self._waited(inside)))
 
-    def _waited(self, inside: list[float | Posted | int]) -> list[float | Posted | int]:
+    def _waited(self, inside: list[tuple[Instr, Cost]]) -> list[tuple[Instr, Cost]]:
         """What each wait costs, by the work up to the next one. What comes behind the last is not
         known here, and is taken for much.
         """
-        calls = [at for at, event in enumerate(inside) if type(event) is Posted]
+        begun = {ins.writes: at for at, (ins, _) in enumerate(inside) if ins.op == CALL}
         half, work = self.cluster.wait_work, inf
-        for event in reversed(inside.copy()):
-            if type(event) is int:
-                call = inside[calls[event]]
-                spared = call.behind * half / (half + work) if half else 0.0
-                inside[calls[event]] = call._replace(behind=call.behind - spared)
+        for ins, cost in reversed(inside.copy()):
+            if type(cost) is Awaited:
+                at = begun[ins.reads]
+                call, cost = inside[at]
+                spared = cost.behind * half / (half + work) if half else 0.0
+                inside[at] = call, cost._replace(behind=cost.behind - spared)
                 work = 0.0
-            elif type(event) is float:
-                work += event
+            elif type(cost) is Compute:
+                work += cost.seconds
         return inside
 
     # ---- links -----------------------------------------------------------------------------------

@@ -28,11 +28,11 @@ class Serial(Costs):
         if ins.lane in WORKERS:
             return Compute(self.cluster.wait_overhead if ins.op == WAIT else cost.seconds)
         if type(cost) is Compute and cost.inside:
-            return cost._replace(inside=tuple(map(_behind, cost.inside)))
+            return cost._replace(inside=tuple((one, _behind(takes)) for one, takes in cost.inside))
         return _behind(cost)
 
 
-def _behind(one: Cost | float) -> Cost | float:
+def _behind(one: Cost) -> Cost:
     """A call's bytes move behind the wait for it."""
     if type(one) is not Posted:
         return one

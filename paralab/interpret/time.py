@@ -9,15 +9,13 @@ timed, drawn and counted like a program's own calls (`spelled`). The model of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from paralab.interpret.costs import AWAITED, Awaited, Compute, Cost, Costs
+from paralab.interpret.costs import Awaited, Compute, Cost, Costs
 from paralab.interpret.jobs import Order
 from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Item, Rank, Walk, item
-from paralab.model.ops import Call
-from paralab.programs.instructions import CALL, WAIT, Code, Instr, wait
+from paralab.programs.instructions import CALL, WAIT, Code, Instr
 from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
@@ -74,16 +72,16 @@ def spelled(costs: Costs, r: int, code: Code) -> tuple[Timed, list[Item], list[i
     """
     made, read, last = [], [], []
     begun: dict[tuple, Cost] = {}
-    known: dict[int, tuple[Compute, list[tuple], list[Item]]] = {}  # of blocks alike the same
+    known: dict[int, tuple[Compute, list[Item]]] = {}  # of blocks alike the same
     for ins in code:
         cost = costs.of(r, ins)
         if type(cost) is Compute and cost.inside:
             if id(cost) not in known:
-                parts = list(_parts(ins, cost, costs.calls.of(r, ins)))
-                known[id(cost)] = cost, parts, [item(r, *part) for part in parts]
-            _, parts, items = known[id(cost)]
-            made += [(one if one.op in (CALL, WAIT) else ins, takes) for one, takes, _ in parts]
-            read += items
+                calls = {one.writes: takes for one, takes in cost.inside}
+                items = [item(r, *part, calls.get(part[0].reads)) for part in cost.inside]
+                known[id(cost)] = cost, items
+            made += [(one if one.op in (CALL, WAIT) else ins, part) for one, part in cost.inside]
+            read += known[id(cost)][1]
         else:
             made.append((ins, cost))
             read.append(item(r, ins, cost, begun.get(ins.reads) if type(cost) is Awaited else None))
@@ -91,26 +89,6 @@ def spelled(costs: Costs, r: int, code: Code) -> tuple[Timed, list[Item], list[i
                 begun[ins.writes] = cost
         last.append(len(made) - 1)
     return made, read, last
-
-
-def _parts(
-    ins: Instr, cost: Compute, calls: tuple[Call, ...]
-) -> Iterator[tuple[Instr, Cost, Cost | None]]:
-    """Each with what it takes, and of a WAIT what the call takes."""
-    begun: list[tuple[Instr, Cost]] = []
-    for event in cost.inside:
-        if type(event) is float:
-            yield ins, Compute(event), None
-        elif type(event) is int:
-            call, takes = begun[event]
-            yield wait(call), AWAITED, takes
-        else:
-            name, call = ("inside", len(begun), 0), calls[len(begun)]
-            made = Instr(CALL, call, writes=(name,), lane=event.lane, phase=call.phase)
-            begun.append((made, event))
-            yield made, event, None
-    if type(event) is int:  # what it costs to go on belongs to this instruction
-        yield ins, Compute(0.0), None
 
 
 def walked(program: Program, costs: Costs) -> Times:
