@@ -58,18 +58,20 @@ class Table:
         self, code: Sequence[tuple[Instr, Cost | Times]], awaited: Mapping[int, Cost]
     ) -> None:
         """awaited: costs of the calls that WAITs are for."""
-        self.code, several = code, [cost if type(cost) is Times else None for _, cost in code]
+        self.code = code
         calls = np.array([ins.op == CALL for ins, _ in code], bool)
         self.computes = calls | np.array([type(cost) is Compute for _, cost in code], bool)
         self.works = calls | np.array([ins.op in COMPUTE for ins, _ in code], bool)
         self.flight = np.array([self._flight(*one) for one in code], int)
-        within = [Line.of(times, -1).within if times else (0.0,) * 4 for times in several]
-        self.idle, self.copied, self.inner, self.hidden = np.array(within).reshape(-1, 4).T
         self.summed = np.zeros(len(code))
+        several = np.zeros((5, len(code)))
+        self.seconds, self.idle, self.copied, self.inner, self.hidden = several
+        for at, (_, cost) in enumerate(code):
+            if type(cost) is Times:
+                several[:, at] = cost.seconds, *Line.of(cost, -1).within
         for at, cost in awaited.items():
             if type(cost) is Posted:  # where another member adds up, the rank is idle for it
                 (self.idle if cost.other else self.summed)[at] = cost.summed
-        self.seconds = np.array([times.seconds if times else 0.0 for times in several])
 
     @cached_property
     def lane(self) -> list[tuple[str, str] | None]:
@@ -272,7 +274,8 @@ def said(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[S
     found: Counter[Said] = Counter()
     for ins, cost in code:
         if type(cost) is Posted:
-            found.update((call, cost.seconds) for call in costs.calls.of(pp, ins))
+            for call in costs.calls.of(pp, ins):
+                found[call, cost.seconds] += 1
         elif type(cost) is Job:
             what = moved(costs.program, ins, pp)
             if what.op not in ("optimizer", "compute"):

@@ -15,7 +15,7 @@ from paralab.interpret.costs import Awaited, Compute, Cost, Costs
 from paralab.interpret.jobs import Order
 from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Item, Rank, Walk, item
-from paralab.programs.instructions import CALL, WAIT, Code, Instr
+from paralab.programs.instructions import Code, Instr
 from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
@@ -75,12 +75,15 @@ def spelled(costs: Costs, r: int, code: Code) -> tuple[Timed, list[Item], list[i
     known: dict[int, tuple[Compute, list[Item]]] = {}  # of blocks alike the same
     for ins in code:
         cost = costs.of(r, ins)
-        if type(cost) is Compute and cost.inside:
+        if type(cost) is Compute:
             if id(cost) not in known:
-                calls = {one.writes: takes for one, takes in cost.inside}
-                items = [item(r, *part, calls.get(part[0].reads)) for part in cost.inside]
-                known[id(cost)] = cost, items
-            made += [(one if one.op in (CALL, WAIT) else ins, part) for one, part in cost.inside]
+                parts = cost.inside or ((ins, cost),)
+                calls = {one.writes: takes for one, takes in parts}
+                known[id(cost)] = cost, [item(r, *part, calls.get(part[0].reads)) for part in parts]
+            if cost.inside:
+                made += [(ins if type(own) is Compute else one, own) for one, own in cost.inside]
+            else:
+                made.append((ins, cost))
             read += known[id(cost)][1]
         else:
             made.append((ins, cost))
