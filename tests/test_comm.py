@@ -9,13 +9,13 @@ import time
 import pytest
 
 import paralab as pl
+from paralab.comm import Group, everyone, wait_all
 from paralab.launch import launch_program
 
 
 def every_operation(context, staged: bool) -> dict:
     import torch
 
-    from paralab.comm import Group
     from paralab.instruments.recorder import Recorder
     from paralab.transports import Gloo, Staged
 
@@ -121,13 +121,8 @@ def groups_of_groups(context) -> dict:
 
     import torch
 
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
-
     n, rank = context.world_size, context.rank
-    context = dataclasses.replace(context, nodes=(0, 0, 1, 1))
-    recorder = Recorder(rank=rank, world_size=n)
-    world = Group(range(n), axis="world", context=context, recorder=recorder)
+    world = everyone(dataclasses.replace(context, nodes=(0, 0, 1, 1)))
     out = {}
     for axis, members in (("tp", [(0, 1), (2, 3)]), ("dp", [(0, 2), (1, 3)])):
         asked = [world.subgroup(ranks, axis=axis) for ranks in members]
@@ -146,7 +141,7 @@ def groups_of_groups(context) -> dict:
             world.subgroup(wrong, axis="tp")
     with pytest.raises(RuntimeError, match="every rank has to ask"):
         mine.subgroup((rank,), axis="pp")
-    return {**out, **recorder.tables()["collectives"]}
+    return {**out, **world.recorder.tables()["collectives"]}
 
 
 def test_subgroups_sum_over_their_members_and_every_pair_has_its_own_level():
@@ -168,11 +163,7 @@ def out_of_order(context, case: str) -> None:
     """What rank 0 does in this case, or rank 1."""
     import torch
 
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
-
-    rank, t = context.rank, torch.zeros(4)
-    group = Group(range(2), axis="pp", context=context, recorder=Recorder(rank=rank, world_size=2))
+    rank, t, group = context.rank, torch.zeros(4), everyone(context)
 
     def send(tensor):
         return group.send(tensor, to=1 - rank, phase="test")
@@ -232,12 +223,7 @@ def test_strict_mode_looks_often_for_a_peer_because_a_file_store_waits_10_ms():
 def waits_for_an_absent_peer(context) -> None:
     import torch
 
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
-
-    group = Group(
-        range(2), axis="pp", context=context, recorder=Recorder(rank=context.rank, world_size=2)
-    )
+    group = everyone(context)
     if context.rank == 0:
         group.send(torch.zeros(1), to=1, phase="test").wait()
 
@@ -251,11 +237,7 @@ def test_strict_mode_holds_a_send_until_its_receive_is_there():
 def receives_long_before_it_looks(context) -> bool:
     import torch
 
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
-
-    recorder = Recorder(rank=context.rank, world_size=2)
-    group = Group(range(2), axis="pp", context=context, recorder=recorder)
+    group = everyone(context, axis="pp")
     group.barrier()
     if context.rank == 0:
         call = group.send(torch.ones(1000), to=1)
@@ -268,7 +250,7 @@ def receives_long_before_it_looks(context) -> bool:
     time.sleep(0.01)
     call.wait()
     assert context.rank == 0 or bool((got == 1).all())
-    table = recorder.tables()["spans"]
+    table = group.recorder.tables()["spans"]
     rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
     ended = [r["end"] for r in rows if r["lane"] == "comm:pp"][-1]
     return ended < before
@@ -281,11 +263,7 @@ def test_a_message_ends_when_its_bytes_are_there_not_when_the_rank_looks():
 def waits_for_several(context) -> list[tuple[str, int]]:
     import torch
 
-    from paralab.comm import Group, wait_all
-    from paralab.instruments.recorder import Recorder
-
-    recorder = Recorder(rank=context.rank, world_size=2)
-    group = Group(range(2), axis="pp", context=context, recorder=recorder)
+    group = everyone(context)
     if context.rank == 0:
         calls = [group.send(torch.full((9,), float(k)), to=1) for k in range(3)]
     else:
@@ -295,7 +273,7 @@ def waits_for_several(context) -> list[tuple[str, int]]:
     wait_all(calls)
     if context.rank == 1:
         assert [t[0].item() for t in got] == [0, 1, 2]
-    spans = recorder.tables()["spans"]
+    spans = group.recorder.tables()["spans"]
     return [(kind, len(after)) for kind, after in zip(spans["kind"], spans["after"], strict=True)]
 
 
@@ -310,15 +288,10 @@ def looks_for_what_gloo_still_has(context) -> dict[str, int]:
 
     import torch
 
-    from paralab.comm import Group
     from paralab.instruments.ledger import Ledger
-    from paralab.instruments.recorder import Recorder
 
-    n = context.world_size
-    recorder = Recorder(rank=context.rank, world_size=n)
-    group = Group(range(n), axis="dp", context=context, recorder=recorder)
-    found = {}
-    with Ledger(recorder):
+    n, group, found = context.world_size, everyone(context), {}
+    with Ledger(group.recorder):
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
             found[name] = 0
             for _ in range(100):

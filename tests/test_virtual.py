@@ -14,6 +14,7 @@ import pytest
 
 import paralab as pl
 import virtual_cuda
+from paralab.comm import everyone
 from paralab.instruments.allocator import PEAKS
 from paralab.interpret import quick
 from paralab.interpret.costs import Compute, Costs
@@ -21,7 +22,7 @@ from paralab.interpret.time import time
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
 from virtual_cuda import Node, solve
-from virtual_runs import COMPUTE, Found, Job, Lasts, share, virtual, virtuals
+from virtual_runs import COMPUTE, Found, Job, Lasts, on_virtual, share, virtual, virtuals
 
 MODEL = pl.ModelSpec(layers=8, hidden=16, heads=2, seq_len=8)
 SMALL = MODEL.replace(layers=2)
@@ -34,16 +35,9 @@ def moments_of(act: Callable[[Any, Any], int], *calls: float) -> list[float]:
     """
 
     def on_a_rank(context):
-        from paralab.comm import Group
-        from paralab.instruments.recorder import Recorder
-
         seconds = iter(calls)
-        machine = virtual_cuda.install(context.rank, lambda op, size: next(seconds))
-        device = virtual_cuda.name_of(context.rank)
-        context = dataclasses.replace(context, device=device, backend="nccl")
-        recorder = Recorder(rank=context.rank, world_size=2, device=device)
-        group = Group((0, 1), axis="dp", context=context, recorder=recorder)
-        at = act(machine, group)
+        machine, context = on_virtual(context, lambda op, size: next(seconds))
+        at = act(machine, everyone(context))
         return list(map(tuple, machine.nodes)), at
 
     parts = launch_program(on_a_rank, 2, (), device="cpu", timeout=30)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import pytest
 
 import paralab as pl
 import virtual_cuda
+from paralab.comm import everyone
 from paralab.instruments import calibrate, measure
 from paralab.launch import launch_program
 from paralab.spec.links import Reach
-from virtual_runs import measured
+from virtual_runs import measured, on_virtual
 
 STATED = pl.Cluster(
     devices_per_node=2,
@@ -94,17 +94,12 @@ def test_virtual_calls_begin_when_the_last_member_comes(op):
     def late(context):
         import torch
 
-        from paralab.comm import Group
-        from paralab.instruments.recorder import Recorder
-
-        machine = virtual_cuda.install(context.rank, cluster=STATED)
-        device = virtual_cuda.name_of(context.rank)
-        context = dataclasses.replace(context, device=device, backend="nccl")
-        recorder = Recorder(rank=context.rank, world_size=2, device=device)
-        group = Group((0, 1), axis="dp", context=context, recorder=recorder)
+        machine, context = on_virtual(context, cluster=STATED)
+        group = everyone(context)
         machine.works(1.0 * context.rank, "late")
         measure.call(group, op, torch.zeros(50), None, end=1)
-        return recorder.clock.seconds(recorder.clock.mark())
+        clock = group.recorder.clock
+        return clock.seconds(clock.mark())
 
     ends = launch_program(late, 2, (), device="cpu", timeout=30)
     filled = STATED.op_overhead + 200 / STATED.memory_bandwidth

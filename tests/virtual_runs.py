@@ -45,6 +45,13 @@ def share(program: Any, ins: Instr) -> float:
     return (ins.at[1] - ins.at[0]) / (j - i) / program.plan.virtual_stages
 
 
+def on_virtual(context: Any, *how: Any, **stated: Any) -> tuple[virtual_cuda.Machine, Any]:
+    """A virtual GPU of this rank's own, and the context of a rank that has taken it."""
+    machine = virtual_cuda.install(context.rank, *how, **stated)
+    device = virtual_cuda.name_of(context.rank)
+    return machine, dataclasses.replace(context, device=device, backend="nccl")
+
+
 class Job(NamedTuple):
     """A training on virtual GPUs. change(machine): break something first, for good."""
 
@@ -63,8 +70,8 @@ def of_a_rank(context: Any, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     groups, found = remembered(dist.new_group), []
     for job in jobs:
         dist.new_group = groups()
-        machine = virtual_cuda.install(context.rank, job.lasts.call)
-        found.append(trained(machine, context, job))
+        machine, own = on_virtual(context, job.lasts.call)
+        found.append(trained(machine, own, job))
         machine.remove()
     return found
 
@@ -88,8 +95,6 @@ def trained(machine: virtual_cuda.Machine, context: Any, job: Job) -> dict[str, 
         machine.put(Rank, **{op: timed(op, getattr(Rank, op))})
     if job.change is not None:
         job.change(machine)
-    device = virtual_cuda.name_of(context.rank)
-    context = dataclasses.replace(context, device=device, backend="nccl")
     with tempfile.TemporaryDirectory() as folder:
         settings = {"optimizer": "sgd", "lr": 0.5, "offload_folder": folder, **job.settings}
         trainer = Trainer(context, job.model, job.plan, **settings)
@@ -110,10 +115,9 @@ def measured(
     """A measurement of the calibration, on a virtual GPU that is as fast as stated."""
     from paralab.instruments import measure
 
-    machine = virtual_cuda.install(context.rank, cluster=stated)
+    machine, context = on_virtual(context, cluster=stated)
     measure.ASKED["cuda"] = wanted
-    device = virtual_cuda.name_of(context.rank)
-    rows = program(dataclasses.replace(context, device=device, backend="nccl"))
+    rows = program(context)
     assert machine.wrong == []
     return rows
 

@@ -51,16 +51,13 @@ def steps_of(n: int) -> dict[str, tuple[pl.ModelSpec, pl.Plan]]:
 
 def calls_and_steps(context: Any, gate: witness.Gate, repeats: int, ops: list[str]) -> list[int]:
     """Each op between gates, then training steps; this rank's ledger bytes of each."""
-    from paralab.comm import Group
-    from paralab.instruments.recorder import Recorder
+    from paralab.comm import everyone
     from paralab.interpret.train import Trainer
 
-    witness.REPEATS, n = repeats, context.world_size
-    recorder = Recorder(rank=context.rank, world_size=n)
-    group = Group(range(n), axis="world", context=context, recorder=recorder)
-    calls = witness.calls(group, PAYLOAD)
+    witness.REPEATS, group = repeats, everyone(context)
+    recorder, calls = group.recorder, witness.calls(group, PAYLOAD)
     sent = [witness.held(calls[op], gate, recorder) for op in ops]
-    for model, plan in steps_of(n).values():
+    for model, plan in steps_of(context.world_size).values():
         trainer = Trainer(context, model, plan, recorder=recorder)
         sent.append(witness.held(functools.partial(trainer.step, 0), gate, recorder))
     return sent
