@@ -23,14 +23,6 @@ def ring_copied(group, tensor):
         leaving.copy_(arriving)
 
 
-def ring_to_the_left(group, tensor):
-    """A right answer, the other way round."""
-    n, r, left, right, chunks = _around(group, tensor)
-    for step in range(n - 1):
-        parts = [("send", chunks[(r + 1 + step) % n], left)]
-        group.exchange([*parts, ("recv", chunks[(r + 2 + step) % n], right)]).wait()
-
-
 def ring_through_root(group, tensor):
     n, r, _, _, chunks = _around(group, tensor)
     if r:

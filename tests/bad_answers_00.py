@@ -53,10 +53,6 @@ def clips_each_microbatch(model, optimizer, microbatches, clip_norm):
     return mean, norm
 
 
-def without_clip(model, optimizer, microbatches):
-    return 0.0, 0.0
-
-
 # ---- peak_estimate -------------------------------------------------------------------------------
 def by_asking(model, batch, microbatches):
     import paralab as pl

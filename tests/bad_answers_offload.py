@@ -40,7 +40,3 @@ def fills_the_window_first(units, window):
     """Reads `window` units to begin with, even if there are fewer."""
     jobs = [("read", unit, unit) for unit in range(window)]
     return jobs + [job for job in good(units, window) if job not in jobs]
-
-
-def raises(units, window):
-    raise KeyError("unit 7")

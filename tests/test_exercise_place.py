@@ -139,7 +139,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ),
     (lambda *asked: None, {PLAN}, "plan=None: not a plan"),
     (lambda *asked: 1 / 0, {PLAN}, "raised ZeroDivisionError"),
-    (lambda model: None, {PLAN}, "yours cannot be called so"),
 ]
 TABLE = Table(PLACE, WRONG, [knows, knows_and_asks], exact=True)
 test_a_wrong_planner_is_refused, test_a_right_planner_passes, test_its_stub = TABLE.tests()

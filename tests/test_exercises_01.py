@@ -114,8 +114,6 @@ TWO_LEVELS = [
     (levels(("_rank(), ranks_per_node", "_rank(), 2")), {"bytes between nodes"},
      "2 nodes of 3: rank "),
     (levels(("list(range(place, n, k))", "[place, place + k]")), {"result"}, "3 nodes of 2: "),
-    (bad.raises, {"result"}, "raised KeyError: 'chunk 7'"),
-    (bad.by_collective, {"result"}, "yours cannot be called so: too many positional"),
 ]  # fmt: skip
 RIGHT_LEVELS = [
     levels((PART, "parts = list(tensor.chunk(k))\n    part = parts[rank % k].clone()"),

@@ -42,9 +42,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3(ALL_REDUCES), {"bytes per rank"}, "1.33 times as many"),
     (zero3((UPDATE, "pass")), {"weights"}, "it is as it was before"),
     (zero3(FIXED), {"weights"}, "; it is so with lr=0.1, whatever lr is"),
-    (zero3(("self.lr = lr", "raise KeyError('unit 7')")), {"weights"}, "raised KeyError: 'unit 7'"),
     (bad.Torchs, {"weights"}, "raised "),
-    (zero3(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
 ]  # fmt: skip
 RIGHT = zero3(SUMS, (UPDATE, f"{UPDATE} / self.ranks"))
 TABLE = Table(ZERO3, WRONG, [RIGHT], alone=[bad.Torchs])
@@ -92,9 +90,8 @@ LATE = [  # answer, limits it breaks, words of the verdict
     (ahead(("gradient.zero_()", "pass")), {"weights"}, "the gradient of the step before is still"),
     (ahead(SUMS), {"weights"}, "timed units: step 2: the units' output is "),
     (ahead(FIXED), {"weights"}, "; it is so with lr=0.1, whatever lr is"),
-    (ahead(("def gather(", "def whole(")), {"weights"}, "the class has no method gather"),
 ]  # fmt: skip
-PREFETCHES = Table(AHEAD, LATE, [bad.LearnsTheOrder])
+PREFETCHES = Table(AHEAD, LATE)
 test_a_wrong_prefetch_is_refused, test_a_right_prefetch_passes, test_the_stub = PREFETCHES.tests()
 
 
@@ -108,8 +105,8 @@ def test_a_unit_that_does_not_wait_for_its_gather_is_named_whatever_comes_out(wa
 
 
 def test_the_exposed_time_of_a_prefetch_is_that_of_the_stated_costs():
-    assert PREFETCHES[bad.LearnsTheOrder].rows[-1].yours == "32 ms"
+    assert PREFETCHES[PREFETCHES.right[0]].rows[-1].yours == "32 ms"
 
 
 def test_prefetch_takes_a_launch_of_timed_units_one_of_training_and_a_reference():
-    assert PREFETCHES[bad.LearnsTheOrder] and PREFETCHES.launches <= 3
+    assert PREFETCHES[PREFETCHES.right[0]] and PREFETCHES.launches <= 3

@@ -94,11 +94,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "no parameter up.weight; it has first.weight, "),
         (mlp((NO_GRAD, f"self.up.bias.requires_grad_(False)\n        {NO_GRAD}")),
          {"result"}, "up.bias has no gradient after backward"),
-        (mlp(("inside = F", "raise KeyError('A')\n        inside = F")),
-         {"result"}, "t=2: rank 0 raised KeyError: 'A'"),
         (mlp(("def forward(self, x", "def foward(self, x")), {"result"},
          'is missing the required "forward" function'),
-        (lambda up, down: None, {"result"}, "yours cannot be called so: got an unexpected keyword"),
     ],
     ATTENTION: [
         (attention((WEIGHT, "qkv.weight.chunk(t)[rank]"), (BIAS, "qkv.bias.chunk(t)[rank]")),
@@ -145,8 +142,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (attention((f"return self.g({MIXED})", f"z = {MIXED}\n        "
                     "dist.all_reduce(z.detach(), async_op=True)\n        return z")),
          {"result"}, "t=2: rank 0 never waits for all_reduce #0"),
-        (attention(("b, s, _ = x.shape", "raise KeyError('q')")), {"result"},
-         "t=2: rank 0 raised KeyError: 'q'"),
         (mlp(), {"result"}, "got an unexpected keyword argument 'heads'"),
     ],
     LOSS: [
@@ -202,8 +197,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
 RIGHT = {
     F_G: [(bad.f_in_two, bad.g_in_two)],
     MLP: [],
-    ATTENTION: [bad.AttentionGood, bad.AttentionHeadByHead],
-    LOSS: [bad.loss_by_autograd, bad.loss_of_log_sums],
+    ATTENTION: [],
+    LOSS: [bad.loss_of_log_sums],
 }
 TABLE = {one: Table(EXERCISE[one], WRONG[one], RIGHT[one]) for one in WRONG}
 test_wrong_operators_are_refused, test_right_operators_pass, test_their_stubs = TABLE[F_G].tests()
