@@ -489,19 +489,6 @@ def test_the_start_method_is_the_systems_unless_the_environment_asks(monkeypatch
             start_method()
 
 
-def test_ranks_that_spawn_do_the_same(monkeypatch, house, capsys) -> None:
-    """What `make test-spawn` tries at length, and tests/test_spawn.py on two ranks. Another method
-    takes another server.
-    """
-    monkeypatch.setenv(START, "fork")
-    assert house.server().method == "fork"
-    monkeypatch.setenv(START, "spawn")
-    with pytest.raises(pl.RankError, match="rank 0 raised ZeroDivisionError"):
-        pl.launch(lambda: print(*sum_of_ranks()) or 1 / 0, ranks=1)
-    assert house._server.method == "spawn"
-    assert capsys.readouterr().out == "[rank 0] 0 0.0\n"
-
-
 # ---- who waits for whom -------------------------------------------------------------------------
 
 

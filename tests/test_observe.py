@@ -294,7 +294,8 @@ def toy(watched):
     """The model of torch's first DDP tutorial. Watched by torch's profiler: bytes at its peak."""
     import torch
     from torch import nn
-    from torch.profiler import ProfilerActivity, profile
+
+    from test_memory import profiled_peak
 
     torch.set_num_threads(1)
     layers = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
@@ -307,14 +308,9 @@ def toy(watched):
         optimizer.step()
 
     for _ in range(3):
-        held = data.nbytes + 3 * sum(p.nbytes for p in model.parameters())  # gradients, buckets
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=watched) as profiler:
-            step()
-    live = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        live += event.nbytes() if event.name() == "[memory]" else 0
-        most = max(most, live)
-    return held + most
+        most = profiled_peak(step) if watched else step()
+    held = data.nbytes + 3 * sum(p.nbytes for p in model.parameters())  # gradients, buckets
+    return held + (most or 0)
 
 
 def test_the_peak_of_an_observed_ddp_is_torchs_profilers():
@@ -545,7 +541,8 @@ def in_this_process():
 
     import torch
     from torch import nn
-    from torch.profiler import ProfilerActivity, profile
+
+    from test_memory import profiled_peak
 
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -569,12 +566,7 @@ def in_this_process():
     first = first[first["category"] == "optimizer"]["bytes"].sum()
     assert first == 2 * psi + 16, first  # what there was before the block
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train(optimizer, 1)
-    live = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        live += event.nbytes() if event.name() == "[memory]" else 0
-        most = max(most, live)
+    most = profiled_peak(functools.partial(train, optimizer, 1))
     memory = seen.memory[seen.memory["step"] == 1]
     total = memory.groupby("time")["bytes"].sum()
     mine = total.max() - 3 * psi - 16  # what there was before

@@ -36,6 +36,7 @@ PLANS = cases("""
 
     pp=2 dp=2 microbatches=2 schedule=gpipe grad_sync=bucketed
     pp=2 dp=2 microbatches=4 zero_stage=3 schedule=interleaved virtual_stages=2
+    pp=2 tp=2 microbatches=3 microbatch_size=1 precision=bf16 partition_messages=True
 
     tp=4 sequence_parallel=True microbatch_size=1 attention=sdpa tied=False
 

@@ -44,11 +44,16 @@ import json
 import paralab as pl
 from paralab.instruments import processors, witness
 
-def hidden():
+def fails():
     import os
-    return not os.path.exists("/proc")
+    print("hidden:", not os.path.exists("/proc"))
+    1 / 0
 
-said = {"hidden from ranks": pl.launch(hidden, ranks=1)[0]}
+said = {}
+try:
+    pl.launch(fails, ranks=1)
+except pl.RankError as error:
+    said["failed"] = str(error)
 try:
     witness.witness()
 except OSError as error:
@@ -69,8 +74,11 @@ def without_linux(*command: str) -> subprocess.CompletedProcess:
 def test_a_run_needs_nothing_of_linux_and_the_witness_says_that_it_does() -> None:
     ran = without_linux("-c", TRIED)
     assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
-    assert said["hidden from ranks"] and said["losses"] == 2 and said["busy"] == 0.0
+    printed, said = ran.stdout.splitlines()
+    assert printed == "[rank 0] hidden: True"
+    said = json.loads(said)
+    assert said["failed"].startswith("rank 0 raised ZeroDivisionError")
+    assert said["losses"] == 2 and said["busy"] == 0.0
     assert said["witness"].startswith("the kernel shows no counter of the loopback interface")
     assert (
         "only Linux has it; elsewhere the ledger (report.traffic()) has no witness"
