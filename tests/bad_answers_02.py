@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from paralab.exercises.answers.my_ddp import MyDDP
-
 
 # ---- average_gradients ---------------------------------------------------------------------------
 def mean_coalesced(module):
@@ -36,37 +34,6 @@ def mean_gathered(module):
 
 
 # ---- my_ddp --------------------------------------------------------------------------------------
-class AfterBackward(MyDDP):
-    """Buckets are sent when backward is over."""
-
-    def __init__(self, module, bucket_bytes):
-        self.closed = []
-        super().__init__(module, bucket_bytes)
-
-    def send(self):
-        self.closed.append(self.bucket)
-        self.bucket = []
-
-    def finish(self):
-        if self.bucket:
-            self.send()
-        for bucket in self.order():
-            self.bucket = bucket
-            super().send()
-        self.closed = []
-        super().finish()
-
-    def order(self):
-        return self.closed
-
-
-class OtherOrderOnEveryRank(AfterBackward):
-    """Buckets are sent in an order of each rank's own."""
-
-    def order(self):
-        return self.closed[::-1] if dist.get_rank() else self.closed
-
-
 class Torchs:
     """PyTorch's own class does it."""
 

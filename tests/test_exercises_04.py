@@ -43,8 +43,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ((FIRST, SECOND, FIRST), {THREE}, "rank 0 holds 4 micro-batches, required: at most 3"),
     ((own("naive"), own("naive"), own("naive")), {ONE, TWO, THREE}, "takes 960 ms"),
     ((bad.schedule_upside_down, SECOND, THIRD), {ONE}, "deadlock, the waits form a cycle"),
-    ((bad.schedule_forgets_a_half, SECOND, THIRD), {ONE}, "the weight half of the backward"),
-    ((FIRST, lambda pp, m: None, THIRD), {TWO}, "schedule=None: not a schedule"),
     ((FIRST, SECOND, lambda pp, m: bad.one_f_one_b(pp, 6)), {THREE}, "p=4, m=8: "),
 ]  # fmt: skip
 RIGHT = own("zb-h1"), own("zb-h2"), lambda pp, m: map(" ".join, THIRD(pp, m))
