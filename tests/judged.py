@@ -23,7 +23,6 @@ from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
 
 ALONE_S = 3.0  # without a sign of life; what an answer is given takes a hundredth of it
-LAUNCHES = 6  # of all answers at most: one for each number of ranks or plan that they run on
 TABLES: list[Table] = []
 BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
 FOLDERS = sources.ANSWERS, Path(__file__).parent / "labs" / "answers"
@@ -80,6 +79,7 @@ class Table:
     right   answers that pass and that no notebook runs; without one, the answer that is shown
     alone   answers that stop the others: they hang, or fail on some ranks only
     exact   whether a wrong answer breaks no other limits
+    most    launches for all answers: one for each number of ranks or plan that they run on
     """
 
     def __init__(
@@ -90,8 +90,9 @@ class Table:
         *,
         alone: Sequence = (),
         exact: bool = False,
+        most: int = 6,
     ) -> None:
-        self.exercise, self.alone, self.exact = exercise, alone, exact
+        self.exercise, self.alone, self.exact, self.most = exercise, alone, exact, most
         names, self.launches = asked_for(exercise), 0
         self.right = list(right) or [stored(exercise.name, *names)]
         self.stub = defined(_built(exercise.name) + exercise.stub, *names)
@@ -119,7 +120,7 @@ class Table:
             parts = list(map(_parts, self._answers))
             with mock.patch.object(launching, "Run", counted):
                 self._verdicts = self.exercise.check_each(parts, timeout=HANG_S)
-            assert self.launches <= LAUNCHES, f"{self.launches} launches for one table"
+            assert self.launches <= self.most, f"{self.launches} launches for one table"
         assert _is_in(answer, self._answers), answer
         return self._verdicts[_place(answer, self._answers)]
 

@@ -49,7 +49,6 @@ def sent(report, **where):
     return int(calls["wire_bytes"].sum())
 
 
-# ---- traffic --------------------------------------------------------------------------------
 # ---- rows -----------------------------------------------------------------------------------
 def test_backward_is_cut_at_every_launch_and_loses_nothing():
     plan = pl.Plan(dp=2, bucket_bytes=20_000)

@@ -72,7 +72,6 @@ def test_ranks_are_numbered_tp_innermost():
         assert plan.ranks("pp", rank) == tuple(grid[:, at.dp, at.tp])
 
 
-# ---- FACTS ----------------------------------------------------------------------------------
 # ---- rows ------------------------------------------------------------------------------------
 @modes
 def test_linear_layers_rows_equal_the_formulas_forward_and_backward_apart(mode):
