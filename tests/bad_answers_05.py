@@ -25,6 +25,30 @@ class Torchs:
 
 
 # ---- my_prefetch ---------------------------------------------------------------------------------
+class LearnsTheOrder(MyPrefetch):
+    """Right: the first step shows which unit follows which, later ones look ahead."""
+
+    def __init__(self, units, lr):
+        self.seen, self.known, self.at = [], [], 0
+        super().__init__(units, lr)
+
+    def gather_unit(self, i, following=1):
+        self.seen.append(i)
+        self.at += 1
+        self.post(i)
+        if self.at < len(self.known) and self.known[self.at] != i:
+            self.post(self.known[self.at])
+        super().gather_unit(i, following=0)
+
+    def step(self):
+        self.known, self.seen, self.at = self.seen, [], 0
+        super().step()
+
+    def gather(self):
+        self.known = []
+        super().gather()
+
+
 class WaitsWhenItIsOver(MyPrefetch):
     """A unit's gather is waited for after its forward."""
 

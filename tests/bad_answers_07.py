@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -50,6 +53,57 @@ def f_in_two(x):
 
 def g_in_two(x):
     return operator(in_two, same)(x)
+
+
+# ---- tensor_attention ----------------------------------------------------------------------------
+def own(whole, dim):
+    return whole.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+class AttentionGood(nn.Module):
+    """A right answer, by sums over named axes."""
+
+    def __init__(self, qkv, proj, *, heads, f, g):
+        super().__init__()
+        self.f, self.g, self.heads = f, g, heads // dist.get_world_size()
+        self.qkv, self.proj = nn.Module(), nn.Module()
+        self.qkv.weight = nn.Parameter(self.rows(qkv.weight))
+        self.qkv.bias = nn.Parameter(self.rows(qkv.bias))
+        self.proj.weight = nn.Parameter(own(proj.weight, 1))
+        self.proj.bias = nn.Parameter(proj.bias.detach().clone())
+
+    def rows(self, whole):
+        return torch.cat([own(part, 0) for part in whole.detach().chunk(3)])
+
+    def parts(self, x):
+        """q, k, v: (b, s, a/t, h/a) each."""
+        flat = F.linear(self.f(x), self.qkv.weight, self.qkv.bias)
+        return flat.unflatten(-1, (3, self.heads, -1)).unbind(2)
+
+    def mask(self, scores):
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, -math.inf)
+
+    def mixed(self, x):
+        q, k, v = self.parts(x)
+        scores = torch.einsum("bqad,bkad->baqk", q, k) / math.sqrt(q.shape[-1])
+        share = self.mask(scores).softmax(-1)
+        return torch.einsum("baqk,bkad->bqad", share, v).flatten(2)
+
+    def forward(self, x):
+        return self.g(F.linear(self.mixed(x), self.proj.weight)) + self.proj.bias
+
+
+class AttentionHeadByHead(AttentionGood):
+    """A right answer: a loop over heads, each with its own rows of proj."""
+
+    def mixed(self, x):
+        q, k, v = self.parts(x)
+        return torch.cat([self.head(*(part[:, :, i] for part in (q, k, v)))
+                          for i in range(self.heads)], dim=-1)  # fmt: skip
+
+    def head(self, q, k, v):
+        return self.mask(q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
 # ---- vocab_parallel_loss -------------------------------------------------------------------------

@@ -177,5 +177,47 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
      {"gradients"}, "raised OrderError: recv #"),
     (lambda stages, lists: 0.0, {"gradients"}, "required: interleaved_step(stages, lists, batches"),
 ]  # fmt: skip
-ALL_CHUNKS = Table(CHUNKS, CHUNKED, alone=partial(CHUNKED))
+
+
+def by_inspection(stages, lists, batches, shape):
+    """An unusual right answer: one loop over all ranks' lists says what comes when."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    last, inbox, order, kept, works, total = p * len(stages) - 1, {}, {}, {}, [], 0.0
+    for sender in {(rank - 1) % p, (rank + 1) % p}:
+        order[sender] = []
+        for action in lists[sender]:
+            kind = action.strip("0123456789")
+            stage, k = map(int, action.split(kind))
+            to = stage + (1 if kind == "F" else -1)
+            if 0 <= to <= last and to % p == rank:
+                order[sender].append((to, kind, k))
+
+    def message(*need):
+        source = (need[0] - (1 if need[1] == "F" else -1)) % p
+        while need not in inbox:
+            now = inbox[order[source].pop(0)] = torch.empty(shape)
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, now, source)])[0].wait()
+        return inbox.pop(need)
+
+    for action in lists[rank]:
+        kind = action.strip("0123456789")
+        stage, k = map(int, action.split(kind))
+        if kind == "F":
+            x = message(stage, "F", k).requires_grad_() if stage else batches[k][0]
+            y = stages[stage](x, batches[k][1])
+            total += y.item() / len(batches) if stage == last else 0.0
+            if stage < last:
+                works.append(dist.isend(y.detach(), (rank + 1) % p))
+            kept[stage, k] = x, y
+        else:
+            x, y = kept.pop((stage, k))
+            y.backward(torch.tensor(1 / len(batches)) if stage == last else message(stage, "B", k))
+            if stage:
+                works.append(dist.isend(x.grad, (rank - 1) % p))
+            del x, y
+    [work.wait() for work in works]
+    return total
+
+
+ALL_CHUNKS = Table(CHUNKS, CHUNKED, [by_inspection], alone=partial(CHUNKED))
 test_wrong_chunks_are_refused, test_right_chunks_pass, test_the_stub_of_chunks = ALL_CHUNKS.tests()

@@ -197,7 +197,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
 RIGHT = {
     F_G: [(bad.f_in_two, bad.g_in_two)],
     MLP: [],
-    ATTENTION: [],
+    ATTENTION: [bad.AttentionHeadByHead],
     LOSS: [bad.loss_of_log_sums],
 }
 TABLE = {one: Table(EXERCISE[one], WRONG[one], RIGHT[one]) for one in WRONG}

@@ -67,7 +67,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 
 
-TABLE = Table(SUMMA, WRONG, alone=[ROOT, HALF])
+TABLE = Table(SUMMA, WRONG, [bad.OneBuffer], alone=[ROOT, HALF])
 test_a_wrong_summa_is_refused, test_a_right_summa_passes, test_its_stub = TABLE.tests()
 
 
