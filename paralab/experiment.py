@@ -194,6 +194,7 @@ def run(
                     (model, plan, {**vars(checked), "offload_folder": folder}),
                     timeout=timeout,
                     device=device,
+                    optimizers=False,
                     on_progress=bar.move,
                     strict=strict,
                     stop=stop,

@@ -148,6 +148,7 @@ def launch_program(
     *,
     told: bool = True,
     any_tensor: bool = False,
+    optimizers: bool = True,
     timeout: float = 120.0,
     device: str | None = None,
     live: bool = False,
@@ -160,6 +161,7 @@ def launch_program(
     told         False for `launch`, whose ``fn`` is not
     any_tensor   where ranks have a GPU each, the process group carries the host's tensors too, over
                  gloo. Otherwise it is NCCL alone, which refuses them
+    optimizers   False where ranks use none of torch's: they need not wait for what it imports
     on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
     strict       carried to ``context.strict``
     """
@@ -203,7 +205,7 @@ def launch_program(
     with _house.turn(stop) as server:
         run = Run(server, timeout=timeout, on_progress=on_progress, stop=stop)
         try:
-            run.start(ranks, pickle.dumps(task), payload, live=live, trains=told)
+            run.start(ranks, pickle.dumps(task), payload, live=live, trains=told and optimizers)
             error = run.watch()
         finally:
             try:

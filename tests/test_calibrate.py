@@ -180,7 +180,7 @@ def test_a_rank_asks_torch_for_gpus_once_for_each_choice_of_them(monkeypatch):
     asked = []
     launch = sys.modules["paralab.launch"]
 
-    def seen(program, ranks, args, *, device):
+    def seen(program, ranks, args, *, device, optimizers):
         asked.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return [[("H100", 1)] * len(asked)]
 

@@ -27,7 +27,7 @@ import paralab as pl
 from paralab.comm import everyone
 from paralab.launch import _House, _house, launch_program
 from paralab.ranks.host import RECEIVING
-from paralab.ranks.server import START, WHEN_IDLE, kill, start_method
+from paralab.ranks.server import ESSENTIAL, START, TO_TRAIN, WHEN_IDLE, kill, start_method
 from paralab.ranks.waits import Standing, sentence
 from paralab.ranks.watch import Run
 from processes import below_the_server, is_alive, python, until
@@ -397,6 +397,13 @@ def test_ranks_that_train_are_born_with_what_an_optimizer_imports_whatever_was_i
         server.get_ready(give_up, to_train=True)
     assert launch_program(has_compiler, ranks=2) == [True, True]  # each would take 1.4 s
     assert house.server() is server
+
+
+@forks
+def test_the_library_s_own_training_does_not_wait_for_what_an_optimizer_imports(house) -> None:
+    pl.run(pl.ModelSpec(layers=1, hidden=8, heads=1, seq_len=4), pl.Plan(), progress=False)
+    asked = house.server()._asked
+    assert ESSENTIAL in asked and TO_TRAIN not in asked
 
 
 def test_a_failing_import_is_shown_not_hidden(tmp_path: Path, monkeypatch, house) -> None:

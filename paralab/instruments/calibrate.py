@@ -73,7 +73,7 @@ from paralab.version import __version__
 # passes, what messages and files take in every third, in which it is repeated more often.
 PASSES = 7
 COMPUTING = ("device", "calls", "products")
-FORMAT = 10  # of the cache file; files of another format are measured again
+FORMAT = 11  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
 VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
@@ -117,7 +117,7 @@ def _seen(visible: str | None) -> tuple[tuple[str, int], ...]:
         return tuple(see_gpus(None))
     from paralab.launch import launch_program
 
-    return tuple(launch_program(see_gpus, 1, (), device="cpu")[0])
+    return tuple(launch_program(see_gpus, 1, (), device="cpu", optimizers=False)[0])
 
 
 def device_of_run(ranks: int) -> str:
@@ -275,7 +275,7 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
     for number in range(1 if found else PASSES):
         for name, (program, count) in programs.items():
             if count and (name in COMPUTING or not number % 3):
-                passes[name] += launch_program(program, count, (), device=device)
+                passes[name] += launch_program(program, count, (), device=device, optimizers=False)
         between()
     busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
     links = _from_last_launch(passes.pop("links"), ranks)

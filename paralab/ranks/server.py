@@ -54,7 +54,7 @@ ESSENTIAL = (
     "paralab.interpret.train",  # the program of pl.run
 )
 # What torch's optimizers import at first use, its compiler: 1.4 s in every rank if not shared.
-# Loaded before the first launch that trains.
+# Loaded before the first launch that may use one; `pl.run` calls the kernels themselves.
 TO_TRAIN = ("torch._dynamo",)
 # What ranks of an exercise's check import, and what DDP, FSDP and the profiler import at first use,
 # and all of the above in smaller pieces: 75 MB in every rank if not shared. Loaded while no launch

@@ -485,6 +485,13 @@ seen = {
     "FSDP2, kept": pl.observe(fsdp2, ranks=4, args=(False,)),
 }
 
+# %%
+most_held = pl.exercises.choose(
+    "Which of the three has the highest peak?",
+    ["the program", "FSDP2, resharded", "FSDP2, kept"],
+)
+most_held
+
 # %% tags=["measured"]
 ### BEGIN SOLUTION
 ### STUB: # yours is drawn as well, once MyZero3 passes its check
@@ -493,6 +500,9 @@ seen = {
 if verdict.passed:
     seen["yours"] = pl.observe(train, ranks=4, args=(MyZero3,), steps="marked")
 view.memory_charts(seen, title="FSDP2 that keeps its parameters needs more at the peak")
+
+# %%
+most_held.reveal(3, "When backward begins it still holds the gathered parameters of every block.")
 
 # %%
 ### BEGIN SOLUTION

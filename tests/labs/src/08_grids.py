@@ -420,8 +420,18 @@ pd.DataFrame({name: in_layers(report) for name, report in both.items()}).round(1
 # %%
 gathers.reveal(3, "That is (t-1) MN = 3 MN elements; the broadcasts are (q-1)(MK + KN) = MK + KN.")
 
+# %%
+whole = pl.exercises.choose(
+    "The blocks' weights are cut alike in both. What is larger with your layers?",
+    ["parameters", "activations", "both", "neither"],
+)
+whole
+
 # %% tags=["measured"]
 view.memory_bars(both, title="Around your products activations are whole on every rank")
+
+# %%
+whole.reveal(3, "Activations between your products are whole, and so are embedding and head.")
 
 # %% tags=["measured"]
 title = "Between two products your ranks also gather what the library leaves cut"

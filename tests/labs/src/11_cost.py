@@ -371,8 +371,22 @@ shares.reveal(
 title = "DDP's first all-reduce starts during backward, the library's after it"
 view.timelines(*runs.values(), labels=list(runs), ranks=[0], step=3, title=title)
 
+# %%
+second = pl.exercises.choose(
+    "At its peak one of the two runs holds what the other does not. What is it?",
+    [
+        "a second copy of the parameters",
+        "a second copy of the gradients",
+        "the activations of all blocks",
+    ],
+)
+second
+
 # %% tags=["measured"]
 view.memory_bars(runs, title="DDP's buckets are a second copy of the gradients")
+
+# %%
+second.reveal(2, "DDP copies gradients into buckets; the library's gradients are parts of them.")
 
 # %% [markdown]
 # Recomputation is part of *backward* in the timelines. Both shares compare a step with one that

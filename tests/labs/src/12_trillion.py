@@ -632,7 +632,7 @@ if verdict:
     minis = {"published": on_eight(plan), "yours": on_eight(pl.Plan(**my_plan()))}
     layers = 2 * max(mini.virtual_stages for mini in minis.values())
     gpt = pl.ModelSpec(layers=layers, hidden=64, heads=4, seq_len=32, attention="explicit")
-    how = {"steps": 3, "progress": False}
+    how = {"steps": 2, "progress": False}
     alone = pl.run(gpt, pl.Plan(microbatches=4, microbatch_size=2), **how)
     for name, mini in minis.items():
         try:
