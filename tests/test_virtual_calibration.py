@@ -51,7 +51,7 @@ def virtual_gpus(monkeypatch, tmp_path):
     def put(count: int) -> None:
         monkeypatch.setattr(calibrate, "gpus", lambda: (("virtual", 8 * 10**9),) * count)
 
-    def launched(program, ranks, args, *, device):
+    def launched(program, ranks, args, *, device, optimizers):
         assert device == "cuda" and not args
         return launch_program(measured, ranks, (program, STATED, WANTED), device="cpu", timeout=60)
 

@@ -66,8 +66,11 @@ def calibrated(cases: list[Case]) -> tuple[list[pl.Report], pl.Cluster]:
     def some() -> None:
         reports.extend(map(trained, itertools.islice(left, share)))
 
-    found = calibrate.measured("cpu", between=some)
-    return reports, pl.Cluster.from_dict(found["cluster"])
+    cluster = pl.Cluster.from_dict(calibrate.measured("cpu", between=some)["cluster"])
+    rates = f"{cluster.flops / 1e9:.1f} GFLOP/s, {cluster.memory_bandwidth / 1e9:.1f} GB/s"
+    took = ("op_overhead", "call_overhead", "wait_overhead", "wait_work")
+    print(rates, *(f"{name} {getattr(cluster, name) * 1e6:.1f} us" for name in took), sep=", ")
+    return reports, cluster
 
 
 def hold(cases: list[Case], reports: list[pl.Report], cluster: pl.Cluster) -> list[Found]:
