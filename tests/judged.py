@@ -22,7 +22,7 @@ from paralab.exercises.graded import asked_for
 from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
 
-ALONE_S = 2.0  # without a sign of life; what an answer is given takes a hundredth of it
+ALONE_S = 3.0  # without a sign of life; what an answer is given takes a hundredth of it
 TABLES: list[Table] = []
 BUILDS_ON = {"my_prefetch": "my_zero3"}  # its class inherits from the one that was written before
 FOLDERS = sources.ANSWERS, Path(__file__).parent / "labs" / "answers"

@@ -75,6 +75,6 @@ test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring 
 
 
 def test_an_answer_that_prints_for_ever_is_ended(monkeypatch):
-    monkeypatch.setattr(attempts, "WHOLE", 1)  # is waited for in full
+    monkeypatch.setattr(attempts, "WHOLE", 2)  # is waited for in full
     verdict = pl.exercises.all_gather_half.check(attacks.ring_prints_for_ever, timeout=1)
     assert "n=2: it has not ended in the time that there is for a check" in repr(verdict)
