@@ -52,10 +52,8 @@ class Found(NamedTuple):
 
 
 def trained(one: Case) -> pl.Report:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of ZeRO-3 in a pipeline
-        model = one.model.replace(**WIDE)
-        return pl.run(model, one.plan, steps=STEPS, clip_norm=one.clip_norm, progress=False)
+    model = one.model.replace(**WIDE)
+    return pl.run(model, one.plan, steps=STEPS, clip_norm=one.clip_norm, progress=False)
 
 
 def calibrated(cases: list[Case]) -> tuple[list[pl.Report], pl.Cluster]:
@@ -77,9 +75,7 @@ def hold(cases: list[Case], reports: list[pl.Report], cluster: pl.Cluster) -> li
     """Replay and predict each."""
     times, rates = [], []
     for one, report in zip(cases, reports, strict=True):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            predicted = pl.predict(report.model, one.plan, cluster).step_time
+        predicted = pl.predict(report.model, one.plan, cluster).step_time
         replayed = report.replay(cluster).step_time
         flops = step_flops(report.model, one.plan.global_batch) / one.plan.world_size
         times.append((one, replayed, predicted, flops))
@@ -118,7 +114,9 @@ def show(found: list[Found]) -> None:
 
 def measure(words: list[str] | None = None) -> list[dict]:
     cases = [one for one in cover().cases if all(word in one.name for word in words or [])]
-    found = hold(cases, *calibrated(cases))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ZeRO-3 in a pipeline
+        found = hold(cases, *calibrated(cases))
     show(found)
     ours, theirs = ([getattr(one, name) for one in found] for name in ("error", "null_error"))
     off = [abs(one.predicted - one.replayed) for one in found]
