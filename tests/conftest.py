@@ -21,7 +21,8 @@ from patience import HANG_S
 os.environ.update(server.ONE_THREAD)
 
 # What a test launches brings its module along, and that pytest: 80 ms in each rank if not shared.
-server.ESSENTIAL += ("pytest",)
+# Checks follow one another without the pause in which the server would load what they import.
+server.ESSENTIAL += ("pytest", "paralab.exercises.watched")
 
 # Drawn tests draw the same in every run: a change is to blame for what fails after it. Others are
 # drawn with `pytest --hypothesis-profile=default --hypothesis-seed=random`.

@@ -379,6 +379,19 @@ def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_withou
     assert psutil.Process(_house._server.pid).num_threads() == 1
 
 
+@forks
+def test_ranks_know_the_operators_of_a_training_and_nothing_was_drawn_before_them(house) -> None:
+    def look() -> tuple:
+        import torch
+
+        same = torch.Generator().manual_seed(torch.initial_seed())
+        fresh = torch.rand(3, generator=same).tolist()
+        return "default" in vars(torch.ops.aten.native_layer_norm), torch.rand(3).tolist(), fresh
+
+    looked_up, drawn, fresh = pl.launch(look, ranks=1)[0]
+    assert looked_up and drawn == fresh
+
+
 def has_compiler(context: object = None) -> bool:
     return "torch._dynamo" in sys.modules
 

@@ -207,11 +207,12 @@ class Ledger(Storages):
         self.born = self.born_in.get(kind, "workspace")
 
     def _changed(self) -> bool:
-        if self.bytes == self._noted:
-            return False
-        grain = self._most // GRAIN
-        pairs = zip(self.bytes.values(), self._noted.values(), strict=True)
-        return any(abs(now - before) > grain for now, before in pairs)
+        if self.bytes != self._noted:
+            grain = self._most // GRAIN
+            for category, size in self.bytes.items():
+                if abs(size - self._noted[category]) > grain:
+                    return True
+        return False
 
     def _note(self, mark: Any = None) -> None:
         """Write down what is alive, and what was when there was more since the last time."""

@@ -95,7 +95,7 @@ def see_gpus(context: Any) -> list[tuple[str, int]]:
     return list({str(one.uuid): (one.name, one.total_memory) for one in found}.values())
 
 
-def _one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, list]]:
+def one_rank(shape: tuple[int, ...], device: str) -> tuple[Any, Any, dict[str, list]]:
     """(a rank of one device, a text of zeros, marks by what the step spends its time on).
 
     The pairs of marks are those of the step that was made last: forward, backward, optimizer.
@@ -134,7 +134,7 @@ def _marked(clock: Any, work: Any, *args: Any) -> tuple[Any, Any]:
     return began, clock.mark()
 
 
-def _step(rank: Any, text: Any, spent: dict[str, list]) -> dict[str, float]:
+def one_step(rank: Any, text: Any, spent: dict[str, list]) -> dict[str, float]:
     """Make a step: seconds by what it spends them on."""
     clock = rank.recorder.clock
     spent.clear()
@@ -151,12 +151,12 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
     rounds  over the models, of which the first warms up. See [Note: rounds]
     """
     shapes = asked(context).models
-    ranks = [_one_rank(shape, context.device) for shape in shapes]
+    ranks = [one_rank(shape, context.device) for shape in shapes]
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for _ in range(rounds):
         for number, one in enumerate(ranks):
-            _step(*one)
-            for what, some in _step(*one).items():  # its weights are in the cache, as in training
+            one_step(*one)
+            for what, some in one_step(*one).items():  # its weights are in the cache, as in training
                 seconds[number, what].append(some)
     points = []
     for number, (rank, _, _) in enumerate(ranks):
@@ -194,7 +194,7 @@ def measure_kernels(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     import torch
 
     wanted, count = asked(context), 16
-    rank, text, spent = _one_rank(wanted.models[0], context.device)
+    rank, text, spent = one_rank(wanted.models[0], context.device)
     kernels = sum(work.kernels for work in _works(rank).values())
     clock = rank.recorder.clock
     ahead, largest = torch.zeros(wanted.ahead // 4, device=context.device), wanted.kernels[-1]
@@ -322,7 +322,7 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
 
     group = everyone(context, axis="dp")
     smallest = asked(context).models[0]
-    rank, text, spent = _one_rank(smallest, context.device)
+    rank, text, spent = one_rank(smallest, context.device)
     _, hidden, _, seq_len, _ = smallest
     message, usual = torch.zeros(seq_len * hidden, device=context.device), rank.steps
     clock = rank.recorder.clock
@@ -347,7 +347,7 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
 
     def train(steps: list) -> dict[str, float]:
         rank.steps = steps
-        return _step(rank, text, spent)
+        return one_step(rank, text, spent)
 
     x, w = message.view(seq_len, hidden), torch.zeros(hidden, hidden, device=context.device)
 

@@ -13,6 +13,7 @@ CATEGORIES = (
     "workspace",
     "other",
 )
+HELD = [("device", name) for name in CATEGORIES]
 
 
 class Sample(NamedTuple):
@@ -20,7 +21,7 @@ class Sample(NamedTuple):
 
     mark  the moment on the recorder's clock, at a span's boundary; None within a span
     host  seconds of ``time.perf_counter``
-    held  {category: bytes} on the device
+    held  {category: bytes} on the device, in the order of CATEGORIES
     away  {(tier, category): bytes} of what was offloaded from it
     """
 
@@ -48,7 +49,7 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     for (step, mark, _, held, away), between in zip(samples, times, strict=True):
         when = float(between) if mark is None else clock.seconds(mark)
         last = when = max(when, last + 1e-7)
-        found = {**{("device", name): size for name, size in held.items()}, **away}
-        seen.update(key for key, size in found.items() if size)
-        table += [(rank, step, when, *key, size) for key, size in found.items() if key in seen]
+        found = [*zip(HELD, held.values(), strict=True), *away.items()]
+        seen.update([key for key, size in found if size])
+        table += [(rank, step, when, *key, size) for key, size in found if key in seen]
     return table

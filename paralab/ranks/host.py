@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from pathlib import Path
 
 RECEIVING = "gloo_tcp_loop"  # a group's thread that receives, as it is called by gloo
-_met: set[str] = set()  # threads of this process that `send_first` has looked at
+ENOUGH = 4  # looks at a thread: one that has not taken this name by then will not
+_looks: dict[str, int] = {}  # at threads of this process, by `send_first`
 
 
 def keep_pages() -> None:
@@ -36,17 +36,19 @@ def send_first() -> None:
         threads = set(os.listdir("/proc/self/task"))
     except OSError:  # not Linux
         return
-    own = _name(str(os.getpid()))
-    for thread in threads - _met:
-        if (name := _name(thread)) == RECEIVING:
-            with contextlib.suppress(OSError):  # it has just ended
-                os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the least
-        if name != own:  # a thread has its process's name until it takes its own
-            _met.add(thread)
-    _met.intersection_update(threads)  # the system may give a number again
+    for gone in _looks.keys() - threads:  # the system may give a number again
+        del _looks[gone]
+    for thread in threads:
+        looks = _looks.get(thread, 0)
+        if looks < ENOUGH:  # a thread has its process's name until it takes its own
+            _looks[thread] = looks + 1
+            if _name(thread) == RECEIVING:
+                _looks[thread] = ENOUGH
+                with contextlib.suppress(OSError):  # it has just ended
+                    os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the least
 
 
 def _name(thread: str) -> str:
-    with contextlib.suppress(OSError):  # one that has just ended
-        return Path(f"/proc/self/task/{thread}/comm").read_text().strip()
-    return ""
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+        return file.read().strip()
+    return ""  # one that has just ended

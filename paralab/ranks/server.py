@@ -52,6 +52,7 @@ ESSENTIAL = (
     "torch.distributed",
     "paralab.ranks.process",
     "paralab.interpret.train",  # the program of pl.run
+    "paralab.ranks.rehearsal",
 )
 # What torch's optimizers import at first use, its compiler: 1.4 s in every rank if not shared.
 # Loaded before the first launch that may use one; `pl.run` calls the kernels themselves.

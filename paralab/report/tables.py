@@ -102,10 +102,11 @@ _DTYPE = {int: "int64", float: "float64", str: "object", tuple: "object"}
 
 def by_column(rows: Mapping[str, Sequence[tuple]]) -> dict[str, dict[str, list[Any]]]:
     """The rows of each table, column by column."""
-    return {
-        name: {column: [row[n] for row in some] for n, column in enumerate(COLUMNS[name])}
-        for name, some in rows.items()
-    }
+    found = {}
+    for name, some in rows.items():
+        columns = zip(*some, strict=True) if some else [()] * len(COLUMNS[name])
+        found[name] = dict(zip(COLUMNS[name], map(list, columns), strict=True))
+    return found
 
 
 def columns_of(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[str, list[Any]]:

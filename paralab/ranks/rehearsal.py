@@ -1,0 +1,15 @@
+"""A first step of training, made where ranks are forked from: imported once, by the server of ranks.
+
+torch looks an operator up when it is called for the first time, and keeps what it found; so do the
+compiler of plans and the ledger. Ranks inherit it all: each spends 6 ms less on its own first step.
+"""
+
+from __future__ import annotations
+
+from paralab.instruments.ledger import Ledger
+from paralab.instruments.measure import one_rank, one_step
+
+_rank, _text, _spent = one_rank((1, 8, 1, 8, 1), "cpu")
+with Ledger(_rank.recorder):
+    one_step(_rank, _text, _spent)
+del _rank, _text, _spent
