@@ -1,4 +1,4 @@
-"""A first step of training, made where ranks are forked from: imported once, by the server of ranks.
+"""A first step of training, made where ranks are forked from; the server of ranks imports it.
 
 torch looks an operator up when it is called for the first time, and keeps what it found; so do the
 compiler of plans and the ledger. Ranks inherit it all: each spends 6 ms less on its own first step.
