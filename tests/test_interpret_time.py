@@ -17,9 +17,11 @@ from paralab.interpret.traffic import rows
 from paralab.programs.compile import compiled
 from paralab.programs.derive import derived
 from paralab.programs.instructions import (
+    ADD,
     BACKWARD,
     COMPUTE,
     FORWARD,
+    KEEP,
     RECEIVE,
     SEND,
     WAIT,
@@ -191,15 +193,64 @@ def test_little_work_behind_a_wait_pays_little_for_it():
         code = [ins for ins in program.codes[0] if ins.op == FORWARD]
         return max((costs.of(0, ins).inside for ins in code), key=len)
 
-    assert {call.behind for _, call in block() if isinstance(call, Posted)} == {0.5}
+    assert {call.slower for _, call in block() if isinstance(call, Posted)} == {0.5}
     inside = block(wait_work=0.25)
-    calls = {ins.writes: call.behind for ins, call in inside if isinstance(call, Posted)}
+    calls = {ins.writes: call.slower for ins, call in inside if isinstance(call, Posted)}
     waits = [at for at, (ins, _) in enumerate(inside) if ins.op == WAIT]
     for at, until in itertools.pairwise(waits):
         work = sum(cost.seconds for _, cost in inside[at:until] if isinstance(cost, Compute))
         assert calls[inside[at][0].reads] == pytest.approx(0.5 * work / (work + 0.25))
     assert calls[inside[waits[-1]][0].reads] == 0.5  # what follows is another instruction's
     assert len(set(calls.values())) > 2
+
+
+@pytest.mark.parametrize(
+    "between, share",
+    [
+        ([], 0.0),  # the next wait is for another call
+        ([second()], 0.8),
+        ([second(), second()], 8 / 9),
+        ([all_reduce(2)], 0.5),  # posted in a quarter of a second
+        ([Instr(ADD, 2, 0, -1, (("part", 2, 0),), (("part", 3, 0),))], 1.0),
+        ([Instr(KEEP, 2, 0, -1, (("part", 2, 0),), (("part", 3, 0),))], 1.0),
+        ([second(), second(1)], 1.0),  # an action ends
+    ],
+    ids=["nothing", "a second", "two", "a call", "add", "keep", "another action"],
+)
+def test_a_wait_costs_what_the_work_up_to_the_next_needs(seconds, between, share):
+    a, b = all_reduce(0), all_reduce(1)
+    waits = [wait(a), *between, wait(b)]
+    plan, slow = pl.Plan(dp=2, bucket_bytes=1), {"call_overhead": 0.25, "wait_overhead": 0.5}
+    program = replace(compiled(MODEL, plan), codes=[[a, b, *waits, second()]])
+
+    def at(which: int, **changes) -> float:
+        """What the rank does behind a wait, before it goes on."""
+        times = time(program, cluster(1.0, **slow, **changes))
+        place = 2 + waits.index(wait((a, b)[which]))
+        return times.left[0][place] - max(times.left[0][place - 1], times.calls[0][which][1])
+
+    assert [at(which) for which in (0, 1)] == pytest.approx([0.5, 0.5])
+    assert at(0, wait_work=0.25) == pytest.approx(0.5 * share)
+    assert at(1, wait_work=0.25) == pytest.approx(0.5)  # the list ends behind it
+
+
+def test_what_comes_from_another_stage_begins_an_action_and_is_taken_for_much_work(seconds):
+    x, gathered = ("x", 2, 0), all_reduce(0)
+    send = Instr(SEND, 2, 0, -1, (x,), (("sent", x, 0),), "pp", 1)
+    receive = Instr(RECEIVE, 2, 0, -1, (), (x,), "pp", 0)
+    arrived = wait(receive)._replace(at=RECEIVE)
+    slow = cluster(1.0, wait_overhead=0.5, wait_work=0.25)
+
+    def behind(*code: Instr) -> list[float]:
+        """What the rank does behind the message, and behind the call."""
+        program = replace(compiled(MODEL, pl.Plan(dp=2, pp=2)), codes=[[send], list(code)])
+        times = time(program, slow)
+        left, calls = [0.0, *times.left[1]], times.calls[1]
+        places = (code.index(receive), code.index(arrived)), (0, code.index(wait(gathered)))
+        return [left[at + 1] - max(left[at], calls[call][1]) for call, at in places]
+
+    assert behind(gathered, receive, arrived, wait(gathered), second()) == [0.5, 0.5]
+    assert behind(gathered, wait(gathered), second(), receive, arrived, second()) == [0.5, 0.5]
 
 
 def test_an_action_is_one_box_with_all_that_is_begun_and_awaited_in_it():

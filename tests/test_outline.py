@@ -30,7 +30,7 @@ FAST = pl.Cluster(
 SLOW = FAST.replace(intra=pl.Link(alpha=3e-4, bandwidth=3e8),
                     inter=pl.Link(alpha=2e-3, bandwidth=2e7))  # fmt: skip
 # And its ranks post their calls themselves, on shared cores.
-SHARED = SLOW.replace(call_overhead=1e-4, wait_overhead=2e-4)
+SHARED = SLOW.replace(call_overhead=1e-4, wait_overhead=2e-4, wait_work=5e-5)
 CLUSTERS = {"fast": FAST, "slow": SLOW, "shared": SHARED}
 
 
@@ -65,6 +65,8 @@ PLANS = {
     "zero 1, interleaved": {"dp": 2, "pp": 4, "microbatches": 8, "schedule": "interleaved",
                             "virtual_stages": 2, "zero_stage": 1},
     "zero 3 and pp": {"dp": 2, "pp": 2, "microbatches": 8, "zero_stage": 3},
+    "zero 3, tp and pp": {"dp": 2, "tp": 2, "pp": 2, "microbatches": 5, "zero_stage": 3,
+                          "recompute": "full"},
     "full": {"tp": 2, "microbatches": 6, "recompute": "full", "partition_activations": True},
     "messages in parts": {"tp": 2, "pp": 4, "microbatches": 8, "partition_messages": True,
                           "schedule": "zb-h1"},

@@ -66,7 +66,7 @@ def test_a_rank_of_one_stage_takes_the_sum_of_its_work_its_calls_and_its_copies(
         cost = costs.of(0, ins)
         if ins.op == WAIT:
             call = begun[ins.reads]
-            total += SLOW.wait_overhead if ins.lane in WORKERS else call.behind + call.summed
+            total += SLOW.wait_overhead if ins.lane in WORKERS else call.after()
             continue
         total += cost.seconds
         if isinstance(cost, Posted):
@@ -76,9 +76,7 @@ def test_a_rank_of_one_stage_takes_the_sum_of_its_work_its_calls_and_its_copies(
             begun[ins.writes] = cost
         elif isinstance(cost, Compute):
             calls = [call for _, call in cost.inside if isinstance(call, Posted)]
-            total += sum(
-                SLOW.call_overhead + call.seconds + call.summed + call.behind for call in calls
-            )
+            total += sum(SLOW.call_overhead + call.seconds + call.after() for call in calls)
     assert seconds(plan, SLOW, overlap=False) == pytest.approx(total, rel=1e-9)
 
 

@@ -20,9 +20,9 @@ is spread furthest over nodes. Each kind of instruction is worked out once.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple
 
+from paralab.interpret import resumed
 from paralab.interpret.traffic import Calls, Member, alike
 from paralab.model.ops import METHODS as HALVES
 from paralab.model.ops import Call
@@ -75,7 +75,8 @@ class Posted(NamedTuple):
     members  pipeline ranks that it is a call of, where these are its members; else 0
     peer     pipeline rank at the other end of a message, else -1; ``sends``: whether it goes there
     before   seconds on the rank's own lane, in front of it
-    summed   behind its wait, to add up what was received; ``behind``: for the rest
+    summed   behind its wait, to add up what was received; ``behind``: to take it apart; ``slower``:
+             how much longer much work takes there, see resumed.py
     other    another member does, and the first of ranks alike waits for it
     """
 
@@ -87,15 +88,23 @@ class Posted(NamedTuple):
     before: float = 0.0
     summed: float = 0.0
     behind: float = 0.0
+    slower: float = 0.0
     other: bool = False
+
+    def after(self, share: float = 1.0) -> float:
+        """Seconds behind its wait, with this share of ``slower``."""
+        return self.behind + self.slower * share + self.summed
 
 
 class Job(NamedTuple):
-    """Seconds on the lane of a worker, and on the rank's own behind a wait for it."""
+    """Seconds on the lane of a worker; ``slower`` and ``after`` as of a call."""
 
     lane: str
     seconds: float
-    behind: float = 0.0
+    slower: float = 0.0
+
+    def after(self, share: float = 1.0) -> float:
+        return self.slower * share
 
 
 class Awaited(NamedTuple):
@@ -183,24 +192,7 @@ class Costs:
         if late:  # what it costs to go on belongs to this instruction
             inside.append((ins, Compute(0.0)))
         took = sum(cost.seconds for _, cost in inside if type(cost) is Compute)
-        return Compute(took, tuple(self._waited(inside)))
-
-    def _waited(self, inside: list[tuple[Instr, Cost]]) -> list[tuple[Instr, Cost]]:
-        """What each wait costs, by the work up to the next one. What comes behind the last is not
-        known here, and is taken for much.
-        """
-        begun = {ins.writes: at for at, (ins, _) in enumerate(inside) if ins.op == CALL}
-        half, work = self.cluster.wait_work, inf
-        for ins, cost in reversed(inside.copy()):
-            if type(cost) is Awaited:
-                at = begun[ins.reads]
-                call, cost = inside[at]
-                spared = cost.behind * half / (half + work) if half else 0.0
-                inside[at] = call, cost._replace(behind=cost.behind - spared)
-                work = 0.0
-            elif type(cost) is Compute:
-                work += cost.seconds
-        return inside
+        return Compute(took, tuple(resumed.inside(self.cluster, inside)))
 
     # ---- links -----------------------------------------------------------------------------------
     def _message(self, pp: int, ins: Instr) -> Posted:
@@ -221,11 +213,11 @@ class Costs:
     def posted(self, pp: int, call: Call) -> Posted:
         """A call of pipeline rank ``pp``, and what its wait brings with it."""
         op, lane, root = call.op, call.axis, call.root
-        behind = self.cluster.wait_overhead
+        slower = self.cluster.wait_overhead
         if op in POINT_TO_POINT:
-            sends, late = op == "send", 0.0 if op == "send" else behind
+            sends, late = op == "send", 0.0 if op == "send" else slower
             _, took = self.cluster.call("send", call.payload, self.reach(pp, lane, root))
-            return Posted(lane, took, peer=root, sends=sends, behind=late)
+            return Posted(lane, took, peer=root, sends=sends, slower=late)
         first = pp * self.plan.dp * self.plan.tp
         group = Member(self.program, first).group(lane)
         n = len(group)
@@ -236,10 +228,10 @@ class Costs:
             summed = self.seconds(Work(0, elements * (1 + 1 / n), 2))
         elif adds and op == "reduce":  # by the root, and the others' next call waits for it
             summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
-        behind *= n > 1  # alone in its group a rank copies, and waits for no other
+        slower *= n > 1  # alone in its group a rank copies, and waits for no other
         members, other = {"pp": self.plan.pp, "ends": 2}.get(lane, 0), op == "reduce"
         other = other and group[root] != first
-        return Posted(lane, took, members, summed=summed, behind=behind, other=other)
+        return Posted(lane, took, members, summed=summed, slower=slower, other=other)
 
     def reach(self, pp: int, lane: str, peer: int = -1) -> Reach:
         """Of the groups of this lane that pipeline rank ``pp`` has members in, the one that is

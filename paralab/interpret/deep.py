@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Step, Table, said
 from paralab.interpret.memory import Kind
 from paralab.interpret.pipeline import ARRIVAL, way
+from paralab.interpret.resumed import share, until
 from paralab.interpret.time import Times, walked
 from paralab.interpret.turns import Turns
 from paralab.interpret.walk import Item
@@ -113,7 +115,7 @@ class Deep:
         shapes: dict[tuple, int] = {}
         kinds = []
         for pp, like in enumerate(self.like):
-            at = like, *(costs.reach(pp, lane) for lane in self._lanes[like])
+            at = like, self._last(pp), *(costs.reach(pp, lane) for lane in self._lanes[like])
             if at not in known:
                 one = self._alike(pp, at)
                 shape = tuple((key, tuple(items)) for key, items in one.shape.items())
@@ -122,7 +124,7 @@ class Deep:
             kinds.append(kind)
             weights = one.weights.copy()
             for at, wait, _, cost in self._messages(pp):
-                weights[at], weights[wait] = cost.seconds, cost.behind
+                weights[at], weights[wait] = cost.seconds, cost.after()
             self.alike.append(one._replace(weights=weights))
         posting = self.cluster.call_overhead
         asked = tuple(shapes), tuple(kinds), posting > 0
@@ -142,6 +144,11 @@ class Deep:
             lanes[like] = sorted(found)
         return lanes
 
+    def _last(self, pp: int) -> tuple:
+        """The `Key` of a rank's last action, if what stands behind a wait matters."""
+        last = self.plan.actions()[pp][-1] if self.cluster.wait_work else None
+        return (last.kind, last.stage // self.plan.pp, FEW - 1) if last else ()
+
     def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
         """A rank's: (number in its table, number of the WAIT for it, instruction, cost)."""
         like = self.like[pp]
@@ -159,10 +166,20 @@ class Deep:
             code[at] = tuple(message)
         actions = chain.from_iterable(some for key, some in turns.items() if key != END)
         begun = {ins.writes: ins for ins in actions if ins.lane and ins.op != WAIT}
+        timed = {
+            key: [(ins, self.costs.of(pp, ins)) for ins in some] for key, some in turns.items()
+        }
+        every = chain.from_iterable(timed.values())
+        calls = {ins.writes: cost for ins, cost in every if ins.lane and ins.op != WAIT}
+        behind: dict[Any, list[float]] = {}
+        if name[1]:
+            _, ends = until(self.cluster, timed[END], calls)
+            for key, some in timed.items():
+                behind[key], _ = until(self.cluster, some, calls, ends if key == name[1] else inf)
         awaited: dict[int, Cost] = {}
-        bodies: dict[tuple[Instr, ...], Times] = {}  # of micro-batches alike the same
+        bodies: dict[Any, Times] = {}  # of micro-batches alike the same
         shape: dict[Any, list[Item]] = {key: [] for key in turns}
-        ends = np.zeros((2, len(CODE), self.v, FEW), int)
+        works = np.zeros((2, len(CODE), self.v, FEW), int)
 
         def add(ins: Instr, cost: Cost | Times, seconds: float) -> int:
             code.append((ins, cost))
@@ -170,9 +187,11 @@ class Deep:
             return len(code) - 1
 
         for key, items in shape.items():
-            works = []  # places of compute
+            computes, position = [], 0  # places of compute; of instructions
             for run in _runs(turns[key]):
-                ins, cost = run[0], self.costs.of(pp, run[0])
+                ins, cost = timed[key][position]
+                position += len(run)
+                after = behind[key][position - 1] if behind else inf
                 if ins.op == WAIT and ins.at == SEND:
                     to = (ins.peer - name[0]) % self.plan.pp
                     items.append(Item(walk.WAIT, 0, (pipeline.SENT, to)))
@@ -181,15 +200,15 @@ class Deep:
                     of = "x" if key[0] == "F" else "g", key[1], self.v
                     items.append(Item(walk.WAIT, way(ARRIVAL, *of), ARRIVAL))
                     continue
-                works += [len(items)] * (ins.op in COMPUTE)
+                computes += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:
-                    if (several := tuple(run)) not in bodies:
+                    if (several := (*run, after)) not in bodies:
                         # Nothing is in flight at its ends: it takes as long wherever it stands.
-                        codes = [*([] for _ in range(pp)), run]
-                        bodies[several] = walked(replace(self.program, codes=codes), self.costs)
+                        one = replace(self.program, codes=[*([] for _ in range(pp)), run])
+                        bodies[several] = walked(one, self.costs, after)
                     ins, cost = Instr(CALL), bodies[several]
                 call = self.costs.of(pp, begun[ins.reads]) if ins.op == WAIT else None
-                found = walk.item(pp, ins, cost, call)
+                found = walk.item(pp, ins, cost, call, share(self.cluster, after))
                 at = add(ins, cost, found.takes)
                 if call:
                     awaited[at] = call
@@ -198,8 +217,8 @@ class Deep:
                 before = None if found.before is None else add(*NOTHING, found.before)
                 items.append(found._replace(takes=at, before=before))
             if key != END:
-                ends[:, CODE[key[0]], *key[1:]] = works[0], works[-1]
-        return Alike(code, awaited, np.array(weights), shape, ends)
+                works[:, CODE[key[0]], *key[1:]] = computes[0], computes[-1]
+        return Alike(code, awaited, np.array(weights), shape, works)
 
     def _tables(self) -> Iterator[Table]:
         """Of every rank; in those of ranks alike, messages alone differ."""

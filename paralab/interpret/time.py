@@ -9,13 +9,17 @@ timed, drawn and counted like a program's own calls (`spelled`). The model of a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
+from math import inf
 from typing import NamedTuple
 
 from paralab.interpret.costs import Awaited, Compute, Cost, Costs
 from paralab.interpret.jobs import Order
+from paralab.interpret.resumed import share, until
 from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Item, Rank, Walk, item
-from paralab.programs.instructions import Code, Instr
+from paralab.programs.instructions import WAIT, Code, Instr
 from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
@@ -64,17 +68,24 @@ def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
     return walked(program, costs if overlap else Serial(costs))
 
 
-def spelled(costs: Costs, r: int, code: Code) -> tuple[Timed, list[Item], list[int]]:
+def spelled(
+    costs: Costs, r: int, code: Code, after: float = inf
+) -> tuple[Timed, list[Item], list[int]]:
     """A rank's list as it is timed, with what each instruction takes; the same as the walk reads
     it; and where in it the last is of each of the program's. Calls that ops make themselves are
     instructions of their own there (a CALL of the `Call`, and its WAIT), with parts of the compute
     in between.
+
+    after  see `resumed.until`, of a part of an action
     """
     made, read, last = [], [], []
-    begun: dict[tuple, Cost] = {}
     known: dict[int, tuple[Compute, list[Item]]] = {}  # of blocks alike the same
-    for ins in code:
-        cost = costs.of(r, ins)
+    cluster, timed = costs.cluster, [(ins, costs.of(r, ins)) for ins in code]
+    begun = {ins.writes: cost for ins, cost in timed if ins.lane and ins.op != WAIT}
+    behind: Iterable[float] = repeat(inf)
+    if cluster.wait_work:
+        behind, _ = until(cluster, timed, begun, after, inside=after < inf)
+    for (ins, cost), work in zip(timed, behind, strict=False):
         if type(cost) is Compute:
             if id(cost) not in known:
                 parts = cost.inside or ((ins, cost),)
@@ -87,17 +98,18 @@ def spelled(costs: Costs, r: int, code: Code) -> tuple[Timed, list[Item], list[i
             read += known[id(cost)][1]
         else:
             made.append((ins, cost))
-            read.append(item(r, ins, cost, begun.get(ins.reads) if type(cost) is Awaited else None))
-            if ins.lane:
+            call = begun.get(ins.reads) if type(cost) is Awaited else None
+            read.append(item(r, ins, cost, call, share(cluster, work) if call else 1.0))
+            if ins.lane and ins.op != WAIT:
                 begun[ins.writes] = cost
         last.append(len(made) - 1)
     return made, read, last
 
 
-def walked(program: Program, costs: Costs) -> Times:
-    """When everything happens, if instructions take what ``costs`` says."""
+def walked(program: Program, costs: Costs, after: float = inf) -> Times:
+    """When everything happens, if instructions take what ``costs`` says. after: see `spelled`."""
     posting = costs.cluster.call_overhead
-    spelt = [spelled(costs, r, code) for r, code in enumerate(program.codes)]
+    spelt = [spelled(costs, r, code, after) for r, code in enumerate(program.codes)]
     lists, items, last = map(list, zip(*spelt, strict=True))
     walk = Walk(posting)
     ranks = [Rank(walk, some, Order(program.plan)) for some in items]

@@ -50,13 +50,15 @@ class Item(NamedTuple):
     frees: tuple = ()
 
 
-def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None) -> Item:
-    """Of an instruction of rank ``r``. awaited: what the call takes that a WAIT is for."""
+def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0) -> Item:
+    """Of an instruction of rank ``r``. awaited: what the call takes that a WAIT is for; ``share``:
+    see `Posted.after`.
+    """
     kind = type(cost)
     if kind is Compute:
         return Item(WORK, cost.seconds)
     if kind is Awaited:
-        takes = awaited.behind + getattr(awaited, "summed", 0.0) if awaited else 0.0
+        takes = awaited.after(share) if awaited else 0.0
         return Item(WAIT, takes, ins.reads, frees=ins.frees)
     if kind is Job:
         return Item(JOB, cost.seconds, ins, cost.lane)
