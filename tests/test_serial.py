@@ -15,7 +15,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE, SEND, WAIT, WORKERS
 from paralab.programs.space import space
-from test_search import LAPTOP, NODES, SLOW, SMALL
+from test_search import LAPTOP, NODES, SLOW, SMALL, SPARING
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
@@ -80,7 +80,9 @@ def test_a_rank_of_one_stage_takes_the_sum_of_its_work_its_calls_and_its_copies(
     assert seconds(plan, SLOW, overlap=False) == pytest.approx(total, rel=1e-9)
 
 
-@pytest.mark.parametrize("cluster", [LAPTOP, SLOW, NODES], ids=["laptop", "slow", "nodes"])
+@pytest.mark.parametrize(
+    "cluster", [LAPTOP, SLOW, SPARING, NODES], ids=["laptop", "slow", "little work", "nodes"]
+)
 def test_no_plan_is_faster_without_overlap_and_a_folded_program_says_the_same(cluster):
     plans = space(SMALL, cluster, 8, 32, {"precision": ["fp32", "bf16"]})
     folded = 0

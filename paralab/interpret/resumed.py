@@ -61,8 +61,8 @@ def until(
         ins, cost = code[at]
         if ins.op == WAIT:
             found[at] = inf if ins.at == RECEIVE else work
-            call = begun.get(ins.reads)
-            if ins.at == RECEIVE or call is not None and call.slower:
+            call = begun.get(ins.reads)  # of a job that the rank does itself (serial.py) work
+            if ins.at == RECEIVE or call is not None and getattr(call, "slower", True):
                 work = 0.0
             continue
         if ins.op in COMPUTE:
