@@ -111,11 +111,15 @@ class Deep:
     def _count(self, costs: Costs) -> None:
         self.costs = costs
         self.alike: list[Alike] = []  # of every rank
+        last: list[tuple] = [()] * self.plan.pp  # `Key` of a rank's last action, if it matters
+        if self.cluster.wait_work:
+            ends = (row[-1] for row in self.plan.actions())
+            last = [(one.kind, one.stage // self.plan.pp, FEW - 1) for one in ends]
         known: dict[Any, tuple[Alike, int]] = {}
         shapes: dict[tuple, int] = {}
         kinds = []
         for pp, like in enumerate(self.like):
-            at = like, self._last(pp), *(costs.reach(pp, lane) for lane in self._lanes[like])
+            at = like, last[pp], *(costs.reach(pp, lane) for lane in self._lanes[like])
             if at not in known:
                 one = self._alike(pp, at)
                 shape = tuple((key, tuple(items)) for key, items in one.shape.items())
@@ -144,11 +148,6 @@ class Deep:
             lanes[like] = sorted(found)
         return lanes
 
-    def _last(self, pp: int) -> tuple:
-        """The `Key` of a rank's last action, if what stands behind a wait matters."""
-        last = self.plan.actions()[pp][-1] if self.cluster.wait_work else None
-        return (last.kind, last.stage // self.plan.pp, FEW - 1) if last else ()
-
     def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
         """A rank's: (number in its table, number of the WAIT for it, instruction, cost)."""
         like = self.like[pp]
@@ -159,7 +158,7 @@ class Deep:
                 yield at, wait, ins, self.costs.of(pp, ins)
 
     def _alike(self, pp: int, name: tuple) -> Alike:
-        """Of a rank, whose kind and groups have this name."""
+        """Of a rank, whose kind, last action and groups have this name."""
         n, turns = len(pipeline.WAYS) * 2 * self.v, self.lists[name[0]].turns  # n: of messages
         code, weights = [NOTHING] * n, [0.0] * n
         for at, _, *message in self._messages(pp):

@@ -7,9 +7,8 @@ caches held. So waits one behind the other, as at the end of a step, cost little
 In a rank's list, work is what it computes, and the posting of calls. Behind an action's last
 instruction of compute, from an ADD or a KEEP on, and behind what came from another stage, what
 follows is taken for much: so an action has the same waits wherever it stands (deep.py), but for the
-last one, behind which comes what ends the step. Inside an op, where
-the same call is posted again and again, posting is no work; counted as such, it would make 2D
-layers 15 to 20 % too slow.
+last one, behind which comes what ends the step. Inside an op, where the same call is posted again
+and again, posting is no work: counted as such, it would make 2D layers 15 to 20 % too slow.
 """
 
 from __future__ import annotations
