@@ -46,16 +46,16 @@ def until(
     begun: Mapping[tuple, Any],
     after: float = inf,
     *,
-    inside: bool = False,
+    within: bool = False,
 ) -> tuple[list[float], float]:
     """Seconds of work up to the next wait: behind each instruction of a rank's list, and in front
     of the first.
 
     begun   what calls take, by what they write; it may lack messages
-    after   what there is behind the list; ``inside``: of the same action
+    after   what there is behind the list; ``within``: of the same action
     """
     found, work = [inf] * len(code), after
-    action = _action(code[-1][0]) if code and inside else None
+    action = _action(code[-1][0]) if code and within else None
     for at in range(len(code) - 1, -1, -1):
         ins, cost = code[at]
         if ins.op == WAIT:

@@ -84,7 +84,7 @@ def spelled(
     begun = {ins.writes: cost for ins, cost in timed if ins.lane and ins.op != WAIT}
     behind: Iterable[float] = repeat(inf)
     if cluster.wait_work:
-        behind, _ = until(cluster, timed, begun, after, inside=after < inf)
+        behind, _ = until(cluster, timed, begun, after, within=after < inf)
     for (ins, cost), work in zip(timed, behind, strict=False):
         if type(cost) is Compute:
             if id(cost) not in known:
