@@ -393,6 +393,17 @@ def test_ranks_know_the_operators_of_a_training_and_nothing_was_drawn_before_the
     assert "aten::native_layer_norm_backward" in met and drawn == fresh
 
 
+def test_what_the_server_loads_asks_nothing_of_cuda() -> None:
+    """A driver that was asked does not survive a fork; a machine without a GPU does not say so."""
+    asks = "is_available", "device_count", "_lazy_init", "current_device", "current_stream"
+    code = f"""if True:
+        import importlib, torch
+        def asked(*_, **__): raise AssertionError("the server asked CUDA")
+        for name in {asks}: setattr(torch.cuda, name, asked)
+        for name in {ESSENTIAL}: importlib.import_module(name)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def has_compiler(context: object = None) -> bool:
     return "torch._dynamo" in sys.modules
 
