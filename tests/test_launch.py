@@ -30,7 +30,7 @@ from paralab.ranks.host import RECEIVING
 from paralab.ranks.server import ESSENTIAL, START, TO_TRAIN, WHEN_IDLE, kill, start_method
 from paralab.ranks.waits import Standing, sentence
 from paralab.ranks.watch import Run
-from processes import below_the_server, is_alive, python, until
+from processes import below_the_server, is_alive, printed, python, until
 
 LAUNCH = sys.modules["paralab.launch"]  # `pl.launch` is the function
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks import no tests
@@ -396,12 +396,11 @@ def test_ranks_know_the_operators_of_a_training_and_nothing_was_drawn_before_the
 def test_what_the_server_loads_asks_nothing_of_cuda() -> None:
     """A driver that was asked does not survive a fork; a machine without a GPU does not say so."""
     asks = "is_available", "device_count", "_lazy_init", "current_device", "current_stream"
-    code = f"""if True:
+    printed(f"""if True:
         import importlib, torch
         def asked(*_, **__): raise AssertionError("the server asked CUDA")
         for name in {asks}: setattr(torch.cuda, name, asked)
-        for name in {ESSENTIAL}: importlib.import_module(name)"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+        for name in {ESSENTIAL}: importlib.import_module(name)""")
 
 
 def has_compiler(context: object = None) -> bool:

@@ -25,7 +25,7 @@ from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Step, Table, said
 from paralab.interpret.memory import Kind
 from paralab.interpret.pipeline import ARRIVAL, way
-from paralab.interpret.resumed import share, until
+from paralab.interpret.resumed import calls, share, until
 from paralab.interpret.time import Times, walked
 from paralab.interpret.turns import Turns
 from paralab.interpret.walk import Item
@@ -163,18 +163,17 @@ class Deep:
         code, weights = [NOTHING] * n, [0.0] * n
         for at, _, *message in self._messages(pp):
             code[at] = tuple(message)
-        actions = chain.from_iterable(some for key, some in turns.items() if key != END)
-        begun = {ins.writes: ins for ins in actions if ins.lane and ins.op != WAIT}
         timed = {
             key: [(ins, self.costs.of(pp, ins)) for ins in some] for key, some in turns.items()
         }
-        every = chain.from_iterable(timed.values())
-        calls = {ins.writes: cost for ins, cost in every if ins.lane and ins.op != WAIT}
+        actions = chain.from_iterable(some for key, some in timed.items() if key != END)
+        begun = calls(actions)
         behind: dict[Any, list[float]] = {}
         if name[1]:
-            _, ends = until(self.cluster, timed[END], calls)
+            every = begun | calls(timed[END])
+            _, ends = until(self.cluster, timed[END], every)
             for key, some in timed.items():
-                behind[key], _ = until(self.cluster, some, calls, ends if key == name[1] else inf)
+                behind[key], _ = until(self.cluster, some, every, ends if key == name[1] else inf)
         awaited: dict[int, Cost] = {}
         bodies: dict[Any, Times] = {}  # of micro-batches alike the same
         shape: dict[Any, list[Item]] = {key: [] for key in turns}
@@ -206,13 +205,13 @@ class Deep:
                         one = replace(self.program, codes=[*([] for _ in range(pp)), run])
                         bodies[several] = walked(one, self.costs, after)
                     ins, cost = Instr(CALL), bodies[several]
-                call = self.costs.of(pp, begun[ins.reads]) if ins.op == WAIT else None
+                call = begun[ins.reads] if ins.op == WAIT else None
                 found = walk.item(pp, ins, cost, call, share(self.cluster, after))
                 at = add(ins, cost, found.takes)
                 if call:
                     awaited[at] = call
                 elif ins.lane:
-                    begun[ins.writes] = ins
+                    begun[ins.writes] = cost
                 before = None if found.before is None else add(*NOTHING, found.before)
                 items.append(found._replace(takes=at, before=before))
             if key != END:

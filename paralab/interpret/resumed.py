@@ -13,7 +13,8 @@ and again, posting is no work: counted as such, it would make 2D layers 15 to 20
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from math import inf
 from typing import Any
 
@@ -40,10 +41,15 @@ def share(cluster: Cluster, work: float) -> float:
     return 1.0 if work == inf or not half else work / (half + work)
 
 
+def calls(code: Iterable[tuple[Instr, Any]]) -> dict[tuple, Any]:
+    """What a list's calls take, by what they write."""
+    return {ins.writes: cost for ins, cost in code if ins.lane and ins.op != WAIT}
+
+
 def until(
     cluster: Cluster,
     code: Costs,
-    begun: Mapping[tuple, Any],
+    begun: Mapping[tuple, Any] | None = None,
     after: float = inf,
     *,
     within: bool = False,
@@ -51,9 +57,10 @@ def until(
     """Seconds of work up to the next wait: behind each instruction of a rank's list, and in front
     of the first.
 
-    begun   what calls take, by what they write; it may lack messages
+    begun   see `calls`; None: those of the list. It may lack messages
     after   what there is behind the list; ``within``: of the same action
     """
+    begun = calls(code) if begun is None else begun
     found, work = [inf] * len(code), after
     action = _action(code[-1][0]) if code and within else None
     for at in range(len(code) - 1, -1, -1):
@@ -101,12 +108,8 @@ def inside(cluster: Cluster, parts: list[tuple[Instr, Any]]) -> list[tuple[Instr
 
 def _before_a_wait(parts: Costs) -> float:
     """Of an op that waits inside: what it computes before."""
-    work = 0.0
-    for ins, cost in parts:
-        if ins.op == WAIT:
-            break
-        work += 0.0 if ins.op == CALL else cost.seconds
-    return work
+    first = takewhile(lambda part: part[0].op != WAIT, parts)
+    return sum(cost.seconds for ins, cost in first if ins.op != CALL)
 
 
 def _action(ins: Instr) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from paralab.interpret.jobs import Order
 from paralab.interpret.resumed import share, until
 from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Item, Rank, Walk, item
-from paralab.programs.instructions import WAIT, Code, Instr
+from paralab.programs.instructions import Code, Instr
 from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
@@ -79,12 +79,12 @@ def spelled(
     after  see `resumed.until`, of a part of an action
     """
     made, read, last = [], [], []
+    begun: dict[tuple, Cost] = {}
     known: dict[int, tuple[Compute, list[Item]]] = {}  # of blocks alike the same
     cluster, timed = costs.cluster, [(ins, costs.of(r, ins)) for ins in code]
-    begun = {ins.writes: cost for ins, cost in timed if ins.lane and ins.op != WAIT}
     behind: Iterable[float] = repeat(inf)
     if cluster.wait_work:
-        behind, _ = until(cluster, timed, begun, after, within=after < inf)
+        behind, _ = until(cluster, timed, after=after, within=after < inf)
     for (ins, cost), work in zip(timed, behind, strict=False):
         if type(cost) is Compute:
             if id(cost) not in known:
@@ -100,7 +100,7 @@ def spelled(
             made.append((ins, cost))
             call = begun.get(ins.reads) if type(cost) is Awaited else None
             read.append(item(r, ins, cost, call, share(cluster, work) if call else 1.0))
-            if ins.lane and ins.op != WAIT:
+            if ins.lane:
                 begun[ins.writes] = cost
         last.append(len(made) - 1)
     return made, read, last
