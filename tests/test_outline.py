@@ -58,6 +58,8 @@ PLANS = {
     "nodes cut through groups": {"dp": 3, "tp": 2, "pp": 4, "microbatches": 6},
     "2.5d, many": {"tp": 4, "dp": 2, "microbatches": 3, "tp_mode": "2.5d", "microbatch_size": 4,
                    "zero_stage": 1},
+    "2.5d, one sum": {"tp": 4, "dp": 2, "microbatches": 5, "tp_mode": "2.5d",
+                      "microbatch_size": 2, "recompute": "selective"},
     "3d, zb-h1": {"tp": 8, "pp": 2, "microbatches": 4, "tp_mode": "3d", "microbatch_size": 4,
                   "schedule": "zb-h1", "recompute": "full"},
     "zero 2": {"dp": 4, "microbatches": 6, "zero_stage": 2, "bucket_bytes": 20_000},
