@@ -267,6 +267,21 @@ def test_what_was_measured_beside_busy_programs_is_measured_again_once_they_are_
     assert "busy" not in calibrate.calibration() and len(measurements) == 1  # and kept
 
 
+def test_a_machine_that_is_always_busy_now_and_then_is_measured_twice_at_most(
+    measurements, monkeypatch
+):
+    monkeypatch.setattr(calibrate, "processors_busy", lambda: 0.1)
+    calibrate._write(calibrate.cache_path(), made_up() | {"busy": 0.9})
+    one_more = calibrate.measured
+
+    def disturbed(device: str) -> dict:
+        return one_more(device) | {"busy": 0.8}
+
+    monkeypatch.setattr(calibrate, "measured", disturbed)
+    assert [calibrate.calibration()["busy"] for _ in range(3)] == [0.8] * 3
+    assert len(measurements) == 1
+
+
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux tells")
 def test_a_program_that_computes_makes_the_processors_busy():
     cores = os.cpu_count()

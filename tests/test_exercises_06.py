@@ -12,6 +12,9 @@ import bad_answers_06 as bad
 import paralab as pl
 from judged import Table, altered, defined, missed
 from paralab.interpret.quick import fullest
+from stated import TIERS
+
+HERE = TIERS.replace(cores=2)  # processors: messages are those of gloo
 
 CHECKPOINT, CLINIC = pl.exercises.checkpoint, pl.exercises.memory_clinic
 PATIENTS = CLINIC.patients
@@ -254,7 +257,7 @@ def test_a_patient_has_more_devices_and_about_as_much_on_each_as_its_story_says(
 def test_a_patient_can_be_looked_at(patient):
     change = GOOD[patient.name][1]
     for settings in ({}, change):
-        report = pl.predict(patient.model, patient.plan.replace(**settings))
+        report = pl.predict(patient.model, patient.plan.replace(**settings), HERE)
         assert report.peak_memory == sum(patient.peak(**settings).values())
     chart = patient.chart(**change)
     bars = chart.table.groupby("bar", sort=False)["bytes"].sum()
