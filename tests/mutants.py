@@ -480,7 +480,7 @@ MUTANTS = {
     "weight halves overwrite each other": Mutant(
         "zero bubble", FLAT, "view.addmm_(a, b)", "torch.mm(a, b, out=view)", equal=GRADIENTS),
     "a send in front of what it sends": Mutant(
-        "pipeline", LOWERING, "upto(a, maker + 1)", "upto(a, maker)",
+        "pipeline", LOWERING, "np.where(sends, ends + 1, wanted)", "np.where(sends, ends, wanted)",
         check="reads x blocks.1, which no instruction has written"),
     "messages in another order than results": Mutant(
         "pipeline", LOWERING, "order.kind[source] != F, ready))",

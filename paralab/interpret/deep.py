@@ -23,8 +23,8 @@ from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
 from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Step, Table, said
+from paralab.interpret.listed import ARRIVAL, SENT, WAYS, way
 from paralab.interpret.memory import Kind
-from paralab.interpret.pipeline import ARRIVAL, way
 from paralab.interpret.resumed import calls, share, until
 from paralab.interpret.time import Times, walked
 from paralab.interpret.turns import Turns
@@ -36,7 +36,7 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.order import CODE
 
 NOTHING = Instr(WAIT), AWAITED
-WAITED = {SEND: pipeline.SENT, RECEIVE: ARRIVAL}
+WAITED = {SEND: SENT, RECEIVE: ARRIVAL}
 
 
 class Alike(NamedTuple):
@@ -159,7 +159,7 @@ class Deep:
 
     def _alike(self, pp: int, name: tuple) -> Alike:
         """Of a rank, whose kind, last action and groups have this name."""
-        n, turns = len(pipeline.WAYS) * 2 * self.v, self.lists[name[0]].turns  # n: of messages
+        n, turns = len(WAYS) * 2 * self.v, self.lists[name[0]].turns  # n: of messages
         code, weights = [NOTHING] * n, [0.0] * n
         for at, _, *message in self._messages(pp):
             code[at] = tuple(message)
@@ -192,7 +192,7 @@ class Deep:
                 after = behind[key][position - 1] if behind else inf
                 if ins.op == WAIT and ins.at == SEND:
                     to = (ins.peer - name[0]) % self.plan.pp
-                    items.append(Item(walk.WAIT, 0, (pipeline.SENT, to)))
+                    items.append(Item(walk.WAIT, 0, (SENT, to)))
                     continue
                 if ins.op == WAIT and ins.at == RECEIVE:
                     of = "x" if key[0] == "F" else "g", key[1], self.v

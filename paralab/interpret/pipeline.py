@@ -1,45 +1,33 @@
 """When everything in a deep pipeline happens: the longest paths through its lists, found once.
 
 Which moment follows from which does not depend on the clock, but on the schedule and on what every
-action consists of. So the lists of all ranks are walked once (walk.py), where a moment is the node
-of a graph: the later of two others, and what something takes after it. It is evaluated for any
-costs, a comparison and a sum per node: a slider that moves anything but the schedule costs 65,000
-actions 50 ms. That this is what time.py says of the program as a whole is tested.
+action consists of. So the moments of all ranks are the nodes of a graph, by the rules of walk.py:
+each is the later of two others, and what something takes after it. NumPy lays all lists out at
+once and numbers their nodes; the graph is then evaluated for any costs, a comparison and a sum per
+node: of 65,000 actions it is made in 0.3 s, and a slider that moves anything but the schedule costs
+15 ms. That this is what time.py says of the program as a whole is tested.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.interpret.jobs import Order
-from paralab.interpret.walk import CALL, WAIT, Item, Rank, Walk
-from paralab.parallel.lowering import lower
-from paralab.parallel.schedules import Action
-from paralab.programs.fold import END, FEW, LIKE_ALL
-from paralab.programs.instructions import RECEIVE, SEND
+from paralab.interpret.jobs import Begun, Order
+from paralab.interpret.listed import OP, Lists, Shape
+from paralab.interpret.walk import CALL, JOB, WAIT, WORK
+from paralab.parallel.lowering import Lowered, lowered
 from paralab.spec import Plan
 from paralab.spec.forms import make_schedule
-from paralab.theory.order import CODE
+from paralab.theory.schedule_check import checked
 
-# What stands between actions: messages, and WAITs for those that were sent. The WAIT for an
-# ARRIVAL, of what was received, stands inside an action.
-SENT, ARRIVAL = "SENT", "ARRIVAL"
-WAYS = (SEND, RECEIVE, SENT, ARRIVAL)
 NARROW = 8  # nodes on a level: of fewer, they are gone through one by one
 POSTING = 1  # the weight of posting a call; number 0 is nothing, and behind come the ranks'
-
-Shape = tuple[tuple[Any, tuple[Item, ...]], ...]  # what a kind of rank does in its actions
-
-
-def way(op: str, state: str, chunk: int, v: int) -> int:
-    """The number in a rank's table of one of `WAYS`: of "x" or "g", of one of its v stages."""
-    return (2 * WAYS.index(op) + (state == "g")) * v + chunk
 
 
 class Graph(NamedTuple):
@@ -95,9 +83,9 @@ def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: 
 
 
 @lru_cache(maxsize=2)
-def _rows(*sizes: Any) -> list[list[Any]]:
+def _rows(*sizes: Any) -> Lowered:
     """What every rank does: the same, whatever its actions consist of."""
-    return lower(make_schedule(*sizes))
+    return lowered(checked(make_schedule(*sizes))[1])
 
 
 @lru_cache(maxsize=6)
@@ -105,130 +93,197 @@ def _graph(
     sizes: tuple, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: bool, plan: Plan | None
 ) -> Graph:
     """sizes: schedule, ranks, micro-batches, stages of a rank; plan: of one that offloads."""
-    walk, base, lists, ranks = _Nodes(POSTING * posts), POSTING + 1, [], []
     rows = _rows.__wrapped__ if callable(sizes[0]) else _rows
-    for r, row in enumerate(rows(*sizes)):
-        lists.append(_List(r, *sizes[1:], base, dict(shapes[kinds[r]])))
-        ranks.append(Rank(walk, lists[r].items(row), Order(plan)))
-        base += lists[r].size
-    walk.go(ranks)
-    over = []
-    for rank in ranks:
-        over.append(np.zeros(len(rank.left), int))
-        over[-1][list(rank.waits)] = [node for _, node in rank.waits.values()]
-    order, place, edges = walk.levels()
-    calls = [
-        np.array([[*rank.calls], [end for _, end in rank.calls.values()]], int) for rank in ranks
-    ]
+    lists = Lists(rows(*sizes), *sizes[2:], shapes, kinds)
+    nodes = _Nodes(lists, posts, plan)
+    one, other, added = nodes.made()
+    starts = lists.first[:-1]
+    level = np.array(_levels(one.tolist(), other.tolist(), nodes.first[starts].tolist(), nodes.n))
+    order, place = np.argsort(level, kind="stable")[1:], np.zeros(len(level), int)
+    place[order] = np.arange(1, len(level))
+    symbol, left, over, end, begun = (
+        np.split(of, starts[1:])
+        for of in (lists.takes, place[nodes.left], place[nodes.over], place[nodes.end], nodes.begun)
+    )
+    calls = [np.flatnonzero(some) for some in begun]
     return Graph(
-        *(place[some][order] for some in (walk.one, walk.other)),
-        np.array(walk.added)[order],
-        edges,
-        [np.array(mine.symbol) for mine in lists],
-        [place[rank.left] for rank in ranks],
-        [place[some] for some in over],
-        [np.array(mine.actions).reshape(-1, 5).T for mine in lists],
-        [np.stack([at, place[node]]) for at, node in calls],
+        place[one[order]],
+        place[other[order]],
+        added[order],
+        (1 + np.searchsorted(level[order], np.arange(1, level.max() + 2))).tolist(),
+        symbol,
+        left,
+        over,
+        lists.actions,
+        [np.stack([at, mine[at]]) for at, mine in zip(calls, end, strict=True)],
     )
 
 
-class _Nodes(Walk):
-    """Moments are nodes, and what something takes is the number of a weight."""
+class _Nodes:
+    """Where in the graph each instruction has its moments. Those of an instruction follow one
+    another: what comes before its call, the call or the jobs that it comes behind, the posting.
+    Ranks follow one another too; behind them, from number n on, come the nodes at which they meet.
 
-    queues = False  # a sender has waited for the message before
-    origin = 0
-
-    def __init__(self, posting: int) -> None:
-        super().__init__(posting)
-        self.one, self.other, self.added = array("i"), array("i"), array("i")
-
-    def levels(self) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """The nodes but the first, level by level; where each stands then; and `Graph.edges`."""
-        level = [0]
-        for a, b in zip(self.one, self.other, strict=True):
-            x, y = level[a], level[b]
-            level.append((x if x > y else y) + 1)
-        order, place = np.argsort(level, kind="stable"), np.empty(len(level), int)
-        place[order] = np.arange(len(level))
-        edges = np.searchsorted(np.array(level)[order], np.arange(1, max(level) + 2))
-        return order[1:] - 1, place, edges.tolist()
-
-    def later(self, one: int, other: int, takes: int) -> int:
-        self.one.append(one)
-        self.other.append(other)
-        self.added.append(takes)
-        return len(self.one)
-
-    def lasts(self, moments: Sequence[int], takes: int) -> tuple[int, int]:
-        start = moments[0]
-        for other in moments[1:-1]:
-            start = self.later(start, other, 0)
-        return start, self.later(start, moments[-1], takes)
-
-
-class _List:
-    """A rank's list, as it is walked.
-
-    base     the number of its first weight; ``size``: how many it has
-    symbol, actions  see `Graph`
+    first, last  an instruction's nodes
+    left, now    behind it, and in front of it; ``front``: of its call                      (n,)
+    begun, end   whether it is a call or a job, and when that is over
+    free         when the lane of a rank's own call or job is
+    over         of a WAIT when what it is for is, or 0
     """
 
-    def __init__(self, r: int, pp: int, m: int, v: int, base: int, shape: dict) -> None:
-        self.r, self.pp, self.m, self.v, self.base = r, pp, m, v, base
-        every = [item for items in shape.values() for item in items]
-        self.size = 1 + max(max(item.takes, item.before or 0) for item in every)
-        self.turns = {
-            key: [(item.takes, self._weighed(item)) for item in items]
-            for key, items in shape.items()
-        }
-        self.symbol, self.actions = array("i"), array("i")
+    def __init__(self, lists: Lists, posts: bool, plan: Plan | None) -> None:
+        self.lists, self.posts = lists, posts
+        works, waits, calls, jobs = (lists.op == OP[op] for op in (WORK, WAIT, CALL, JOB))
+        self.behind, early = _jobs(lists, plan) if jobs.any() else ({}, [])
+        waits[early] = False
+        before, own = calls & (lists.before >= 0), calls & (lists.members == 0)
+        count = works.astype(int) + waits + before + own + posts * calls
+        for job, others in self.behind.items():
+            count[job] = 1 + len(others)
+        self.last = np.cumsum(count)
+        self.first, self.n = self.last - count + 1, int(self.last[-1]) + 1
+        self.works, self.waits, self.calls, self.before, self.own = works, waits, calls, before, own
+        self.begun = calls | jobs
 
-    def _weighed(self, item: Item) -> Item:
-        before = None if item.before is None else item.before + self.base
-        return item._replace(takes=item.takes + self.base, before=before)
+        clock = np.where(works | waits | (calls & posts), self.last, self.first * before)
+        starts = lists.first[:-1]
+        self.left = np.maximum.accumulate(clock)
+        self.left[self.left < self.first[starts][lists.rank]] = 0  # of the rank before
+        self.now = np.r_[0, self.left[:-1]]
+        self.now[starts] = 0
+        self.front = np.where(before, self.first, self.now)
+        self.end = np.where(own, self.first + before, self.last * jobs)
+        self.free = self._free(np.flatnonzero(own | jobs))
+        self.base = np.cumsum([POSTING + 1, *lists.sizes])[lists.rank]
+        self.met = self._meet()
+        self.over = np.zeros_like(clock)
+        self.over[lists.waits] = self.end[lists.of]
+        self.over *= waits
 
-    def items(self, row: Sequence[Any]) -> Iterator[Item]:
-        symbol, count = self.symbol, {}
-        known: dict[tuple, tuple[Item, ...]] = {}  # of messages alike
-        sent: dict[Any, Item] = {}  # name -> the WAIT for the last message of this name
+    def _free(self, begun: np.ndarray) -> np.ndarray:
+        lane, free = self.lists.lane[begun], np.zeros_like(self.end)
+        turn = np.argsort(lane, kind="stable")
+        earlier, later = begun[turn[:-1]], begun[turn[1:]]
+        same = lane[turn[:-1]] == lane[turn[1:]]
+        free[later[same]] = self.end[earlier[same]]
+        return free
 
-        for step in row:
-            if type(step) is Action:
-                stage, letter, k = step
-                done = count[step[:2]] = count.get(step[:2], -1) + 1
-                few = FEW - 1 if done == self.m - 1 else min(done, LIKE_ALL)
-                key = letter, stage // self.pp, few
-                self.actions.extend((CODE[letter], *key[1:], k, len(symbol)))
-                needs = "F" if letter == "F" else "B", stage, k
-                for at, item in self.turns[key]:
-                    symbol.append(at)
-                    yield Item(WAIT, item.takes, needs) if item.name == ARRIVAL else item
+    def _meet(self) -> list[tuple[int, int, int]]:
+        """The nodes of messages have their numbers now, and those of calls of several ranks, behind
+        them, are these.
+        """
+        lists, found = self.lists, []
+        behind = self.n + len(lists.sends)
+        self.end[lists.sends] = self.end[lists.receives] = np.arange(self.n, behind)
+        for lane in lists.met:
+            free: list[int] = []
+            for members in lane:
+                moments = [*self.front[members], *free]
+                takes = (lists.takes + self.base)[members[-1]]
+                found += _chain(moments, takes, behind + len(found))
+                free = [behind + len(found) - 1]
+                self.end[members] = free
+        return found
+
+    def made(self) -> np.ndarray:
+        """All nodes, as in `Graph`, with the first: one, other, added."""
+        lists, now, front, end = self.lists, self.now, self.front, self.end
+        sends, receives, takes = lists.sends, lists.receives, lists.takes + self.base
+        found = np.zeros((3, self.n + len(sends) + len(self.met)), int)
+
+        def put(at: np.ndarray, *node: np.ndarray | int) -> None:
+            for column, some in zip(found, node, strict=True):
+                column[at] = some
+
+        some = self.works
+        put(self.first[some], now[some], now[some], takes[some])
+        some = self.waits
+        put(self.first[some], now[some], self.over[some], takes[some])
+        some = self.before
+        put(self.first[some], now[some], now[some], (lists.before + self.base)[some])
+        some = self.own
+        put(end[some], front[some], self.free[some], takes[some])
+        put(end[sends], front[sends], front[receives], takes[sends])
+        some = self.calls & self.posts
+        put(self.last[some], front[some], front[some], POSTING)
+        for job, others in self.behind.items():
+            moments, at = [now[job], self.free[job], *end[others]], self.first[job]
+            put(slice(at, self.last[job] + 1), *zip(*_chain(moments, takes[job], at), strict=True))
+        put(slice(self.n + len(sends), None), *np.reshape(self.met, (-1, 3)).T)
+        return found
+
+
+def _chain(moments: Sequence[int], takes: int, first: int) -> list[tuple[int, int, int]]:
+    """Nodes from number ``first`` on: the last one is when something is over that begins at the
+    latest of these moments.
+    """
+    start, found = moments[0], []
+    others = moments[1:] or moments
+    for number, moment in enumerate(others, 1):
+        found.append((start, moment, takes if number == len(others) else 0))
+        start = first + number - 1
+    return found
+
+
+def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[int]]:
+    """Of every job those that it comes behind; and the WAITs for what is over by then."""
+    behind, over, of = {}, [], dict(zip(lists.waits.tolist(), lists.of.tolist(), strict=True))
+    for r in range(len(lists.sizes)):
+        order, made = Order(plan), {}
+        for at, item in lists.of_rank(r, (JOB, WAIT)):
+            if item.op == JOB:
+                made[at] = Begun(at, None, order.behind(item.name))
+                behind[at] = [other.position for other in made[at].behind]
+                order.add(item.name, made[at])
                 continue
-            op, what, stage, k, _ = step
-            if (op, what, stage) not in known:
-                known[op, what, stage] = self._message(*step)
-            call, *waits = known[op, what, stage]
-            if op == "recv":
-                symbol.append(call.takes - self.base)
-                yield Item(CALL, call.takes, (what, stage, k), call.lane, call.members)
-                continue
-            if call.name in sent:
-                symbol.append(sent[call.name].takes - self.base)
-                yield sent[call.name]
-            [sent[call.name]] = waits
-            symbol.append(call.takes - self.base)
-            yield call
-        for at, item in self.turns[END]:
-            own = sent[item.name] if item.op == WAIT and item.name[0] == SENT else item
-            symbol.append(own.takes - self.base if own is not item else at)
-            yield own
+            job = made.get(of[at])
+            if job and job.over:
+                over.append(at)
+            elif job:
+                job.settled()
+            order.end(item.frees)
+    return behind, over
 
-    def _message(self, op: str, what: str, stage: int, k: int, peer: int) -> tuple[Item, ...]:
-        """The call; of what is sent, the WAIT for it too: one per direction."""
-        of = "x" if what == "F" else "g", stage // self.pp, self.v
-        if op == "recv":
-            call = Item(CALL, self.base + way(RECEIVE, *of), (what, stage, k), (peer, self.r), 2)
-            return (call,)
-        name = SENT, (peer - self.r) % self.pp
-        call = Item(CALL, self.base + way(SEND, *of), name, (self.r, peer), 2)
-        return call, Item(WAIT, self.base + way(SENT, *of), name)
+
+def _levels(one: list[int], other: list[int], begins: list[int], n: int) -> list[int]:
+    """How many nodes come before each at least, one behind the other.
+
+    begins  where the ranks' nodes begin, each after those that it needs, but for those from number
+            ``n`` on, at which ranks meet
+    """
+    level = [0] + [-1] * (len(one) - 1)
+    todo, waiting = [*pairwise([*begins, n])], defaultdict(list)
+
+    def lacks(node: int) -> int:
+        """The node of a rank that is to be known before; 0 if its level is known now."""
+        rest = []
+        while node >= n:
+            x, y = level[one[node]], level[other[node]]
+            if x < 0 or y < 0:
+                rest.append(node)
+                node = one[node] if x < 0 else other[node]
+                continue
+            level[node] = (x if x > y else y) + 1
+            if not rest:
+                return 0
+            node = rest.pop()
+        return node
+
+    while todo:
+        at, stop = todo.pop()
+        for node in range(at, stop):
+            than = other[node]
+            y = level[than]
+            if y < 0:
+                if lack := lacks(than):
+                    waiting[lack].append((node, stop))
+                    break
+                y = level[than]
+            x = level[one[node]]
+            level[node] = (x if x > y else y) + 1
+            if node in waiting:
+                todo += waiting.pop(node)
+    for node in range(n, len(one)):  # what no rank waits for
+        if level[node] < 0:
+            lacks(node)
+    return level

@@ -9,9 +9,9 @@
     WAIT      ends at max(now, the end of what it waits for)
 
 Nothing in a program is decided by the clock, so every moment is a longest path through what must
-come before it, and the answer does not depend on which rank goes first. What a moment is, is left
-open here: seconds, of what is predicted (time.py) and of what was recorded (theory/replay.py), or a
-node of a graph whose seconds are worked out later (pipeline.py).
+come before it, and the answer does not depend on which rank goes first. What is predicted (time.py)
+and what was recorded (theory/replay.py) is walked through here. Of a deep pipeline the paths are
+found before what anything takes is known, by the same rules (pipeline.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Item(NamedTuple):
     """An instruction, as far as the walk knows it.
 
     op       WORK, CALL, JOB or WAIT
-    takes    of compute; of a call or a job on its lane, as all members of a call say; of a WAIT
-             what goes with it behind it
+    takes    seconds: of compute; of a call or a job on its lane, as all members of a call say; of a
+             WAIT what goes with it behind it
     name     what a call writes, and what a WAIT is for; of a JOB the instruction
     lane     of a call or a job
     members  pipeline ranks that make the call, if these are its members; else 0
@@ -76,12 +76,9 @@ class Walk:
     posting  what posting a call takes
     """
 
-    queues = True  # whether a message may have to wait for the one before it
-    origin: Any = 0.0
-
-    def __init__(self, posting: Any) -> None:
+    def __init__(self, posting: float) -> None:
         self.posting = posting
-        self.free: dict[Any, Any] = {}  # when each lane of several pipeline ranks is
+        self.free: dict[Any, float] = {}  # when each lane of several pipeline ranks is
         self.there: dict[Any, list[tuple]] = {}  # of a call that is not complete: who is at it
         self.ready: deque[Iterator] = deque()
 
@@ -91,30 +88,17 @@ class Walk:
         while self.ready:
             next(self.ready.popleft(), None)
 
-    def later(self, one: Any, other: Any, takes: Any) -> Any:
-        """What ends when both moments are there and it has taken so long."""
-        return (one if one > other else other) + takes
-
-    def lasts(self, moments: Sequence[Any], takes: Any) -> tuple[Any, Any]:
-        """From when to when something is on its lane that begins at the latest of these."""
-        start = max(moments)
-        return start, start + takes
-
-    def meet(self, rank: Rank, item: Item, moment: Any) -> None:
+    def meet(self, rank: Rank, item: Item, moment: float) -> None:
         """A rank is at a call of several; with the last of them it goes."""
-        lane, free = item.lane, self.free
+        lane = item.lane
         number = rank.count[lane] = rank.count[lane] + 1
         there = self.there.setdefault((lane, number), [])
         there.append((rank, len(rank.left), moment))
         if len(there) < item.members:
             return
         del self.there[lane, number]
-        moments = [moment for _, _, moment in there]
-        if lane in free:
-            moments.append(free[lane])
-        start, end = self.lasts(moments, item.takes)
-        if self.queues or type(lane) is str:
-            free[lane] = end
+        start = max(self.free.get(lane, 0.0), *(moment for _, _, moment in there))
+        end = self.free[lane] = start + item.takes
         for member, position, _ in there:
             member.calls[position] = start, end
             if member.stands == position:
@@ -135,12 +119,12 @@ class Rank:
     """
 
     def __init__(
-        self, walk: Walk, items: Iterable[Item], order: Order, lanes: dict[str, Any] | None = None
+        self, walk: Walk, items: Iterable[Item], order: Order, lanes: dict[str, float] | None = None
     ) -> None:
         self.common, self.items, self.order, self.lanes = walk, items, order, lanes or {}
-        self.left: list[Any] = []
-        self.calls: dict[int, tuple[Any, Any]] = {}
-        self.waits: dict[int, tuple[int, Any]] = {}
+        self.left: list[float] = []
+        self.calls: dict[int, tuple[float, float]] = {}
+        self.waits: dict[int, tuple[int, float]] = {}
         self.jobs: dict[int, Begun] = {}
         self.behind: dict[int, list[int]] = {}
         self.flights: dict[tuple[Value, ...], int] = {}
@@ -150,14 +134,13 @@ class Rank:
 
     def _go(self) -> Iterator[None]:
         common, lanes, left, calls = self.common, self.lanes, self.left, self.calls
-        later, lasts, posting, origin = common.later, common.lasts, common.posting, common.origin
-        flights, waits, jobs = self.flights, self.waits, self.jobs
-        clock = origin
+        flights, waits, jobs, posting = self.flights, self.waits, self.jobs, self.common.posting
+        clock = 0.0
         for now in self.items:
             op, takes, name, lane, members, before, frees = now
             at = len(left)
             if op == WORK:
-                clock = later(clock, clock, takes)
+                clock += takes
             elif op == WAIT:
                 call = flights.get(name)
                 lasted = call not in jobs or not jobs[call].over
@@ -169,27 +152,26 @@ class Rank:
                 if lasted:
                     end = calls[call][1]
                     waits[at] = call, end
-                    clock = later(clock, end, takes)
+                    clock = max(clock, end) + takes
                 del flights[name]
                 if frees:
                     self.order.end(frees)
             elif op == CALL:
                 if before is not None:
-                    clock = later(clock, clock, before)
+                    clock += before
                 flights[name] = at
                 if members:
                     common.meet(self, now, clock)
                 else:
-                    calls[at] = lasts((clock, lanes.get(lane, origin)), takes)
-                    lanes[lane] = calls[at][1]
-                if posting:
-                    clock = later(clock, clock, posting)
+                    start = max(clock, lanes.get(lane, 0.0))
+                    calls[at] = start, start + takes
+                    lanes[lane] = start + takes
+                clock += posting
             else:
                 behind, flights[name.writes] = self.order.behind(name), at
-                ends = (job.end for job in behind)
-                calls[at] = lasts((clock, lanes.get(lane, origin), *ends), takes)
-                job = jobs[at] = Begun(at, calls[at][1], behind)
-                lanes[lane] = job.end
+                start = max(clock, lanes.get(lane, 0.0), *(job.end for job in behind))
+                job = jobs[at] = Begun(at, start + takes, behind)
+                calls[at], lanes[lane] = (start, job.end), job.end
                 self.order.add(name, job)
                 positions = (other.position for other in behind)
                 self.behind[at] = [place for place in positions if place is not None]
