@@ -96,6 +96,8 @@ test: $(READY_DEV)
 	@$(PY) -m ruff format --check .
 	@echo "== a browser for the labs"
 	@$(PY) tests/browser/chromium.py
+	@echo "== how fast this machine is, measured once, while nothing else runs"
+	@$(PY) -c 'import paralab; paralab.Cluster.local()'
 	@echo "== tests, $(WORKERS) files at a time"
 	@$(PYTEST) tests labs --nbval $(FILES)
 

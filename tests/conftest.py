@@ -38,8 +38,9 @@ WORDS = [
 
 
 # Files of fifteen seconds or more, the longest first. Next to others they begin first, after the
-# pages: one that begins last is waited for alone.
-LONG = ("composed", "programs_equal", "launch_failures", "labs_meta", "search", "exercises_05",
+# pages: one that begins last is waited for alone. Half of launch_failures and of labs_meta is
+# waiting: each stands where a file comes next to it that computes.
+LONG = ("composed", "launch_failures", "programs_equal", "labs_meta", "search", "exercises_05",
         "programs_offload", "mutants", "observe", "exercises_ranks", "exercises_02",
         "virtual_plans", "torchrun", "exercises_06", "traffic", "launch", "checkpoint", "published",
         "exercises_08", "exercises_03", "outline", "binder")  # fmt: skip
