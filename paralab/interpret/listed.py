@@ -51,6 +51,7 @@ class Lists:
     def __init__(
         self, rows: Lowered, m: int, v: int, shapes: Sequence[Shape], kinds: Sequence[int]
     ) -> None:
+        # Which instruction of which piece stands where.
         pp, pieces = len(kinds), _Pieces(shapes, len(kinds), v)
         ranks, ends = np.repeat(np.arange(pp), np.diff(rows.first)), rows.first[1:]
         number = pieces.number(rows, ranks, m)
@@ -67,9 +68,10 @@ class Lists:
         self.lane, self.sizes = self.rank * pieces.lanes + lane, pieces.tables[list(kinds)]
         self._items = pieces.items, at
 
+        # A message has the name that it has where it arrives; what was sent, that of its direction.
         calls, into, out = self.op == OP[CALL], name == RECEIVED, name == LEFT
         back = np.where(rows.kind < SEND, rows.kind != F, rows.what == B)[step]
-        stage = rows.stage[step] + (out & calls) * (1 - 2 * back)  # where the message arrives
+        stage = rows.stage[step] + (out & calls) * (1 - 2 * back)
         message = (back * pp * v + stage) * m + rows.microbatch[step]
         ends = (np.flatnonzero(calls & some) for some in (out, into))
         self.sends, self.receives = (some[np.argsort(message[some])] for some in ends)
@@ -138,13 +140,11 @@ class _Pieces:
                 return item.name[1]
             return names[item.name.writes if item.op == JOB else item.name]
 
-        self.columns = np.array(
-            [
-                (OP[item.op], item.takes, -1 if item.before is None else item.before, item.members,
-                 name(item), lanes[item.lane])
-                for item in self.items
-            ]
-        ).T  # fmt: skip
+        def row(item: Item) -> tuple[int, ...]:
+            before = -1 if item.before is None else item.before
+            return OP[item.op], item.takes, before, item.members, name(item), lanes[item.lane]
+
+        self.columns = np.array([row(item) for item in self.items]).T
         self.names, self.lanes = pp + len(names), len(lanes)
         most = self.columns[1:3].max(0)
         ends = np.cumsum([sum(map(len, kind)) for kind in kinds])
