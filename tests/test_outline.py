@@ -9,12 +9,16 @@ import dataclasses
 from functools import cache
 from itertools import product
 
+import numpy as np
 import pytest
 
 import paralab as pl
+from paralab.interpret.pipeline import graph
 from paralab.interpret.predict import predict
 from paralab.interpret.totals import Totals
+from paralab.interpret.walk import CALL, WAIT, WORK, Item
 from paralab.parallel.schedules import Action, one_f_one_b
+from paralab.programs.fold import END, FEW
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256, attention="explicit")
@@ -230,6 +234,19 @@ def test_an_outline_is_compared_with_a_run_by_its_sums(run):
         found.table.loc["bytes sent per rank", "measured"]  # fmt: skip
     other = expect.collectives.assign(wire_bytes=expect.collectives["wire_bytes"] + 8)
     assert not pl.compare(dataclasses.replace(expect, collectives=other), measured).bytes_agree
+
+
+def test_calls_of_the_same_ranks_follow_one_another_by_hand():
+    """Two at once, which no program has: five forwards and backwards of 1 s, calls of 3 and 5 s."""
+    work, first, second, waited = range(8, 12)  # numbers below are those of messages
+    shape = {(kind, 0, few): (Item(WORK, work),) for kind in "FB" for few in range(FEW)}
+    calls = [Item(CALL, at, name, "both", 2) for name, at in (("a", first), ("b", second))]
+    shape[END] = (*calls, Item(WAIT, waited, "a"), Item(WAIT, waited, "b"))
+    plan, kinds = pl.Plan(pp=2, microbatches=5, schedule="gpipe"), (0, 0)
+    found = graph(plan, (tuple(shape.items()),), kinds, False)
+    table = [0.0] * 8 + [1.0, 3.0, 5.0, 0.0]
+    now = found.moments(np.array([0.0, 0.0, *table, *table]))
+    assert [now[left[-2:]].tolist() for left in found.left] == [[13.0, 18.0]] * 2
 
 
 def test_detail_is_chosen_by_size_and_refused_by_name():
