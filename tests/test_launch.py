@@ -6,7 +6,6 @@ import ctypes
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import platform
 import random
 import resource
 import signal
@@ -378,25 +377,6 @@ def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_withou
 
     assert until(all_there), "never preloaded"
     assert psutil.Process(_house._server.pid).num_threads() == 1
-
-
-def in_large_pages(pid: int | str) -> int:
-    """kB of a process's memory."""
-    _, *rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return int(dict(row.split(":") for row in rows)["AnonHugePages"].split()[0])
-
-
-@forks
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists()
-    or tuple(map(int, platform.release().split(".")[:2])) < (6, 1),
-    reason="needs Linux 6.1 with large pages",
-)
-def test_a_server_that_is_idle_puts_its_memory_into_large_pages(house) -> None:
-    pl.launch(sum_of_ranks, ranks=1)
-    pid = house.server().pid
-    assert until(lambda: in_large_pages(pid) > 50_000), in_large_pages(pid)
-    assert pl.launch(in_large_pages, ranks=1, args=("self",))[0] > 0  # a rank is born with them
 
 
 @forks

@@ -7,7 +7,6 @@ import ctypes
 import os
 
 RECEIVING = "gloo_tcp_loop"  # a group's thread that receives, as it is called by gloo
-_MADV_COLLAPSE = 25  # linux/mman.h
 ENOUGH = 4  # looks at a thread: one that has not taken this name by then will not
 _looks: dict[str, int] = {}  # at threads of this process, by `send_first`
 
@@ -24,22 +23,6 @@ def keep_pages() -> None:
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(top_pad, 64 * 2**20)
         mallopt(mmap_threshold, 32 * 2**20)  # the largest that glibc takes
-
-
-def use_large_pages() -> None:
-    """Linux, from 6.1 on: what this process has in memory lies in pages of 2 MB where it can.
-
-    A fork takes memory over page by page, and a process that ends gives it back so. With pages of
-    4 kB a rank spends 12 ms more of a processor on both than with large ones.
-    """
-    with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps") as file:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for line in file.readlines():
-            place, access, _, _, inode, *name = line.split()
-            if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-                begin, end = (int(address, 16) for address in place.split("-"))
-                madvise(begin, end - begin, _MADV_COLLAPSE)  # as far as there is room; else nothing
 
 
 def send_first() -> None:

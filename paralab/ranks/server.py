@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from paralab.checks import choice
-from paralab.ranks.host import use_large_pages
 
 START = "PARALAB_START"  # the environment variable that chooses between "fork" and "spawn"
 LOOK_SECONDS = 0.1  # between two looks at whether to go on waiting
@@ -60,9 +59,8 @@ ESSENTIAL = (
 TO_TRAIN = ("torch._dynamo",)
 # What ranks of an exercise's check import, and what DDP, FSDP and the profiler import at first use,
 # and all of the above in smaller pieces: 75 MB in every rank if not shared. Loaded while no launch
-# runs, in pieces below 0.4 s, so a first launch does not pay for it; then all that was loaded is
-# put into large pages. A rank that uses a piece that failed tries again, and the error is raised
-# there.
+# runs, in pieces below 0.4 s, so a first launch does not pay for it. A rank that uses a piece that
+# failed tries again, and the error is raised there.
 WHEN_IDLE = (
     "paralab.exercises.watched",
     "sympy",
@@ -221,7 +219,6 @@ class _Server:
         self.folder: str | None = None  # of the launch in progress
         self.idle_from = 0.0
         self.later = list(WHEN_IDLE) if method == "fork" else []
-        self.grown = False  # since memory was put into large pages
         self.wake_up, wake = os.pipe()
         for end in (self.wake_up, wake):
             os.set_blocking(end, False)
@@ -251,8 +248,7 @@ class _Server:
         os._exit(0)
 
     def _one_round(self) -> None:
-        idle = not self.ranks and time.monotonic() >= self.idle_from
-        spare = idle and (self.later or self.grown)
+        spare = self.later and not self.ranks and time.monotonic() >= self.idle_from
         ready, _, _ = select.select([self.socket, self.wake_up], [], [], 0.0 if spare else 1.0)
         if self.wake_up in ready:
             with contextlib.suppress(BlockingIOError):
@@ -261,12 +257,9 @@ class _Server:
         if self.socket in ready:
             kind, *said = self.connection.recv()
             {"load": self._load, "fork": self._fork, "end": self._end}[kind](*said)
-        elif spare and self.later:
+        elif spare:
             with contextlib.suppress(Exception):
                 self._import(self.later.pop(0))
-        elif spare:
-            use_large_pages()
-            self.grown = False
 
     def _load(self, names: tuple[str, ...]) -> None:
         failed = ""
@@ -280,7 +273,6 @@ class _Server:
 
     def _import(self, name: str) -> None:
         """Seconds long, on a busy machine: look up meanwhile whether the caller is still there."""
-        self.grown = self.method == "fork"
         signal.signal(signal.SIGALRM, lambda *_: os.getppid() == self.caller or self._leave())
         signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
         try:
