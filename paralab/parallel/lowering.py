@@ -111,15 +111,16 @@ class Lowered(NamedTuple):
 
 
 def lowered(order: Order, ahead: int = 1) -> Lowered:
-    """`lower` as arrays: of 64 ranks and 512 micro-batches 0.2 s."""
+    """`lower` as arrays: of 64 ranks and 512 micro-batches 0.1 s."""
     row = np.stack(row_of(order), 1)
     away = row[:, ::-1].ravel()
     ends, forward = row.ravel(), np.repeat(order.kind[row[:, 0]] == F, 2)
     by_rank = np.argsort(order.rank[ends], kind="stable")
     ends, away, forward = ends[by_rank], away[by_rank], forward[by_rank]
     sends, rank = by_rank % 2 == 0, order.rank[ends]
-    # How many actions, of all ranks, stand in front: those that the transfer comes after, but none
-    # that needs a message of a later turn, or comes after one that makes such a message.
+    # How many actions stand in front: those that the transfer comes after, but none that needs a
+    # message of a later turn, or comes after one that makes such a message. They are numbered
+    # through all ranks, so what accumulates over one rank's transfers stays within it.
     wanted = np.maximum(ends - min(ahead, len(order.rank)), order.first[rank])
     wanted, most = np.where(sends, ends + 1, wanted), ends + sends
     most = np.minimum.accumulate(most[::-1])[::-1]
