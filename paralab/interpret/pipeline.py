@@ -4,7 +4,7 @@ Which moment follows from which does not depend on the clock, but on the schedul
 action consists of. So the moments of all ranks are the nodes of a graph, by the rules of walk.py:
 each is the later of two others, and what something takes after it. NumPy lays all lists out at
 once and numbers their nodes: of 65,000 actions in 0.3 s. The graph is evaluated for any costs, a
-comparison and a sum per node, in 12 ms: a slider that moves anything but the schedule costs that.
+comparison and a sum per node, in 12 ms: a slider that moves nothing of this asks for no more of it.
 That this is what time.py says of the program as a whole is tested.
 """
 
@@ -129,6 +129,7 @@ class _Nodes:
     begun, end   whether it is a call or a job, and when that is over
     free         when the lane of a rank's own call or job is
     over         of a WAIT when what it is for is, or 0
+    base, takes  where in all weights the rank's begin, and which one the instruction has
     """
 
     def __init__(self, lists: Lists, posts: bool, plan: Plan | None) -> None:
@@ -155,6 +156,7 @@ class _Nodes:
         self.end = np.where(own, self.first + before, self.last * jobs)
         self.free = self._free(np.flatnonzero(own | jobs))
         self.base = np.cumsum([POSTING + 1, *lists.sizes])[lists.rank]
+        self.takes = lists.takes + self.base
         self.met = self._meet()
         self.over = np.zeros_like(clock)
         self.over[lists.waits] = self.end[lists.of]
@@ -179,16 +181,15 @@ class _Nodes:
             free: list[int] = []
             for members in lane:
                 moments = [*self.front[members], *free]
-                takes = (lists.takes + self.base)[members[-1]]
-                found += _chain(moments, takes, behind + len(found))
+                found += _chain(moments, self.takes[members[-1]], behind + len(found))
                 free = [behind + len(found) - 1]
                 self.end[members] = free
         return found
 
     def made(self) -> np.ndarray:
         """All nodes, as in `Graph`, with the first: one, other, added."""
-        lists, now, front, end = self.lists, self.now, self.front, self.end
-        sends, receives, takes = lists.sends, lists.receives, lists.takes + self.base
+        lists, now, front, end, takes = self.lists, self.now, self.front, self.end, self.takes
+        sends, receives = lists.sends, lists.receives
         found = np.zeros((3, self.n + len(sends) + len(self.met)), int)
 
         def put(at: np.ndarray, *node: np.ndarray | int) -> None:
