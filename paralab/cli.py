@@ -383,7 +383,7 @@ COMMANDS = {
             OPTIMIZER,
             Option("lr", number, "learning rate"),
             CLIP_NORM,
-            Option("data", str, "a text file or folder (default: Python's standard library)"),
+            Option("data", str, "a text file or folder (default: the source of torch's layers)"),
             Option("seed", number, "draws weights and batches"),
             Option("memory_limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
             Option("checkpoint", str, "a folder for checkpoints, the last after the last step"),

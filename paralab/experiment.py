@@ -133,7 +133,7 @@ def run(
     steps         optimizer steps, the first of them warm-up
     optimizer     "adamw" or "sgd"; ``lr`` learning rate (default 1e-3 or 0.1)
     clip_norm     clip the gradients' global L2 norm to this
-    data          a text file or folder (default: the source of Python's standard library)
+    data          a text file or folder (default: the source of torch's layers)
     seed          draws weights and batches
     memory_limit  bytes of tensors that a rank may have alive, or text, "64MB" (10^6) or "64MiB"
                   (2^20): one more ends the run with OutOfMemory. Then `report.memory` has every

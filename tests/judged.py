@@ -10,6 +10,8 @@ say that they pass: here is what no notebook runs. The stub is judged with them.
 from __future__ import annotations
 
 import importlib
+import linecache
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,13 @@ def missed(verdict: Verdict) -> set[str]:
 
 
 def defined(text: str, *names: str) -> Any:
-    """What a cell with this text defines; its classes and functions travel by value, as there."""
+    """What a cell with this text defines; its classes and functions travel by value, as there, and
+    have their source.
+    """
     found: dict = {"__name__": "__main__"}
-    exec(text, found)
+    file = f"<cell {zlib.crc32(text.encode())}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    exec(compile(text, file, "exec"), found)
     return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import given
@@ -10,12 +11,21 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from paralab.data import Corpus
+from processes import printed
 
 
-def test_standard_library_is_there_without_a_download():
+def test_the_default_text_is_there_without_a_download_and_without_torch_being_loaded():
     corpus = Corpus()
-    assert corpus.num_bytes > 2_000_000
-    assert b"def " in corpus.read(0, 100_000)
+    assert corpus.num_bytes > 500_000
+    assert b"class Linear(Module):" in corpus.read(0, corpus.num_bytes)
+    found = "import sys, paralab.data as d; print(d.Corpus().identity, 'torch' in sys.modules)"
+    assert printed(found) == f"{corpus.identity} False\n"
+
+
+def test_where_torch_is_not_installed_the_default_text_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ValueError, match="^data=None.*torch is not installed.*legal: a text file"):
+        Corpus()
 
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=6), st.data())

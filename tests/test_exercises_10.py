@@ -37,6 +37,15 @@ def by_name(*, dp, pp, tp):
     return where, groups
 
 
+def by_mesh(*, dp, pp, tp):
+    """As one would write it at work."""
+    from torch.distributed import init_device_mesh
+
+    grid = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    where = {axis: grid.get_local_rank(axis) for axis in grid.mesh_dim_names}
+    return where, {axis: grid.get_group(axis) for axis in grid.mesh_dim_names}
+
+
 KEEP = "            made = dist.new_group(ranks)  # every rank, whether it is in the group or not\n"
 MINE = KEEP + "            if rank in ranks:\n                groups[axis] = made"
 GRID, ALL = "reshape(pp, dp, tp)", 'enumerate(("pp", "dp", "tp"))'
@@ -67,6 +76,7 @@ WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
      "'tp': 1}, yours"),
 ]  # fmt: skip
 GROUP_WRONG = [(altered(GROUPS.name)(*pairs), *row) for pairs, *row in WRONG_GROUPS]
+GROUP_WRONG.append((by_mesh, {mesh.PLACE}, "a DeviceMesh makes these groups itself; here you do"))
 GROUP_ALL = Table(GROUPS, GROUP_WRONG, [by_hand, by_name], exact=True)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = GROUP_ALL.tests()
 
@@ -126,7 +136,7 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("here < len(ranks) - 1", "here == 0 or here < len(ranks) - 1")], {NORM},
      "dp=3, pp=1: rank 0 raised IndexError"),
     ([("len(batches) * dist", "3 * dist")], {NORM, WEIGHTS}, "dp=1, pp=4, step 1, rank 0: "),
-    ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " of <string> in mesh_step")),
+    ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " in mesh_step")),
     ([("*tokens.shape, hidden)", "2, 16, 32)")], {NORM},
      "dp=1, pp=4: rank 1 raised OrderError: recv #0 is of 1024 float32, and rank 0 sends 2304 "),
 ]  # fmt: skip

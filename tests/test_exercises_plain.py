@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import threading
 import time
 
@@ -224,3 +225,22 @@ def test_groups_that_ranks_make_differently_are_refused_by_whatever_name():
 def test_a_group_that_is_asked_for_again_is_the_same():
     [(notes, found)] = run(asked_again, ranks=2)
     assert not notes.over and found.results == [8.0, 8.0], repr(notes.verdict())
+
+
+def test_the_data_of_an_answer_is_decided_by_what_it_says_however_it_is_compiled(monkeypatch):
+    """Every Python makes other bytecode of it: a stored verdict would read differently."""
+    text = "def answer(x):\n    assert x\n    return x\n"
+
+    def seed(text: str, file: str, *, optimize: int = 0) -> int:
+        found: dict = {}
+        exec(compile(text, file, "exec", optimize=optimize), found)
+        return Try((found["answer"],), Notes("plain", REQUIRED)).seed
+
+    other = text.replace("return x", "return -x")
+    for file, lines in (("<a cell>", text), ("<another>", other)):
+        kept = len(lines), None, lines.splitlines(True), file
+        monkeypatch.setitem(linecache.cache, file, kept)
+    assert seed(text, "<a cell>") == seed(text, "<a cell>", optimize=2)
+    assert seed(text, "<a cell>") != seed(other, "<another>")
+    assert seed(text, "<in no file>") != seed(text, "<in no file>", optimize=2)
+    assert seed(text, "<in no file>") != seed(other, "<in no file>")

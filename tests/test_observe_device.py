@@ -29,7 +29,9 @@ def with_a_gpu():
     import virtual_cuda
 
     virtual_cuda.install(0)
-    torch.cuda.is_current_stream_capturing = lambda: False  # optimizers ask, in a build for CUDA
+    # In a build for CUDA optimizers ask whether a graph is captured, torch 2.11's by the first.
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     gpu = property(lambda tensor: tensor.dtype is torch.float64)
     host = property(lambda tensor: tensor.dtype is not torch.float64)
     index = property(lambda tensor: lambda: 0 if tensor.is_cuda else -1)

@@ -176,6 +176,7 @@ def times(factor: float) -> str:
 
 def distinct(yours: float, right: float) -> tuple[str, str]:
     """Both numbers, with as many digits as it takes to tell them apart."""
+    yours, right = yours + 0.0, right + 0.0  # no "-0", which some builds of torch compute
     for digits in range(5, 18):
         both = f"{yours:.{digits}g}", f"{right:.{digits}g}"
         if both[0] != both[1]:

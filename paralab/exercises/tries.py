@@ -8,6 +8,7 @@ they are watched, is watched.py.
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Try:
 
 
 def _codes(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
-    """What the functions in ``value`` do: their bytecode. within: classes that it is a part of."""
+    """What the functions in ``value`` say. within: classes that it is a part of."""
     if isinstance(value, tuple):
         for one in value:
             yield from _codes(one, within)
@@ -45,7 +46,10 @@ def _codes(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
         for base in value.__mro__[:-1] if value not in within else ():
             yield from _codes(tuple(vars(base).values()), (*within, value))
     elif code := getattr(value, "__code__", None):
-        yield code.co_code.hex()
+        try:
+            yield inspect.getsource(code)  # the same for every Python
+        except (OSError, TypeError):  # there is none
+            yield code.co_code.hex()
 
 
 @dataclass(frozen=True)

@@ -233,14 +233,14 @@ class Stage(nn.Module):
 
 
 # ---- the training -------------------------------------------------------------------------------
-_library = functools.cache(Corpus)  # of Python's source, looked up once; other texts may change
+_default = functools.cache(Corpus)  # looked up once; other texts may change
 
 
 def _text(data: object) -> Corpus:
     """A text as it is now, or as it was found when a training began."""
     if isinstance(data, Corpus):
         return data
-    return _library() if data is None else Corpus(data)  # type: ignore[arg-type]
+    return _default() if data is None else Corpus(data)  # type: ignore[arg-type]
 
 
 def batches(
@@ -258,7 +258,7 @@ def batches(
     """A step's micro-batches as (tokens, targets), (B, s) int64 each: those that `pl.run` feeds.
 
     microbatches  per rank
-    data          a text file or folder; None: the source of Python's standard library
+    data          a text file or folder; None: the source of torch's layers
     rank, ranks   which data-parallel rank of how many. One rank with ``ranks`` times as many
                   micro-batches gets all that they get, in order
 

@@ -94,7 +94,7 @@ guess
 
 # %% [markdown]
 # Now train: one real process (a **rank**; on a cluster there is one for each device), real text
-# (the source code of Python's standard library), three steps. Meanwhile a ledger records when each
+# (the source code of PyTorch's layers), three steps. Meanwhile a ledger records when each
 # tensor is allocated and freed. The table shows the maximum of each category in a step.
 
 # %%
