@@ -29,6 +29,7 @@ from paralab import checks
 from paralab.checks import illegal
 
 _MASK = 2**64 - 1
+TEXTS = "a text file, or a folder with text files"
 PART = 2**22  # bytes of the text in memory at a time
 
 
@@ -58,9 +59,7 @@ class Corpus:
         self.sizes = [f.stat().st_size for f in self.files]
         self.starts = [0, *accumulate(self.sizes)]
         if not self.num_bytes:
-            raise illegal(
-                "data", str(self.root), "no text in it", "a text file, or a folder with text files"
-            )
+            raise illegal("data", str(self.root), "no text in it", TEXTS)
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +122,7 @@ def _layers() -> Path:
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         why = "the default is the source of torch's layers, and torch is not installed here"
-        raise illegal("data", None, why, "a text file, or a folder with text files")
+        raise illegal("data", None, why, TEXTS)
     return Path(found.origin).parent / "nn" / "modules"
 
 

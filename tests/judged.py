@@ -42,7 +42,9 @@ def defined(text: str, *names: str) -> Any:
     """
     found: dict = {"__name__": "__main__"}
     file = f"<cell {zlib.crc32(text.encode())}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    linecache.cache[file] = (
+        lambda: text,
+    )  # when it is asked for: a launch sends what it finds here
     exec(compile(text, file, "exec"), found)
     return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
 

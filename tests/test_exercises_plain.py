@@ -244,3 +244,9 @@ def test_the_data_of_an_answer_is_decided_by_what_it_says_however_it_is_compiled
     assert seed(text, "<a cell>") != seed(other, "<another>")
     assert seed(text, "<in no file>") != seed(text, "<in no file>", optimize=2)
     assert seed(text, "<in no file>") != seed(other, "<in no file>")
+    begins_in_a_string = 'words = """\n""", answer = lambda x: x\n'
+    kept = 2, None, begins_in_a_string.splitlines(True), "<a third>"
+    monkeypatch.setitem(linecache.cache, "<a third>", kept)
+    assert seed("\nanswer = lambda x: x\n", "<a third>") == seed(
+        "\nanswer = lambda x: x\n", "<none>"
+    )

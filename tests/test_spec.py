@@ -245,7 +245,7 @@ def test_what_is_left_out_of_a_long_value_is_counted():
         (lambda: pl.Plan().ranks(3, 0), "axis=3: unknown choice"),
         (lambda: pl.Plan().place(None), "rank=None: not a whole number"),
         (lambda: pl.load(None), "path=None: not a path"),
-        (lambda: pl.load("\0"), "path='.x00': cannot be opened: .*embedded null"),
+        (lambda: pl.load("\0"), "path='.x00': cannot be opened: (stat: )?embedded null"),
         (
             lambda: linear_elements(pl.ModelSpec(**GOOD_MODEL), pl.Plan(), "foo"),
             "role='foo': unknown choice",

@@ -82,10 +82,11 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
         calls.append(made.ranks)
         return made if rank in made.ranks else dist.GroupMember.NON_GROUP_MEMBER
 
-    with contextlib.ExitStack() as replaced:
-        replaced.enter_context(mock.patch.dict(placed))
-        replaced.enter_context(mock.patch.object(core, "_new_group_with_tag", new_group))
-        replaced.enter_context(mock.patch.object(dist.DeviceMesh, "__init__", _no_mesh))
+    with (
+        mock.patch.dict(placed),
+        mock.patch.object(core, "_new_group_with_tag", new_group),
+        mock.patch.object(dist.DeviceMesh, "__init__", _no_mesh),
+    ):
         own, dist.group.WORLD = dist.group.WORLD, group(range(count))
         try:
             yield

@@ -48,7 +48,7 @@ def _codes(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
     elif code := getattr(value, "__code__", None):
         try:
             yield inspect.getsource(code)  # the same for every Python
-        except (OSError, TypeError):  # there is none
+        except Exception:  # there is none, or Python does not find where it ends
             yield code.co_code.hex()
 
 
