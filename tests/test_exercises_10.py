@@ -136,7 +136,7 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("here < len(ranks) - 1", "here == 0 or here < len(ranks) - 1")], {NORM},
      "dp=3, pp=1: rank 0 raised IndexError"),
     ([("len(batches) * dist", "3 * dist")], {NORM, WEIGHTS}, "dp=1, pp=4, step 1, rank 0: "),
-    ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " of <cell ", " in mesh_step")),
+    ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " of cell ", " in mesh_step")),
     ([("*tokens.shape, hidden)", "2, 16, 32)")], {NORM},
      "dp=1, pp=4: rank 1 raised OrderError: recv #0 is of 1024 float32, and rank 0 sends 2304 "),
 ]  # fmt: skip

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import new_group
 
+from judged import defined
+from paralab.exercises import tries
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes
 from paralab.theory.traffic import wire_bytes
@@ -250,3 +252,9 @@ def test_the_data_of_an_answer_is_decided_by_what_it_says_however_it_is_compiled
     assert seed("\nanswer = lambda x: x\n", "<a third>") == seed(
         "\nanswer = lambda x: x\n", "<none>"
     )
+
+
+def test_the_data_of_a_class_is_decided_by_what_the_answer_says_not_by_what_torch_does():
+    own = "    def forward(self, x):\n        return 2 * x\n"
+    text = f"import torch\n\nclass First(torch.nn.Module):\n{own}\nclass Answer(First):\n    pass\n"
+    assert list(tries._codes((defined(text, "Answer"),))) == [own]

@@ -9,9 +9,11 @@ they are watched, is watched.py.
 from __future__ import annotations
 
 import inspect
+import linecache
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import launched, said
@@ -29,7 +31,7 @@ class Try:
     answer: tuple
     notes: Notes
 
-    @property
+    @cached_property
     def seed(self) -> int:
         """For the data that this answer gets: a number that the answer itself decides, so that no
         answer can know its data, and a verdict reads the same twice.
@@ -43,13 +45,16 @@ def _codes(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
         for one in value:
             yield from _codes(one, within)
     elif isinstance(value, type):
-        for base in value.__mro__[:-1] if value not in within else ():
-            yield from _codes(tuple(vars(base).values()), (*within, value))
+        for base in value.__mro__ if value not in within else ():
+            if base.__module__ == value.__module__:  # the answer's own, not what torch says
+                yield from _codes(tuple(vars(base).values()), (*within, value))
     elif code := getattr(value, "__code__", None):
+        lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
         try:
-            yield inspect.getsource(code)  # the same for every Python
-        except Exception:  # there is none, or Python does not find where it ends
-            yield code.co_code.hex()
+            text = "".join(inspect.getblock(lines))  # the same for every Python
+        except Exception:  # Python does not find where it ends
+            text = ""
+        yield text or code.co_code.hex()
 
 
 @dataclass(frozen=True)
