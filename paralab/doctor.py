@@ -62,7 +62,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's speed and links first: some twenty seconds",
+        help="measure this machine's speed and links first: ten to fifteen seconds",
     )
     parser.add_argument(
         "--device",
@@ -251,7 +251,7 @@ def _checks(at: Machine) -> Iterator[Check]:
 
     yield Check("torch", *_torch(at))
     yield Check("GPUs", _gpus(at))
-    said = at.links or "not measured yet: paralab doctor --calibrate takes some twenty seconds"
+    said = at.links or "not measured yet: paralab doctor --calibrate takes ten to fifteen seconds"
     unseen = "; how busy other programs are is not shown here, so measure when they are not"
     yield Check("links", said + unseen * (not at.load_shown))
 

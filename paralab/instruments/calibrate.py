@@ -1,6 +1,6 @@
 """What this machine really does: the numbers behind `Cluster.local`, measured once and cached.
 
-Five short measurements in ranks of their own (some twenty seconds together; the caller never
+Five short measurements in ranks of their own (ten to fifteen seconds together; the caller never
 imports torch):
 
     device  forward, backward and optimizer of small GPTs with one thread, in two to four
@@ -71,7 +71,7 @@ from paralab.version import __version__
 
 # Cores change their speed from second to second: what computing takes is measured in as many
 # passes, what messages and files take in every third, in which it is repeated more often.
-PASSES = 7
+PASSES = 5
 COMPUTING = ("device", "calls", "products")
 FORMAT = 11  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
@@ -271,7 +271,7 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
     programs = {
         "device": (measure_device, 0 if found else ranks),
         "calls": (measure_calls, 0 if found else ranks + (ranks >= cores)),
-        "products": (measure_products, ranks),
+        "products": (functools.partial(measure_products, budget=0.3 if found else 0.15), ranks),
         "tiers": (functools.partial(measure_tiers, ranks=ranks), 1),
         "kernels": (measure_kernels, ranks if found else 0),
         "links": (measure_links, ranks if ranks > 1 else 0),

@@ -145,14 +145,16 @@ def one_step(rank: Any, text: Any, spent: dict[str, list]) -> dict[str, float]:
     return seconds
 
 
-def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
+def measure_device(context: Any, *, rounds: int = 1) -> list[dict[str, Any]]:
     """In a rank: median cost of forward, backward and optimizer of every model, in seconds.
 
-    rounds  over the models, of which the first warms up. See [Note: rounds]
+    rounds  over the models, after a step of each that warms up. See [Note: rounds]
     """
     shapes = asked(context).models
     ranks = [one_rank(shape, context.device) for shape in shapes]
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for one in ranks:
+        one_step(*one)
     for _ in range(rounds):
         for number, one in enumerate(ranks):
             one_step(*one)
@@ -168,7 +170,7 @@ def measure_device(context: Any, *, rounds: int = 2) -> list[dict[str, Any]]:
                 "bytes": work.bytes + work.exact,
                 "kernels": work.kernels,
             }
-            took = median(seconds[number, what][1:])
+            took = median(seconds[number, what])
             points.append({**shape, "what": what, **asks, "seconds": took})
     return points
 
@@ -225,10 +227,12 @@ def measure_kernels(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     ]
 
 
-def measure_products(context: Any, *, budget: float = 0.3) -> list[dict[str, Any]]:
+def measure_products(context: Any, *, budget: float) -> list[dict[str, Any]]:
     """In a rank: median cost of matrix products, in seconds, by precision, kind and size.
 
     x W^T, g W and g^T x as blocks of several widths have them. See [Note: rounds]
+
+    budget  seconds in all; at least 3 rounds, of which the first warms up
     """
     import torch
 

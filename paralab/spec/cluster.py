@@ -213,8 +213,8 @@ class Cluster(Description):
 
     @classmethod
     def local(cls, *, device: str | None = None, refresh: bool = False) -> Cluster:
-        """This machine, measured: some twenty seconds the first time (GPUs take longer), then from
-        a cache.
+        """This machine, measured: ten to fifteen seconds the first time (GPUs take longer), then
+        from a cache.
 
         device   "cuda" for its GPUs, one rank on each and NCCL between them; "cpu" for its
                  processors; None: what `pl.set_default_device` says, else the processors

@@ -292,8 +292,8 @@ missing.reveal(100 * short["1.3 B, 16k tokens"])
 # does so twice: in plain PyTorch, under `pl.observe`, and as the library's program for the same
 # plan. From the seconds of a step your three functions then compute both shares, and the days for a
 # billion tokens. A processor has no data sheet with a peak. The rate that its matrix products
-# reached when `pl.Cluster.local()` measured them stands for it. (The first measurement takes some
-# twenty seconds.) What do you expect?
+# reached when `pl.Cluster.local()` measured them stands for it. (The first measurement takes
+# ten to fifteen seconds.) What do you expect?
 
 # %%
 shares = pl.exercises.choose(
