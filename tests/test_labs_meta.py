@@ -246,8 +246,11 @@ def test_a_kernel_that_finds_its_ports_taken_is_started_again_twice(harness):
     assert first.passed and (harness.folder / "twice" / "died1").exists(), first.said
 
 
-@pytest.mark.parametrize("said, starts", [("Kernel died before replying", 3), ("no kernel", 1)])
-def test_a_kernel_that_dies_three_times_or_fails_otherwise_is_an_error(
+@pytest.mark.parametrize(
+    "said, starts",
+    [("Kernel died before replying", 3), ("Kernel didn't respond in 150 s", 3), ("no kernel", 1)],
+)
+def test_a_kernel_that_does_not_start_three_times_or_fails_otherwise_is_an_error(
     request, monkeypatch, said, starts
 ):
     tried = []

@@ -16,6 +16,7 @@ ignores the order of outputs, and waits 2000 s for a kernel that is dead. With t
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
@@ -34,7 +35,8 @@ from nbval.plugin import IPyNbCell, IPyNbFile
 from lab_outputs import contradictions, is_measured
 
 POLL_S = 0.5  # how often a silent kernel is asked whether it is still alive
-STARTS = 3  # of a kernel that ends before its first answer
+STARTS = 3  # of a kernel that ends, or hangs, before its first answer
+PORTS_TAKEN = re.compile("Kernel (died|didn't respond)")  # jupyter_client's words for what it saw
 SOLUTIONS = "solutions"
 # What was shown first is then not stored, so the stored output proves nothing.
 REWRITES = ("clear_output", "update_display_data")
@@ -79,13 +81,14 @@ class LabFile(IPyNbFile):
         """Start the kernel, several times if need be.
 
         A kernel's ports are found free, released, and bound by the kernel a moment later. If
-        another process took one meanwhile, the kernel ends at once, and other ports are tried.
+        another process took one meanwhile, the kernel ends at once, or hangs while it ends, and
+        other ports are tried.
         """
         for left in range(STARTS - 1, -1, -1):
             try:
                 return super().setup()
             except RuntimeError as error:
-                if not left or "Kernel died" not in str(error):
+                if not left or not PORTS_TAKEN.match(str(error)):
                     raise
 
     def get_kernel_message(self, timeout: float | None = None, stream: str = "iopub") -> Any:
@@ -178,4 +181,5 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.nbval_current_env = True
     # Less than pytest gives a test: a cell that hangs is interrupted, and named with its traceback.
     hang = float(config.getini("timeout"))
-    config.option.nbval_cell_timeout = config.option.nbval_kernel_startup_timeout = hang * 2 / 3
+    config.option.nbval_cell_timeout = hang * 2 / 3
+    config.option.nbval_kernel_startup_timeout = hang / 2 / STARTS
