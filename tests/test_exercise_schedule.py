@@ -11,6 +11,7 @@ import bad_attacks as attacks
 import paralab as pl
 from judged import Table, defined, missed
 from paralab.exercises import clinic, one_process
+from paralab.exercises.schedule import MICROBATCHES, PP, SIZES
 from paralab.parallel.schedules import SCHEDULES, actions
 from paralab.theory.schedule_check import ScheduleError, validate
 from paralab.view import stuck
@@ -56,11 +57,17 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (attacks.schedule_not_for_two, {"other sizes"}, "p=4, m=2: "),
     (attacks.schedule_not_for_five, {"other sizes"}, "p=5, m=3: "),
     (SCHEDULES["1f1b"], {"schedule"}, "is the library's own; required: one of yours"),
+    (lambda p, m: SCHEDULES["1f1b"](p, m), {"schedule"}, "paralab knows the answer: here it cann"),
 ]  # fmt: skip
 
 
 def my_own(name):
-    return lambda pp, microbatches: SCHEDULES[name](pp, microbatches)
+    """An answer with the lists of one of the library's schedules, which asks nobody for them."""
+    sizes = ((PP, MICROBATCHES), *SIZES)
+    lists = {
+        size: [" ".join(map(str, row)).split() for row in SCHEDULES[name](*size)] for size in sizes
+    }
+    return lambda pp, microbatches: lists[pp, microbatches]
 
 
 RIGHT = [bad.schedule_good, bad.schedule_halves, my_own("zb-h1"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
-from paralab.exercises.questions import Reply, asked
+from paralab.exercises.questions import UNAIDED, Reply, asked
 from paralab.exercises.verdict import SLACK, ms
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan
@@ -70,7 +70,7 @@ class Written:
 @exercise(Takes("f(pp, microbatches)"), required=REQUIRED)
 def own_schedule(tries: Tries) -> None:
     questions = [(0, size) for size in ((PP, MICROBATCHES), *SIZES)]
-    for notes, found in tries.run(asked, 1, questions, where=f"p={PP}, m={MICROBATCHES}"):
+    for notes, found in tries.run(asked, 1, questions, *UNAIDED, where=f"p={PP}, m={MICROBATCHES}"):
         own, *others = found.results[0]
         simulated, trouble = simulate_reply(own, PP, MICROBATCHES)
         if trouble:
