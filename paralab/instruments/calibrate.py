@@ -71,7 +71,7 @@ from paralab.version import __version__
 
 # Cores change their speed from second to second: what computing takes is measured in as many
 # passes, what messages and files take in every third, in which it is repeated more often.
-PASSES = 5
+PASSES = 6
 COMPUTING = ("device", "calls", "products")
 FORMAT = 11  # of the cache file; files of another format are measured again
 BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
