@@ -27,8 +27,10 @@ class Bench:
     def __init__(self, notebook: Notebook, index: int) -> None:
         self.notebook, self.index = notebook, index
         self.cell = notebook.cell(index)
-        movable = ".widget-slider:not(:has([disabled]))"
-        self.sliders = self.cell.locator(movable).all()
+        # By their places among all: one that cannot be moved may look as if it could for a moment,
+        # while its range changes, and would then be counted.
+        all_of_them = self.cell.locator(".widget-slider").all()
+        self.sliders = [one for one in all_of_them if not one.locator("[disabled]").count()]
         self.choices = self.cell.locator(".widget-toggle-buttons").all()
         self._predicted: list[int] = []  # what the picture showed before a run
 
