@@ -145,33 +145,28 @@ def one_step(rank: Any, text: Any, spent: dict[str, list]) -> dict[str, float]:
     return seconds
 
 
-def measure_device(context: Any, *, rounds: int = 1) -> list[dict[str, Any]]:
-    """In a rank: median cost of forward, backward and optimizer of every model, in seconds.
-
-    rounds  over the models, after a step of each that warms up. See [Note: rounds]
+def measure_device(context: Any) -> list[dict[str, Any]]:
+    """In a rank: cost of forward, backward and optimizer of every model, in seconds; after a step
+    of each that warms up. See [Note: rounds]
     """
     shapes = asked(context).models
     ranks = [one_rank(shape, context.device) for shape in shapes]
-    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for one in ranks:
         one_step(*one)
-    for _ in range(rounds):
-        for number, one in enumerate(ranks):
-            one_step(*one)
-            again = one_step(*one)  # its weights are in the cache, as in training
-            for what, some in again.items():
-                seconds[number, what].append(some)
+    measured = []
+    for one in ranks:
+        one_step(*one)
+        measured.append(one_step(*one))  # its weights are in the cache, as in training
     points = []
-    for number, (rank, _, _) in enumerate(ranks):
-        shape = dict(zip(SHAPE, shapes[number], strict=True))
+    for sizes, (rank, _, _), seconds in zip(shapes, ranks, measured, strict=True):
+        shape = dict(zip(SHAPE, sizes, strict=True))
         for what, work in _works(rank).items():
             asks = {
                 "flops": work.arithmetic,
                 "bytes": work.bytes + work.exact,
                 "kernels": work.kernels,
             }
-            took = median(seconds[number, what])
-            points.append({**shape, "what": what, **asks, "seconds": took})
+            points.append({**shape, "what": what, **asks, "seconds": seconds[what]})
     return points
 
 
