@@ -158,7 +158,7 @@ def test_of_several_looks_at_one_limit_the_first_failure_stands():
     notes.note("bytes", "n=4: 10", True)
     verdict = notes.verdict()
     assert [(row.yours, row.word) for row in verdict.rows] == [("n=3: 99", "no"), ("", "-")]
-    assert repr(verdict) == "x: not yet, 0 of 2 limits kept: n=3 sends 99"
+    assert repr(verdict) == "x: not yet, 0 of 1 limits kept, 1 not looked at: n=3 sends 99"
     with pytest.raises(KeyError):
         notes.note("beauty", "much", True)
 

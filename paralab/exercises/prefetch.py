@@ -33,7 +33,7 @@ GATHERS, EXPOSED = "gathers", "exposed time"
 EARLY = "a unit has computed before its parameters had arrived"
 REQUIRED = zero3.REQUIRED | {
     zero3.WEIGHTS: "N = 3: after 2 steps of SGD those of one process, on every rank",
-    zero3.PEAK: f"tensors: at most {zero3.UNITS + 1} units, one more than without prefetch",
+    zero3.PEAK: zero3.room(zero3.UNITS + 1),
     GATHERS: "each unit for its forward and for its backward, at most one unit ahead",
     EXPOSED: f"at most {1e3 * LIMIT_S:.0f} ms, half of the time without prefetch",
 }

@@ -74,12 +74,14 @@ class Verdict:
         return self.passed
 
     def __repr__(self) -> str:
-        kept = sum(row.ok is True for row in self.rows)
+        kept, left = (sum(row.ok is ok for row in self.rows) for ok in (True, None))
         if not self.started:
             return f"{self.exercise}: {NOT_STARTED}; .hint() gives one hint at a time"
         if self.passed:
             return f"{self.exercise}: passed, all {kept} limits kept"
-        return f"{self.exercise}: not yet, {kept} of {len(self.rows)} limits kept: {self.said}"
+        looked_at = f"{kept} of {len(self.rows) - left} limits kept"
+        more = f", {left} not looked at" * (left > 0)
+        return f"{self.exercise}: not yet, {looked_at}{more}: {self.said}"
 
     def _repr_html_(self) -> str:
         tints = {True: GOOD, False: BAD, None: "inherit"}

@@ -29,11 +29,18 @@ WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", 
 STALE = "the gradient of the step before is still in it"
 FIXED = f"it is so with lr={TASK_LR}, whatever lr is"
 LAST = "the micro-batches are not added up: it is the last one's share alone"
+
+
+def room(units: int) -> str:
+    """The limit of a step's peak."""
+    return f"tensors: at most {units} units in addition to what is kept and what forward saves"
+
+
 REQUIRED = {
     WEIGHTS: "N = 4, 3: after 1 and 2 steps of SGD those of one process, on every rank",
     BYTES: "at most 3m(N-1)/N · 4Ψ in a step, each unit padded to N equal parts",
     KEPT: "tensors: at most 8Ψ/N bytes, an N-th of parameters and gradients (and 4 kB)",
-    PEAK: f"tensors: at most {UNITS} units in addition to what is kept and what forward saves",
+    PEAK: room(UNITS),
 }
 
 

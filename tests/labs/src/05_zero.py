@@ -51,9 +51,9 @@ view.zero_shards(model, 4)
 # compute the same update. The same work is done N times, and the same moments are stored N times.
 #
 # An all-reduce is a reduce-scatter followed by an all-gather (lab 01). Between these two halves
-# each rank holds the sum of one N-th of the gradients. **Stage 1** of ZeRO lets rank $r$ update
-# exactly this N-th of the parameters at this point. The all-gather then gathers the updated
-# parameters, in place of the gradients:
+# each rank holds one N-th of the summed gradients. **Stage 1** of ZeRO lets rank $r$ update exactly
+# this N-th of the parameters at this point. The all-gather then gathers the updated parameters, in
+# place of the gradients:
 #
 # $$
 # \text{all-reduce}(g);\ \text{update}(\theta)
@@ -255,7 +255,8 @@ most_more.reveal(3, "It shards the most states, and holds whole units again whil
 # * Under stage 3 **gathered parameters**, in the category *buffers*: all parameters of the unit
 #   that computes, and of the next unit, which is gathered ahead. *Buffers* has also what a
 #   reduce-scatter receives into: with gloo a whole unit or bucket, under all three stages.
-# * **Gradients** of a whole unit, from its backward until its reduce-scatter.
+# * **Gradients** of whole units, from backward until the reduce-scatter is over. At the peak of
+#   stage 3 these are two units: one is being reduced while the next one computes its gradients.
 #
 # The second and the third depend on the size of a few units, not on the size of the model. This
 # model has only eight blocks, so a single unit is a large part of it.
@@ -325,9 +326,10 @@ view.zero_unit(model, plan.replace(zero_stage=3))
 
 # %% [markdown]
 # Its parameters are gathered before forward and freed after it. Backward needs them, too, so they
-# are gathered a second time. Then its gradients are reduced, so that each rank keeps an N-th of the
-# sum, and the whole gradients are freed. `small` has six units: the embedding, four blocks, and the
-# head. How many all-gathers does a step with one micro-batch have?
+# are gathered a second time. (The embedding's backward could do without its table; here it is a
+# unit like the others, and is gathered again.) Then its gradients are reduced, so that each rank
+# keeps an N-th of the sum, and the whole gradients are freed. `small` has six units: the embedding,
+# four blocks, and the head. How many all-gathers does a step with one micro-batch have?
 
 # %%
 gathers = pl.exercises.guess(
@@ -594,8 +596,9 @@ title = "Without prefetch every gather is waited for"
 view.timelines(*ahead.values(), labels=list(ahead), ranks=[0], title=title)
 
 # %% [markdown]
-# Second, the gather has to be shorter than the computation that hides it. Forward takes 2 FLOPs per
-# parameter and token. A unit that is gathered in $q$ calls is hidden in forward if
+# Second, the gather has to be shorter than the computation that hides it, that of the unit before.
+# Forward takes 2 FLOPs per parameter and token. If the unit before has as many parameters, a unit
+# that is gathered in $q$ calls is hidden in forward if
 #
 # $$
 # \underbrace{q\,(N-1)\,\alpha + \frac{N-1}{N}\,4\Psi_u\,\beta}_{\text{all-gather}}
@@ -635,8 +638,9 @@ hidden_from.reveal(in_one_call)
 # %% [markdown]
 # The timelines above have 64 tokens, too few even for one call, so with `prefetch=1` a rank still
 # waits in every block. With 128 tokens it waits where forward and backward begin and where the step
-# ends, because nothing computes meanwhile. In backward a unit has twice the FLOPs and two messages
-# to hide, the gather and the reduce-scatter, so the bound is the same.
+# ends: nothing computes there meanwhile, or only the embedding or the head, which are too short to
+# hide the message of a block. In backward a unit has twice the FLOPs and two messages to hide, the
+# gather and the reduce-scatter, so the bound is the same.
 #
 # DeepSpeed gathers module by module (a linear layer, a norm) unless its prefetch bucket
 # (`stage3_prefetch_bucket_size`) joins several of them; FSDP gathers a unit in one call. If latency
@@ -646,10 +650,11 @@ hidden_from.reveal(in_one_call)
 #
 # What does prefetch cost? [DeepSpeed #4305](https://github.com/deepspeedai/DeepSpeed/issues/4305)
 # finds that stage 3 takes *more* memory than stage 2: 36.6 GB against 32.4 GB after the first
-# forward of a model of 6.9 billion parameters. (The model was not run here. In the thread stage 3
-# is 10 GB higher already after initialization, which this lab does not explain.) One way in which
-# stage 3 can need more than stage 2 can be shown: what is gathered ahead is whole. The model has
-# eight blocks.
+# forward of a model of 6.9 billion parameters. (The model was not run here. The thread fine-tunes
+# it with LoRA, so gradients and optimizer states, which stage 2 shards, are small. Stage 3 is 10 GB
+# higher already after initialization, which this lab does not explain.) One way in which stage 3
+# can need more than stage 2 can be shown: what is gathered ahead is whole. The model has eight
+# blocks.
 
 # %%
 too_far = pl.exercises.choose(

@@ -18,8 +18,9 @@
 # * say what sequence parallelism adds, and what it costs;
 # * find a gradient that was never summed, by comparing it with that of one process.
 #
-# **You need** lab 01 (collectives and their bytes); products of block matrices and the chain rule;
-# `nn.Module` and `torch.autograd.Function`. **Minutes**: 120–150, of which 60 for the exercises.
+# **You need** labs 01 (collectives and their bytes) and 02 (programs, passes, replay); products of
+# block matrices and the chain rule; `nn.Module` and `torch.autograd.Function`. **Minutes**:
+# 120–150, of which 60 for the exercises.
 
 # %%
 import numpy as np
@@ -353,8 +354,9 @@ view.timelines(report.replay(), ranks=[0])
 
 # %% [markdown]
 # In the hatched gaps the rank waits. The eighth, short message of forward is the loss's all-gather,
-# of two numbers per token. Each of a block's four all-reduces has b s h elements. Per rank and
-# block they send
+# of two numbers per token. It is sent within the instruction that computes the loss, so the program
+# has no line for it. Each of a block's four all-reduces has b s h elements. Per rank and block they
+# send
 #
 # $$E_\text{block} = \underbrace{2}_{g:\ \text{forward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
 # \;+\;\underbrace{2}_{f:\ \text{backward}}\cdot\frac{2(t-1)}{t}\,b\,s\,h
@@ -610,19 +612,20 @@ further_pairs.reveal(1, "The embedding's rows and the head's columns are cut ove
 # \qquad M_\text{tensor, sequence, selective} = s\,b\,h\,\frac{34}{t}
 # \qquad M_\text{full} = 2\,s\,b\,h$$
 #
-# Selective recomputation drops the term with a s/h, the scores; full recomputation keeps the
-# block's input only. $M_\text{full}$ is the paper's; with sequence parallelism the input is sharded
-# too, and a rank of this library keeps a t-th of it. Without sequence parallelism, how much of what
-# a rank keeps is the part that is replicated?
+# *Recomputation* keeps less in forward and computes the rest again in backward (lab 06). Selective
+# recomputation does not keep the scores, the term with a s/h; full recomputation keeps the block's
+# input only. $M_\text{full}$ is the paper's; with sequence parallelism the input is sharded too,
+# and a rank of this library keeps a t-th of it. Without sequence parallelism, how much of what a
+# rank keeps is the part that is replicated?
 
 # %%
 undivided = pl.exercises.guess(
-    "share of the 10 with t = 8 and selective recomputation", low=0, high=100, unit="%", decimals=0
+    "the 10 as a share of 10 + 24/t, with t = 8", low=0, high=100, unit="%", decimals=0
 )
 undivided
 
 # %% [markdown]
-# For the models of their table 3, with t = 8:
+# For three of the four models of their table 3, with t = 8:
 
 # %%
 sizes = {"22 B": (64, 6144, 2048, 4), "175 B": (96, 12288, 2048, 1), "1 T": (160, 25600, 2048, 1)}
@@ -650,10 +653,12 @@ undivided.reveal(100 * 10 / (10 + 24 / t))
 # ## The gradients of the norms must be summed
 # The weights of a LayerNorm are replicated. With sequence parallelism each rank sees only its own
 # tokens, so it has only its part of the gradient, and the parts must be added: the phase *shared*
-# in the table of calls above. (So would the biases of `down` and `proj`, if they were added after
-# ḡ. The library computes their gradients from the gathered gradient.) Megatron's users ask [why
-# that is necessary](https://github.com/NVIDIA/Megatron-LM/issues/443). Leave it out and see. A pass
-# of your own (lab 02) drops the instruction from the program of every rank:
+# in the table of calls above. (The biases of `down` and `proj` are added behind ḡ, to a rank's own
+# tokens, so what a rank could sum up there would be a part as well. The library computes their
+# gradients in backward, behind the all-gather that belongs to ḡ, from the gradient of all tokens:
+# they are complete without a message.) Megatron's users ask [why the sum of the parts is
+# necessary](https://github.com/NVIDIA/Megatron-LM/issues/443). Leave it out and see. A pass of your
+# own (lab 02) drops the instruction from the program of every rank:
 
 
 # %%
