@@ -74,7 +74,7 @@ def real(
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         raise illegal(name, value, "too large", legal) from None
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # an array of several, say
         raise illegal(name, value, "not one number", legal) from None
     if not math.isfinite(number):
         raise illegal(name, value, "not finite", legal)

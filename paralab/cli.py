@@ -124,7 +124,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_options(seen.add_argument_group("this command"), OBSERVE)
     _add_out(seen, DEFAULT_PARTS)
     seen.add_argument("script", metavar="SCRIPT")
-    seen.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    own = seen.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    own.required = False  # none is a remainder, too
     _add_files(seen, tuple(FILES))
     show = add("show", _show, "print a saved report, or a torchrun job's folder")
     show.add_argument("path", metavar="FILE_OR_FOLDER")
@@ -196,9 +197,14 @@ def _asked(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
 
 
 def _check_files(given: argparse.Namespace) -> None:
+    """Refuse what cannot be written, and one file for two things."""
+    there: dict[str, str] = {}
     for name in FILES:
-        if getattr(given, name, None) is not None:
-            written.check(name, getattr(given, name))
+        if (file := getattr(given, name, None)) is not None:
+            written.check(name, file)
+            other = there.setdefault(os.path.realpath(file), name)
+            if other != name:
+                raise illegal(name, str(file), f"--{other} writes there, too", "another file")
 
 
 def _print_summary(report: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paralab.checks import illegal
+from paralab.checks import choice, illegal, instance
 from paralab.instruments.recorder import Recorder
 from paralab.strict import Strict
 from paralab.theory.traffic import Row, row
@@ -150,6 +150,9 @@ class Group:
         root: int | None = None,
     ) -> Pending:
         """A collective. Its payload is the largest tensor; by default it fills the first one."""
+        _check_sizes(op, tensors, self.size)
+        if root is not None and root not in self.ranks:
+            raise illegal("root", root, "not a rank of this group", f"one of {self.ranks}")
         payload = max(tensors, key=Tensor.numel)
         if self._strict is not None:
             self._strict.collective(self.ranks, op, payload)
@@ -181,6 +184,7 @@ class Group:
         What two ranks send each other belongs into one exchange: NCCL runs a pair's calls one after
         the other, so two sends that face each other would wait for ever.
         """
+        self._check_ways(parts)
         if self._strict is not None:
             self.recorder.enter("wait")  # a strict send waits for its receive, as NCCL may
             self.blocked_in("exchange", [(side, peer) for side, _, peer in parts])
@@ -197,6 +201,19 @@ class Group:
         )
         rows = [(side, tensor.nbytes, peer) for side, tensor, peer in parts]
         return self._noted(self.transport.post(call), first, rows, phase)
+
+    def _check_ways(self, parts: Sequence[tuple[str, Tensor, int]]) -> None:
+        """A message for a rank that there is not would be waited for until the time is over."""
+        if not parts:
+            legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
+            raise illegal("parts", parts, "nothing to send or to receive", legal)
+        for side, tensor, peer in parts:
+            choice("side", side, ("send", "recv"))
+            instance("tensor", tensor, Tensor, "a torch.Tensor")
+            if peer not in self.ranks or peer == self.context.rank:
+                name = "to" if side == "send" else "source"
+                others = tuple(rank for rank in self.ranks if rank != self.context.rank)
+                raise illegal(name, peer, "not another rank of this group", f"one of {others}")
 
     # ---- what is written down -------------------------------------------------------------------
     def _noted(
@@ -219,6 +236,27 @@ class Group:
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Note why this rank is idle, for the watchdog; without arguments: it computes again."""
         self.context.note(self.transport.words(op, call) if op else "")
+
+
+def _check_sizes(op: str, tensors: Sequence[Tensor], n: int) -> None:
+    """Refuse tensors that do not fit each other, in a collective of n ranks: gloo sends what lies
+    behind the end of one in memory, or leaves a part of it out.
+    """
+    for tensor in tensors:
+        instance("tensor", tensor, Tensor, "a torch.Tensor")
+    if len(tensors) == 1:
+        return
+    output, given = (tensor.numel() for tensor in tensors)
+    if op == "all_gather":
+        right, why = n * given, f"{n} ranks have {given} elements each"
+    elif given % n:
+        raise illegal("tensor.numel()", given, f"not {n} equal parts", f"a multiple of {n}")
+    elif op == "all_to_all":
+        right, why = given, "as many elements come in as go out"
+    else:
+        right, why = given // n, f"each of {n} ranks gets one of {n} parts of {given} elements"
+    if output != right:
+        raise illegal("output.numel()", output, why, str(right))
 
 
 def everyone(context: Any, *, axis: str = "world") -> Group:

@@ -204,6 +204,16 @@ def test_what_the_run_refuses_is_refused_alike(experiment, capsys):
     assert "steps=0: out of range; legal: " in refused(capsys, "run", "--steps", "0")
 
 
+def test_one_file_for_two_things_is_refused_before_the_run(experiment, capsys):
+    said = refused(capsys, "run", "--save", "a.json", "--html", "./a.json")
+    assert "html='a.json': --save writes there, too; legal: another file" in said
+    assert not experiment.calls
+
+
+def test_a_script_to_observe_is_asked_for_and_its_arguments_are_not(capsys):
+    assert refused(capsys, "observe").endswith("required: SCRIPT")
+
+
 def test_unknown_and_abbreviated_options_are_refused(experiment, capsys):
     assert "--speed" in refused(capsys, "run", "--speed", "9")
     assert "--bucket" in refused(capsys, "run", "--bucket", "2")

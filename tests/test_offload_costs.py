@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,6 +213,7 @@ def test_infinity_table_2_is_what_the_plans_do(states, shared, parameters, whole
         (lambda: costs.efficiency(1, 8, 0, 1), "peak_flops=0: out of range"),
         (lambda: costs.efficiency(1, 8, 1, 0), "bandwidth=0: out of range"),
         (lambda: costs.efficiency_overlapped(1, 8, 1, float("nan")), "bandwidth=nan: not finite"),
+        (lambda: costs.efficiency_overlapped(1, 8, 1, Decimal("sNaN")), "not one number; legal: a"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(call, message):

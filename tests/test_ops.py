@@ -392,7 +392,7 @@ TURNS = itertools.cycle((Own, Squash))
 REFUSED = {
     "it is text": ("mine", "not a class"),
     "it cannot be made": (nn.Linear, "out_features"),
-    "it makes no module": (lambda spec: 3, "returned a int"),
+    "it makes no module": (lambda spec: 3, "returned 3"),
     "its result has another shape": (lambda spec: nn.Linear(spec.hidden, 3), r"\(2, 6, 3\)"),
     "its forward depends on values": (lambda spec: Branching(), "without values"),
     "its forward changes a buffer": (Changing, "changes a buffer"),

@@ -176,6 +176,11 @@ def test_what_no_rank_could_do_is_refused(made, why):
     assert why in refusal(lambda p: p.replace([*p.code, made(("grad", 0, 0))]))
 
 
+def test_what_changed_a_list_where_it_was_is_no_list():
+    said = refusal(lambda program: program.replace(program.code.sort(key=len)))
+    assert said.startswith("code=None: not a list of instructions; legal: a list; append, insert")
+
+
 def test_a_loss_scale_that_does_not_adapt_is_refused():
     def drops(program):
         return program.replace([i for i in my_sync(program).code if i.op != RESCALE])

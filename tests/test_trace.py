@@ -190,6 +190,52 @@ def test_a_traced_function_is_held_to_ncclS_order_unless_asked_not_to():
     assert pl.trace(pass_on, 2, (1,), strict=False).meta["strict"] is False
 
 
+WRONG_CALLS = {
+    "to=7: not another rank of this group; legal: one of ": lambda g, t: g.send(t, to=7),
+    "source='1': not another": lambda g, t: g.recv(t, source="1"),
+    "to=": lambda g, t: g.send(t, to=g.index),
+    "root=-1: not a rank of this group; legal: one of (0, 1)": lambda g, t: g.reduce(t, root=-1),
+    "root=2: not a rank": lambda g, t: g.broadcast(t, root=2),
+    "parts=[]: nothing to send": lambda g, t: g.exchange([]),
+    "side='snd': unknown choice": lambda g, t: g.exchange([("snd", t, 1 - g.index)]),
+    "tensor=[1, 2]: not a tensor; legal: a torch.Tensor": lambda g, t: g.all_reduce([1, 2]),
+    "tensor=3: not a tensor": lambda g, t: g.send(3, to=1 - g.index),
+    "tensor.numel()=5: not 2 equal parts; legal: a multiple of 2": lambda g, t: g.all_to_all(t, t),
+    "output.numel()=5: as many elements come in as go out; legal: 4": lambda g, t: g.all_to_all(
+        t, t[:4]
+    ),
+    "tensor.numel()=5: not 2 equal": lambda g, t: g.reduce_scatter(t[:2], t),
+    "output.numel()=5: each of 2 ranks gets one of 2 parts of 4 elements; legal: 2": (
+        lambda g, t: g.reduce_scatter(t, t[:4])
+    ),
+    "output.numel()=5: 2 ranks have 2 elements each; legal: 4": lambda g, t: g.all_gather(t, t[:2]),
+}
+
+
+def call_wrongly(group, calls):
+    """What each says, on a rank that goes on."""
+    import torch
+
+    said = []
+    for call in calls:
+        try:
+            call(group, torch.arange(5.0)).wait()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    total = torch.ones(2)
+    group.all_reduce(total).wait()
+    return said, total
+
+
+def test_a_call_that_cannot_be_is_refused_before_anything_is_sent():
+    """gloo would send what lies behind a tensor's end, or wait for a rank that there is not."""
+    words, calls = list(WRONG_CALLS), list(WRONG_CALLS.values())
+    for said, total in pl.trace(call_wrongly, 2, (calls,), timeout=20).results:
+        assert [found[: len(want)] for found, want in zip(said, words, strict=True)] == words
+        assert total.tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import illegal, instance
 from paralab.parallel.layouts import mode_of
 from paralab.programs.instructions import (
     ADD,
@@ -61,6 +61,8 @@ class RankProgram:
 
     def replace(self, code: Iterable[Instr]) -> Any:
         """The same rank's program with another list."""
+        legal = "a list; append, insert and sort change the list itself and return None"
+        instance("code", code, Iterable, legal, "list of instructions")
         return type(self)(self.program, self.rank, code)
 
 

@@ -123,7 +123,7 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
             "block", name, f"block(model) raised {type(error).__name__}: {error}", legal
         ) from error
     if not isinstance(module, torch.nn.Module):
-        raise illegal("block", name, f"block(model) returned a {type(module).__name__}", legal)
+        raise illegal("block", name, f"block(model) returned {shown(module)}", legal)
     if repr(module) != repr(again):
         why = f"block(model) made {shown(module)}, and the next time {shown(again)}"
         raise illegal("block", name, why, "one that makes the same module at every call")

@@ -35,7 +35,9 @@ class ModelSpec(Description):
     block     a block of your own in place of the standard one: a class or function, called as
               ``block(spec)``, that makes an ``nn.Module`` which maps (b, s, h) to (b, s, h). It
               trains with autograd inside; each block is one op of the program. Every call
-              has to make the same module: each rank makes its own
+              has to make the same module: each rank makes its own. Its parameters start as GPT-2's
+              do, by name and shape, whatever the module has put there: biases 0, norms and what has
+              one dimension 1, all else drawn with deviation 0.02. Buffers keep their values
     """
 
     layers: int = count(at_most=2**16)  # they are counted one by one

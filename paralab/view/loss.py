@@ -84,9 +84,9 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
 def _values(label: str, run: Any) -> list[float]:
     values = [float(v) for v in (run.losses if hasattr(run, "losses") else run)]
     if not values:
-        kind = f"is {run.clock} and" if hasattr(run, "clock") else ""
+        what = f"a report of kind {run.clock!r}" if hasattr(run, "clock") else "an empty list"
         legal = "what pl.run(...) returned"
-        raise ValueError(f"{label}: this report {kind} has no losses; legal: {legal}")
+        raise ValueError(f"{label}: {what} has no losses; legal: {legal}")
     return values
 
 
