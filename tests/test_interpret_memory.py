@@ -42,6 +42,24 @@ def own(spec: pl.ModelSpec) -> Any:
     )
 
 
+def handed_on(spec: pl.ModelSpec) -> Any:
+    """A block whose result is its input."""
+    from torch import nn
+
+    return nn.Identity()
+
+
+def turned(spec: pl.ModelSpec) -> Any:
+    """A block whose result lies in memory in another order, so what is handed on is a copy."""
+    from torch import nn
+
+    class Turned(nn.Module):
+        def forward(self, x):
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    return Turned()
+
+
 CASES = {
     "accumulation, clipped": ({}, {"microbatches": 3}, {"clip_norm": 1.0}),
     "zero-1 in copies, fp16": ({"dropout": 0.1}, {"dp": 4, "shard": 2, "zero_stage": 1,
@@ -58,6 +76,9 @@ CASES = {
     "tp in 3D": ({"vocab": 264}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}, {}),
     "a block of one's own, zero-bubble": ({"block": own}, {"pp": 2, "schedule": "zb-h1",
                                                            "microbatches": 3}, {}),
+    "a block that is its input": ({"block": handed_on}, {}, {}),
+    "a block that is its input, pipeline": ({"block": handed_on}, {
+        "pp": 2, "schedule": "gpipe", "microbatches": 3, "recompute": "full"}, {}),
     "zero-1 over a pipeline, tp, bf16 into fp32": ({}, {
         "dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "microbatches": 3, "precision": "bf16",
         "grad_dtype": "fp32", "bucket_bytes": 20_000}, {"clip_norm": 1.0}),
@@ -189,6 +210,14 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, l
         with dry_host():
             peaks = [witness(model, plan, rank, clip_norm=1.0).peak for rank in alike]
         assert predicted(model, plan, alike[0], clip_norm=1.0)[0].peak == max(peaks), pp
+
+
+def test_the_copy_that_puts_a_blocks_result_in_order_is_in_the_peak():
+    model, plan = MODEL.replace(block=turned, seq_len=64), pl.Plan(pp=2, microbatches=3)
+    for rank in range(plan.world_size):
+        with dry_host():
+            seen = witness(model, plan, rank)
+        assert predicted(model, plan, rank)[0].peak == seen.peak
 
 
 # ---- what does not change, and what a device is ------------------------------------------------

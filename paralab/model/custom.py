@@ -29,6 +29,7 @@ class Custom(Op):
         self.spec, self.params = spec, block_shapes(spec.block, spec)
         self.out = batch * spec.seq_len * spec.hidden
         self.keeps, self.keeps_result = found.keeps, found.keeps_result
+        self.passes_input, self.passes_grad = found.passes
         self.constant = found.constant
         self.deferred = item * sum(map(math.prod, self.params.values()))
         self.scratch = (found.scratch[0], found.scratch[1], 0)

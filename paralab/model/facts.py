@@ -35,6 +35,7 @@ class Facts(NamedTuple):
 
     keeps         bytes that stay for backward besides input, parameters, buffers and result
     keeps_result  whether the result stays too
+    passes        whether the result is the input, or a view of it; and so backward, its gradient
     constant      bytes of its buffers
     scratch       (forward, backward): bytes that exist meanwhile, at most, besides what comes in,
                   what goes out and what is kept; less than 0 where backward lets go of more of
@@ -44,6 +45,7 @@ class Facts(NamedTuple):
 
     keeps: int
     keeps_result: bool
+    passes: tuple[bool, bool]
     constant: int
     scratch: tuple[int, int]
     forward: Work
@@ -88,26 +90,33 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             counter = _counter()
             with saved_tensors_hooks(save, lambda tensor: tensor), counter:
                 y = torch.func.functional_call(module, named, (x,))
-            if isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
-                result = y.untyped_storage()
-                own = [t.untyped_storage()._cdata for t in (x, y, *parameters, *buffers)]
+                if fits := isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
+                    rows = y.detach().reshape(-1, spec.hidden)  # as the op hands it on
+            if fits:
+                result = rows.untyped_storage()
+                own = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
+                passes_input = own[0] == own[1]
                 kept = {at: found() for at, found in saved.items() if found() is not None}
                 keeps = sum(found.nbytes() for at, found in kept.items() if at not in own)
-                forward, above = counter.work, counter.peak - keeps - result.nbytes()
+                came = 0 if passes_input else result.nbytes()
+                forward, above = counter.work, counter.peak - keeps - came
                 keeps_result = result._cdata in kept
                 del kept
                 counter.backward()
                 g = torch.empty_like(y)
                 with counter:
                     found = torch.autograd.grad(y, (x, *parameters), g, allow_unused=True)
-                    made = sum(t.untyped_storage().nbytes() for t in found if t is not None)
+                    back = [t.untyped_storage() for t in found if t is not None]
+                    known = g.untyped_storage()._cdata
+                    passes_grad = found[0] is not None and back[0]._cdata == known
+                    made = sum(one.nbytes() for one in back if one._cdata != known)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         why = f"run on tensors without values, in {precision}, it raised {said}"
         legal = f"{MAPS}, whose shapes do not depend on values, and which recomputes nothing "
         legal += 'itself: Plan(recompute="full") does'
         raise illegal("block", name, why, legal) from error
-    if not isinstance(y, torch.Tensor) or (y.shape, y.dtype) != (x.shape, dtype):
+    if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
         raise illegal("block", name, f"it makes {made} of {shape} in {dtype}", MAPS)
     for local, part in module.named_modules():
@@ -124,7 +133,8 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         raise illegal("block", name, why, legal)
     constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
     scratch = above, counter.peak - made
-    return Facts(keeps, keeps_result, constant, scratch, forward, counter.work)
+    passes = passes_input, passes_grad
+    return Facts(keeps, keeps_result, passes, constant, scratch, forward, counter.work)
 
 
 def _counter() -> Any:
