@@ -55,6 +55,7 @@ class Group:
         settings = {"axis": axis, "context": context, "recorder": recorder}
         self.transport = transport(self.ranks, group=self.process_group, **settings)
         self._calls = 0
+        self._open: dict[int, str] = {}  # calls that nobody has waited for: number, operation
         self._subgroups: dict[tuple, Group | None] = {}
         self._rows: dict[tuple, Row] = {}  # of calls alike: what is written down of each
         self._strict = Strict(context, axis=axis) if context.strict else None
@@ -231,7 +232,14 @@ class Group:
                 self._rows[what, phase] = made
             self.recorder.call((number, *made, posted.span))
         self._calls += 1
+        self._open[number] = op
         return Pending(self, posted, (op, number))
+
+    def unwaited(self) -> list[str]:
+        """The calls of this group, and of its subgroups, that nobody has waited for, in words."""
+        own = [self.transport.words(op, number) for number, op in self._open.items()]
+        inner = filter(None, self._subgroups.values())
+        return [*own, *(words for group in inner for words in group.unwaited())]
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Note why this rank is idle, for the watchdog; without arguments: it computes again."""
@@ -287,6 +295,7 @@ class Pending:
 
     def _end(self) -> None:
         self._done = True
+        self._group._open.pop(self._what[1])
         if self._posted.finish is not None:
             self._posted.finish()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,13 @@ def trace(
         strict=strict,
         **({} if stop is None else {"stop": stop}),
     )
+    for part in parts:
+        if calls := part["unwaited"]:
+            said = f"rank {part['rank']} has not waited for {calls[0]}"
+            said += f" and {len(calls) - 1} more" * (len(calls) > 1)
+            more = "what is returned may be half-finished, so call .wait() on what a call returns"
+            warnings.warn(f"{said}: {more}", stacklevel=2)
+            break
     peaks = {"peak_bytes": [part["peak_bytes"] for part in parts]} if memory else {}
     meta = {"function": name_of(fn), "strict": strict, **parts[0]["meta"], **peaks}
     return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
@@ -141,7 +149,7 @@ def _program(
             torch.cuda.synchronize()
         recorder.end_step()
     part = part_of(context, recorder.tables(), result, backend=context.backend)
-    return {**part, "peak_bytes": peak.peak}
+    return {**part, "peak_bytes": peak.peak, "unwaited": group.unwaited()}
 
 
 def _plain(value: Any) -> Any:

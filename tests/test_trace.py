@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,6 +235,28 @@ def test_a_call_that_cannot_be_is_refused_before_anything_is_sent():
     for said, total in pl.trace(call_wrongly, 2, (calls,), timeout=20).results:
         assert [found[: len(want)] for found, want in zip(said, words, strict=True)] == words
         assert total.tolist() == [2, 2]
+
+
+def lets_go(group, wait):
+    import torch
+
+    pair = group.subgroup(range(group.size), axis="pair")
+    sums = [one.all_reduce(torch.ones(2)) for one in (group, group, pair)]
+    for one in sums[:wait]:
+        one.wait()
+
+
+def test_a_call_that_nobody_waited_for_is_named():
+    """Its result may be half-finished, and whether the others have made it is not known."""
+    where = "ranks 0,1, step 0"
+    words = f"rank 0 has not waited for all_reduce #1 on axis world, {where} and 1 more: what"
+    with pytest.warns(UserWarning, match=words):
+        pl.trace(lets_go, 2, (1,))
+    with pytest.warns(UserWarning, match=f"for all_reduce #0 on axis pair, {where}: what"):
+        pl.trace(lets_go, 2, (2,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pl.trace(lets_go, 2, (3,))
 
 
 @pytest.mark.parametrize(

@@ -721,3 +721,17 @@ def test_scaling_names_what_a_row_lacks():
         view.scaling([ROWS[0], {**ROWS[0], "ranks": 0}])
     with pytest.raises(ValueError, match="nothing to draw"):
         view.scaling([])
+
+
+@pytest.mark.parametrize(
+    ("draw", "says"),
+    [
+        (lambda: view.stage_time(None), "report=None: not a report; legal: what pl.run"),
+        (lambda: view.stage_memory({}), "report={}: not a report; legal: what pl.run"),
+        (lambda: view.zero_shards(None), "model=None: not a model description; legal: a pl.Model"),
+        (lambda: view.simulated_timeline(3), "simulation=3: not a simulation; legal: what theory."),
+    ],
+)
+def test_what_is_none_of_what_it_draws_is_refused(draw, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        draw()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import illegal, instance
 from paralab.report.metrics import peak
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
@@ -97,6 +97,7 @@ def stage_memory(report: Tables) -> Chart:
     peak; of more than four stages the highest, and others evenly spaced. Without a pipeline there
     is one bar. Raises ValueError as `memory_chart`.
     """
+    instance("report", report, Tables, "what pl.run(...) or pl.predict(...) returned")
     worst: dict[int, Curve] = {}  # by stage: ranks of one differ in what a grid does not divide
     for curve in curves(report):
         stage = report.plan.place(curve.rank).pp

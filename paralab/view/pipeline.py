@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import illegal, instance
 from paralab.report import metrics
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
@@ -190,6 +190,7 @@ def _bubble_of(name: str, share: float) -> str:
 
 def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
     """The picture of a schedule that was simulated."""
+    instance("simulation", simulation, Simulation, "what theory.pipeline.simulate(...) returned")
     one, order = simulated(simulation, name), simulation.order
     said, v = [f"p={order.ranks}, m={order.microbatches}"], one.report.plan.virtual_stages
     said += [f"v={v}"] * (v > 1)
