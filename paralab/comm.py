@@ -295,7 +295,7 @@ class Pending:
 
     def _end(self) -> None:
         self._done = True
-        self._group._open.pop(self._what[1])
+        self._group._open.pop(self._what[1], None)
         if self._posted.finish is not None:
             self._posted.finish()
 

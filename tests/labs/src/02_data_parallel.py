@@ -253,7 +253,9 @@ calls_guess.reveal(rows["naive"]["all-reduces per step"])
 #
 # $T_{\text{first}}$ is backward's time until the first bucket is complete, $T_{\text{tail}}$ the
 # time of the buckets that are complete only when backward is (nearly) over: here buckets 2 and 3.
-# Naive and bucketed have the same formula; naive has a much larger $q$.
+# Naive and bucketed have the same formula; naive has a much larger $q$. (The optimizer's time,
+# here 2.3 ms, is left out. Where some buckets are updated while others are in flight, most of it
+# is hidden.)
 
 # %%
 N, bytes_ = 4, 4 * model.num_params
@@ -332,8 +334,8 @@ view.widgets.data_parallel(model, plan)
 #
 # Without latency the size of the model cancels, because each parameter means 4 bytes of gradient
 # and 4 FLOPs of backward per token: what counts is tokens per rank, the bandwidth, and the speed of
-# the device. From how many samples per rank on (of 64 tokens each) is the traffic of our devices
-# hidden? Use the formula with latency, with $q = 4$.
+# the device. How many samples per rank (of 64 tokens each) are enough to hide the traffic of our
+# devices? Use the formula with latency, with $q = 4$.
 
 # %%
 one_step = "rank == 0 and step == 1 and kind in ('backward', 'comm')"
@@ -347,7 +349,7 @@ enough
 X, alpha, beta = devices.flops, link.alpha, 1 / link.bandwidth
 net = 2 * (N - 1) * 4 * alpha + 2 * (N - 1) / N * bytes_ * beta
 tokens = X / (4 * model.num_params) * net
-print(f"needed: {tokens:.0f} tokens per rank, {tokens / model.seq_len:.1f} samples")
+print(f"enough: {tokens:.0f} tokens per rank, {tokens / model.seq_len:.1f} samples")
 print(f"without latency: {2 * (N - 1) / N * beta * X:.0f} tokens")
 h100 = 2 * (1023 / 1024) * 400e12 / 50e9
 print(f"1,024 GPUs with 400 TFLOP/s and 50 GB/s each: {h100:,.0f} tokens per GPU")
@@ -357,11 +359,12 @@ enough.reveal(-(-tokens // model.seq_len))
 # (The last line is for fp32 gradients and leaves out latency, which grows with N on a ring. 16-bit
 # gradients need half as many tokens.) The prediction of whole steps agrees. From that number of
 # samples on, the rank waits only for the two buckets that complete last, and more samples hardly
-# shorten the time that it waits:
+# shorten the time that it waits. (The condition is enough, and not necessary: with the $f$ and $t$
+# printed above, $T_B \ge 0.88\,T_{\text{net}}$ will do, which three samples fulfil.)
 
 # %%
 rows = {}
-for b in (1, 2, 4, 8, 16):
+for b in (1, 2, 3, 4, 8, 16):
     summary = pl.predict(model, plan.replace(microbatch_size=b), cluster=ring).summary()["value"]
     rows[b] = {
         "tokens per rank": b * model.seq_len,
@@ -483,10 +486,10 @@ pl.exercises.my_ddp.check(BucketViews)
 
 # %% [markdown]
 # ## Your own DDP trains the GPT
-# The next cell trains the reference GPT on four ranks with your class, observed like DDP above, and
-# compares it with DDP and with the library's program of the same plan. (It waits until your class
-# passes its check.) The buckets of both have 1 MiB, and the gradients 3.34 MB. Which of the two
-# needs more memory at its peak?
+# The cells behind the next question train the reference GPT on four ranks with your class,
+# observed like DDP above, and compare it with DDP and with the library's program of the same plan.
+# (They wait until your class passes its check.) The buckets of both have 1 MiB, and the gradients
+# 3.34 MB. Which of the two needs more memory at its peak?
 
 # %%
 higher = pl.exercises.choose(
@@ -667,8 +670,9 @@ halved.reveal(round(calls.query("phase == 'grad_sync'")["wire_bytes"].sum() / 1e
 # an NCCL log of tensor parallelism, and asks what they are for. Here the call of 4 bytes is of that
 # kind: one number, a rank's part of the gradient norm, which clipping needs. (Whether the calls in
 # that log are for a norm or for a logged loss, the log does not say: a log has sizes and no
-# purposes.) The calls of our first run, with the time of each call, its bandwidth, and the share
-# that is hidden behind computation:
+# purposes.) The next cell lists the calls of our first run (dp=4), with the time of each call and
+# its bandwidth. Above the table it prints the share of all their time that is hidden behind
+# computation:
 
 # %% tags=["measured"]
 replayed = report.replay(ring)
@@ -691,8 +695,10 @@ calls.round(2)
 # E_{\text{strong}} = \frac{T(1)}{N\,T(N)} \ \ (N b \text{ fixed}).
 # $$
 #
-# Under strong scaling $b$ falls with N, and the condition of the section on overlap fails sooner or
-# later. Real runs, replayed on a device for each rank:
+# Under strong scaling $b$ falls with N, and the condition of the section on overlap fails sooner
+# or later. Under weak scaling $b$ stays, but on a ring the latency $2(N-1)q\alpha$ grows with N,
+# so it fails there, too, only later: for N = 8 it asks for 4.9 samples, and $b$ is 4. Real runs,
+# replayed on a device for each rank:
 
 # %% tags=["measured"]
 rows = []
@@ -706,9 +712,10 @@ for form, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
 view.scaling(rows)
 
 # %% [markdown]
-# At N = 4 both have b = 4, as the first run of this lab has, so both take their point from it. Weak
-# scaling has a price of its own: a larger global batch. Beyond the *critical batch size* of a task
-# (McCandlish and others, below) more samples per step hardly save steps.
+# At N = 4 both have b = 4, as the first run of this lab has, so both take their point from it. (At
+# N = 2 strong scaling even has the larger $b$, 8 in place of 4.) Weak scaling has another price: a
+# larger global batch. Beyond the *critical batch size* of a task (McCandlish and others, below)
+# more samples per step hardly save steps.
 #
 # ## Which clock answers which question
 # `pl.predict` returns the same kind of report as `pl.run`, from formulas and the numbers of a
@@ -831,12 +838,14 @@ whole.reveal(len(sizes))
 # for models of a hundred times this size and more.
 #
 # DeepSpeed has these switches in its [JSON](https://www.deepspeed.ai/docs/config-json/) for ZeRO
-# stages 1 and 2. Megatron-LM has them as flags. `reduce_bucket_size` and `--ddp-bucket-size` count
-# elements, not bytes. (Neither library is installed here; this is how the switches are written.)
+# stages 1 and 2 (lab 05). With stage 1 gradients are reduced once per step, as under `no_sync()`;
+# with stage 2 after every micro-batch, so accumulation saves no traffic there. Megatron-LM has
+# them as flags. `reduce_bucket_size` and `--ddp-bucket-size` count elements, not bytes. (Neither
+# library is installed here; this is how the switches are written.)
 #
 # ```json
 # {"gradient_accumulation_steps": 4,
-#  "zero_optimization": {"stage": 2, "overlap_comm": true, "reduce_bucket_size": 5e8}}
+#  "zero_optimization": {"stage": 1, "overlap_comm": true, "reduce_bucket_size": 5e8}}
 # ```
 # ```
 # --overlap-grad-reduce --ddp-bucket-size 40000000
@@ -844,8 +853,9 @@ whole.reveal(len(sizes))
 #
 # **On your GPUs** write `pl.set_default_device("cuda")` in the first cell. Where every rank has a
 # GPU the library trains on them, and NCCL carries the messages; your own code stays where its
-# tensors are. The naive and the overlapped form were run with NCCL on one GPU that two ranks
-# shared, not yet on several GPUs.
+# tensors are. The naive and the overlapped form were run with NCCL on one GPU, not yet on several:
+# a test told each of two ranks that it was a machine of its own, as NCCL refuses two ranks of one
+# host on one GPU.
 #
 # ## Read on
 # * Li and others 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704): sec. 3.2 has the

@@ -43,15 +43,15 @@ view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpip
 
 # %%
 by_layer = pl.exercises.choose(
-    "Layer by layer on four devices: which share of all device time is idle?",
-    ["1/4", "1/2", "3/4"],
+    "Layer by layer on eight devices: which share of all device time is idle?",
+    ["1/2", "3/4", "7/8"],
 )
 by_layer
 
 # %%
-of_naive = pipeline.simulate(schedules.naive(4, 4), forward=1e-3, backward=2e-3).bubble_rate
+of_naive = pipeline.simulate(schedules.naive(8, 4), forward=1e-3, backward=2e-3).bubble_rate
 print(f"idle: {of_naive:.2f}")
-by_layer.reveal(3, "One device works and three are idle: that saves memory, but no time.")
+by_layer.reveal(3, "One device works and seven are idle: that saves memory, but no time.")
 
 # %% [markdown]
 # The remedy is to cut the batch into **micro-batches** (the numbers in the boxes; both schedules
@@ -68,7 +68,7 @@ for rank, actions in enumerate(schedules.gpipe(4, 4)):
 # %% [markdown]
 # | symbol | meaning |
 # |---|---|
-# | $p$, $r$ | pipeline stages; the rank of one of them, $0 \ldots p-1$ |
+# | $p$, $r$ | ranks of the pipeline (with a stage each, until interleaving); one, $0 \ldots p-1$ |
 # | $m$ | micro-batches of a step |
 # | $b$, $s$, $h$ | samples of a micro-batch, tokens of a sample, hidden size |
 # | $v$ | chunks of the model on each rank (interleaving) |
@@ -160,7 +160,8 @@ guess.reveal(100 * 3 / (12 + 3))
 # Four processes, two of the eight blocks each. The upper half of the next picture is the ideal:
 # this run's own times of forward and backward, with messages that take no time. The lower half is
 # the **replay**: the same times, each rank on a device of its own, and links that take time. How
-# many messages do the four ranks send in a step of four micro-batches?
+# many messages do the four ranks send in a step of four micro-batches? (Unless it is given a
+# cluster, `replay` takes the links of this machine, which `pl.Cluster.local()` has measured.)
 
 # %%
 crossings = pl.exercises.guess(
@@ -191,8 +192,9 @@ replayed.timeline()
 # This picture is what [DeepSpeedExamples
 # #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
 # #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask for. It needs no
-# profiler: `pl.run` draws it from its own runs, and `pl.observe` from a PyTorch program. At the
-# end of this lab it draws your own executor, and torch's. (DeepSpeed's engine was not tried.)
+# profiler: `pl.run` draws it from its own runs. Of a PyTorch program `pl.observe` draws the
+# timeline of the wall clock, without the ideal: at the end of this lab of your own executor, and of
+# torch's. (DeepSpeed's engine was not tried.)
 #
 # ## Where a step goes: forward + backward + p2p + idle = T
 # How can bubble time be profiled accurately ([Megatron-LM
@@ -336,14 +338,15 @@ found.add_suffix(" (MB)").round(1)
 
 # %%
 counted = found["1f1b"] / found["gpipe"]
-pd.DataFrame({"1F1B / GPipe": counted, "(p-r)/m": [(4 - r) / 8 for r in range(4)]}).round(2)
+pd.DataFrame({"1F1B / GPipe": counted, "(p-r)/m": [(4 - r) / 8 for r in range(4)]}).round(3)
 
 # %%
 kept_share.reveal(100 * counted[0])
 
 # %% [markdown]
-# The formula counts whole micro-batches. The peak lies within a backward, where a part of one has
-# been freed already.
+# On ranks 0 to 2 the two agree. The last rank has the head, too, and its peak lies within a
+# backward, when what the head has kept of that micro-batch is freed already: with 1F1B that is a
+# part of its only micro-batch, with GPipe a part of one in eight.
 #
 # ## Interleaving divides the idle time by v and multiplies the messages
 # Give each rank two smaller **chunks** of the model in place of one stage: rank 0 has stages 0 and
@@ -368,13 +371,14 @@ view.schedules(four, title="Two chunks per rank shorten the bubble of 1F1B")
 #    \text{bubble} = \frac{p-1}{vm+p-1}, \qquad \text{bubble over ideal} = \frac{p-1}{vm} . $$
 #
 # The price is communication, and more memory for activations (the section on warm-up counts it).
-# And $m$ has to be a multiple of $p$. There are $pv$ stages, and two stages that follow one another
-# are never on one rank, so all $pv-1$ borders are crossed by messages, where 1F1B has $p-1$
-# borders:
+# In the paper's schedule, and in ours, $m$ has to be a multiple of $p$, because a rank takes $p$
+# micro-batches through one chunk before it begins the next. (torch's schedule takes some others,
+# too.) There are $pv$ stages, and two stages that follow one another are never on one rank, so all
+# $pv-1$ borders are crossed by messages, where 1F1B has $p-1$ borders:
 #
 # $$ \frac{pv-1}{p-1} \ \text{times as many messages, all of the same } 4\,b\,s\,h \text{ bytes.} $$
 #
-# Four stages, two chunks: how many messages does a step of eight micro-batches send?
+# Four ranks, two chunks on each: how many messages does a step of eight micro-batches send?
 
 # %%
 messages = pl.exercises.guess(
@@ -502,9 +506,10 @@ pd.DataFrame(
 # %% [markdown]
 # With free messages both end at the same time, and the factor only costs memory. If messages take
 # time, a micro-batch comes back to rank $r$ later, because each border that it crosses on its way
-# down and up costs a message. Meanwhile the rank can compute only what has been started. With the
-# factor of two, $p-r-1$ more forwards have been started. So the factor of two hides communication,
-# and costs memory for activations.
+# down and up costs a message. After its warm-up a rank's list alternates: the next forward stands
+# behind a backward whose gradient is still on its way. With the factor of two $p-r-1$ more
+# forwards stand before that backward, and the rank computes them meanwhile. So the factor of two
+# hides communication, and costs memory for activations.
 #
 # ## Two ranks: activations and gradients come from the same neighbour
 # With $p=2$ the rank after a rank is also the rank before it. Here is all that rank 0 receives, in
@@ -555,17 +560,19 @@ collides.reveal(3, "No rank waits, no error is raised: the training goes on with
 # %% [markdown]
 # That is what collided in Megatron-LM, which therefore demanded $p>2$: a maintainer explains in
 # [#750](https://github.com/NVIDIA/Megatron-LM/issues/750) that the two sends of one step cannot be
-# told apart with two ranks, and that sending forward and backward messages separately has fixed it.
-# Gloo obeys tags; NCCL has none, so there both ends have to agree on an order. paralab derives the
-# sends and receives of both ends from one list, and so it runs with two ranks:
+# told apart with two ranks, and that this is no issue where forward and backward messages are sent
+# separately, as with `overlap_p2p_comm`. Gloo obeys tags; NCCL has none, so there both ends have
+# to agree on an order. paralab derives the sends and receives of both ends from one list, and so
+# it runs with two ranks:
 
 # %%
 pl.run(model, two, steps=2, progress=False)
 
 # %% [markdown]
 # ## Is it the same training?
-# One process, the same micro-batches in the same order, and plain SGD. AdamW would hide gradients
-# that are wrong by a constant factor:
+# One process, the same micro-batches in the same order, and plain SGD. The gradients are compared,
+# not the losses alone. (With AdamW losses would prove little: its step hardly changes if all
+# gradients are wrong by a constant factor.)
 
 # %%
 proof = {"optimizer": "sgd", "steps": 2, "keep_state": True, "progress": False}
@@ -849,8 +856,9 @@ torch_sends.reveal(2, "Both cross the same pv - 1 borders, with messages of the 
 #
 # DeepSpeed and Megatron-LM are not installed here, and neither was run. With
 # `pl.set_default_device("cuda")` in the first cell the library's ranks take a GPU each, and times
-# come from CUDA events. Its schedules were run with NCCL on one GPU that two ranks shared, which
-# says nothing of their bubbles; on several GPUs they were not run yet.
+# come from CUDA events. Its schedules were run with NCCL on one GPU, which says nothing of their
+# bubbles: a test told each of two ranks that it was a machine of its own, as NCCL refuses two
+# ranks of one host on one GPU. On several GPUs they were not run yet.
 #
 # ## Read on
 # * Huang and others 2019, [GPipe](https://arxiv.org/abs/1811.06965), sec. 2: micro-batches, and

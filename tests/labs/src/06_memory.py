@@ -136,10 +136,11 @@ both
 
 # %% [markdown]
 # *Workspace* is what one operation needs only while it runs; *buffers* are kept for several
-# operations: here the causal mask, with several devices also gradient buckets and gathered
-# weights. The totals are equal to the byte, so from here on most pictures are read off programs.
-# Activations have fewer bytes here than the 65.1 MB above, because some are freed already when the
-# total is highest. Where two moments are equally full, the columns may show one each.
+# operations: here the causal mask, with ZeRO also gathered weights and what a reduce-scatter
+# receives into. The totals are equal to the byte, so from here on most pictures are read off
+# programs. Activations have fewer bytes here than the 65.1 MB above, because some are freed
+# already when the total is highest. Where two moments are equally full, the columns may show one
+# each.
 #
 # ## Twice the tokens, more than twice the activations
 
@@ -169,11 +170,12 @@ once, twice = (
 guess.reveal(round(twice / once, 2))
 
 # %% [markdown]
-# It is more than twice, because the term $w\,abs^2$ is quadratic in s. (The bars grow 2.2 times:
-# when the total is highest, some activations are freed already.) FlashAttention never writes
+# It is more than twice, because the term $w\,abs^2$ is quadratic in s. (The bars as a whole grow
+# 2.2 times, as parameters and optimizer states do not grow. When the total is highest, some
+# activations are freed already, and workspace has taken their place.) FlashAttention never writes
 # the s × s scores, and keeps one number per row and head instead. In PyTorch
-# `scaled_dot_product_attention` uses it where device, dtype and mask allow; its math backend writes
-# the scores. Here it is `attention="sdpa"`.
+# `scaled_dot_product_attention` uses it where device, dtype and mask allow; its math backend
+# writes the scores. Here it is `attention="sdpa"`.
 #
 # ## Activation checkpointing: keep a block's input, compute the rest again
 # An activation can be **recomputed**. *Full* recomputation keeps only the input of each block, and
@@ -225,9 +227,9 @@ print(f"formula: {full / 1e6:.2f} MB, measured: {held / 1e6:.2f} MB")
 full_guess.reveal(held / 1e6)
 
 # %% [markdown]
-# The second moment has the most activations here. (The *total* is highest later, when most
-# gradients are there as well.) Gradients do not change by one bit, dropout included, because masks
-# are drawn again from the same seeds:
+# The second moment has the most activations here. (The *total* is highest later, in the last block
+# that is recomputed, when all gradients are there as well.) Gradients do not change by one bit,
+# dropout included, because masks are drawn again from the same seeds:
 
 # %%
 proof = {"optimizer": "sgd", "lr": 0.1, "steps": 2, "keep_state": True, "progress": False}
@@ -355,14 +357,16 @@ view.timelines(*runs.values(), labels=list(runs), ranks=[0], title=title)
 # (`use_reentrant=False`) recomputes is drawn as workspace, because the observer sees no saved
 # tensor; it is the same block.
 #
-# The plan's gradient buffers are whole from the head's backward on. So its peak is at the first
-# block that is recomputed, where all six inputs are still kept. In `train` gradients appear in the
-# course of backward, so its runs peak at the last block, when most inputs have been freed.
+# In the plan all *gradients* are there from the head's backward on: with data parallelism they lie
+# in buckets, which are allocated whole. So its peak is at the first block that is recomputed,
+# where all six inputs are still kept. In `train` gradients appear in the course of backward, so
+# its runs peak at the last block, when most inputs have been freed.
 #
-# Where a step of `train` takes longer, messages are the reason, and no checkpoint: `train` makes an
+# Where a step of `train` takes longer, a part of it is the messages at its end: `train` makes an
 # all-reduce per parameter after backward, while the plan sends two buckets, the first of them
-# before backward ends. (Lengths are those of this machine's wall clock, on which ranks also wait
-# for a core.)
+# before backward ends. Where its forward is longer, too, messages cannot be the reason, as none
+# has been sent by then. (Lengths are those of this machine's wall clock, on which ranks also wait
+# for a core, and on which observing a program takes time.)
 #
 # ## More devices, the same memory
 # People often ask why memory does not fall with more devices. Pick an answer before you run the
@@ -577,11 +581,14 @@ view.bytes_bars(bars, reported, title="First the device holds all weights, later
 
 # %% [markdown]
 # 14,678 MiB are the weights in 16 bits, 12,979 MiB, and 1.7 GiB of CUDA context, libraries and
-# buffers. So the model was on the device whole (our inference from the numbers; the thread does
-# not say how it was built). Before the second forward 1,838 MiB are in use: by then ZeRO-3 has
-# partitioned it. The second forward adds 19,434 MiB (20.4 GB). The program has 17.0 GB of
-# activations for one sample of 2,048 tokens with scores written out, and 19.6 GB in all: most of
-# it, and no estimate had counted it. (The 2,048 tokens are our assumption.)
+# buffers. So the model had been on the device whole (our inference from the numbers; the thread
+# does not say how it was built). DeepSpeed partitions it in `initialize()`, but its memory stays
+# reserved: [a log by the same author](https://github.com/deepspeedai/DeepSpeedExamples/issues/777)
+# has 0.41 GB allocated and 13.1 GB reserved behind it (see *Reserved is not allocated*). Before
+# the second forward 1,838 MiB are in use: by then it has been given back. The second forward adds
+# 19,434 MiB (20.4 GB). The program has 17.0 GB of activations for one sample of 2,048 tokens with
+# scores written out, and 19.6 GB in all: most of it, and no estimate had counted it. (The 2,048
+# tokens are our assumption.)
 #
 # Two more threads, with their own models (as GPTs of the same size; FLAN-T5-XL has an encoder and
 # a decoder). [GPT-J-6B needed 13 GB on 2 and on 4
@@ -614,7 +621,8 @@ for name, spec, largest in (("GPT-J-6B", gptj, 206), ("FLAN-T5-XL", t5, 65)):
 # [The estimates are confusing](https://github.com/deepspeedai/DeepSpeed/issues/5102), says a
 # thread: none for ZeRO-1, gradients not partitioned in ZeRO-2, 16 bits only, and multipliers that
 # are too high. Each of the three parts of $M_\text{states}$ is divided by N if the stage shards it.
-# How many bytes per parameter does a rank hold until backward ends?
+# How many bytes per parameter does a rank hold at the end of backward, when its part of every
+# gradient is there?
 
 # %%
 per_parameter = pl.exercises.guess(
@@ -648,7 +656,8 @@ pd.DataFrame(sizes).T
 # A fused buffer makes calls fast, and a buffer for *all* gradients grows with the model. ZeRO
 # caps it ([its paper's](https://arxiv.org/abs/1910.02054) C<sub>B</sub>, sec. 6.2; here
 # `bucket_bytes`). Capped buffers add up as well, if every unit keeps one: [11,190 MB after
-# backward instead of 2 × 2,739](https://github.com/facebookresearch/fairscale/issues/627). The
+# backward](https://github.com/facebookresearch/fairscale/issues/627), where the weights, 2,739 MB,
+# and as much of gradients were expected. The
 # cause was [a buffer per wrapped module](https://github.com/facebookresearch/fairscale/pull/633),
 # never freed. Programs here free theirs, as fairscale has done since then:
 
@@ -727,8 +736,10 @@ view.bytes_bars(nodes, title=title)
 # ## Enough free memory, but not in one piece
 # An allocator cannot move what it has given. Place the storages of the step in one address space,
 # each where it first fits. Towards the end of backward most of it is free again, and long-lived
-# gradients stand between the pieces. Then 20 MB are asked for. Run both cells with other values of
-# `apart` as well, from 10 to 600: for which of them is the largest piece largest?
+# gradients stand between the pieces. In a second address space storages that live for more than
+# `apart` events have a region of their own; an event is the creation or the end of a storage, and
+# the step has about 600. Then 20 MB are asked for. Run both cells with other values of `apart` as
+# well, from 10 to 600: for which of them is the largest piece largest?
 
 # %%
 moment = max(storage.died for storage in step if storage.category == "activations")
@@ -747,8 +758,9 @@ for name, space in spaces.items():
     print(f"largest piece {max(gaps) / 1e6:.1f} MB: a request of {request / 1e6:.1f} MB {fits}")
 
 # %% [markdown]
-# The best values of `apart` lie in the middle. If it is small, most storages count as long-lived;
-# if it is large, hardly any does. In both cases long and short lives share one region again.
+# The best values of `apart` lie in the middle: of 10, 250 and 600 it is 250 by far. If it is
+# small, nearly all activations count as long-lived; if it is large, the model states do and no
+# gradient. In both cases long and short lives share one region again.
 #
 # This is **fragmentation**. ZeRO-R (M<sub>D</sub>, sec. 6.3) gives long-lived tensors regions of
 # their own. PyTorch's `expandable_segments:True` attacks the same problem: it maps pages of
@@ -853,8 +865,8 @@ pl.exercises.memory_estimator.check(my_estimate)
 #    activations are larger than its gradients; else at the end of backward.
 # 3. Full recomputation keeps one input per block and costs a third more FLOPs; gradients are the
 #    same bits if dropout's random state is restored.
-# 4. ZeRO divides states by the size of the group that shards. It divides neither activations, nor
-#    a gathered unit, nor what was on the device before.
+# 4. ZeRO divides states by the size of the group that shards. It divides neither activations nor a
+#    gathered unit, and a model that is built whole needs its whole memory until it is divided.
 # 5. The peak of allocated memory, and how it is cut up, decide whether a step fits; reserved is
 #    what other processes see.
 #
