@@ -563,14 +563,15 @@ steps if verdict.passed else print("write MyDDP first")
 
 # %% [markdown]
 # All three send the same bytes and arrive at the same loss. (Counts and timeline are of step 2: in
-# the first two steps DDP also sends messages to set up its buckets.) They differ in memory. DDP's
-# buckets (violet, among the *buffers*) are there during the whole step, so they add to its peak. A
-# wrapper that makes a bucket when it is full has no bucket at the peak, which is at the start of
-# backward. The program knows the optimizer, too: it updates the parameters of a bucket as soon as
-# the sum has arrived, and frees these gradients (`frees grad` in the listing above). At the peak
-# the program may hold more than yours, because it allocates the gradients of a whole bucket at
-# once. (The picture of the steps has the wall clock of this machine, on which ranks also wait for a
-# core: look at the order of things in it, not at their lengths.)
+# step 0 DDP sums all gradients in one message, and sees in which order they are complete; in step
+# 1 it tells all ranks its buckets.) They differ in memory. DDP's buckets (violet, among the
+# *buffers*) are there during the whole step, so they add to its peak. A wrapper that makes a
+# bucket when it is full has no bucket at the peak, which is at the start of backward. The program
+# knows the optimizer, too: it updates the parameters of a bucket as soon as the sum has arrived,
+# and frees these gradients (`frees grad` in the listing above). At the peak the program may hold
+# more than yours, because it allocates the gradients of a whole bucket at once. (The picture of
+# the steps has the wall clock of this machine, on which ranks also wait for a core: look at the
+# order of things in it, not at their lengths.)
 #
 # ## Is it the same training?
 # Leave out the division by N, so that every gradient is N times too large. The function below is
