@@ -17,6 +17,7 @@ import pytest
 import synthetic
 from paralab import view
 from paralab.interpret.predict import predict
+from paralab.observing import _Seen
 from paralab.report import tables
 from paralab.report.report import Report
 from paralab.spec import Link, ModelSpec, Plan
@@ -735,3 +736,10 @@ def test_scaling_names_what_a_row_lacks():
 def test_what_is_none_of_what_it_draws_is_refused(draw, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         draw()
+
+
+@pytest.mark.parametrize("draw", [view.stage_time, view.stage_memory])
+def test_what_an_observation_yields_is_drawn_as_its_report(draw):
+    seen = _Seen()
+    seen.report = synthetic.with_memory(synthetic.report(2))
+    assert draw(seen).summary == draw(seen.report).summary

@@ -41,6 +41,13 @@ COPIES_HIDDEN = "of the copies hidden behind compute"
 
 
 # ---- what a report is ---------------------------------------------------------------------------
+def needs_tables(report: Any) -> None:
+    """Refuse what has no tables. What `pl.observe` yields is no report, and has those of one."""
+    if not hasattr(report, "steps"):
+        legal = "what pl.run(...) or pl.predict(...) returned"
+        raise illegal("report", report, "not a report", legal)
+
+
 def needs_times(report: Tables, what: str) -> None:
     """Refuse ``what`` for a dry run."""
     if report.clock == DRY:

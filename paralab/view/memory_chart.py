@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paralab.checks import illegal, instance
-from paralab.report.metrics import peak
+from paralab.checks import illegal
+from paralab.report.metrics import needs_tables, peak
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
@@ -97,7 +97,7 @@ def stage_memory(report: Tables) -> Chart:
     peak; of more than four stages the highest, and others evenly spaced. Without a pipeline there
     is one bar. Raises ValueError as `memory_chart`.
     """
-    instance("report", report, Tables, "what pl.run(...) or pl.predict(...) returned")
+    needs_tables(report)
     worst: dict[int, Curve] = {}  # by stage: ranks of one differ in what a grid does not divide
     for curve in curves(report):
         stage = report.plan.place(curve.rank).pp

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import instance
 from paralab.report import metrics
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
 from paralab.view import box_traces, boxes, naming, pipeline, theme
@@ -67,7 +66,7 @@ def stage_time(
     Beneath a row are the rank's calls of data parallelism. ``.table`` has a row for every stretch,
     in seconds. Raises ValueError if the report has no such step or rank, or no step at all.
     """
-    instance("report", report, Tables, "what pl.run(...) or pl.predict(...) returned")
+    metrics.needs_tables(report)
     step, shown = boxes.chosen(report, step, ranks)
     if ranks is None:
         place = report.plan.place
