@@ -235,11 +235,16 @@ class Group:
         self._open[number] = op
         return Pending(self, posted, (op, number))
 
-    def unwaited(self) -> list[str]:
-        """The calls of this group, and of its subgroups, that nobody has waited for, in words."""
+    def end(self) -> list[str]:
+        """The calls of this group, and of its subgroups, that nobody has waited for, in words.
+
+        Called after the last one. Raises OrderError if strict, and if another member has made more.
+        """
+        if self._strict is not None:
+            self._strict.end(self.ranks)
         own = [self.transport.words(op, number) for number, op in self._open.items()]
         inner = filter(None, self._subgroups.values())
-        return [*own, *(words for group in inner for words in group.unwaited())]
+        return [*own, *(words for group in inner for words in group.end())]
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
         """Note why this rank is idle, for the watchdog; without arguments: it computes again."""

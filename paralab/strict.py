@@ -34,12 +34,17 @@ class Strict:
         self._numbers: Counter[tuple] = Counter()
 
     def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:
-        """Raise OrderError if this group's call with this number was something else.
+        """Raise OrderError if this group's call with this number was something else."""
+        self._agree(ranks, f"{op} of {payload.numel()} {payload.dtype}")
 
-        Does not wait: the first member to arrive writes its call down, and every other one compares
-        its own with that.
+    def end(self, ranks: tuple[int, ...]) -> None:
+        """Raise OrderError if another member has made a collective more."""
+        self._agree(ranks, "the end of the function")
+
+    def _agree(self, ranks: tuple[int, ...], mine: str) -> None:
+        """Does not wait: the first member to arrive writes its call down, and every other one
+        compares its own with that.
         """
-        mine = f"{op} of {payload.numel()} {payload.dtype}"
         number = self._next(ranks)
         first = self.store.compare_set(f"{ranks}/{number}", "", f"{self.rank} {mine}").decode()
         rank, _, theirs = first.partition(" ")

@@ -59,7 +59,8 @@ def trace(
              was called, arguments included: ``report.meta["peak_bytes"]``, one number per rank
     timeout  seconds without any sign of life before the ranks are stopped
     device   "cpu", "cuda", or None for the default: default_device.py
-    strict   hold every call to NCCL's order rules, whatever the backend
+    strict   hold every call to NCCL's order rules, whatever the backend; also one that a rank
+             makes alone, and waits for nobody
     live     show what ranks print as it comes; otherwise in rank order at the end
     stop     an event that ends the ranks when it is set
 
@@ -148,8 +149,9 @@ def _program(
         if context.device.startswith("cuda"):
             torch.cuda.synchronize()
         recorder.end_step()
+    unwaited = group.end()
     part = part_of(context, recorder.tables(), result, backend=context.backend)
-    return {**part, "peak_bytes": peak.peak, "unwaited": group.unwaited()}
+    return {**part, "peak_bytes": peak.peak, "unwaited": unwaited}
 
 
 def _plain(value: Any) -> Any:

@@ -387,6 +387,15 @@ def frozen(spec: pl.ModelSpec) -> nn.Module:
     return nn.Linear(spec.hidden, spec.hidden).requires_grad_(False)
 
 
+class Complex(nn.Module):
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(spec.hidden, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x * self.turn).real
+
+
 TURNS = itertools.cycle((Own, Squash))
 
 REFUSED = {
@@ -401,6 +410,7 @@ REFUSED = {
     "it is another one each time": (lambda spec: next(TURNS)(spec), "and the next time"),
     "it has a lazy layer": (lambda spec: nn.LazyLinear(spec.hidden), "'weight' has no shape"),
     "a parameter is not trained": (frozen, "'weight' requires no gradient"),
+    "a parameter is complex": (Complex, "'turn' is of torch.complex64"),
     "its name alone was saved": ("own: Mine", "only the name"),
 }
 

@@ -237,6 +237,24 @@ def test_a_call_that_cannot_be_is_refused_before_anything_is_sent():
         assert total.tolist() == [2, 2]
 
 
+def one_rank_more(group, later):
+    import torch
+
+    pair = group.subgroup(range(group.size), axis="pair")
+    pair.all_reduce(torch.ones(2)).wait()
+    if group.index == later:
+        pair.all_reduce(torch.ones(2))  # and waits for nobody
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_collective_that_one_rank_alone_makes_is_an_error_of_order(later):
+    """Nothing else would say so: gloo lets a rank go that waits for nothing."""
+    fits = f"is all_reduce of 2 torch.float32 on rank {later}, but the end of the function on rank"
+    other = f"is the end of the function on rank {1 - later}, but all_reduce of 2"
+    with pytest.raises(pl.RankError, match=f"call #1 of the group .*({fits}|{other})"):
+        pl.trace(one_rank_more, 2, (later,), timeout=30)
+
+
 def lets_go(group, wait):
     import torch
 

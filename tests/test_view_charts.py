@@ -731,6 +731,13 @@ def test_scaling_names_what_a_row_lacks():
         (lambda: view.stage_memory({}), "report={}: not a report; legal: what pl.run"),
         (lambda: view.zero_shards(None), "model=None: not a model description; legal: a pl.Model"),
         (lambda: view.simulated_timeline(3), "simulation=3: not a simulation; legal: what theory."),
+        (lambda: view.scaling(3), "rows=3: not a table; legal: one row per run: form, ranks"),
+        (lambda: view.scaling([3]), "rows[0]=3: not a row with names; legal: one row"),
+        (lambda: view.link_fit(3), "points=3: not a table; legal: rows with op, ranks"),
+        (lambda: view.link_fit([3]), "points[0]=3: not a row with names; legal: rows with op"),
+        (lambda: view.algorithms([3]), "curves=[3]: not a mapping; legal: {algorithm: {bytes"),
+        (lambda: view.algorithms({"a": {1: 1}}, 3), "points=3: not a mapping; legal: {algorithm"),
+        (lambda: view.schedules({"a": [["F0"]]}, f=1), "seconds of='f': unknown choice; legal: 'f"),
     ],
 )
 def test_what_is_none_of_what_it_draws_is_refused(draw, says):

@@ -140,5 +140,8 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
                 "parameter of a model is trained",
                 "a buffer: module.register_buffer(...)",
             )
+        if not parameter.is_floating_point():
+            why = f"its parameter {local!r} is of {parameter.dtype}, and ranks hold real numbers"
+            raise illegal("block", name, why, "two parameters in place of a complex one")
         shapes[local] = tuple(parameter.shape)
     return shapes

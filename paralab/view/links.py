@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import choice, illegal, real
+from paralab.checks import choice, illegal, instance, real
 from paralab.spec.links import messages
 from paralab.theory.fit import fit_link
 from paralab.view import theme
@@ -54,7 +54,10 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         from paralab.instruments.calibrate import calibration_points
 
         points = calibration_points()["links"]
-    points = list(points)
+    legal = "rows with op, ranks, wire_bytes, seconds"
+    points = list(instance("points", points, Iterable, legal, "table"))
+    for i, point in enumerate(points):
+        instance(f"points[{i}]", point, Mapping, legal, "row with names")
     if points:
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
@@ -133,6 +136,8 @@ def algorithms(
 
     Raises ValueError if there is nothing to draw or a size or time is not above 0.
     """
+    for what, given in (("curves", curves), ("points", points or {})):
+        instance(what, given, Mapping, "{algorithm: {bytes: seconds}}", "mapping")
     lines = {str(name): _pairs(str(name), found) for name, found in curves.items()}
     marks = {str(name): _pairs(str(name), found) for name, found in (points or {}).items()}
     if not lines:

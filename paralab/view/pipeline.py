@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paralab.checks import illegal, instance
+from paralab.checks import choice, illegal, instance
 from paralab.report import metrics
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
@@ -155,6 +155,8 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
     """
     if not isinstance(named, Mapping) or not named:
         raise illegal("named", named, "nothing to draw", "{name: a schedule}")
+    for name in seconds:
+        choice("seconds of", name, ("forward", "backward", "weight_grad"))
     made = {
         str(name): one if hasattr(one, "makespan") else _timed(one, seconds)
         for name, one in named.items()

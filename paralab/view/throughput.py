@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, illegal, instance, real, whole
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
@@ -70,10 +70,13 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
 
 
 def _checked(rows: Any) -> pd.DataFrame:
-    listed = rows.to_dict("records") if hasattr(rows, "to_dict") else [dict(row) for row in rows]
+    legal = "one row per run: form, ranks, step_time, samples, clock"
+    listed = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
+    listed = list(instance("rows", listed, Iterable, legal, "table"))
     if not listed:
-        raise illegal("rows", rows, "nothing to draw", "one row per run: form, ranks, step_time")
+        raise illegal("rows", rows, "nothing to draw", legal)
     for i, row in enumerate(listed):
+        instance(f"rows[{i}]", row, Mapping, legal, "row with names")
         whole(f"rows[{i}]['ranks']", row.get("ranks"), at_least=1)
         choice(f"rows[{i}]['clock']", row.get("clock"), tuple(naming.CLOCK_MEANS))
         if row["clock"] != listed[0]["clock"]:
