@@ -80,7 +80,7 @@ ESTIMATES = [
     (handed_in("max(at_output, at_mlp, at_scores)"), {LOGITS, "wide models, few tokens"},
      ("layers=32", f"yours 1.777 GB ({LATER}")),
     (estimate((" + 4 * V * h ", " ")), {LOGITS},
-     "vocab=50304, b=1, m=1: required: 2.136 GB, yours 1.981 GB (the model states alone)"),
+     "vocab=50304, b=1, m=1: required: 2.136 GB, yours 1.981 GB (the model states alone; temp"),
     (estimate(("microbatches > 1", "False")), {"several micro-batches"},
      "m=4: required: 132.957 MB, yours 123.256 MB (from the second micro-batch on all gradients"),
     (estimate(("microbatches > 1", "True")), {LAB}, "m=1"),

@@ -88,7 +88,7 @@ ALL_GROUPS = """groups = [dist.new_group(ranks) for ranks in rows]  # every rank
 LEADER = "rank - rank % k, group=inside)"
 TWO_LEVELS = [
     (steps("dist.all_reduce(tensor)"), {"bytes between nodes", "bytes inside nodes"},
-     "bytes to other nodes, required"),
+     "2 nodes of 2: rank 1 sends 72,000 bytes to other nodes, required: 24,000"),
     (steps(ALL_INSIDE, ALL_ACROSS), {"bytes between nodes"},
      "48,000 bytes to other nodes, required: 24"),
     (steps(ALL_ACROSS, ALL_INSIDE), {"bytes between nodes"},

@@ -24,6 +24,7 @@ WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (needed(("8 * tokens", "4 * tokens")), ALL, "a multiply-add is two FLOPs"),
     (needed(("8 * tokens", "8")), ALL, "tokens are missing"),
     (needed((" / moved", "")), ALL, "that is for one byte per parameter"),
+    (needed((SHARE, "1 / (1 - efficiency)")), ALL, "copies take 1 - e of the step, which is"),
     (needed((SHARE, "efficiency")), ALL, "that is e X / I: the device computes e of the time"),
     (needed((SHARE, "(1 - efficiency) / efficiency")), {OTHERS, PAPER},
      "e and 1 - e are exchanged"),

@@ -89,7 +89,20 @@ ZERO = "    optimizer.zero_grad()\n"
 SHARE = ('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")
 MEAN = "    flat /= dist.get_world_size(groups['dp'])\n"
 UNREDUCED = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
-NORM, WEIGHTS, BYTES = STEP.required
+NORM, WEIGHTS, ORDER, BYTES = STEP.required
+FORWARDS = "        kept.append((x, y))\n    for x, y in kept:\n"
+BY_TURNS = """        kept = [(x, y)]
+        for x, y in kept:
+            if after is None:
+                y.backward()
+            else:
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, after, group=groups["pp"])
+                y.backward(gradient)
+            if before is not None:
+                dist.send(x.grad, before, group=groups["pp"])
+    for x, y in ():
+"""
 NEIGHBOUR = """
     ring = dist.get_process_group_ranks(groups["dp"])
     if len(ring) > 1:
@@ -129,6 +142,7 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(ZERO, ""), SHARE, (REDUCE, REDUCE + MEAN)], {NORM, WEIGHTS}, "(old gradients were not"),
     ([(ZERO, ""), ("    return", f"{ZERO}    return")], {NORM, WEIGHTS}, "(old gradients were not"),
     ([("    optimizer.step()\n", "")], {NORM, WEIGHTS}, "it is as it was before"),
+    ([(FORWARDS, BY_TURNS)], {ORDER}, "pp=2: rank 0 computes a micro-batch's backward before"),
     ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES}, "and a norm's"),
     ([("dist.recv(gradient", "dist.irecv(gradient")], {NORM, WEIGHTS},
      "never waits for"),

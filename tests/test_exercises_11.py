@@ -18,6 +18,12 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
     ("return days, ", "return days, samples * ", {MFU}, "are of all its samples already"),
     ("(seconds * devices", "(devices", {MFU}, "that is per step, not per second"),
     ("return days, ", "return days, 4 / 3 * ", {MFU}, "with everything recomputed, HFU"),
+    (
+        "return days, ",
+        "return days * flops / (seconds * devices * peak), ",
+        {DAYS},
+        "that is with every device at its peak",
+    ),
     ("return days, ", "return days, 1.01 * ", {MFU}, "(1.01 times as much)"),
     (
         "return days, flops / (seconds * devices * peak)",
@@ -64,6 +70,7 @@ WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
     ([("fitted(rows[:i] + rows[i + 1 :])", "rate")], {OUTSIDE}, "in sample: the row"),
     ([("rows[i + 1 :]", "rows[i + 2 :]")], EVERY, "ZeroDivisionError"),
     ([("- 1)", "- 1) * 100")], {INSIDE, OUTSIDE}, "(that is in per cent)"),
+    ([(MEAN, "return len(logs) / sum(math.exp(-one) for one in logs)")], EVERY, "the harmonic"),
     ([("return rate,", "return rate / 1e12,")], {RATE}, "(that is in TFLOP/s)"),
     ([("sum(unseen) / len(unseen)", "max(unseen)")], {OUTSIDE}, "the largest error"),
     ([("return rate, ", "return ")], EVERY, "required: (rate, "),

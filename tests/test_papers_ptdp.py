@@ -89,6 +89,11 @@ def test_what_the_text_states_of_days_and_checkpoints_follows():
     assert training.SAVED_BYTES * trillion.num_params / 1e12 == pytest.approx(13.8, abs=0.35)
 
 
+def test_between_stages_activations_go_in_parts_as_in_the_authors_scripts():
+    cut = [(plan.tp > 1 and plan.pp > 1, plan.partition_messages) for _, plan in ptdp_models()]
+    assert cut == [(False, False)] * 4 + [(True, True)] * 6
+
+
 @pytest.mark.parametrize("model, plan", ptdp_models(), ids=lambda x: str(x)[:0])
 def test_a_rank_of_table_1_has_room_for_its_states(model, plan):
     # sec. 5.1: every model fits A100s of 80 GB; Megatron's fp16 recipe keeps 20 bytes

@@ -40,6 +40,7 @@ def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     """(what was done, the bandwidth it gives) of the mistakes that are made."""
     yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
     yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
+    yield "copies take 1 - e of the step, which is (1 - e) / e of the computation", right / e
     yield "a multiply-add is two FLOPs", right * 2
     yield "tokens are missing: a parameter is used once per token", right * tokens
     yield "that is for one byte per parameter", right / moved

@@ -36,9 +36,10 @@ SCALARS = 64  # bytes of norms and losses
 REQUIRED = {
     "norm": "of the whole model's gradient before clipping, on every rank",
     "weights": f"after each of {STEPS} steps of SGD, one of them clipped: those of one process",
+    "order": "the first stage starts a second micro-batch before the first one has come back",
     "bytes per rank": "each activation and its gradient once; the stage's gradients once, over dp",
 }
-NORM, WEIGHTS, BYTES = REQUIRED
+NORM, WEIGHTS, ORDER, BYTES = REQUIRED
 
 
 @exercise(
@@ -73,19 +74,30 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
     for parameter in stage.parameters():
         parameter.grad = torch.full_like(parameter, OLD)
     update, norms, weights = reference.optimizer(stage.parameters(), "sgd", LR), [], []
+    order: list[str] = []  # of forwards and backwards
+
+    def forward(module: Any, given: Any, y: Any) -> None:
+        order.append("F")
+        if y.requires_grad:
+            y.register_hook(lambda _: order.append("B"))
+
+    stage.register_forward_hook(forward)
     for step in range(STEPS):
         batches = reference.batches(model, step=step, rank=at.dp, ranks=plan.dp, **sizes)
         watch.label = f"step {step}"
         norm = answer[0](stage, batches, groups, update, CLIPS[step], model.hidden)
         norms.append(float(norm) if is_number(norm) else shown(norm))
         weights.append({name: watched.array(p) for name, p in stage.named_parameters()})
-    return {"norms": norms, "weights": weights, "right": right}
+    return {"norms": norms, "weights": weights, "right": right, "order": "".join(order)}
 
 
 def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
     """One run against every limit."""
     where, old = notes.where, OLD * model.num_params**0.5
     steps, mine = found["right"][0]
+    by_turns = found["order"][0].startswith("FB")
+    wrong = "rank 0 computes a micro-batch's backward before it has started another: one rank works"
+    notes.look(ORDER, wrong * by_turns * (plan.pp > 1), "the stages work at the same time")
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in found["weights"]]

@@ -30,7 +30,8 @@ def days_and_mfu(tries: Tries) -> None:
             ("a step's FLOPs are of all its samples already", mfu * samples),
             ("that is with everything recomputed, HFU", mfu * 4 / 3),
         ]
-        right = {DAYS: (days, _known_days(days, samples, devices)), MFU: (mfu, known)}
+        peaked = ("that is with every device at its peak; the seconds are given", days * mfu)
+        right = {DAYS: (days, [*_known_days(days, samples, devices), peaked]), MFU: (mfu, known)}
         for limit, wrong in reply.numbers(right, TOLERANCE):
             notes.each(limit, wrong, "right")
 

@@ -74,6 +74,7 @@ def known(rows: Rows, place: int) -> Mistakes:
     for words, rate in (
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
         ("all FLOPs over all device seconds", of_all),
+        ("the harmonic mean of the rates", lambda some: statistics.harmonic_mean(rates(some))),
         ("the median of the rates", lambda some: statistics.median(rates(some))),
     ):
         yield f"that is with {words}", right(rows, rate)[place]

@@ -78,7 +78,7 @@ def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes
     both = 16 * psi + saved
     why = "which are not there at once" if both > right else "but no temporary tensors"
     yield f"model states and all activations, {why}", both
-    yield "the model states alone", 16 * psi
+    yield "the model states alone; temporary tensors are missing", 16 * psi
     yield "from the second micro-batch on all gradients are there", of_one
     yield "weights and moments alone", 12 * psi
     blocks = 12 * psi + model.layers * block

@@ -78,10 +78,11 @@ def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -
             yield "forward is made twice, and its two all-reduces too", size - 2 * calls * call
         else:
             yield "that is with recomputation, which this plan has not", size + 2 * calls * call
+        order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
-            yield "the embedding's all-reduce is missing", size - m * call
+            yield f"the embedding's all-reduce is missing{order}", size - m * call
         else:
-            yield "there is no embedding on this stage", size + m * call
+            yield f"there is no embedding on this stage{order}", size + m * call
         yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
         yield half, size / 2
         yield "that is the whole model; a stage has L/p blocks", size * plan.pp

@@ -79,10 +79,10 @@ class Found:
         """Bytes that each rank sent while the watch had one of these labels; of none: ever. level:
         those alone that stay in a node ("intra") or leave it ("inter").
         """
-        calls = self.report.collectives
+        calls = self.report.traffic(("rank", "level", "phase"), bookkeeping=True)
         calls = calls[calls["level"] == level] if level else calls
         calls = calls[calls["phase"].isin(labels)] if labels else calls
-        sent = calls.groupby("rank")["wire_bytes"].sum()
+        sent = calls.groupby("rank")["bytes"].sum()
         return [int(sent.get(rank, 0)) for rank in range(len(self.results))]
 
 

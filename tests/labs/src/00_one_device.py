@@ -36,9 +36,9 @@ title = "7.5 billion parameters: the weights fit, training them does not"
 view.bytes_bars(bars, {"one device": 80 * GB}, title=title)
 
 # %% [markdown]
-# Training keeps eight times as much as the weights, and this picture does not even contain the
-# activations. In this lab you find each of these bytes in a model that is small enough to train
-# here, write the formulas down, and return to the large model with them.
+# Training keeps eight times as much as the 16-bit weights, and this picture does not even contain
+# the activations. In this lab you find each of these bytes in a model that is small enough to
+# train here, write the formulas down, and return to the large model with them.
 #
 # ## A training step is a list of instructions
 #
@@ -54,7 +54,8 @@ view.bytes_bars(bars, {"one device": 80 * GB}, title=title)
 # paralab compiles a **plan** (how a model is to be trained) to the same step as a list of
 # instructions. With one device the list holds nothing but these three phases. A block is one
 # transformer layer (attention and an MLP); *mb* is a micro-batch, the samples that go through the
-# model together; *frees* names the values whose memory ends there: `x`, the input of the block;
+# model together; *frees* names the values that no later instruction uses: `x`, the input of the
+# block (its memory stays as long as `saved` has it, too: backward of the first norm needs it);
 # `saved`, its activations; `g`, the gradient of the block's output; `grad`, the gradient of its
 # parameters.
 
@@ -357,8 +358,8 @@ view.memory_bars(
 )
 
 # %% [markdown]
-# The 10 MB more than one batch of 8 are mostly the gradients, which are all there from the second
-# micro-batch on.
+# The 9.5 MB more than one batch of 8 are gradients: at its peak a single batch has 27 % of them,
+# and from the second micro-batch on all are there.
 #
 # ### Two mistakes that raise no error
 #
@@ -404,8 +405,10 @@ for optimizer in ("adamw", "sgd"):
 hides.reveal(3, "Both means are of the same gradient, so a factor of it cancels.")
 
 # %% [markdown]
-# With AdamW the bug shows late and elsewhere: gradient clipping and the logged gradient norm are
-# wrong. Never use AdamW to test whether gradients are right.
+# With AdamW the losses never show this bug, because a constant factor cancels in every later step,
+# too. What shows it, from the first step on, is the logged norm of the gradient, which is m times
+# too large; and gradient clipping sets in too early. Never use AdamW to test whether gradients are
+# right.
 #
 # **Memory that grows with $m$.** The function below divides correctly, and its gradients are right.
 # But something is wrong with its memory:
@@ -540,10 +543,11 @@ pd.DataFrame.from_dict(rows, orient="index").round(2)
 years_guess.reveal(rows["gpt3-175b"]["years, exact"])
 
 # %% [markdown]
-# For the two largest, even a device with enough memory would take decades or centuries. So work and
-# memory have to be divided. Three ways divide the work: by samples (data parallelism, lab 02), by
-# layers (pipelines, 03), inside a layer (tensor parallelism, 07). Two save memory only: sharding
-# the model states (ZeRO, 05), and moving state to slower memory (offload, 09).
+# For the two largest, even a device with enough memory would take decades or centuries. So work
+# and memory have to be divided. Three ways divide the work: by samples (data parallelism, lab 02),
+# by layers (pipelines, 03), inside a layer (tensor parallelism, 07). Two are there for memory:
+# sharding the model states (ZeRO, 05; it divides the small work of the update, too), and moving
+# state to slower memory (offload, 09).
 #
 # **Your turn (go further).** Predict the peak of a whole step, activations and temporary tensors
 # included, within 5 %, without running or compiling anything. This is what a memory estimator
@@ -596,7 +600,8 @@ pl.exercises.peak_estimate.check(peak_by_moments)
 #    square of the sequence.
 # 3. What has to fit is the peak over time, which usually comes early in backward.
 # 4. With gradient accumulation the batch can grow without more activations. Weight each micro-batch
-#    by its share of the samples, and call `backward()` for each micro-batch.
+#    by its share of the samples (of the tokens that count, if samples differ in that), and call
+#    `backward()` for each of them.
 # 5. AdamW hides a wrong factor in the gradients. Test with SGD.
 #
 # $$M_\text{states} = K\Psi,\ K = 16 \qquad

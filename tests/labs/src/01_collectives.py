@@ -55,6 +55,7 @@ view.ring(4)
 # | call | what rank r has afterwards |
 # |---|---|
 # | broadcast | the tensor of one rank, the source |
+# | reduce | on one rank, the root: the sum of the tensors of all ranks |
 # | all-reduce | the sum of the tensors of all ranks |
 # | reduce-scatter | the r-th part of that sum |
 # | all-gather | the parts of all ranks, one after the other |
@@ -131,6 +132,8 @@ guess
 #
 # `pl.trace` runs a function that gets paralab's own `group` of ranks; the library's ring is in
 # `paralab/parallel/collectives.py`. The ranks hold 1, 10, 100 and 1000, so 1111 is a complete sum.
+# In this ring rank r ends the first half with chunk r + 1 (the last rank with chunk 0), and not
+# with chunk r; a reduce-scatter starts one chunk earlier.
 
 # %%
 MB = 10**6
@@ -293,17 +296,18 @@ native.reveal(ratios["native reduce_scatter"])
 # ### The paper says reduce-scatter, the log says all-reduce
 # The same happens one level higher, in libraries. [DeepSpeed
 # #264](https://github.com/deepspeedai/DeepSpeed/issues/264) expected one reduce-scatter of the
-# gradients and one all-gather of the parameters, and saw all-reduces in the log of ZeRO stage 1.
+# gradients and one all-gather of the parameters, and saw in the log of ZeRO stage 1 all-reduces in
+# backward and reduce-scatters after it.
 # Later threads ([#5758](https://github.com/deepspeedai/DeepSpeed/issues/5758),
 # [#7059](https://github.com/deepspeedai/DeepSpeed/issues/7059)) confirm that stages 1 and 2 call
 # `all_reduce` there.
 #
 # ZeRO stage 1 shards the optimizer states: each rank updates one part of the parameters and then
 # needs the other parts (lab 05). In paralab's programs the two designs differ by these
-# instructions: from plain data parallelism, which all-reduces the gradients, to ZeRO-1 with the two
-# calls of the paper. (It describes them in section 5.2, where gradients are sharded too; stage 1
-# can use the same two. `gshard` is a rank's part of the gradients, `shard` its part of the weights
-# `w`.)
+# instructions: from plain data parallelism, which all-reduces the gradients, to ZeRO-1 with the
+# two calls of the paper. (It describes the all-gather in section 5.1, for stage 1, and the
+# reduce-scatter in section 5.2, where gradients are sharded, too; stage 1 can use it as well.
+# `gshard` is a rank's part of the gradients, `shard` its part of the weights `w`.)
 
 # %%
 small = pl.ModelSpec(layers=2, hidden=128, heads=4, seq_len=32)
@@ -484,16 +488,16 @@ view.algorithms(
 )
 
 # %% [markdown]
-# So why does anyone use rings? The model leaves two things out. Halving-doubling talks to ranks far
-# away, so several of its messages share a link between switches, whereas a ring's messages go to
-# neighbours. And a tree can be better than this one, whose root sends $\log_2 N\,S$ bytes. NCCL
-# uses two binary trees, each for one half of the tensor, cut into pieces so that all levels send at
-# once. Each rank is a leaf in one of them and sends about $2S$, as on a ring ([NVIDIA
+# So why does anyone use rings? The model leaves out that links are shared. Halving-doubling talks
+# to ranks far away, so several of its messages share a link between switches, whereas a ring's
+# messages go to neighbours. The model is also unfair to trees. A tree can be better than this one,
+# whose root sends $\log_2 N\,S$ bytes. NCCL uses two binary trees, each for one half of the
+# tensor, cut into pieces so that all levels send at once. Each rank is a leaf in one of them and
+# sends about $2S$, as on a ring ([NVIDIA
 # 2019](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/);
-# [Sanders, Speck and Träff 2009](https://doi.org/10.1016/j.parco.2009.09.001)). The
-# left end of the picture shows latency alone: 126 α = 6.3 ms on the ring, 12 α = 0.6 ms on the
-# tree. It grows with N on a ring, and with log N on a tree. Do not read the crossing as NCCL's
-# switching point.
+# [Sanders, Speck and Träff 2009](https://doi.org/10.1016/j.parco.2009.09.001)). The left end of
+# the picture shows latency alone: 126 α = 6.3 ms on the ring, 12 α = 0.6 ms on the tree. It grows
+# with N on a ring, and with log N on a tree. Do not read the crossing as NCCL's switching point.
 #
 # Which way does the crossing of ring and tree move with more ranks, and which way with a larger α?
 # Move the sliders. *Run it* runs the algorithm on real processes and puts its messages on the link
@@ -642,14 +646,14 @@ sent_guess.reveal(rows[0]["a rank sends (bytes)"] / MB)
 # ring. In an earlier version of its source
 # ([all_reduce.h](https://github.com/NVIDIA/nccl/blob/033d799/src/collectives/device/all_reduce.h)),
 # a chunk is at most 4 of the 8 slots of a 4 MiB buffer, at most its share of the tensor, and
-# rounded up to a multiple of 8 bytes per thread; chunk c begins at c times this size, and what is
-# beyond the end counts as negative and is not sent:
+# rounded up to a multiple of 8 bytes per working thread (all threads but one warp); chunk c begins
+# at c times this size, and what is beyond the end counts as negative and is not sent:
 #
 # $$\text{nelem}(c) = \min\big(\text{chunk},\ \text{count} - c\cdot\text{chunk}\big).$$
 #
 # The thread shows no thread count; with 256 threads the formula gives exactly the three numbers.
-# (A maintainer's comment in [#391](https://github.com/NVIDIA/nccl/issues/391) says how the buffer
-# and its slots are used.)
+# (In [#391](https://github.com/NVIDIA/nccl/issues/391) a maintainer explains the slots. What he
+# calls a chunk, 2 slots or 1 MB, is a *slice* in the source, half of the chunk meant here.)
 
 
 # %%
@@ -720,8 +724,9 @@ remedy.reveal(1, "Each send meets a receive. In the other two each rank waits fo
 
 # %% [markdown]
 # MPI sends small messages *eagerly*, before the receive is posted, so the code in which both send
-# first works there until a message is larger than the eager limit. NCCL runs the calls between two
-# ranks in order, so each rank's send waits for a receive that comes after the other rank's send. A
+# first works there until a message is larger than the eager limit. NCCL, too, may finish a send
+# that fits into its internal buffer, but it need not. It runs the calls between two ranks in order,
+# and a larger send waits for a receive that comes only after the other rank's send. A
 # remedy that needs no order among the ranks is to post both before waiting for either. In PyTorch,
 # `isend` and `irecv` return at once, and `batch_isend_irecv` posts several of them together:
 #

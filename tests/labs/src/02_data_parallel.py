@@ -162,7 +162,7 @@ guess.reveal(round(report.traffic()["bytes"][0] / 1e6, 1))
 # ## Three programs that send the same bytes
 # A plan is compiled to a *program*: the list of all instructions of a rank. Here is the program of
 # a step in which the gradients are not summed at all. `mb 0` is the first micro-batch (here the
-# only one), `frees` names the values whose memory ends at this line, and `×` stands for several
+# only one), `frees` names the values that no later line uses, and `×` stands for several
 # lines. The checks of the program refuse it, and say what is missing:
 
 # %%

@@ -39,8 +39,9 @@ view.schedules({"1F1B": schedules.one_f_one_b(4, 8), "ZB-H1": schedules.zb_h1(4,
 
 # %% [markdown]
 # Both schedules do the same work on four ranks. The second one cuts each backward in two. The first
-# half is green, and half as long as the whole backward of 1F1B. The second half is yellow, and
-# fills time in which a rank of 1F1B is idle.
+# half is green, and half as long as the whole backward of 1F1B. The second half is yellow. It
+# may run later: so the gradient reaches the rank before it sooner, and ranks have work left for the
+# end, where those of 1F1B wait.
 #
 # ## A backward is two products
 # A linear layer computes $Y = X A$. Its backward gets $\partial L/\partial Y$ and computes two
@@ -129,12 +130,12 @@ guess.reveal(100 * 3 / (3 + 36))
 # $W \le F$. Put `(1, 1, 1.5)` into the list, and the formula promises less idle time than there is.
 #
 # ## ZB-H2: no bubble, and yet it ends at the same moment
-# In ZB-H1 each rank but the last still has a gap between its last warm-up forward and its first
-# backward. ZB-H2 fills this gap with more forwards: rank $r$ has $2(p-r-1)$ forwards of warm-up in
-# place of $p-r-1$. All later work moves back, so rank $r$ has to run its weight halves $2r$
-# backwards late. After its last input half the last rank then has $2(p-1)+1$ weight halves left,
-# $p-1$ more than in ZB-H1. So the second of the three parts above is shorter by $(p-1)W$, and so is
-# the idle time:
+# In ZB-H1 each rank but the last still has a gap between the first forward of its steady phase and
+# its first input half. ZB-H2 fills this gap with more forwards: rank $r$ has $2(p-r-1)$ forwards
+# of warm-up in place of $p-r-1$. All later work moves back, so rank $r$ has to run its weight
+# halves $2r$ backwards late. After its last input half the last rank then has $2(p-1)+1$ weight
+# halves left, $p-1$ more than in ZB-H1. So the second of the three parts above is shorter by
+# $(p-1)W$, and so is the idle time:
 #
 # $$ T - m(F+I+W) = (p-1)(F+I-2W), \qquad \text{which is } 0 \text{ for } F = I = W . $$
 
@@ -210,10 +211,13 @@ on_which.reveal(3, "A weight half that is late keeps its micro-batch alive for a
 #
 # $$ \text{1F1B: } p, \qquad \text{ZB-H1: } p, \qquad \text{ZB-H2: } 2p - 1 . $$
 #
-# ZB-H1 keeps no more micro-batches alive than the first rank of 1F1B, but it keeps so many on every
-# rank. To count micro-batches leaves something out: between its two halves a micro-batch also keeps
-# gradients of layer outputs, which the weight half needs. So ZB-H1 needs slightly more bytes than
-# the first rank of 1F1B.
+# ZB-H1 keeps no more micro-batches alive than the first rank of 1F1B, but it keeps so many on
+# every rank. To count micro-batches leaves something out. After its input half a micro-batch has
+# freed what that half alone needed, such as the scores of attention, and keeps the gradients of
+# layer outputs for its weight half: in the model above 6.3 MB in place of 7.3 MB. So the ranks
+# with late weight halves need less than the first one. And the peak of the first rank is 2 % above
+# that of 1F1B, because within a backward the gradients of all its layers are alive at once, until
+# the weight half has used them.
 #
 # ## DualPipe, derived on a drawn schedule
 # DeepSeek-V3's DualPipe feeds micro-batches into the pipeline from both ends. Its report gives the
@@ -264,14 +268,15 @@ view.schedules(together, title="An F&B that takes less than F + B shortens the s
 
 # %% [markdown]
 # The idle time has four parts. The first three are those of an answer in that thread. The fourth is
-# chosen here so that the sum is the report's formula, which the drawn schedule then confirms. Read
-# the parts off the upper picture, from left to right. Let $n = \frac{p}{2}-1$ for a DualPipe of $p$
+# chosen here so that the sum is the report's formula. The upper picture shows parts 1 and 3, from
+# left to right; parts 2 and 4 are 0 there. Let $n = \frac{p}{2}-1$ for a DualPipe of $p$
 # ranks; here $p = 8$ and $n = 3$.
 #
 # 1. **Fill.** The last rank begins after $n$ forwards, so it is idle for $nF$. Rank 0 has the same
 #    gap later, where it waits for the first gradients of stage 0.
-# 2. **First gradients of stage 0.** They come back through $n$ input halves, which take $nI$.
-#    Forwards fill $nF$ of this time. What is left is $n(I - F)$, which is 0 for $I = F$.
+# 2. **First input halves.** The first gradient comes from the last stage to the tip of the V, on
+#    the last rank, through $n$ input halves (7I0, 6I0 and 5I0), which take $nI$. Forwards fill $nF$
+#    of this time. What is left is $n(I - F)$, which is 0 for $I = F$.
 # 3. **Last pairs.** A rank that has no forward left of the stage whose turn it is does a backward
 #    alone, while its neighbour still does a pair. It waits for the difference, and does so $n$
 #    times: $n(F\&B - B)$.
@@ -304,10 +309,12 @@ pd.DataFrame(rows, columns=names).round(2)
 overlap.reveal(rows[2][5])
 
 # %% [markdown]
-# For equal halves (the first three rows) the most idle rank of the drawn schedule has exactly the
-# idle time of the formula. The thread also asks whether the bubble differs between devices when
-# $F\&B < F + B$. It does: the other ranks are idle for less. For the unequal halves of the last row
-# the four parts are only an estimate: the formula gives 7.5 ms, the drawn schedule 6.9 ms.
+# For $F = I = W$ (the first three rows) the most idle rank of the drawn schedule has exactly the
+# idle time of the formula, and so it has whenever $I = F$ and $W \le I$. The thread also asks
+# whether the bubble differs between devices when $F\&B < F + B$. It does: the other ranks are idle
+# for less. In the last row $I$ is larger than $F$, and part 2, $n(I - F) = 0.6$ ms, does not
+# appear in the drawing, because torch's lists have another forward to do in that time: 6.9 ms and
+# not 7.5.
 #
 # [PP-Schedule-Visualization
 # #1](https://github.com/Victarry/PP-Schedule-Visualization/issues/1) asks why two pictures of one
@@ -347,9 +354,9 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# (These are means over the ranks; both halves count as backward.) For equal halves the formula
-# promises a third of the idle time. Are they equal here? The mean times of one micro-batch on one
-# rank:
+# (These are means over the ranks; both halves count as backward.) For $F = I = W$ the formula
+# promises a third of the idle time. Are the three equal here? The mean times of one micro-batch on
+# one rank:
 
 # %% tags=["measured"]
 spans = replays["zb-h1"].spans.query("kind in ('forward', 'backward', 'weight_grad')")
@@ -383,9 +390,10 @@ half_sends.reveal(2, "The input half sends its gradient; no other rank needs wha
 
 # %% [markdown]
 # ## Three schedules that deadlock
-# Each of these lists alone could be part of a schedule that runs. Together they deadlock: ranks
-# wait for each other for ever. The validator proves that before a process starts, and says which
-# rank waits for which action:
+# In the first and the third of these schedules each list alone could be part of one that runs. In
+# the second the list of rank 0 fits no other list. All three deadlock: ranks wait for each other
+# for ever. The validator proves that before a process starts, and says which rank waits for which
+# action:
 
 # %%
 import textwrap
@@ -599,8 +607,8 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 #
 # ZB-H1's formula needs $W \le F$ and $m \ge p$; ZB-H2's needs $W \le F$, $2W \le F+I$ and
 # $m \ge 2p-1$: with fewer micro-batches there are too few weight halves to fill the gaps.
-# DualPipe's is that of the rank which is idle longest, for $F=I=W$; for unequal halves it is an
-# estimate.
+# DualPipe's is that of the rank which is idle longest, for $I = F$ and $W \le I$; otherwise it is
+# an estimate.
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has `ScheduleInterleavedZeroBubble` (interleaved with split

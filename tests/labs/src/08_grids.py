@@ -258,11 +258,12 @@ in_columns = pl.program(one_block, pl.Plan(tp=4, microbatch_size=4))
 in_columns.diff(pl.program(one_block, grid))
 
 # %% [markdown]
-# Under 1D a block stops for messages between its pieces. Under 2D it is one instruction, because
-# SUMMA broadcasts and reduces *inside* each product; the next table counts these calls. What is
-# left is one all-reduce per step: the norms, the biases and the positions are replicated along the
-# columns of the grid (`tp:col`), so their gradients are summed there. First: is it the same
-# training?
+# Under 1D a block stops for messages between its pieces. Under 2D it is one instruction. SUMMA
+# broadcasts and reduces *inside* each product, and each norm adds up its means over a row of the
+# grid, as no rank has all $h$ numbers of a token. The next table counts all these calls, and the
+# bytes of the linear layers of blocks. Between the instructions one all-reduce per step is left:
+# the norms, the biases and the positions are replicated along the columns of the grid (`tp:col`),
+# so their gradients are summed there. First: is it the same training?
 
 # %%
 model = pl.ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
@@ -438,12 +439,13 @@ title = "Between two products your ranks also gather what the library leaves cut
 view.timelines(*both.values(), labels=list(both), ranks=[0], step=1, title=title)
 
 # %% [markdown]
-# Once both exercises are solved, the cells above show your GPT. (*Ranks 0,1* are the row of rank 0,
-# and *ranks 0,2* its column. The steps are drawn on this machine's wall clock, on which ranks also
-# wait for a core.) Your broadcasts send exactly the bytes of the library's. Your reduces are listed
-# as what gloo makes of them: a reduce-scatter, whose parts are then sent to the root. The
-# all-gathers come on top, and whole activations with them: a grid pays when everything between two
-# products stays cut as well.
+# Once both exercises are solved, the cells above show your GPT. (*Ranks 0,1* are the row of rank
+# 0, and *ranks 0,2* its column. The steps are drawn on this machine's wall clock, on which ranks
+# also wait for a core.) Your broadcasts send exactly the bytes of the library's. Your reduces are
+# listed as what gloo makes of them: a reduce-scatter, whose parts are then sent to the root.
+# Together that is $1 + 1/q$ times the bytes of a reduce, here 1.5 times: gloo's price, not a
+# mistake of yours. The all-gathers come on top, and whole activations with them: a grid pays when
+# everything between two products stays cut as well.
 #
 # ## Memory: the grids shard the residual stream
 # The highest peak of a step, on eight ranks:
@@ -571,11 +573,13 @@ fewest.reveal(3, "It sends weights once, as gradients, and activations of an eig
 
 # %% [markdown]
 # With 64 sequences the usual plan sends less than every grid, and most of it stays inside a node.
-# With 8 sequences the best grid (3D) sends less in all, in many small calls and before the next
-# layer can start, and a part of it through groups that span nodes; the gradients across nodes are
-# sent once per step and can overlap with backward. What the grids still have is memory: tp = 8 ×
-# dp = 8 keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th); ZeRO
-# closes this gap (lab 05).
+# With 8 sequences, and one micro-batch per step, the best grid (3D) sends less in all, in many
+# small calls and before the next layer can start, and a part of it through groups that span nodes.
+# With two micro-batches per step it sends more: a grid sends W for each of them, the usual plan
+# its gradients once (per micro-batch 220 million elements, and the grid 302). And the gradients
+# across nodes can overlap with backward. What the grids still have is memory: tp = 8 × dp = 8
+# keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th); ZeRO closes
+# this gap (lab 05).
 #
 # ## Who ships this?
 # Neither PyTorch, Megatron-LM nor DeepSpeed has a 2D, 2.5D or 3D tensor parallelism. Colossal-AI,

@@ -258,7 +258,9 @@ print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per ste
 # $$e = \frac{t_\text{compute}}{t_\text{compute} + t_\text{copy}}
 # = \frac{1/X}{1/X + 1/(IB)} = \frac{I B}{I B + X}$$
 #
-# For optimizer states all 16 bytes are read and written, moved = 32, so I = b s/4:
+# The paper counts 16 bytes of optimizer states per parameter: the master weight, two moments and a
+# gradient, all in 32 bits. (K above has 12, and the gradient in 16 bits.) They are read and written
+# once, so moved = 32 and I = b s/4:
 
 # %%
 intensity = offload_costs.ait_optimizer(batch=2, seq_len=1024)
@@ -508,8 +510,9 @@ except pl.OutOfMemory:
 # offloaded. Moving states to files does not increase that depth; it reduces what the host holds.
 # (`recompute="full"` and `offload={"activations": "cpu"}` take the activations too.)
 #
-# At the far end one layer is on the device at a time, and all micro-batches pass through it before
-# the next layer comes: **L2L**, the layer relay.
+# There is another order, in which all micro-batches pass through one layer before the next layer
+# comes: **L2L**, the layer relay. What does it save? Not memory, if the next layer is fetched
+# meanwhile, as here: the inputs of all micro-batches are kept.
 
 # %%
 relay = pl.exercises.choose(
@@ -562,7 +565,8 @@ alike.reveal(1, "Copies do not change a number, and the host runs the device's k
 
 # %%
 pick = pl.exercises.choose(
-    "How long is a step with `delayed`, compared with one without, if the host is slow?",
+    "The update takes the host twice as long as forward and backward take the device. How long is "
+    "a step with `delayed`, compared with one without?",
     ["as long", "about two thirds as long", "a tenth as long"],
 )
 pick
@@ -580,7 +584,7 @@ places = {"gradients": "cpu", "optimizer": "cpu"}
 for name, where in (("waits for the update", places), ("delayed", {**places, "delayed": True})):
     how = pl.Plan(zero_stage=2, microbatches=2, offload=where)
     print(f"{name:<21} {1e3 * pl.predict(small, how, slow).step_time:5.1f} ms per step")
-pick.reveal(2, "The update overlaps with the next forward and backward.")
+pick.reveal(2, "It takes the longer of the two and not their sum, so never less than half.")
 
 # %% [markdown]
 # ## Pull the disk out
@@ -685,8 +689,8 @@ pl.exercises.stream.check(my_stream)
 # ## What to remember
 # 1. Of K = 16 bytes per parameter forward and backward need two; the update, which needs the rest,
 #    is cheap, so it can leave the device.
-# 2. ZeRO-Offload moves 4 bytes per parameter and step in 16 bits; with the update on the host no
-#    cut moves fewer.
+# 2. With one micro-batch ZeRO-Offload moves 4 bytes per parameter and step in 16 bits, and with the
+#    update on the host no cut moves fewer. Each further micro-batch sends 2 more bytes down.
 # 3. Larger micro-batches make up for a slow link: from stage 2 on copies are made per micro-batch,
 #    computation per token.
 # 4. Offload does not change the training, bit for bit, where device and host run the same kernel; a
@@ -800,10 +804,10 @@ view.bytes_bars(held, title="Activations that are saved elsewhere leave the devi
 shrinks.reveal(1, "The hooks get what forward saves for backward, and no gradients or states.")
 
 # %% [markdown]
-# The first bar is of a moment before any gradient exists, when all activations are held. Without
-# them the peak comes late in backward, when most gradients exist. So the peak falls by less than
-# the activations. The library holds, at its peak, the activations of the one block that is being
-# recomputed.
+# The first bar is of the beginning of backward, when hardly any gradient exists and all
+# activations are held. Without them the peak comes late in backward, when most gradients exist. So
+# the peak falls by less than the activations. The library holds, at its peak, the activations of
+# the one block that is being recomputed.
 #
 # Estimators: [FLAN-T5-XL with ZeRO-3 and
 # offload](https://github.com/deepspeedai/DeepSpeed/issues/2797) is computed in lab 06: with all

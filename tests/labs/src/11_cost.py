@@ -98,13 +98,14 @@ estimate.reveal(round(D / (samples * s) * T / 86_400))
 # 1. The linear layers of a block have $12 h^2$ weights together, and every token is multiplied with
 #    each of them once. That takes $24\,s\,h^2$ FLOPs.
 # 2. Attention multiplies queries with keys, and the scores with values. Each of the two takes
-#    $2\,s^2 h$ FLOPs, because the products are made for all $s^2$ pairs of tokens, masked or not.
-#    Together they take $4\,s^2 h$.
+#    $2\,s^2 h$ FLOPs, because this count takes all $s^2$ pairs of tokens, masked or not, as PTD-P
+#    does. Together they take $4\,s^2 h$. (A fused causal kernel makes about half of them.)
 # 3. The head multiplies every token with an $(h, V)$ matrix: $2\,s\,h\,V$.
 #
 # The backward pass makes two products for each product of the forward pass, one for the gradient of
-# the input and one for the gradient of the weight. Full recomputation makes the forward pass of
-# every block a second time, and not that of the head, whose backward pass follows at once.
+# each of its two factors: input and weight in a linear layer, queries and keys, or scores and
+# values, in attention. Full recomputation makes the forward pass of every block a second time, and
+# not that of the head, whose backward pass follows at once.
 #
 # ## Implement: what does a training cost?
 # You have all that you need for the count. The last function tells MFU from *hardware FLOPs
@@ -221,7 +222,8 @@ frame.set_axis(["nothing recomputed", "blocks recomputed"]).assign(
 early.reveal(2, "The second forward stops before the last product of each block.")
 
 # %% [markdown]
-# Without recomputation the formula is exact. With recomputation PyTorch computes fewer FLOPs:
+# Without recomputation the formula is exact for attention that is written as products
+# (`attention="explicit"`). With recomputation PyTorch computes fewer FLOPs:
 # `torch.utils.checkpoint` stops as soon as it has everything that backward needs, and backward
 # never needs the result of a block's last product. This product takes $8\,b\,s\,h^2$ FLOPs in each
 # of the $L$ blocks. Within `set_checkpoint_early_stop(False)` PyTorch makes it, too.
@@ -266,9 +268,10 @@ printed[shares].set_axis(
 # ## How is MFU calculated from a log?
 # [MaxText #8](https://github.com/AI-Hypercomputer/maxtext/issues/8) asks how the MFU of a README
 # was calculated. A maintainer answers: $6\,\Psi$ FLOPs per token, divided by the step time and the
-# peak: the MFU of the warm-up above. This estimate leaves out the products of attention with the
-# term $\frac{s}{6h}$. How much is missing for a model with $L = 24$, $h = 2048$, $V = 51{,}200$ and
-# a sequence of $s = 16{,}384$ tokens?
+# peak. That is the warm-up's quotient, with $6\,\Psi$ per token as an estimate of the FLOPs that
+# the model needs. The estimate leaves out the products of attention with the term $\frac{s}{6h}$.
+# How much is missing for a model with $L = 24$, $h = 2048$, $V = 51{,}200$ and a sequence of $s =
+# 16{,}384$ tokens?
 
 # %%
 missing = pl.exercises.guess("of the FLOPs are missing", low=0, high=100, unit="%", decimals=0)
@@ -462,10 +465,12 @@ pd.concat([off.groupby(kind).mean(), off.mean().to_frame("all ten").T]).add_suff
 constant.reveal(off["null model"].mean())
 
 # %% [markdown]
-# The ten rates are so close to each other that even a constant is only a few per cent off. An error
-# of a few per cent is therefore no proof that a tool predicts well. On average over the ten
-# rows the prediction is nearer than the constant, but its errors have a pattern: for interleaved
-# plans the constant is nearer. Use a prediction to compare plans of one kind.
+# The ten rates are so close to each other that even a constant is only a few per cent off. An
+# error of a few per cent is therefore no proof that a tool predicts well. On average over the ten
+# rows the prediction is nearer than the constant, but its errors have a pattern: it is 5 to 7 %
+# too fast for each of the five largest models, and within 2.3 % for the others. Four of these five
+# plans are interleaved, and for them the constant is nearer. If one prediction is 6 % too fast and
+# another one is not, their comparison is off by as much. So compare plans of one kind.
 #
 # ## Five measured rows may correct a cluster
 # If you have measured a few iterations, `pl.fit_cluster` corrects at most six figures of a stated
@@ -581,8 +586,8 @@ largest = pl.exercises.choose(
     [
         "Messages between the devices",
         "The bubble of a pipeline of 64 stages",
-        "Operations that wait for the memory of their own device",
-        "Products of matrices that run slower than the data sheet promises",
+        "Reading and writing the device's own memory, operands of products included",
+        "Products, once their operands are there, at less than the data sheet's rate",
     ],
 )
 largest
@@ -616,12 +621,15 @@ largest.reveal(
 )
 
 # %% [markdown]
-# The largest loss has nothing to do with parallelism. It is the time of operations that are limited
-# by the bandwidth of the device's memory. The second largest is the bubble, here relative to the
-# ideal time, $(p-1)/m$. Next are the products, which stay below the peak even where they are large.
-# The links and the optimizer take about as long. The smallest part is the wait for the last stage,
-# which computes the head in addition to its blocks. The measured step is a few seconds longer than
-# the prediction, because the prediction does not know everything that devices spend time on.
+# The largest loss is inside the devices. It is the time for reading and writing memory; by the
+# same prediction the operands of products take 9 of its 15 seconds. Most of it would be there
+# without parallelism, too. Tensor parallelism without sequence parallelism adds about 4 seconds:
+# each of the eight ranks computes norms and dropout of all tokens, and products that are cut into
+# narrow parts read more per FLOP. The second largest loss is the bubble, here relative to the
+# ideal time, $(p-1)/m$. Next are the products, which stay below the peak even where they are
+# large, then the links and the optimizer. The smallest part is the wait for the last stage, which
+# computes the head in addition to its blocks. The measured step is five seconds longer than the
+# prediction, because the prediction does not know everything that devices spend time on.
 #
 # ## What would your model cost?
 # The cell after the next one prices a training of 6.6 billion parameters on $2 \cdot 10^{12}$
@@ -658,11 +666,11 @@ pd.Series(
 price.reveal(cost.device_hours * dollars / 1e3)
 
 # %% [markdown]
-# If you used $8\,D\,\Psi$, your estimate is about an eighth too low: with $s = h$ the products of
-# attention are not negligible. (A parameter takes 18 bytes and not 16, because the gradients are
-# summed in 32 bits here. A checkpoint has 14 of them: 2 for the weight in 16 bits, and 4 each for
-# the master weight and AdamW's two moments. Gradients are not saved.) Now put numbers of your own
-# into the cell.
+# If you used $8\,D\,\Psi$, your estimate is 13 % too low: with $s = h$ the products of attention
+# add a sixth to those of the linear layers. (A parameter takes 18 bytes and not 16, because the
+# gradients are summed in 32 bits here. A checkpoint has 14 of them: 2 for the weight in 16 bits,
+# and 4 each for the master weight and AdamW's two moments. Gradients are not saved.) Now put
+# numbers of your own into the cell.
 #
 # The rate of 150 TFLOP/s was an assumption. A search over the plans of lab 10 predicts it, with
 # communication that overlaps as far as it can and without any overlap:
@@ -686,9 +694,10 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 # 1. $C_\text{model} = 72\,d m b\, s L h^2 (1 + \frac{s}{6h} + \frac{V}{12Lh})$; with the blocks
 #    recomputed 96 and $\frac{V}{16Lh}$.
 # 2. MFU divides what the model needs by what the devices could do; HFU counts recomputation too.
-# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, one to three per cent low where $s$ is far below $6h$.
+# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, low by a little less than $s/(6h)$: by 1 to 3 % for the
+#    models above with 76 billion parameters and more, by 10 % for that of 1.7 billion.
 # 4. By the prediction half of what is lost is lost inside the devices; the rest is bubble, links,
-#    optimizer and the slowest stage. 6 % of the measured loss is not explained.
+#    optimizer and the slowest stage. 11 % of the measured loss is not explained.
 # 5. Judge a prediction by how much better than a constant it is, on rows it was not fitted to.
 #
 # | when | use |
@@ -701,9 +710,12 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # PyTorch counts FLOPs with `torch.utils.flop_counter.FlopCounterMode`, as above: it counts the
-# products that are made, so with checkpointing that is HFU's numerator.
+# products that are made, so with checkpointing that is HFU's numerator. For a fused kernel of
+# attention it has a rule of its own (five products in backward, all pairs of tokens) or, as on a
+# CPU, none: then attention is missing.
 # [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) prints TFLOP/s per GPU with
-# `--log-throughput` and counts the model's FLOPs;
+# `--log-throughput` and counts the model's FLOPs, today with half of attention's products, because
+# causal attention needs only half of the pairs;
 # [torchtitan](https://github.com/pytorch/torchtitan) logs `mfu` from $6\Psi$, without the
 # embedding, plus the scores; DeepSpeed has a profiler in its
 # [JSON](https://www.deepspeed.ai/docs/config-json/), `"flops_profiler": {"enabled": true,

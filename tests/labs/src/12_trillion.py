@@ -27,18 +27,20 @@ from paralab.theory import needs, papers, zero
 pl.set_default_device("cpu")  # "cuda" where every rank has a GPU
 GB = 1e9  # a data sheet's
 model, plan = papers.ptdp_models()[-1]
-plan = plan.replace(grad_sync="overlapped", bucket_bytes=4 * 2**20)
+plan = plan.replace(grad_sync="overlapped", bucket_bytes=4 * 2**20, partition_messages=False)
 nodes = pl.Cluster.preset("dgx-a100", nodes=384)
 view.mesh(plan, nodes, rank=1536)
 
 # %% [markdown]
-# The plan is that of [PTD-P](https://arxiv.org/abs/2104.04473)'s largest model, as its authors'
-# [script](https://github.com/NVIDIA/Megatron-LM/tree/main/examples/academic_paper_scripts/sc21) has
-# it: without interleaving, though the paper's text says otherwise. Tensor parallelism's messages
-# are waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`). The script
-# sums gradients behind the last backward; here each bucket leaves as soon as it is complete. The
-# script has dropout, and this model has none. Lab 11 predicts the step with dropout, and it takes 2
-# % longer there.
+# The plan is that of [PTD-P](https://arxiv.org/abs/2104.04473)'s largest model in its authors'
+# [script](https://github.com/NVIDIA/Megatron-LM/tree/main/examples/academic_paper_scripts/sc21):
+# without interleaving, though the paper's text says otherwise. Tensor parallelism's messages are
+# waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`). Three things
+# are simpler here. The script sums gradients behind the last backward; here each bucket leaves as
+# soon as it is complete. The script sends activations between stages in eighths (*scatter/gather*,
+# below), and this plan sends them whole: a step takes 2 % longer. The script has dropout, and this
+# model has none: dropout makes a step 2 % longer (lab 11), and its masks would add tens of GB to
+# every plan that keeps the scores of attention.
 #
 # ## Eight tensor-parallel ranks are a node
 #
@@ -390,7 +392,7 @@ pd.DataFrame(
 # counts all of this, $(p-1)/(m+p-1)$ only filling and draining.
 #
 # ## One change at a time
-# The next table makes one change to the published plan at a time; some changes need two settings.
+# The next table makes one change to the plan above at a time; some changes need two settings.
 # *Days* is the time for 450 billion tokens.
 
 # %%
@@ -407,16 +409,17 @@ most_days
 
 # %%
 changes = {
-    "as published": {},
+    "the plan above": {},
     "selective, sequence parallel": {"recompute": "selective", "sequence_parallel": True},
     "two chunks per rank": {"schedule": "interleaved", "virtual_stages": 2},
+    "scatter/gather": {"partition_messages": True},
     "tp overlapped": {"tp_overlap": True},
     "ZeRO-1": {"zero_stage": 1},
     "nothing recomputed": {"recompute": "none"},
     "GPipe": {"schedule": "gpipe"},
     "tp=16, over two nodes": {"tp": 16, "pp": 32},
 }
-updates, rows, said = 450e9 / (plan.global_batch * model.seq_len), {}, {"as published": expect}
+updates, rows, said = 450e9 / (plan.global_batch * model.seq_len), {}, {"the plan above": expect}
 for name, change in changes.items():
     if change:
         said[name] = pl.predict(model, plan.replace(**change), nodes, steps=1, detail="actions")
@@ -430,14 +433,20 @@ for name, change in changes.items():
 pd.DataFrame(rows).T
 
 # %%
-most_days.reveal(3, "Recomputing nothing saves about as many days, and does not fit.")
+most_days.reveal(
+    3,
+    "Recomputing nothing saves about as many days, and does not fit. (With sequence parallelism "
+    "and ZeRO-1 it would fit this model; with the authors' dropout it would need 96 GB.)",
+)
 
 # %% [markdown]
 # GPipe is a little faster than 1F1B here, but it keeps all 512 micro-batches and does not fit.
-# ZeRO-1 sends the same bytes as data parallelism at the same moments, and a rank holds 22 GB less,
-# because six ranks share the optimizer states. Since [30 August
-# 2021](https://github.com/NVIDIA/Megatron-LM/commit/cf7efd4) Megatron-LM computes the weight's
-# gradient while the all-reduce of the input's gradient moves. That hides a third of tensor
+# ZeRO-1 sends the same bytes as data parallelism, half of them, the all-gather of the weights, only
+# after the optimizer's step. They are so few that the step takes no longer, and a rank holds 22 GB
+# less, because six ranks share the optimizer states. Since [30 August
+# 2021](https://github.com/NVIDIA/Megatron-LM/commit/cf7efd4) Megatron-LM can compute the weight's
+# gradient while the all-reduce of the input's gradient moves, and since 2 September it does so by
+# default. That hides a third of tensor
 # parallelism's messages, and saves two days. With `tp=16` the all-reduces cross between nodes, but
 # the pipeline has half as many stages to fill and drain. This wins back a part of what the messages
 # cost, so a step takes only 9 % longer. Its bubble is larger all the same, because this column
@@ -611,7 +620,7 @@ verdict
 # %% [markdown]
 # ## Your plan trains a small GPT
 # No laptop runs 3,072 ranks, but it can run most mechanisms of your plan on eight. The next cell
-# keeps the other settings of both plans, the published one and yours, and replaces the sizes: two
+# keeps the other settings of both plans, this lab's and yours, and replaces the sizes: two
 # stages, two tensor-parallel and two data-parallel ranks, and four micro-batches of one sample. The
 # GPT has one block per chunk of the plan with more chunks. Both plans run in 32 bits, so that
 # losses can be compared to the fifth digit, and ZeRO shards over all data-parallel ranks. Do both
@@ -629,7 +638,7 @@ def on_eight(plan):
 
 ran = {}
 if verdict:
-    minis = {"published": on_eight(plan), "yours": on_eight(pl.Plan(**my_plan()))}
+    minis = {"this lab's": on_eight(plan), "yours": on_eight(pl.Plan(**my_plan()))}
     layers = 2 * max(mini.virtual_stages for mini in minis.values())
     gpt = pl.ModelSpec(layers=layers, hidden=64, heads=4, seq_len=32, attention="explicit")
     how = {"steps": 2, "progress": False}
