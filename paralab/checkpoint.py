@@ -114,6 +114,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
                 "seed": trainer.seed,
                 "global_batch": trainer.plan.global_batch,
                 "data": trainer.corpus.identity,
+                "clip_norm": trainer.clip_norm,
                 "step": step,
                 "counters": trainer.counters(),
                 "files": {name: facts for name, facts, _ in files},

@@ -5,8 +5,9 @@ the same command is one rank of a job that may span machines: it writes its part
 a folder, which ``pl.load`` merges.
 
 What is legal is said in one place, the descriptions themselves: options are handed on as typed, and
-a refusal comes back as exit status 2. A run that failed is 1, an interrupted one 130. Neither shows
-this process's traceback, only what the rank said. torch is imported by the ranks alone.
+a refusal comes back as exit status 2. A run that failed is 1, an interrupted one 130, one that a
+signal has ended 128 and the signal's number. None of them shows this process's traceback, only what
+the rank said. torch is imported by the ranks alone.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import argparse
 import io
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from paralab import doctor, experiment, observing
 from paralab.checks import choice, illegal, number, size
@@ -39,6 +41,7 @@ from paralab.options import (
 )
 from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout
 from paralab.report import metrics, written
+from paralab.report.checkpoints import CHANGES
 from paralab.report.report import load
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
@@ -50,6 +53,12 @@ DEFAULT_OUT = "paralab-run"
 DEFAULT_PARTS = "parts"  # of an observed script
 SPEAKER_FIRST = 20.0  # seconds that the one rank which says why has for it
 MEASURING = "measuring this machine, or reading what was measured before …"
+READ = {  # what a command may be given to read, and why nothing is written there
+    "script": "that is the script itself",
+    "path": "that is the report which is to be shown",
+    "data": "that is the text of --data",
+    "resume": "that is what --resume reads",
+}
 # {a file to write: (help, the report's method, what is said then)}
 FILES = {
     "save": ("the report, as JSON", "save", "saved {0}; see it again: paralab show {0}"),
@@ -197,14 +206,18 @@ def _asked(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
 
 
 def _check_files(given: argparse.Namespace) -> None:
-    """Refuse what cannot be written, and one file for two things."""
-    there: dict[str, str] = {}
+    """Refuse what cannot be written, and one file for two things, of which one may be read."""
+    places = {
+        name: place for name in (*READ, "checkpoint") if (place := getattr(given, name, None))
+    }
+    there = {os.path.realpath(place): name for name, place in places.items()}
     for name in FILES:
         if (file := getattr(given, name, None)) is not None:
             written.check(name, file)
             other = there.setdefault(os.path.realpath(file), name)
             if other != name:
-                raise illegal(name, str(file), f"--{other} writes there, too", "another file")
+                why = READ.get(other, f"--{other} writes there, too")
+                raise illegal(name, str(file), why, "another file")
 
 
 def _print_summary(report: Any) -> None:
@@ -237,7 +250,8 @@ def _run(given: argparse.Namespace) -> int:
             return _run_one_rank(given, model, plan, settings)
         if given.out is not None:
             raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
-        report = experiment.run(model, plan, **settings)
+        with _save_is_checkpoint():
+            report = experiment.run(model, plan, **settings)
     _write(report, given, ("save",))  # now: what follows may be interrupted
     _print_summary(report)
     sections = []
@@ -252,6 +266,17 @@ def _run(given: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _save_is_checkpoint() -> Iterator[None]:
+    """What `pl.run` says of its ``save`` is said of --checkpoint."""
+    try:
+        yield
+    except ValueError as error:
+        if "; legal: " not in str(error):
+            raise
+        raise ValueError(str(error).replace("save=", "checkpoint=")) from error
+
+
 def _run_one_rank(
     given: argparse.Namespace, model: ModelSpec, plan: Plan, settings: dict[str, Any]
 ) -> int:
@@ -260,7 +285,8 @@ def _run_one_rank(
             legal = "--out FOLDER, then paralab show FOLDER"
             raise illegal(name, str(value), "one rank has one part of the report", legal)
     folder = str(given.out or DEFAULT_OUT)
-    rank = experiment.run_under_torchrun(model, plan, folder=folder, **settings)
+    with _save_is_checkpoint():
+        rank = experiment.run_under_torchrun(model, plan, folder=folder, **settings)
     if rank == 0:
         print(f"every rank writes its part into {folder}; with all of them in one place:")
         print(f"  pl.load({folder!r}) in a notebook, paralab show {folder} in a shell")
@@ -395,7 +421,7 @@ COMMANDS = {
             Option("checkpoint", str, "a folder for checkpoints, the last after the last step"),
             Option("save_every", number, "save a checkpoint every so many steps too"),
             Option("resume", str, "a folder of checkpoints to go on from, under any plan"),
-            Option("resume_changes", comma_separated, "what may differ: lr,global_batch,data"),
+            Option("resume_changes", comma_separated, "what may differ: " + ",".join(CHANGES)),
             *RANKS_OF_A_RUN,
         ),
         ("save", "html", "perfetto"),
@@ -446,35 +472,69 @@ COMMANDS = {
 
 
 class _Output(io.FileIO):
-    """A standard output whose reader may leave before the end, as `head` does: the rest is dropped,
-    and the command goes on to the files that it was asked for.
+    """A standard output whose reader may leave before the end, as `head` does, or whose disk may be
+    full: the rest is dropped, and the command goes on to the files that it was asked for.
     """
+
+    failed: OSError | None = None  # why, where it is no reader's wish
 
     def write(self, data: Any) -> int | None:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.failed = error
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             return len(data)
 
 
+class _Ended(KeyboardInterrupt):
+    """A signal that would have ended the process before it had cleaned up."""
+
+
+def _end(number: int, frame: Any) -> NoReturn:
+    raise _Ended(number)
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """What ends a job, and a terminal that closes, end the command as Ctrl-C does, for as long as
+    the block runs; under torchrun they are the job's own business.
+    """
+    ends = () if torchrun_started_this() else (signal.SIGTERM, signal.SIGHUP)
+    ours = [one for one in ends if signal.getsignal(one) is signal.SIG_DFL]
+    for one in ours:
+        signal.signal(one, _end)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    raw = None
     if type(out := sys.stdout) is io.TextIOWrapper:
-        binary = io.BufferedWriter(_Output(out.fileno(), "wb", closefd=False))
+        raw = _Output(out.fileno(), "wb", closefd=False)
+        binary = io.BufferedWriter(raw)
         sys.stdout = io.TextIOWrapper(binary, out.encoding, line_buffering=out.line_buffering)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal has no letter for is a "?"
             stream.reconfigure(errors="replace")
     given = make_parser().parse_args(arguments)
     try:
-        done = given.act(given)
-        if sys.stdout is not None:  # it may be closed
-            sys.stdout.flush()
+        with _signals():
+            done = given.act(given)
+            if sys.stdout is not None:  # it may be closed
+                sys.stdout.flush()
+        if raw is not None and raw.failed:
+            raise raw.failed
         return done
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        number = error.args[0] if isinstance(error, _Ended) else signal.SIGINT
         print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
-        return 130
+        return 128 + number
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
         return 1

@@ -85,9 +85,13 @@ class Settings:
         if resume is not None:  # the latest now, under its own name: the same for all ranks
             found = checkpoints.find(resume)
             now = {"optimizer": optimizer, "seed": seed, "lr": lr}
-            now |= {"global_batch": plan.global_batch, "data": corpus.identity}
+            now |= {"global_batch": plan.global_batch, "data": corpus.identity, "clip_norm": clip}
             found.check(model, changes, **now)
             resume = str(found.folder)
+        save = None
+        if asked.save is not None:
+            save = str(folder := written.check_folder("save", asked.save, SAVE))
+            checkpoints.check_save(folder, resume)
         scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
         return replace(
             asked,
@@ -98,9 +102,7 @@ class Settings:
             seed=seed,
             keep_state=choice("keep_state", asked.keep_state, (True, False)),
             memory_limit=None if limit is None else num_bytes("memory_limit", limit),
-            save=None
-            if asked.save is None
-            else str(written.check_folder("save", asked.save, SAVE)),
+            save=save,
             resume=resume,
         )
 
@@ -140,13 +142,15 @@ def run(
                   step, else step 0 alone; and every step is slower by what the ledger costs, 5 to
                   20 % on a processor and more on a GPU, so no time of it is a measurement
     keep_state    also return ``report.weights`` and ``report.gradients``, which no file of it holds
-    save          a folder for checkpoints, written after the last step; the last two are kept
+    save          a folder for checkpoints, written after the last step; the last two are kept, so
+                  one where a training has saved that is not resumed is refused
     save_every    save too whenever it divides the number of steps the training has done
     resume        a folder that ``save`` wrote: go on from its latest checkpoint (or from one in
                   it, "folder/step-00000004"), under this plan or any other. ``steps`` are steps
-                  more; model, optimizer, seed, lr, global batch and text must be those of the
-                  checkpoint, and the batches are those that come next
-    resume_changes  which of these may differ all the same: some of "lr", "global_batch", "data"
+                  more; model, optimizer, seed, lr, clip_norm, global batch and text must be
+                  those of the checkpoint, and the batches are those that come next
+    resume_changes  which of these may differ all the same: some of "lr", "global_batch", "data",
+                  "clip_norm"
     device        "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
                   rank where there are as many, else the CPU
     timeout       seconds without any sign of life before the ranks are stopped
@@ -272,7 +276,7 @@ class _ProgressBar:
     ) -> None:
         self.done, self.bar = [0] * plan.world_size, None
         self.tell = wanted if callable(wanted) else None
-        looked_at = "ipykernel" in sys.modules or sys.stderr.isatty()
+        looked_at = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
         if wanted is True and looked_at:
             from tqdm.auto import tqdm
 

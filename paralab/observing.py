@@ -31,6 +31,7 @@ from typing import Any
 from paralab import checks
 from paralab.checks import choice, illegal, whole
 from paralab.launch import launch_program, torchrun_context
+from paralab.ranks.ending import ending
 from paralab.report.report import Report, save_part
 from paralab.report.storage import check_part
 from paralab.spec import Plan
@@ -91,7 +92,11 @@ def observe(
     node_of, program = places(what, ranks, args, nodes), functools.partial(_program, run, what)
     arguments = (node_of, settings, *args)
     parts = launch_program(program, ranks, arguments, any_tensor=True, **launch)
-    return _report(what.name if isinstance(what, Path) else name_of(what), parts)
+    return _report(_named(what), parts)
+
+
+def _named(what: Any) -> str:
+    return what.name if isinstance(what, Path) else name_of(what)
 
 
 def step() -> None:
@@ -167,7 +172,7 @@ def _program(
     __tracebackhide__ = True
     context = replace(context, nodes=nodes)
     with _observed(context, settings) as observer:
-        return _part(observer, context, run(context, what, *args))
+        return _part(observer, context, run(context, what, *args), _named(what))
 
 
 @contextlib.contextmanager
@@ -186,10 +191,10 @@ def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
             _observers.remove(observer)
 
 
-def _part(observer: Any, who: Any, result: Any) -> dict[str, Any]:
+def _part(observer: Any, who: Any, result: Any, name: str) -> dict[str, Any]:
     tables = observer.part()
     if observer.saw_nothing and result is None:
-        raise illegal("program", observer.step, NOTHING, "a program that trains in its ranks")
+        raise illegal("program", name, NOTHING, "a program that trains in its ranks")
     used = {"device": observer.device, "backend": observer.calls.backend(observer.device)}
     part = part_of(who, tables, result, observed=observer.about, **used)
     result = part["result"]
@@ -225,7 +230,8 @@ def _launched_script(context: Any, path: Path, *args: Any) -> None:
     sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
     os.environ |= said | dict.fromkeys(sizes, str(context.world_size))
     os.environ |= {"TORCHELASTIC_RUN_ID": "paralab", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    _script(context, path, *args)
+    with ending():
+        _script(context, path, *args)
 
 
 def _script(context: Any, path: Path, *args: Any) -> None:
@@ -276,5 +282,5 @@ def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
     seen, who = _Seen(), SimpleNamespace(rank=0, world_size=1, device="cpu", nodes=(0,))
     with _observed(who, {**settings, "existing": True}) as observer:
         yield seen
-        part = _part(observer, who, ())
+        part = _part(observer, who, (), "this process")
     seen.report = _report("this process", [part])

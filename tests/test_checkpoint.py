@@ -485,6 +485,50 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_a_rank_starts(run,
         run(deep, save=tmp_path, save_every=0)
 
 
+def test_a_folder_of_another_training_is_not_saved_into(run, deep, saved, tmp_path):
+    """Two checkpoints are kept: the other training's would be gone, without a word."""
+    copy, plan = copy_of(saved, tmp_path), PLANS["dp=2"]
+    goes_on = "^save=.*: a training has saved step-00000002 there.*; legal: resume=.*copy'"
+    for resume in (None, saved):
+        with pytest.raises(ValueError, match=goes_on):
+            run(deep, plan, steps=1, save=copy, resume=resume)
+    os.remove(copy / "latest")
+    with pytest.raises(ValueError, match=goes_on):
+        run(deep, plan, steps=1, save=copy)
+    with pytest.raises(ValueError, match="^save=.*: it is one checkpoint itself; legal: the fol"):
+        run(deep, plan, steps=1, save=copy / "step-00000002")
+    assert names(copy) == ["step-00000001", "step-00000002"]
+
+
+def test_without_latest_a_save_keeps_the_newest_checkpoint(run, deep, saved, tmp_path):
+    copy = copy_of(saved, tmp_path)
+    os.remove(copy / "latest")
+    run(deep, PLANS["dp=2"], steps=3, save=copy, resume=copy / "step-00000001")
+    assert names(copy) == ["step-00000002", "step-00000004"]
+
+
+def test_a_folder_whose_files_no_reader_could_open_is_refused(run, deep, tmp_path):
+    with pytest.raises(ValueError, match="^save=.*: its name is not UTF-8"):
+        run(deep, save=tmp_path / os.fsdecode(b"caf\xe9"))
+
+
+def test_a_checkpoint_whose_place_was_taken_is_not_called_damaged(saved):
+    gone = saved / "step-00000009"
+    with pytest.raises(ValueError, match="not there; newer ones may have taken its place") as said:
+        checkpoints.find(gone)
+    assert f"legal: {saved / 'step-00000002'}, or {saved / 'step-00000001'}" in str(said.value)
+
+
+def test_clipping_belongs_to_a_training(run, deep, saved, tmp_path):
+    plan, said = PLANS["dp=2"], "clip_norm=None, this run has 1.0; legal: .*'clip_norm'"
+    with pytest.raises(ValueError, match=said):
+        run(deep, plan, steps=1, resume=saved, clip_norm=1.0)
+    settings = {"clip_norm": 1.0, "resume_changes": ("clip_norm",)}
+    run(deep, plan, steps=1, resume=saved, save=tmp_path, **settings)
+    with pytest.raises(ValueError, match="clip_norm=1.0, this run has None"):
+        run(deep, plan, steps=1, resume=tmp_path)
+
+
 def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
     deep, run, tmp_path, monkeypatch
 ):

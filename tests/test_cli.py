@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -210,6 +211,33 @@ def test_one_file_for_two_things_is_refused_before_the_run(experiment, capsys):
     assert not experiment.calls
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["observe", "--save", "in.py", "in.py"], "save='in.py': that is the script itself"),
+        (["observe", "--html", "./in.py", "in.py"], "html='in.py': that is the script itself"),
+        (["show", "in.py", "--html", "in.py"], "html='in.py': that is the report which is to be"),
+        (["run", "--data", "in.py", "--save", "in.py"], "save='in.py': that is the text of --data"),
+        (["run", "--resume", "c", "--html", "c"], "html='c': that is what --resume reads"),
+        (["run", "--save", "c", "--checkpoint", "c"], "save='c': --checkpoint writes there, too"),
+    ],
+)
+def test_what_a_command_reads_it_does_not_overwrite(
+    experiment, capsys, tmp_path, monkeypatch, words, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.py").write_text("print('hello')")
+    assert said in refused(capsys, *words)
+    assert (tmp_path / "in.py").read_text() == "print('hello')" and not experiment.calls
+
+
+def test_what_is_refused_of_checkpoints_names_the_option(experiment, capsys):
+    experiment.fail = illegal("save", "c", "no folder can be made there", "save=a folder")
+    assert "checkpoint='c': no folder can be made there; legal: checkpoint=a" in refused(
+        capsys, "run", "--checkpoint", "c"
+    )
+
+
 def test_a_script_to_observe_is_asked_for_and_its_arguments_are_not(capsys):
     assert refused(capsys, "observe").endswith("required: SCRIPT")
 
@@ -246,6 +274,22 @@ def test_an_interrupt_is_exit_130(experiment, capsys):
     experiment.fail = KeyboardInterrupt()
     assert cli.main(["run"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_job_ends_as_ctrl_c_does(experiment, capsys, monkeypatch, number):
+    """What cleans up runs: files of offloaded states would stay."""
+    monkeypatch.setattr(cli.experiment, "run", lambda *a, **k: os.kill(os.getpid(), number))
+    assert cli.main(["run"]) == 128 + number
+    assert "interrupted; the ranks are stopped" in capsys.readouterr().err
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_full_disk_behind_the_output_is_said_once():
+    command = f"{shlex.quote(sys.executable)} -m paralab program > /dev/full"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "paralab: [Errno 28] No space left on device\n"
 
 
 # ---- what comes out ------------------------------------------------------------------------------

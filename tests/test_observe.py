@@ -626,6 +626,36 @@ def test_a_script_is_observed_unchanged(tmp_path, capsys):
     assert "sys.exit(3)" in capsys.readouterr().err
 
 
+LEAVES = """
+import atexit, threading, time, torch
+
+log = open("log", "w")
+
+def later(name):
+    time.sleep(0.3)
+    open(name, "w").write("x")
+
+def main():  # has the module's names, and the module has it: a cycle
+    log.write("hello")
+    torch.nn.Linear(4, 4)(torch.ones(1, 4))
+    threading.Thread(target=later, args=("thread",)).start()
+    atexit.register(later, "atexit")
+    atexit.unregister(atexit.register(later, "unregistered"))
+
+main()
+"""
+
+
+def test_a_script_ends_as_under_python(tmp_path):
+    """A launched rank lives on until all are done, and is killed then."""
+    (tmp_path / "train.py").write_text(LEAVES)
+    done = python("-m", "paralab", "observe", "--ranks", "1", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    found.pop("train.py")
+    assert found == {"log": "hello", "thread": "x", "atexit": "x"}
+
+
 def torchrun(*words):
     """What it does once it has read its options, with ranks that are forked: torch is loaded."""
     import torch.distributed as dist

@@ -531,6 +531,10 @@ def test_a_folder_with_parts_of_two_runs_is_refused(tmp_path):
         ValueError, match=r"different runs \(ranks 0, 1: run new; rank 2: run old\)"
     ):
         load(tmp_path)
+    written(tmp_path, dp=2, run_id="new")  # one with fewer ranks: what is left is not its own
+    with pytest.raises(ValueError, match="belong to different runs"):
+        load(tmp_path)
+    written(tmp_path, run_id="new", ranks=[0, 1])
     written(tmp_path, run_id="new", ranks=[2], microbatches=5)
     with pytest.raises(ValueError, match=r"rank-00002.json has another plan than rank 0"):
         load(tmp_path)

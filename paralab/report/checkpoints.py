@@ -52,7 +52,8 @@ _WHY = {
     "optimizer": "whose state {now!r} cannot go on with",
     "seed": "which draws the batches that come next; this run has {now!r}",
 }
-CHANGES = ("lr", "global_batch", "data")  # what a resumed run may have other than before, if asked
+# What a resumed run may have other than before, if asked.
+CHANGES = ("lr", "global_batch", "data", "clip_norm")
 _NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safetensors")
 _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
 _KINDS = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int, data=str)
@@ -68,6 +69,7 @@ class Checkpoint:
     model, plan, optimizer, lr, seed, global_batch  of the run that wrote it; ``plan`` as plain
                values
     data       of its text the length and a digest: `Corpus.identity`
+    clip_norm  None also for one that was written before checkpoints said so
     step       optimizer steps that the training has done
     counters   numbers of the optimizer that every rank has the same: {name: value}
     files      {file name: (bytes, CRC-32)}
@@ -82,6 +84,7 @@ class Checkpoint:
     seed: int
     global_batch: int
     data: str
+    clip_norm: float | None
     step: int
     counters: Mapping[str, float]
     files: Mapping[str, tuple[int, int]]
@@ -103,7 +106,8 @@ class Checkpoint:
             if name not in changes and getattr(self, name) != now:
                 was = f"{name}={getattr(self, name)!r}"
                 why = _WHY.get(name, "this run has {now!r}").format(now=now)
-                legal = f"{was}, or resume_changes=({name!r},)" if name in CHANGES else was
+                legal = "the same data" if name == "data" else was
+                legal += f", or resume_changes=({name!r},)" * (name in CHANGES)
                 raise self._refuse(f"it was trained with {was}, {why}", legal)
         self.check_state(model, self.optimizer)
 
@@ -144,12 +148,14 @@ def find(path: object) -> Checkpoint:
     """
     folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
+        if not folder.exists() and _NAME.fullmatch(folder.name) and _listed(folder.parent):
+            damaged(folder / ABOUT, "")
         why = "is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
     if not (folder / ABOUT).is_file():
         named, names = _named(folder), _listed(folder)
         if not names:
-            there = sorted(p.parent.name for p in folder.glob(f"step-*/{ABOUT}"))
+            there = sorted(_whole(folder))
             why = f"no file {LATEST!r} in it names a checkpoint"
             legal = ", ".join(str(folder / name) for name in there) or _LEGAL
             raise illegal("resume", str(path), why, legal)
@@ -177,6 +183,10 @@ def find(path: object) -> Checkpoint:
 def damaged(file: Path, why: str) -> NoReturn:
     """Raise the refusal of a checkpoint because of one of its files."""
     others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
+    if not file.parent.exists():
+        why = "it is not there; newer ones may have taken its place while it was read"
+        legal = ", or ".join(str(file.parent.with_name(name)) for name in others) or _LEGAL
+        raise illegal("resume", str(file.parent), why, legal)
     legal = f"another copy of {file.parent}"
     if others:
         legal += f", or the other checkpoint there, {file.parent.with_name(others[-1])}"
@@ -217,6 +227,7 @@ def _read(folder: Path) -> Checkpoint:
             counters={name: typed(counters, name, float) for name in counters},
             files={name: _facts(files, name) for name in files},
             tensors={name: boxes.stored(name, said) for name, said in tensors.items()},
+            clip_norm=typed(body, "clip_norm", float) if body.get("clip_norm") else None,
             **{name: typed(body, name, kind) for name, kind in _KINDS.items()},
         )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -244,7 +255,32 @@ def _listed(folder: Path) -> list[str]:
     return [name for name in _named(folder) if (folder / name / ABOUT).is_file()]
 
 
+def _whole(folder: Path) -> list[str]:
+    """The checkpoints in a folder, whether ``latest`` names them or not; the newest first."""
+    named = _listed(folder)
+    there = {found.parent.name for found in folder.glob(f"step-*/{ABOUT}")}
+    return [*named, *sorted(filter(_NAME.fullmatch, there - set(named)), reverse=True)]
+
+
 # ---- writing ------------------------------------------------------------------------------------
+def check_save(folder: Path, resume: str | None) -> None:
+    """Raise ``ValueError`` where a save would take the place of another training's checkpoints, or
+    could not be read again. resume: the checkpoint that the run goes on from
+    """
+    try:
+        os.fsencode(folder).decode()
+    except UnicodeDecodeError:
+        why, legal = "its name is not UTF-8, and files of tensors need that", "another folder"
+        raise illegal("save", str(folder), why, legal) from None
+    if (folder / ABOUT).is_file():
+        legal = f"the folder around it, {folder.parent}, or another one"
+        raise illegal("save", str(folder), "it is one checkpoint itself", legal)
+    there = _whole(folder)
+    if there and (resume is None or Path(resume).parent.resolve() != folder.resolve()):
+        why = f"a training has saved {there[0]} there, and this run does not go on with it"
+        raise illegal("save", str(folder), why, f"resume={str(folder)!r} too, or another folder")
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """The folder is this process's for as long as the block runs."""
@@ -283,12 +319,14 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(gone, ignore_errors=True)
             found = found.rename(gone)  # half a checkpoint never has a checkpoint's name
         if found.name.startswith((_SCRATCH, _REMOVED)):
+            if found.is_file():
+                found.unlink(missing_ok=True)
             shutil.rmtree(found, ignore_errors=True)
 
 
 def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
     """Make what lies in ``written`` the folder's latest checkpoint. See [Note: atomic]."""
-    folder, before = written.parent, _listed(written.parent)
+    folder, before = written.parent, _whole(written.parent)
     body = plain(about, "checkpoint")
     said = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
     _write(written / ABOUT, json.dumps(said))

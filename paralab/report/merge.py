@@ -97,6 +97,13 @@ def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapp
         lacking = [key for key in PART_KEYS if key not in part]
         if lacking:
             raise ValueError(f"the part of rank {part.get('rank', '?')} lacks {', '.join(lacking)}")
+    runs = {part.get("run_id") for part in parts}
+    if len(runs) > 1:
+        whose = "; ".join(
+            f"{ranks(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
+            for run in sorted(runs, key=str)
+        )
+        raise ValueError(f"these parts belong to different runs ({whose}); keep one folder per run")
     found = [part["rank"] for part in parts]
     strange = [r for r in found if r not in range(world_size)]
     twice = sorted({r for r in found if found.count(r) > 1})
@@ -110,13 +117,6 @@ def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapp
         raise ValueError(
             f"{asked}, but there is no part of {ranks(missing)}; every rank must write one"
         )
-    runs = {part.get("run_id") for part in parts}
-    if len(runs) > 1:
-        whose = "; ".join(
-            f"{ranks(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
-            for run in sorted(runs, key=str)
-        )
-        raise ValueError(f"these parts belong to different runs ({whose}); keep one folder per run")
     return sorted(parts, key=lambda part: part["rank"])
 
 

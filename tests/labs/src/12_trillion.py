@@ -440,17 +440,18 @@ most_days.reveal(
 )
 
 # %% [markdown]
-# GPipe is a little faster than 1F1B here, but it keeps all 512 micro-batches and does not fit.
-# ZeRO-1 sends the same bytes as data parallelism, half of them, the all-gather of the weights, only
-# after the optimizer's step. They are so few that the step takes no longer, and a rank holds 22 GB
-# less, because six ranks share the optimizer states. Since [30 August
-# 2021](https://github.com/NVIDIA/Megatron-LM/commit/cf7efd4) Megatron-LM can compute the weight's
-# gradient while the all-reduce of the input's gradient moves, and since 2 September it does so by
-# default. That hides a third of tensor
-# parallelism's messages, and saves two days. With `tp=16` the all-reduces cross between nodes, but
-# the pipeline has half as many stages to fill and drain. This wins back a part of what the messages
-# cost, so a step takes only 9 % longer. Its bubble is larger all the same, because this column
-# includes the waits for tensor parallelism's messages.
+# GPipe is a little faster than 1F1B here, where messages between stages are sent whole and 1F1B's
+# ranks wait for them more often; with scatter/gather both take 95 to 96 s. But GPipe keeps all 512
+# micro-batches and does not fit. ZeRO-1 sends the same bytes as data parallelism, half of them,
+# the all-gather of the weights, only after the optimizer's step. They are so few that the step
+# takes no longer, and a rank holds 22 GB less, because six ranks share the optimizer states. Since
+# [30 August 2021](https://github.com/NVIDIA/Megatron-LM/commit/cf7efd4) Megatron-LM can compute
+# the weight's gradient while the all-reduce of the input's gradient moves, and since 2 September
+# it does so by default. That hides a third of tensor parallelism's messages, and saves two days.
+# With `tp=16` the all-reduces cross between nodes, but the pipeline has half as many stages to
+# fill and drain. This wins back a part of what the messages cost, so a step takes only 9 % longer.
+# Its bubble is larger all the same, because this column includes the waits for tensor
+# parallelism's messages.
 #
 # The second row is the method of a paper from a year later, which measured it on a trillion
 # parameters, with the same tp and pp and without data parallelism ([Korthikanti et
