@@ -88,12 +88,8 @@ class Settings:
             now |= {"global_batch": plan.global_batch, "data": corpus.identity, "clip_norm": clip}
             found.check(model, changes, **now)
             resume = str(found.folder)
-        save = None
-        if asked.save is not None:
-            save = str(folder := written.check_folder("save", asked.save, SAVE))
-            checkpoints.check_save(folder, resume)
         scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
-        return replace(
+        checked = replace(
             asked,
             steps=whole("steps", asked.steps, at_least=1),
             lr=lr,
@@ -102,9 +98,13 @@ class Settings:
             seed=seed,
             keep_state=choice("keep_state", asked.keep_state, (True, False)),
             memory_limit=None if limit is None else num_bytes("memory_limit", limit),
-            save=save,
             resume=resume,
         )
+        if asked.save is None:
+            return checked
+        folder = written.check_folder("save", asked.save, SAVE)  # made, so nothing else is refused
+        checkpoints.check_save(folder, resume)
+        return replace(checked, save=str(folder))
 
 
 def run(

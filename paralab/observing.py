@@ -128,7 +128,7 @@ def observe_under_torchrun(
         if os.getpid() != own:  # a fork of the program came to its end
             sys.stdout.flush()
             os._exit(0)
-        part = _part(observer, context, None)
+        part = _part(observer, context, None, script.name)
     part |= {"clock_offset": offset, "clock_uncertainty": uncertainty}
     meta = _meta(script.name) | part.pop("meta") | said
     save_part(Path(folder), part, model=None, plan=Plan(dp=context.world_size), meta=meta)
@@ -231,12 +231,12 @@ def _launched_script(context: Any, path: Path, *args: Any) -> None:
     os.environ |= said | dict.fromkeys(sizes, str(context.world_size))
     os.environ |= {"TORCHELASTIC_RUN_ID": "paralab", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with ending():
-        _script(context, path, *args)
+        _names = _script(context, path, *args)  # kept, as by Python, until the end
 
 
-def _script(context: Any, path: Path, *args: Any) -> None:
+def _script(context: Any, path: Path, *args: Any) -> dict[str, Any]:
     """The script as ``python path args``, which makes its own process group. ``sys.exit(0)`` is an
-    end like any other.
+    end like any other. Returns its names.
     """
     __tracebackhide__ = True
     import runpy
@@ -247,10 +247,11 @@ def _script(context: Any, path: Path, *args: Any) -> None:
     sys.argv[:] = [str(path), *map(str, args)]
     sys.path.insert(0, str(path.parent))
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        return runpy.run_path(str(path), run_name="__main__")
     except SystemExit as left:
         if left.code not in (None, 0):
             raise
+        return {}
 
 
 # ---- in this process ----------------------------------------------------------------------------

@@ -500,13 +500,6 @@ def test_a_folder_of_another_training_is_not_saved_into(run, deep, saved, tmp_pa
     assert names(copy) == ["step-00000001", "step-00000002"]
 
 
-def test_without_latest_a_save_keeps_the_newest_checkpoint(run, deep, saved, tmp_path):
-    copy = copy_of(saved, tmp_path)
-    os.remove(copy / "latest")
-    run(deep, PLANS["dp=2"], steps=3, save=copy, resume=copy / "step-00000001")
-    assert names(copy) == ["step-00000002", "step-00000004"]
-
-
 def test_a_folder_whose_files_no_reader_could_open_is_refused(run, deep, tmp_path):
     with pytest.raises(ValueError, match="^save=.*: its name is not UTF-8"):
         run(deep, save=tmp_path / os.fsdecode(b"caf\xe9"))

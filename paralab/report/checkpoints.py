@@ -106,8 +106,7 @@ class Checkpoint:
             if name not in changes and getattr(self, name) != now:
                 was = f"{name}={getattr(self, name)!r}"
                 why = _WHY.get(name, "this run has {now!r}").format(now=now)
-                legal = "the same data" if name == "data" else was
-                legal += f", or resume_changes=({name!r},)" * (name in CHANGES)
+                legal = f"{was}, or resume_changes=({name!r},)" if name in CHANGES else was
                 raise self._refuse(f"it was trained with {was}, {why}", legal)
         self.check_state(model, self.optimizer)
 
@@ -326,7 +325,7 @@ def sweep(folder: Path) -> None:
 
 def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
     """Make what lies in ``written`` the folder's latest checkpoint. See [Note: atomic]."""
-    folder, before = written.parent, _whole(written.parent)
+    folder, before = written.parent, _listed(written.parent)
     body = plain(about, "checkpoint")
     said = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
     _write(written / ABOUT, json.dumps(said))
