@@ -179,12 +179,17 @@ pl.run(pl.{model}, pl.{plan}, steps=10**6, save=folder, save_every=1, resume=fol
 
 
 @pytest.mark.timeout(420)
-def test_killed_at_random_moments_a_training_goes_on_where_it_was(run, text, tmp_path):
+def test_killed_at_random_moments_a_training_goes_on_where_it_was(
+    run, text, tmp_path, tmp_path_factory
+):
     script = VICTIM.format(model=MODEL, plan=PLAN)
+    left = str(
+        tmp_path_factory.mktemp("left")
+    )  # who would remove their folders is killed with them
     callers = [
         subprocess.Popen(
             [sys.executable, "-c", script, tmp_path, text],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": left},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
