@@ -11,9 +11,13 @@ STEP, PEAK = pl.exercises.accumulate, pl.exercises.peak_estimate
 
 
 step = altered("accumulate")
-SHARE, HANDED_IN = "(len(tokens) / samples)", "return mean, norm"
+SHARE, HANDED_IN = "(len(tokens) / samples)", "return float(mean), norm"
 LOOP = "    for tokens, targets in microbatches:\n"
-ADDED, FINDS, SCALES = "mean += loss.item()", "loss.backward()", "gradient.mul_(clip_norm / ("
+ADDED, FINDS, SCALES = (
+    "mean = mean + loss.detach()",
+    "loss.backward()",
+    "gradient.mul_(clip_norm / (",
+)
 COMPUTED = "    norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()\n"
 CLIPS = "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()"
 ALONE = "the micro-batches are not added up: it is the last one's share alone"
@@ -47,7 +51,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (step(("optimizer.step()", "pass")), {"weights"}, "it is as it was before"),
     (step((HANDED_IN, "return None")), {"loss", "gradient norm"},
      "required: the pair (loss, norm)"),
-    (step((ADDED, "mean += loss")), {"loss"},
+    (step((ADDED, "mean = mean + loss"), ("float(mean)", "mean")), {"loss"},
      ("required: a number, detached or by .item(), yours is 'tensor(", "grad_fn=")),
 ]  # fmt: skip
 STEPS = Table(STEP, WRONG, [bad.by_autograd_grad])

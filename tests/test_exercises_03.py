@@ -124,14 +124,14 @@ STEPS = [  # answer, limits it breaks, words of the verdict
     (step("y.backward(gradient)", "y.backward(torch.ones_like(y))"), {"gradients"}, "gpipe, p=2"),
     (step("in actions:", "in sorted(actions, key=lambda a: a[0] == 'B'):"),
      {"order of work", "in flight"}, "1f1b, p=4, m=8: rank 0: action 5 of its list is 0B0, yours"),
-    (step("return total", "return total * len(batches)"), {"loss"}, "4 times what is required"),
-    (step("return total", "return None"), {"loss"}, "rank 0 returns None, required: 0"),
-    (step("return total", "return None if following else total"), {"loss"},
+    (step("float(total)", "float(total) * len(batches)"), {"loss"}, "4 times what is required"),
+    (step("return float(total)", "return None"), {"loss"}, "rank 0 returns None, required: 0"),
+    (step("return float(total)", "return None if following else float(total)"), {"loss"},
      "gpipe, p=2, m=4: rank 0 returns None, required: 0"),
     (step("batches[k]", "batches[0]"), {"gradients", "loss"}, "rank 0: embedding"),
     (step("dist.isend(y.detach(), following)", "dist.isend(y.detach(), following, tag=k)"),
      {"gradients"}, "tag=1: messages of two ranks are matched in the order"),
-    (step("total += y.item()", "total = total + stage(x, targets)"),
+    (step("total = total + y.detach()", "total = total + stage(x, targets)"),
      {"order of work"}, "4 times what is required"),
     (lambda stage, actions, previous, following, batches, shape: 0.0,
      {"gradients", "order of work", "bytes per rank"}, "rank 0: embedding.token.weight has no"),
@@ -156,6 +156,9 @@ test_a_wrong_executor_is_refused, test_a_right_executor_passes, test_its_stub = 
 
 
 # ---- several stages per rank ---------------------------------------------------------------------
+MADE = "torch.empty(shape, device=batches[0][0].device)"
+
+
 def chunks(*changes: str):
     return changed("interleaved_executor", *changes)
 
@@ -172,7 +175,7 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("total += y.item()", "pass"),
      {"loss"}, "rank 1 returns 0.0, required: "),
     (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
-    (chunks("message = torch.empty(shape)", "room = torch.empty(2, *shape)",
+    (chunks(f"message = {MADE}", "room = torch.empty(2, *shape)",
             "recv(message, sender)", "recv(room, sender)\n            message = room[0].clone()"),
      {"gradients"}, "raised OrderError: recv #"),
     (lambda stages, lists: 0.0, {"gradients"}, "required: interleaved_step(stages, lists, batches"),

@@ -22,7 +22,7 @@ PATIENTS = CLINIC.patients
 
 again = altered("checkpoint")
 APPLY, FOUND = "MyCheckpoint.apply(block, x, *block.parameters())", "return None, *found"
-IMPORT, KEEP_X = "import torch\n", "ctx.save_for_backward(x)"
+IMPORT, KEEP_X = "import torch\n", "ctx.save_for_backward(x, *parameters)"
 KEEP, RUN = "ctx.block = block", "        return block(x)"
 MASKS = "of its largest entry; without dropout all are equal, so the dropout masks differ"
 BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
@@ -43,7 +43,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (again((COMPUTE, f"{COMPUTE}\n            {BACK}\n            {COMPUTE}")), {"forwards"},
      "block 0 runs 6 times in the step, required: 4"),
     (again((FOUND, "return None, *(2 * one for one in found)")), {"gradients"}, "by up to 1.0e+00"),
-    (again((FOUND, "return None, found[0], *(None for _ in ctx.parameters)")), {"gradients"},
+    (again((FOUND, "return None, found[0], *(None for _ in parameters)")), {"gradients"},
      "has no gradient"),
     (again(("enable_grad", "no_grad")), {"gradients"},
      "raised RuntimeError: element 0 of tensors does not"),
@@ -51,8 +51,9 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "of its largest entry"),
     (again(("ctx.state", "MyCheckpoint.state")), {"gradients"}, "of its largest entry"),
     (again((KEEP, f"MyCheckpoint.stack = getattr(MyCheckpoint, 'stack', [])\n        {KEEP}"),
-           (KEEP_X, "MyCheckpoint.stack.append((x, ctx.state))"),
-           ("(x,) = ctx.saved_tensors", "x, ctx.state = MyCheckpoint.stack.pop()")),
+           (KEEP_X, "MyCheckpoint.stack.append((x, parameters, ctx.state))"),
+           ("x, *parameters = ctx.saved_tensors",
+            "x, parameters, ctx.state = MyCheckpoint.stack.pop()")),
      {"gradients"}, "of its largest entry"),
     (again((RUN, "        ctx.y = block(x)\n        return ctx.y.clone()")), {"peak memory"},
      "bytes at its peak, required:"),
@@ -83,7 +84,7 @@ FLOATS = estimate((LIVE, f"float({LIVE})"))
 WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (estimate(('w = 4 if precision == "fp32" else 2', "w = 4")), {"bf16"},
      "w is 2 bytes in bf16"),
-    (estimate(('".".join(parts[: 1 + (parts[0] == "blocks")])', '"all"')), {"ZeRO-3"},
+    (estimate(("3: block}", '3: "all"}')), {"ZeRO-3"},
      "padded once, and every unit is padded by itself"),
     (estimate(("-(-size // n)", "size / n")), ZERO | {"bf16"}, "that is not padded"),
     (estimate(("-(-size // n)", "size // n")), ZERO | {"bf16"},

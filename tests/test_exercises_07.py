@@ -19,6 +19,7 @@ OWN_TERM = "; it is the rank's own term of the sum, to which no other was added"
 mlp = altered("tensor_mlp")
 attention = altered("tensor_attention")
 pair = altered("f_and_g")
+CLONE = "clone(memory_format=torch.contiguous_format)"
 loss = altered(LOSS)
 T, SUM, SUM_BACK = "dist.get_world_size()", "dist.all_reduce(x)", "dist.all_reduce(grad)"
 F_ALONE = pair()[0]
@@ -44,9 +45,9 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "; the input was summed over the ranks before the layer"),
         (pair((SUM_BACK, f"{SUM_BACK}\n        grad /= {T}")), {"gradients"},
          ("the input's gradient, element (0, 0, 0): ", "; it is 0.5 times what is required")),
-        (pair(("grad = grad.clone(memory_format=torch.contiguous_format)\n        ", "")),
+        (pair((f"grad = grad.{CLONE}", "pass")),
          {"gradients"}, "t=2: f changes the gradient that arrives, which autograd may still need"),
-        (pair(("x = x.clone()\n        ", "")), {"result"}, "t=2: g changes its argument, which"),
+        (pair((f" x = x.{CLONE}", " pass")), {"result"}, "t=2: g changes its argument, which"),
         (pair((SUM, "every = x.new_empty(dist.get_world_size() * x.numel())\n        "
                "dist.all_gather_into_tensor(every, x.contiguous().view(-1))\n"
                "        x = every.view(-1, *x.shape).sum(0)")), {FORWARD},

@@ -18,12 +18,12 @@ def accumulate(
     for tokens, targets in microbatches:
         loss = model(tokens, targets) * (len(tokens) / samples)  # its share of the mean
         loss.backward()  # adds to .grad, and frees this micro-batch's activations
-        mean += loss.item()
+        mean = mean + loss.detach()
     gradients = [p.grad for p in model.parameters()]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
     if norm > clip_norm:
         for gradient in gradients:
             gradient.mul_(clip_norm / (norm + 1e-6))
     optimizer.step()
-    return mean, norm
+    return float(mean), norm
     ### END SOLUTION

@@ -17,21 +17,20 @@ class MyCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
         ctx.block = block
-        ctx.parameters = parameters
         ctx.state = torch.get_rng_state()  # before the block draws its dropout masks
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, *parameters)
         return block(x)  # gradients are off in here, so nothing inside is kept
 
     @staticmethod
     def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
+        x, *parameters = ctx.saved_tensors
         now = torch.get_rng_state()
         again = x.detach().requires_grad_()  # a leaf: the graph of the block ends here
         torch.set_rng_state(ctx.state)
         with torch.enable_grad():
             y = ctx.block(again)
         torch.set_rng_state(now)  # the rest of the program draws on as if nothing had happened
-        found = torch.autograd.grad(y, (again, *ctx.parameters), gradient)
+        found = torch.autograd.grad(y, (again, *parameters), gradient)
         return None, *found  # one per argument of forward: block has none
 
     ### END SOLUTION

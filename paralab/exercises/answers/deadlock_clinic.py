@@ -24,7 +24,7 @@ fixed = {
         ### STUB: "2F0 2F1 2F2 2B0 2B1 2B2",
         "0F0 0F1 0F2 0B0 0B1 0B2",
         "1F0 1F1 1B0 1F2 1B1 1B2",
-        "2F0 2B0 2F1 2B1 2F2 2B2",
+        "2F0 2B0 2F1 2F2 2B1 2B2",
         ### END SOLUTION
     ],
 }

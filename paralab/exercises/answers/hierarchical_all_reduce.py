@@ -15,7 +15,7 @@ def hierarchical_all_reduce(tensor: Tensor, ranks_per_node: int) -> None:
         groups = [dist.new_group(ranks) for ranks in rows]  # every rank makes all of them
         return next(group for group, ranks in zip(groups, rows, strict=True) if rank in ranks)
 
-    inside, across = own(nodes), own(twins)
+    inside, across = own(nodes), own(twins)  # a training makes them once, before its first step
     part = tensor.new_empty(tensor.numel() // k)
     dist.reduce_scatter_tensor(part, tensor, group=inside)
     dist.all_reduce(part, group=across)

@@ -37,7 +37,7 @@ def interleaved_step(
 
     def get(action: str, sender: int) -> Tensor:
         while action not in inbox:
-            message = torch.empty(shape)
+            message = torch.empty(shape, device=batches[0][0].device)
             dist.recv(message, sender)
             inbox[queue[sender].popleft()] = message
         return inbox.pop(action)

@@ -9,18 +9,18 @@ def my_estimate(spec, b, n, zero_stage, precision):
     precision: "fp32", or "bf16" (with master weights in fp32)
     """
     ### BEGIN SOLUTION
+    import math
+
     w = 4 if precision == "fp32" else 2
     s, h = spec.seq_len, spec.hidden
 
     # Units: what is padded to n equal parts together. Without ZeRO every tensor is one.
     sizes = {}
     for name, shape in spec.parameter_shapes().items():
-        parts = name.split(".")
-        unit = {0: name, 1: "all", 2: "all", 3: ".".join(parts[: 1 + (parts[0] == "blocks")])}
-        numel = 1
-        for side in shape:
-            numel *= side
-        sizes[unit[zero_stage]] = sizes.get(unit[zero_stage], 0) + numel
+        part, place = name.split(".")[:2]
+        block = f"{part}.{place}" if part == "blocks" else part
+        unit = {0: name, 1: "all", 2: "all", 3: block}[zero_stage]
+        sizes[unit] = sizes.get(unit, 0) + math.prod(shape)
     psi = sum(sizes.values())
     part = sum(-(-size // n) for size in sizes.values()) if zero_stage else psi
     whole = n * part if zero_stage else psi

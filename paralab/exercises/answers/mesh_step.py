@@ -27,7 +27,7 @@ def mesh_step(stage, batches, groups, optimizer, max_norm, hidden):
     for tokens, targets in batches:  # GPipe: all forwards, then all backwards
         x = tokens
         if before is not None:
-            x = torch.empty(*tokens.shape, hidden)
+            x = torch.empty(*tokens.shape, hidden, device=tokens.device)
             dist.recv(x, before, group=groups["pp"])
             x.requires_grad_()
         if after is None:

@@ -23,7 +23,7 @@ def pipeline_step(
         if kind == "F":
             x = tokens
             if previous is not None:
-                x = torch.empty(shape)
+                x = torch.empty(shape, device=tokens.device)
                 dist.recv(x, previous)
                 x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
             if following is not None:
@@ -31,13 +31,13 @@ def pipeline_step(
                 sent.append(dist.isend(y.detach(), following))
             else:
                 y = stage(x, targets) / len(batches)
-                total += y.item()
+                total = total + y.detach()
             in_flight[k] = x, y
         else:
             x, y = in_flight.pop(k)
             gradient = None
             if following is not None:
-                gradient = torch.empty(shape)
+                gradient = torch.empty_like(y)
                 dist.recv(gradient, following)
             y.backward(gradient)
             if previous is not None:
@@ -45,5 +45,5 @@ def pipeline_step(
             del x, y
     for work in sent:
         work.wait()
-    return total
+    return float(total)
     ### END SOLUTION

@@ -35,7 +35,7 @@ class VocabParallelLoss(torch.autograd.Function):
         share, local, here = ctx.saved_tensors
         n = len(local)
         of_logits = share.clone()
-        of_logits[torch.arange(n), local] -= here.to(share.dtype)
+        of_logits[torch.arange(n, device=local.device), local] -= here.to(share.dtype)
         return of_logits * (grad / n), None
         ### END SOLUTION
 

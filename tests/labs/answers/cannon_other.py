@@ -10,10 +10,10 @@ def turned(block: torch.Tensor, line: list[int], by: int) -> torch.Tensor:
     if by % size == 0:
         return block
     arriving = torch.empty_like(block)
-    receive = dist.irecv(arriving, line[(at + by) % size])
-    send = dist.isend(block, line[(at - by) % size])
-    send.wait()
-    receive.wait()
+    to, source = line[(at - by) % size], line[(at + by) % size]
+    pair = [dist.P2POp(dist.isend, block, to), dist.P2POp(dist.irecv, arriving, source)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
     return arriving
 
 
@@ -21,7 +21,7 @@ def cannon(x: torch.Tensor, w: torch.Tensor, q: int) -> torch.Tensor:
     i, j = divmod(dist.get_rank(), q)
     row, column = [i * q + b for b in range(q)], [a * q + j for a in range(q)]
     x, w = turned(x, row, i), turned(w, column, j)
-    y = torch.zeros(x.shape[0], w.shape[1])
+    y = x.new_zeros(x.shape[0], w.shape[1])
     for step in range(q):
         y.addmm_(x, w)
         if step < q - 1:

@@ -1,4 +1,8 @@
-"""Lab 03's interleaved executor with all receives of the step posted at its beginning."""
+"""Lab 03's interleaved executor with all receives of the step posted at its beginning.
+
+For gloo. NCCL runs the single calls between two ranks in order, so that a receive holds up the send
+behind it.
+"""
 
 import torch
 import torch.distributed as dist
@@ -14,7 +18,7 @@ def interleaved_step_posted(stages, lists, batches, shape):
             stage, k = map(int, action.split(kind))
             to = stage + (1 if kind == "F" else -1)
             if 0 <= to < count and to % p == rank:
-                message = torch.empty(shape)
+                message = torch.empty(shape, device=batches[0][0].device)
                 coming[to, kind, k] = message, dist.irecv(message, sender)
 
     def arrived(*what):

@@ -1,4 +1,7 @@
-"""Lab 10's step once more: 1F1B, asynchronous messages, gradients reduced one by one."""
+"""Lab 10's step once more: 1F1B, asynchronous messages, gradients reduced one by one.
+
+For gloo. On NCCL a send and the receive that faces it would have to go into one batch.
+"""
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ def mesh_step(stage, batches, groups, optimizer, max_norm, hidden):
     def forward(tokens, targets):
         x = tokens
         if not first:
-            x = torch.empty(shape)
+            x = torch.empty(shape, device=tokens.device)
             dist.irecv(x, group=pp, group_src=here - 1).wait()
             x.requires_grad_()
         y = stage(x, targets) if last else stage(x)
@@ -25,10 +28,10 @@ def mesh_step(stage, batches, groups, optimizer, max_norm, hidden):
 
     def backward():
         x, y = flight.pop(0)
-        gradient = torch.empty(shape)
         if last:
-            gradient = torch.tensor(1 / (len(batches) * dist.get_world_size(dp)))
+            gradient = torch.full_like(y, 1 / (len(batches) * dist.get_world_size(dp)))
         else:
+            gradient = torch.empty_like(y)
             dist.irecv(gradient, group=pp, group_src=here + 1).wait()
         y.backward(gradient)
         if not first:

@@ -54,7 +54,5 @@ def my_planner(model, cluster, batch, ask):
             plans.append(plan)
     plans.sort(key=lambda plan: seconds(model, cluster, plan))
     answers = [(ask(plan), plan) for plan in plans[:12]]
-    fitting = [
-        (found.seconds, n) for n, (found, _) in enumerate(answers) if found.bytes <= cluster.memory
-    ]
-    return answers[min(fitting)[1]][1]
+    fits = [pair for pair in answers if pair[0].bytes <= cluster.memory]
+    return min(fits, key=lambda pair: pair[0].seconds)[1]

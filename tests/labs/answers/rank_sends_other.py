@@ -7,9 +7,9 @@ def rank_sends(model, plan, rank):
     s, h, t = model.seq_len, model.hidden, plan.tp
     first, blocks = rank < plan.dp * t, model.layers / plan.pp
     layers = [(3 * h, h, True), (h, h, False), (4 * h, h, True), (h, 4 * h, False)]
-    psi = sum((i * o + i * column) / t + i * (not column) for i, o, column in layers) + 4 * h
+    psi = sum((o * i + o * column) / t + o * (not column) for o, i, column in layers) + 4 * h
     psi = blocks * psi + first * (model.vocab / t + s) * h
-    calls = blocks * sum(2 for _ in range(3 if plan.recompute == "full" else 2)) + first
+    calls = blocks * (6 if plan.recompute == "full" else 4) + first
     one, m = w * b * s * h, plan.microbatches
     return {
         "dp": 2 * (1 - 1 / plan.dp) * w * psi,

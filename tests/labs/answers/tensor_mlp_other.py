@@ -1,4 +1,4 @@
-"""Lab 07's first exercise in another way: the bias of one rank, and parts replaced in place."""
+"""Lab 07's first exercise in another way: plain parameters and `F.linear`."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,16 @@ from torch.nn import functional as F
 class MyMLP(nn.Module):
     def __init__(self, up: nn.Linear, down: nn.Linear, *, f: Callable, g: Callable) -> None:
         super().__init__()
+        self.f, self.g, self.up, self.down = f, g, nn.Module(), nn.Module()
         t, rank = dist.get_world_size(), dist.get_rank()
-        for layer, name, dim in ((up, "weight", 0), (up, "bias", 0), (down, "weight", 1)):
-            part = getattr(layer, name).detach().chunk(t, dim)[rank].clone()
-            setattr(layer, name, nn.Parameter(part))
-        self.up, self.down, self.f, self.g = up, down, f, g
+
+        def part(whole: torch.Tensor, dim: int) -> nn.Parameter:
+            return nn.Parameter(whole.detach().chunk(t, dim)[rank].clone())
+
+        self.up.weight, self.up.bias = part(up.weight, 0), part(up.bias, 0)
+        self.down.weight = part(down.weight, 1)
+        self.down.bias = nn.Parameter(down.bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = F.gelu(self.up(self.f(x)), approximate="tanh")
-        z = self.g(inside @ self.down.weight.t())
-        return torch.add(z, self.down.bias)
+        inside = F.gelu(F.linear(self.f(x), self.up.weight, self.up.bias), approximate="tanh")
+        return self.g(F.linear(inside, self.down.weight)) + self.down.bias

@@ -15,7 +15,7 @@ class ShardedSGD:
     def step(self, gradient):
         padding = (0, self.n * self.part - len(gradient))
         full = torch.nn.functional.pad(self.parameters, padding)
-        self.shard.set_(full[self.own].clone())
+        self.shard.set_(full[self.own].clone())  # the same object: SGD finds its momentum by it
         self.shard.grad = torch.empty_like(self.shard)
         whole = torch.nn.functional.pad(gradient, padding)
         dist.reduce_scatter_tensor(self.shard.grad, whole)
@@ -23,5 +23,5 @@ class ShardedSGD:
         self.sgd.step()
         dist.all_gather_into_tensor(full, self.shard)
         self.parameters.copy_(full[: len(gradient)])
-        self.shard.grad = None
+        self.shard.grad = None  # between steps the parameters are whole, and the shard is empty
         self.shard.set_(self.shard.new_empty(0))

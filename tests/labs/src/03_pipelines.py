@@ -648,10 +648,14 @@ verdict
 # * The backward retains its graph, and x and y stay in the dictionary: activations stay alive, and
 #   1F1B needs as much memory as GPipe.
 # * `send` in place of `isend`: where neighbours send to each other at the same time, both wait.
+#   (On NCCL even `isend` is not enough: it runs the single calls between two ranks in order. There
+# a   send and the receive that faces it go into one `dist.batch_isend_irecv`.)
 # * A send is never waited for: the tensor may be freed while it is being read.
 #
 # **Another answer** asks for the message of its next action before it computes the present one, so
-# that communication and computation overlap. torch and paralab do so too.
+# that communication and computation overlap. paralab does so, too, with a communicator for each
+# direction between two ranks on NCCL. torch's own `Schedule1F1B` batches a send with the receive
+# that faces it, and waits for both before it computes.
 
 # %% tags=["solution-only"]
 ### ANSWER: pipeline_executor_other
@@ -750,8 +754,8 @@ pl.exercises.interleaved_executor.check(interleaved_step)
 # scalar, so `y.item()` and `y.backward()` raise an error.
 #
 # **Another answer** looks no message up: it asks for all messages of a step at the beginning, each
-# into a tensor of its own, in the order in which its neighbours send them. It is shorter, and needs
-# the memory for all of them.
+# into a tensor of its own, in the order in which its neighbours send them. It is shorter, needs the
+# memory for all of them, and is for gloo: on NCCL the receives would hold up the sends behind them.
 
 # %% tags=["solution-only"]
 ### ANSWER: interleaved_executor_other

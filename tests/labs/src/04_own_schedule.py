@@ -444,7 +444,7 @@ pl.exercises.deadlock_clinic.check(fixed)
 # are moved to another rank, but a stage is where its weights are.
 #
 # **Another answer** for the third one takes no thought: 1F1B's own lists for three ranks. They take
-# the four moves that are allowed; three are enough.
+# the four moves that are allowed; the answer above takes three.
 
 # %% tags=["solution-only"]
 of_1f1b = [" ".join(map(str, row)) for row in schedules.one_f_one_b(3, 3)]
@@ -481,8 +481,9 @@ def next_to_gpipe(make, pp=4, microbatches=6):
 next_to_gpipe(my_schedule) if verdict else "write my_schedule first"
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** Rank $r$ has to run one forward for each of the $p-r-1$ ranks after it before
-# the first gradient can come back. After that each backward makes room for one forward.
+# **Why it works.** While micro-batch 0 goes down the $p-r-1$ ranks after $r$ and comes back, these
+# ranks need one more forward each, or they are idle. So rank $r$ runs $p-r-1$ forwards ahead. After
+# that each backward makes room for one forward.
 #
 # **Common mistakes.** All forwards first is GPipe: it keeps the time limit, but $m$ micro-batches
 # are alive. A warm-up that is one too short leaves the last rank idle in every round; one that is

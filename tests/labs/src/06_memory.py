@@ -100,9 +100,8 @@ guess
 def activation_bytes(spec, b, w=4):
     s, h, a = spec.seq_len, spec.hidden, spec.heads
     ends = 2 * w * b * s * h + 2 * w * b * s + 4 * b * s * spec.vocab + 16 * b * s
-    block = 0
     ### BEGIN SOLUTION
-    ### STUB: # block = ...
+    ### STUB: block = 0  # the sum of the seven lines
     block = 16 * w * b * s * h + w * a * b * s * s + 4 * w * b * s
     ### END SOLUTION
     return spec.layers * block + ends
@@ -265,7 +264,8 @@ pl.exercises.checkpoint.check(my_checkpoint)
 # state in a global: it is that of the last block when backward begins. Calling the block without
 # `enable_grad`: there is no graph. Not detaching `x` and calling `y.backward(gradient)`: it runs on
 # through the blocks before. Making the saved tensor itself the leaf: its `.grad` then lives as long
-# as the graph does.
+# as the graph does. On a GPU dropout draws from CUDA's generator: there
+# `torch.cuda.get_rng_state()` has to be kept and set as well.
 #
 # **A second solution** lets autograd run inside autograd: `torch.autograd.backward` fills the
 # parameters' `.grad` by itself, so forward need not take the parameters. It fails where `x` does
