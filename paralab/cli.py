@@ -1,8 +1,8 @@
 """`paralab run`, `predict`, `dry-run`, `program`, `observe`, `check`, `show`, `doctor`: in a shell.
 
-Every field of ``ModelSpec`` and ``Plan`` is an option of the same name (options.py). Under torchrun
-the same command is one rank of a job that may span machines: it writes its part of the report into
-a folder, which ``pl.load`` merges.
+Every field of ``ModelSpec`` and ``Plan`` that takes no code is an option (options.py). Under
+torchrun the same command is one rank of a job that may span machines: it writes its part of the
+report into a folder, which ``pl.load`` merges.
 
 What is legal is said in one place, the descriptions themselves: options are handed on as typed, and
 a refusal comes back as exit status 2. A run that failed is 1, an interrupted one 130, one that a
@@ -70,16 +70,20 @@ FILES = {
     ),
 }
 OPTIMIZER = Option("optimizer", str, "adamw or sgd")
+TIMEOUT = Option("timeout", number, "seconds without a sign of life before the ranks stop")
 RANKS_OF_A_RUN = (
     Option("device", str, "cpu or cuda (default: a GPU per rank where there are so many)"),
-    Option("timeout", number, "seconds without a sign of life before the ranks stop"),
+    TIMEOUT,
 )
 OBSERVE = (
     Option("ranks", number, "processes (default 4)"),
     Option("nodes", number, "place them on this many virtual nodes"),
     Option("steps", str, "what ends a step: optimizer, or marked by paralab.step()"),
     Option("memory_steps", number, "steps, from the first, in which bytes are counted (default 2)"),
-    *RANKS_OF_A_RUN,
+    Option(
+        "device", str, "of the process group: cpu (gloo) or cuda (NCCL); tensors are the program's"
+    ),
+    TIMEOUT,
 )
 CLIP_NORM = Option("clip_norm", number, "clip the gradients' global norm to this")
 

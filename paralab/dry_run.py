@@ -45,9 +45,10 @@ def dry_run(
 
     Returns a `Report` on the clock "dry run" with the rows of that rank in the tables collectives,
     memory (every step's), copies, steps and spans. Their times number what happens, one after the
-    other. ``meta`` has the "rank" and its "num_params". Bytes are those of a run on CPUs, row by
-    row; a message counts as sent the moment it leaves. Raises ValueError on anything that no run
-    could do.
+    other. ``meta`` has the "rank" and its "num_params". Bytes are those of a run on the cluster's
+    kind of device, row by row; a message counts as sent the moment it leaves. Memory on a 2D or
+    2.5D grid is that of the fullest rank, of which others hold up to a few per cent less. Raises
+    ValueError on anything that no run could do.
     """
     plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
@@ -59,7 +60,8 @@ def dry_run(
             f"it has {cluster.num_devices} devices, the plan needs {plan.world_size}",
             "one with more nodes, or None",
         )
-    model = model.resolved(gpus=cluster is not None and cluster.gpus)
+    gpus = cluster is not None and cluster.gpus
+    model = model.resolved(gpus=gpus)
     asked = {
         "rank": whole("rank", rank, at_least=0, at_most=plan.world_size - 1),
         "optimizer": optimizer,
@@ -80,5 +82,5 @@ def dry_run(
             "num_params": sum(prod(shapes[name]) for u in program.units[pp] for name in u.names),
             "nodes": list(map(node_of, range(plan.world_size))),
         },
-        **numbered(program, rank, node_of, steps),
+        **numbered(program, rank, node_of, steps, gloo=not gpus),
     )

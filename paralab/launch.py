@@ -57,8 +57,9 @@ def launch(
     stop     set it from any thread, at any moment, and the ranks end within a second
 
     Raises ``RankError``, ``RankTimeout``, ``OutOfMemory`` or ``Stopped``, and ``ValueError`` before
-    a process starts. A second call from another thread waits for the first; from a rank or from
-    ``on_progress`` it is refused with ``RuntimeError``.
+    a process starts. A second call from another thread waits for the first; one from a rank ends
+    in ``RankError``, and from the ``progress`` function of `pl.run` it is refused with
+    ``RuntimeError``.
     """
     __tracebackhide__ = True
     how = {"timeout": timeout, "device": device, "live": live, "stop": stop}

@@ -1,8 +1,8 @@
 """A shell's options, read off the descriptions, and what was typed as a model and a plan again.
 
-Every field of ``ModelSpec`` and ``Plan`` is an option of the same name: a field that a later
-version adds is reachable the day it exists. Values are handed on as typed: what is legal is said by
-the descriptions alone.
+Every field of ``ModelSpec`` and ``Plan`` but ``block`` and ``passes``, which take code, is an
+option of the same name: a field that a later version adds is reachable the day it exists. Values
+are handed on as typed: what is legal is said by the descriptions alone.
 """
 
 from __future__ import annotations

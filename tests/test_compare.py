@@ -200,6 +200,13 @@ def test_the_order_of_the_two_reports_does_not_matter():
 
 
 # ---- what cannot be compared ----------------------------------------------------------------
+def test_a_prediction_is_not_held_against_its_own_replay():
+    expect = predicted(2)
+    for again in (expect.replay(CLUSTER), expect.replay(CLUSTER).replay(CLUSTER)):
+        with pytest.raises(ValueError, match="report=.*nothing was measured; legal: what pl.run"):
+            compare(expect, again)
+
+
 def test_two_reports_of_one_clock_are_refused():
     expect = predicted(2)
     measured = as_measured(expect)

@@ -57,6 +57,16 @@ def away(table) -> dict[tuple[str, str], int]:
     return +found
 
 
+@pytest.mark.parametrize("plan", [{"dp": 4, "zero_stage": 3}, {"dp": 2, "zero_stage": 1}], ids=str)
+def test_for_gpus_it_holds_what_the_prediction_for_them_does(plan):
+    """gloo's buffers are not NCCL's."""
+    gpus = pl.Cluster.preset("dgx-a100")
+    here, there = (
+        pl.dry_run(MODEL, pl.Plan(**plan), cluster=cluster).peak_memory for cluster in (gpus, None)
+    )
+    assert here == pl.predict(MODEL, pl.Plan(**plan), gpus).peak_memory != there
+
+
 def test_every_message_is_that_of_a_run(both):
     plan, real, parts = both
     columns = ("op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes")

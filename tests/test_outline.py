@@ -135,6 +135,23 @@ def test_bytes_and_memory_are_exactly_those_of_every_call(name):
     assert actions.peaks().equals(calls.peaks())
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [{"dp": 16}, {"dp": 4, "tp": 4}, {"dp": 16, "zero_stage": 3}, {"dp": 16, "zero_stage": 1},
+     {"dp": 8, "pp": 2, "microbatches": 2}, {"dp": 4, "tp": 4, "tp_mode": "2d"}],
+    ids=str,
+)  # fmt: skip
+def test_bytes_are_on_the_levels_that_those_of_all_members_of_a_group_are_on(plan):
+    """One rank stands for them; it need not be the one that sends to another node."""
+    cluster, shares = FAST.replace(devices_per_node=8, nodes=2), []
+    for detail in ("calls", "actions"):
+        report = predict(MODEL, pl.Plan(**plan), cluster, steps=1, detail=detail)
+        sent = report.traffic(by="level").set_index("level")["bytes"]
+        shares.append((sent / report.steps["rank"].nunique()).to_dict())
+    assert set(shares[0]) == {"intra", "inter"}
+    assert shares[1] == pytest.approx(shares[0], abs=2)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_without_its_tables_a_step_is_as_long_and_as_large(name):
     report = both(name)[1]

@@ -149,6 +149,8 @@ def test_links_measured_per_operation_go_before_the_general_one():
     assert cluster.link("all_reduce", "intra") == other
     assert cluster.link("all_gather", "intra") == one
     assert cluster.link("all_reduce", "inter") == far
+    refuses(lambda: cluster.link("all_gossip", "intra"), "op", "all_gossip")
+    refuses(lambda: cluster.replace(products={"fp31": (1, 1, 1)}), "products", "fp31")
     assert one.seconds(1e9) == pytest.approx(1 + 1e-6)
 
 

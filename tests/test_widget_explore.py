@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import dataclass
 
 import pytest
 
 import paralab as pl
 from paralab import view
-from paralab.view import explore_parts
+from paralab.view import explore_parts, widget_picture
 from paralab.view.widget import STALE
 from widgets import CLUSTER, PATIENCE, numbers
 from widgets import DEEP as MODEL
@@ -180,6 +181,61 @@ def test_an_impossible_combination_says_why_in_place_of_its_views(bench, knobs, 
     assert bench.state == "idle" and bench.error is None and not bench._trouble.value
     assert not bench._go.disabled and STALE not in bench._views._dom_classes
     assert on_screen(bench) == before and numbers(bench)
+
+
+def test_code_that_fails_leaves_no_picture_of_other_settings(monkeypatch):
+    """An own schedule may raise what it likes, or say no in its own words."""
+
+    def mine(pp, microbatches, virtual_stages):
+        if microbatches == 8:
+            raise ValueError("eight: is too many")
+        return {2: pl.parallel.schedules.gpipe(pp, microbatches)}[microbatches]
+
+    monkeypatch.setenv("PARALAB_PICTURES", "1")
+    bench = pl.explore(MODEL, PLAN.replace(schedule=mine), CLUSTER)
+    assert widget_picture.FIGURES in bench._repr_mimebundle_()
+    for microbatches, why in ((4, "<b>KeyError</b>: 4"), (8, "<b>ValueError</b>: eight: is too")):
+        bench.set(microbatches=microbatches)
+        assert bench.state == "error" and STALE in bench._views._dom_classes
+        assert why in bench._trouble.value and "cannot be: " not in bench._trouble.value
+        assert bench._go.disabled and not bench._numbers.value and not bench._code.value
+        assert widget_picture.FIGURES not in bench._repr_mimebundle_()
+        with pytest.raises((KeyError, ValueError)):
+            bench.run()
+        assert STALE in bench._views._dom_classes
+    bench.set(microbatches=2)
+    assert bench.state == "idle" and STALE not in bench._views._dom_classes and numbers(bench)
+
+
+def test_settings_that_became_impossible_during_a_run_stay_grey_behind_it(bench, monkeypatch):
+    def measured(at, stop, progress):
+        bench.set(tp=8)
+        raise RuntimeError("the run's own trouble")
+
+    monkeypatch.setattr(bench, "_measure", measured)
+    with pytest.raises(RuntimeError, match="own trouble"):
+        bench.run().wait(PATIENCE)
+    assert STALE in bench._views._dom_classes and bench._go.disabled
+    assert "tp=8 partitions" in bench._trouble.value
+
+
+def test_code_of_ones_own_need_not_be_hashable():
+    @dataclass
+    class Nothing:
+        times: int = 1
+
+        def __call__(self, program):
+            return program
+
+    bench = pl.explore(MODEL, PLAN.replace(passes=(Nothing(),)), CLUSTER)
+    assert bench.state == "idle" and bench.result is None and numbers(bench)
+
+
+def test_what_is_asked_for_aside_leaves_no_note(bench):
+    for ask in (bench.predict, bench.views):
+        ask(zero_stage=3)
+        bench._refresh()
+        assert not bench._trouble.value and not bench._notes
 
 
 def test_what_can_be_and_should_not_is_said_in_the_widget_and_not_printed(bench, capfd):

@@ -304,6 +304,29 @@ def test_an_error_is_text_in_the_widget_and_nothing_is_printed(widget, monkeypat
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_would_end_the_thread_ends_the_run(widget, monkeypatch):
+    def leaves(*_: object, **__: object) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(widget, "_measure", leaves)
+    with pytest.raises(SystemExit):
+        widget.run().wait(PATIENCE)
+    assert widget.state == "error" and not widget._go.disabled and widget._halt.disabled
+
+
+def test_widgets_take_of_a_plan_what_they_are_about():
+    zero = widgets.zero(plan=ZERO.replace(offload="cpu"))
+    assert zero.plan == ZERO and zero.state == "idle"
+    with pytest.raises(ValueError, match="tp=2: this widget is about data parallelism; legal: 1"):
+        widgets.zero(plan=pl.Plan(dp=2, tp=2))
+    assert widgets.data_parallel(TINY, pl.Plan(dp=2, pp=2), CLUSTER).plan == pl.Plan(dp=2)
+    chunks = pl.Plan(pp=4, microbatches=8, virtual_stages=3, schedule="interleaved")
+    assert widgets.pipeline(plan=chunks).values.plan.virtual_stages == 3
+    assert "120 times" in widgets.tensor().set(hidden=12288, mode="2d").chart.finding
+    with pytest.raises(ValueError, match="device='x': not a number of bytes"):
+        widgets.memory(TINY, device={"a GPU": "x"}, cluster=CLUSTER)
+
+
 def test_closing_a_widget_ends_its_run(widget, monkeypatch):
     monkeypatch.setattr(type(widget), "steps", 100_000)
     widget.run()

@@ -41,22 +41,24 @@ class _Numbers(Costs):
         return 0.0
 
 
-def numbered(program: Program, rank: int, node_of: Callable[[int], int], steps: int) -> Tables:
+def numbered(
+    program: Program, rank: int, node_of: Callable[[int], int], steps: int, *, gloo: bool
+) -> Tables:
     """The rows of a global rank whose pipeline rank's list is there, every step like the first."""
     times = walked(program, _Numbers(program, ONES))
     member, length = Member(program, rank, node_of), times.seconds
-    mine, held = boxes(times, member, Calls(program)), _samples(program, times, member.at.pp)
+    mine, held = boxes(times, member, Calls(program)), _samples(program, times, member.at.pp, gloo)
     rows = Rows(program.plan.world_size)
     for step in range(steps):
         rows.add(member, mine, held, step, step * length, (step + 1) * length)
     return rows.tables()
 
 
-def _samples(program: Program, times: Times, pp: int) -> Samples:
+def _samples(program: Program, times: Times, pp: int, gloo: bool) -> Samples:
     """(number, bytes) of each action at its peak, behind the instruction where it is, and
     where it ends.
     """
-    (entered, left), found = times.of_program(pp), moments(program, pp)
+    (entered, left), found = times.of_program(pp), moments(program, pp, gloo=gloo)
     made = {0.0: next(found)[2]}
     actions = enumerate(spans(program, program.codes[pp]))
     for _, action in groupby(actions, key=lambda one: one[1]):

@@ -3,8 +3,8 @@
     pl.program(model, pl.Plan(dp=4, zero_stage=3))
 
        4  × 3 blocks, i = 0 … 2
-       4    ALL_GATHER       w blocks.i+1 over dp, 793 kB
-       5    WAIT             w blocks.i
+       4    ALL_GATHER       w blocks.i+1 mb 0 over dp, 793 kB
+       5    WAIT             w blocks.i mb 0
        6    FORWARD          blocks.i mb 0                               frees w, x
 
 A line has the position, what is done, what to (a value by its kind and its place in the model), the
@@ -120,7 +120,9 @@ class ProgramText(RankProgram):
 
     # ---- what it holds ---------------------------------------------------------------------------
     def peak(self, tier: str = "device") -> dict[str, int]:
-        """{category: bytes} that the rank holds on a tier at the peak of its device."""
+        """{category: bytes} that the rank holds on a tier at the peak of its device; on a 2D or
+        2.5D grid, the fullest rank.
+        """
         return on(choice("tier", tier, TIERS), self._weighed.held)
 
     def most(self, tier: str = "device") -> dict[str, int]:

@@ -538,10 +538,11 @@ class Loss(Op):
         logits = tokens * part.vocab
         self.keeps = 4 * logits + (9 if axis else 8) * tokens
         low = 4 * logits * (part.item < 4)
-        self.scratch = (low + 4, max(low, 4 * tokens), 0)
+        self.scratch = (low + 8 - part.item, max(low, 4 * tokens), 0)  # the result has 32 bits
         if axis:  # what was kept becomes the gradient
             freed = 0 if low else 8 * tokens - 4 * logits
-            self.scratch = (8 * (3 + part.q) * tokens, freed, 0)
+            early = part.item * bool(low)  # at the fullest moment the result is not there yet
+            self.scratch = (8 * (3 + part.q) * tokens - early, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
         moved = (12 + 6 * (low > 0)) * logits  # logits of 16 bits are copied to fp32, and back
@@ -572,14 +573,14 @@ class Loss(Op):
     def input_grad(self, weights, kept, grads, env):
         import torch
 
-        (logp, index, here), share = kept, env.share / len(kept[1])
+        logp, index, here = kept  # its share, in fp16 a tensor, lives for one line
         if here is None:
             g = torch.zeros_like(logp)
-            g.scatter_(1, index, g.new_ones(index.shape).mul_(-share))
+            g.scatter_(1, index, g.new_ones(index.shape).mul_(-env.share / len(index)))
             torch._log_softmax_backward_data(g, logp, -1, g.dtype, out=g)
         else:
             g = logp.exp_()  # the last use of what was kept
-            g.scatter_add_(1, index, -here.unsqueeze(1).to(g.dtype)).mul_(share)
+            g.scatter_add_(1, index, -here.unsqueeze(1).to(g.dtype)).mul_(env.share / len(index))
         return (g.to(env.dtype),), None
 
 

@@ -75,9 +75,11 @@ def plan_search(
     top           how many of the best plans that fit are compiled and simulated, at most: of those
                   that are estimated to be 2 % slower than the fastest of them, the first three;
                   and none that takes seconds to compile, if another fits
-    fixed         any field of `Plan`: a value, or a list of values to try. Tried without: all dp,
-                  tp, pp and micro-batch sizes that multiply up, every schedule, virtual stages of
-                  2, 4, 8 ..., every ZeRO stage, sequence parallelism, recomputation, and offload
+    fixed         any field of `Plan` but passes, a schedule of one's own, "l2l" and grad_sync=None:
+                  a value, or a list of values to try. Tried without: all dp, tp, pp and micro-batch
+                  sizes that multiply up, every schedule of a pipeline, virtual stages of 2, 4, 8
+                  ..., every ZeRO stage that has something to shard (with a pipeline, and without
+                  offload, stage 2 is stage 1), sequence parallelism, recomputation, and offload
                   where the cluster states its links. Other fields are as `Plan` has them: precision
                   is fp32 unless said otherwise
 

@@ -25,7 +25,7 @@ from paralab.spec import OWN_FORM
 from paralab.spec.links import Reach
 from paralab.spec.tiers import WAYS
 from paralab.theory import training
-from paralab.theory.traffic import BOOKKEEPING, edges, level
+from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, edges, far_share, level
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -228,7 +228,7 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
     """
     import pandas as pd
 
-    needs_times(report, "a bubble")
+    needs_times(report, "the times of a pipeline")
     step = chosen_step(report, step)
     spans = report.spans[report.spans["step"] == step]
     sent = spans[spans["kind"] == "comm"]
@@ -360,7 +360,8 @@ def traffic(
 
     by           one or several of rank (the sender), op, axis, level, phase, edge; edge gives two
                  columns, sender and receiver. A level is each edge's own: intra if sender and
-                 receiver share a node
+                 receiver share a node; of a report in outline, whose rank stands for the members of
+                 its group, they are on the levels as those of all members
     bookkeeping  count phases control and setup too
     warmup       count step 0 too
 
@@ -370,7 +371,7 @@ def traffic(
     names, summed = _named(by, BY), in_outline(report)
     keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
     calls = report.collectives if bookkeeping else own_calls(report)
-    nodes = functools.partial(node_of, report)
+    nodes, of_all = functools.partial(node_of, report), summed and "edge" not in names
 
     def moved() -> Iterator[tuple[dict[str, Any], int]]:
         for row in calls[calls["step"].isin(_counted(report, warmup))].itertuples(index=False):
@@ -383,6 +384,11 @@ def traffic(
                     "traffic() counts only bytes that the formulas know"
                 )
             labels = {"rank": rank, "op": row.op, "axis": row.axis, "phase": row.phase}
+            if of_all and row.op not in POINT_TO_POINT:
+                far = round(wire * far_share(row.op, row.ranks, payload, row.peer, nodes))
+                parts = {"intra": wire - far, "inter": far}.items()
+                yield from (({**labels, "level": which}, size) for which, size in parts if size)
+                continue
             for receiver, size in sent.items():
                 edge = {"sender": rank, "receiver": receiver}
                 yield {**labels, **edge, "level": level((rank, receiver), nodes)}, size
@@ -489,9 +495,10 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
 
     One row per category, always in the same order, and one "total". Columns: "program", what
     interpret/memory.py says of the moment at which the rank holds most, workspace included; and the
-    report's clock. There is no program of a traced function, nor of a saved plan with a schedule or
-    passes of the user's own; then its column is 0. A dry run is the program, and has no second
-    column of it. Raises ValueError if memory was not sampled.
+    report's clock. There is no program of a traced function, nor of a saved one with a block,
+    schedule or passes of the user's own; then its column is 0. On a 2D or 2.5D grid it is that of
+    the fullest rank, of which others hold up to a few per cent less. A dry run is the program, and
+    has no second column of it. Raises ValueError if memory was not sampled.
     """
     import pandas as pd
 
@@ -505,7 +512,8 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     columns, plan = {report.clock: worst.held}, report.plan
     if report.clock != DRY:
         program = {}
-        own = any(str(form).startswith(OWN_FORM) for form in (plan.schedule, *plan.passes))
+        forms = (plan.schedule, *plan.passes, report.model and report.model.block)
+        own = any(str(form).startswith(OWN_FORM) for form in forms)
         if report.model is not None and not own:
             optimizer = report.meta.get("optimizer", "adamw")
             how = {"optimizer": optimizer, "rank": worst.rank, "gloo": _gloo(report)}

@@ -169,6 +169,7 @@ class Cluster(Description):
 
     def link(self, op: str, level: str) -> Link:
         """The link that collective ``op`` runs on at ``level``, "intra" or "inter"."""
+        choice("op", op, OPS)
         choice("level", level, ("intra", "inter"))
         if level == "inter":
             return self.inter  # type: ignore[return-value]  # __post_init__ filled it
@@ -233,7 +234,7 @@ class Cluster(Description):
 
 
 def _three(precision: str, rates: Any) -> tuple[float, ...]:
-    choice("precision", precision, PRODUCTS)
+    choice("products", precision, PRODUCTS)
     name = f"products[{precision!r}]"
     if not isinstance(rates, (tuple, list)) or len(rates) != 3:
         raise illegal(name, rates, "not three rates", "FLOP/s of x W^T, g W and g^T x")

@@ -145,6 +145,9 @@ def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
         raise ValueError(
             f"clock: both reports are {clocks}; legal: one from pl.predict and one from pl.run"
         )
+    if b.meta.get("costs") == "predicted":
+        why = "it is a prediction that was replayed, in which nothing was measured"
+        raise illegal("report", b, why, "what pl.run returned, or a replay of that")
     return a, b
 
 

@@ -47,7 +47,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     """The same run with its recorded costs on ``cluster``, one device per rank; ``report`` stays as
     it is.
 
-    report   measured, or replayed before (then only the links can change)
+    report   measured; or predicted, or replayed before, whose costs are taken as they are
     cluster  whose links carry the collectives; default ``Cluster.local`` of the kind of device that
              the run was on. Its device speed is not used: compute costs are the recorded ones
     compute  scales those costs, and those of copies between host and device; 0.0 leaves the links
@@ -103,9 +103,11 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     start, end = ({span: t - zero for span, t in side.items()} for side in (start, end))
     spans, keys = report.spans, list(zip(report.steps["step"], report.steps["rank"], strict=True))
     own = spans["id"].map(costs).where(spans["lane"].isin(PROCESSORS)).fillna(spans["cost"])
+    predicted = {"costs": "predicted"} if report.clock == "predicted" else {}
     return dataclasses.replace(
         report,
         clock="replayed",
+        meta={**report.meta, **predicted},
         cluster=cluster,
         spans=_retimed(spans, "id", start, end).assign(cost=own),
         collectives=_retimed(report.collectives, "span", start, end),

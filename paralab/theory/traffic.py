@@ -21,6 +21,7 @@ do the sum.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -116,6 +117,25 @@ def level(ranks: Sequence[int], node_of: Callable[[int], int]) -> str:
 def most_sent(op: str, payload: int, n: int) -> int:
     """Bytes that the member of a group that sends most sends."""
     return wire_bytes(op, payload, n, int(op == "reduce" and n > 1))
+
+
+def far_share(
+    op: str, ranks: Sequence[int], payload: int, peer: int, node_of: Callable[[int], int]
+) -> float:
+    """Of what the members of a group send in a call, the share that leaves a node."""
+    nodes = {rank: node_of(rank) for rank in ranks}
+    if op in RING:  # every member sends as much to the next one
+        pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+        return sum(nodes[a] != nodes[b] for a, b in pairs) / len(ranks)
+    if op in PAIRWISE:  # and here to every other one
+        others = len(ranks) - 1
+        near = sum(n * (n - 1) for n in Counter(nodes.values()).values())
+        return 1 - near / (len(ranks) * others) if others else 0.0
+    sent: Counter[bool] = Counter()
+    for rank in ranks:
+        for receiver, size in edges(op, ranks, rank, payload, peer).items():
+            sent[nodes[rank] != nodes[receiver]] += size
+    return sent[True] / max(1, sent.total())
 
 
 def _tree_children(n: int, index: int, root: int) -> list[int]:

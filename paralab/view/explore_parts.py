@@ -53,7 +53,7 @@ NOWHERE = "none"  # buttons cannot have None for a value
 def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Knob]:
     """Every setting of a plan that has a slider, and what it runs on; they start at ``plan``."""
     schedules = {naming.SCHEDULE_NAME.get(name, name): name for name in SCHEDULES}
-    if plan.schedule not in SCHEDULES:
+    if callable(plan.schedule) or plan.schedule not in SCHEDULES:
         schedules[naming.schedule_name(plan)] = plan.schedule
     places = {NOWHERE: NOWHERE, "to host": "cpu", "to disk": "nvme"}
     if plan.offload not in (None, "cpu", "nvme"):

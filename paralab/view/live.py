@@ -47,7 +47,8 @@ def live_activations(
     labels   what to call each; default: the plan's name, or "schedule"
     step     of a report; default the typical one
 
-    Raises ValueError without sources, or if they do not have equally many pipeline ranks.
+    Raises ValueError without sources, if they do not have equally many pipeline ranks, and for one
+    micro-batch on one stage.
     """
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")

@@ -4,7 +4,7 @@
 the rows, row l of W's along the columns, and every rank adds one product to its block of Y. "3d"
 (Agarwal+ 1995; Bian+ 2021, arXiv:2105.14450) gathers X along one side of the cube and W along
 another, multiplies once, and sums Y along the third. The same calls as in
-parallel/tensor_2d.py and tensor_3d.py; blocks and colours as in matrix_blocks.py.
+model/grid_ops.py; blocks and colours as in matrix_blocks.py.
 """
 
 from __future__ import annotations

@@ -166,7 +166,9 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
     sections = [simulated(one, name, label=name) for name, one in made.items()]
     times = made[worst].makespan / made[best].makespan
-    longer = f"{times:.2g} times as long as" if times >= 2 else f"{percent(times - 1)} longer than"
+    longer = (
+        f"{theme.times(times)} as long as" if times >= 2 else f"{percent(times - 1)} longer than"
+    )
     said = f"{theme.text(worst)} takes {longer} {theme.text(best)}"
     if len(made) > 1 and math.isclose(times, 1.0):
         *others, last = map(theme.text, made)

@@ -232,6 +232,11 @@ def percent(share: float) -> str:
     return f"{100 * share:z.0f} %"
 
 
+def times(ratio: float) -> str:
+    """ "2.5 times", "120 times"."""
+    return f"{ratio:,.0f} times" if ratio >= 99.5 else f"{ratio:.2g} times"
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     """Where a logarithmic axis from low to high is labelled: decades, and 2 and 5 where few fit."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))

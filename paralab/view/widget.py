@@ -17,10 +17,11 @@ depend on, so a slider that comes back to them finds them again.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -274,8 +275,8 @@ class Widget(ipw.VBox):
         return report
 
     def _replay(self, at: At) -> Tables:
-        key = "replay", id(at.found)
-        return self._once(key, at.cluster, lambda: at.found.replay(at.cluster, **self.replays))
+        of = at.found, at.cluster
+        return self._once("replay", of, lambda: at.found.replay(at.cluster, **self.replays))
 
     def _once(self, what: Any, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gave for ``key`` the last time, if that was the last key of ``what``."""
@@ -299,8 +300,17 @@ class Widget(ipw.VBox):
     @property
     def values(self) -> At:
         at = At(self, {name: widget.value for name, widget in self.knobs.items()})
-        at.found = self._results.get(self._needs(at))
+        at.found = self._results.get(self._key(at))
         return at
+
+    def _key(self, at: At) -> Any:
+        """Of a result; code of one's own may be an object that cannot be hashed."""
+        needs = self._needs(at)
+        try:
+            hash(needs)
+        except TypeError:
+            return repr(needs)
+        return needs
 
     @property
     def result(self) -> Any:
@@ -321,7 +331,17 @@ class Widget(ipw.VBox):
 
     def predict(self, **knobs: Any) -> Chart:
         """The prediction as a picture; settings that are not named are where the sliders stand."""
-        return self._charts(self.at(**knobs))[0]
+        with self._aside():
+            return self._charts(self.at(**knobs))[0]
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is asked for in here leaves no note on the page."""
+        kept, self._notes = self._notes, []
+        try:
+            yield
+        finally:
+            self._notes = kept
 
     def set(self, **knobs: Any) -> Widget:
         """Move sliders; the picture follows once."""
@@ -346,6 +366,8 @@ class Widget(ipw.VBox):
                 raise RuntimeError("a run is in progress here: .wait() for it, or .stop() it")
             if knobs:
                 self.set(**knobs)
+            if STALE in self._views._dom_classes:  # the settings cannot be
+                raise self.error
             run = self._now = _Run(self.values)
             run.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
             self._bar.value, self._bar.max = 0, 1
@@ -389,6 +411,8 @@ class Widget(ipw.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
+        if STALE in self._views._dom_classes:  # the pictures are of other settings
+            return bundle
         return bundle | widget_picture.bundle(self.charts, repr(self))
 
     # ---- sliders -----------------------------------------------------------------------------
@@ -445,18 +469,18 @@ class Widget(ipw.VBox):
             if why := self._blocked(run.at) or self._refused(run.at):
                 raise ValueError(why)
             found = self._measure(run.at, stop=run.stop, progress=progress)
-        except Exception as error:
+        except BaseException as error:  # also one that would end the thread
             run.error = error
             with self._lock:
                 self._complain(error)
             return
         with self._lock:
-            self._results[self._needs(run.at)] = found
+            self._results[self._key(run.at)] = found
             self.state = "idle"  # `_refresh` says what it is now
             self._refresh()
 
     # ---- what is shown -----------------------------------------------------------------------
-    def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
+    def _enter(self, state: str, said: str = "", error: BaseException | None = None) -> None:
         running, at = state == "running", self.values
         blocked = self._blocked(at) if state in ("idle", "done") else ""
         self.state, self.error = state, error
@@ -478,20 +502,28 @@ class Widget(ipw.VBox):
 
     def _refuse(self, error: Exception) -> None:
         """The reason in place of the views, which stay, greyed; there is nothing to run."""
-        if not isinstance(error, ValueError):
-            self._complain(error)
-            return
-        self._enter("error", "This combination cannot be: see below. Move a slider.", error)
+        cannot = isinstance(error, ValueError)
+        said = "This combination cannot be" if cannot else "This did not work"
+        self._enter("error", f"{said}: see below. Move a slider.", error)
         self._go.disabled = True
-        self._trouble.value = GREY + parts.impossible(error)
+        self._trouble.value = GREY + (parts.impossible if cannot else parts.trouble)(error)
         self._numbers.value = self._code.value = ""
         self._views.add_class(STALE)
 
-    def _complain(self, error: Exception) -> None:
-        """Show what went wrong as text: in the widget, for a thread's traceback finds no reader."""
+    def _complain(self, error: BaseException) -> None:
+        """Show what went wrong as text: in the widget, for a thread's traceback finds no reader.
+        The settings may be others than those that ran, and are shown as they stand.
+        """
+        self.state = "idle"
+        self._refresh()
+        if STALE in self._views._dom_classes:  # they cannot be, which is said already
+            return
+        blocked = self._go.disabled
         if isinstance(error, Stopped):
             said = str(error)
             self._enter("stopped", f"{said[:1].upper()}{said[1:]}.", error)
-            return
-        self._enter("error", "It did not work: see below. Change a setting and run again.", error)
-        self._trouble.value = parts.trouble(error)
+        else:
+            said = "It did not work: see below. Change a setting and run again."
+            self._enter("error", said, error)
+            self._trouble.value = parts.trouble(error)
+        self._go.disabled = blocked

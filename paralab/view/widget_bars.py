@@ -25,7 +25,7 @@ from paralab.view.marks import bars as mark
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, count, here, in_bytes, no_room, slider
+from paralab.view.widget_parts import buttons, count, here, in_bytes, no_room, only, slider
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
@@ -138,11 +138,16 @@ class Alternatives(Widget):
         return no_room(at.plan.world_size, sum(self.held(at).values()), here(at.plan.world_size))
 
 
+USED = ("dp", "zero_stage", "microbatches", "microbatch_size", "precision", "recompute")
+USED += ("bucket_bytes", "prefetch")
+
+
 class Zero(Alternatives):
     """Stage, devices N, micro-batches m, hidden size, precision, recomputation.
 
     model  where the hidden size starts, and all else about the model; default: 8 layers
-    plan   where the other knobs start; its bucket_bytes, prefetch and microbatch_size are used
+    plan   where the other knobs start; its bucket_bytes, prefetch and microbatch_size are used, and
+           no other setting
     """
 
     name, steps = "zero", 4
@@ -161,7 +166,9 @@ class Zero(Alternatives):
     def _check(self) -> None:
         if self.plan.pp > 1:
             raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
-        self.plan = self.plan.replace(grad_sync="overlapped", shard=None)
+        if self.plan.tp > 1:
+            raise illegal("tp", self.plan.tp, "this widget is about data parallelism", "1")
+        self.plan = only(self.plan, *USED)
         super()._check()
 
     def _compared(self, name: str, at: At) -> bool:
@@ -185,7 +192,7 @@ class Zero(Alternatives):
         if not self.sent(plain):
             return f"{said}; one device has nothing to shard"
         times = float(self.sent(at) / self.sent(plain))
-        much = "the same" if abs(times - 1) < 0.01 else f"{times:.2g} times the"
+        much = "the same" if abs(times - 1) < 0.01 else f"{theme.times(times)} the"
         return f"{said} for {much} traffic"
 
 
@@ -256,7 +263,7 @@ class Tensor(Alternatives):
         if chosen == least:
             return f"{said}{chosen} sends least"
         times = float(sent[chosen] / sent[least])
-        return f"{said}{chosen} sends {times:.2g} times as much as {least}"
+        return f"{said}{chosen} sends {theme.times(times)} as much as {least}"
 
 
 def _measured(found: Tables) -> tuple[Kept, Fraction]:

@@ -34,8 +34,8 @@ from paralab.view.widget import At
 from paralab.view.widget_parts import few, here, is_here, no_room
 from paralab.view.widget_steps import Steps
 
-LONGEST = 60.0  # seconds of a run
 BOTH = 3  # ranks of two timelines
+LONGEST = 60.0  # seconds of a run
 VIEWS = ("timeline", "mesh", "memory", "traffic")
 WARNING = "zero_stage=3 with pp="  # what a plan says that is legal and slow
 
@@ -108,10 +108,14 @@ class Explore(Steps):
         seconds = self.steps * at.expect.step_time * crowd
         return no_room(plan.world_size, each, cluster, seconds, LONGEST)
 
+    def _refused(self, at: At) -> str:
+        return ""  # the button says it before
+
     # ---- what is shown -----------------------------------------------------------------------
     def views(self, **knobs: Any) -> dict[str, Chart]:
         """All views by name, as `predict` gives the timeline."""
-        return dict(zip(VIEWS, self._charts(self.at(**knobs)), strict=True))
+        with self._aside():
+            return dict(zip(VIEWS, self._charts(self.at(**knobs)), strict=True))
 
     def _charts(self, at: At) -> list[Chart]:
         if (trouble := parts.fits(at.expect)) is not None:

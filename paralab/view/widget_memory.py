@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import illegal, num_bytes
 from paralab.interpret import quick
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory import needs
@@ -19,7 +19,7 @@ from paralab.view.chart import Chart
 from paralab.view.memory import bytes_bars, share_of
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import Knob, in_bytes, no_room, period, slider
+from paralab.view.widget_parts import Knob, here, in_bytes, is_here, no_room, period, slider
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
 LONGEST = 5.0  # seconds that one real step may take by prediction
@@ -57,7 +57,8 @@ class Memory(Widget):
     ) -> None:
         if not isinstance(device, Mapping) or len(device) != 1:
             raise illegal("device", device, "not one device", '{"80 GB GPU": 80 * 10**9}')
-        (self.device,) = device.items()
+        ((label, size),) = device.items()
+        self.device = label, num_bytes("device", size)
         super().__init__(model, None, cluster)
 
     def _heads(self, hidden: int) -> int:
@@ -71,7 +72,8 @@ class Memory(Widget):
 
     def _refused(self, at: At) -> str:
         need = sum(self.held(at, "fp32").values())
-        return no_room(1, need, at.cluster, at.expect.step_time, LONGEST)
+        there = at.cluster if is_here(at.cluster) else here(1)
+        return no_room(1, need, there, at.expect.step_time, LONGEST)
 
     def _charts(self, at: At) -> list[Chart]:
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}

@@ -12,8 +12,9 @@ import ipywidgets as ipw
 
 from paralab.checks import illegal
 from paralab.instruments.calibrate import device_of_run
+from paralab.interpret import quick
 from paralab.report.tables import Tables
-from paralab.spec import Cluster, Link
+from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 
@@ -143,10 +144,25 @@ def no_room(
     least = "a smaller model or batch would"
     if need > cluster.memory // 2:
         has = in_bytes(cluster.memory)
-        return f"“Run it” would need {in_bytes(need)}, and this machine has {has}: {least} fit"
+        why = f"“Run it” would need {in_bytes(need)}, and this machine has {has}"
+        return f"{why}: {least} fit (a run may take half of it)"
     if seconds > longest:
         return f"“Run it” would take about {period(seconds)} here: {least} be done in seconds"
     return ""
+
+
+def only(plan: Plan, *names: str) -> Plan:
+    """A plan with these settings of another one, and no other."""
+    return Plan(**{name: getattr(plan, name) for name in names})
+
+
+def too_much(model: ModelSpec, plan: Plan, cluster: Cluster) -> str:
+    """Why a step cannot run here, as a sentence; "" if it can.
+
+    cluster  what the widget was given: a machine like this one, or this one is asked
+    """
+    there = cluster if is_here(cluster) else here(plan.world_size)
+    return no_room(plan.world_size, sum(quick.fullest(model, plan)[1].values()), there)
 
 
 # ---- words ---------------------------------------------------------------------------------------
@@ -209,7 +225,7 @@ def noted(*lines: str) -> str:
     return f'<div style="{style}">{"<br>".join(lines)}</div>' if lines else ""
 
 
-def trouble(error: Exception) -> str:
+def trouble(error: BaseException) -> str:
     """An error as HTML: its first line, and below it a part that opens (a rank's traceback)."""
     first, _, rest = str(error).partition("\n")
     shown = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
@@ -220,9 +236,11 @@ def trouble(error: Exception) -> str:
     return noted(shown)
 
 
-def impossible(error: Exception) -> str:
+def impossible(error: BaseException) -> str:
     """A refusal as HTML: what was asked, why it cannot be, what would work."""
-    asked, _, rest = str(error).partition(": ")
-    why, _, legal = rest.partition("; legal: ")
+    said, _, legal = str(error).partition("; legal: ")
+    if not legal:  # code of one's own says it in its own words
+        return trouble(error)
+    asked, _, why = said.partition(": ")
     lines = [f"<b>{html.escape(asked)}</b> cannot be: {html.escape(why)}."]
-    return noted(*lines, *[f"What would work: {html.escape(legal)}."] * bool(legal))
+    return noted(*lines, f"What would work: {html.escape(legal)}.")

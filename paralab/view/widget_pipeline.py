@@ -26,7 +26,7 @@ from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.naming import SCHEDULE_NAME
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, crowd, in_seconds, slider
+from paralab.view.widget_parts import buttons, crowd, in_seconds, slider, too_much
 
 FORWARD_S = 40e-3  # of the whole model, one micro-batch; backward's halves take as long each
 KINDS = ("forward", "backward", "weight_grad")
@@ -48,7 +48,12 @@ class Pipeline(Widget):
             "micro-batches", (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), "{} micro-batch", "es"
         ),
         "virtual_stages": slider(
-            "chunks v", (1, 2, 3), "{} chunk", "s", start=2, tip="only interleaved has several"
+            "chunks v",
+            (1, 2, 3),
+            "{} chunk",
+            "s",
+            start=lambda widget: max(2, widget.plan.virtual_stages),
+            tip="only interleaved has several",
         ),
         "imbalance": slider(
             "last stage",
@@ -104,7 +109,10 @@ class Pipeline(Widget):
     def _blocked(self, at: At) -> str:
         stages, layers = at.plan.stages, self.model.layers
         few = f"“Run it” has {layers} layers for {stages} stages: fewer ranks or chunks would do"
-        return few * (stages > layers)
+        return super()._blocked(at) or few * (stages > layers)
+
+    def _refused(self, at: At) -> str:
+        return too_much(at.model, at.plan, at.cluster)
 
     def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
         super()._enter(state, said, error)

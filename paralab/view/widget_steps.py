@@ -20,7 +20,16 @@ from paralab.spec import ModelSpec, Plan
 from paralab.view.chart import Chart
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, crowd, few, in_bytes, links_of, slider
+from paralab.view.widget_parts import (
+    buttons,
+    crowd,
+    few,
+    in_bytes,
+    links_of,
+    only,
+    slider,
+    too_much,
+)
 
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
 SPEED = slider("link speed", BANDWIDTHS, link=links_of)
@@ -73,6 +82,9 @@ class Steps(Widget):
             return False
         return self.cluster is None or value <= self.cluster.num_devices
 
+    def _refused(self, at: At) -> str:
+        return too_much(at.model, at.plan, at.cluster)
+
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.found is not None], at.expect.world_size))
         two = at.found and timelines(at.expect, at.replayed, ranks=ranks)
@@ -93,6 +105,9 @@ class Steps(Widget):
             return "the predicted step equals its replay"
         way = "above" if off > 0 else "below"
         return f"the predicted step is {abs(100 * off):.0f} % {way} its replay"
+
+
+USED = ("dp", "grad_sync", "bucket_bytes", "microbatches", "microbatch_size", "precision")
 
 
 class DataParallel(Steps):
@@ -124,6 +139,7 @@ class DataParallel(Steps):
     }
 
     def _check(self) -> None:
+        self.plan = only(self.plan, *USED)
         super()._check()
         if self.plan.grad_sync not in FORMS:
             self.plan = self.plan.replace(grad_sync="overlapped")
