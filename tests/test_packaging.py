@@ -69,7 +69,7 @@ print(there, *said, "lark" in sys.modules, parse("iri", "http://a/b") is not Non
 
 
 NO_TORCH = """
-import importlib, sys
+import dataclasses, importlib, sys
 sys.modules["torch"] = None  # who imports it fails
 for name in sys.argv[1:]:
     importlib.import_module(name)
@@ -88,7 +88,7 @@ for detail, plan in (
     pl.view.mesh(plan, cluster), pl.view.stage_memory(report)
     pl.view.timelines(report, report), pl.view.memory_bars({"a": report})
     pl.view.memory_charts({"a": report})
-pl.compare(report, report.replay(cluster))
+pl.compare(report, dataclasses.replace(report, clock="measured")), report.replay(cluster)
 report.to_perfetto("trace.json"), report.save("report.json")
 pl.load("report.json").to_html("report.html")
 bench = pl.explore(model, pl.Plan(dp=2, pp=2), cluster)

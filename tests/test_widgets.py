@@ -322,7 +322,7 @@ def test_widgets_take_of_a_plan_what_they_are_about():
     assert widgets.data_parallel(TINY, pl.Plan(dp=2, pp=2), CLUSTER).plan == pl.Plan(dp=2)
     chunks = pl.Plan(pp=4, microbatches=8, virtual_stages=3, schedule="interleaved")
     assert widgets.pipeline(plan=chunks).values.plan.virtual_stages == 3
-    assert "120 times" in widgets.tensor().set(hidden=12288, mode="2d").chart.finding
+    assert "116 times as" in widgets.tensor().set(hidden=12288, mode="2d").chart.finding
     with pytest.raises(ValueError, match="device='x': not a number of bytes"):
         widgets.memory(TINY, device={"a GPU": "x"}, cluster=CLUSTER)
 
