@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import re
 import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -229,6 +231,27 @@ def test_code_of_ones_own_need_not_be_hashable():
 
     bench = pl.explore(MODEL, PLAN.replace(passes=(Nothing(),)), CLUSTER)
     assert bench.state == "idle" and bench.result is None and numbers(bench)
+
+
+def test_the_code_line_makes_this_plan():
+    def my_pass(program):
+        return program
+
+    def my_schedule(pp, microbatches, virtual_stages):
+        return pl.parallel.schedules.gpipe(pp, microbatches)
+
+    given = {"zero_stage": 1, "offload": {"optimizer": "nvme", "bandwidth": {"disk": "1GB"}}}
+    for plan in (
+        pl.Plan(dp=2, passes=(my_pass,)),
+        pl.Plan(pp=2, microbatches=2, schedule=my_schedule),
+        pl.Plan(dp=2, **given),
+    ):
+        said = re.sub("<[^>]*>", "", html.unescape(explore_parts.as_code(plan)))
+        names = {"pl": pl, "my_pass": my_pass, "my_schedule": my_schedule}
+        exec(said, names)
+        assert names["plan"] == plan
+    nameless = pl.Plan(pp=2, microbatches=2, schedule=partial(my_schedule))
+    assert "schedule=your_own, " in explore_parts.as_code(nameless)
 
 
 def test_what_is_asked_for_aside_leaves_no_note(bench):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import html
 from dataclasses import fields
+from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES
 from paralab.report.metrics import peak, peak_memory, reported_ranks, traffic, utilisation
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
+from paralab.spec.tiers import Offload
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.memory_chart import stage_of
@@ -149,15 +151,29 @@ COLUMNS: dict[str, Says] = {
 }
 
 
+def _set(one: Any, usual: Any) -> dict[str, Any]:
+    """{field: value} of what differs from ``usual``."""
+    values = {field.name: getattr(one, field.name) for field in fields(one)}
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
+
+def _written(value: Any) -> str:
+    """A setting as code; of code of one's own the name, or what stands for one that has none."""
+    if isinstance(value, Offload):
+        placed = _set(value, Offload())
+        return repr(placed | ({"bandwidth": value.limits} if value.limits else {}))
+    if isinstance(value, tuple):
+        return f"({' '.join(f'{_written(one)},' for one in value)})"
+    if callable(value):
+        name = getattr(value, "__name__", "")
+        return name if name.isidentifier() else "your_own"
+    return repr(value)
+
+
 # ---- the code line -------------------------------------------------------------------------------
 def as_code(plan: Plan) -> str:
     """Beneath the table: the plan as one would write it, what differs from the default."""
-    usual = Plan()
-    said = [
-        f"{one.name}={getattr(value, '__name__', None) or repr(value)}"
-        for one in fields(plan)
-        if (value := getattr(plan, one.name)) != getattr(usual, one.name)
-    ]
+    said = [f"{name}={_written(value)}" for name, value in _set(plan, Plan()).items()]
     style = f"color:{MUTED};font-family:monospace;font-size:12px;line-height:1.5"
     code = html.escape(f"plan = pl.Plan({', '.join(said)})")
     return f'<div style="{style};overflow-wrap:anywhere">{code}</div>'
