@@ -191,7 +191,7 @@ def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
             _observers.remove(observer)
 
 
-def _part(observer: Any, who: Any, result: Any, name: str) -> dict[str, Any]:
+def _part(observer: Any, who: Any, result: Any, name: str = "this process") -> dict[str, Any]:
     tables = observer.part()
     if observer.saw_nothing and result is None:
         raise illegal("program", name, NOTHING, "a program that trains in its ranks")
@@ -283,5 +283,5 @@ def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
     seen, who = _Seen(), SimpleNamespace(rank=0, world_size=1, device="cpu", nodes=(0,))
     with _observed(who, {**settings, "existing": True}) as observer:
         yield seen
-        part = _part(observer, who, (), "this process")
+        part = _part(observer, who, ())
     seen.report = _report("this process", [part])

@@ -573,14 +573,15 @@ class Loss(Op):
     def input_grad(self, weights, kept, grads, env):
         import torch
 
-        logp, index, here = kept  # its share, in fp16 a tensor, lives for one line
+        (logp, index, here), share = kept, env.share / len(kept[1])
         if here is None:
             g = torch.zeros_like(logp)
-            g.scatter_(1, index, g.new_ones(index.shape).mul_(-env.share / len(index)))
+            g.scatter_(1, index, g.new_ones(index.shape).mul_(-share))
             torch._log_softmax_backward_data(g, logp, -1, g.dtype, out=g)
         else:
             g = logp.exp_()  # the last use of what was kept
-            g.scatter_add_(1, index, -here.unsqueeze(1).to(g.dtype)).mul_(env.share / len(index))
+            g.scatter_add_(1, index, -here.unsqueeze(1).to(g.dtype)).mul_(share)
+        del share  # in fp16 a tensor, and the copy is the fullest moment
         return (g.to(env.dtype),), None
 
 
