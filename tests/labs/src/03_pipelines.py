@@ -648,8 +648,8 @@ verdict
 # * The backward retains its graph, and x and y stay in the dictionary: activations stay alive, and
 #   1F1B needs as much memory as GPipe.
 # * `send` in place of `isend`: where neighbours send to each other at the same time, both wait.
-#   (On NCCL even `isend` is not enough: it runs the single calls between two ranks in order. There
-# a   send and the receive that faces it go into one `dist.batch_isend_irecv`.)
+#   (On NCCL even `isend` is not enough: it runs the single calls between two ranks in order.
+#   There a send and the receive that faces it go into one `dist.batch_isend_irecv`.)
 # * A send is never waited for: the tensor may be freed while it is being read.
 #
 # **Another answer** asks for the message of its next action before it computes the present one, so

@@ -40,7 +40,7 @@ view.schedules({"1F1B": schedules.one_f_one_b(4, 8), "ZB-H1": schedules.zb_h1(4,
 # %% [markdown]
 # Both schedules do the same work on four ranks. The second one cuts each backward in two. The first
 # half is green, and half as long as the whole backward of 1F1B. The second half is yellow. It
-# may run later: so the gradient reaches the rank before it sooner, and ranks have work left for the
+# may run later. So the gradient reaches the previous rank sooner, and ranks have work left for the
 # end, where those of 1F1B wait.
 #
 # ## A backward is two products
@@ -481,9 +481,9 @@ def next_to_gpipe(make, pp=4, microbatches=6):
 next_to_gpipe(my_schedule) if verdict else "write my_schedule first"
 
 # %% [markdown] tags=["solution-only"]
-# **Why it works.** While micro-batch 0 goes down the $p-r-1$ ranks after $r$ and comes back, these
-# ranks need one more forward each, or they are idle. So rank $r$ runs $p-r-1$ forwards ahead. After
-# that each backward makes room for one forward.
+# **Why it works.** While micro-batch 0 goes down the $p-r-1$ ranks after $r$ and comes back, each
+# of these ranks needs one more micro-batch to work on, or it is idle. So rank $r$ runs $p-r-1$
+# forwards ahead. After that each backward makes room for one forward.
 #
 # **Common mistakes.** All forwards first is GPipe: it keeps the time limit, but $m$ micro-batches
 # are alive. A warm-up that is one too short leaves the last rank idle in every round; one that is

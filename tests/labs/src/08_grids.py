@@ -575,11 +575,11 @@ fewest.reveal(3, "It sends weights once, as gradients, and activations of an eig
 # With 64 sequences the usual plan sends less than every grid, and most of it stays inside a node.
 # With 8 sequences, and one micro-batch per step, the best grid (3D) sends less in all, in many
 # small calls and before the next layer can start, and a part of it through groups that span nodes.
-# With two micro-batches per step it sends more: a grid sends W for each of them, the usual plan
-# its gradients once (per micro-batch 220 million elements, and the grid 302). And the gradients
-# across nodes can overlap with backward. What the grids still have is memory: tp = 8 × dp = 8
-# keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th); ZeRO closes
-# this gap (lab 05).
+# With two micro-batches of 8 sequences each per step it sends more: a grid sends W for each of
+# them, the usual plan its gradients once (per micro-batch 220 million elements, and the grid 302).
+# And the gradients across nodes can overlap with backward. What the grids still have is memory: tp
+# = 8 × dp = 8 keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th);
+# ZeRO closes this gap (lab 05).
 #
 # ## Who ships this?
 # Neither PyTorch, Megatron-LM nor DeepSpeed has a 2D, 2.5D or 3D tensor parallelism. Colossal-AI,

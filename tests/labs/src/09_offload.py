@@ -259,8 +259,8 @@ print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per ste
 # = \frac{1/X}{1/X + 1/(IB)} = \frac{I B}{I B + X}$$
 #
 # The paper counts 16 bytes of optimizer states per parameter: the master weight, two moments and a
-# gradient, all in 32 bits. (K above has 12, and the gradient in 16 bits.) They are read and written
-# once, so moved = 32 and I = b s/4:
+# gradient, all in 32 bits. (Of the K = 16 bytes above 12 are optimizer states, and
+# the gradient has 2.) They are read and written once, so moved = 32 and I = b s/4:
 
 # %%
 intensity = offload_costs.ait_optimizer(batch=2, seq_len=1024)
@@ -511,8 +511,9 @@ except pl.OutOfMemory:
 # (`recompute="full"` and `offload={"activations": "cpu"}` take the activations too.)
 #
 # There is another order, in which all micro-batches pass through one layer before the next layer
-# comes: **L2L**, the layer relay. What does it save? Not memory, if the next layer is fetched
-# meanwhile, as here: the inputs of all micro-batches are kept.
+# comes: **L2L**, the layer relay. It saves no memory if the next layer is fetched meanwhile, as
+# here. It even needs more, because the inputs of all micro-batches are kept. What it can save is
+# copies:
 
 # %%
 relay = pl.exercises.choose(

@@ -614,12 +614,13 @@ columns = ["dp", "tp", "pp", "zero_stage", "recompute", "closed_s", "serial_s"]
 fitting.loc[[0, fitting["serial_s"].idxmin()], columns].round(2)
 
 # %% [markdown]
-# So the ranking rests on the overlap: without it a pipeline with ZeRO-1 is best, as Megatron
-# advises. Lab 12 compares both columns with a measurement.
+# So the ranking rests on the overlap: without it a pipeline with ZeRO-1 is best. That agrees with
+# Megatron's advice against ZeRO-3 across nodes, but $t$ is 2 here and not 8. Lab 12 compares both
+# columns with a measurement.
 #
-# Each row of the next table fixes one setting at another value and searches all others again.
-# *times* is the step of the best plan found, divided by the winner's. (`zb-h2` is the schedule
-# without a bubble of lab 04.)
+# Each row of the next table takes, of all these plans, those that have another value of one
+# setting, and shows the best of them. *times* is its estimated step, divided by the winner's.
+# (`zb-h2` is the schedule without a bubble of lab 04.)
 
 # %%
 losers = search.losers().query("setting in ['tp', 'pp', 'zero_stage', 'recompute', 'schedule']")
