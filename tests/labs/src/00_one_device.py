@@ -405,10 +405,10 @@ for optimizer in ("adamw", "sgd"):
 hides.reveal(3, "Both means are of the same gradient, so a factor of it cancels.")
 
 # %% [markdown]
-# With AdamW the losses never show this bug, because a constant factor cancels in every later step,
-# too. What shows it, from the first step on, is the logged norm of the gradient, which is m times
-# too large; and gradient clipping sets in too early. Never use AdamW to test whether gradients are
-# right.
+# Without clipping AdamW's losses hide this bug to the end, because a constant factor cancels (but
+# for ε) in every later step, too. What shows it, from the first step on, is the logged norm of the
+# gradient, which is m times too large; and clipping, if there is any, sets in too early. Never use
+# AdamW to test whether gradients are right.
 #
 # **Memory that grows with $m$.** The function below divides correctly, and its gradients are right.
 # But something is wrong with its memory:

@@ -651,14 +651,15 @@ sent_guess.reveal(rows[0]["a rank sends (bytes)"] / MB)
 #
 # $$\text{nelem}(c) = \min\big(\text{chunk},\ \text{count} - c\cdot\text{chunk}\big).$$
 #
-# The thread shows no thread count; with 256 threads the formula gives exactly the three numbers.
-# (In [#391](https://github.com/NVIDIA/nccl/issues/391) a maintainer explains the slots. What he
-# calls a chunk, 2 slots or 1 MB, is a *slice* in the source, half of the chunk meant here.)
+# The thread shows no thread count; with 256 working threads the formula gives exactly the three
+# numbers. (In [#391](https://github.com/NVIDIA/nccl/issues/391) a maintainer explains the slots.
+# What he calls a chunk, 2 slots or 1 MB, is a *slice* in the source, half of the chunk meant
+# here.)
 
 
 # %%
 def nelem(count, itemsize, ranks=2, channels=1, threads=256):
-    """Elements of each rank's chunk in the first round of NCCL's ring."""
+    """Elements of each rank's chunk in the first round of NCCL's ring; threads: those that work."""
     most = 4 * (4 * 2**20 // 8) // itemsize  # four slots
     step = threads * 8 // itemsize
     chunk = min(most, -(-count // (ranks * channels)))

@@ -470,7 +470,8 @@ constant.reveal(off["null model"].mean())
 # rows the prediction is nearer than the constant, but its errors have a pattern: it is 5 to 7 %
 # too fast for each of the five largest models, and within 2.3 % for the others. Four of these five
 # plans are interleaved, and for them the constant is nearer. If one prediction is 6 % too fast and
-# another one is not, their comparison is off by as much. So compare plans of one kind.
+# another one is not, their comparison is off by as much. So compare plans for models of
+# similar size, with pipelines of similar depth.
 #
 # ## Five measured rows may correct a cluster
 # If you have measured a few iterations, `pl.fit_cluster` corrects at most six figures of a stated
@@ -694,8 +695,8 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 # 1. $C_\text{model} = 72\,d m b\, s L h^2 (1 + \frac{s}{6h} + \frac{V}{12Lh})$; with the blocks
 #    recomputed 96 and $\frac{V}{16Lh}$.
 # 2. MFU divides what the model needs by what the devices could do; HFU counts recomputation too.
-# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, low by a little less than $s/(6h)$: by 1 to 3 % for the
-#    models above with 76 billion parameters and more, by 10 % for that of 1.7 billion.
+# 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, low by less than $s/(6h)$: by 1 to 3 % for the models
+#    above with 76 billion parameters and more, and by 10 % for that of 1.7 billion.
 # 4. By the prediction half of what is lost is lost inside the devices; the rest is bubble, links,
 #    optimizer and the slowest stage. 11 % of the measured loss is not explained.
 # 5. Judge a prediction by how much better than a constant it is, on rows it was not fitted to.

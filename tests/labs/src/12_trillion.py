@@ -36,11 +36,12 @@ view.mesh(plan, nodes, rank=1536)
 # [script](https://github.com/NVIDIA/Megatron-LM/tree/main/examples/academic_paper_scripts/sc21):
 # without interleaving, though the paper's text says otherwise. Tensor parallelism's messages are
 # waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`). Three things
-# are simpler here. The script sums gradients behind the last backward; here each bucket leaves as
+# differ here. The script sums gradients behind the last backward; here each bucket leaves as
 # soon as it is complete. The script sends activations between stages in eighths (*scatter/gather*,
 # below), and this plan sends them whole: a step takes 2 % longer. The script has dropout, and this
-# model has none: dropout makes a step 2 % longer (lab 11), and its masks would add tens of GB to
-# every plan that keeps the scores of attention.
+# model has none: dropout makes a step 2 % longer, and its masks would add tens of GB to every plan
+# that keeps the scores of attention. (Lab 11's plan has both scatter/gather and dropout. The two
+# nearly cancel, so its step is about as long.)
 #
 # ## Eight tensor-parallel ranks are a node
 #
@@ -436,7 +437,7 @@ pd.DataFrame(rows).T
 most_days.reveal(
     3,
     "Recomputing nothing saves about as many days, and does not fit. (With sequence parallelism "
-    "and ZeRO-1 it would fit this model; with the authors' dropout it would need 96 GB.)",
+    "and ZeRO-1 it would need 61 GB and fit; with the authors' dropout, 96 GB.)",
 )
 
 # %% [markdown]
