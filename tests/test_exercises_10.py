@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from torch.distributed import get_process_group_ranks, get_rank, get_world_size, new_group
 
 import paralab as pl
 from judged import Table, altered
-from paralab.exercises import mesh
+from paralab.exercises import mesh, sources
 
 GROUPS, STEP = pl.exercises.mesh_groups, pl.exercises.mesh_step
 
@@ -90,19 +92,10 @@ SHARE = ('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")
 MEAN = "    flat /= dist.get_world_size(groups['dp'])\n"
 UNREDUCED = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
 NORM, WEIGHTS, ORDER, BYTES = STEP.required
+ANSWER = sources.solution(sources.answer(STEP.name))
 FORWARDS = "        kept.append((x, y))\n    for x, y in kept:\n"
-BY_TURNS = """        kept = [(x, y)]
-        for x, y in kept:
-            if after is None:
-                y.backward()
-            else:
-                gradient = torch.empty_like(y)
-                dist.recv(gradient, after, group=groups["pp"])
-                y.backward(gradient)
-            if before is not None:
-                dist.send(x.grad, before, group=groups["pp"])
-    for x, y in ():
-"""
+BACKWARDS = ANSWER.partition(FORWARDS)[2].partition("\n\n")[0] + "\n"
+BY_TURNS = f"        for x, y in [(x, y)]:\n{textwrap.indent(BACKWARDS, '    ')}"
 NEIGHBOUR = """
     ring = dist.get_process_group_ranks(groups["dp"])
     if len(ring) > 1:
@@ -142,7 +135,8 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(ZERO, ""), SHARE, (REDUCE, REDUCE + MEAN)], {NORM, WEIGHTS}, "(old gradients were not"),
     ([(ZERO, ""), ("    return", f"{ZERO}    return")], {NORM, WEIGHTS}, "(old gradients were not"),
     ([("    optimizer.step()\n", "")], {NORM, WEIGHTS}, "it is as it was before"),
-    ([(FORWARDS, BY_TURNS)], {ORDER}, "pp=2: rank 0 computes a micro-batch's backward before"),
+    ([(FORWARDS + BACKWARDS, BY_TURNS)], {ORDER},
+     "pp=2: rank 0 computes a micro-batch's backward before"),
     ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES}, "and a norm's"),
     ([("dist.recv(gradient", "dist.irecv(gradient")], {NORM, WEIGHTS},
      "never waits for"),

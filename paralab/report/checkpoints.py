@@ -148,7 +148,7 @@ def find(path: object) -> Checkpoint:
     folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
         if not folder.exists() and _NAME.fullmatch(folder.name) and _listed(folder.parent):
-            damaged(folder / ABOUT, "")
+            _gone(folder)
         why = "is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
     if not (folder / ABOUT).is_file():
@@ -179,13 +179,18 @@ def find(path: object) -> Checkpoint:
     return checkpoint
 
 
+def _gone(checkpoint: Path) -> NoReturn:
+    """Raise the refusal of a checkpoint that is not where it was, naming those that are."""
+    why = "it is not there; newer ones may have taken its place while it was read"
+    there = [str(checkpoint.with_name(name)) for name in _listed(checkpoint.parent)]
+    raise illegal("resume", str(checkpoint), why, ", or ".join(there) or _LEGAL)
+
+
 def damaged(file: Path, why: str) -> NoReturn:
     """Raise the refusal of a checkpoint because of one of its files."""
-    others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
     if not file.parent.exists():
-        why = "it is not there; newer ones may have taken its place while it was read"
-        legal = ", or ".join(str(file.parent.with_name(name)) for name in others) or _LEGAL
-        raise illegal("resume", str(file.parent), why, legal)
+        _gone(file.parent)
+    others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
     legal = f"another copy of {file.parent}"
     if others:
         legal += f", or the other checkpoint there, {file.parent.with_name(others[-1])}"
@@ -320,7 +325,8 @@ def sweep(folder: Path) -> None:
         if found.name.startswith((_SCRATCH, _REMOVED)):
             if found.is_file():
                 found.unlink(missing_ok=True)
-            shutil.rmtree(found, ignore_errors=True)
+            else:
+                shutil.rmtree(found, ignore_errors=True)
 
 
 def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:

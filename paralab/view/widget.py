@@ -366,7 +366,7 @@ class Widget(ipw.VBox):
                 raise RuntimeError("a run is in progress here: .wait() for it, or .stop() it")
             if knobs:
                 self.set(**knobs)
-            if STALE in self._views._dom_classes:  # the settings cannot be
+            if self._stale:
                 raise self.error
             run = self._now = _Run(self.values)
             run.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
@@ -411,7 +411,7 @@ class Widget(ipw.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
-        if STALE in self._views._dom_classes:  # the pictures are of other settings
+        if self._stale:
             return bundle
         return bundle | widget_picture.bundle(self.charts, repr(self))
 
@@ -465,21 +465,27 @@ class Widget(ipw.VBox):
             if least and not run.stop.is_set():
                 self._tell(f"running: step {least} of {total}")
 
+        found = None
         try:
             if why := self._blocked(run.at) or self._refused(run.at):
                 raise ValueError(why)
             found = self._measure(run.at, stop=run.stop, progress=progress)
         except BaseException as error:  # also one that would end the thread
             run.error = error
-            with self._lock:
-                self._complain(error)
-            return
         with self._lock:
-            self._results[self._key(run.at)] = found
-            self.state = "idle"  # `_refresh` says what it is now
+            if run.error is None:
+                self._results[self._key(run.at)] = found
+            self.state = "idle"  # `_refresh` says what it is now, of settings that may be others
             self._refresh()
+            if run.error is not None and not self._stale:  # else it is said what cannot be
+                self._complain(run.error)
 
     # ---- what is shown -----------------------------------------------------------------------
+    @property
+    def _stale(self) -> bool:
+        """The settings cannot be, and the pictures are of other ones, greyed."""
+        return STALE in self._views._dom_classes
+
     def _enter(self, state: str, said: str = "", error: BaseException | None = None) -> None:
         running, at = state == "running", self.values
         blocked = self._blocked(at) if state in ("idle", "done") else ""
@@ -511,13 +517,7 @@ class Widget(ipw.VBox):
         self._views.add_class(STALE)
 
     def _complain(self, error: BaseException) -> None:
-        """Show what went wrong as text: in the widget, for a thread's traceback finds no reader.
-        The settings may be others than those that ran, and are shown as they stand.
-        """
-        self.state = "idle"
-        self._refresh()
-        if STALE in self._views._dom_classes:  # they cannot be, which is said already
-            return
+        """Show what went wrong as text: in the widget, for a thread's traceback finds no reader."""
         blocked = self._go.disabled
         if isinstance(error, Stopped):
             said = str(error)

@@ -19,7 +19,7 @@ from paralab.view.chart import Chart
 from paralab.view.memory import bytes_bars, share_of
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import Knob, here, in_bytes, is_here, no_room, period, slider
+from paralab.view.widget_parts import Knob, in_bytes, no_room, period, slider, there
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
 LONGEST = 5.0  # seconds that one real step may take by prediction
@@ -72,8 +72,7 @@ class Memory(Widget):
 
     def _refused(self, at: At) -> str:
         need = sum(self.held(at, "fp32").values())
-        there = at.cluster if is_here(at.cluster) else here(1)
-        return no_room(1, need, there, at.expect.step_time, LONGEST)
+        return no_room(1, need, there(at.cluster, 1), at.expect.step_time, LONGEST)
 
     def _charts(self, at: At) -> list[Chart]:
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}

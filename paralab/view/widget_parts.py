@@ -130,6 +130,11 @@ def is_here(cluster: Cluster) -> bool:
     return cluster.cores is not None or cluster.name == "local GPUs"
 
 
+def there(cluster: Cluster, ranks: int) -> Cluster:
+    """Where a run would be: the cluster that a widget was given, if it is such a machine."""
+    return cluster if is_here(cluster) else here(ranks)
+
+
 def no_room(
     ranks: int, each: int, cluster: Cluster, seconds: float = 0.0, longest: float = 0.0
 ) -> str:
@@ -157,12 +162,9 @@ def only(plan: Plan, *names: str) -> Plan:
 
 
 def too_much(model: ModelSpec, plan: Plan, cluster: Cluster) -> str:
-    """Why a step cannot run here, as a sentence; "" if it can.
-
-    cluster  what the widget was given: a machine like this one, or this one is asked
-    """
-    there = cluster if is_here(cluster) else here(plan.world_size)
-    return no_room(plan.world_size, sum(quick.fullest(model, plan)[1].values()), there)
+    """Why a step cannot run here, as a sentence; "" if it can."""
+    each, ranks = sum(quick.fullest(model, plan)[1].values()), plan.world_size
+    return no_room(ranks, each, there(cluster, ranks))
 
 
 # ---- words ---------------------------------------------------------------------------------------
