@@ -257,8 +257,10 @@ def test_the_code_line_makes_this_plan():
 def test_what_is_asked_for_aside_leaves_no_note(bench):
     for ask in (bench.predict, bench.views):
         ask(zero_stage=3)
+        assert not bench._notes
+        bench._enter("running")  # says again what there is to say
+        assert not bench._trouble.value
         bench._refresh()
-        assert not bench._trouble.value and not bench._notes
 
 
 def test_what_can_be_and_should_not_is_said_in_the_widget_and_not_printed(bench, capfd):
