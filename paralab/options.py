@@ -32,8 +32,8 @@ def explained(kind: type) -> dict[str, str]:
 
 
 def comma_separated(text: str) -> list[str]:
-    """A list written with commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
+    """A list written with commas; of nothing, the text itself, which what reads it refuses."""
+    return [name.strip() for name in text.split(",") if name.strip()] or [text]
 
 
 READERS: dict[str, Callable[[str], Any]] = {  # by annotation

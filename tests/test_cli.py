@@ -242,6 +242,11 @@ def test_a_script_to_observe_is_asked_for_and_its_arguments_are_not(capsys):
     assert refused(capsys, "observe").endswith("required: SCRIPT")
 
 
+def test_a_list_with_nothing_in_it_is_refused(capsys):
+    assert "op='': unknown choice; legal: 'ADD'" in refused(capsys, "program", "--op", "")
+    assert "lane=',': no instruction runs there" in refused(capsys, "program", "--lane", ",")
+
+
 def test_unknown_and_abbreviated_options_are_refused(experiment, capsys):
     assert "--speed" in refused(capsys, "run", "--speed", "9")
     assert "--bucket" in refused(capsys, "run", "--bucket", "2")

@@ -67,7 +67,12 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ("pp", {"pp": 5}, {}),
     ("virtual_stages", PIPE | {"schedule": "interleaved", "virtual_stages": 3}, {}),
     ("microbatches", {"microbatches": 2**18, "pp": 2}, {}),
-    ("microbatches", PIPE | {"schedule": "interleaved", "microbatches": 3}, {}),
+    (
+        "microbatches",
+        PIPE | {"schedule": "interleaved", "microbatches": 3, "virtual_stages": 2},
+        {"layers": 4},
+        "schedule='1f1b' with virtual_stages=1",
+    ),
     ("schedule", PIPE | {"schedule": lambda pp, microbatches: [["0F0", "0B0"]]}, {}),
     ("grad_dtype", {"grad_dtype": "fp32"}, {}),
     ("grad_dtype", AWAY | {"precision": "bf16", "grad_dtype": "fp32-copy"}, {}),

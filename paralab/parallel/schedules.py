@@ -146,8 +146,8 @@ def rounds(pp: int, microbatches: int) -> tuple[str, str]:
     near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
     return (
         f"interleaved takes them {pp} (pp) at a time through each of a rank's stages",
-        f"a multiple of {pp}, like {' or '.join(map(str, near))}; or schedule='1f1b', which takes "
-        "any number",
+        f"a multiple of {pp}, like {' or '.join(map(str, near))}; or schedule='1f1b' with "
+        "virtual_stages=1, which takes any number",
     )
 
 
