@@ -1,10 +1,7 @@
 """How to split a training step: Plan. What is trained is in model.py, and on what in cluster.py.
 
-All are frozen descriptions. They hold numbers, never tensors (torch is not imported here). A wrong
-value raises ``ValueError`` naming the field, the value and what would be legal, before any process
-starts; what goes with what is in rules.py.
-
-Units: bytes and plain counts.
+All are frozen descriptions of bytes and plain counts, without torch. A wrong value raises
+``ValueError`` here; what goes with what is in rules.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from paralab.parallel.schedules import SPLIT
-from paralab.spec.forms import OWN_FORM, form_name, make_schedule
+from paralab.spec.forms import form_name, make_schedule, saved
 from paralab.spec.tiers import Offload, resolved
 
 ON_DEVICE = Offload()
@@ -146,8 +146,7 @@ def splits(schedule: Any, pp: int, microbatches: int, virtual_stages: int) -> bo
 def only_named(schedule: Any, passes: tuple) -> str:
     """The function of the user's own that a saved plan has kept nothing but the name of, or ""."""
     forms = [("schedule", schedule), *(("passes", f) for f in passes)]
-    saved = (n for n, form in forms if isinstance(form, str) and form.startswith(OWN_FORM))
-    return next(saved, "")
+    return next((name for name, form in forms if saved(form)), "")
 
 
 @derived
