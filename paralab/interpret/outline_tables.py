@@ -33,8 +33,7 @@ def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
     sums = {key: one for line in step.lines for key, one in line.sums(step.costs).items()}
     one = {
         "spans": _spans(plan, step),
-        "collectives": _sums(plan, sums, "collectives"),
-        "copies": _sums(plan, sums, "copies"),
+        **_sums(plan, sums),
         "memory": _memory(plan, step),
         "steps": {
             "rank": np.arange(plan.pp) * plan.dp * plan.tp,
@@ -126,20 +125,18 @@ def _gaps(ends: np.ndarray, of: Rows) -> Rows:
     return _rows(pp=np.r_[pp, pp[last]][late], start=begin[late], end=until[late], after=after)
 
 
-def _sums(plan: Plan, sums: dict[tuple, list], name: str) -> dict[str, list[Any]]:
-    rows: list[tuple] = []
+def _sums(plan: Plan, sums: dict[tuple, list]) -> dict[str, dict[str, list[Any]]]:
+    rows: dict[str, list[tuple]] = {"collectives": [], "copies": []}
     calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
     for (pp, *what), (payload, wire, seconds, start) in sums.items():
-        if (len(what) == 3) != (name == "copies"):
-            continue
         rank, times = pp * plan.dp * plan.tp, (start, start + seconds, -1)
-        if name == "copies":
-            rows.append((rank, 0, *what, payload, *times))
+        if len(what) == 3:  # lane, op and category
+            rows["copies"].append((rank, 0, *what, payload, *times))
         else:
             call = rank, what[-1]
-            rows.append((calls[call], rank, 0, *what, payload, wire, *times))
+            rows["collectives"].append((calls[call], rank, 0, *what, payload, wire, *times))
             calls[call] += 1
-    return by_column({name: rows})[name]
+    return by_column(rows)
 
 
 def _memory(plan: Plan, step: Step) -> dict[str, Any]:

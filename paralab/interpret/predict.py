@@ -98,9 +98,8 @@ def check_steps(steps: int, rows: int) -> None:
     """Refuse more steps, of ``rows`` each and all alike, than a report can hold."""
     most = max(1, MOST // rows)
     if steps > most:
-        raise illegal(
-            "steps", steps, f"of about {rows} rows each, which are alike", f"up to {most}"
-        )
+        why = f"of about {rows} rows each, which are alike"
+        raise illegal("steps", steps, why, f"up to {most}")
 
 
 def _actions(plan: Plan) -> int:
@@ -130,8 +129,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
         raise illegal(largest, getattr(plan, largest), why, legal)
     if plan.tiers is None:
         return
-    needed = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
-    for name in needed:
+    for name in ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme"):
         if getattr(cluster, name) is None:
             why = f"the plan offloads, and {cluster.name!r} does not say what its links to host "
             why += "and files carry"
