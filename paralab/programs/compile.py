@@ -1,13 +1,8 @@
 """The chain: from a plan to a program. Every paradigm is a pass or a few; this is their order.
 
-skeleton    what each pipeline rank computes, and its messages
-`inside`    passes that see one micro-batch's way through a stage: recompute, cut, add_parameters,
-            tensor_parallel, partition_activations
-`between`   passes that see the whole step: messages in parts; sums of gradients; offload of
-            gradients; update; gathers of parameters; norm; the update moved to where its states
-            are; offload of activations
-own_passes  ``Plan.passes``, the learner's
-derived     waits and frees; then `check`, where a pass or the schedule is the learner's own
+A skeleton has what each pipeline rank computes, and its messages. Then come passes that see one
+micro-batch's way through a stage (`inside`), those that see the whole step (`between`), and the
+learner's own. What no pass has to say is derived at last: waits and frees.
 """
 
 from __future__ import annotations

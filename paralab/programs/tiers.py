@@ -12,14 +12,8 @@ and k fp32 rows of the optimizer (AdamW's two moments; the master weights too, w
 
 What lasts has version 0. Everything else on the host passes through a *ring*: two buffers that are
 taken in turn, so that the disk is at the next unit while the host is at this one. A ring is made
-once and stays, and what lies in it has no memory of its own:
-
-    staging     part, sum, piece   a later micro-batch's gradient, the sum that it is added to, and
-                                   parameters on their way up from a file
-    gradient, states, parameters   what an update reads and writes that does not live on the host
-    inputs      x, back            where files keep them
-
-ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857, sec. 6.3) reuses a few pinned buffers too.
+once and stays, and what lies in it has no memory of its own. ZeRO-Infinity (Rajbhandari+ 2021,
+arXiv:2104.07857, sec. 6.3) reuses a few pinned buffers too.
 """
 
 from __future__ import annotations
@@ -31,11 +25,13 @@ from paralab.programs.instructions import ADD, NORM, UPDATE, Instr, Value
 BUFFERS = 2  # of a ring
 _PREFIX = {"device": "", "cpu": "host.", "nvme": "file."}
 _IN_RINGS = {
+    # A later micro-batch's gradient, the sum so far, and parameters on their way up from a file.
     "staging": ("part", "sum", "piece"),
+    # What an update reads and writes that does not live on the host.
     "gradient": ("gshard",),
     "states": ("opt",),
     "parameters": ("shard",),
-    "inputs": ("x", "back"),
+    "inputs": ("x", "back"),  # where files keep them
 }
 _RINGS = {f"host.{kind}": name for name, kinds in _IN_RINGS.items() for kind in kinds}
 GRADIENTS = ("grad", "gshard", "part", "sum")  # of parameters

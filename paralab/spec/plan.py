@@ -6,6 +6,7 @@ All are frozen descriptions of bytes and plain counts, without torch. A wrong va
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,8 @@ from paralab.spec.forms import (
     make_schedule,
 )
 from paralab.spec.model import ModelSpec
-from paralab.spec.rules import check_plan, tensor_grid
+from paralab.spec.rules import RULES, refuse, tensor_grid
+from paralab.spec.settings import Asked
 from paralab.spec.tiers import Offload, as_offload, resolved
 
 if TYPE_CHECKING:
@@ -288,4 +290,10 @@ class Plan(Description):
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""
         instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
-        check_plan(self, model)
+        refuse(RULES, Asked(self, model))
+        if self.zero_stage == 3 and self.pp > 1:
+            warnings.warn(
+                f"zero_stage=3 with pp={self.pp}: a stage's parameters are gathered again for "
+                f"every action, 2*{self.microbatches} times a step; zero_stage=1 moves them once",
+                stacklevel=2,
+            )
