@@ -18,6 +18,7 @@ arXiv:2104.07857, sec. 6.3) reuses a few pinned buffers too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from paralab.programs.instructions import ADD, NORM, UPDATE, Instr, Value
@@ -104,19 +105,18 @@ def rings(program: Any, rank: int) -> dict[str, int]:
     return found
 
 
-def lasting(program: Any, rank: int) -> list[Value]:
+def lasting(program: Any, rank: int) -> Iterator[Value]:
     """What there is off the device before and after a step."""
     tiers = program.plan.tiers
-    found: list[Value] = [("host.ring", name, 0) for name in rings(program, rank)]
+    yield from (("host.ring", name, 0) for name in rings(program, rank))
     for u in range(len(program.units[rank]) if tiers is not None and tiers.states else 0):
         if tiers.parameters != "device":
-            found.append((prefix(tiers.parameters) + "shard", u, 0))
+            yield prefix(tiers.parameters) + "shard", u, 0
         if tiers.gradients != "device":
-            found.append((prefix(tiers.gradients) + "gshard", u, 0))
+            yield prefix(tiers.gradients) + "gshard", u, 0
         if rows(program):
-            found.append((prefix(tiers.optimizer) + "opt", u, 0))
-        found += [("host.count", u, 0), ("host.norm", u, 0)]
-    return found
+            yield prefix(tiers.optimizer) + "opt", u, 0
+        yield from (("host.count", u, 0), ("host.norm", u, 0))
 
 
 class Moved(NamedTuple):
