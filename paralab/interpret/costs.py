@@ -268,11 +268,9 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
     if ins.op == UPDATE:
         unit, zero = program.units[pp][ins.unit], program.plan.zero_stage > 0
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
-        passes, calls = (7, tensors) if program.optimizer == "adamw" else (3, tensors / 2)
-        # 32-bit masters of what has 16 bits, and 32-bit copies of gradients that have
-        low, wide = item < ITEM, program.widens
-        moves = ITEM * passes + 6 * low + 6 * wide
-        return Work(0, moves * count, 5 + calls + low + tensors * wide)
+        calls = tensors if program.optimizer == "adamw" else tensors / 2
+        calls += (item < ITEM) + tensors * program.widens  # to round masters, to widen gradients
+        return Work(0, program.update_bytes * count, 5 + calls)
     if ins.op == NORM:
         return Work(0, moved(*ins.reads), len(ins.reads) + 4)
     if ins.op == ADD:

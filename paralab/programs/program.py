@@ -79,6 +79,14 @@ class Program:
         """Whether an UPDATE makes fp32 copies of its own unit's gradients, which have 16 bits."""
         return self.plan.grad_precision != "fp32" and self.plan.grad_dtype != "fp32-copy"
 
+    @property
+    def update_bytes(self) -> int:
+        """That an UPDATE moves per element: AdamW reads four fp32 values and writes three, SGD two
+        and one. Parameters in 16 bits are rounded from masters, and gradients widened: 6 more each.
+        """
+        values = 7 if self.optimizer == "adamw" else 3
+        return 4 * values + 6 * (self.model.item < 4) + 6 * self.widens
+
     def size(self, value: Value, rank: int) -> Size:
         """Of a value on a pipeline rank."""
         kind, where, version = value

@@ -136,9 +136,11 @@ class Moved(NamedTuple):
 def moved(program: Any, ins: Instr, rank: int) -> Moved:
     """Of an instruction on a worker's lane."""
     if ins.lane == "host":
-        return Moved(
-            "optimizer" if ins.op == UPDATE else "compute", "", _worked(program, ins, rank)
-        )
+        item, grad = program.model.item, program.item_of("grad")
+        each = {UPDATE: program.update_bytes, ADD: 3 * grad, NORM: grad}
+        count = program.units[rank][ins.unit].numel // program.shards
+        size = count * each.get(ins.op, 4 + item)  # else it rounds
+        return Moved("optimizer" if ins.op == UPDATE else "compute", "", size)
     read, written = ins.reads[0], ins.writes[0]
     value = written if ins.lane == "h2d" or written[0].startswith("file.") else read
     op = "copy"
@@ -146,13 +148,3 @@ def moved(program: Any, ins: Instr, rank: int) -> Moved:
         op = "write" if value is written else "read"
     item, count = elements(program, value, rank)
     return Moved(op, _CATEGORY[value[0].rpartition(".")[2]], item * count)
-
-
-def _worked(program: Any, ins: Instr, rank: int) -> int:
-    """Bytes that the host's processor reads and writes."""
-    item, grad = program.model.item, program.item_of("grad")
-    count = program.units[rank][ins.unit].numel // program.shards
-    if ins.op == UPDATE:  # AdamW reads four fp32 values and writes three, SGD two and one
-        rounds = 6 * (item < 4) + 6 * (grad < 4)
-        return count * ((28 if program.optimizer == "adamw" else 12) + rounds)
-    return count * {ADD: 3 * grad, NORM: grad}.get(ins.op, 4 + item)  # else it rounds
