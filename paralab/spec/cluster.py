@@ -21,7 +21,6 @@ from paralab.theory.traffic import OPS
 
 ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
 PRODUCTS = ("bf16", "fp16", "tf32")
-OVERHEADS = ("op", "launch", "call", "wait")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor in a period
 
 
@@ -122,8 +121,8 @@ class Cluster(Description):
         choice("fused", self.fused, (True, False))
         if self.odd_products > 1:
             raise illegal("odd_products", self.odd_products, "a share", "above 0, at most 1")
-        overheads = [f"{what}_overhead" for what in OVERHEADS]
-        keep(real, *overheads, "wait_work", "half_rate_tokens", at_least=0.0)
+        keep(real, "op_overhead", "launch_overhead", "call_overhead", "wait_overhead", at_least=0.0)
+        keep(real, "wait_work", "half_rate_tokens", at_least=0.0)
         keep(_link, "intra", *stated("inter", "host", "disk"))
         if self.inter is None:
             object.__setattr__(self, "inter", self.intra)
