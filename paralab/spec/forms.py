@@ -6,13 +6,10 @@ but a module's parameters are known when it has been made, which takes torch.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import choice, illegal, instance, shown
-from paralab.parallel.schedules import RELAY, SCHEDULES, takes_three
-
-if TYPE_CHECKING:
-    from paralab.parallel.schedules import Action
+from paralab.parallel.schedules import RELAY, SCHEDULES, Action, build, takes_three
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
 SCHEDULE_NAMES = (*SCHEDULES, RELAY)
@@ -69,7 +66,6 @@ def make_schedule(form: Any, pp: int, microbatches: int, virtual_stages: int) ->
 
 
 def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:
-    from paralab.parallel.schedules import build
     from paralab.theory.schedule_check import validate
 
     if form == RELAY:  # for code that takes a rank as one stage

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import Description, choice, count, instance, whole
-from paralab.parallel.schedules import RELAY
+from paralab.parallel.schedules import RELAY, Action
 from paralab.spec.forms import (
     OWN_FORM,
     check_grad_sync,
@@ -24,9 +24,6 @@ from paralab.spec.model import ModelSpec
 from paralab.spec.rules import RULES, refuse, tensor_grid
 from paralab.spec.settings import Asked
 from paralab.spec.tiers import Offload, as_offload, resolved
-
-if TYPE_CHECKING:
-    from paralab.parallel.schedules import Action
 
 
 class Place(NamedTuple):
