@@ -1,16 +1,12 @@
 """What every instruction of a program takes on a cluster, in seconds. Torch-free.
 
-    compute   from the `Work` of every op (theory/work.py). By bytes alone: UPDATE moves 7 elements
-              of 4 bytes per parameter (AdamW) or 3 (SGD), and 3 more in 16 bits; NORM reads the
-              gradients once; ADD and COPY move three times and twice what they make
+    compute   from the `Work` of every op (theory/work.py); by bytes alone what is no op's (`small`)
     calls     alpha per message that comes after another + bytes / bandwidth, with the bytes of the
-              member that sends most: spec/links.py. Posting one takes ``cluster.call_overhead``;
-              behind a wait the rank goes on slower, ``cluster.wait_overhead``, but not behind that
-              for a SEND, which is long over
+              member that sends most: spec/links.py. Behind a wait the rank goes on slower, but not
+              behind that for a SEND, which is long over
     behind    over gloo a reduce-scatter's parts are added up on the rank; and what a message was
               put together for is taken apart again
-    tiers     alpha + bytes / bandwidth of the link, no faster than the plan's limit; what the
-              host's processor does, bytes / ``cluster.host_bandwidth``
+    tiers     alpha + bytes / bandwidth of the link, no faster than the plan's limit
 
 Data-parallel and tensor-parallel ranks of a pipeline rank do the same, so one pipeline stands for
 all of them, with the costs of the slowest: of the groups alike, over all these ranks, the one that
@@ -272,11 +268,9 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
     if ins.op == UPDATE:
         unit, zero = program.units[pp][ins.unit], program.plan.zero_stage > 0
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
-        passes, calls = (7, tensors) if program.optimizer == "adamw" else (3, tensors / 2)
-        # 32-bit masters of what has 16 bits, and 32-bit copies of gradients that have
-        low, wide = item < ITEM, program.widens
-        moves = ITEM * passes + 6 * low + 6 * wide
-        return Work(0, moves * count, 5 + calls + low + tensors * wide)
+        calls = tensors if program.optimizer == "adamw" else tensors / 2
+        calls += (item < ITEM) + tensors * program.widens  # to round masters, to widen gradients
+        return Work(0, program.update_bytes * count, 5 + calls)
     if ins.op == NORM:
         return Work(0, moved(*ins.reads), len(ins.reads) + 4)
     if ins.op == ADD:

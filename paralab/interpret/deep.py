@@ -249,19 +249,17 @@ class Deep:
             for like, walk in walks.items()
         }
 
-    def _symbols(self, like: int, walk: list[tuple]) -> list[int]:
+    def _symbols(self, like: int, walk: list[tuple]) -> Iterator[int]:
         """The numbers of a walk's steps in the table of such ranks: of an action its last."""
         shape = self.alike[like].shape
         end = (item.takes for item in shape[END] if item.takes)
-        found = []
         for key, *_ in walk[1:]:
             if key == END:
-                found.append(next(end))
+                yield next(end)
             elif key[0] in CODE:
-                found.append(shape[key][-1].takes)
+                yield shape[key][-1].takes
             else:
-                found.append(way(WAITED[SEND] if key[0] == WAIT else key[0], *key[1:], self.v))
-        return found
+                yield way(WAITED[SEND] if key[0] == WAIT else key[0], *key[1:], self.v)
 
 
 def _runs(code: Code) -> Iterator[Code]:

@@ -143,14 +143,13 @@ def fold(lines: Sequence[Line], *, worth: int = WORTH) -> list[Item]:
     items: list[Item] = list(lines)
     length = 1
     while length <= min(LONGEST, len(items) // 2):
-        made = _folded(items, length, worth)
+        made = list(_folded(items, length, worth))
         items, length = made, length + 1 if len(made) == len(items) else 1
     return items
 
 
-def _folded(items: list[Item], length: int, worth: int) -> list[Item]:
+def _folded(items: list[Item], length: int, worth: int) -> Iterator[Item]:
     """Stretches of one length, from left to right."""
-    made: list[Item] = []
     at = 0
     while at < len(items):
         moves, end = _moves(items, at, length), at + length
@@ -158,12 +157,11 @@ def _folded(items: list[Item], length: int, worth: int) -> list[Item]:
             end += length
         count, body = (end - at) // length, items[at : at + length]
         if count > 1 and (count - 1) * sum(item.length for item in body) > worth:
-            made.append(Fold(body, count, moves))
+            yield Fold(body, count, moves)
             at = end
         else:
-            made.append(items[at])
+            yield items[at]
             at += 1
-    return made
 
 
 def _moves(items: list[Item], at: int, length: int) -> Moves | None:

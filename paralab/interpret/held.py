@@ -6,7 +6,7 @@ worked out once, from the few micro-batches of programs/fold.py, and summed up a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, pairwise
 from typing import Any
 
@@ -57,7 +57,7 @@ class Effects:
     """
 
     def __init__(
-        self, walk: Sequence[Step], symbols: Sequence[int], k: int, kinds: Sequence[Kind]
+        self, walk: Sequence[Step], symbols: Iterable[int], k: int, kinds: Sequence[Kind]
     ) -> None:
         """walk: `steps` of a list; symbols: the number of each one's instruction."""
         self.device = np.array([tier == "device" for tier, _ in kinds])

@@ -20,15 +20,7 @@ from paralab.interpret.time import Times
 from paralab.interpret.traffic import Member
 from paralab.interpret.turns import Box, Turns
 from paralab.model.ops import Call
-from paralab.programs.instructions import (
-    CALL,
-    COMPUTE,
-    COPY,
-    KINDS,
-    MESSAGES,
-    UPDATE,
-    Instr,
-)
+from paralab.programs.instructions import CALL, COMPUTE, COPY, KINDS, MESSAGES, UPDATE, Instr
 from paralab.programs.tiers import moved
 from paralab.report.metrics import union
 from paralab.report.tables import COPY_LANES
@@ -129,15 +121,8 @@ class Line:
         over = np.full(len(code), -1.0)
         for at, (_, end) in waits.items():
             over[at] = max(left[at - 1], end)
-        return cls(
-            pp,
-            table,
-            np.arange(len(code)),
-            np.array(left),
-            over,
-            np.array(list(calls), int),
-            np.array(list(calls.values())).reshape(-1, 2),
-        )
+        called = np.array(list(calls), int), np.array(list(calls.values())).reshape(-1, 2)
+        return cls(pp, table, np.arange(len(code)), np.array(left), over, *called)
 
     @property
     def end(self) -> float:

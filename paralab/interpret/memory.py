@@ -3,16 +3,9 @@
 A value is alive from the instruction that writes it to the one that frees it, and the program says
 how many bytes of what it has. So between two instructions memory is a sum over names, exact to the
 byte; of storages that several values share programs/storages.py knows. *Inside* an instruction
-there is more, and that is mostly where the peak is:
-
-    compute    ops one after the other: what they keep grows, and shrinks in backward, while each
-               has its ``scratch`` in addition to what comes in and what goes out
-    UPDATE     in 16 bits the gradients once more in fp32: 4 bytes per element that is updated
-    NORM       a few numbers for each slice of the gradients
-    a call     what it brings together or receives into, until its WAIT: over gloo a reduce-scatter
-               is an all-to-all and a sum, and receives n parts of S/n, another S; gradients that
-               other axes share are copied together; parts of sequences arrive by rank and are put
-               in order
+there is more, and that is mostly where the peak is: ops one after the other (inside.py), gradients
+once more in fp32, and until its WAIT what a call brings together or receives into. Over gloo a
+reduce-scatter is an all-to-all and a sum, and receives n parts of S/n, another S.
 
     peak = max over instructions of (what is alive before + what is there inside)
 
@@ -75,20 +68,14 @@ def memory(program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True
     """
     found = _Rank(program, rank, index, gloo)
     found.most, before = {}, dict(found.here)
-    found.look(NOTHING)
-    for _ in found.walk():
-        pass
-    return Memory(found.peak, found.held, found.most, before)
+    return Memory(found.whole(), found.held, found.most, before)
 
 
 def peak(program: Program, rank: int = 0, *, gloo: bool = True) -> int:
     """`memory`'s ``peak`` alone, in less time."""
     found = _Rank(program, rank, 0, gloo)
     found.held = None
-    found.look(NOTHING)
-    for _ in found.walk():
-        pass
-    return found.peak
+    return found.whole()
 
 
 def moments(
@@ -184,6 +171,13 @@ class _Rank:
                 del self.refs[name, value[2]]
 
     # ---- instructions ----------------------------------------------------------------------------
+    def whole(self) -> int:
+        """The peak of the step, its begin included."""
+        self.look(NOTHING)
+        for _ in self.walk():
+            pass
+        return self.peak
+
     def walk(self) -> Iterator[None]:
         """To behind one instruction after the other."""
         for ins in self.program.codes[self.rank]:

@@ -33,8 +33,7 @@ def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
     sums = {key: one for line in step.lines for key, one in line.sums(step.costs).items()}
     one = {
         "spans": _spans(plan, step),
-        "collectives": _sums(plan, sums, "collectives"),
-        "copies": _sums(plan, sums, "copies"),
+        **_sums(plan, sums),
         "memory": _memory(plan, step),
         "steps": {
             "rank": np.arange(plan.pp) * plan.dp * plan.tp,
@@ -126,31 +125,23 @@ def _gaps(ends: np.ndarray, of: Rows) -> Rows:
     return _rows(pp=np.r_[pp, pp[last]][late], start=begin[late], end=until[late], after=after)
 
 
-def _sums(plan: Plan, sums: dict[tuple, list], name: str) -> dict[str, list[Any]]:
-    rows: list[tuple] = []
-    calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
+def _sums(plan: Plan, sums: dict[tuple, list]) -> dict[str, dict[str, list[Any]]]:
+    rows: dict[str, list[tuple]] = {"collectives": [], "copies": []}
     for (pp, *what), (payload, wire, seconds, start) in sums.items():
-        if (len(what) == 3) != (name == "copies"):
-            continue
         rank, times = pp * plan.dp * plan.tp, (start, start + seconds, -1)
-        if name == "copies":
-            rows.append((rank, 0, *what, payload, *times))
-        else:
-            call = rank, what[-1]
-            rows.append((calls[call], rank, 0, *what, payload, wire, *times))
-            calls[call] += 1
-    return by_column({name: rows})[name]
+        if len(what) == 3:  # lane, op and category
+            rows["copies"].append((rank, 0, *what, payload, *times))
+        else:  # numbered when they are repeated
+            rows["collectives"].append((0, rank, 0, *what, payload, wire, *times))
+    return by_column(rows)
 
 
 def _memory(plan: Plan, step: Step) -> dict[str, Any]:
-    rank, time, size = [], [], []
-    for pp, samples in enumerate(step.held):
-        rank += [pp * plan.dp * plan.tp] * len(samples)
-        time += [float(now) for now, _ in samples]
-        size += [held for _, held in samples]
-    each, kinds = len(step.kinds), step.kinds * len(rank)
+    every = [(pp, now, held) for pp, some in enumerate(step.held) for now, held in some]
+    pp, time, size = map(np.array, zip(*every, strict=True))
+    each, kinds = len(step.kinds), step.kinds * len(every)
     return {
-        "rank": np.repeat(rank, each),
+        "rank": np.repeat(pp * plan.dp * plan.tp, each),
         "step": np.zeros(len(kinds), int),
         "time": np.repeat(time, each),
         "tier": [tier for tier, _ in kinds],
@@ -181,7 +172,8 @@ def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> di
             later = column in ("start", "end", "time")
             made[column] = values + turn * (length if later else n * (column == "id"))
     if name == "collectives":  # numbered on through the steps, phase by phase
-        keys = list(zip(table["rank"], table["phase"], strict=True))
-        each = {key: keys.count(key) for key in dict.fromkeys(keys)}
-        made["call"] = made["call"] + turn * np.tile([each[key] for key in keys], steps)
+        calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
+        for at, call in enumerate(zip(made["rank"].tolist(), made["phase"], strict=True)):
+            made["call"][at] = calls[call]
+            calls[call] += 1
     return made

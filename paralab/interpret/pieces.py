@@ -62,9 +62,9 @@ def boxes(
         yield from within(last, 0, right)
 
 
-def pieces(state: State) -> list[Piece]:
+def pieces(state: State) -> Iterator[Piece]:
     """The training's state as far as a rank keeps it, to be read or filled."""
-    program, found = state.program, []
+    program = state.program
     for u, name, start, count, first in program.places(state.pp, state.index):
         real = TIED[0] if program.spec.tied and name == TIED[1] else name
         held = holding(program.spec, program.plan, real, state.tp)
@@ -73,6 +73,5 @@ def pieces(state: State) -> list[Piece]:
             size = math.prod(box)
             views = {kind: part[at : at + size].view(box) for kind, part in parts.items()}
             corner = tuple(o + part.start for o, part in zip(offsets, held.box, strict=True))
-            found.append(Piece(real, corner, views.pop("weight"), views))
+            yield Piece(real, corner, views.pop("weight"), views)
             at += size
-    return found

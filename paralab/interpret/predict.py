@@ -2,17 +2,10 @@
 
 The program is compiled once and read three times: when everything happens (time.py), what is alive
 meanwhile (memory.py), what every call sends (traffic.py). boxes.py writes that down as the recorder
-of a run does.
+of a run does. No paradigm has a formula here: what it takes follows from its list of instructions.
 
-    naive       step = compute + sum over parameters of (alpha + 2(N-1)/N bytes / bandwidth)
-    bucketed    the same bytes, alpha paid once per bucket
-    overlapped  only what the rest of backward does not cover is waited for
-    a pipeline  its schedule, with every message between stages alpha + bytes / bandwidth in flight
-    ZeRO        its gathers and reduce-scatters, and what computing does not cover of them
-
-None of these is a formula here; each follows from the list of instructions. Left out, and part of
-the gap to a measured step: reading the data, Python between instructions, page faults, the cores
-that ranks share. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.
+Left out, and part of the gap to a measured step: reading the data, Python between instructions,
+page faults, the cores that ranks share. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.
 """
 
 from __future__ import annotations
@@ -98,9 +91,8 @@ def check_steps(steps: int, rows: int) -> None:
     """Refuse more steps, of ``rows`` each and all alike, than a report can hold."""
     most = max(1, MOST // rows)
     if steps > most:
-        raise illegal(
-            "steps", steps, f"of about {rows} rows each, which are alike", f"up to {most}"
-        )
+        why = f"of about {rows} rows each, which are alike"
+        raise illegal("steps", steps, why, f"up to {most}")
 
 
 def _actions(plan: Plan) -> int:
@@ -130,8 +122,7 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
         raise illegal(largest, getattr(plan, largest), why, legal)
     if plan.tiers is None:
         return
-    needed = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
-    for name in needed:
+    for name in ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme"):
         if getattr(cluster, name) is None:
             why = f"the plan offloads, and {cluster.name!r} does not say what its links to host "
             why += "and files carry"

@@ -194,11 +194,8 @@ class Rank:
     def where(self) -> str:
         """What this rank is doing, for an error's message."""
         ins = self.code[self.position]
-        at = ""
-        if ins.op in COMPUTE:
-            i, j = ins.at
-            ops = [self.model.ops[i].name, self.model.ops[j - 1].name]
-            at = " " + " to ".join(dict.fromkeys(ops))
+        ops = self.model.ops[slice(*ins.at)] if ins.op in COMPUTE else ()
+        at = " " + " to ".join(dict.fromkeys((ops[0].name, ops[-1].name))) if ops else ""
         return f"{ins.op}{at}" + (f", micro-batch {ins.mb}" if ins.mb >= 0 else "")
 
     # ---- compute ---------------------------------------------------------------------------------
@@ -295,26 +292,22 @@ class Rank:
         norm says about the gradients, which the host reads and the next step may not change;
         "second", a shard for hpZ; else this tp rank's part of a state, along the sequence.
         """
-        if ins.writes[0][0] == "wide":
+        held, made = self.store[ins.reads[0]], ins.writes[0]
+        if made[0] == "wide":
             with self.recorder.making("gradients"):
-                self.store[ins.writes[0]] = flat_of(self.store[ins.reads[0]]).float()
-            return
-        if ins.writes[0][0] == "host.verdict":
-            verdict = self.state.decided(self.store[ins.reads[0]])
-            self.store[ins.writes[0]] = self.workers.copied(verdict)
-            return
-        if ins.writes[0][0] == "second":  # this rank's part of a unit, as long as backward needs it
+                self.store[made] = flat_of(held).float()
+        elif made[0] == "host.verdict":
+            self.store[made] = self.workers.copied(self.state.decided(held))
+        elif made[0] == "second":  # this rank's part of a unit, as long as backward needs it
             group = self.groups["secondary"]
-            part = self.store[ins.reads[0]].flat.chunk(group.size)[group.index].clone()
-            self.store[ins.writes[0]] = part
+            self.store[made] = part = held.flat.chunk(group.size)[group.index].clone()
             self.recorder.owns("parameters", part)
-            return
-        source, group = self.store[ins.reads[0]][0], self.groups["tp"]
-        samples = self.plan.microbatch_size
-        part = source.view(samples, group.size, -1, source.shape[1])[:, group.index]
-        part = part.clone(memory_format=torch.contiguous_format).view(-1, source.shape[1])
-        self.store[ins.writes[0]] = (part,)
-        self._owns(ins.writes[0], part)
+        else:
+            source, group, samples = held[0], self.groups["tp"], self.plan.microbatch_size
+            part = source.view(samples, group.size, -1, source.shape[1])[:, group.index]
+            part = part.clone(memory_format=torch.contiguous_format).view(-1, source.shape[1])
+            self.store[made] = (part,)
+            self._owns(made, part)
 
     # ---- the optimizer ---------------------------------------------------------------------------
     def NORM(self, ins: Instr) -> None:
@@ -366,10 +359,10 @@ class Rank:
     # ---- calls -----------------------------------------------------------------------------------
     def ALL_REDUCE(self, ins: Instr) -> None:
         group = self.groups[ins.lane]
-        if sums_shared(ins):
-            parts = self.state.shared_parts(ins.at)
-            if not parts:
-                return
+        if not sums_shared(ins):
+            flat = flat_of(self.store[ins.reads[0]])
+            self._call(ins, group.all_reduce(flat, phase=ins.phase))
+        elif parts := self.state.shared_parts(ins.at):
             with self.recorder.making("buffers"):
                 flat = torch.cat(parts)
 
@@ -378,9 +371,6 @@ class Rank:
                     part.copy_(summed)
 
             self._call(ins, group.all_reduce(flat, phase=ins.phase), put_back)
-            return
-        flat = flat_of(self.store[ins.reads[0]])
-        self._call(ins, group.all_reduce(flat, phase=ins.phase))
 
     def REDUCE_SCATTER(self, ins: Instr) -> None:
         group, made, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]

@@ -2,18 +2,13 @@
 
 An instruction whose lane is a group's axis is one call; an op may make calls of its own inside an
 instruction of compute, which it lists as data (`model.ops.Call`). What travels follows from the
-sizes of values, S bytes of the full buffer:
+sizes of values, S bytes of the full buffer (`Calls.payload`), and how many of them a rank sends
+from theory/traffic.py.
 
-    SEND, RECEIVE               the last entry of the state, or a tp rank's part of it
-    ALL_REDUCE                  what it reads: a gradient, a shard of one, the norm, a state; of
-                                gradients that ranks of another axis share, those parts alone
-    ALL_GATHER                  what it writes: a unit of parameters, the whole sequence of a state
-    REDUCE_SCATTER              what it reads: a unit's gradient, a state
-
-and how many of them a rank sends from theory/traffic.py. A pipeline rank's data-parallel and
-tensor-parallel ranks make the same calls, each in groups of its own, which may lie inside a node or
-reach over several: the *level*. Bytes inside and between nodes are never added up as if they were
-alike (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3 argues by the two levels).
+A pipeline rank's data-parallel and tensor-parallel ranks make the same calls, each in groups of its
+own, which may lie inside a node or reach over several: the *level*. Bytes inside and between nodes
+are never added up as if they were alike (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3 argues by
+the two levels).
 
 `rows` equals what a run records, row by row. Labs 01, 02, 05, 07.
 """
@@ -90,7 +85,9 @@ class Calls:
         return self._known.setdefault(key, tuple(made))
 
     def payload(self, pp: int, ins: Instr, index: int = 0) -> int | None:
-        """Bytes of the full buffer; None where this rank has nothing to say."""
+        """Bytes of the full buffer: of what is gathered or received, else of what it reads. Of a
+        state the last entry, or a tp rank's part; None where this rank has nothing to say.
+        """
         program, model = self.program, self.program.model
         if sums_shared(ins):
             shares = program.shared(pp, index).get(ins.at, ())

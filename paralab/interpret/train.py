@@ -139,7 +139,7 @@ class Trainer:
 
     # ---- for checkpoints -------------------------------------------------------------------------
     def pieces(self) -> list[Piece]:
-        return pieces(self.state)
+        return list(pieces(self.state))
 
     def counters(self) -> dict[str, float]:
         return self.state.counters()

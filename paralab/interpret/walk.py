@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
-from paralab.interpret.costs import Awaited, Compute, Cost, Job, Posted
+from paralab.interpret.costs import Awaited, Cost, Job, Posted
 from paralab.interpret.jobs import Begun, Order
 from paralab.programs.instructions import Instr, Value
 
@@ -55,19 +55,17 @@ def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: floa
     see `Posted.after`.
     """
     kind = type(cost)
-    if kind is Compute:
-        return Item(WORK, cost.seconds)
     if kind is Awaited:
         takes = awaited.after(share) if awaited else 0.0
         return Item(WAIT, takes, ins.reads, frees=ins.frees)
     if kind is Job:
         return Item(JOB, cost.seconds, ins, cost.lane)
-    if kind is not Posted:
-        return Item(WORK, cost.seconds)
-    lane, members, before = cost.lane, cost.members, cost.before or None
-    if cost.peer >= 0:
-        lane, members = (r, cost.peer) if cost.sends else (cost.peer, r), 2
-    return Item(CALL, cost.seconds, ins.writes, lane, members, before)
+    if kind is Posted:
+        lane, members, before = cost.lane, cost.members, cost.before or None
+        if cost.peer >= 0:
+            lane, members = (r, cost.peer) if cost.sends else (cost.peer, r), 2
+        return Item(CALL, cost.seconds, ins.writes, lane, members, before)
+    return Item(WORK, cost.seconds)
 
 
 class Walk:

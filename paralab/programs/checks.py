@@ -18,6 +18,7 @@ in the printed program. compile.py checks what has a pass or a schedule of the l
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import zip_longest
 
 from paralab.programs.derive import lasts
@@ -63,7 +64,7 @@ def _schedule(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
     asked = skeleton(program.spec, program.plan, program.model, only=pp)[pp]
     sends = [bool(op.message and op.message.forward and op.message.backward) for op in ops]
     turns = [turn for turn in _computed(asked) if not sends[turn[1]]]  # f-bar, g-bar: no compute
-    found, nothing = _computed(code), ("", 0, 0, len(code))
+    found, nothing = list(_computed(code)), ("", 0, 0, len(code))
     for turn, mine in zip_longest(turns, found, fillvalue=nothing):
         if turn[:3] != mine[:3]:
             op, at, k = turn[:3]
@@ -78,18 +79,16 @@ def _schedule(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
             raise refuse(len(code), f"{half} is computed {weights[at, k]} times", "once")
 
 
-def _computed(code: Code) -> list[tuple[str, int, int, int]]:
+def _computed(code: Code) -> Iterator[tuple[str, int, int, int]]:
     """(FORWARD, BACKWARD or BACKWARD_WEIGHT, op of the model, micro-batch, position) of all that a
     list computes, what it computes again and what is split off to hide a message left out. An input
     half counts as BACKWARD.
     """
-    found: list[tuple[str, int, int, int]] = []
     for position, ins in enumerate(code):
         if ins.op in COMPUTE and ins.op != RECOMPUTE and not ins.phase:
             ops = range(*ins.at) if ins.op == FORWARD else reversed(range(*ins.at))
             kind = ins.op if ins.op in (FORWARD, BACKWARD_WEIGHT) else BACKWARD
-            found += ((kind, at, ins.mb, position) for at in ops)
-    return found
+            yield from ((kind, at, ins.mb, position) for at in ops)
 
 
 # ---- lifetimes -----------------------------------------------------------------------------------

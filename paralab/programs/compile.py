@@ -1,18 +1,13 @@
 """The chain: from a plan to a program. Every paradigm is a pass or a few; this is their order.
 
-skeleton    what each pipeline rank computes, and its messages
-`inside`    passes that see one micro-batch's way through a stage: recompute, cut, add_parameters,
-            tensor_parallel, partition_activations
-`between`   passes that see the whole step: messages in parts; sums of gradients; offload of
-            gradients; update; gathers of parameters; norm; the update moved to where its states
-            are; offload of activations
-own_passes  ``Plan.passes``, the learner's
-derived     waits and frees; then `check`, where a pass or the schedule is the learner's own
+A skeleton has what each pipeline rank computes, and its messages. Then come passes that see one
+micro-batch's way through a stage (`inside`), those that see the whole step (`between`), and the
+learner's own. What no pass has to say is derived at last: waits and frees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from paralab.checks import choice
@@ -76,39 +71,39 @@ def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Pro
 
 def passed(program: Program, rank: int, code: Code) -> Code:
     """A pipeline rank's skeleton after all passes, without what is derived."""
-    code = write(code, inside(program, rank), len(program.model.ops))
+    code = write(code, list(inside(program, rank)), len(program.model.ops))
     for one_pass in between(program, rank):
         code = one_pass(code)
     return own_passes(program, rank, code)
 
 
-def inside(program: Program, rank: int) -> list[Pass]:
+def inside(program: Program, rank: int) -> Iterator[Pass]:
     """The passes that see one micro-batch's way through a stage."""
     plan, model, n = program.plan, program.model, len(program.model.ops)
     units = program.units[rank]
-    chain: list[Pass] = [lambda code: cut(code, {i for _, i, _ in model.parts}, n)]
+    yield lambda code: cut(code, {i for _, i, _ in model.parts}, n)
     if plan.recompute != "none":
-        chain.append(lambda code: recompute.recompute(code, model, plan.recompute))
+        yield lambda code: recompute.recompute(code, model, plan.recompute)
     cuts = message_cuts(model)
     if plan.dp > 1 or plan.zero_stage:
         cuts |= gradient_cuts(model, units)
-    chain += [lambda code: cut(code, cuts, n), lambda code: add_parameters(code, model, units)]
+    yield lambda code: cut(code, cuts, n)
+    yield lambda code: add_parameters(code, model, units)
     if plan.tp > 1 and plan.tp_mode == "1d":
-        chain.append(lambda code: tensor_parallel(code, model, overlap=plan.tp_overlap))
+        yield lambda code: tensor_parallel(code, model, overlap=plan.tp_overlap)
     if plan.partition_activations:
-        chain.append(recompute.partition_activations)
-    return chain
+        yield recompute.partition_activations
 
 
-def between(program: Program, rank: int) -> list[Pass]:
+def between(program: Program, rank: int) -> Iterator[Pass]:
     """The passes that see the whole step: what ranks sum, gather and offload, and the optimizer."""
-    plan, tiers, chain = program.plan, program.plan.tiers, []
+    plan, tiers = program.plan, program.plan.tiers
     stage, alone = plan.zero_stage, plan.shard_degree == 1
     kind = "gshard" if stage else "grad"
     mixed, scaled = program.model.item < 4, plan.precision == "fp16"
     measured = program.clips or scaled  # whether the gradients' norm is needed
     if plan.partition_messages:
-        chain.append(scatter_gather)
+        yield scatter_gather
 
     def bring(u: int, number: int) -> tuple[Code, bool]:
         into = ("w" if alone else "piece", u, number)
@@ -116,42 +111,35 @@ def between(program: Program, rank: int) -> list[Pass]:
 
     if stage:
         if plan.reduces_often:
-            chain.append(lambda code: zero.zero2(code, alone=alone))
+            yield lambda code: zero.zero2(code, alone=alone)
         else:
-            chain.append(lambda code: zero.zero1(code, alone=alone, at_once=plan.reduces_at_once))
+            yield lambda code: zero.zero1(code, alone=alone, at_once=plan.reduces_at_once)
         if plan.shard_degree < plan.dp:
-            chain.append(zero.replicas)
+            yield zero.replicas
     elif plan.dp > 1 and plan.grad_sync is not None:
-        chain.append(data_parallel.FORMS[plan.grad_sync])
+        yield data_parallel.FORMS[plan.grad_sync]
     shared = program.shared(rank, None)  # of any data-parallel rank: all have one list
     axes = {key: {share.unit for share in shares} for key, shares in shared.items()}
-    chain.append(lambda code: optimizer.shared(code, axes, kind))
+    yield lambda code: optimizer.shared(code, axes, kind)
     if tiers and tiers.gradients != "device":
         waits = {u for u, unit in enumerate(program.units[rank]) if unit.waits}
-        chain.append(
-            lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
-        )
-    copied = plan.grad_dtype == "fp32-copy"
-    chain.append(
-        lambda code: optimizer.update(code, stage=stage, mixed=mixed, scaled=scaled, copied=copied)
-    )
+        yield lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
+    how = {"mixed": mixed, "scaled": scaled, "copied": plan.grad_dtype == "fp32-copy"}
+    yield lambda code: optimizer.update(code, stage=stage, **how)
     if stage in (1, 2) and not alone:
-        chain.append(zero.gather_updated)
+        yield zero.gather_updated
     visit = visits(program, rank)
     if stage == 3:
         up = bring if tiers and tiers.parameters != "device" else None
-        chain.append(lambda code: zero.zero3(code, plan.prefetch, visit, bring=up))
+        yield lambda code: zero.zero3(code, plan.prefetch, visit, bring=up)
     if plan.secondary_shard:
-        chain.append(zero.second_copy)
+        yield zero.second_copy
     if measured:
-        chain.append(lambda code: optimizer.clip(code, program.norm_axes, scaled=scaled))
+        yield lambda code: optimizer.clip(code, program.norm_axes, scaled=scaled)
     if tiers and tiers.states:
-        chain.append(offload.Update(tiers, rows(program) > 0, own_master(plan), mixed))
+        yield offload.Update(tiers, rows(program) > 0, own_master(plan), mixed)
     if tiers and tiers.activations != "device":
-        chain.append(
-            lambda code: offload.inputs(code, tiers.activations, lambda ins: visit(ins, -1)[0])
-        )
-    return chain
+        yield lambda code: offload.inputs(code, tiers.activations, lambda ins: visit(ins, -1)[0])
 
 
 def visits(program: Program, rank: int) -> Callable[[Instr, int], tuple[object, object]]:

@@ -79,6 +79,14 @@ class Program:
         """Whether an UPDATE makes fp32 copies of its own unit's gradients, which have 16 bits."""
         return self.plan.grad_precision != "fp32" and self.plan.grad_dtype != "fp32-copy"
 
+    @property
+    def update_bytes(self) -> int:
+        """That an UPDATE moves per element: AdamW reads four fp32 values and writes three, SGD two
+        and one. Parameters in 16 bits are rounded from masters, and gradients widened: 6 more each.
+        """
+        values = 7 if self.optimizer == "adamw" else 3
+        return 4 * values + 6 * (self.model.item < 4) + 6 * self.widens
+
     def size(self, value: Value, rank: int) -> Size:
         """Of a value on a pipeline rank."""
         kind, where, version = value
@@ -207,22 +215,23 @@ class Program:
         mine = self.stages[rank :: self.plan.pp]
         return sum(op.constant for i, j in mine for op in self.model.ops[i:j])
 
-    def lasting(self, rank: int) -> list[Value]:
+    def lasting(self, rank: int) -> Iterator[Value]:
         """What is there before and after every step."""
-        plan, found = self.plan, []
+        plan = self.plan
         states = plan.tiers is not None and plan.tiers.states
         here = not states or plan.tiers.parameters == "device"
         for u in range(len(self.units[rank])):
             if here:
-                found.append(("shard" if plan.zero_stage == 3 else "w", u, 0))
+                yield "shard" if plan.zero_stage == 3 else "w", u, 0
             if not states:
-                found.append(("opt", u, 0))
-                found += [("master", u, 0)] * (self.model.item < 4)
-        found += tiers.lasting(self, rank)
-        found += [("mask", rank, 0)] * (self.constant_bytes(rank) > 0)
-        if self.clips or self.plan.precision == "fp16":
-            found.append(("scale", 0, 0))
-        return found
+                yield "opt", u, 0
+            if not states and self.model.item < 4:
+                yield "master", u, 0
+        yield from tiers.lasting(self, rank)
+        if self.constant_bytes(rank):
+            yield "mask", rank, 0
+        if self.clips or plan.precision == "fp16":
+            yield "scale", 0, 0
 
 
 def _part(category: str) -> Callable[[Program, Any], tuple[str, int]]:

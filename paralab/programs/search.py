@@ -163,14 +163,10 @@ class Search:
         seconds = np.where(known, self.simulated, self.closed)
         order = np.lexsort((seconds, ~known & self.fits, ~self.fits))
         self.plans = plans.kept(order)
-        self.closed, self.simulated, self.serial, self.memory, self.fits = (
-            column[order]
-            for column in (self.closed, self.simulated, self.serial, self.memory, self.fits)
-        )
-        self.terms, self.categories = (
-            {name: column[order] for name, column in columns.items()}
-            for columns in (self.terms, self.categories)
-        )
+        for name in ("closed", "simulated", "serial", "memory", "fits"):
+            setattr(self, name, getattr(self, name)[order])
+        for columns in (self.terms, self.categories):
+            columns |= {name: column[order] for name, column in columns.items()}
 
     def _one_fits(self) -> bool:
         """Whether one of the plans that were simulated fits."""

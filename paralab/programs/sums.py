@@ -178,11 +178,8 @@ class Sums:
         missing = self.owed.get(v, frozenset())
         before = self.owed.get(made, missing) if ins.op == ADD else missing
         if before != missing:
-            raise self.refuse(
-                position,
-                f"one is partial over {_axes(missing)}, the other over {_axes(before)}",
-                "two values summed over the same axes",
-            )
+            why = f"one is partial over {_axes(missing)}, the other over {_axes(before)}"
+            raise self.refuse(position, why, "two values summed over the same axes")
         self.owed[made] = missing
 
 

@@ -12,18 +12,13 @@ and k fp32 rows of the optimizer (AdamW's two moments; the master weights too, w
 
 What lasts has version 0. Everything else on the host passes through a *ring*: two buffers that are
 taken in turn, so that the disk is at the next unit while the host is at this one. A ring is made
-once and stays, and what lies in it has no memory of its own:
-
-    staging     part, sum, piece   a later micro-batch's gradient, the sum that it is added to, and
-                                   parameters on their way up from a file
-    gradient, states, parameters   what an update reads and writes that does not live on the host
-    inputs      x, back            where files keep them
-
-ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857, sec. 6.3) reuses a few pinned buffers too.
+once and stays, and what lies in it has no memory of its own. ZeRO-Infinity (Rajbhandari+ 2021,
+arXiv:2104.07857, sec. 6.3) reuses a few pinned buffers too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from paralab.programs.instructions import ADD, NORM, UPDATE, Instr, Value
@@ -31,11 +26,13 @@ from paralab.programs.instructions import ADD, NORM, UPDATE, Instr, Value
 BUFFERS = 2  # of a ring
 _PREFIX = {"device": "", "cpu": "host.", "nvme": "file."}
 _IN_RINGS = {
+    # A later micro-batch's gradient, the sum so far, and parameters on their way up from a file.
     "staging": ("part", "sum", "piece"),
+    # What an update reads and writes that does not live on the host.
     "gradient": ("gshard",),
     "states": ("opt",),
     "parameters": ("shard",),
-    "inputs": ("x", "back"),
+    "inputs": ("x", "back"),  # where files keep them
 }
 _RINGS = {f"host.{kind}": name for name, kinds in _IN_RINGS.items() for kind in kinds}
 GRADIENTS = ("grad", "gshard", "part", "sum")  # of parameters
@@ -108,19 +105,18 @@ def rings(program: Any, rank: int) -> dict[str, int]:
     return found
 
 
-def lasting(program: Any, rank: int) -> list[Value]:
+def lasting(program: Any, rank: int) -> Iterator[Value]:
     """What there is off the device before and after a step."""
     tiers = program.plan.tiers
-    found: list[Value] = [("host.ring", name, 0) for name in rings(program, rank)]
+    yield from (("host.ring", name, 0) for name in rings(program, rank))
     for u in range(len(program.units[rank]) if tiers is not None and tiers.states else 0):
         if tiers.parameters != "device":
-            found.append((prefix(tiers.parameters) + "shard", u, 0))
+            yield prefix(tiers.parameters) + "shard", u, 0
         if tiers.gradients != "device":
-            found.append((prefix(tiers.gradients) + "gshard", u, 0))
+            yield prefix(tiers.gradients) + "gshard", u, 0
         if rows(program):
-            found.append((prefix(tiers.optimizer) + "opt", u, 0))
-        found += [("host.count", u, 0), ("host.norm", u, 0)]
-    return found
+            yield prefix(tiers.optimizer) + "opt", u, 0
+        yield from (("host.count", u, 0), ("host.norm", u, 0))
 
 
 class Moved(NamedTuple):
@@ -140,9 +136,11 @@ class Moved(NamedTuple):
 def moved(program: Any, ins: Instr, rank: int) -> Moved:
     """Of an instruction on a worker's lane."""
     if ins.lane == "host":
-        return Moved(
-            "optimizer" if ins.op == UPDATE else "compute", "", _worked(program, ins, rank)
-        )
+        item, grad = program.model.item, program.item_of("grad")
+        each = {UPDATE: program.update_bytes, ADD: 3 * grad, NORM: grad}
+        count = program.units[rank][ins.unit].numel // program.shards
+        size = count * each.get(ins.op, 4 + item)  # else it rounds
+        return Moved("optimizer" if ins.op == UPDATE else "compute", "", size)
     read, written = ins.reads[0], ins.writes[0]
     value = written if ins.lane == "h2d" or written[0].startswith("file.") else read
     op = "copy"
@@ -150,13 +148,3 @@ def moved(program: Any, ins: Instr, rank: int) -> Moved:
         op = "write" if value is written else "read"
     item, count = elements(program, value, rank)
     return Moved(op, _CATEGORY[value[0].rpartition(".")[2]], item * count)
-
-
-def _worked(program: Any, ins: Instr, rank: int) -> int:
-    """Bytes that the host's processor reads and writes."""
-    item, grad = program.model.item, program.item_of("grad")
-    count = program.units[rank][ins.unit].numel // program.shards
-    if ins.op == UPDATE:  # AdamW reads four fp32 values and writes three, SGD two and one
-        rounds = 6 * (item < 4) + 6 * (grad < 4)
-        return count * ((28 if program.optimizer == "adamw" else 12) + rounds)
-    return count * {ADD: 3 * grad, NORM: grad}.get(ins.op, 4 + item)  # else it rounds

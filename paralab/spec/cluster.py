@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from paralab.theory.traffic import OPS
 
 ELEMENTS = ("gelu", "gelu_backward", "exp", "draw")
 PRODUCTS = ("bf16", "fp16", "tf32")
-OVERHEADS = ("op", "launch", "call", "wait")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor in a period
 
 
@@ -104,49 +103,33 @@ class Cluster(Description):
     measure: ClassVar[Callable[..., Cluster]]
 
     def __post_init__(self) -> None:
-        def as_link(name: str, value: object) -> Link:
-            if isinstance(value, Mapping) and value.keys() == {"alpha", "bandwidth"}:
-                value = Link(**value)
-            if not isinstance(value, Link):
-                raise illegal(
-                    name, value, "not a link", "pl.Link(alpha=seconds, bandwidth=bytes_per_s)"
-                )
-            return value
+        def keep(check: Callable[..., Any], *names: str, **bound: float) -> None:
+            for name in names:
+                object.__setattr__(self, name, check(name, getattr(self, name), **bound))
+
+        def stated(*names: str) -> list[str]:
+            return [name for name in names if getattr(self, name) is not None]
+
+        def keep_table(name: str, keys: tuple, check: Callable[..., Any], legal: str) -> None:
+            given = instance(name, getattr(self, name), Mapping, legal, "table").items()
+            found = {choice(name, key, keys): check(f"{name}[{key!r}]", of) for key, of in given}
+            object.__setattr__(self, name, found)
 
         self.check_counts()
-        for name in ("flops", "memory_bandwidth", "odd_products"):
-            object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
+        keep(real, "flops", "memory_bandwidth", "odd_products", above=0.0)
         choice("algorithm", self.algorithm, (None, *ALGORITHMS))
         choice("fused", self.fused, (True, False))
         if self.odd_products > 1:
             raise illegal("odd_products", self.odd_products, "a share", "above 0, at most 1")
-        for name in (*(f"{what}_overhead" for what in OVERHEADS), "wait_work", "half_rate_tokens"):
-            object.__setattr__(self, name, real(name, getattr(self, name), at_least=0.0))
-        object.__setattr__(self, "intra", as_link("intra", self.intra))
-        inter = self.intra if self.inter is None else as_link("inter", self.inter)
-        object.__setattr__(self, "inter", inter)
-        for name in ("host", "disk"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, as_link(name, getattr(self, name)))
-        for name in ("host_bandwidth", "peak_flops", "operand_bandwidth"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, real(name, getattr(self, name), above=0.0))
-        instance("collectives", self.collectives, Mapping, "{operation: pl.Link}", "table")
-        measured = {
-            choice("collectives", op, OPS): as_link(f"collectives[{op!r}]", v)
-            for op, v in self.collectives.items()
-        }
-        object.__setattr__(self, "collectives", measured)
-        if not isinstance(self.products, Mapping):
-            raise illegal("products", self.products, "not a table", '{"bf16": (7e9, 1.5e9, 16e9)}')
-        rates = {name: _three(name, of) for name, of in self.products.items()}
-        object.__setattr__(self, "products", rates)
-        instance("elements", self.elements, Mapping, '{"exp": 1e-9}', "table")
-        seconds = {
-            choice("elements", name, ELEMENTS): real(f"elements[{name!r}]", of, at_least=0.0)
-            for name, of in self.elements.items()
-        }
-        object.__setattr__(self, "elements", seconds)
+        keep(real, "op_overhead", "launch_overhead", "call_overhead", "wait_overhead", at_least=0.0)
+        keep(real, "wait_work", "half_rate_tokens", at_least=0.0)
+        keep(_link, "intra", *stated("inter", "host", "disk"))
+        if self.inter is None:
+            object.__setattr__(self, "inter", self.intra)
+        keep(real, *stated("host_bandwidth", "peak_flops", "operand_bandwidth"), above=0.0)
+        keep_table("collectives", OPS, _link, "{operation: pl.Link}")
+        keep_table("products", PRODUCTS, _three, '{"bf16": (7e9, 1.5e9, 16e9)}')
+        keep_table("elements", ELEMENTS, partial(real, at_least=0.0), '{"exp": 1e-9}')
 
     @property
     def num_devices(self) -> int:
@@ -233,9 +216,13 @@ class Cluster(Description):
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])
 
 
-def _three(precision: str, rates: Any) -> tuple[float, ...]:
-    choice("products", precision, PRODUCTS)
-    name = f"products[{precision!r}]"
+def _link(name: str, value: Any) -> Link:
+    if isinstance(value, Mapping) and value.keys() == {"alpha", "bandwidth"}:
+        value = Link(**value)
+    return instance(name, value, Link, "pl.Link(alpha=seconds, bandwidth=bytes_per_s)", "link")
+
+
+def _three(name: str, rates: Any) -> tuple[float, ...]:
     if not isinstance(rates, (tuple, list)) or len(rates) != 3:
         raise illegal(name, rates, "not three rates", "FLOP/s of x W^T, g W and g^T x")
     return tuple(real(name, rate, above=0.0) for rate in rates)

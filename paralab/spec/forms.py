@@ -1,21 +1,15 @@
-"""What a plan takes in place of a name: a form of one's own, as far as it can be judged before a
-run.
-
-A pass may be a function of the user's, a pipeline's schedule a function, a model's block a module.
-What such a form must be able to do is checked here, before a process starts, and
-without torch; but a module's parameters are known when it has been made, which takes torch.
+"""What a plan takes in place of a name: a pass or a schedule that is a function of the user's, a
+block that is a module. It is judged as far as can be before a process starts, and without torch;
+but a module's parameters are known when it has been made, which takes torch.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import choice, illegal, instance, shown
-from paralab.parallel.schedules import RELAY, SCHEDULES, takes_three
-
-if TYPE_CHECKING:
-    from paralab.parallel.schedules import Action
+from paralab.parallel.schedules import RELAY, SCHEDULES, Action, build, takes_three
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
 SCHEDULE_NAMES = (*SCHEDULES, RELAY)
@@ -27,6 +21,11 @@ def form_name(form: Any) -> str:
     if callable(form):
         return OWN_FORM + getattr(form, "__name__", type(form).__name__)
     return form
+
+
+def saved(form: Any) -> bool:
+    """Whether it is what a saved plan has kept of a form of the user's."""
+    return isinstance(form, str) and form.startswith(OWN_FORM)
 
 
 def check_grad_sync(form: Any) -> None:
@@ -47,19 +46,17 @@ def check_passes(forms: Any) -> tuple[Any, ...]:
     legal = "functions f(program) -> program, see paralab.programs.own"
     instance("passes", forms, (tuple, list), f"a tuple of {legal}", "sequence")
     for form in forms:
-        if not callable(form) and not (isinstance(form, str) and form.startswith(OWN_FORM)):
+        if not callable(form) and not saved(form):
             raise illegal("passes", forms, f"{shown(form)} cannot be called", legal)
     return tuple(forms)
 
 
 def check_schedule(form: Any) -> None:
     """Refuse what could not be a schedule, as far as can be known before it is called."""
-    if isinstance(form, str) and form.startswith(OWN_FORM):
-        return
-    if not callable(form):
+    if callable(form):
+        takes_three(form)
+    elif not saved(form):
         choice("schedule", form, SCHEDULE_NAMES)
-        return
-    takes_three(form)
 
 
 def make_schedule(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:
@@ -69,16 +66,14 @@ def make_schedule(form: Any, pp: int, microbatches: int, virtual_stages: int) ->
 
 
 def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:
-    from paralab.parallel.schedules import build
     from paralab.theory.schedule_check import validate
 
     if form == RELAY:  # for code that takes a rank as one stage
         form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
-        raise illegal(
-            "schedule", form_name(form), f"made {len(lists)} lists", f"{pp}, one per pipeline rank"
-        )
+        why = f"made {len(lists)} lists"
+        raise illegal("schedule", form_name(form), why, f"{pp}, one per pipeline rank")
     validate(lists, microbatches=microbatches, stages=pp * virtual_stages)
     return lists
 
@@ -88,14 +83,9 @@ _build_once = lru_cache(maxsize=64)(_build)
 
 def check_block(form: Any) -> None:
     """Refuse what could not make a model's blocks, as far as can be known before it is called."""
-    if form is None or callable(form) or isinstance(form, str) and form.startswith(OWN_FORM):
-        return
-    raise illegal(
-        "block",
-        form,
-        "not a class and not a function",
-        "None for the standard block, or a class or function that makes an nn.Module of a model",
-    )
+    if form is not None and not callable(form) and not saved(form):
+        legal = "None for the standard block, or a class or function that makes an nn.Module of a "
+        raise illegal("block", form, "not a class and not a function", legal + "model")
 
 
 @lru_cache(maxsize=16)
@@ -105,12 +95,8 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
     rank makes its own blocks, so each call has to make the same.
     """
     if isinstance(form, str):
-        raise illegal(
-            "block",
-            form,
-            "a saved model keeps only the name of its block",
-            "model.replace(block=the class or function itself)",
-        )
+        why = "a saved model keeps only the name of its block"
+        raise illegal("block", form, why, "model.replace(block=the class or function itself)")
     import torch
 
     legal = "a class or function that makes an nn.Module of a ModelSpec, or None"
@@ -119,9 +105,8 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             module, again = form(model), form(model)
     except Exception as error:
-        raise illegal(
-            "block", name, f"block(model) raised {type(error).__name__}: {error}", legal
-        ) from error
+        why = f"block(model) raised {type(error).__name__}: {error}"
+        raise illegal("block", name, why, legal) from error
     if not isinstance(module, torch.nn.Module):
         raise illegal("block", name, f"block(model) returned {shown(module)}", legal)
     if repr(module) != repr(again):
@@ -133,13 +118,10 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
             why = f"its parameter {local!r} has no shape until it is called"
             raise illegal("block", name, why, "layers that are given their sizes, no lazy ones")
         if not parameter.requires_grad:
-            raise illegal(
-                "block",
-                name,
-                f"its parameter {local!r} requires no gradient, and every "
-                "parameter of a model is trained",
-                "a buffer: module.register_buffer(...)",
+            why = (
+                f"its parameter {local!r} requires no gradient, and every parameter of a model is "
             )
+            raise illegal("block", name, why + "trained", "a buffer: module.register_buffer(...)")
         if not parameter.is_floating_point():
             why = f"its parameter {local!r} is of {parameter.dtype}, and ranks hold real numbers"
             raise illegal("block", name, why, "two parameters in place of a complex one")

@@ -58,12 +58,8 @@ class ModelSpec(Description):
             raise illegal("hidden", self.hidden, why, f"up to {most}")
         if self.hidden % self.heads:
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
-            raise illegal(
-                "heads",
-                self.heads,
-                f"hidden={self.hidden} is not divisible by it",
-                ", ".join(map(str, legal)),
-            )
+            why = f"hidden={self.hidden} is not divisible by it"
+            raise illegal("heads", self.heads, why, ", ".join(map(str, legal)))
         choice("tied", self.tied, (True, False))
         object.__setattr__(self, "dropout", real("dropout", self.dropout, at_least=0.0))
         if self.dropout >= 1.0:

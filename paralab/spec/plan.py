@@ -1,19 +1,17 @@
 """How to split a training step: Plan. What is trained is in model.py, and on what in cluster.py.
 
-All are frozen descriptions. They hold numbers, never tensors (torch is not imported here). A wrong
-value raises ``ValueError`` naming the field, the value and what would be legal, before any process
-starts; what goes with what is in rules.py.
-
-Units: bytes and plain counts.
+All are frozen descriptions of bytes and plain counts, without torch. A wrong value raises
+``ValueError`` here; what goes with what is in rules.py.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paralab.checks import Description, choice, count, instance, whole
-from paralab.parallel.schedules import RELAY
+from paralab.parallel.schedules import RELAY, Action
 from paralab.spec.forms import (
     OWN_FORM,
     check_grad_sync,
@@ -23,11 +21,9 @@ from paralab.spec.forms import (
     make_schedule,
 )
 from paralab.spec.model import ModelSpec
-from paralab.spec.rules import check_plan, tensor_grid
+from paralab.spec.rules import RULES, refuse, tensor_grid
+from paralab.spec.settings import Asked
 from paralab.spec.tiers import Offload, as_offload, resolved
-
-if TYPE_CHECKING:
-    from paralab.parallel.schedules import Action
 
 
 class Place(NamedTuple):
@@ -291,4 +287,10 @@ class Plan(Description):
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""
         instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
-        check_plan(self, model)
+        refuse(RULES, Asked(self, model))
+        if self.zero_stage == 3 and self.pp > 1:
+            warnings.warn(
+                f"zero_stage=3 with pp={self.pp}: a stage's parameters are gathered again for "
+                f"every action, 2*{self.microbatches} times a step; zero_stage=1 moves them once",
+                stacklevel=2,
+            )

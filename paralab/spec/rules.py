@@ -9,7 +9,6 @@ before any process starts. Torch-free.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -400,14 +399,3 @@ BLOCK = (
 
 
 RULES = (*SIZES, *TENSOR, *RELAYS, *PIPELINE, *PRECISION, *ZERO, *OFFLOAD, *BLOCK)
-
-
-def check_plan(plan: Any, model: Any) -> None:
-    """Raise ``ValueError`` if ``plan`` cannot train ``model`` in this version."""
-    refuse(RULES, Asked(plan, model))
-    if plan.zero_stage == 3 and plan.pp > 1:
-        warnings.warn(
-            f"zero_stage=3 with pp={plan.pp}: a stage's parameters are gathered again for every "
-            f"action, 2*{plan.microbatches} times a step; zero_stage=1 moves them once",
-            stacklevel=3,
-        )

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 
 from paralab.parallel.schedules import SPLIT
-from paralab.spec.forms import OWN_FORM, form_name, make_schedule
+from paralab.spec.forms import form_name, make_schedule, saved
 from paralab.spec.tiers import Offload, resolved
 
 ON_DEVICE = Offload()
@@ -146,8 +145,7 @@ def splits(schedule: Any, pp: int, microbatches: int, virtual_stages: int) -> bo
 def only_named(schedule: Any, passes: tuple) -> str:
     """The function of the user's own that a saved plan has kept nothing but the name of, or ""."""
     forms = [("schedule", schedule), *(("passes", f) for f in passes)]
-    saved = (n for n, form in forms if isinstance(form, str) and form.startswith(OWN_FORM))
-    return next(saved, "")
+    return next((name for name, form in forms if saved(form)), "")
 
 
 @derived
@@ -234,19 +232,15 @@ class Columns:
 
     def of(self, names: Sequence[str], function: Callable[..., Any]) -> Any:
         """A column that follows from others, worked out once for each combination of values."""
+        import numpy as np
+
         fields = [name for name in names if name in self.values]
-        fixed = {
-            n: self.model if n == "model" else getattr(self.model, n)
-            for n in names
-            if n not in fields
-        }
+        fixed = {name: getattr(self, name) for name in names if name not in fields}
         listed = [
             function(**dict(zip(fields, some, strict=True)), **fixed)
             for some in product(*(self.values[name] for name in fields))
         ]
         if not fields:
             return listed[0]
-        code = reduce(
-            lambda code, name: code * len(self.values[name]) + self.codes[name], fields, 0
-        )
-        return column(listed, code)
+        codes = tuple(self.codes[name] for name in fields)
+        return column(listed, np.ravel_multi_index(codes, [len(self.values[n]) for n in fields]))

@@ -57,12 +57,8 @@ class Offload(Description):
         try:
             limits = dict(self.bandwidth or ())
         except (TypeError, ValueError):
-            raise illegal(
-                "offload['bandwidth']",
-                self.bandwidth,
-                "not a table",
-                '{"disk": "500MB"}: bytes per second by link',
-            ) from None
+            legal = '{"disk": "500MB"}: bytes per second by link'
+            raise illegal("offload['bandwidth']", self.bandwidth, "not a table", legal) from None
         for name in limits:
             choice("offload['bandwidth']", name, LINKS)
         most = {n: num_bytes(f"offload['bandwidth'][{n!r}]", v) for n, v in limits.items()}
@@ -93,19 +89,11 @@ def as_offload(value: Any) -> str | Offload | None:
         known = [field.name for field in fields(Offload)]
         for name in value:
             if name not in known:
-                raise illegal(
-                    f"offload[{shown(name)}]",
-                    value[name],
-                    "Offload has no such field",
-                    ", ".join(known),
-                )
+                why, legal = "Offload has no such field", ", ".join(known)
+                raise illegal(f"offload[{shown(name)}]", value[name], why, legal)
         return Offload(**value)
-    raise illegal(
-        "offload",
-        value,
-        "not a place",
-        "None | 'cpu' | 'nvme' | {'parameters': 'cpu', 'optimizer': 'nvme', ...}",
-    )
+    legal = "None | 'cpu' | 'nvme' | {'parameters': 'cpu', 'optimizer': 'nvme', ...}"
+    raise illegal("offload", value, "not a place", legal)
 
 
 def resolved(value: str | Offload | None, zero_stage: int) -> Offload | None:
