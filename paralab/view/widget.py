@@ -30,6 +30,7 @@ import ipywidgets as ipw
 import plotly.graph_objects as go
 
 from paralab.checks import illegal, instance
+from paralab.interpret import quick
 from paralab.interpret.predict import predict
 from paralab.ranks.errors import Stopped
 from paralab.report.tables import Tables
@@ -178,16 +179,14 @@ class Widget(ipw.VBox):
 
     def _refused(self, at: At) -> str:
         """Why these settings cannot run here, seen when they are to run; "" if they can."""
-        return ""
+        each, ranks = sum(quick.fullest(at.model, at.plan)[1].values()), at.plan.world_size
+        return parts.no_room(ranks, each, parts.there(at.cluster, ranks))
 
     def _needs(self, at: At) -> Any:
-        """What a result depends on, hashable: what is trained, and how; None where the settings
-        mean nothing. A knob that changes neither needs no new run.
+        """What a result depends on: what is trained, and how. A knob that changes neither needs no
+        new run. Raises ``ValueError`` where the settings mean nothing.
         """
-        try:
-            return at.model, at.plan
-        except ValueError:
-            return None
+        return at.model, at.plan
 
     def _hint(self, at: At) -> str:
         """What “Run it” would do."""
@@ -304,11 +303,14 @@ class Widget(ipw.VBox):
         return at
 
     def _key(self, at: At) -> Any:
-        """Of a result; code of one's own may be an object that cannot be hashed."""
-        needs = self._needs(at)
+        """Of a result; None for settings that mean nothing."""
+        try:
+            needs = self._needs(at)
+        except ValueError:
+            return None
         try:
             hash(needs)
-        except TypeError:
+        except TypeError:  # code of one's own may be an object that cannot be hashed
             return repr(needs)
         return needs
 

@@ -57,6 +57,9 @@ class Collective(Widget):
     def _needs(self, at: At) -> Any:
         return at["algorithm"], at["ranks"], at["nbytes"]
 
+    def _refused(self, at: At) -> str:
+        return ""  # nothing is trained, and no slider has a tensor that is large
+
     def _hint(self, at: At) -> str:
         return f"“Run it” sums the tensor over {at['ranks']} real processes."
 

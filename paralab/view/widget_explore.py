@@ -84,10 +84,7 @@ class Explore(Steps):
 
     def _needs(self, at: At) -> Any:
         """A run is found again whatever says the same: the nodes of one machine, for example."""
-        try:
-            return super()._needs(at), at["cluster"] if is_here(at.cluster) else None
-        except ValueError:
-            return None
+        return super()._needs(at), at["cluster"] if is_here(at.cluster) else None
 
     def _measure(self, at: At, **how: Any) -> Tables:
         with warnings.catch_warnings():

@@ -26,7 +26,7 @@ from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.naming import SCHEDULE_NAME
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, crowd, in_seconds, slider, too_much
+from paralab.view.widget_parts import buttons, crowd, in_seconds, slider
 
 FORWARD_S = 40e-3  # of the whole model, one micro-batch; backward's halves take as long each
 KINDS = ("forward", "backward", "weight_grad")
@@ -110,9 +110,6 @@ class Pipeline(Widget):
         stages, layers = at.plan.stages, self.model.layers
         few = f"“Run it” has {layers} layers for {stages} stages: fewer ranks or chunks would do"
         return super()._blocked(at) or few * (stages > layers)
-
-    def _refused(self, at: At) -> str:
-        return too_much(at.model, at.plan, at.cluster)
 
     def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
         super()._enter(state, said, error)
