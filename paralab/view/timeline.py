@@ -3,8 +3,7 @@
 Reading it: a coloured box is work; a hatched grey one is a rank that waits for a collective to
 end. Communication under a coloured box is hidden; communication over a hatched box is what
 the step paid for. Where something was offloaded, links between memory tiers are beneath, and what
-the host's CPU does. One trace per kind and lane, whatever the times, so two runs have the
-same structure. Several reports stand under one another on one time scale, so that lengths compare.
+the host's CPU does. Several reports stand under one another on one time scale.
 """
 
 from __future__ import annotations

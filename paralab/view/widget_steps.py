@@ -1,8 +1,5 @@
 """Two kinds of parallelism with sliders, each a step on a time axis: predicted, replayed below it.
 
-    data_parallel   ranks, form of gradient sync, bucket and micro-batch size, link speed
-    tensor1d        ranks t, where the residual stream is, micro-batch size, link speed
-
 “Run it” trains on real processes; the picture then has the replay of that run on the links that the
 slider states, below the prediction and on the same time scale. One run is replayed on any link.
 """
