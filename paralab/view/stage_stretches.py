@@ -38,6 +38,7 @@ WITHIN = (  # what ranks wait for inside a forward or a backward, and under whic
     # A backward begins with what it computes again, and needs its gradient only after that.
     ("gradients", lambda plan: plan.pp > 1 and plan.recompute == "full"),
 )
+WAITS = {"wait": "waiting between actions", "within": "waiting in actions"}
 PHASE = ("before the first backward", "forward and backward", "after the last forward", "then")
 
 
@@ -187,12 +188,10 @@ def _finding(report: Tables, step: int) -> str:
 def _style(report: Tables, kind: str) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill(kind, "compute")
     causes = _causes(report)
-    if kind == "wait" and report.plan.pp > 1 and causes:
-        name = "waiting between actions"
-    if kind == "within":
-        name = "waiting in actions"
-        if causes == [WITHIN[0][0]]:
-            name, fill = f"{name}: {causes[0]}", theme.axis_colour("tp")
+    if kind == "within" or (kind == "wait" and report.plan.pp > 1 and causes):
+        name = WAITS[kind]
+    if kind == "within" and causes == [WITHIN[0][0]]:
+        name, fill = f"{name}: {causes[0]}", theme.axis_colour("tp")
     style = mark.look(name, fill, hatched=kind == "wait", edge=0)
     style["marker"]["cornerradius"] = 0
     return style
@@ -219,9 +218,8 @@ def _hover(one: Stretch) -> str:
     times = [theme.scaled(seconds, "s") for seconds in (length, one.start, one.end)]
     lines = [f"<b>rank {one.rank}</b>, {one.phase.replace('wait', 'nothing to do')}"]
     lines.append(f"{times[0]}, from {times[1]} to {times[2]}")
-    names = {"wait": "waiting between actions", "within": "waiting in actions"}
     for kind, seconds in one.parts.items():
         if len(one.parts) > 1 and seconds >= SHOWN * length:
-            name = names.get(kind, kind.replace("_", " "))
+            name = WAITS.get(kind, kind.replace("_", " "))
             lines.append(f"{name}: {theme.percent(seconds / length)}")
     return "<br>".join(lines)
