@@ -65,12 +65,11 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     if plan.tp_mode == "3d":
         below = f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
     pictures = [picture(s.cells, s.title, below, s.arrows) for s in steps]
-    fig, said = pictures[step or 0], f"{len(steps)} steps"
+    fig, shown, said = pictures[step or 0], range(len(steps)), f"{len(steps)} steps"
     if step is None:
         _animate(fig, steps, pictures)
     else:
-        said = f"step {step} of {len(steps)}"
-    shown = range(len(steps)) if step is None else (step,)
+        shown, said = (step,), f"step {step} of {len(steps)}"
     return fig.explained(
         f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
         (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),

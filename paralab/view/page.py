@@ -129,9 +129,9 @@ def _pairs(values: Mapping[str, Any]) -> str:
     import pandas as pd
 
     def said(value: Any) -> str:
-        value = "none" if value is None else value
-        plain = isinstance(value, str)
-        return value if plain else json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, str):
+            return value
+        return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
     rows = pd.Series({str(name): said(value) for name, value in values.items()}, dtype=str)
     with pd.option_context("display.max_colwidth", None):

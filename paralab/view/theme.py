@@ -267,6 +267,7 @@ SWATCH, LEGEND_ROW = 50, 20  # pixels: what stands before a name in the legend; 
 LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 ALONE = Frame()
 _frame = contextvars.ContextVar("frame", default=ALONE)
+frame = _frame.get  # the one in force
 
 
 @contextlib.contextmanager
@@ -277,11 +278,6 @@ def framed(width: int, height: int) -> Iterator[None]:
         yield
     finally:
         _frame.reset(token)
-
-
-def frame() -> Frame:
-    """The frame in force."""
-    return _frame.get()
 
 
 def letter_scale() -> float:

@@ -1,8 +1,5 @@
 """Widgets that compare alternatives, a bar for each: what a device holds, and what it sends.
 
-    zero     ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
-    tensor   tensor parallelism in 1D, 2D, 2.5D, 3D: tokens, hidden size, ranks
-
 Both numbers are read off the compiled program (interpret/quick.py), padding included, at once and
 for any number of devices. “Run it” trains on one real process per device in the chosen way; the
 ledger's peak and the counted bytes of that run then stand below the prediction.
@@ -164,10 +161,9 @@ class Zero(Alternatives):
     }
 
     def _check(self) -> None:
-        if self.plan.pp > 1:
-            raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
-        if self.plan.tp > 1:
-            raise illegal("tp", self.plan.tp, "this widget is about data parallelism", "1")
+        for name, n in (("pp", self.plan.pp), ("tp", self.plan.tp)):
+            if n > 1:
+                raise illegal(name, n, "this widget is about data parallelism", "1")
         self.plan = only(self.plan, *USED)
         super()._check()
 
