@@ -166,6 +166,10 @@ class Widget(ipw.VBox):
         """Whether a knob has this value for this model and cluster."""
         return True
 
+    def _idle(self, name: str) -> bool:
+        """Whether a knob changes nothing, as the others stand."""
+        return False
+
     def _measure(self, at: At, **how: Any) -> Any:
         """The real thing. In a thread of its own; ends with ``Stopped`` soon after ``stop``."""
         from paralab.experiment import run
@@ -493,8 +497,8 @@ class Widget(ipw.VBox):
         blocked = self._blocked(at) if state in ("idle", "done") else ""
         self.state, self.error = state, error
         self._go.disabled, self._halt.disabled = running or bool(blocked), not running
-        for widget in self.knobs.values():
-            widget.disabled = running
+        for name, widget in self.knobs.items():
+            widget.disabled = running or self._idle(name)
         self._bar.layout.display = "flex" if running else "none"
         self._go.description = "Run again" if state == "done" else "Run it"
         self._views.remove_class(STALE)

@@ -72,9 +72,7 @@ class Pipeline(Widget):
     }
 
     def _check(self) -> None:
-        """Which model a run can train is seen when it is to run. Raises ``ValueError`` for a
-        schedule that has no button.
-        """
+        """Refuse a schedule without a button; what a run can train is seen when it is to run."""
         if self.plan.schedule not in SCHEDULES:
             why, legal = "there is no button for it", " | ".join(map(repr, SCHEDULES))
             raise illegal("schedule", form_name(self.plan.schedule), why, legal)
@@ -111,10 +109,8 @@ class Pipeline(Widget):
         few = f"“Run it” has {layers} layers for {stages} stages: fewer ranks or chunks would do"
         return super()._blocked(at) or few * (stages > layers)
 
-    def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
-        super()._enter(state, said, error)
-        chunks, schedule = self.knobs["virtual_stages"], self.knobs["schedule"].value
-        chunks.disabled = state == "running" or schedule != "interleaved"
+    def _idle(self, name: str) -> bool:
+        return name == "virtual_stages" and self.knobs["schedule"].value != "interleaved"
 
     def _charts(self, at: At) -> list[Chart]:
         simulation, name = self.simulation(at), SCHEDULE_NAME[at["schedule"]]
