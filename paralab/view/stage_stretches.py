@@ -21,6 +21,7 @@ from paralab.view.marks import boxes as mark
 from paralab.view.marks import column
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
+from paralab.view.timeline import of_step
 
 MAX_ROWS = 8
 LONG = 0.015  # of a step: a rank that is idle that long is seen to be
@@ -179,10 +180,8 @@ def _of_rank(rank: int, work: Any, seconds: float) -> list[Stretch]:
 def _finding(report: Tables, step: int) -> str:
     if report.plan.pp > 1:
         return pipeline.finding(report, metrics.step_bubble(report, step))
-    work = metrics.shares(report, step)["work"]
-    length = metrics.step_durations(report, warmup=True)[step] or 1.0
     name = theme.text(naming.subject(report))
-    return f"{name}: {theme.percent(work / length)} of the step is forward and backward"
+    return f"{name}: {of_step(report, step, 'work')} is forward and backward"
 
 
 def _style(report: Tables, kind: str) -> dict[str, Any]:
