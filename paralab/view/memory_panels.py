@@ -163,9 +163,7 @@ def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
 
 
 def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
-    """The peak with its bytes, what the device holds, and what a GPU's allocator says: traces,
-    notes, shapes.
-    """
+    """Traces, notes, shapes: the peak, what the device holds, what a GPU's allocator says."""
     look, per = theme.look(), scales.per
     x, y = scales.x(curve, curve.times[curve.peak_at]), curve.peak
     side = "left" if x < 0.08 * scales.width else "right" if x > 0.92 * scales.width else "center"

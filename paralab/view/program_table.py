@@ -19,9 +19,7 @@ STYLE = Template(Path(__file__).with_name("program.css").read_text(encoding="utf
 
 
 def program_table(shown: Any) -> str:
-    """The lines of an `interpret.text.ProgramText` under its title, what the colours mean, and
-    notes.
-    """
+    """An `interpret.text.ProgramText`: title, what the colours mean, lines, notes."""
     rows, lines = list(shown.rows()), []
     for row in rows:
         indent, what = f' style="padding-left:{22 * row.depth}px"', theme.text(row.what)
@@ -35,9 +33,7 @@ def program_table(shown: Any) -> str:
 
 
 def difference_table(difference: Any, signs: Mapping[str, str]) -> str:
-    """The changes of an `interpret.differences.Difference` under its two titles. ``signs``: what
-    each sign of a change means.
-    """
+    """An `interpret.differences.Difference`; ``signs``: what each sign of a change means."""
     lines, changes = [], difference.changes
     for change in changes:
         does, amount, of = map(theme.text, (change.does, change.amount, change.of))

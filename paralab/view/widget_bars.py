@@ -79,9 +79,7 @@ class Alternatives(Widget):
         return [self._picture(at, bars, sent)]
 
     def _picture(self, at: At, bars: Mapping[str, Kept], sent: Mapping[str, int]) -> Chart:
-        """Two prices side by side: bars of memory by category, and next to each what is sent for
-        it. Decimal units: 1 MB = 10^6 bytes.
-        """
+        """Two prices side by side: bars of memory by category, and next to each what is sent."""
         model, clock = at.model, "predicted" + " and measured" * (at.found is not None)
         below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
         below += f", {model.num_params:,} parameters · 1 MB = 10<sup>6</sup> bytes"
