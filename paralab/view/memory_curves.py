@@ -174,10 +174,10 @@ def thinned(totals: Sequence[int], most: int) -> list[int]:
     return sorted(kept)
 
 
-def capacity(report: Tables) -> tuple[str, int] | None:
-    """What the device holds: the run's own limit, or the memory that its cluster states."""
+def capacity(report: Tables) -> dict[str, int]:
+    """{label: bytes} of the device: the run's own limit, or what its cluster states, if it does."""
     if limit := report.meta.get("memory_limit"):
-        return "memory limit", int(limit)
+        return {"memory limit": int(limit)}
     if report.cluster is not None and report.cluster.memory:
-        return f"memory of {report.cluster.name}", report.cluster.memory
-    return None
+        return {f"memory of {report.cluster.name}": report.cluster.memory}
+    return {}

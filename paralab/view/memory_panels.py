@@ -30,13 +30,11 @@ LETTER = 0.0095  # of the step that one letter in the strip takes
 
 
 def limits(found: Iterable[Curve]) -> dict[str, float]:
-    """{label: bytes} of the devices, those of one run's own limit first; far ones left out."""
+    """{label: bytes} of the devices; far ones left out."""
     found = list(found)
-    highest, limits = max(curve.peak for curve in found), {}
-    for curve in found:
-        if (held := capacity(curve.report)) and held[1] <= NEAR * highest:
-            limits[held[0]] = float(held[1])
-    return limits
+    highest = max(curve.peak for curve in found)
+    held = [pair for curve in found for pair in capacity(curve.report).items()]
+    return {label: float(size) for label, size in held if size <= NEAR * highest}
 
 
 class _Scales:
@@ -174,8 +172,8 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     at |= {"above": True}  # of the line of the first run's peak
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
     notes, shapes = [note(head, x, y / per, hold="bottom", xanchor=side, **at)], []
-    label, _ = capacity(curve.report) or ("", 0)
-    lines = [(label, scales.held[label], "dash", "right")] if label in scales.held else []
+    held = scales.held.keys() & capacity(curve.report).keys()
+    lines = [(label, scales.held[label], "dash", "right") for label in held]
     lines += [
         (name, size, "dot", "left" if name == "allocated" else "right")
         for name, size in curve.reserved.items()
