@@ -198,7 +198,7 @@ class Widget(ipw.VBox):
 
     def _ranks(self, at: At) -> int:
         """Processes that a run has, all of which report how far they are."""
-        return at.plan.world_size
+        return at.get("ranks") or at.plan.world_size
 
     # ---- what settings mean ------------------------------------------------------------------
     def _starting(self, name: str, knob: Knob) -> Knob:

@@ -229,9 +229,6 @@ class Tensor(Alternatives):
         plan.validate(at.model)
         return plan
 
-    def _ranks(self, at: At) -> int:
-        return at["ranks"]
-
     def alternatives(self, at: At) -> dict[str, At]:
         """{name: settings} of the modes that there are; 2.5D on one grid is 2D."""
         found = {}

@@ -51,9 +51,6 @@ class Collective(Widget):
         function = _sender(FORMS[at["algorithm"]])
         return trace(function, ranks=at["ranks"], args=(at["nbytes"],), stop=stop)
 
-    def _ranks(self, at: At) -> int:
-        return at["ranks"]
-
     def _needs(self, at: At) -> Any:
         return at["algorithm"], at["ranks"], at["nbytes"]
 
