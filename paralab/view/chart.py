@@ -4,7 +4,7 @@ A picture is for looking; `.table` is for checking and for going on (a plain Dat
 mark), and the repr is for reading where no picture can be shown. The repr holds no time: notebooks
 compare it, and two runs of one cell must give the same line.
 
-plotly is imported here and nowhere above, so this module is imported inside functions only.
+plotly is imported here, so modules outside this package import it inside functions only.
 """
 
 from __future__ import annotations

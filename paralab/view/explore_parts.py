@@ -6,6 +6,7 @@ Nothing here predicts or runs anything; see widget_explore.py.
 from __future__ import annotations
 
 import html
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -109,11 +110,11 @@ def shown_ranks(report: Tables, boxes: int) -> list[int]:
 
 def fits(report: Tables) -> str | None:
     """What stands in the way of a plan in terms of memory, with the numbers; None if it fits."""
-    limit, worst = capacity(report), peak(report)
-    if limit is None or worst is None or worst.total <= limit[1]:
+    worst, room = peak(report), max(capacity(report).values(), default=math.inf)
+    if worst is None or worst.total <= room:
         return None
     most = max(worst.held, key=worst.held.__getitem__)
-    need, has, part = (theme.scaled(n, "B") for n in (worst.total, limit[1], worst.held[most]))
+    need, has, part = (theme.scaled(n, "B") for n in (worst.total, room, worst.held[most]))
     who = stage_of(report, worst.rank)
     said = f"It does not fit: {who} needs {need} on a device that has {has}"
     return f"{said}; most of it, {part}, is {most}"

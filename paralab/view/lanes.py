@@ -58,12 +58,11 @@ def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[in
     chosen = [0] * len(intervals)
     for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
         start, end = intervals[i]
-        track = next((t for t, until in enumerate(free) if until <= start), None)
-        if track is None and len(free) < at_most:
+        track = next((t for t, until in enumerate(free) if until <= start), len(free))
+        if track == at_most:
+            track = min(range(at_most), key=free.__getitem__)
+        elif track == len(free):
             free.append(end)
-            track = len(free) - 1
-        elif track is None:
-            track = min(range(len(free)), key=free.__getitem__)
         free[track] = max(free[track], end)
         chosen[i] = track
     return chosen

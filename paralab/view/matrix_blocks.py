@@ -4,9 +4,6 @@ A block that one rank holds has that rank's colour and number; one that several 
 small square for each of them. A rank has the same colour in every figure: Paul Tol's eight light
 colours (2021, "Colour schemes", SRON/EPS/TN/09-002), made for cells with words in them, and told
 apart with any form of colour blindness; from the ninth rank on they come again.
-
-What is drawn is the table of parallel/layouts.py; `Block` and `picture` also draw the steps of
-matrix_steps.py.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ model/grid_ops.py; blocks and colours as in matrix_blocks.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -65,12 +66,11 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     if plan.tp_mode == "3d":
         below = f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
     pictures = [picture(s.cells, s.title, below, s.arrows) for s in steps]
-    fig, said = pictures[step or 0], f"{len(steps)} steps"
+    fig, shown, said = pictures[step or 0], range(len(steps)), f"{len(steps)} steps"
     if step is None:
         _animate(fig, steps, pictures)
     else:
-        said = f"step {step} of {len(steps)}"
-    shown = range(len(steps)) if step is None else (step,)
+        shown, said = (step,), f"step {step} of {len(steps)}"
     return fig.explained(
         f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
         (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),
@@ -113,15 +113,11 @@ def _block(name: str, i: int, j: int, z: int = 0, depth: int = 1) -> str:
 
 def _along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
     """Arrows from a block to both ends of its row (axis j) or column (axis i)."""
-    start, first, side = cell.left, 0.5 / q, 0.26 / q
-    x, y = cell.centre
-    found = []
-    for end in (first, 1 - first):
-        to = (start + end, y + side / depth) if axis == "j" else (x + side, end)
-        home = (x, y + side / depth) if axis == "j" else (x + side, y)
-        if abs(to[0] - home[0]) + abs(to[1] - home[1]) > 1e-6:
-            found.append((home, to))
-    return found
+    (x, y), first, side = cell.centre, 0.5 / q, 0.26 / q
+    home = (x, y + side / depth) if axis == "j" else (x + side, y)
+    ends = (first, 1 - first)
+    found = [(cell.left + end, home[1]) if axis == "j" else (home[0], end) for end in ends]
+    return [(home, to) for to in found if math.dist(home, to) > 1e-6]
 
 
 def cube(plan: Plan) -> list[Step]:

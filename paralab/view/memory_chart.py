@@ -104,8 +104,7 @@ def stage_memory(report: Tables) -> Chart:
         worst[stage] = fullest([worst.get(stage, curve), curve])
     shown = _spaced([worst[stage] for stage in sorted(worst)])
     bars = {stage_of(report, c.rank): c.held for c in shown}
-    limit = capacity(report)
-    chart = bytes_bars(bars, dict([limit] if limit else []))
+    chart = bytes_bars(bars, capacity(report))
     some = f"{len(shown)} of {len(worst)} stages drawn" * (len(shown) < len(worst))
     return chart.said_below(some).explained(f"{chart.summary} ({report.clock})", chart.table)
 

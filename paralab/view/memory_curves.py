@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal, whole
@@ -55,15 +57,12 @@ class Curve:
         spans = self.report.spans
         spans = spans[(spans["rank"] == self.rank) & (spans["step"] == self.step)]
         spans = spans[(spans["lane"] == "compute") & spans["kind"].isin(PHASES)]
-        merged: list[Phase] = []
         columns = (spans.sort_values("start")[c].tolist() for c in ("kind", "start", "end"))
-        for kind, start, end in zip(*columns, strict=True):
-            phase = Phase(kind, start - self.start, end - self.start)
-            if merged and merged[-1].kind == kind:
-                before = merged.pop()
-                phase = Phase(kind, before.start, max(before.end, phase.end))
-            merged.append(phase)
-        return merged
+        phases = []
+        for kind, run in groupby(zip(*columns, strict=True), itemgetter(0)):
+            _, starts, ends = zip(*run, strict=True)
+            phases.append(Phase(kind, starts[0] - self.start, max(ends) - self.start))
+        return phases
 
     @cached_property
     def peak_at(self) -> int:
@@ -174,10 +173,10 @@ def thinned(totals: Sequence[int], most: int) -> list[int]:
     return sorted(kept)
 
 
-def capacity(report: Tables) -> tuple[str, int] | None:
-    """What the device holds: the run's own limit, or the memory that its cluster states."""
+def capacity(report: Tables) -> dict[str, int]:
+    """{label: bytes} of the device: the run's own limit, or what its cluster states, if it does."""
     if limit := report.meta.get("memory_limit"):
-        return "memory limit", int(limit)
+        return {"memory limit": int(limit)}
     if report.cluster is not None and report.cluster.memory:
-        return f"memory of {report.cluster.name}", report.cluster.memory
-    return None
+        return {f"memory of {report.cluster.name}": report.cluster.memory}
+    return {}

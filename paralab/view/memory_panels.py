@@ -30,13 +30,11 @@ LETTER = 0.0095  # of the step that one letter in the strip takes
 
 
 def limits(found: Iterable[Curve]) -> dict[str, float]:
-    """{label: bytes} of the devices, those of one run's own limit first; far ones left out."""
+    """{label: bytes} of the devices; far ones left out."""
     found = list(found)
-    highest, limits = max(curve.peak for curve in found), {}
-    for curve in found:
-        if (held := capacity(curve.report)) and held[1] <= NEAR * highest:
-            limits[held[0]] = float(held[1])
-    return limits
+    highest = max(curve.peak for curve in found)
+    held = [pair for curve in found for pair in capacity(curve.report).items()]
+    return {label: float(size) for label, size in held if size <= NEAR * highest}
 
 
 class _Scales:
@@ -163,9 +161,7 @@ def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
 
 
 def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
-    """The peak with its bytes, what the device holds, and what a GPU's allocator says: traces,
-    notes, shapes.
-    """
+    """Traces, notes, shapes: the peak, what the device holds, what a GPU's allocator says."""
     look, per = theme.look(), scales.per
     x, y = scales.x(curve, curve.times[curve.peak_at]), curve.peak
     side = "left" if x < 0.08 * scales.width else "right" if x > 0.92 * scales.width else "center"
@@ -176,8 +172,8 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     at |= {"above": True}  # of the line of the first run's peak
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
     notes, shapes = [note(head, x, y / per, hold="bottom", xanchor=side, **at)], []
-    label, _ = capacity(curve.report) or ("", 0)
-    lines = [(label, scales.held[label], "dash", "right")] if label in scales.held else []
+    held = scales.held.keys() & capacity(curve.report).keys()
+    lines = [(label, scales.held[label], "dash", "right") for label in held]
     lines += [
         (name, size, "dot", "left" if name == "allocated" else "right")
         for name, size in curve.reserved.items()

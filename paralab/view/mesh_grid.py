@@ -98,9 +98,9 @@ class Grid:
         widest = len(str(self.plan.world_size - 1))
         size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
         size -= 2 * (theme.letter_scale() > 1 and widest > 3)
-        most, fills = max(1, len(colours) - 1), list(colours.values())
-        font = {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
-        return heat(across, down, z, text, said, colours=fills, most=most, **font)
+        look = {"colours": list(colours.values()), "most": len(colours) - 1}
+        look |= {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
+        return heat(across, down, z, text, said, **look)
 
     def _pieces(self, cluster: Cluster) -> list[list[Any]]:
         """[node, left, right, upper, lower] of every rectangle that a node's cells make."""

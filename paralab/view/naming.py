@@ -99,9 +99,7 @@ def clock_lines(clocks: Iterable[str]) -> list[str]:
 
 
 def told_apart(subjects: list[str]) -> list[str]:
-    """The names without the parts all of them have: "naive" of "dp=4, naive", "ring" of "ring on 4
-    ranks".
-    """
+    """The names without the parts all of them have: "ring" of "ring on 4 ranks"."""
     shared = common(subjects)
     shorter = [
         ", ".join(p for p in _SEPARATORS.split(mine) if p not in shared) for mine in subjects

@@ -102,23 +102,20 @@ def _for_script(value: Any) -> str:
 
 
 def _described(report: Tables) -> str:
-    model: dict[str, Any] = {}
-    if report.model is not None:
-        model = {**report.model.to_dict(), "parameters Ψ": f"{report.model.num_params:,}"}
     always = dict.fromkeys(("dp", "microbatches", "microbatch_size", "precision", "grad_sync"))
     plan = _unusual(report.plan, {**Plan().to_dict(), **always})
     if isinstance(report.plan.offload, Offload):
         plan["offload"] = _unusual(report.plan.offload, Offload().to_dict())
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
-    groups: list[tuple[str, Mapping[str, Any]]] = [("Model", model), ("Plan", plan)]
-    if report.model is None:  # a traced function: the plan says no more than how many ranks
-        groups = [("Function", {"ranks": report.world_size})]
-    if report.cluster is not None:
-        groups.append(("Cluster", report.cluster.to_dict()))
-    if report.meta:
-        groups.append(("Run", report.meta))
-    return "\n".join(f"<div><h3>{name}</h3>{_pairs(values)}</div>" for name, values in groups)
+    groups: dict[str, Any] = {"Function": {"ranks": report.world_size}}
+    if report.model is not None:  # of a traced function the plan says no more than how many ranks
+        size = {"parameters Ψ": f"{report.model.num_params:,}"}
+        groups = {"Model": report.model.to_dict() | size, "Plan": plan}
+    groups |= {"Cluster": report.cluster and report.cluster.to_dict(), "Run": report.meta}
+    return "\n".join(
+        f"<div><h3>{name}</h3>{_pairs(values)}</div>" for name, values in groups.items() if values
+    )
 
 
 def _unusual(described: Plan | Offload, usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,9 +126,9 @@ def _pairs(values: Mapping[str, Any]) -> str:
     import pandas as pd
 
     def said(value: Any) -> str:
-        value = "none" if value is None else value
-        plain = isinstance(value, str)
-        return value if plain else json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, str):
+            return value
+        return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
     rows = pd.Series({str(name): said(value) for name, value in values.items()}, dtype=str)
     with pd.option_context("display.max_colwidth", None):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from typing import Any
 
 from paralab.report import written
@@ -48,14 +49,10 @@ def events(report: Tables) -> list[dict[str, Any]]:
         span["ts"] = _microseconds(span["start"] - zero)
         span["dur"] = _microseconds(span["end"] - zero) - span["ts"]
         lanes.setdefault((span["rank"], span["lane"]), []).append(span)
-    made = [
-        event
-        for rank in sorted({rank for rank, _ in lanes})
-        for event in (
-            _metadata("process_name", rank, 0, name=f"rank {rank}"),
-            _metadata("process_sort_index", rank, 0, sort_index=rank),
-        )
-    ]
+    made = []
+    for rank in sorted({rank for rank, _ in lanes}):
+        made.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+        made.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     made += _threads(lanes)
     made += [_slice(s, calls[s["id"]], copies[s["id"]]) for s in spans]
     by_id = {span["id"]: span for span in spans}
@@ -69,23 +66,18 @@ def events(report: Tables) -> list[dict[str, Any]]:
 
 def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Give every span its thread, "tid"; return the events that name the threads."""
-    made, used = [], {}
-    for (rank, lane), own in sorted(
-        lanes.items(), key=lambda item: (order(item[0][1])[0], item[0])
-    ):
+    made, used = [], Counter()
+    for rank, lane in sorted(lanes, key=lambda at: (order(at[1])[0], at)):
+        own = lanes[rank, lane]
         boxes = [(s["ts"], s["ts"] + s["dur"]) for s in own]
         chosen = tracks(boxes, at_most=len(boxes))
-        first = used.get(rank, 0)
         for span, track in zip(own, chosen, strict=True):
-            span["tid"] = first + track
+            span["tid"] = used[rank] + track
         for track in range(max(chosen) + 1):
-            name = ROW_NAME.get(lane, lane)
-            name = name if track == 0 else f"{name} {track + 1}"
-            made.append(_metadata("thread_name", rank, first + track, name=name))
-            made.append(
-                _metadata("thread_sort_index", rank, first + track, sort_index=first + track)
-            )
-        used[rank] = first + max(chosen) + 1
+            name, at = ROW_NAME.get(lane, lane) + f" {track + 1}" * (track > 0), used[rank]
+            made.append(_metadata("thread_name", rank, at, name=name))
+            made.append(_metadata("thread_sort_index", rank, at, sort_index=at))
+            used[rank] += 1
     return made
 
 

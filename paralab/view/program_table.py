@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any, Protocol
+from typing import Any
 
 from paralab.programs.instructions import COLLECTIVES, KEEP, KINDS, MESSAGES, WAIT, WORKERS, Instr
 from paralab.view import theme
@@ -18,24 +18,8 @@ FAMILY = {"replica": "dp", "secondary": "dp", "ends": "pp"}  # axes that a wider
 STYLE = Template(Path(__file__).with_name("program.css").read_text(encoding="utf-8"))
 
 
-class Listing(Protocol):
-    """What is shown of a program: `interpret.text.ProgramText`."""
-
-    title: str
-    notes: Sequence[str]
-
-    def rows(self) -> Iterable[Any]: ...
-
-
-class Changes(Protocol):
-    """What is shown of two: `interpret.differences.Difference`."""
-
-    titles: Sequence[str]
-    changes: Sequence[Any]
-
-
-def program_table(shown: Listing) -> str:
-    """The lines of a program under its title, what the colours mean, and notes."""
+def program_table(shown: Any) -> str:
+    """An `interpret.text.ProgramText`: title, what the colours mean, lines, notes."""
     rows, lines = list(shown.rows()), []
     for row in rows:
         indent, what = f' style="padding-left:{22 * row.depth}px"', theme.text(row.what)
@@ -48,8 +32,8 @@ def program_table(shown: Listing) -> str:
     return _framed([shown.title], lines, [row.ins for row in rows if row.ins], shown.notes)
 
 
-def difference_table(difference: Changes, signs: Mapping[str, str]) -> str:
-    """The changes under the two titles. ``signs``: what each sign of a change means."""
+def difference_table(difference: Any, signs: Mapping[str, str]) -> str:
+    """An `interpret.differences.Difference`; ``signs``: what each sign of a change means."""
     lines, changes = [], difference.changes
     for change in changes:
         does, amount, of = map(theme.text, (change.does, change.amount, change.of))

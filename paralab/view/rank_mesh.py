@@ -7,9 +7,6 @@ parallel to each other: neighbours in rank are side by side (PTD-P, Narayanan+ 2
 arXiv:2104.04473, sec. 3.2). So the tp group of a rank is its block, its dp group the row's cells at
 the same place, its pipeline the column. Ranks fill one node after the other: a frame says at once
 which group stays on links inside a node, and which has to leave it.
-
-Of more ranks than a screen has room for, the rank's neighbourhood is drawn: its own row and block,
-their neighbours, the first and the last; the second line of the title says how many there are.
 """
 
 from __future__ import annotations

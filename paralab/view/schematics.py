@@ -1,10 +1,5 @@
-"""Schematics: how a mechanism works, drawn from the objects that do it.
-
-    ring          an all-reduce on a ring, chunk by chunk
-    data_flow     what offload moves between device, host and files, with bytes on the arrows
-
-ZeRO's are in zero_schematics.py; a matrix cut by columns, rows, blocks and cubes is `view.blocks`;
-schedules on one axis are `view.schedules`.
+"""Schematics: how a mechanism works, drawn from the objects that do it: a ring, and what offload
+moves. ZeRO's are in zero_schematics.py.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from paralab.view.marks import boxes as mark
 from paralab.view.marks import column
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
+from paralab.view.timeline import of_step
 
 MAX_ROWS = 8
 LONG = 0.015  # of a step: a rank that is idle that long is seen to be
@@ -38,6 +39,7 @@ WITHIN = (  # what ranks wait for inside a forward or a backward, and under whic
     # A backward begins with what it computes again, and needs its gradient only after that.
     ("gradients", lambda plan: plan.pp > 1 and plan.recompute == "full"),
 )
+WAITS = {"wait": "waiting between actions", "within": "waiting in actions"}
 PHASE = ("before the first backward", "forward and backward", "after the last forward", "then")
 
 
@@ -178,21 +180,17 @@ def _of_rank(rank: int, work: Any, seconds: float) -> list[Stretch]:
 def _finding(report: Tables, step: int) -> str:
     if report.plan.pp > 1:
         return pipeline.finding(report, metrics.step_bubble(report, step))
-    work = metrics.shares(report, step)["work"]
-    length = metrics.step_durations(report, warmup=True)[step] or 1.0
     name = theme.text(naming.subject(report))
-    return f"{name}: {theme.percent(work / length)} of the step is forward and backward"
+    return f"{name}: {of_step(report, step, 'work')} is forward and backward"
 
 
 def _style(report: Tables, kind: str) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill(kind, "compute")
     causes = _causes(report)
-    if kind == "wait" and report.plan.pp > 1 and causes:
-        name = "waiting between actions"
-    if kind == "within":
-        name = "waiting in actions"
-        if causes == [WITHIN[0][0]]:
-            name, fill = f"{name}: {causes[0]}", theme.axis_colour("tp")
+    if kind == "within" or (kind == "wait" and report.plan.pp > 1 and causes):
+        name = WAITS[kind]
+    if kind == "within" and causes == [WITHIN[0][0]]:
+        name, fill = f"{name}: {causes[0]}", theme.axis_colour("tp")
     style = mark.look(name, fill, hatched=kind == "wait", edge=0)
     style["marker"]["cornerradius"] = 0
     return style
@@ -219,9 +217,8 @@ def _hover(one: Stretch) -> str:
     times = [theme.scaled(seconds, "s") for seconds in (length, one.start, one.end)]
     lines = [f"<b>rank {one.rank}</b>, {one.phase.replace('wait', 'nothing to do')}"]
     lines.append(f"{times[0]}, from {times[1]} to {times[2]}")
-    names = {"wait": "waiting between actions", "within": "waiting in actions"}
     for kind, seconds in one.parts.items():
         if len(one.parts) > 1 and seconds >= SHOWN * length:
-            name = names.get(kind, kind.replace("_", " "))
+            name = WAITS.get(kind, kind.replace("_", " "))
             lines.append(f"{name}: {theme.percent(seconds / length)}")
     return "<br>".join(lines)

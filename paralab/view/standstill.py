@@ -67,9 +67,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
 def _so_far(
     report: Tables, done: np.ndarray, standing: Iterable[int]
 ) -> tuple[Tables, dict[int, float]]:
-    """The report of what was done, with a wait without end of every rank that is stuck; and when
-    these waits begin, by rank.
-    """
+    """The report of what was done, with the waits of ranks that are stuck; when these begin."""
     spans = report.spans[done]
     until = spans.groupby("rank")["end"].max().reindex(list(standing), fill_value=0.0).to_dict()
     worked = float(spans["end"].max()) if len(spans) else SECONDS[F]

@@ -163,23 +163,20 @@ def colour(kind: str, lane: str = "compute") -> str:
 
 def shade(fill: str, index: int, of: int) -> str:
     """The ``index``-th of ``of`` shades of a colour: the colour itself, then paler and paler."""
-    paper, part = look().paper, 0.62 * index / max(of - 1, 1)
-    mixed = (
-        round((1 - part) * int(fill[i : i + 2], 16) + part * int(paper[i : i + 2], 16))
-        for i in (1, 3, 5)
-    )
-    return "#" + "".join(f"{level:02X}" for level in mixed)
+    part, paper = 0.62 * index / max(of - 1, 1), bytes.fromhex(look().paper[1:])
+    levels = zip(bytes.fromhex(fill[1:]), paper, strict=True)
+    return "#" + "".join(f"{round((1 - part) * own + part * to):02X}" for own, to in levels)
 
 
 def clear(fill: str, opacity: float) -> str:
     """The colour, so that what is beneath it shows through."""
-    red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = bytes.fromhex(fill[1:])
     return f"rgba({red},{green},{blue},{opacity})"
 
 
 def on(background: str) -> str:
     """Black or white, whichever reads better on this colour (relative luminance, WCAG 2)."""
-    parts = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [level / 255 for level in bytes.fromhex(background[1:])]
     red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
     return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#FFFFFF"
 
@@ -267,6 +264,7 @@ SWATCH, LEGEND_ROW = 50, 20  # pixels: what stands before a name in the legend; 
 LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 ALONE = Frame()
 _frame = contextvars.ContextVar("frame", default=ALONE)
+frame = _frame.get  # the one in force
 
 
 @contextlib.contextmanager
@@ -277,11 +275,6 @@ def framed(width: int, height: int) -> Iterator[None]:
         yield
     finally:
         _frame.reset(token)
-
-
-def frame() -> Frame:
-    """The frame in force."""
-    return _frame.get()
 
 
 def letter_scale() -> float:

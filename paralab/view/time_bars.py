@@ -24,11 +24,14 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
     end = ROOM * max(totals.values()) or 1.0
     unit, per = next(((u, p) for u, p in (("s", 1.0), ("ms", 1e-3)) if end >= p), ("µs", 1e-6))
-    kinds = list(dict.fromkeys(part for _, part, _ in rows))
-    plain = theme.series([kind for kind in kinds if not _known(kind)])
+    kinds, now = list(dict.fromkeys(part for _, part, _ in rows)), theme.look()
+    known = theme.KIND_COLOUR | {axis: theme.axis_colour(axis) for axis in theme.AXIS_COLOUR}
+    known |= {"wait": now.wait, "bubble": now.wait}
+    known["measured"] = now.faint  # next to parts, and none of them
+    plain = theme.series([kind for kind in kinds if kind not in known])
 
     def look(kind: str) -> tuple[str, str]:
-        return theme.text(kind), _known(kind) or plain[kind]["ink"]
+        return theme.text(kind), known.get(kind) or plain[kind]["ink"]
 
     fig = figure(
         theme.text(title),
@@ -44,14 +47,3 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
         f"seconds of {len(bars)} bar{'s' * (len(bars) != 1)} by part: {' | '.join(map(str, bars))}",
         ("bar part seconds", rows),
     )
-
-
-def _known(kind: str) -> str:
-    """The colour that a part has in timelines, or ""."""
-    if kind in theme.AXIS_COLOUR:
-        return theme.axis_colour(kind)
-    if kind in ("wait", "bubble"):
-        return theme.look().wait
-    if kind == "measured":  # next to parts, and none of them
-        return theme.look().faint
-    return theme.KIND_COLOUR.get(kind, "")

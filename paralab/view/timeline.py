@@ -3,8 +3,7 @@
 Reading it: a coloured box is work; a hatched grey one is a rank that waits for a collective to
 end. Communication under a coloured box is hidden; communication over a hatched box is what
 the step paid for. Where something was offloaded, links between memory tiers are beneath, and what
-the host's CPU does. One trace per kind and lane, whatever the times, so two runs have the
-same structure. Several reports stand under one another on one time scale, so that lengths compare.
+the host's CPU does. Several reports stand under one another on one time scale.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def timeline(
     said = [f"step {one.step}"] if several or report.model is not None else []
     said.append(f"{one.seconds * 1e3:.1f} ms")
     if report.plan.tiers is not None:  # no room for it in the first line
-        said.append(f"waiting: {_waiting(one)}")
+        said.append(f"waiting: {of_step(report, one.step, 'wait')}")
     what = " of the typical step" if step is None else f" of step {step}"
     own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
     what *= report.model is not None
@@ -126,7 +125,7 @@ def finding(one: Section) -> str:
         hidden.append(f"{theme.percent(copied['hidden'] / copied['copies'])} of copies")
     if hidden:
         verb = "are" if copied["copies"] else "is"
-        waiting = f", ranks wait {_waiting(one)}" * (not copied["copies"])
+        waiting = f", ranks wait {of_step(report, step, 'wait')}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
     return f"{name}: {theme.percent(part['work'] / duration)} of the step is forward and backward"
 
@@ -146,10 +145,10 @@ def _sent(report: Tables, step: int) -> str:
     return f"rank {most} sends {said}, and no rank sends more"
 
 
-def _waiting(one: Section) -> str:
-    """Share of the step, mean over ranks."""
-    seconds = metrics.step_durations(one.report, warmup=True)[one.step] or 1.0
-    return f"{theme.percent(metrics.shares(one.report, one.step)['wait'] / seconds)} of the step"
+def of_step(report: Tables, step: int, part: str) -> str:
+    """ "31 % of the step": a part of it, mean over ranks."""
+    seconds = metrics.step_durations(report, warmup=True)[step] or 1.0
+    return f"{theme.percent(metrics.shares(report, step)[part] / seconds)} of the step"
 
 
 def _verdict(sections: list[Section]) -> str:

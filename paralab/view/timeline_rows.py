@@ -35,9 +35,8 @@ def drawn(sections: list[Section], finding: str, said: list[str], summary: str) 
     )
     said += ["paler: a rank's later chunks"] * any(b["chunk"] for s in sections for b in s.boxes)
     said += ["framed: between nodes"] * any(one.two_levels for one in sections)
-    below = [naming.clock_line(reports[0])]
-    if many:
-        below = naming.clock_lines(report.clock for report in reports)
+    clocks = naming.clock_lines(report.clock for report in reports)
+    below = clocks if many else [naming.clock_line(reports[0])]
     ticks, bottom = boxes.place(sections, heads=many)
     idle = any(one.idle for one in sections)
     traced = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)

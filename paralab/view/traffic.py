@@ -112,9 +112,7 @@ def _took(link: str, size: float, cluster: Cluster | None) -> str:
 def _matrix(
     report: Tables, unit: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Trace, lines where a node ends, and axes. In outline there is a column for every rank that
-    the reported ones send to.
-    """
+    """Trace, lines where a node ends, and axes. In outline ranks have a column that have no row."""
     by_edge, senders = metrics.traffic(report, by="edge"), metrics.reported_ranks(report)
     receivers = sorted({*senders, *by_edge["receiver"].tolist()})
     most = max(by_edge["bytes"].max() if len(by_edge) else 0.0, 1.0)

@@ -30,6 +30,7 @@ import ipywidgets as ipw
 import plotly.graph_objects as go
 
 from paralab.checks import illegal, instance
+from paralab.interpret import quick
 from paralab.interpret.predict import predict
 from paralab.ranks.errors import Stopped
 from paralab.report.tables import Tables
@@ -165,6 +166,10 @@ class Widget(ipw.VBox):
         """Whether a knob has this value for this model and cluster."""
         return True
 
+    def _idle(self, name: str) -> bool:
+        """Whether a knob changes nothing, as the others stand."""
+        return False
+
     def _measure(self, at: At, **how: Any) -> Any:
         """The real thing. In a thread of its own; ends with ``Stopped`` soon after ``stop``."""
         from paralab.experiment import run
@@ -178,16 +183,14 @@ class Widget(ipw.VBox):
 
     def _refused(self, at: At) -> str:
         """Why these settings cannot run here, seen when they are to run; "" if they can."""
-        return ""
+        each, ranks = sum(quick.fullest(at.model, at.plan)[1].values()), at.plan.world_size
+        return parts.no_room(ranks, each, parts.there(at.cluster, ranks))
 
     def _needs(self, at: At) -> Any:
-        """What a result depends on, hashable: what is trained, and how; None where the settings
-        mean nothing. A knob that changes neither needs no new run.
+        """What a result depends on: what is trained, and how. A knob that changes neither needs no
+        new run. Raises ``ValueError`` where the settings mean nothing.
         """
-        try:
-            return at.model, at.plan
-        except ValueError:
-            return None
+        return at.model, at.plan
 
     def _hint(self, at: At) -> str:
         """What “Run it” would do."""
@@ -195,7 +198,7 @@ class Widget(ipw.VBox):
 
     def _ranks(self, at: At) -> int:
         """Processes that a run has, all of which report how far they are."""
-        return at.plan.world_size
+        return at.get("ranks") or at.plan.world_size
 
     # ---- what settings mean ------------------------------------------------------------------
     def _starting(self, name: str, knob: Knob) -> Knob:
@@ -304,11 +307,14 @@ class Widget(ipw.VBox):
         return at
 
     def _key(self, at: At) -> Any:
-        """Of a result; code of one's own may be an object that cannot be hashed."""
-        needs = self._needs(at)
+        """Of a result; None for settings that mean nothing."""
+        try:
+            needs = self._needs(at)
+        except ValueError:
+            return None
         try:
             hash(needs)
-        except TypeError:
+        except TypeError:  # code of one's own may be an object that cannot be hashed
             return repr(needs)
         return needs
 
@@ -491,8 +497,8 @@ class Widget(ipw.VBox):
         blocked = self._blocked(at) if state in ("idle", "done") else ""
         self.state, self.error = state, error
         self._go.disabled, self._halt.disabled = running or bool(blocked), not running
-        for widget in self.knobs.values():
-            widget.disabled = running
+        for name, widget in self.knobs.items():
+            widget.disabled = running or self._idle(name)
         self._bar.layout.display = "flex" if running else "none"
         self._go.description = "Run again" if state == "done" else "Run it"
         self._views.remove_class(STALE)

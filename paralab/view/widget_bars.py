@@ -1,8 +1,5 @@
 """Widgets that compare alternatives, a bar for each: what a device holds, and what it sends.
 
-    zero     ZeRO's stages: devices, micro-batches, hidden size, precision, recomputation
-    tensor   tensor parallelism in 1D, 2D, 2.5D, 3D: tokens, hidden size, ranks
-
 Both numbers are read off the compiled program (interpret/quick.py), padding included, at once and
 for any number of devices. “Run it” trains on one real process per device in the chosen way; the
 ledger's peak and the counted bytes of that run then stand below the prediction.
@@ -82,9 +79,7 @@ class Alternatives(Widget):
         return [self._picture(at, bars, sent)]
 
     def _picture(self, at: At, bars: Mapping[str, Kept], sent: Mapping[str, int]) -> Chart:
-        """Two prices side by side: bars of memory by category, and next to each what is sent for
-        it. Decimal units: 1 MB = 10^6 bytes.
-        """
+        """Two prices side by side: bars of memory by category, and next to each what is sent."""
         model, clock = at.model, "predicted" + " and measured" * (at.found is not None)
         below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
         below += f", {model.num_params:,} parameters · 1 MB = 10<sup>6</sup> bytes"
@@ -164,10 +159,9 @@ class Zero(Alternatives):
     }
 
     def _check(self) -> None:
-        if self.plan.pp > 1:
-            raise illegal("pp", self.plan.pp, "this widget is about data parallelism", "1")
-        if self.plan.tp > 1:
-            raise illegal("tp", self.plan.tp, "this widget is about data parallelism", "1")
+        for name, n in (("pp", self.plan.pp), ("tp", self.plan.tp)):
+            if n > 1:
+                raise illegal(name, n, "this widget is about data parallelism", "1")
         self.plan = only(self.plan, *USED)
         super()._check()
 
@@ -234,9 +228,6 @@ class Tensor(Alternatives):
         plan = Plan(tp=at["ranks"], tp_mode=at["mode"], microbatch_size=samples)
         plan.validate(at.model)
         return plan
-
-    def _ranks(self, at: At) -> int:
-        return at["ranks"]
 
     def alternatives(self, at: At) -> dict[str, At]:
         """{name: settings} of the modes that there are; 2.5D on one grid is 2D."""

@@ -51,11 +51,11 @@ class Collective(Widget):
         function = _sender(FORMS[at["algorithm"]])
         return trace(function, ranks=at["ranks"], args=(at["nbytes"],), stop=stop)
 
-    def _ranks(self, at: At) -> int:
-        return at["ranks"]
-
     def _needs(self, at: At) -> Any:
         return at["algorithm"], at["ranks"], at["nbytes"]
+
+    def _refused(self, at: At) -> str:
+        return ""  # nothing is trained, and no slider has a tensor that is large
 
     def _hint(self, at: At) -> str:
         return f"“Run it” sums the tensor over {at['ranks']} real processes."

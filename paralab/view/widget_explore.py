@@ -84,10 +84,7 @@ class Explore(Steps):
 
     def _needs(self, at: At) -> Any:
         """A run is found again whatever says the same: the nodes of one machine, for example."""
-        try:
-            return super()._needs(at), at["cluster"] if is_here(at.cluster) else None
-        except ValueError:
-            return None
+        return super()._needs(at), at["cluster"] if is_here(at.cluster) else None
 
     def _measure(self, at: At, **how: Any) -> Tables:
         with warnings.catch_warnings():
@@ -145,10 +142,10 @@ class Explore(Steps):
         self._code.value = parts.as_code(self.values.plan)
         return charts
 
-    def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
-        super()._enter(state, said, error)
-        one = self._kinds["cluster"].repr(self.knobs["cluster"].value) == HERE
-        self.knobs["nodes"].disabled = state == "running" or one
+    def _idle(self, name: str) -> bool:
+        """This machine is one node."""
+        cluster = self.knobs["cluster"].value
+        return name == "nodes" and self._kinds["cluster"].repr(cluster) == HERE
 
 
 def _fits(plan: Plan, model: ModelSpec, cluster: Cluster | None) -> bool:

@@ -91,9 +91,7 @@ class View(ipw.VBox):
         )
 
     def _listens(self) -> None:
-        """A page listens from now on. What was said to it before may be lost (figure.js), so all is
-        said again.
-        """
+        """A page listens. All is said again: what was before may be lost (figure.js)."""
         if self.chart is not self._first:
             self.figure.data = []
             self.figure.add_traces(list(self.chart.data))

@@ -12,9 +12,8 @@ import ipywidgets as ipw
 
 from paralab.checks import illegal
 from paralab.instruments.calibrate import device_of_run
-from paralab.interpret import quick
 from paralab.report.tables import Tables
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec import Cluster, Link, Plan
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
 
@@ -159,12 +158,6 @@ def no_room(
 def only(plan: Plan, *names: str) -> Plan:
     """A plan with these settings of another one, and no other."""
     return Plan(**{name: getattr(plan, name) for name in names})
-
-
-def too_much(model: ModelSpec, plan: Plan, cluster: Cluster) -> str:
-    """Why a step cannot run here, as a sentence; "" if it can."""
-    each, ranks = sum(quick.fullest(model, plan)[1].values()), plan.world_size
-    return no_room(ranks, each, there(cluster, ranks))
 
 
 # ---- words ---------------------------------------------------------------------------------------

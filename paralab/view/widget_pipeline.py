@@ -26,7 +26,7 @@ from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.naming import SCHEDULE_NAME
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, crowd, in_seconds, slider, too_much
+from paralab.view.widget_parts import buttons, crowd, in_seconds, slider
 
 FORWARD_S = 40e-3  # of the whole model, one micro-batch; backward's halves take as long each
 KINDS = ("forward", "backward", "weight_grad")
@@ -72,9 +72,7 @@ class Pipeline(Widget):
     }
 
     def _check(self) -> None:
-        """Which model a run can train is seen when it is to run. Raises ``ValueError`` for a
-        schedule that has no button.
-        """
+        """Refuse a schedule without a button; what a run can train is seen when it is to run."""
         if self.plan.schedule not in SCHEDULES:
             why, legal = "there is no button for it", " | ".join(map(repr, SCHEDULES))
             raise illegal("schedule", form_name(self.plan.schedule), why, legal)
@@ -111,13 +109,8 @@ class Pipeline(Widget):
         few = f"“Run it” has {layers} layers for {stages} stages: fewer ranks or chunks would do"
         return super()._blocked(at) or few * (stages > layers)
 
-    def _refused(self, at: At) -> str:
-        return too_much(at.model, at.plan, at.cluster)
-
-    def _enter(self, state: str, said: str = "", error: Exception | None = None) -> None:
-        super()._enter(state, said, error)
-        chunks, schedule = self.knobs["virtual_stages"], self.knobs["schedule"].value
-        chunks.disabled = state == "running" or schedule != "interleaved"
+    def _idle(self, name: str) -> bool:
+        return name == "virtual_stages" and self.knobs["schedule"].value != "interleaved"
 
     def _charts(self, at: At) -> list[Chart]:
         simulation, name = self.simulation(at), SCHEDULE_NAME[at["schedule"]]

@@ -1,8 +1,5 @@
 """Two kinds of parallelism with sliders, each a step on a time axis: predicted, replayed below it.
 
-    data_parallel   ranks, form of gradient sync, bucket and micro-batch size, link speed
-    tensor1d        ranks t, where the residual stream is, micro-batch size, link speed
-
 “Run it” trains on real processes; the picture then has the replay of that run on the links that the
 slider states, below the prediction and on the same time scale. One run is replayed on any link.
 """
@@ -20,16 +17,7 @@ from paralab.spec import ModelSpec, Plan
 from paralab.view.chart import Chart
 from paralab.view.timeline import timeline, timelines
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import (
-    buttons,
-    crowd,
-    few,
-    in_bytes,
-    links_of,
-    only,
-    slider,
-    too_much,
-)
+from paralab.view.widget_parts import buttons, crowd, few, in_bytes, links_of, only, slider
 
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
 SPEED = slider("link speed", BANDWIDTHS, link=links_of)
@@ -81,9 +69,6 @@ class Steps(Widget):
         except ValueError:
             return False
         return self.cluster is None or value <= self.cluster.num_devices
-
-    def _refused(self, at: At) -> str:
-        return too_much(at.model, at.plan, at.cluster)
 
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.found is not None], at.expect.world_size))

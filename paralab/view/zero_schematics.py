@@ -1,8 +1,4 @@
-"""ZeRO as schematics, drawn from the compiled programs of its stages.
-
-zero_shards   what every rank keeps under ZeRO 0-3
-zero_unit     the life of a unit under ZeRO-3: sharded, gathered, computed, freed, reduced
-"""
+"""ZeRO as schematics, drawn from the compiled programs of its stages."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ def heat(
     **more: Any,
 ) -> dict[str, Any]:
     """A cell for every number, from ``colours[0]`` at 0 to the last at ``most``; None is a hole."""
-    scale = [[i / max(1, len(colours) - 1), fill] for i, fill in enumerate(colours)]
     return {
         "type": "heatmap",
         "x": x,
@@ -29,7 +28,7 @@ def heat(
         "z": z,
         "zmin": 0,
         "zmax": most,
-        "colorscale": scale if len(scale) > 1 else [[0, colours[0]], [1, colours[0]]],
+        "colorscale": list(colours),
         "text": words,
         "texttemplate": "%{text}",
         **hover(said),
