@@ -19,7 +19,6 @@ import symtable
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +87,7 @@ def _said(
     if trouble:
         return {"points": 0, "verdict": trouble, "limits": []}
     verdict = exercise.check(*parts)
-    limits = [asdict(row) for row in verdict.rows]
+    limits = [row._asdict() for row in verdict.rows]
     return {"points": int(verdict.passed), "verdict": repr(verdict), "limits": limits}
 
 
