@@ -133,10 +133,7 @@ def _of_terms(terms: Sequence[tuple[str, Any]], right: np.ndarray) -> Iterable[t
 
 
 def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: float) -> str:
-    for words, other in known:
-        if near(got, other, allowed):
-            return f"; {words}"
-    return ""
+    return next((f"; {words}" for words, other in known if near(got, other, allowed)), "")
 
 
 def near(got: np.ndarray, other: Any, allowed: float) -> bool:

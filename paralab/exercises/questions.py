@@ -105,15 +105,13 @@ def ask(
     """
     questions = questions or [(0, tuple(case)) for case in cases]
     for notes, found in tries.run(asked, 1, questions, *how):
-        written = {
-            part
-            for (part, _), reply in zip(questions, found.results[0], strict=True)
-            if reply.trouble != NOT_STARTED
-        }
-        for case, (part, _), reply in zip(cases, questions, found.results[0], strict=True):
+        parts, replies = [part for part, _ in questions], found.results[0]
+        asked_of = zip(parts, replies, strict=True)
+        written = {part for part, reply in asked_of if reply.trouble != NOT_STARTED}
+        for case, part, reply in zip(cases, parts, replies, strict=True):
             if part in written and not notes.over:
                 yield notes, case, reply
-        left = len({part for part, _ in questions}) - len(written)
+        left = len(set(parts)) - len(written)
         if written and left and not notes.said:
             more = "is one more function" if left == 1 else f"are {left} more functions"
             notes.said = f"there {more} to write"
