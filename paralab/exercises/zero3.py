@@ -16,7 +16,8 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.one_process import of_one_process
 from paralab.exercises.sync import BATCH
-from paralab.spec import ModelSpec
+from paralab.parallel.buckets import units
+from paralab.spec import ModelSpec, Plan
 
 # Units are small and many: a model that stays whole shows in the peak.
 MODEL = ModelSpec(layers=5, hidden=30, heads=2, seq_len=8, tied=False)
@@ -76,7 +77,9 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             )
             notes.look(WEIGHTS, wrong, "all equal")
 
-            parts = [4 * -(-size // n) for size in sizes()]
+            numels = {name: math.prod(s) for name, s in MODEL.parameter_shapes().items()}
+            padded = units(numels, MODEL, Plan(dp=n, zero_stage=3))
+            parts = [4 * unit.numel // n for unit in padded]
             most = 3 * BATCH["microbatches"] * (n - 1) * sum(parts)
             for step in range(steps):
                 notes.bytes(BYTES, found.sent(f"step {step}"), most, "in a step", least=0)
@@ -91,15 +94,6 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             if any(r["gathered"] - r["forward"] > most for r in found.results):
                 words += "; more are still gathered when backward begins"
             notes.memory(PEAK, passing, most, words)
-
-
-def sizes() -> list[int]:
-    """Elements of every unit: the embedding, block after block, the head."""
-    found: dict[str, int] = {}
-    for name, shape in MODEL.parameter_shapes().items():
-        unit = ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
-        found[unit] = found.get(unit, 0) + math.prod(shape)
-    return list(found.values())
 
 
 def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
