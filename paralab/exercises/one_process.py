@@ -24,21 +24,14 @@ LR = 0.1
 
 
 @functools.cache  # the same for every answer
-def of_one_process(
-    model: ModelSpec,
-    *,
-    ranks: int,
-    microbatches: int,
-    microbatch_size: int,
-    lr: float = LR,
-) -> list[Step]:
-    """`reference.train` in a process of its own, on the samples of all ranks, ``microbatches`` of
-    each.
+def of_one_process(model: ModelSpec, *, ranks: int, lr: float = LR, **batch: int) -> list[Step]:
+    """`reference.train` in a process of its own, on the samples of all ranks. batch: "microbatches"
+    of each of them, and their "microbatch_size".
     """
     from paralab.launch import launch
 
+    batch["microbatches"] *= ranks
     how = {"optimizer": "sgd", "lr": lr, "steps": 3}
-    batch = {"microbatches": ranks * microbatches, "microbatch_size": microbatch_size}
     return launch(_trained, ranks=1, args=(model, how | batch))[0]
 
 
