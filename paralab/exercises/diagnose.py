@@ -153,16 +153,12 @@ def _factor(
         close = allowed * max(1.0, abs(factor))
         if not (size and np.isfinite(factor) and near(moved, factor * required, close)):
             return ""
-    if required.size == 1 and not _simple(factor):  # every number is some multiple of another
+    whole = (n and round(n) and abs(n - round(n)) < 1e-3 for n in (factor, factor and 1 / factor))
+    if required.size == 1 and not any(whole):  # every number is some multiple of another
         return ""
     if started:
         return f"; it has changed by {times(factor)} what is required"
     return f"; it is {times(factor)} what is required"
-
-
-def _simple(factor: float) -> bool:
-    """Whether it is a whole number, or 1 by one."""
-    return any(n and abs(n - round(n)) < 1e-3 and round(n) for n in (factor, factor and 1 / factor))
 
 
 def times(factor: float) -> str:

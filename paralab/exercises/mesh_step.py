@@ -87,7 +87,7 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
         watch.label = f"step {step}"
         norm = answer[0](stage, batches, groups, update, CLIPS[step], model.hidden)
         norms.append(float(norm) if is_number(norm) else shown(norm))
-        weights.append({name: watched.array(p) for name, p in stage.named_parameters()})
+        weights.append(watched.arrays(stage))
     return {"norms": norms, "weights": weights, "right": right, "order": "".join(order)}
 
 

@@ -100,7 +100,7 @@ def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> di
                 raise ValueError(f"after the step's last call {name} has no gradient")
         gradients = {name: watched.array(parameter.grad) for name, parameter in named.items()}
         update.step()
-    weights = {name: watched.array(parameter) for name, parameter in named.items()}
+    weights = watched.arrays(gpt)
     with watch.unseen():
         own, unequal = (_own(group.index, group.size, by) for by in (0, shift))
     tensors = gradients if what == GRADIENTS else weights

@@ -125,7 +125,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
         mine.gather()
         if (lost := watched.freed(list(gpt.parameters()))) is not None:
             raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
-        weights = {name: watched.array(p) for name, p in gpt.named_parameters()}
+        weights = watched.arrays(gpt)
     held = {"kept": kept, "peak": peak, "gathered": gathered, "forward": forward}
     return {"start": start, "share": share_of_last, "weights": weights, **held}
 
@@ -137,7 +137,7 @@ def plain(**share: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
     """
     gpt = reference.GPT(MODEL)
     [*_, last] = reference.batches(MODEL, step=0, **share, **BATCH)
-    start = {name: watched.array(p) for name, p in gpt.named_parameters()}
+    start = watched.arrays(gpt)
     with watched.PeakMemory() as memory:
         loss = gpt(*last) / BATCH["microbatches"]
     loss.backward()
