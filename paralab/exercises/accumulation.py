@@ -105,7 +105,6 @@ def _peak(samples: int) -> int:
 
 # ---- the verdict ---------------------------------------------------------------------------------
 def _look(notes: Notes, step: Step) -> None:
-    """One step against every limit."""
     pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
     show = "{:.5f}".format
     for place, (limit, (right, known)) in enumerate({LOSS: step.loss(), NORM: step.norm()}.items()):

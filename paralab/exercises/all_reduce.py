@@ -74,7 +74,6 @@ def term(seed: int, rank: int, length: int) -> np.ndarray:
 
 
 def _wrong_sum(found: Found, length: int) -> str:
-    """The first wrong element of the first rank that has one, in words, or ""."""
     n = len(found.results)
     terms = [term(found.seed, rank, length) for rank in range(n)]
     total = sum(one.astype("float64") for one in terms)

@@ -63,7 +63,6 @@ def training_cost(tries: Tries) -> None:
 
 
 def _given(name: str, *rest: Any) -> tuple:
-    """The arguments of a case, whose model is there by name."""
     return ModelSpec.preset(name), *rest
 
 

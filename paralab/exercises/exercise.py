@@ -160,7 +160,6 @@ class Exercise:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """The task, and after it the hints."""
         return (TASKS / f"{self.name}.md").read_text(encoding="utf-8").split("\n## Hint\n")
 
     @property

@@ -78,7 +78,6 @@ def grade(
 def _said(
     exercise: Exercise, statements: list[Statement], broken: str, folder: Path, timeout: float
 ) -> dict[str, Any]:
-    """The verdict on one answer, as data."""
     names = asked_for(exercise)
     missing = [name for name in names if not any(name in one.defines for one in statements)]
     parts, trouble = (), f"the notebook does not define {', '.join(missing)}{broken}"

@@ -92,7 +92,6 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
 
 
 def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
-    """One run against every limit."""
     where, old = notes.where, OLD * model.num_params**0.5
     steps, mine = found["right"][0]
     by_turns = found["order"][0].startswith("FB")

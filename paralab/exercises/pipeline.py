@@ -148,7 +148,6 @@ def _checksum(tensor: Any) -> int:
 
 
 def _look(notes: Notes, found: Found, run: Run) -> None:
-    """One run against every limit."""
     from paralab.theory.schedule_check import peak_live
 
     _, p, m, v = run

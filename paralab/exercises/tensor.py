@@ -134,7 +134,6 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
 
 
 def _wrong(found: Found, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:
-    """What is wrong with a tensor, on the first rank where it is, or ""."""
     t, whole = len(found.results), name in ("z", "later", "x")
     tokens = f"{pairs.SEQ - pairs.LATER} of the {pairs.SEQ} tokens"
     later = f"the result of a second forward, of {tokens}"

@@ -91,7 +91,6 @@ def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _wrong(found: Found, limit: str) -> str:
-    """What is wrong with loss or gradient, on the first rank where it is, or ""."""
     t, (logits, targets) = len(found.results), given(found.seed)
     which, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
     whole = of_one_device(logits, targets)

@@ -100,7 +100,6 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
 
 
 def _wrong_step(found: Found, n: int) -> str:
-    """What is wrong with the parameters after the first step where anything is, or ""."""
     right, gradients = of_one_process(found.seed, n)
     for step, (before, after) in enumerate(pairwise(right)):
         plain = before - SETTINGS[n][0] * gradients[step]
