@@ -87,17 +87,17 @@ def backwards(
     watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
 ) -> dict[str, Any]:
     """Some backwards through the wrapper: gradients are complete one by one, the last one first."""
-    from paralab.exercises.timed import Timed
+    from paralab.exercises.timed import timed
 
     group, draw = watch.group, torch.Generator().manual_seed(seed)
-    module, wrong = Timed([[size] for size in sizes], watch.recorder), ""
+    module, wrong = timed([[size] for size in sizes], watch.recorder), ""
     parameters = list(module.parameters())
     with watch.section() as section:
         ddp = answer[0](module, bucket_bytes=bucket_bytes)
         for backward in range(BACKWARDS):
             with watch.unseen():
                 ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
-            for layer, one in zip(module.layers, ones, strict=True):
+            for layer, one in zip(module, ones, strict=True):
                 layer.gradient = one + group.index
             ddp(torch.zeros(1, requires_grad=True)).backward()
             ddp.finish()
@@ -119,7 +119,7 @@ def backwards(
 
 # ---- what they found -----------------------------------------------------------------------------
 def replayed(report: Report, cluster: Cluster, **costs: Sequence[float]) -> pd.DataFrame:
-    """Spans of the recorded order of `timed.Timed` on ``cluster``. costs: {kind: seconds of each
+    """Spans of the recorded order of timed layers on ``cluster``. costs: {kind: seconds of each
     layer}; nothing else takes any.
     """
     spans = report.spans.sort_values(["rank", "id"])
