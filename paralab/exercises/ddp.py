@@ -1,10 +1,9 @@
 """Lab 02: data parallelism as DDP does it, a wrapper whose hooks fill buckets during backward.
 
 It trains what `average_gradients` trains (sync.py). In addition backwards of the laptop model run
-through the wrapper, one gradient after the other, and their recorded order is replayed with stated
-costs: 12 ms of backward, divided over the parameters by size, a link of 0.25 ms + bytes / 625 MB/s,
-packing free. So the simulated time is the same on every machine, and only buckets that overlap
-reach the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
+through the wrapper, and their recorded order is replayed with stated costs, packing free: so the
+simulated time is the same on every machine, and only buckets that overlap reach the limit (Li+
+2020, arXiv:2006.15704, sec. 3.2).
 """
 
 from __future__ import annotations

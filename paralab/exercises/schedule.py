@@ -1,9 +1,7 @@
 """Lab 04: a pipeline schedule of one's own, fast enough and small enough, and right.
 
-The checker proves the lists (theory/schedule_check.py), simulates them with stated costs, F = 10 ms
-and B = 20 ms, free links (theory/pipeline.py), counts live micro-batches, asks for other sizes too,
-and at last trains on four real ranks and compares gradients with one process. GPipe keeps the time
-and not the memory, one micro-batch after another the memory and not the time; 1F1B keeps both
+Lists are proved by theory/schedule_check.py and simulated by theory/pipeline.py. GPipe keeps the
+time and not the memory, one micro-batch after another the memory and not the time; 1F1B keeps both
 (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), and so does a backward split into its halves (Qi+
 2023, arXiv:2401.10241, sec. 2.1), which is faster still.
 """

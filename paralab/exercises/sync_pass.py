@@ -1,11 +1,8 @@
 """Lab 02: the sums of data parallelism as a pass, a function from a program to a program.
 
-The checker compiles the plan with the learner's pass and lets the program's own checks speak: they
-name a gradient that is not summed, or is summed twice or too early. What they accept runs on four
-real ranks: the weights after three steps of SGD, and the gradients of the last one, are held
-against one process of the reference. Bytes are what these ranks record. The step is predicted on a
-stated cluster, where only sums that overlap with backward keep the limit (Li+ 2020,
-arXiv:2006.15704, sec. 3.2).
+The program's own checks speak first: they name a gradient that is not summed, or is summed twice or
+too early. What they accept runs on real ranks. The step is predicted on a stated cluster, where
+only sums that overlap with backward keep the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
 """
 
 from __future__ import annotations

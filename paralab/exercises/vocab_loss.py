@@ -2,9 +2,8 @@
 
 The logits are the largest activation of a model, and a loss needs three numbers per token of them:
 the maximum, the sum of exponentials, the target's logit (Shoeybi+ 2019, arXiv:1909.08053, sec. 3).
-Logits are so large that exp overflows without the maximum. Loss and gradient are compared with
-those of the whole logits in float64. An answer that gathers the logits breaks the limits of bytes
-and of memory.
+Logits are so large that exp overflows without the maximum. An answer that gathers them breaks the
+limits of bytes and of memory.
 """
 
 from __future__ import annotations
