@@ -118,7 +118,7 @@ def _look(notes: Notes, step: Step) -> None:
         wanted,
         tolerance=TOLERANCE,
         start=step.before,
-        known=lambda name: ((said, other[name]) for said, other in others.items()),
+        known=others,
         ranks=lambda _: "after the step",
     )
     notes.look(WEIGHTS, wrong, f"{len(wanted)} tensors, all equal")

@@ -78,7 +78,7 @@ def first_wrong_tensor(
     wanted: Mapping[str, np.ndarray],
     *,
     start: Mapping[str, np.ndarray] | None = None,
-    known: Callable[[str], Iterable[tuple[str, Any]]] = lambda name: (),
+    known: Mapping[str, Mapping[str, Any]] | None = None,
     ranks: Callable[[int], str] = "rank {}".format,
     tolerance: float = TOLERANCE,
 ) -> str:
@@ -86,6 +86,7 @@ def first_wrong_tensor(
 
     found          {name: array} of each rank
     wanted, start  {name: array}, the same on all of them
+    known          {words: {name: array}} of further mistakes
     """
     for name, right in wanted.items():
         has = [rank for rank, one in enumerate(found) if name in one]
@@ -94,7 +95,7 @@ def first_wrong_tensor(
             [found[rank][name] for rank in has],
             [right] * len(has),
             start=start and [start[name]] * len(has),
-            known=lambda _, name=name: known(name),
+            known=lambda _, name=name: ((w, one.get(name)) for w, one in (known or {}).items()),
             ranks=lambda place, has=has: ranks(has[place]),
             tolerance=tolerance,
         )

@@ -65,16 +65,8 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             start, shares = found.results[0]["start"], found["share"]
             alone = {name: w - lr / n * sum(s[name] for s in shares) for name, w in start.items()}
             fixed = {name: w - TASK_LR * last.gradients[name] for name, w in start.items()}
-            wrong = first_wrong_tensor(
-                found["weights"],
-                last.weights,
-                start=start,
-                known=lambda name, both=both, alone=alone, fixed=fixed: [
-                    (STALE, both.get(name)),
-                    (LAST, alone[name]),
-                    (FIXED, fixed[name]),  # after one step
-                ],
-            )
+            known = {STALE: both, LAST: alone, FIXED: fixed}  # the last two after one step
+            wrong = first_wrong_tensor(found["weights"], last.weights, start=start, known=known)
             notes.look(WEIGHTS, wrong, "all equal")
 
             numels = {name: math.prod(s) for name, s in MODEL.parameter_shapes().items()}
