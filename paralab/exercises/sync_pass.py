@@ -15,6 +15,8 @@ from paralab.exercises.one_process import look_at_run
 from paralab.exercises.questions import ended
 from paralab.exercises.sync import PADDING, RANKS
 from paralab.exercises.verdict import ms
+from paralab.interpret.predict import predict
+from paralab.programs.instructions import BACKWARD, COLLECTIVES, WAIT
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.work import on_processor
 
@@ -59,7 +61,6 @@ def sync_pass(tries: Tries) -> None:
 
 def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What one rank runs: two plans are compiled with the pass, and the first is predicted."""
-    from paralab.interpret.predict import predict
     from paralab.interpret.text import program
 
     plan = PLAN.replace(passes=answer)
@@ -76,8 +77,6 @@ def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 def _why_slow(program: ProgramText) -> str:
     """What costs the time, read off the list: a wait inside backward, or calls behind it."""
-    from paralab.programs.instructions import BACKWARD, COLLECTIVES, WAIT
-
     lines = list(program)
     over = max(position for position, ins in lines if ins.op == BACKWARD)
     for position, ins in lines[:over]:
