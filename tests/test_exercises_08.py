@@ -80,9 +80,9 @@ def test_the_right_blocks_are_those_of_the_whole_matrices():
         rows = [np.split(row, q, axis=1) for row in np.split(whole, q, axis=0)]
         results = [{name: [block]} for row in rows for block in row]
         found = Found((), 7, None, results)
-        assert summa._wrong(found, name, number, q) == ""
+        assert summa.wrong_block(found, name, number, q) == ""
         results[4][name][0] = 2 * results[4][name][0]
-        assert "rank (1, 1): block of" in summa._wrong(found, name, number, q)
+        assert "rank (1, 1): block of" in summa.wrong_block(found, name, number, q)
 
 
 # ---- groups of rows and columns, and Cannon's algorithm ------------------------------------------

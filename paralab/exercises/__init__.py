@@ -8,6 +8,8 @@
 
     pl.exercises.all_gather_half                   # the task and its limits
     pl.exercises.all_gather_half.check(my_answer)  # a Verdict: limit | required | yours | ok
+    pl.exercises.all_gather_half.hint()            # one hint at a time
+    pl.exercises.all_gather_half.solution()        # source of one answer
 
 A checker looks at the result, gradients, bytes, peak memory of tensors and simulated time, never at
 the wall clock, so its verdict is the same on every machine. Importing this leaves torch and widgets

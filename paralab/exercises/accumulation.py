@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.checks import shown
-from paralab.exercises.accumulated import LR, Arrays, Step
+from paralab.exercises.accumulated import LR, Step
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, reference, torch, watched
@@ -67,21 +67,17 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
                 peak = _peak(max(sizes))
             passes.clear()
             held = 4 * MODEL.num_params  # gradients
-            before = _weights(gpt)
+            before = watched.arrays(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
             parts = returned if isinstance(returned, (tuple, list)) else (returned,)
             made = [float(part) if is_number(part) else shown(part) for part in parts]
             own = section.peak + held * (step > 0)  # alive are those of the step before
-            after = _weights(gpt)
+            after = watched.arrays(gpt)
             of_answer = before, after, gradients, losses, made, [*passes], own, peak + held
             steps.append(Step(sizes, clip, *of_answer, steps[-1].gradients if steps else None))
         cases.append(steps)
     return cases
-
-
-def _weights(gpt: Any) -> Arrays:
-    return {name: watched.array(p) for name, p in gpt.named_parameters()}
 
 
 def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], np.ndarray]:
@@ -109,7 +105,6 @@ def _peak(samples: int) -> int:
 
 # ---- the verdict ---------------------------------------------------------------------------------
 def _look(notes: Notes, step: Step) -> None:
-    """One step against every limit."""
     pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
     show = "{:.5f}".format
     for place, (limit, (right, known)) in enumerate({LOSS: step.loss(), NORM: step.norm()}.items()):
@@ -123,7 +118,7 @@ def _look(notes: Notes, step: Step) -> None:
         wanted,
         tolerance=TOLERANCE,
         start=step.before,
-        known=lambda name: ((said, other[name]) for said, other in others.items()),
+        known=others,
         ranks=lambda _: "after the step",
     )
     notes.look(WEIGHTS, wrong, f"{len(wanted)} tensors, all equal")

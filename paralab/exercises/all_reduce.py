@@ -1,9 +1,8 @@
 """Lab 01: all-reduces of one's own, in plain torch.distributed: a ring, and two levels of links.
 
-The ring is held against its own numbers (Patarasuk & Yuan 2009, sec. 4): 2(N-1)/N S sent by every
-rank, one chunk of extra memory, and 2(N-1)(alpha + beta S/N) on a stated link. Chunks are of
-unequal size where N does not divide the tensor. The two-level one is judged by the bytes that cross
-nodes: 2(n-1)/n of a k-th, on n nodes of k ranks. Time is that of a replay with computing free.
+The ring is held against its own numbers (Patarasuk & Yuan 2009, sec. 4). Chunks are of unequal
+size where N does not divide the tensor. The two-level one is judged by the bytes that cross nodes.
+Time is that of a replay with computing free.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ def term(seed: int, rank: int, length: int) -> np.ndarray:
 
 
 def _wrong_sum(found: Found, length: int) -> str:
-    """The first wrong element of the first rank that has one, in words, or ""."""
     n = len(found.results)
     terms = [term(found.seed, rank, length) for rank in range(n)]
     total = sum(one.astype("float64") for one in terms)

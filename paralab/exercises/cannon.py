@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paralab.checks import shown
-from paralab.exercises.diagnose import TOLERANCE, first_wrong, near
+from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
-from paralab.exercises.summa import SCALARS, SHAPES, at, blocks
+from paralab.exercises.summa import SCALARS, SHAPES, at, blocks, wrong_block
 from paralab.exercises.tries import Found
 from paralab.exercises.verdict import first
 
@@ -155,11 +155,6 @@ def _wrong(run: Found, number: int, q: int) -> str:
     x, w = (one.astype("float64") for one in blocks(run.seed, q, number)[:2])
     places = [divmod(rank, q) for rank in range(q * q)]
     found = [y[number] for y in run["y"]]
-    right = [sum(x[i, step] @ w[step, j] for step in range(q)) for i, j in places]
-    allowed = TOLERANCE * max(abs(block).max() for block in right)
-
-    def named(i: int, j: int, step: int) -> tuple[str, np.ndarray]:
-        return f"X_{i}{step} W_{step}{j}", x[i, step] @ w[step, j]
 
     def products(moved: Any, steps: Sequence[int], up: int = 1) -> list[np.ndarray]:
         """Each rank's sum over steps. X goes one place left after each, and W ``up`` places up."""
@@ -178,16 +173,12 @@ def _wrong(run: Found, number: int, q: int) -> str:
         for words, moved in FIRST.items():
             yield words, products(moved, range(q))
 
+    right = products(lambda i, j: (i, j), range(q))
+    allowed = TOLERANCE * max(abs(block).max() for block in right)
+
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
         for words, every in mistakes():
             if all(near(one, other, allowed) for one, other in zip(found, every, strict=True)):
                 yield words, found[rank]
 
-    return first_wrong(
-        "block of Y",
-        found,
-        right,
-        terms=lambda rank: [named(*places[rank], step) for step in range(q)],
-        known=known,
-        ranks=at(q),
-    )
+    return wrong_block(run, "y", number, q, known)

@@ -128,7 +128,6 @@ def moves(before: Sequence[Action], after: Sequence[Action]) -> int:
 
 
 def _lists(found: Any) -> tuple[Schedule | None, str]:
-    """The lists as actions, or why they are none."""
     return attempt(lambda: actions(found)) if found is not None else (None, "its lists are missing")
 
 

@@ -63,7 +63,6 @@ def training_cost(tries: Tries) -> None:
 
 
 def _given(name: str, *rest: Any) -> tuple:
-    """The arguments of a case, whose model is there by name."""
     return ModelSpec.preset(name), *rest
 
 
@@ -79,7 +78,7 @@ def _flops(reply: Reply, name: str, samples: int) -> Judged:
 
 def _days(reply: Reply, name: str, tokens: float, devices: int, rate: float) -> Judged:
     args, show = _given(name, tokens, devices, rate), "{:,.6g} days".format
-    right = right_days(*args)
+    right = needs.training_days(args[0], tokens=tokens, devices=devices, flops=rate)
     where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
     wrong = reply.number(right, known_days(*args), show, " of days", DAYS_TOLERANCE)
     yield DAYS, where, wrong, show(right)
@@ -112,19 +111,15 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield f"that is 6 Ψ for every token: {WITHOUT}", 6 * per_token
 
 
-def right_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> float:
-    return needs.training_days(model, tokens=tokens, devices=devices, flops=flops)
-
-
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> Mistakes:
     """(what was done, the days it gives) of the mistakes that are made on the way to days."""
-    right = right_days(model, tokens, devices, flops)
+    how = {"tokens": tokens, "devices": devices, "flops": flops}
+    right = needs.training_days(model, **how)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
-    how = {"tokens": tokens, "devices": devices, "flops": flops, "recompute": False}
     low = f"{100 * (1 - eq4 / right):.1f} % too low"
     said = f"that is 8 Ψ for every token, {low}: it leaves out attention's scores and counts the "
     yield f"{said}head as if it were a block", eq4
-    yield "yours recomputes nothing", needs.training_days(model, **how)
+    yield "yours recomputes nothing", needs.training_days(model, **how, recompute=False)
     yield f"that is 6 Ψ for every token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
     yield "those are hours", right * 24

@@ -1,10 +1,9 @@
 """Lab 02: data parallelism as DDP does it, a wrapper whose hooks fill buckets during backward.
 
 It trains what `average_gradients` trains (sync.py). In addition backwards of the laptop model run
-through the wrapper, one gradient after the other, and their recorded order is replayed with stated
-costs: 12 ms of backward, divided over the parameters by size, a link of 0.25 ms + bytes / 625 MB/s,
-packing free. So the simulated time is the same on every machine, and only buckets that overlap
-reach the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
+through the wrapper, and their recorded order is replayed with stated costs, packing free: so the
+simulated time is the same on every machine, and only buckets that overlap reach the limit (Li+
+2020, arXiv:2006.15704, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -87,17 +86,17 @@ def backwards(
     watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
 ) -> dict[str, Any]:
     """Some backwards through the wrapper: gradients are complete one by one, the last one first."""
-    from paralab.exercises.timed import Timed
+    from paralab.exercises.timed import timed
 
     group, draw = watch.group, torch.Generator().manual_seed(seed)
-    module, wrong = Timed([[size] for size in sizes], watch.recorder), ""
+    module, wrong = timed([[size] for size in sizes], watch.recorder), ""
     parameters = list(module.parameters())
     with watch.section() as section:
         ddp = answer[0](module, bucket_bytes=bucket_bytes)
         for backward in range(BACKWARDS):
             with watch.unseen():
                 ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
-            for layer, one in zip(module.layers, ones, strict=True):
+            for layer, one in zip(module, ones, strict=True):
                 layer.gradient = one + group.index
             ddp(torch.zeros(1, requires_grad=True)).backward()
             ddp.finish()
@@ -119,7 +118,7 @@ def backwards(
 
 # ---- what they found -----------------------------------------------------------------------------
 def replayed(report: Report, cluster: Cluster, **costs: Sequence[float]) -> pd.DataFrame:
-    """Spans of the recorded order of `timed.Timed` on ``cluster``. costs: {kind: seconds of each
+    """Spans of the recorded order of timed layers on ``cluster``. costs: {kind: seconds of each
     layer}; nothing else takes any.
     """
     spans = report.spans.sort_values(["rank", "id"])

@@ -78,7 +78,7 @@ def first_wrong_tensor(
     wanted: Mapping[str, np.ndarray],
     *,
     start: Mapping[str, np.ndarray] | None = None,
-    known: Callable[[str], Iterable[tuple[str, Any]]] = lambda name: (),
+    known: Mapping[str, Mapping[str, Any]] | None = None,
     ranks: Callable[[int], str] = "rank {}".format,
     tolerance: float = TOLERANCE,
 ) -> str:
@@ -86,6 +86,7 @@ def first_wrong_tensor(
 
     found          {name: array} of each rank
     wanted, start  {name: array}, the same on all of them
+    known          {words: {name: array}} of further mistakes
     """
     for name, right in wanted.items():
         has = [rank for rank, one in enumerate(found) if name in one]
@@ -94,7 +95,7 @@ def first_wrong_tensor(
             [found[rank][name] for rank in has],
             [right] * len(has),
             start=start and [start[name]] * len(has),
-            known=lambda _, name=name: known(name),
+            known=lambda _, name=name: ((w, one.get(name)) for w, one in (known or {}).items()),
             ranks=lambda place, has=has: ranks(has[place]),
             tolerance=tolerance,
         )
@@ -133,10 +134,7 @@ def _of_terms(terms: Sequence[tuple[str, Any]], right: np.ndarray) -> Iterable[t
 
 
 def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: float) -> str:
-    for words, other in known:
-        if near(got, other, allowed):
-            return f"; {words}"
-    return ""
+    return next((f"; {words}" for words, other in known if near(got, other, allowed)), "")
 
 
 def near(got: np.ndarray, other: Any, allowed: float) -> bool:
@@ -156,16 +154,12 @@ def _factor(
         close = allowed * max(1.0, abs(factor))
         if not (size and np.isfinite(factor) and near(moved, factor * required, close)):
             return ""
-    if required.size == 1 and not _simple(factor):  # every number is some multiple of another
+    whole = (n and round(n) and abs(n - round(n)) < 1e-3 for n in (factor, factor and 1 / factor))
+    if required.size == 1 and not any(whole):  # every number is some multiple of another
         return ""
     if started:
         return f"; it has changed by {times(factor)} what is required"
     return f"; it is {times(factor)} what is required"
-
-
-def _simple(factor: float) -> bool:
-    """Whether it is a whole number, or 1 by one."""
-    return any(n and abs(n - round(n)) < 1e-3 and round(n) for n in (factor, factor and 1 / factor))
 
 
 def times(factor: float) -> str:

@@ -1,11 +1,5 @@
 """One exercise: a task, limits that its checker enforces, three hints, and an answer to compare.
 
-    exercise = pl.exercises.all_gather_half
-    exercise                      # the task and its limits
-    exercise.check(my_function)   # a Verdict: limit | required | yours | ok
-    exercise.hint()               # one hint at a time
-    exercise.solution()           # source of one answer
-
 A checker becomes an exercise by `exercise`, which says what it takes and what is required. Task
 and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py around
 what is the learner's to write: stub, solution and the lab's cell are readings of that text.
@@ -160,7 +154,6 @@ class Exercise:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """The task, and after it the hints."""
         return (TASKS / f"{self.name}.md").read_text(encoding="utf-8").split("\n## Hint\n")
 
     @property

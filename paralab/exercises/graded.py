@@ -19,7 +19,6 @@ import symtable
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +78,6 @@ def grade(
 def _said(
     exercise: Exercise, statements: list[Statement], broken: str, folder: Path, timeout: float
 ) -> dict[str, Any]:
-    """The verdict on one answer, as data."""
     names = asked_for(exercise)
     missing = [name for name in names if not any(name in one.defines for one in statements)]
     parts, trouble = (), f"the notebook does not define {', '.join(missing)}{broken}"
@@ -88,7 +86,7 @@ def _said(
     if trouble:
         return {"points": 0, "verdict": trouble, "limits": []}
     verdict = exercise.check(*parts)
-    limits = [asdict(row) for row in verdict.rows]
+    limits = [row._asdict() for row in verdict.rows]
     return {"points": int(verdict.passed), "verdict": repr(verdict), "limits": limits}
 
 

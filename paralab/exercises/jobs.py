@@ -16,6 +16,8 @@ from typing import Any
 from paralab.checks import choice, illegal, whole
 from paralab.exercises.questions import Odd
 from paralab.exercises.verdict import SLACK, ms
+from paralab.interpret.walk import JOB, Item, moments
+from paralab.programs.instructions import Instr
 
 Job = tuple[str, int, int]  # what, unit, buffer
 
@@ -50,9 +52,6 @@ def as_jobs(found: Any, units: int) -> list[Job]:
 
 def simulate(jobs: Sequence[Job], update_s: float) -> list[tuple[float, float]]:
     """When each job starts and ends, with the exercise's costs."""
-    from paralab.interpret.walk import JOB, Item, moments
-    from paralab.programs.instructions import Instr
-
     seconds = {"read": READ_S, "update": update_s, "write": WRITE_S}
     items = [  # each comes after the last job that has its buffer
         Item(JOB, seconds[kind], Instr(kind, writes=(("buffer", buffer, 0),)), LANE[kind])

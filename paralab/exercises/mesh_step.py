@@ -7,7 +7,7 @@ different sizes against one process.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -87,12 +87,11 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
         watch.label = f"step {step}"
         norm = answer[0](stage, batches, groups, update, CLIPS[step], model.hidden)
         norms.append(float(norm) if is_number(norm) else shown(norm))
-        weights.append({name: watched.array(p) for name, p in stage.named_parameters()})
+        weights.append(watched.arrays(stage))
     return {"norms": norms, "weights": weights, "right": right, "order": "".join(order)}
 
 
 def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
-    """One run against every limit."""
     where, old = notes.where, OLD * model.num_params**0.5
     steps, mine = found["right"][0]
     by_turns = found["order"][0].startswith("FB")
@@ -109,7 +108,7 @@ def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
         own = {name: size for size, names in zip(stages, weights, strict=True) for name in names}
-        known = partial(known_weights, before.weights, right.gradients, norm, own, CLIPS[step])
+        known = known_weights(before.weights, right.gradients, norm, own, CLIPS[step])
         wrong = first_wrong_tensor(weights, right.weights, start=before.weights, known=known)
         notes.where = f"{where}, step {step + 1}"
         notes.each(WEIGHTS, wrong)
@@ -129,17 +128,21 @@ def required_bytes(plan: Plan, rank: int, psi: int, model: ModelSpec) -> int:
 
 
 def known_weights(
-    before: Any, gradients: Any, norm: float, own: dict[str, float], most: float, name: str
-) -> list[tuple[str, Any]]:
-    """(what was done, the weights ``name`` that it gives) of mistakes in clipping. own: the norm
-    of the stage of each name
+    before: Any, gradients: Any, norm: float, own: dict[str, float], most: float
+) -> dict[str, dict[str, Any]]:
+    """{what was done: the weights that it gives} of mistakes in clipping. own: the norm of the
+    stage of each name
     """
-    factors = (
-        ("the gradient is not clipped before optimizer.step()", 1.0),
-        ("the gradient is clipped by the norm of this stage alone", min(1.0, most / own[name])),
-        ("the gradient is scaled to max_norm although it is shorter", most / norm),
-    )
-    return [(words, before[name] - LR * factor * gradients[name]) for words, factor in factors]
+    alone, scaled = {n: min(1.0, most / size) for n, size in own.items()}, most / norm
+    factors = {
+        "the gradient is not clipped before optimizer.step()": dict.fromkeys(own, 1.0),
+        "the gradient is clipped by the norm of this stage alone": alone,
+        "the gradient is scaled to max_norm although it is shorter": dict.fromkeys(own, scaled),
+    }
+    return {
+        words: {n: before[n] - LR * by[n] * gradients[n] for n in own}
+        for words, by in factors.items()
+    }
 
 
 def known_norms(

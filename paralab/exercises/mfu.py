@@ -7,7 +7,7 @@ arXiv:2204.02311, appendix B); days are steps times seconds.
 from __future__ import annotations
 
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import Mistakes, ask
+from paralab.exercises.questions import ask
 
 DAYS, MFU = "days", "MFU"
 REQUIRED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
@@ -25,25 +25,23 @@ def days_and_mfu(tries: Tries) -> None:
         notes.where = f"{devices:,} devices"
         days = total / samples * seconds / 86_400
         mfu = flops / (seconds * devices * peak)
-        known = [
+        shared = "all devices work on the same step: the seconds are not divided by them"
+        known_days = [
+            ("those are seconds", days * 86_400),
+            ("those are hours", days * 24),
+            ("a step trains several samples", days * samples),
+            (shared, days / devices),
+            ("those are device days", days * devices),
+            ("that is with every device at its peak; the seconds are given", days * mfu),
+        ]
+        known_mfu = [
             *known_shares(mfu, samples, seconds, devices),
             ("a step's FLOPs are of all its samples already", mfu * samples),
             ("that is with everything recomputed, HFU", mfu * 4 / 3),
         ]
-        peaked = ("that is with every device at its peak; the seconds are given", days * mfu)
-        right = {DAYS: (days, [*_known_days(days, samples, devices), peaked]), MFU: (mfu, known)}
+        right = {DAYS: (days, known_days), MFU: (mfu, known_mfu)}
         for limit, wrong in reply.numbers(right, TOLERANCE):
             notes.each(limit, wrong, "right")
-
-
-def _known_days(days: float, samples: int, devices: int) -> Mistakes:
-    return [
-        ("those are seconds", days * 86_400),
-        ("those are hours", days * 24),
-        ("a step trains several samples", days * samples),
-        ("all devices work on the same step: the seconds are not divided by them", days / devices),
-        ("those are device days", days * devices),
-    ]
 
 
 def known_shares(right: float, samples: int, seconds: float, devices: int) -> list:

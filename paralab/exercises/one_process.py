@@ -8,37 +8,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.attempts import launched
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.late import reference
 from paralab.exercises.verdict import Notes
+from paralab.experiment import run
+from paralab.launch import launch
 from paralab.model.step import Step
+from paralab.report.report import Report
 from paralab.spec import ModelSpec, Plan
-
-if TYPE_CHECKING:
-    from paralab.report.report import Report
 
 LR = 0.1
 
 
 @functools.cache  # the same for every answer
-def of_one_process(
-    model: ModelSpec,
-    *,
-    ranks: int,
-    microbatches: int,
-    microbatch_size: int,
-    lr: float = LR,
-) -> list[Step]:
-    """`reference.train` in a process of its own, on the samples of all ranks, ``microbatches`` of
-    each.
+def of_one_process(model: ModelSpec, *, ranks: int, lr: float = LR, **batch: int) -> list[Step]:
+    """`reference.train` in a process of its own, on the samples of all ranks. batch: "microbatches"
+    of each of them, and their "microbatch_size".
     """
-    from paralab.launch import launch
-
+    batch["microbatches"] *= ranks
     how = {"optimizer": "sgd", "lr": lr, "steps": 3}
-    batch = {"microbatches": ranks * microbatches, "microbatch_size": microbatch_size}
     return launch(_trained, ranks=1, args=(model, how | batch))[0]
 
 
@@ -53,8 +44,6 @@ def look_at_run(
     ``limits`` say, are held against those of one process. A run that fails is noted in the first
     of them, and None is returned.
     """
-    from paralab.experiment import run
-
     how = {"optimizer": "sgd", "lr": LR, "strict": True, "keep_state": True, "progress": False}
     report, trouble = launched(run, model, plan, steps=steps, timeout=timeout, **how)
     if trouble:

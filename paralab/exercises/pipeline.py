@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
@@ -77,11 +77,10 @@ def one_step(
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True
     )
-    done: list[str] = []
+    done: list[tuple[str, int]] = []
     made: dict[str, int] = {}
-    got: dict[str, int] = {}
     for s, stage in stages.items():
-        _write_down(stage, s, done, made, got)
+        _write_down(stage, s, done, made)
     with watch.section() as section:
         if v > 1:
             texts = [list(map(str, row)) for row in lists]
@@ -100,7 +99,6 @@ def one_step(
         "loss": plain(loss.detach() if hasattr(loss, "detach") else loss),
         "done": done,
         "made": made,
-        "got": got,
         "peak": section.peak - weights,
         "weights": weights,
         "kept": max(kept),
@@ -120,26 +118,23 @@ def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
     return kept, section.peak - kept
 
 
-def _write_down(
-    stage: Any, number: int, done: list[str], made: dict[str, int], got: dict[str, int]
-) -> None:
-    """Note every forward of the stage, and every backward that begins in it, in ``done``; in
-    ``got`` a checksum of what each of them is given, in ``made`` of what it gives to another one.
+def _write_down(stage: Any, number: int, done: list[tuple[str, int]], made: dict[str, int]) -> None:
+    """Note every forward of the stage, and every backward that begins in it, with a checksum of
+    what it is given, in ``done``; in ``made`` one of what it gives to another action.
     """
-    calls = iter(range(10**6))
+    calls = count()
 
     def hook(module: Any, given: Any, y: Any) -> None:
         k, x = next(calls), given[0]
 
         def began(gradient: Any) -> None:
-            done.append(f"{number}B{k}")
-            got[f"{number}B{k}"] = _checksum(gradient)
+            done.append((f"{number}B{k}", _checksum(gradient)))
 
         def ended(gradient: Any) -> None:
             made[f"{number - 1}B{k}"] = _checksum(gradient)
 
-        done.append(f"{number}F{k}")
-        got[f"{number}F{k}"], made[f"{number + 1}F{k}"] = _checksum(x), _checksum(y)
+        done.append((f"{number}F{k}", _checksum(x)))
+        made[f"{number + 1}F{k}"] = _checksum(y)
         if y.requires_grad:
             y.register_hook(began)
         if x.requires_grad:
@@ -153,7 +148,6 @@ def _checksum(tensor: Any) -> int:
 
 
 def _look(notes: Notes, found: Found, run: Run) -> None:
-    """One run against every limit."""
     from paralab.theory.schedule_check import peak_live
 
     _, p, m, v = run
@@ -172,7 +166,7 @@ def _look(notes: Notes, found: Found, run: Run) -> None:
         for limit, words in (
             (GRADIENTS, _wrong_gradient(one["gradients"], right)),
             (LOSS, _wrong_loss(one["loss"], right.loss if rank == p - 1 else 0.0)),
-            (ORDER, _wrong_order(one["done"], listed)),
+            (ORDER, _wrong_order([action for action, _ in one["done"]], listed)),
             (BYTES, said if sent != messages else ""),
             (FLIGHT, held if one["peak"] > most else ""),
         ):
@@ -195,7 +189,7 @@ def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
     made = {action: sum_ for one in results for action, sum_ in one["made"].items()}
     meant = {sum_: action for action, sum_ in made.items()}
     for rank, one in enumerate(results):
-        for action, sum_ in one["got"].items():
+        for action, sum_ in one["done"]:
             if sum_ in meant and sum_ != made.get(action, sum_):
                 return f"; rank {rank} does {action} with the message for {meant[sum_]}"
     return ""

@@ -167,7 +167,6 @@ class LateCalls:
         self.strict.store.set(f"group {self._made} of rank {self.context.rank}", made)
 
     def _called(self, op: str, given: dict[str, Any], own: Callable[..., Any]) -> Any:
-        """One call: written down, and made with copies."""
         group = dist.ProcessGroup.unbox(given["process_group"])
         _refuse(op, given, group)
         if op == "barrier":

@@ -50,16 +50,16 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, floa
     """What every rank runs. Returns what comes out of the units in each step, what should, and what
     would with the task's lr.
     """
-    from paralab.exercises.timed import Timed
+    from paralab.exercises.timed import timed
 
-    module, found = Timed([SIZES] * UNITS, watch.recorder), []
+    module, found = timed([SIZES] * UNITS, watch.recorder), []
     values = torch.rand(UNITS, len(SIZES), generator=torch.Generator().manual_seed(seed)) + 1
-    for layer, numbers in zip(module.layers, values, strict=True):
+    for layer, numbers in zip(module, values, strict=True):
         layer.gradient = watch.group.index
         for weight, number in zip(layer.weights, numbers, strict=True):
             weight.data.fill_(number)
     watch.label = "before"
-    mine = answer[0](list(module.layers), lr=zero3.RATES[RANKS])
+    mine = answer[0](list(module), lr=zero3.RATES[RANKS])
     values, fixed = values.clone(), values
     for step in range(STEPS):
         watch.label = f"step {step}"

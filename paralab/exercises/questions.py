@@ -28,7 +28,7 @@ ENDLESS = "lines of it were run, and it has not ended"
 MOST = 20_000  # entries of all lists in an answer together
 OURS = str(Path(__file__).parents[1])
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
-UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `asked`
+UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `ended`
 
 
 class Odd(NamedTuple):
@@ -91,46 +91,34 @@ class Reply(NamedTuple):
 
 
 def ask(
-    tries: Tries,
-    cases: Sequence[Any],
-    questions: Sequence[tuple[int, tuple]] = (),
-    *how: Any,
+    tries: Tries, cases: Sequence[Any], questions: Sequence[tuple[int, tuple]] = (), *how: Any
 ) -> Iterator[tuple[Notes, Any, Reply]]:
     """(notes, case, reply) of every answer and case. The limits of a function that is not written
     yet are left open.
 
     questions  (part of the answer, its arguments), case by case; by default a case is what the
                first part is called with
-    how        as `asked` has it
+    how        as `ended` has it
     """
     questions = questions or [(0, tuple(case)) for case in cases]
     for notes, found in tries.run(asked, 1, questions, *how):
-        written = {
-            part
-            for (part, _), reply in zip(questions, found.results[0], strict=True)
-            if reply.trouble != NOT_STARTED
-        }
-        for case, (part, _), reply in zip(cases, questions, found.results[0], strict=True):
+        parts, replies = [part for part, _ in questions], found.results[0]
+        asked_of = zip(parts, replies, strict=True)
+        written = {part for part, reply in asked_of if reply.trouble != NOT_STARTED}
+        for case, part, reply in zip(cases, parts, replies, strict=True):
             if part in written and not notes.over:
                 yield notes, case, reply
-        left = len({part for part, _ in questions}) - len(written)
+        left = len(set(parts)) - len(written)
         if written and left and not notes.said:
             more = "is one more function" if left == 1 else f"are {left} more functions"
             notes.said = f"there {more} to write"
 
 
 def asked(
-    watch: Any,
-    answer: tuple,
-    seed: int,
-    questions: Sequence[tuple[int, tuple]],
-    alone: str = "",
-    legal: tuple[str, ...] = (),
+    watch: Any, answer: tuple, seed: int, questions: Sequence[tuple[int, tuple]], *how: Any
 ) -> list[Reply]:
     """What the rank runs: part ``number`` of the answer is called with ``args``, for every pair.
-
-    alone  why this package, which could answer the questions itself, is not to be called
-    legal  its folders and files that may be called
+    how: as `ended` has it.
     """
     replies: list[Reply] = []
     endless: dict[int, Reply] = {}  # by part: it is not asked again
@@ -138,7 +126,7 @@ def asked(
         reply = endless.get(number, Reply(None, NOT_STARTED))
         if number < len(answer) and number not in endless:
             call = functools.partial(answer[number], *copy.deepcopy(args))
-            reply = Reply(*ended(lambda call=call: plain(call()), alone, legal))
+            reply = Reply(*ended(lambda call=call: plain(call()), *how))
         if ENDLESS in reply.trouble:
             endless[number] = reply
         replies.append(reply)
@@ -147,8 +135,9 @@ def asked(
 
 def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()) -> tuple[Any, str]:
     """`attempt`, with an error in place of a loop without end, which could fill the memory before a
-    timeout; and, if ``alone`` gives a reason, in place of a call of this package, but for what is
-    ``legal``. An answer that catches such an error has failed all the same.
+    timeout; and, if ``alone`` gives a reason, in place of a call of this package, which knows the
+    answer, but for its folders and files that are ``legal``. An answer that catches such an error
+    has failed all the same.
     """
     left, stopped, allowed = LINES, "", tuple(f"{OURS}/{name}" for name in legal)
 

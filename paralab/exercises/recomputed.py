@@ -1,9 +1,8 @@
 """Lab 06: activation checkpointing, written as an autograd function in plain PyTorch.
 
-The checker trains one step of the reference GPT with dropout, two micro-batches in flight, once as
-it is, once with torch.utils.checkpoint and once with the answer. Gradients and the generator behind
-the step are compared bit by bit with the first; memory with the second, by the live ledger; and the
-blocks count how often they are called (Chen+ 2016, arXiv:1604.06174: one forward more).
+A step with dropout and two micro-batches in flight is made as it is, with torch.utils.checkpoint
+and with the answer. Gradients are held against the first, memory against the second (Chen+ 2016,
+arXiv:1604.06174: one forward more).
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ def peaks() -> list[int]:
 
 
 def without(block: Any, x: Any) -> Any:
-    """No checkpoint."""
     return block(x)
 
 

@@ -66,7 +66,6 @@ def chunks(n: int, seed: int) -> np.ndarray:
 
 
 def _wrong_chunk(found: Found) -> str:
-    """The first wrong chunk of the first rank that has one, in words, or ""."""
     n = len(found.results)
     right = chunks(n, found.seed)
 

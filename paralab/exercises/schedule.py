@@ -1,9 +1,7 @@
 """Lab 04: a pipeline schedule of one's own, fast enough and small enough, and right.
 
-The checker proves the lists (theory/schedule_check.py), simulates them with stated costs, F = 10 ms
-and B = 20 ms, free links (theory/pipeline.py), counts live micro-batches, asks for other sizes too,
-and at last trains on four real ranks and compares gradients with one process. GPipe keeps the time
-and not the memory, one micro-batch after another the memory and not the time; 1F1B keeps both
+Lists are proved by theory/schedule_check.py and simulated by theory/pipeline.py. GPipe keeps the
+time and not the memory, one micro-batch after another the memory and not the time; 1F1B keeps both
 (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), and so does a backward split into its halves (Qi+
 2023, arXiv:2401.10241, sec. 2.1), which is faster still.
 """
@@ -14,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
@@ -83,8 +81,7 @@ def own_schedule(tries: Tries) -> None:
         notes.look(MEMORY, first_too_many(simulated.schedule, PP), said)
         for reply, (p, m) in zip(others, SIZES, strict=True):
             notes.where = f"p={p}, m={m}"
-            wrong = missed(reply, p, m, seconds=limit_s(p, m), alive=p)
-            notes.each(OTHERS, wrong, f"{len(SIZES)} other sizes")
+            notes.each(OTHERS, missed(reply, p, m, Target()), f"{len(SIZES)} other sizes")
         notes.where, plan = "", Plan(pp=PP, schedule=Written(own.value), **BATCH)
         if not notes.broke():  # one that is too late is not trained with
             look_at_run(notes, (GRADIENTS,), MODEL, plan, steps=1, timeout=tries.timeout)
@@ -132,27 +129,31 @@ def idle(simulated: Simulation) -> str:
     )
 
 
-def missed(
-    reply: Reply,
-    p: int,
-    m: int,
-    *,
-    seconds: float,
-    alive: int,
-    took: Callable[[Simulation], float] = attrgetter("makespan"),
-    why: Callable[[Simulation], str] = late,
-) -> str:
-    """What keeps a reply from being a schedule of p ranks and m micro-batches that takes no more
-    ``seconds``, with no more micro-batches ``alive`` on a rank; "" if nothing does. why: what makes
-    it take more, or "".
+class Target(NamedTuple):
+    """What a schedule has to reach, for p ranks and m micro-batches.
+
+    took     seconds, of the whole step or of the rank that takes longest by itself
+    seconds  at most
+    alive    micro-batches on a rank, at most
+    why      what makes a schedule take longer, in words, or ""
     """
+
+    took: Callable[[Simulation], float] = attrgetter("makespan")
+    seconds: Callable[[int, int], float] = limit_s
+    alive: Callable[[int], int] = lambda p: p
+    why: Callable[[Simulation], str] = late
+
+
+def missed(reply: Reply, p: int, m: int, target: Target) -> str:
+    """What keeps a reply from being a schedule that reaches the target; "" if nothing does."""
     simulated, trouble = simulate_reply(reply, p, m)
     if trouble:
         return trouble
-    if took(simulated) > seconds * SLACK:
-        said = f"takes {ms(took(simulated))}, required: at most {ms(seconds)}"
-        return ": ".join(filter(None, (said, why(simulated))))
-    return first_too_many(simulated.schedule, alive)
+    took, most = target.took(simulated), target.seconds(p, m)
+    if took > most * SLACK:
+        said = f"takes {ms(took)}, required: at most {ms(most)}"
+        return ": ".join(filter(None, (said, target.why(simulated))))
+    return first_too_many(simulated.schedule, target.alive(p))
 
 
 def _starts(simulated: Simulation) -> dict[tuple[int, str, int], tuple[Action, int, float]]:

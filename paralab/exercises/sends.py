@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from paralab.dry_run import dry_run
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import UNAIDED, Mistakes, Reply, ask, kind_of, size_text
 from paralab.spec import ModelSpec, Plan
@@ -56,8 +57,6 @@ def rank_sends(tries: Tries) -> None:
 @functools.cache
 def right(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
     """{axis: bytes} of the compiled program, in the order of the limits."""
-    from paralab.dry_run import dry_run
-
     sent = dry_run(model, plan, rank=rank).traffic(by="axis").set_index("axis")["bytes"]
     return {axis: int(sent[axis]) for axis in REQUIRED}
 

@@ -87,6 +87,7 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
 def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) -> str:
     size = memory * 10**9
     rounded = "rounded, but not up: what is left over needs a device too"
+    alone = "the 16-bit weights alone; the other states need memory too"
     known = [
         (rounded, total // size),
         (rounded, round(total / size)),
@@ -94,10 +95,7 @@ def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) ->
         ("those are GiB; 1 GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
         ("only whole devices can be had", total / size),
         ("a GB is 10⁹ bytes", math.ceil(total / memory)),
-        (
-            "the 16-bit weights alone; the other states need memory too",
-            math.ceil(model.num_params * 2 / size),
-        ),
+        (alone, math.ceil(model.num_params * 2 / size)),
     ]
     show = "{:,} devices".format
     return reply.number(math.ceil(total / size), known, show, " of devices")

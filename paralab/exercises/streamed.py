@@ -78,7 +78,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                     state["exp_avg_sq"].zero_()
             [(tokens, targets)] = reference.batches(MODEL, step=step, seed=seed % 1000)
             gpt(tokens, targets).backward()
-            first = {name: watched.array(p) for name, p in alike.named_parameters()}
+            first = watched.arrays(alike)
             with watch.unseen():
                 alike(tokens, targets).backward()
                 adam.step()
@@ -90,10 +90,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                 mine.step()
             result["peaks"].append(section.peak)
             result["arrays"].append(tracemalloc.get_traced_memory()[1] - before)
-            yours, right = (
-                {name: watched.array(p) for name, p in one.named_parameters()}
-                for one in (gpt, alike)
-            )
+            yours, right = watched.arrays(gpt), watched.arrays(alike)
             if not result["wrong"]:
                 with watch.unseen():
                     grads = {name: p.grad for name, p in alike.named_parameters()}

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from paralab.exercises.diagnose import first_wrong
+from paralab.exercises.diagnose import Known, first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.tries import Found
-from paralab.exercises.verdict import first
+from paralab.exercises.verdict import as_many, first
 
 GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
 SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
@@ -45,7 +45,7 @@ def summa(tries: Tries) -> None:
         for notes, found in tries.run(multiply, q * q, where=f"q={q}"):
             for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
                 cases = ((name, number) for number in range(len(SHAPES)) for name in names)
-                wrong = first(_wrong(found, name, number, q) for name, number in cases)
+                wrong = first(wrong_block(found, name, number, q) for name, number in cases)
                 if wrong and not all(found["kept"]):
                     wrong += "; forward overwrites its x or w, which later steps need"
                 notes.look(limit, wrong, "every block")
@@ -53,8 +53,8 @@ def summa(tries: Tries) -> None:
             for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
                 yours, wrong = sum(found.sent(label)) / 4, "nothing is sent in row and column"
                 if yours:
-                    wrong = f"{yours:,.0f} elements, required: {required:,}, "
-                    wrong += f"{yours / required:.3g} times as many"
+                    wrong = f"{yours:,.0f} elements, required: {required:,}"
+                    wrong += as_many(yours, required)
                 notes.look(limit, wrong if yours != required else "", f"{required:,}")
             if q > RECEIVED + 1:
                 for number, (m, k, n) in enumerate(SHAPES):
@@ -104,8 +104,10 @@ def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
     return [draw.standard_normal((q, q, *shape), dtype=np.float32) for shape in shapes]
 
 
-def _wrong(found: Found, name: str, number: int, q: int) -> str:
-    """The first rank whose block of ``name`` is wrong, in words, or ""."""
+def wrong_block(found: Found, name: str, number: int, q: int, known: Known | None = None) -> str:
+    """The first rank whose block of ``name`` is wrong, in words, or "". known: the mistakes of
+    another algorithm than SUMMA.
+    """
     parts = [one.astype("float64") for one in blocks(found.seed, q, number)]
     x, w, dy = parts
     # The term (a, b) of rank (i, j); on the right rank a == b, and the sum is over a.
@@ -123,7 +125,7 @@ def _wrong(found: Found, name: str, number: int, q: int) -> str:
 
     mixed = [(a, b) for a in range(q) for b in range(q) if a != b]
 
-    def known(rank: int) -> list:
+    def mistakes(rank: int) -> list:
         alone, (i, j) = named(rank, mixed, "it is the one term "), places[rank]
         if name == "y":
             other = sum(x[a, j] @ w[i, a] for a in range(q))
@@ -146,6 +148,6 @@ def _wrong(found: Found, name: str, number: int, q: int) -> str:
         [one[number] for one in found[name]],
         right,
         terms=lambda rank: named(rank, [(a, a) for a in range(q)]),
-        known=known,
+        known=known or mistakes,
         ranks=at(q),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
@@ -49,8 +48,7 @@ def look_at_training(tries: Tries, work: Any, bucket_bytes: float = math.inf) ->
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.look(BYTES, wrong, "")
-            known = functools.partial(_mistakes, found)
-            wrong = first_wrong_tensor(found["tensors"], right, known=known)
+            wrong = first_wrong_tensor(found["tensors"], right, known=_mistakes(found))
             notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right)} tensors, all equal")
             if limit == GRADIENTS:
                 calls = found.report.collectives
@@ -61,13 +59,14 @@ def look_at_training(tries: Tries, work: Any, bucket_bytes: float = math.inf) ->
                 notes.bytes(BYTES, sent, int(PADDING * most), "in a step", least=least)
 
 
-def _mistakes(found: Found, name: str) -> Iterator[tuple[str, Any]]:
-    n = len(found.results)
+def _mistakes(found: Found) -> dict[str, dict[str, Any]]:
+    n, mistakes = len(found.results), {}
     for rank, own in enumerate(found["own"]):
         for words, factor in (("", 1), (f" divided by {n}", n)):
             said = f"it is rank {rank}'s own gradient{words}, to which no other was added"
-            yield said, own[name] / factor
-    yield "the ranks began with unequal weights", sum(one[name] for one in found["unequal"]) / n
+            mistakes[said] = {name: gradient / factor for name, gradient in own.items()}
+    unequal = {name: sum(one[name] for one in found["unequal"]) / n for name in own}
+    return mistakes | {"the ranks began with unequal weights": unequal}
 
 
 def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
@@ -100,7 +99,7 @@ def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> di
                 raise ValueError(f"after the step's last call {name} has no gradient")
         gradients = {name: watched.array(parameter.grad) for name, parameter in named.items()}
         update.step()
-    weights = {name: watched.array(parameter) for name, parameter in named.items()}
+    weights = watched.arrays(gpt)
     with watch.unseen():
         own, unequal = (_own(group.index, group.size, by) for by in (0, shift))
     tensors = gradients if what == GRADIENTS else weights

@@ -1,11 +1,8 @@
 """Lab 02: the sums of data parallelism as a pass, a function from a program to a program.
 
-The checker compiles the plan with the learner's pass and lets the program's own checks speak: they
-name a gradient that is not summed, or is summed twice or too early. What they accept runs on four
-real ranks: the weights after three steps of SGD, and the gradients of the last one, are held
-against one process of the reference. Bytes are what these ranks record. The step is predicted on a
-stated cluster, where only sums that overlap with backward keep the limit (Li+ 2020,
-arXiv:2006.15704, sec. 3.2).
+The program's own checks speak first: they name a gradient that is not summed, or is summed twice or
+too early. What they accept runs on real ranks. The step is predicted on a stated cluster, where
+only sums that overlap with backward keep the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -18,6 +15,8 @@ from paralab.exercises.one_process import look_at_run
 from paralab.exercises.questions import ended
 from paralab.exercises.sync import PADDING, RANKS
 from paralab.exercises.verdict import ms
+from paralab.interpret.predict import predict
+from paralab.programs.instructions import BACKWARD, COLLECTIVES, WAIT
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.work import on_processor
 
@@ -62,7 +61,6 @@ def sync_pass(tries: Tries) -> None:
 
 def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What one rank runs: two plans are compiled with the pass, and the first is predicted."""
-    from paralab.interpret.predict import predict
     from paralab.interpret.text import program
 
     plan = PLAN.replace(passes=answer)
@@ -79,8 +77,6 @@ def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 def _why_slow(program: ProgramText) -> str:
     """What costs the time, read off the list: a wait inside backward, or calls behind it."""
-    from paralab.programs.instructions import BACKWARD, COLLECTIVES, WAIT
-
     lines = list(program)
     over = max(position for position, ins in lines if ins.op == BACKWARD)
     for position, ins in lines[:over]:

@@ -2,10 +2,8 @@
 
 An MLP and an attention layer are each a column-parallel layer followed by a row-parallel one: f in
 front copies in forward and sums in backward, g behind does the reverse (Shoeybi+ 2019,
-arXiv:1909.08053, sec. 3). Three exercises: f and g as autograd functions, which the checker puts
-into an MLP of its own; the MLP; the attention, by heads. The answers are modules whose parameters
-have the names of the whole model's, so that they can train the reference GPT. Results and gradients
-are compared with those of the whole layer in float64.
+arXiv:1909.08053, sec. 3). An answer's f and g are put into the MLP that the library shows. Modules
+have parameters with the names of the whole model's, so that they can train the reference GPT.
 """
 
 from __future__ import annotations
@@ -104,12 +102,10 @@ def _kept(name: str, operator: Any, lent: dict[str, Any]) -> Any:
 
 def _linears(weights: dict[str, Any]) -> list[Any]:
     """The whole layers, with copies of these weights, {"up.weight": ..., "up.bias": ...}."""
-    made = []
-    for name in dict.fromkeys(name.partition(".")[0] for name in weights):
-        parts = {part: weights[f"{name}.{part}"] for part in ("weight", "bias")}
-        made.append(torch.nn.Linear(*reversed(parts["weight"].shape)))
-        made[-1].load_state_dict(parts)
-    return made
+    matrices = {name.partition(".")[0]: w for name, w in weights.items() if w.ndim == 2}
+    layers = {name: torch.nn.Linear(*reversed(w.shape)) for name, w in matrices.items()}
+    torch.nn.ModuleDict(layers).load_state_dict(weights)
+    return list(layers.values())
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
@@ -134,7 +130,6 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
 
 
 def _wrong(found: Found, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:
-    """What is wrong with a tensor, on the first rank where it is, or ""."""
     t, whole = len(found.results), name in ("z", "later", "x")
     tokens = f"{pairs.SEQ - pairs.LATER} of the {pairs.SEQ} tokens"
     later = f"the result of a second forward, of {tokens}"

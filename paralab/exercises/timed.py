@@ -1,6 +1,6 @@
 """Modules whose forwards and backwards cost what a checker says, and are recorded in order.
 
-A layer of `Timed` has parameters that autograd treats like all others: hooks fire, gradients are
+A `Layer` has parameters that autograd treats like all others: hooks fire, gradients are
 accumulated, and a view of them is saved for backward. Its arithmetic is one sum. So an answer's
 hooks run in the order in which they would in a real model, and the recorded order, with stated
 costs, is a time that is the same on every machine.
@@ -30,17 +30,9 @@ class Layer(nn.Module):
         return _Work.apply(x, self, *self.weights)
 
 
-class Timed(nn.Module):
-    """Layers, one after the other."""
-
-    def __init__(self, layers: Sequence[Sequence[int]], recorder: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(i, s, recorder) for i, s in enumerate(layers, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def timed(layers: Sequence[Sequence[int]], recorder: Any) -> nn.Sequential:
+    """Layers of these sizes, one after the other."""
+    return nn.Sequential(*(Layer(i, sizes, recorder) for i, sizes in enumerate(layers, 1)))
 
 
 class _Work(torch.autograd.Function):

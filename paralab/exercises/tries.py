@@ -14,14 +14,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.exercises.attempts import launched, said
 from paralab.exercises.verdict import Notes
 from paralab.ranks.failure import ENDED
-
-if TYPE_CHECKING:
-    from paralab.report.report import Report
+from paralab.report.report import Report
+from paralab.spec import Plan
+from paralab.trace import trace
 
 
 @dataclass
@@ -120,10 +120,6 @@ class Tries:
                   takes as long as a small model. Without, one that reads a freed tensor ends its
                   process, and the answer runs again, looked at, for the words
         """
-        from paralab.report.report import Report
-        from paralab.spec import Plan
-        from paralab.trace import trace
-
         tries = [one for one in self.all if not (one.notes.over or one.notes.broke(standing))]
         if not tries:
             return

@@ -1,8 +1,5 @@
 """Lab 12: what a rank of a large plan holds, and a better plan for the same model.
 
-    stage_memory    parameters of a rank of one stage, and the micro-batches that it has in flight
-    trillion_plan   fewer days than the published plan, within a given memory
-
 What is right is read from compiled programs (`pl.dry_run`) and, for days, from `pl.predict`, not
 from a second formula. 1F1B keeps p - r micro-batches on stage r: PTD-P (Narayanan+ 2021,
 arXiv:2104.04473), sec. 2.2.

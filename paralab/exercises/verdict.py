@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paralab.checks import shortened
 from paralab.ranks.waits import show_places
@@ -24,8 +24,7 @@ SLACK = 1 + 1e-9  # of rounding, in simulated seconds
 LONGEST = 600  # characters of a row: an answer's value of megabytes is no help in a notebook
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One limit. ``ok`` is None where an earlier failure left nothing to look at."""
 
     limit: str
@@ -65,10 +64,8 @@ class Verdict:
         """The rows; columns limit, required, yours, ok."""
         import pandas as pd
 
-        return pd.DataFrame(
-            [(row.limit, row.required, row.yours, row.word) for row in self.rows],
-            columns=["limit", "required", "yours", "ok"],
-        )
+        rows = [(row.limit, row.required, row.yours, row.word) for row in self.rows]
+        return pd.DataFrame(rows, columns=list(Row._fields))
 
     def __bool__(self) -> bool:
         return self.passed
@@ -88,7 +85,7 @@ class Verdict:
         passed = self.passed if self.started else None
         state = {True: "passed", False: "not yet", None: NOT_STARTED}[passed]
         left = 'style="text-align:left"'
-        head = "".join(f"<th {left}>{word}</th>" for word in ("limit", "required", "yours", "ok"))
+        head = "".join(f"<th {left}>{word}</th>" for word in Row._fields)
         body = ""
         for row in self.rows:
             cells = "".join(f"<td {left}>{html.escape(t)}</td>" for t in (row.required, row.yours))
@@ -188,7 +185,7 @@ class Notes:
         """
         least, doing = most if least is None else least, f" {doing}" if doing else ""
         off = [max(size - most, least - size) for size in sent]
-        worst = max(range(len(sent)), key=lambda rank: (off[rank], -rank))
+        worst = off.index(max(off))
         required = f"at most {most:,}" if not least else f"{least:,} to {most:,}"
         required = f"{most:,}" if least == most else required
         wrong = ""
@@ -208,16 +205,13 @@ class Notes:
         ranks: Callable[[int], str] = "rank {}".format,
     ) -> None:
         """No rank may have more than ``most`` bytes. words: "keeps {held} bytes, an N-th is 7"."""
-        worst = max(range(len(held)), key=lambda rank: (held[rank], -rank))
+        worst = held.index(max(held))
         said = f"{ranks(worst)} {words.format(held=f'{held[worst]:,}')}"
         self.look(limit, said if held[worst] > most else "", f"{held[worst]:,} bytes")
 
     def verdict(self) -> Verdict:
         rows = []
         for limit, required in self.limits.items():
-            yours, ok = self._found.get(limit, ("", None))
-            rows.append(Row(limit=limit, required=required, yours=yours, ok=ok))
-        said = self.said
-        if not said and not all(row.ok for row in rows):
-            said = NOT_STARTED
+            rows.append(Row(limit, required, *self._found.get(limit, ("", None))))
+        said = self.said or ("" if all(row.ok for row in rows) else NOT_STARTED)
         return Verdict(exercise=self.exercise, rows=tuple(rows), said=said)

@@ -2,9 +2,8 @@
 
 The logits are the largest activation of a model, and a loss needs three numbers per token of them:
 the maximum, the sum of exponentials, the target's logit (Shoeybi+ 2019, arXiv:1909.08053, sec. 3).
-Logits are so large that exp overflows without the maximum. Loss and gradient are compared with
-those of the whole logits in float64. An answer that gathers the logits breaks the limits of bytes
-and of memory.
+Logits are so large that exp overflows without the maximum. An answer that gathers them breaks the
+limits of bytes and of memory.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _wrong(found: Found, limit: str) -> str:
-    """What is wrong with loss or gradient, on the first rank where it is, or ""."""
     t, (logits, targets) = len(found.results), given(found.seed)
     which, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
     whole = of_one_device(logits, targets)

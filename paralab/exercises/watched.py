@@ -165,6 +165,11 @@ def array(value: Any) -> Any:
     return value.detach().cpu().numpy().copy()
 
 
+def arrays(module: Any) -> dict[str, Any]:
+    """{name: a copy} of a module's parameters."""
+    return {name: array(parameter) for name, parameter in module.named_parameters()}
+
+
 class Lent:
     """Tensors that an answer is given and has to leave as they are."""
 

@@ -37,7 +37,8 @@ REQUIRED = {
 @exercise(Takes("MyZero1(parameters, lr=..., momentum=...)", methods=("step",)), required=REQUIRED)
 def zero_step(tries: Tries) -> None:
     for n in RANKS:
-        copy, part = 4 * n * part_of(n), 4 * part_of(n)
+        part = 4 * -(-PSI // n)  # bytes of each of n equal parts that hold all of Psi
+        copy = n * part
         for notes, found in tries.run(train, n, where=f"N={n}", standing=(RESULT,)):
             notes.look(RESULT, _wrong_step(found, n), "all Ψ, on every rank")
 
@@ -74,11 +75,6 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     return {"parameters": after, "kept": kept, "passing": section.peak - kept}
 
 
-def part_of(n: int) -> int:
-    """Elements of each of ``n`` equal parts that hold all of Psi."""
-    return -(-PSI // n)
-
-
 def drawn(seed: int, n: int = 1, rank: int = 0, step: int = -1) -> np.ndarray:
     """The gradient of one rank's share of the batch, (Psi,), divided by ``n`` already; or, without
     a step, the parameters before the first.
@@ -100,7 +96,6 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
 
 
 def _wrong_step(found: Found, n: int) -> str:
-    """What is wrong with the parameters after the first step where anything is, or ""."""
     right, gradients = of_one_process(found.seed, n)
     for step, (before, after) in enumerate(pairwise(right)):
         plain = before - SETTINGS[n][0] * gradients[step]

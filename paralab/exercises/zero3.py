@@ -16,7 +16,8 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, watched
 from paralab.exercises.one_process import of_one_process
 from paralab.exercises.sync import BATCH
-from paralab.spec import ModelSpec
+from paralab.parallel.buckets import units
+from paralab.spec import ModelSpec, Plan
 
 # Units are small and many: a model that stays whole shows in the peak.
 MODEL = ModelSpec(layers=5, hidden=30, heads=2, seq_len=8, tied=False)
@@ -64,19 +65,13 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             start, shares = found.results[0]["start"], found["share"]
             alone = {name: w - lr / n * sum(s[name] for s in shares) for name, w in start.items()}
             fixed = {name: w - TASK_LR * last.gradients[name] for name, w in start.items()}
-            wrong = first_wrong_tensor(
-                found["weights"],
-                last.weights,
-                start=start,
-                known=lambda name, both=both, alone=alone, fixed=fixed: [
-                    (STALE, both.get(name)),
-                    (LAST, alone[name]),
-                    (FIXED, fixed[name]),  # after one step
-                ],
-            )
+            known = {STALE: both, LAST: alone, FIXED: fixed}  # the last two after one step
+            wrong = first_wrong_tensor(found["weights"], last.weights, start=start, known=known)
             notes.look(WEIGHTS, wrong, "all equal")
 
-            parts = [4 * -(-size // n) for size in sizes()]
+            numels = {name: math.prod(s) for name, s in MODEL.parameter_shapes().items()}
+            padded = units(numels, MODEL, Plan(dp=n, zero_stage=3))
+            parts = [4 * unit.numel // n for unit in padded]
             most = 3 * BATCH["microbatches"] * (n - 1) * sum(parts)
             for step in range(steps):
                 notes.bytes(BYTES, found.sent(f"step {step}"), most, "in a step", least=0)
@@ -91,15 +86,6 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             if any(r["gathered"] - r["forward"] > most for r in found.results):
                 words += "; more are still gathered when backward begins"
             notes.memory(PEAK, passing, most, words)
-
-
-def sizes() -> list[int]:
-    """Elements of every unit: the embedding, block after block, the head."""
-    found: dict[str, int] = {}
-    for name, shape in MODEL.parameter_shapes().items():
-        unit = ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1])
-        found[unit] = found.get(unit, 0) + math.prod(shape)
-    return list(found.values())
 
 
 def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
@@ -131,7 +117,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
         mine.gather()
         if (lost := watched.freed(list(gpt.parameters()))) is not None:
             raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
-        weights = {name: watched.array(p) for name, p in gpt.named_parameters()}
+        weights = watched.arrays(gpt)
     held = {"kept": kept, "peak": peak, "gathered": gathered, "forward": forward}
     return {"start": start, "share": share_of_last, "weights": weights, **held}
 
@@ -143,7 +129,7 @@ def plain(**share: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
     """
     gpt = reference.GPT(MODEL)
     [*_, last] = reference.batches(MODEL, step=0, **share, **BATCH)
-    start = {name: watched.array(p) for name, p in gpt.named_parameters()}
+    start = watched.arrays(gpt)
     with watched.PeakMemory() as memory:
         loss = gpt(*last) / BATCH["microbatches"]
     loss.backward()
