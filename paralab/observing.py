@@ -68,7 +68,8 @@ def observe(
     memory_steps  how many steps, from the first, the live ledger counts bytes in. Such a step is 5
                   to 20 % slower, and more where operations are small; later ones are timed without
                   it. The first step lacks what optimizers make in it, so there are two. While it
-                  counts, torch.compile compiles nothing: observe such a program with 0
+                  counts, torch.compile compiles nothing and torch.func refuses to work: observe
+                  such a program with 0
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The device is the program's own, and ``report.meta["device"]`` says which: times and bytes are a
@@ -187,6 +188,11 @@ def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
         _observers.append(observer)
         try:
             yield observer
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            why = "the ledger has hooks on saved tensors, and torch.func takes none"
+            raise illegal("memory_steps", observer.memory_steps, why, "0") from error
         finally:
             _observers.remove(observer)
 
@@ -229,7 +235,10 @@ def _launched_script(context: Any, path: Path, *args: Any) -> None:
     said |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
     sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
     os.environ |= said | dict.fromkeys(sizes, str(context.world_size))
-    os.environ |= {"TORCHELASTIC_RUN_ID": "paralab", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "paralab"
+    own = os.getpid()  # the store is there already, but not for processes that the script starts
+    rendezvous = sys.modules["torch.distributed.rendezvous"]  # under that name is a function, too
+    rendezvous._torchelastic_use_agent_store = lambda: os.getpid() == own
     with ending():
         _names = _script(context, path, *args)  # kept, as by Python, until the end
 

@@ -51,16 +51,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as optimizers
 
 from paralab.checks import illegal
-from paralab.instruments.foreign_calls import CALLS, Calls, is_control, payload
+from paralab.instruments.foreign_calls import CALLS, Calls, as_data, carried, is_control, payload
 from paralab.instruments.foreign_hooks import around, stand_before
 from paralab.instruments.foreign_ledger import ForeignLedger, plain
-from paralab.instruments.memory import tensors
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
 
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
 PATIENCE = 0.05  # seconds for threads to let go of the last calls
-WRAPPERS = {"DistributedDataParallel", "FSDPModule"}
+WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 
 class Observer:
@@ -91,7 +90,9 @@ class Observer:
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
         self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
+        # what the program is made of; whether an optimizer evaluates, or another thread trains
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
+        self.about |= {"closures": False, "threads": False}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
         self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
@@ -147,8 +148,16 @@ class Observer:
             self.ledger = None
 
     def _is_program(self) -> bool:
-        """Whether this thread is the program's, or one on which the engine works for it."""
-        return threading.get_ident() == self._thread or "backward" in self.inside
+        """Whether this thread is the program's, or one on which the engine works for it: that is no
+        thread of Python's.
+        """
+        return self._is_main() or ("backward" in self.inside and not _of_python())
+
+    def _is_main(self) -> bool:
+        """Whether this is the thread that is watched. What another one trains is said to be
+        unknown.
+        """
+        return threading.get_ident() == self._thread
 
     def _shows(self, *seen: Tensor) -> bool:
         """Whether one of these is the program's first tensor on a GPU: see [Note: device]."""
@@ -166,7 +175,7 @@ class Observer:
     # ---- collectives --------------------------------------------------------------------------
     def _called(self, op: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
-        recorder, sent, used = self.recorder, payload(op, given), tensors(given)
+        recorder, sent, used = self.recorder, payload(op, given), carried(given)
         if of_program := self._is_program():
             self._shows(*used)
         if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
@@ -182,7 +191,8 @@ class Observer:
         where = self.calls.where(dist.ProcessGroup.unbox(given["process_group"]), used[0].device)
         start = recorder.clock.host() if on_gpu is None else recorder.clock.mark()
         span = recorder.launch(f"comm:{where.axis}", after, start)
-        for row in self.calls.rows(op, given, sent, where, self._phase(sent)):
+        phase = self._phase(sent) if of_program or not self.found else "control"
+        for row in self.calls.rows(op, given, sent, where, phase):
             recorder.call((*row, span))
         for tensor in used:
             self._by_storage[tensor.untyped_storage()._cdata] = span
@@ -202,7 +212,7 @@ class Observer:
             self._settle((span,))
             return result
         self._works[work] = span
-        if "backward" in self.inside:
+        if of_program and "backward" in self.inside:
             self._flying[span] = weakref.ref(work)
         if on_gpu is None:
             with contextlib.suppress(RuntimeError):  # not all calls say it: [Note: ends]
@@ -226,7 +236,8 @@ class Observer:
 
     def _awaited(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """``_c10d_functional.wait_tensor``: known by the storage that the call works on."""
-        with self._wait(self._by_storage.get(given["tensor"].untyped_storage()._cdata)):
+        span = self._by_storage.get(given["tensor"].untyped_storage()._cdata)
+        with self._wait(span) if self._is_program() else contextlib.nullcontext():
             return own()
 
     @contextlib.contextmanager
@@ -289,7 +300,7 @@ class Observer:
     def _forward(self, module: Any, *_: Any) -> Iterator[None]:
         """Around a module's call: the outermost is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
-        if inner or threading.get_ident() != self._thread:
+        if not self._is_main() or inner:
             yield
             return
         with self._part("forward", id(module)):
@@ -305,9 +316,11 @@ class Observer:
     @contextlib.contextmanager
     def _backward(self, *_: Any) -> Iterator[None]:
         """Around the autograd engine's work."""
-        if "backward" in self.inside or threading.get_ident() != self._thread:
+        if "backward" in self.inside or not self._is_main():
+            self.about["threads"] |= _of_python() and not self._is_main()
             yield
             return
+        self.about["closures"] |= "optimizer" in self.inside
         self._flying.clear()
         with self._part("backward", "backward"):
             yield
@@ -324,6 +337,8 @@ class Observer:
 
     def _update(self, optimizer: Any, *_: Any) -> None:
         """Before an optimizer's step; within it, an inner one's."""
+        if not self._is_main():
+            return
         if id(optimizer) in self._stepping:  # its last step raised, and the program went on
             self._stepping.clear()
             self.inside = [one for one in self.inside if one != "optimizer"]
@@ -343,12 +358,15 @@ class Observer:
             self._describe()
             if self.ledger is not None:
                 self.ledger.find_gradients(optimizer)
+                self.ledger.owns_trained(optimizer, model=bool(self._seen))
             elif self._looks:
                 self._shows(*(p for group in optimizer.param_groups for p in group["params"]))
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
+        if not self._is_main():
+            return
         self.inside.pop()
         self._stepping.pop()
         if self.ledger is not None:
@@ -365,7 +383,28 @@ class Observer:
             for name, parameter in module.named_parameters():
                 if id(parameter) not in self._named:
                     self._named.add(id(parameter))
-                    self.about["parameters"].append(_described(name, parameter))
+                    self.about["parameters"].append(self._described(name, parameter))
+
+    def _described(self, name: str, parameter: Tensor) -> dict[str, Any]:
+        """A parameter in a report: name, elements in all and on this rank, bytes here, how it is
+        sharded, and on which axes over how many ranks.
+        """
+        placed, cut = getattr(parameter, "placements", None), {}
+        local = parameter if placed is None else parameter.to_local()
+        for dimension, placement in enumerate(placed or ()):
+            if not (placement.is_replicate() or placement.is_partial()):
+                mesh = parameter.device_mesh
+                axis = self.calls.where(mesh.get_group(dimension), local.device).axis
+                cut[axis] = mesh.size(dimension)
+        return {
+            "name": name.removeprefix("module."),
+            "elements": parameter.numel(),
+            "held": local.numel(),
+            "bytes": local.numel() * local.element_size(),
+            "trained": parameter.requires_grad,
+            "placements": ", ".join(map(str, placed or ())),
+            "cut": cut,
+        }
 
     def part(self) -> dict[str, Any]:
         """This rank's tables, when the program has ended.
@@ -381,8 +420,7 @@ class Observer:
             self.recorder.drop_step()
         tables = self.recorder.tables()
         if self.raw:
-            calls = tables["collectives"]
-            calls["phase"] = ["data" if p == "setup" else p for p in calls["phase"]]
+            tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
         return tables
 
 
@@ -393,17 +431,8 @@ def _destroying(*_: Any) -> Iterator[None]:
     yield
 
 
-def _described(name: str, parameter: Tensor) -> dict[str, Any]:
-    """A parameter in a report: name, elements in all and on this rank, bytes here, how it is
-    sharded.
-    """
-    placed = getattr(parameter, "placements", None)
-    local = parameter.to_local() if placed is not None else parameter
-    return {
-        "name": name.removeprefix("module."),
-        "elements": parameter.numel(),
-        "held": local.numel(),
-        "bytes": local.numel() * local.element_size(),
-        "trained": parameter.requires_grad,
-        "placements": "" if placed is None else ", ".join(map(str, placed)),
-    }
+def _of_python() -> bool:
+    """Whether Python has started this thread; it knows others by a stand-in at most."""
+    here = threading.get_ident()
+    known = (one for one in threading.enumerate() if one.ident == here)
+    return any(not isinstance(one, threading._DummyThread) for one in known)

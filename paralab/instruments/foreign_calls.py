@@ -2,7 +2,8 @@
 
 [Note: gloo] Rows say what leaves the rank. Gloo's own reduce-scatter is n all-reduces, which also
 gathers what no rank asked for: these bytes are a row of their own, an all-gather of the phase
-``SURPLUS``. Its reduce is a reduce-scatter whose parts are then sent to the root.
+``SURPLUS``. Its reduce is a reduce-scatter whose parts are then sent to the root. Its sum of sparse
+tensors is an all-gather of their indices and values; other ranks' are taken to be as many as here.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paralab.checks import illegal
 from paralab.instruments.memory import tensors
 from paralab.ranks.host import send_first
 from paralab.theory.traffic import BOOKKEEPING, SURPLUS, row
@@ -70,6 +73,10 @@ class Calls:
         name, kind = of = group.group_name, device.type
         if of not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
+            if max(ranks) >= len(self.nodes):
+                why = f"a group of the ranks {ranks}, and this observation is of {len(self.nodes)}"
+                legal = "pl.observe(program, ranks=N), paralab observe --ranks N, or torchrun"
+                raise illegal("ranks", len(ranks), why, legal)
             axis = self._mesh_dimension(name) or group.group_desc.removeprefix("mesh_")
             if axis in ("default_pg", "undefined", "default", ""):
                 every = len(ranks) == len(self.nodes)
@@ -128,6 +135,8 @@ class Calls:
                 for r, size in zip(where.ranks, sizes, strict=True)
                 if r != self.rank
             ]
+        if op == "all_reduce" and where.gloo and any(t.is_sparse for t in tensors(given)):
+            return [("all_gather", size * len(where.ranks), -1)]
         if op == "reduce" and where.gloo:
             part = size // len(where.ranks)
             return [("reduce_scatter", size, -1), *((side, part, r) for side, r in inwards)]
@@ -145,7 +154,22 @@ def _backend(group: Any, device: torch.device) -> str:
 
 def payload(op: str, given: dict[str, Any]) -> list[Tensor]:
     """The tensors whose bytes are the call's payload."""
-    return tensors(list(given.values())[op in INPUT])
+    return carried(list(given.values())[op in INPUT])
+
+
+def carried(given: Any) -> list[Tensor]:
+    """The tensors in arguments of a call; of a sparse one its indices and values."""
+    found = ((t._indices(), t._values()) if t.is_sparse else (t,) for t in tensors(given))
+    return list(chain.from_iterable(found))
+
+
+def as_data(calls: dict[str, list]) -> Iterator[str]:
+    """The phases of calls, of which those of the setup are all that a program did."""
+    scattered = set()
+    for op, span, phase in zip(*(calls[name] for name in ("op", "span", "phase")), strict=True):
+        scattered |= {span} if op == "reduce_scatter" else set()
+        more = op == "all_gather" and span in scattered  # see [Note: gloo]
+        yield phase if phase != "setup" else SURPLUS if more else "data"
 
 
 def is_control(sent: list[Tensor]) -> bool:
@@ -159,7 +183,7 @@ def _parts(given: dict[str, Any], sent: list[Tensor]) -> tuple[list[int], list[i
     """Bytes for each rank, and from each, of an all-to-all whose call states its parts: other ranks
     may have others. None if it is one tensor in equal parts, as on all ranks.
     """
-    came = tensors(next(iter(given.values())))
+    came = carried(next(iter(given.values())))
     if len(sent) > 1:
         return [t.nbytes for t in sent], [t.nbytes for t in came]
     splits = given.get("input_split_sizes"), given.get("output_split_sizes")

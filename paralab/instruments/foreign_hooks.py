@@ -4,10 +4,15 @@
 which lies below autograd and the dispatch modes and above the devices' own kernels: the call passes
 there on every thread, from Python and C++, inside modes and DTensor. Redispatching gives Python's
 lock back, which gloo's threads need to end a call.
+
+[Note: self] While torch.profiler records stacks, it takes every frame with the code of
+``Module.__call__`` for a call of a module, and reads its ``self``. So what stands in for a method
+has that name, and a code object that nothing else runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -26,15 +31,35 @@ def around(
     """
     own = getattr(owner, name)
 
-    @functools.wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        with block(self, *args):
+            return own(self, *args, **kwargs)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return own(*args, **kwargs)
         with block(*args):
             return own(*args, **kwargs)
 
+    method.__code__ = method.__code__.replace()  # a copy: see [Note: self]
     undo.callback(setattr, owner, name, own)
-    setattr(owner, name, call)
+    call = method if isinstance(owner, type) else function
+    setattr(owner, name, functools.wraps(own)(call))
+
+
+def untraced(function: Any) -> Any:
+    """The function, which torch.compile takes for no part of the program, nor what it calls: code
+    that a compiled program meets on its way would be compiled with it.
+    """
+    with contextlib.suppress(ImportError):  # another version of torch
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        always = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, always)
+    return function
 
 
 def stand_before(undo: ExitStack, namespace: str, name: str, seen: Callable[..., Any]) -> None:
@@ -58,4 +83,4 @@ def stand_before(undo: ExitStack, namespace: str, name: str, seen: Callable[...,
 
     library = Library(namespace, "IMPL")
     undo.callback(library._destroy)
-    library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    library.impl(name, untraced(kernel), "BackendSelect", with_keyset=True)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
+from paralab.instruments.foreign_hooks import untraced
 from paralab.instruments.ledger import Ledger
 from paralab.instruments.memory import Life, tensors
 
@@ -46,6 +47,7 @@ class ForeignLedger(Ledger):
         self._resizes.__exit__(*error)
         super().__exit__(*error)
 
+    @untraced
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -111,6 +113,15 @@ class ForeignLedger(Ledger):
         for parameter in known:
             if parameter is not None and parameter.grad is not None:
                 self._accumulated(parameter)
+
+    def owns_trained(self, optimizer: Any, *, model: bool) -> None:
+        """What an optimizer updates and no module has shown: copies of a model's weights in more
+        bits, which are the optimizer's; without a model, parameters.
+        """
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            life = self._meet(parameter)
+            if life is not None and life.category in ("workspace", "other", "buffers"):
+                self.owns("optimizer" if model else "parameters", parameter)
 
     def owns_state(self, optimizer: Any) -> None:
         """What an optimizer keeps from step to step."""

@@ -1,13 +1,7 @@
 """`report.explain()`: what people ask of a distributed run, answered from the rows of its report.
 
-What the rows do not say is not guessed: the last answer lists it. The closed forms, per rank and
-step, with n ranks in the group and Psi bytes of trained parameters:
-
-    data parallelism        all-reduce      2 (n-1)/n Psi, for every backward that is reduced
-    ZeRO-1 in addition      broadcast         (n-1)/n Psi on average
-    sharded parameters      all-gather        (n-1)/n Psi, for every forward; again for every
-                                              backward if the parameters are resharded
-                            reduce-scatter    (n-1)/n Psi, for every backward that is reduced
+What the rows do not say is not guessed: the last answer lists it. What the calls of a group look
+like, and the closed form of their bytes, is in paradigm.py.
 """
 
 from __future__ import annotations
@@ -15,18 +9,25 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paralab.report import metrics
+from paralab.report.paradigm import (
+    REDUCTIONS,
+    backwards,
+    form,
+    made_of,
+    mb,
+    steps_of,
+    sums_activations,
+    trained_bytes,
+)
 from paralab.report.tables import Tables
-from paralab.theory.traffic import POINT_TO_POINT, SURPLUS
+from paralab.theory.traffic import POINT_TO_POINT
 
 if TYPE_CHECKING:
     import pandas as pd
 
-REDUCTIONS = ("all_reduce", "reduce_scatter")
-NEAR = 0.02  # a ratio this near to a whole number is it: FSDP pads its shards
 PREFETCHED = 0.5  # of the work that comes with a gather: less, before it is waited for, is none
 OTHER = 0.05  # of the peak: more is worth a sentence
 NAMED = 5  # parameters, sizes and pairs of ranks that are named
@@ -53,28 +54,28 @@ def explain(report: Tables) -> Explanation:
     calls = metrics.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
     answers = {
-        "Which collectives does a step make, of what sizes?": _collectives(report, calls, steps),
+        "Which collectives does a step make, of what sizes?": _collectives(report, calls),
         "Do the bytes agree with theory?": _forms(report, calls, len(steps)),
         "How much communication is hidden?": _hidden(report),
         "What does the peak of memory consist of?": _peak(report),
         "Which parameters are not sharded?": _whole(report),
         "Are gathers prefetched?": _prefetch(report, calls),
-        "Are gradients reduced once, or for every micro-batch?": _reductions(report, calls, steps),
+        "Are gradients reduced once, or for every micro-batch?": _reductions(report, calls),
         "What is not known?": _unknown(report, calls),
     }
     return Explanation({question: answer for question, answer in answers.items() if answer})
 
 
 # ---- bytes --------------------------------------------------------------------------------------
-def _collectives(report: Tables, calls: pd.DataFrame, steps: list[int]) -> str:
+def _collectives(report: Tables, calls: pd.DataFrame) -> str:
     lines, outline = [], metrics.in_outline(report)
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
-        each = len(steps) * rows["rank"].nunique()
-        sizes = list(dict.fromkeys(map(_mb, sorted(rows["payload_bytes"]))))
+        each = sum(steps_of(report, rank) for rank in set(rows["rank"]))
+        sizes = list(dict.fromkeys(map(mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} sizes more" * (len(sizes) > NAMED)
         counted = f"{len(rows) / each:g} × {op} of {', '.join(sizes[:NAMED])}{more}"
         what = op if outline else counted  # in outline a row stands for all calls alike
-        sent = _mb(rows["wire_bytes"].sum() / each)
+        sent = mb(rows["wire_bytes"].sum() / each)
         lines.append(f"axis {axis}, {phase}: {what}; a rank sends {sent}")
     return "\n".join(lines)
 
@@ -83,8 +84,9 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     if report.model is not None:
         return "pl.compare(pl.predict(model, plan), report) puts the predicted bytes next to these."
     lines = []
-    for axis, rows in calls[~calls["op"].isin(POINT_TO_POINT)].groupby("axis"):
-        lines.append(f"axis {axis}: {_form(report, rows, steps)}")
+    collectives = calls[~calls["op"].isin(POINT_TO_POINT)]
+    for axis in sorted(set(collectives["axis"])):
+        lines.append(f"axis {axis}: {form(report, collectives, axis)}")
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
@@ -92,68 +94,6 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
         lines.append(f"axis {axis}: messages per step {said}: {like}")
     return "\n".join(lines)
-
-
-def _form(report: Tables, rows: pd.DataFrame, steps: int) -> str:
-    """What a group's calls look like, with the closed form."""
-    rank = int(rows["rank"].min())
-    rows, n = rows[rows["rank"] == rank], len(rows["ranks"].iloc[0])
-    psi = _psi(report, rank, rows)
-    if n == 1 or not psi:
-        why = "no trained parameter was seen, so there is nothing to compare with"
-        return why if n > 1 else "a group of one rank sends nothing"
-    sums = rows.groupby(["op", "phase"])["payload_bytes"].sum() / (steps * psi)
-    times = Counter(sums.to_dict())  # 0 where there is none
-    if any(times[op, "forward"] for op in REDUCTIONS):
-        return (
-            "sums activations in the forward and their gradients in the backward, as tensor "
-            "parallelism does; its bytes follow from the batch, not from the parameters"
-        )
-    late = ("backward", "data", "optimizer")  # by hand, or in a closure
-    reduced, scattered = (sum(times[op, phase] for phase in late) for op in REDUCTIONS)
-    before = times["all_gather", "forward"] + times["all_gather", "data"]  # ``model.unshard()``
-    again, spread = times["all_gather", "backward"], times["broadcast", "optimizer"]
-    if not (scattered or reduced):
-        return "no paradigm that is known here"
-    if scattered:
-        name, factor = "sharded gradients (ZeRO-2)", before + again + scattered
-        if before:
-            how = "again for every backward" if again >= NEAR else "kept for backward"
-            name = f"sharded parameters (FSDP, ZeRO-3), gathered for the forward, {how}"
-    elif reduced:
-        name, factor = "data parallelism, gradients all-reduced", 2 * reduced
-        if spread > NEAR:
-            name += ", with a sharded optimizer (ZeRO-1) that broadcasts updated parameters"
-            factor += spread
-    closed = f"{name}: {factor:.3g} (n−1)/n Ψ = {_mb(factor * (n - 1) / n * psi)} per rank"
-    said = f"{closed} (n={n}, Ψ={_mb(psi)})"
-    if not _whole_number(scattered or reduced):
-        said += "; not a whole number of times Ψ: parameters that take no part, messages in fewer "
-        said += "bits, or shards in place of whole gradients send less"
-    if extra := rows[rows["phase"] == SURPLUS]["wire_bytes"].sum() / steps:
-        said += f"; gloo's reduce-scatter is an all-reduce and sends {_mb(extra)} more"
-    return said
-
-
-def _psi(report: Tables, rank: int, rows: pd.DataFrame) -> float:
-    """Bytes of the trained parameters that the rank holds; where these calls reduce-scatter, of
-    those that it has a shard of.
-    """
-    trained = [p for p in _made_of(report, "parameters", rank) if p["trained"]]
-    if "reduce_scatter" in set(rows["op"]):
-        trained = [p for p in trained if p["held"] < p["elements"]] or trained
-    return sum(p["elements"] * p["bytes"] / max(p["held"], 1) for p in trained)
-
-
-def _made_of(report: Tables, what: str, rank: int = 0) -> list[Any]:
-    """The "modules" or "parameters" that the observation found in the rank's program."""
-    return report.meta["observed"][rank][what] if "observed" in report.meta else []
-
-
-def _whole_number(times: float) -> int:
-    """The whole number that is near, or 0."""
-    near = round(times)
-    return near if near and abs(times / near - 1) <= NEAR else 0
 
 
 # ---- time ---------------------------------------------------------------------------------------
@@ -170,7 +110,7 @@ def _hidden(report: Tables) -> str:
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     """Whether gathers of parameters run next to compute."""
     gathers, lines = calls[calls["op"] == "all_gather"], []
-    if "FSDPModule" not in _made_of(report, "modules"):
+    if "FSDPModule" not in made_of(report, "modules"):
         return ""  # what is gathered is no parameters
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
         waited = {span for after in report.spans["after"] for span in after}
@@ -201,24 +141,30 @@ def _ahead(report: Tables, rows: pd.DataFrame, phase: str) -> Iterator[tuple[flo
                 yield work["cost"][between].sum(), work["cost"].sum() / len(mine)
 
 
-def _reductions(report: Tables, calls: pd.DataFrame, steps: list[int]) -> str:
+def _reductions(report: Tables, calls: pd.DataFrame) -> str:
+    """Of the axis on which a rank reduces most, but for sums of activations."""
     found = calls[calls["op"].isin(REDUCTIONS)]
-    if found.empty or "forward" in set(found["phase"]):
-        return ""  # activations are summed on this axis too
-    rank = int(found["rank"].min())
+    axes = [a for a, rows in found.groupby("axis") if not sums_activations(report, rows, a)]
+    rank = int(found["rank"].min()) if axes else 0
     mine = found[(found["rank"] == rank) & (found["phase"] == "backward")]
-    spans = report.spans[(report.spans["rank"] == rank) & report.spans["step"].isin(steps)]
-    backwards = spans[spans["kind"] == "backward"].groupby("step")["microbatch"].nunique()
-    m, psi = int(median([*backwards] or [1])), _psi(report, rank, mine)
-    if mine.empty or not psi:
+    mine = mine[mine["axis"].isin(axes)]
+    if mine.empty:
         return ""
-    times = mine["payload_bytes"].sum() / len(steps) / psi
-    if m == 1 or _whole_number(times) != m:
-        return f"{times:.3g} times Ψ per step, which has {m} backward{'s' * (m != 1)}."
+    size = mine.groupby("axis")["payload_bytes"].sum()
+    psi = trained_bytes(report, rank, str(size.idxmax()))
+    m, reduced = backwards(report, rank, mine)
+    if not psi or not m:
+        return ""
+    times, many = float(size.max()) / steps_of(report, rank) / psi, "s" * (m != 1)
+    said = f"{times:.3g} times Ψ per step"
+    if made_of(report, "closures", rank):
+        return f"{said}, in which the optimizer evaluates {m:.3g} backward{many}."
+    if m == 1 or reduced != m:
+        return f"{said}, which has {m:.3g} backward{many}."
     return (
-        f"For every one of {m} micro-batches: {m} times Ψ per step. Accumulating first (no_sync, "
-        f"or set_requires_gradient_sync(False), in all but the last) sends 1/{m} of it, and keeps "
-        "unsharded gradients meanwhile."
+        f"For every one of {m:.3g} micro-batches: {said}. Accumulating first "
+        "(no_sync, or set_requires_gradient_sync(False), in all but the last) sends 1/"
+        f"{m:.3g} of it, and keeps unsharded gradients meanwhile."
     )
 
 
@@ -228,8 +174,8 @@ def _peak(report: Tables) -> str:
     if found is None:
         return "It was not counted."
     held = sorted(found.held.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {_mb(size)}" for name, size in held if size)
-    said = f"{_mb(found.total)} on rank {found.rank} in step {found.step}: {parts}"
+    parts = ", ".join(f"{name} {mb(size)}" for name, size in held if size)
+    said = f"{mb(found.total)} on rank {found.rank} in step {found.step}: {parts}"
     if found.held.get("other", 0) > OTHER * found.total:
         said += ". Other is what the program makes outside forward, backward and optimizer: "
         said += "batches, a data set, losses."
@@ -238,19 +184,23 @@ def _peak(report: Tables) -> str:
 
 def _whole(report: Tables) -> str:
     """Of rank 0."""
-    own = _made_of(report, "parameters")
+    own = made_of(report, "parameters")
     whole = sorted((p for p in own if p["held"] == p["elements"]), key=lambda p: -p["bytes"])
-    if report.world_size == 1 or not own:
+    if (
+        report.world_size == 1
+        or not own
+        or "FullyShardedDataParallel" in made_of(report, "modules")
+    ):
         return ""
     if not whole:
         return "All are sharded."
-    size = _mb(sum(p["bytes"] for p in whole))
+    size = mb(sum(p["bytes"] for p in whole))
     if len(whole) == len(own):
         return (
             f"None is a sharded DTensor: rank 0 holds {len(own)} whole, {size}. Parts that code "
             "cut by hand look like whole ones."
         )
-    names = ", ".join(f"{p['name']} ({_mb(p['bytes'])})" for p in whole[:NAMED])
+    names = ", ".join(f"{p['name']} ({mb(p['bytes'])})" for p in whole[:NAMED])
     return f"{len(whole)} of {len(own)}, {size}, are whole on rank 0; the largest: {names}."
 
 
@@ -263,20 +213,29 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
             "ends where the rank had waited for it."
         )
-    elif "FSDPModule" in _made_of(report, "modules"):
+    elif "FSDPModule" in made_of(report, "modules"):
         said.append(
             "When the device waited for FSDP2's collectives: they run on streams of their own, and "
             "a stall of the computing stream counts as computing."
         )
-    if "DistributedDataParallel" in _made_of(report, "modules"):
+    if "DistributedDataParallel" in made_of(report, "modules"):
         said.append(
             "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
             "follows its last all-reduce in a backward counts as the wait."
         )
+    if made_of(report, "threads"):
+        said.append(
+            "What other threads of the program train: modules were trained on one that the program "
+            "had started, and only the first thread's spans, steps and memory are written down."
+        )
+    many = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
+    many = sorted(set(many["rank"].value_counts()))
+    if len(many) > 1:
+        said.append(
+            f"What ranks did after their last step: they have from {many[0]} to {many[-1]} steps "
+            "that count, and what follows a rank's last one is left out. Bytes of `traffic()` are "
+            "shared out over the most steps of a rank."
+        )
     if counted and counted[-1] < report.steps["step"].max():
         said.append(f"Memory after step {counted[-1]}: bytes were counted in steps {counted}.")
     return "\n".join(said)
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:,.3g} MB" if size >= 1e5 else f"{size:,.0f} B"

@@ -1,0 +1,472 @@
+"""`pl.observe` sees programs of many kinds as they are, and `explain` says what they do."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+
+import paralab as pl
+
+FORM = "Do the bytes agree with theory?"
+TIMES = "Are gradients reduced once, or for every micro-batch?"
+CALLS = "Which collectives does a step make, of what sizes?"
+UNKNOWN = "What is not known?"
+
+
+def trained(model, width, *, rows=8, steps=3, backwards=1):
+    import torch
+
+    torch.manual_seed(0)
+    update = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    losses = []
+    for _ in range(steps):
+        for _ in range(backwards):
+            loss = model(torch.ones(rows, width)).float().square().mean()
+            loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def layers(count, width=256, **more):
+    from torch import nn
+
+    return nn.Sequential(*(nn.Linear(width, width, **more) for _ in range(count)))
+
+
+def ddp(model, **more):
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, **more)
+
+
+def sharded(model, **how):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model:
+        fully_shard(layer, **how)
+    return fully_shard(model, **how)
+
+
+def seen(fn, ranks=2, args=(), *, memory_steps=0, **more):
+    return pl.observe(fn, ranks, args, memory_steps=memory_steps, timeout=60, **more)
+
+
+# ---- what a program does is not touched --------------------------------------------------------
+def profiles_itself():
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True):
+        return trained(layers(1, 8), 8)
+
+
+def compiled_around_ddp():
+    import torch
+
+    return trained(torch.compile(ddp(layers(3, 512)), backend="eager"), 512)
+
+
+def sparse_sums():
+    import torch
+
+    model = ddp(torch.nn.EmbeddingBag(1000, 32, sparse=True))
+    update, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(3):
+        loss = model(torch.arange(40).view(8, 5)).square().mean()
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("fn", "memory_steps"),
+    [(profiles_itself, 0), (compiled_around_ddp, 0), (compiled_around_ddp, 2), (sparse_sums, 2)],
+)
+def test_programs_that_look_closely_at_torch_run_as_without(fn, memory_steps, capfd):
+    report = seen(fn, memory_steps=memory_steps)
+    said = "".join(capfd.readouterr())
+    assert "recompile_limit" not in said
+    if fn is not sparse_sums:
+        assert report.results == pl.launch(fn, 2)
+        return
+    assert len(set(map(tuple, report.results))) == 1
+    sums = report.collectives.query("op == 'all_gather' and phase == 'backward'")
+    each = 40 * (8 + 4 * 32)  # indices and values of one rank
+    assert set(sums["payload_bytes"]) == {2 * each} and set(sums["wire_bytes"]) == {each}
+
+
+def with_torch_func():
+    import torch
+    from torch.func import functional_call, grad
+
+    layer = torch.nn.Linear(8, 8)
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    x = torch.ones(4, 8)
+    grad(lambda w: functional_call(layer, w, (x,)).square().mean())(weights)
+    pl.step()
+    return 1
+
+
+def test_torch_func_is_observed_without_the_ledger_and_with_it_that_is_said():
+    assert seen(with_torch_func, 1, steps="marked").results == [1]
+    with pytest.raises(pl.RankError, match=r"memory_steps=1: .* torch.func takes none; legal: 0"):
+        seen(with_torch_func, 1, memory_steps=1, steps="marked")
+
+
+def test_a_script_that_starts_its_ranks_itself_runs_and_is_told_why_nothing_was_seen(tmp_path):
+    script = tmp_path / "starts.py"
+    script.write_text("""
+import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, port, path):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    numbers = torch.ones(10)
+    dist.all_reduce(numbers)
+    with open(f"{path}.{rank}", "w") as file:
+        file.write(str(numbers[0].item()))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(work, (port, __file__), 2)
+""")
+    with pytest.raises(pl.RankError, match="A program that starts its ranks itself"):
+        seen(script, 1)
+    assert [(tmp_path / f"starts.py.{rank}").read_text() for rank in (0, 1)] == ["2.0", "2.0"]
+
+
+def as_many_ranks_as_torch_pretends():
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_group_of_more_ranks_than_are_observed_is_refused():
+    with pytest.raises(pl.RankError, match=r"ranks=4: a group of the ranks \(0, 1, 2, 3\)"):
+        seen(as_many_ranks_as_torch_pretends, 1)
+
+
+# ---- threads -----------------------------------------------------------------------------------
+def sums_on_a_thread():
+    """A thread sums numbers while the first one trains alone."""
+    import torch
+    import torch.distributed as dist
+
+    group, model = dist.new_group(group_desc="metrics"), layers(6, 512)
+    update, x = torch.optim.SGD(model.parameters(), 0.01), torch.randn(256, 512)
+
+    def sums():
+        for _ in range(150):
+            dist.all_reduce(torch.ones(20_000), group=group)
+
+    thread = threading.Thread(target=sums)
+    for number in range(7):
+        if number == 1:
+            thread.start()
+        model(x).square().mean().backward()
+        update.step()
+        update.zero_grad()
+    thread.join()
+
+
+def test_what_other_threads_send_is_none_of_a_backwards():
+    report = seen(sums_on_a_thread)
+    assert set(report.collectives.query("axis == 'metrics'")["phase"]) == {"control"}
+    spans = report.spans[(report.spans["rank"] == 0) & (report.spans["lane"] == "compute")]
+    assert "wait" not in set(spans["kind"])
+    backwards = spans[spans["kind"] == "backward"]
+    assert backwards["step"].tolist() == list(range(7))  # no call cuts one in two
+    assert "other threads" not in report.explain().get(UNKNOWN, "")
+
+
+def trains_on_a_thread():
+    run = functools.partial(trained, ddp(layers(1)), 256)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def test_what_another_thread_trains_is_said_to_be_unknown():
+    report = seen(trains_on_a_thread)
+    assert "What other threads of the program train" in report.explain()[UNKNOWN]
+
+
+# ---- what a paradigm is called, and what is counted --------------------------------------------
+def in_16_bits(how):
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if how == "fsdp":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        return trained(sharded(layers(3), mp_policy=policy), 256, backwards=2)
+    model = ddp(layers(1))
+    model.register_comm_hook(None, fp16_compress_hook)
+    return trained(model, 256, backwards=2)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_gradients_in_16_bits_are_counted_by_the_backwards_that_reduce_them(how):
+    answers = seen(in_16_bits, args=(how,)).explain()
+    assert answers[TIMES].startswith("For every one of 2 micro-batches: 1 times Ψ per step.")
+    assert "messages in fewer bits" in answers[FORM]
+
+
+def two_levels(backwards, each):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(layers(3), mesh=mesh)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        for k in range(backwards):
+            model.set_requires_gradient_sync(each or k == backwards - 1)
+            model(torch.ones(8, 256)).square().mean().backward()
+        update.step()
+        update.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("backwards", "each", "said"),
+    [
+        (1, True, "1 times Ψ per step, which has 1 backward."),
+        (2, False, "1 times Ψ per step, which has 2 backwards."),
+        (2, True, "For every one of 2 micro-batches: 2 times Ψ per step."),
+    ],
+)
+def test_a_gradient_that_is_summed_on_two_axes_is_summed_once(backwards, each, said):
+    answers = seen(two_levels, 4, (backwards, each)).explain()
+    assert answers[TIMES].startswith(said)
+    times = 4 if backwards == 2 and each else 2
+    assert f"axis replicate: data parallelism, gradients all-reduced: {times} (n" in answers[FORM]
+
+
+def evaluates_closures():
+    import torch
+
+    model = ddp(layers(1, 64))
+    update, x = torch.optim.LBFGS(model.parameters(), max_iter=4), torch.randn(32, 64)
+
+    def closure():
+        update.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        update.step(closure)
+
+
+def test_evaluations_of_a_closure_are_no_micro_batches():
+    said = seen(evaluates_closures).explain()[TIMES]
+    assert said == "4 times Ψ per step, in which the optimizer evaluates 4 backwards."
+
+
+def unequal_steps():
+    import torch.distributed as dist
+    from torch.distributed.algorithms.join import Join
+
+    model = ddp(layers(1))
+    with Join([model]):
+        trained(model, 256, steps=3 if dist.get_rank() == 0 else 6)
+
+
+def test_steps_of_ranks_that_have_fewer_are_their_own():
+    answers = seen(unequal_steps).explain()
+    assert "1 × all_reduce of 0.263 MB" in answers[CALLS]
+    assert ": 2 (n−1)/n Ψ = 0.263 MB per rank" in answers[FORM]
+    assert answers[TIMES] == "1 times Ψ per step, which has 1 backward."
+    assert "from 2 to 5 steps that count" in answers[UNKNOWN]
+
+
+def beside_ddp(what):
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed import _functional_collectives as functional
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(512, 512)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if what == "a statistic":
+                dist.all_reduce(y.detach().mean(0)[:8].contiguous())
+            if what == "features":  # as of a contrastive loss
+                y = functional.all_gather_tensor_autograd(y, 0, dist.group.WORLD)
+            return y
+
+    trained(ddp(Net()), 512, backwards=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["a statistic", "features"])
+def test_what_a_forward_sends_of_its_own_does_not_hide_data_parallelism(what):
+    answers = seen(beside_ddp, args=(what,)).explain()
+    assert "data parallelism, gradients all-reduced: 4 (n−1)/n Ψ = 2.1 MB" in answers[FORM]
+    assert ("65,536 B of other things" in answers[FORM]) == (what == "features")
+    assert answers[TIMES].startswith("For every one of 2 micro-batches")
+
+
+def first_stage_by_hand():
+    import torch
+    import torch.distributed as dist
+    from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+    model, n = layers(1, 512), dist.get_world_size()
+    own = list(model.parameters())
+    mine = parameters_to_vector(own).detach().chunk(n)[dist.get_rank()].clone()
+    mine = torch.nn.Parameter(mine)
+    update = torch.optim.AdamW([mine])
+    for _ in range(3):
+        model(torch.ones(8, 512)).square().mean().backward()
+        flat = torch.cat([p.grad.flatten() for p in own])
+        mine.grad = torch.empty_like(mine)
+        dist.reduce_scatter(mine.grad, list(flat.chunk(n)))
+        update.step()
+        model.zero_grad()
+        dist.all_gather(list(flat.chunk(n)), mine.detach())
+        vector_to_parameters(flat, own)
+
+
+def one_column_parallel_layer():
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 1024))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    how = {"1": ColwiseParallel(output_layouts=Replicate())}
+    trained(parallelize_module(model, mesh, how), 128)
+
+
+def gathered_again_in_pairs():
+    trained(sharded(layers(3), reshard_after_forward=2), 256)
+
+
+def on_a_mesh_of_two_axes():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, how = layers(2, bias=False), {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    trained(sharded(parallelize_module(model, mesh["tp"], how), mesh=mesh["dp"]), 256)
+
+
+def two_layers_frozen():
+    model = layers(3)
+    for parameter in model[:2].parameters():
+        parameter.requires_grad_(False)
+    trained(sharded(model), 256)
+
+
+def the_first_fsdp():
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    cpu = torch.device("cpu")
+    trained(FullyShardedDataParallel(layers(1), device_id=cpu, use_orig_params=True), 256)
+
+
+@pytest.mark.parametrize(
+    ("fn", "ranks", "said"),
+    [
+        (
+            first_stage_by_hand,
+            2,
+            "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters "
+            "gathered: 2 (n−1)/n Ψ = 1.05 MB",
+        ),
+        (one_column_parallel_layer, 2, "axis tp: sums activations in the forward"),
+        (
+            gathered_again_in_pairs,
+            4,
+            "gathered for the forward, again in smaller groups for every backward: 2 (n−1)/n Ψ",
+        ),
+        (
+            on_a_mesh_of_two_axes,
+            4,
+            "axis dp: sharded parameters (FSDP, ZeRO-3), gathered for the forward, again for "
+            "every backward: 3 (n−1)/n Ψ = 0.393 MB per rank (n=2, Ψ=0.262 MB)",
+        ),
+        (two_layers_frozen, 2, "(n−1)/n of 0.526 MB of frozen parameters on top"),
+        (the_first_fsdp, 2, "so Ψ is not known"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
+    answers = seen(fn, ranks).explain()
+    assert said in answers[FORM]
+    none = (one_column_parallel_layer, the_first_fsdp, first_stage_by_hand)
+    assert (TIMES in answers) == (fn not in none)
+
+
+def scatters_alone():
+    import torch
+    import torch.distributed as dist
+
+    dist.reduce_scatter(torch.empty(1000), [torch.ones(1000)] * dist.get_world_size())
+
+
+def test_a_reduce_scatter_that_is_all_that_a_program_does_is_no_all_gather():
+    said = seen(scatters_alone).explain()[CALLS]
+    assert "axis world, data: 1 × reduce_scatter of 8,000 B" in said
+    assert "axis world, gloo surplus: 1 × all_gather of 8,000 B" in said
+
+
+def masters():
+    import torch
+
+    model = layers(4).to(torch.bfloat16)
+    own = [p.detach().float().requires_grad_() for p in model.parameters()]
+    update, x = torch.optim.AdamW(own), torch.ones(16, 256, dtype=torch.bfloat16)
+    for _ in range(3):
+        model(x).float().square().mean().backward()
+        for master, parameter in zip(own, model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        update.step()
+        update.zero_grad()
+        with torch.no_grad():
+            for master, parameter in zip(own, model.parameters(), strict=True):
+                parameter.copy_(master)
+    return sum(master.nbytes for master in own)
+
+
+def without_a_module():
+    import torch
+
+    weight = torch.randn(256, 256, requires_grad=True)
+    update = torch.optim.SGD([weight], 0.1)
+    for _ in range(3):
+        (torch.ones(8, 256) @ weight).square().mean().backward()
+        update.step()
+        update.zero_grad()
+    return weight.nbytes
+
+
+def test_what_an_optimizer_updates_is_found_where_no_module_shows_it():
+    report = seen(masters, 1, memory_steps=2)
+    held, size = report.peaks(0)["measured"], report.results[0]
+    assert held["other"] == 0 and held["optimizer"] >= 3 * size
+    report = seen(without_a_module, 1, memory_steps=2)
+    second = report.memory[(report.memory["step"] == 1) & (report.memory["tier"] == "device")]
+    assert second.groupby("category")["bytes"].max()["parameters"] == report.results[0]
