@@ -11,12 +11,14 @@ import functools
 import math
 import operator
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SHOWN = 300  # characters of a value in a sentence
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 KEPT = 40_000  # of what an error says: a message of megabytes is no help in a notebook
 
 
@@ -26,9 +28,11 @@ def illegal(name: str, value: object, why: str, legal: str) -> ValueError:
 
 
 def shown(value: object) -> str:
-    """``repr``, shortened; of a value that has none its type."""
+    """``repr``, shortened and without addresses, which are others in every run; of a value that has
+    none its type.
+    """
     try:
-        return shortened(repr(value), SHOWN)
+        return shortened(ADDRESS.sub("", repr(value)), SHOWN)
     except Exception as error:  # an int of more than 4300 digits, say
         return f"<{type(value).__name__} without a repr: {type(error).__name__}>"
 

@@ -235,6 +235,11 @@ def test_what_is_left_out_of_a_long_value_is_counted():
         pl.Plan(dp="x" * 1000)
 
 
+def test_a_refusal_of_an_object_reads_the_same_in_every_run():
+    with pytest.raises(ValueError, match=r"^passes=\(3, <function .*<lambda>>\): 3 cannot be"):
+        pl.Plan(passes=(3, lambda program: program))
+
+
 @pytest.mark.parametrize(
     "make, field",
     [
