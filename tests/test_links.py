@@ -30,6 +30,15 @@ def test_inside_a_node_a_ring_takes_what_its_steps_do(name, n):
     assert messages(op, n) == collectives.steps(name, n)
 
 
+def test_nccls_tree_is_a_chain_in_a_node_and_pieces_that_come_to_twice_the_tensor():
+    """Its src/graph/tuning.cc: latency by hops, and 0.9 of the ring's rate for 2 S."""
+    size, reach = 10**8, Reach(512, 8, 64)
+    tree = ways("all_reduce", reach, NEAR, FAR, nccl=True)["tree"]
+    rate = min(8 * FAR.bandwidth, NEAR.bandwidth)
+    expected = 2 * (7 * NEAR.alpha + 6 * FAR.alpha) + 2 * size / (0.9 * rate)
+    assert tree.seconds(most_sent("all_reduce", size, 512)) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 16])
 def test_inside_a_node_a_tree_takes_what_its_rounds_do(n):
     tree = ways("all_reduce", Reach(n, n, 1), NEAR, FAR)["tree"]

@@ -91,6 +91,16 @@ def test_zero_bubble_formulas_are_exact_for_any_number_of_micro_batches(p):
     assert simulate(zb_h2(4, 8), forward=1, backward=1, weight_grad=1).bubble_rate == 0.0
 
 
+@pytest.mark.parametrize("name, function, k", [("zb-h1", zb_h1, 1), ("zb-h2", zb_h2, 2)])
+@pytest.mark.parametrize("p", [2, 3, 4, 6])
+def test_a_weight_half_hides_no_more_than_a_forward(name, function, k, p):
+    for m, (f, b, w) in product((2 * p - 1, 3 * p), ((1, 0.8, 1.2), (0.5, 2, 1.2), (1, 2, 3))):
+        got = simulate(function(p, m), forward=f, backward=b, weight_grad=w)
+        assert got.bubble_rate == pytest.approx(bubble_formula(name, p, m, 1, f, b, w), abs=1e-12)
+        idle = max(0, (p - 1) * (f + b - k * min(f, w)))
+        assert got.cost - m * (f + b + w) == pytest.approx(idle)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_stage_has_no_bubble_and_none_below_zero(name):
     for m, f in product((3, 4, 7, 9), (0.1, 0.3, 0.7)):

@@ -5,7 +5,9 @@ meanwhile (memory.py), what every call sends (traffic.py). boxes.py writes that 
 of a run does. No paradigm has a formula here: what it takes follows from its list of instructions.
 
 Left out, and part of the gap to a measured step: reading the data, Python between instructions,
-page faults, the cores that ranks share. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.
+page faults, the cores that ranks share. So are calls of several groups in flight at once, which
+share a port, and what NCCL's kernels take from the compute that hides them: without these, overlap
+looks better than it is. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.
 """
 
 from __future__ import annotations

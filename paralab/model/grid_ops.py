@@ -16,9 +16,11 @@ row and column l and adds one product:
 
     forward (q-1)/q^2 (MK + KN), backward twice that; 1D on P ranks: 4 (P-1)/P M N for a pair
 
-2.5D, on d grids of q x q. Each grid has its own samples and the same weights (Solomonik & Demmel
-2011; Tesseract, Wang+ 2021, arXiv:2105.14500, sec. 3). Inside a grid it is 2D, with M/d for M; the
-weights' gradients are summed over the grids once a step: 2 (d-1)/d KN/q^2 more (`Program.shared`).
+2.5D, on d grids of q x q. Each grid has its own samples and the same weights: data parallelism over
+2D grids (Tesseract, Wang+ 2021, arXiv:2105.14500, sec. 3; the 2.5D of Solomonik & Demmel 2011,
+after which it is named, deals the terms of the sum out over the grids and adds up Y). Inside a grid
+it is 2D, with M/d for M; the weights' gradients are summed over the grids once a step: 2 (d-1)/d
+KN/q^2 more (`Program.shared`).
 
 3D, on q x q x q. The M K N multiplications are a cuboid, cut into q^3; a rank brings the faces of
 its own together (Agarwal+ 1995, "A three-dimensional approach to parallel matrix multiplication";

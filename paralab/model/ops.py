@@ -527,7 +527,8 @@ class Loss(Op):
     """Mean cross-entropy over the tokens, in fp32: (T, V) logits to a scalar.
 
     Where ranks hold parts of the vocabulary, two numbers per token travel, once: the logarithm of a
-    rank's sum and, on the rank that has it, the target's logit.
+    rank's sum and, on the rank that has it, the target's logit. Megatron-LM makes three all-reduces
+    of one number: more messages, and from four ranks on fewer bytes.
     """
 
     keeps_input, out = False, 1

@@ -12,8 +12,9 @@ costs (alpha seconds per message, beta per byte; theory/collectives.py has them 
 The ring's two halves are collectives of their own: reduce-scatter leaves every member one finished
 chunk, all-gather hands the finished chunks round. It sends the least that is possible (Patarasuk &
 Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", sec. 4); the tree
-pays alpha less often, so it wins on small messages (Thakur, Rabenseifner & Gropp 2005,
-"Optimization of collective communication operations in MPICH", sec. 4). Memory beyond the tensor:
+pays alpha less often, so it wins on small messages. (Thakur, Rabenseifner & Gropp 2005,
+"Optimization of collective communication operations in MPICH", sec. 4, switch by size between two
+other ones: lab 01 has halving-doubling.) Memory beyond the tensor:
 one chunk for the ring, the whole tensor for the tree. All work in place. Lab 01 shows them.
 
 [Note: chunks] The flat tensor is cut into n chunks, as even as can be (the first numel % n have one
@@ -107,8 +108,8 @@ def hierarchical_all_reduce(group: Group, tensor: Tensor, *, node_size: int) -> 
     Three rings after one another: reduce-scatter inside the node; all-reduce of the own chunk
     between the members of the same place on every node; all-gather inside the node. Over m nodes a
     member sends 2 (m-1)/m S/node_size between them, its node 2 (m-1)/m S, in 2 (m-1) steps. In a
-    flat ring, node after node, one member of each sends 2 (n-1)/n S, in 2 (n-1) steps: nearly as
-    much, over one link instead of node_size.
+    flat ring, node after node, one member of each sends 2 (n-1)/n S, in 2 (n-1) steps: twice as
+    much on two nodes, nearly as much on many, and over one link instead of node_size.
     """
     ranks, r = group.ranks, group.index
     node_size = whole("node_size", node_size, at_least=1, at_most=group.size)

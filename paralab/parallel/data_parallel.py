@@ -1,7 +1,8 @@
 """Data parallelism: every rank holds the whole model and trains on its own share of the batch.
 
 The loss is divided by the samples of the *global* batch, so the gradient of the whole batch is the
-sum of what the N ranks have after backward. For Psi parameters the all-reduces make every rank
+sum of what the N ranks have after backward. (PyTorch's DDP divides by N instead, for a loss that is
+the mean over a rank's own samples.) For Psi parameters the all-reduces make every rank
 send 2 (N-1)/N Psi elements, whichever of the three forms runs:
 
     "naive"       one all-reduce per parameter once backward is over, one after the other: hundreds

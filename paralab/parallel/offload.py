@@ -6,14 +6,16 @@ computes:
 
     ZeRO-Offload   (Ren+ 2021, arXiv:2101.06840)   gradients and optimizer states on the host. The
                    gradient of a unit leaves while backward goes on to the next; the host's own
-                   processor makes the Adam step; updated parameters come back. This moves 2w bytes
-                   per parameter and step, w bytes per element: no other way to split a step between
-                   device and host moves less (sec. 3)
+                   processor makes the Adam step; updated parameters come back. With one micro-batch
+                   this moves 2w bytes per parameter and step, w bytes per element: no other way to
+                   split a step between device and host moves less (sec. 3)
     ZeRO-Infinity  (Rajbhandari+ 2021, arXiv:2104.07857)   parameters too, and files behind the
-                   host. What stage 3 gathers comes up from there, ``prefetch`` units ahead
+                   host. What stage 3 gathers comes up from there, ``prefetch`` units ahead: each
+                   rank's N-th over a link of its own, N links at once (bandwidth-centric
+                   partitioning, sec. 6.1). Tiling of large operators (sec. 5.1.3) is not done here
     L2L            (Pudipeddi+ 2020, arXiv:2002.05645)   the far end: all micro-batches pass through
                    one part of the model before the next comes up. Whatever m is, parameters come
-                   up twice and gradients leave once
+                   up twice, those of the head once, and gradients leave once
     delayed update (ZeRO-Offload, sec. 5.2)   the host updates while the device is at the next step
                    already, whose gradients are then of weights one update old
 
@@ -24,7 +26,8 @@ states for each, N ranks, m micro-batches of b samples of s tokens, l blocks of 
     parameters     h2d    w Psi/N      after the update, where they live on the device
                           2 w m Psi/N  where they do not: before each forward and each backward
                           2 w Psi/N    the same with schedule="l2l", which reduces gradients once
-    optimizer      disk   K Psi/N read, K Psi/N written
+    optimizer      disk   K Psi/N read, K Psi/N written; K is 12 also in fp32 where parameters live
+                          on the device, as the host has a copy of its own
     activations    d2h    w m l b s h, and as much h2d: the input of every block
 
 Every function here moves one kind of state, and knows of the others nothing but their values'

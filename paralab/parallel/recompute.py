@@ -1,9 +1,12 @@
 """Activation recomputation: keep less for backward, and compute it again when backward is there.
 
-    "full"       every block keeps only its input (Chen+ 2016, arXiv:1604.06174: sublinear memory)
+    "full"       every block keeps only its input: Chen+ 2016 (arXiv:1604.06174) with segments of
+                 one block. Their memory of sqrt(l) for l blocks comes from sqrt(l) segments, fewer
+                 inputs and more of a segment in its backward; that is not done here
     "selective"  only the attention core, from the result of qkv to the input of proj, keeps its
                  input alone: it has most of the memory and few of the FLOPs (Korthikanti+ 2022,
-                 arXiv:2205.05198, sec. 5)
+                 arXiv:2205.05198, sec. 5), with attention="explicit". A fused kernel ("sdpa", the
+                 default on GPUs) keeps no scores: there it saves little, and costs the same FLOPs
 
 A FORWARD of such a range keeps nothing, and a RECOMPUTE of it stands before its backward. Memory,
 elements kept by one block of a micro-batch, x = b s h: "full" x, and during its backward the whole

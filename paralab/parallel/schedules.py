@@ -15,8 +15,8 @@ micro-batch is alive on a rank while the rank keeps its activations for backward
     zb_h1        (p-1) (F + I - W)               min(m, p - r), and r whose weight half waits
     zb_h2        (p-1) (F + I - 2 W)             min(m, 2 (p-r) - 1), and 2 r whose half waits
 
-I = B - W is the input half, T_B of the Zero Bubble paper. Its two rows hold for m >= 2p - 1, and
-where the halves fit into what was idle.
+I = B - W is the input half, T_B of the Zero Bubble paper. Its two rows hold for m >= 2p - 1 and
+W <= F: a weight half hides no more than the forward of another rank.
 
 Ideal work is m (F + B), so the bubble's share of the whole is bubble / (bubble + m (F + B)). An
 action is written in the notation of torch.distributed.pipelining: "4F0" is stage 4, forward,
@@ -77,7 +77,10 @@ def gpipe(pp: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
     Bubble: (p-1)/(m+p-1) of everything, (p-1)/m of the ideal time; alive: all m, even with p = 1,
-    where "1f1b" keeps only one. GPipe (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c.
+    where "1f1b" keeps only one. GPipe (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c, which goes
+    backward from the last micro-batch to the first; here it is from the first, as in PTD-P's fig. 3
+    and in torch, and the bubble is the same. GPipe also recomputes: of a micro-batch a stage keeps
+    its input alone. The nearest here is recompute="full", an input per block.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [

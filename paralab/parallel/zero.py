@@ -12,11 +12,11 @@ fp32: 8); m micro-batches (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7):
 Every stage reduces a unit's gradient to a shard, by `zero1` once a step or by `zero2` in every
 micro-batch. Stages 1 and 2 then gather the updated shards (`gather_updated`); stage 3 gathers
 parameters for each use instead (`zero3`). Each gather makes a value of its own, whose memory ends
-behind its last reader, so no instruction reshards. With pp > 1 ZeRO-2 is ZeRO-1, because
-micro-batches overlap and their gradients would be alive together. There the last backward waits for
-no reduce-scatter, as the pipeline's stage before waits for it; w Psi / N bytes more are alive when
-it ends. A unit is a group of parameters that is gathered and reduced as one buffer
-(parallel/buckets.py).
+behind its last reader, so no instruction reshards. With pp > 1 ZeRO-2 is ZeRO-1: to reduce in each
+of the m micro-batches would send (m + 1) Psi in place of 2 Psi, in the pipeline's way (DeepSpeed
+refuses stages 2 and 3 there). The last of its backwards waits for no reduce-scatter, as the
+pipeline's stage before waits for it; w Psi / N bytes more are alive when it ends. A unit is a group
+of parameters that is gathered and reduced as one buffer (parallel/buckets.py).
 
 With ``shard`` groups the states are sharded inside a group, and `replicas` sums a shard's gradient
 over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``secondary_shard``

@@ -165,27 +165,28 @@ class Estimate:
 
         mine = pace(whole)
         through = np.maximum(whole[WHOLE], mine)  # a micro-batch, on all ranks
+        halves = (rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward)))
         last = self.after(np.where(self.space.splits, weight, back), overlap)
         sync, away, update = (rows[:WHOLE].max(0) for rows in last)
         return {
             "compute": m * pace(forward + back - returned - again - sent),
             "recompute": m * pace(again),
             "tp": m * pace(sent) + self.parts.shared * self.psi[1] / self.psi[WHOLE],
-            "bubble": self.bubble(through, mine, weight[WHOLE] - pace(weight)),
+            "bubble": self.bubble(through, mine, *halves),
             "pp": hops + m * pace(posted),
             "dp": m * pace(gathered + returned) + sync,
             "offload": away,
             "optimizer": update,
         }
 
-    def bubble(self, through: Array, mine: Array, weights: Array) -> Array:
+    def bubble(self, through: Array, mine: Array, weights: Array, fill: Array) -> Array:
         """Seconds that the slowest rank waits for others (theory/pipeline.py).
 
         A block that is recomputed before its gradient is there, a rank's last, waits for no other
         rank.
         """
         ahead = (self.p - 1) * self.parts.block.again * (self.space.recompute == "full")
-        found = idle_seconds(self.p, self.m, self.v, through, mine, weights, ahead)
+        found = idle_seconds(self.p, self.m, self.v, through, mine, weights, fill, ahead)
         return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
     def messages(self) -> tuple[Array, Array]:

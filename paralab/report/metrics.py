@@ -3,8 +3,8 @@
 Pure functions of `Tables`; measured, replayed and predicted reports are read alike, and a dry run
 as far as it goes: what needs times refuses it in one sentence. Times in seconds, bytes per step.
 Step 0 is warm-up and left out wherever there is another step. The bubble is 1 - sum(compute) /
-(p T) as in PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 2.2), with T from the first forward to
-the last backward.
+(p T), with T from the first forward to the last backward; PTD-P (Narayanan+ 2021, arXiv:2104.04473,
+sec. 2.2) divides by the ideal time instead (theory/ideal.py).
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ than the tensor.
            between them, and each carries the whole tensor
 
 With alpha + bytes / bandwidth for a message (Hockney 1994) that is the model of Thakur,
-Rabenseifner & Gropp (2005), and of theory/collectives.py, which writes each algorithm out. NCCL
-chooses between rings and trees by such sums too. What a cluster has measured of an operation was
+Rabenseifner & Gropp (2005), and of theory/collectives.py, which writes each algorithm out. NCCL's
+tree is another one, and NCCL chooses by its own sums (tuning.cc): a chain through a node and two
+trees between nodes, each for half of the tensor in pieces, so that every member sends twice the
+tensor in all, at `TREE` of the ring's rate. What a cluster has measured of an operation was
 measured with the algorithm that it has there, so nothing is chosen.
 """
 
@@ -31,6 +33,7 @@ from typing import NamedTuple
 from paralab.checks import Description, real
 
 ALGORITHMS = ("ring", "tree")
+TREE = 0.9  # of a ring's rate, NCCL's trees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +119,10 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
     if op == "broadcast":  # wire bytes are a tree's root's; in a ring each sends the tensor once
         sent *= rounds(n)
     found = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), sent)}
-    if op == "all_reduce":
+    if op == "all_reduce" and nccl:
+        latency = 2 * ((k - 1) * near.alpha + rounds(nodes) * far.alpha)
+        found["tree"] = Way(latency, TREE * (n - 1) / n * ports)
+    elif op == "all_reduce":
         whole = rounds(k) / near.bandwidth + rounds(nodes) / ports  # per byte of the tensor
         found["tree"] = Way(2 * down, (n - 1) / n / whole)  # per byte that a ring's member sends
     return found

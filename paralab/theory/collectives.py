@@ -14,8 +14,10 @@ S/g bytes, over the link between them.
 
 The ring's bytes are the lower bound of Patarasuk & Yuan (2009, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", theorem 1). Thakur, Rabenseifner & Gropp (2005,
-"Optimization of collective communication operations in MPICH", secs. 3-4) have the formulas and the
-switch from trees to rings at a message size. Adding up is left out, as it is everywhere here.
+"Optimization of collective communication operations in MPICH", secs. 3-4) have the model and switch
+at a message size too, an all-reduce from recursive doubling to halving and doubling, which for n a
+power of two has the ring's bytes in 2 log2 n steps (lab 01). Adding up is left out, as it is
+everywhere here.
 
 Where n does not divide the tensor, chunks differ by one element and the largest sets the pace.
 """

@@ -16,10 +16,10 @@ device):
 The disk's rows where that state is on "nvme". Gradients of which others have a part too (replicas;
 a tied embedding at a pipeline's ends; what tp ranks share) wait on the device and leave once: their
 m is 1. g is how often a unit is needed: 2 m, once for every forward and backward; m if no backward
-comes by. With stage 1, m of gradients is 1. In a layer relay both m are 1, and the head, which
-turns round, is needed once, as is what is tied to it. ZeRO-Offload (Ren+ 2021, arXiv:2101.06840,
-sec. 3) is the first column's second line and the second's first with w = 2, N = 1 and m = 1: 4
-bytes per parameter.
+comes by. With stage 1, and stage 2 with pp > 1, m of gradients is 1. In a layer relay both m are 1,
+and the head, which turns round, is needed once, as is what is tied to it. ZeRO-Offload (Ren+ 2021,
+arXiv:2101.06840, sec. 3) is the first column's second line and the second's first with w = 2, N = 1
+and m = 1: 4 bytes per parameter.
 
 On the host lie 8 bytes per unit besides, a step count and a norm, and buffers: whatever is read or
 written passes through two, in turn (programs/tiers.py).

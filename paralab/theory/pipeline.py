@@ -170,26 +170,29 @@ def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
 
 
 def idle_seconds(
-    p: Any, m: Any, v: Any, through: Any, mine: Any, weights: Any, ahead: Any = 0.0
+    p: Any, m: Any, v: Any, through: Any, mine: Any, weights: Any, fill: Any, ahead: Any = 0.0
 ) -> dict[str, Any]:
     """{schedule: seconds for which a rank waits for others}, each a number or an array.
 
     through  what a micro-batch takes on all ranks
     mine     what it takes on this one
     weights  its weight halves on all other ranks
+    fill     of each of these no more than that rank's forward
     ahead    what the other ranks compute before its gradient is there, so that no rank waits for it
 
     With p ranks, m micro-batches, v stages per rank, equal stages and free links that is
 
         naive        m (p-1) (F + I + W)   one rank works at a time
-        gpipe, 1f1b  (p-1) (F + I + W)     PTD-P, arXiv:2104.04473, sec. 2.2.1: (p-1)/(m+p-1)
-        interleaved  (p-1) (F + I + W) / v PTD-P, sec. 2.2.2
+        gpipe, 1f1b  (p-1) (F + I + W)     GPipe, arXiv:1811.06965, sec. 2.3: (p-1)/(m+p-1) of the
+                                           whole; PTD-P, sec. 2.2.1: (p-1)/m of the ideal time
+        interleaved  (p-1) (F + I + W) / v PTD-P, arXiv:2104.04473, sec. 2.2.2
         zb-h1        (p-1) (F + I - k W)   Zero Bubble, arXiv:2401.10241, sec. 2.3, table 2: k = 1
         zb-h2        (p-1) (F + I - k W)   the same, k = 2
 
     In the last two a rank's W runs next to the next one's I, and weight halves of later
     micro-batches fill what is left. There are m - 1 of those, so k is at most (m-1)/(p-1): the
-    paper has micro-batches enough. It also takes halves that fit the gaps (F = I = W do).
+    paper has micro-batches enough. A weight half hides no more than a forward: where W > F, it is
+    F that counts for W, and that is exact for m >= 2p - 1.
     """
     others = through - mine - ahead
     later = (m - 1) / np.maximum(p - 1, 1)  # micro-batches there are to fill a gap with
@@ -198,8 +201,8 @@ def idle_seconds(
         "gpipe": others,
         "1f1b": others,
         "interleaved": through * (p - 1) / (p * v) - ahead,
-        "zb-h1": others - weights * (1 + np.minimum(later, 1)),
-        "zb-h2": others - weights * (1 + np.minimum(later, 2)),
+        "zb-h1": others - weights - fill * np.minimum(later, 1),
+        "zb-h2": others - weights - fill * np.minimum(later, 2),
     }
 
 
@@ -225,6 +228,7 @@ def bubble_formula(
     v = whole("virtual_stages", virtual_stages, at_least=1)
     F, B, W = (real(name, t, at_least=0.0) for name, t in {"F": F, "B": B, "W": W}.items())
     work = F + B + W
-    idle = float(idle_seconds(p, m, v, p * work, work, (p - 1) * W)[name])
+    weights, fill = (p - 1) * W, (p - 1) * min(F, W)
+    idle = float(idle_seconds(p, m, v, p * work, work, weights, fill)[name])
     idle = max(0.0, idle)  # in this order: -0.0 becomes 0.0
     return idle / (idle + m * work) if work else 0.0

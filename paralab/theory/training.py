@@ -10,9 +10,11 @@ With F FLOPs per step (`needs.step_flops`), n devices of a peak of C FLOP/s and 
 
 PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.1) reports X with everything recomputed. Its eq. 4
 drops the terms of attention and vocabulary, and says 1.5 to 3 % too little: its own table 2 follows
-from the exact F. The two utilisations are those of Korthikanti+ 2022 (arXiv:2205.05198, sec. 6.3),
-whose eq. 8 is `printed_selective_flops`. They count for a whole step, from the first forward to the
-end of the update, so bubbles, messages and the optimizer all lower them.
+from the exact F. Model FLOPs utilisation is PaLM's (Chowdhery+ 2022, arXiv:2204.02311, app. B,
+which counts 6 P + 12 l h s FLOPs per token; here the products are counted); Korthikanti+ 2022
+(arXiv:2205.05198, sec. 6.3) put the hardware's next to it, and their eq. 8 is
+`printed_selective_flops`. Both count for a whole step, from the first forward to the end of the
+update, so bubbles, messages and the optimizer all lower them.
 """
 
 from __future__ import annotations
