@@ -23,6 +23,15 @@ class Stopped(RuntimeError):
     """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned."""
 
 
+def interrupted(error: KeyboardInterrupt, words: str) -> KeyboardInterrupt:
+    """The interrupt with these words at its end, and without the frames that it came through:
+    where the library was says nothing. Another kind, as of a signal, keeps its own words.
+    """
+    if type(error) is KeyboardInterrupt and words:
+        error.args = ("; ".join([*map(str, error.args), words]),)
+    return error.with_traceback(None)
+
+
 class Nested(RuntimeError):
     """A rank asked for ranks."""
 
