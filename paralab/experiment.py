@@ -205,7 +205,7 @@ def run(
                     stop=stop,
                 )
         except Stopped as stopped:
-            raise Stopped(f"{stopped}; {bar}") from None
+            raise Stopped(f"{stopped}; {bar}", printed=stopped.printed) from None
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:

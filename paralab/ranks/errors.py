@@ -20,7 +20,13 @@ class RankTimeout(RankError):
 
 
 class Stopped(RuntimeError):
-    """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned."""
+    """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned.
+    ``printed``: bytes that the ranks had printed by then.
+    """
+
+    def __init__(self, message: str = "", *, printed: int = 0) -> None:
+        super().__init__(message)
+        self.printed = printed
 
 
 def interrupted(error: KeyboardInterrupt, words: str) -> KeyboardInterrupt:

@@ -149,7 +149,9 @@ class Run:
         """Raise ``Stopped`` if the caller has asked for it."""
         if self.stop is not None and self.stop.is_set():
             work = f"in the middle of its work on {len(self.ranks)} ranks"
-            raise Stopped(f"stopped {work if self.ranks else 'before its ranks had started'}")
+            when = work if self.ranks else "before its ranks had started"
+            printed = sum(rank.output.printed for rank in self.ranks)
+            raise Stopped(f"stopped {when}", printed=printed)
 
     def _listen(self) -> None:
         often = 0.02 if self.failures else LOOK_SECONDS if self.stop else 1.0
