@@ -304,7 +304,8 @@ def test_the_repr_of_a_long_question_fits_what_nbval_compares():
 
 def test_slider_and_button_commit_like_the_call():
     def parts(guess):
-        slider, _, button, said = guess._box.children[1].children
+        _, row, said = guess._box.children
+        slider, _, button = row.children
         return slider, button, said
 
     guess = asked()
