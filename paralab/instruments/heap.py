@@ -96,9 +96,8 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
             """What died since the operation before died at one moment. In which order Python has
             let go of it differs from version to version: the youngest is counted first.
             """
-            dead = sorted(self._dead, key=self._born_at, reverse=True)
-            self._dead.clear()
-            self._dead.extend(dead)
+            dead = [self._dead.popleft() for _ in range(len(self._dead))]  # more may come meanwhile
+            self._dead.extend(sorted(dead, key=self._born_at, reverse=True))
             super()._settle()
 
         def _born_at(self, life: Life) -> int:
