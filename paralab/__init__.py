@@ -100,3 +100,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return pkgutil.resolve_name(_LATER[name])
     raise AttributeError(f"module 'paralab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:  # what Tab offers: also what is imported later, and no module of ours
+    return sorted({*__all__, *_LATER})

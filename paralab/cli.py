@@ -225,7 +225,8 @@ def _check_files(given: argparse.Namespace) -> None:
 
 
 def _print_summary(report: Any) -> None:
-    table = report.summary().to_string(header=False, index_names=False)
+    shown = {"header": False, "index_names": False, "formatters": {"value": metrics.readable}}
+    table = report.summary().to_string(**shown)
     print(f"\n{report!r}\n{table}\n")
 
 

@@ -24,7 +24,7 @@ from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, NEVER, launch_program, torchrun_context
 from paralab.programs.compile import compiled
-from paralab.ranks.errors import OutOfMemory, Stopped
+from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
 from paralab.report import checkpoints, scratch, written
 from paralab.report.report import Report, save_part
@@ -162,6 +162,7 @@ def run(
     Raises ValueError before a process starts, and RankError, RankTimeout, OutOfMemory or Stopped
     after; no process is left behind in any case.
     """
+    __tracebackhide__ = True
     if not callable(progress):
         choice("progress", progress, (True, False))
     plan = Plan() if plan is None else plan
@@ -204,7 +205,9 @@ def run(
                     stop=stop,
                 )
         except Stopped as stopped:
-            raise Stopped(f"{stopped}; {min(bar.done)} of {checked.steps} steps done") from None
+            raise Stopped(f"{stopped}; {bar}", printed=stopped.printed) from None
+        except KeyboardInterrupt as interrupt:
+            raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:
             error.explain(table(model, plan, optimizer=checked.optimizer, gloo=not gpus))
             raise
@@ -274,7 +277,7 @@ class _ProgressBar:
     def __init__(
         self, steps: int, plan: Plan, wanted: bool | Callable[[int, int, int], None]
     ) -> None:
-        self.done, self.bar = [0] * plan.world_size, None
+        self.steps, self.done, self.bar = steps, [0] * plan.world_size, None
         self.tell = wanted if callable(wanted) else None
         looked_at = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
         if wanted is True and looked_at:
@@ -282,6 +285,9 @@ class _ProgressBar:
 
             ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
             self.bar = tqdm(total=steps, desc=ranks, unit="step")
+
+    def __str__(self) -> str:
+        return f"{min(self.done)} of {self.steps} steps done"
 
     def move(self, rank: int, done: int, total: int) -> None:
         self.done[rank] = done

@@ -29,7 +29,7 @@ from typing import Any
 from paralab.checks import choice, illegal, instance, real, shown, whole
 from paralab.default_device import LEGAL, default_device
 from paralab.ranks.code import pickled
-from paralab.ranks.errors import Nested, Stopped
+from paralab.ranks.errors import Nested, Stopped, interrupted
 from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
 from paralab.ranks.watch import Run
 
@@ -208,6 +208,8 @@ def launch_program(
         try:
             run.start(ranks, pickle.dumps(task), payload, live=live, trains=told and optimizers)
             error = run.watch()
+        except KeyboardInterrupt as interrupt:
+            raise interrupted(interrupt, run.interrupted()) from None
         finally:
             try:
                 run.end()

@@ -100,6 +100,11 @@ def ring_prints_for_ever(group, tensor):
         time.sleep(0.05)  # a sign of life often enough
 
 
+def ring_prints_megabytes(group, tensor):
+    while True:
+        print("still here" * 10)
+
+
 class NoRepr:
     def __repr__(self):
         raise RuntimeError("no words")

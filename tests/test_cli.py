@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -325,6 +326,21 @@ def test_a_prediction_says_that_a_plan_does_not_fit(capsys):
     assert cli.main(large) == 0
     said = capsys.readouterr().out
     assert "It does not fit: one rank needs 684 GB on a device that has 80 GB" in said
+
+
+def test_numbers_are_readable_on_every_scale(capsys, tmp_path):
+    """A count is whole, a step of minutes has no exponent; the page has the same numbers."""
+    page, model = tmp_path / "page.html", ModelSpec.preset("laptop").replace(layers=1)
+    assert cli.main(["dry-run", "--layers", "1"]) == 0
+    said = capsys.readouterr().out
+    [line] = [line for line in said.splitlines() if line.startswith("parameters")]
+    assert line.split()[:2] == ["parameters", f"{model.num_params:,}"]
+    large = shlex.split("predict --preset gpt3-175b --cluster dgx-a100")
+    assert cli.main([*large, "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^step time +\d{3},\d{3} +ms$", said, re.M) and "e+0" not in said
+    [took] = re.findall(r"^step time +(\S+)", said, re.M)
+    assert f"<td>{took}</td>" in page.read_text(encoding="utf-8")
 
 
 def test_what_is_predicted_beside_a_run_is_for_its_device(experiment, monkeypatch):

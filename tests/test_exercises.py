@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import traceback
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import paralab as pl
 from judged import TABLES, Table, stored
 from paralab.exercises import sources
 from paralab.exercises.attempts import attempt
+from paralab.exercises.exercise import Exercise, Takes
 from paralab.exercises.verdict import Notes
 
 OWN = pl.exercises.own_schedule
@@ -180,6 +182,18 @@ def test_an_interrupt_is_the_users_and_not_a_wrong_answer():
     assert value is None and trouble.startswith("raised ZeroDivisionError: division by zero, line ")
 
 
+def test_an_interrupted_check_shows_where_it_was_called_and_nothing_of_the_checker():
+    def checker(_):
+        raise KeyboardInterrupt("interrupted; rank 0: line 7")
+
+    one = Exercise(name="x", required={"x": "y"}, takes=(Takes(kind="a dict"),), checker=checker)
+    with pytest.raises(KeyboardInterrupt, match="^interrupted; rank 0: line 7$") as found:
+        one.check({})
+    _, *ours = (frame.f_code for frame, _ in traceback.walk_tb(found.value.__traceback__))
+    assert [code.co_name for code in ours] == ["check", "check_each"]
+    assert all("__tracebackhide__" in code.co_varnames for code in ours)
+
+
 # ---- sources -------------------------------------------------------------------------------------
 MARKED = """\
 def f(n):
@@ -290,7 +304,8 @@ def test_the_repr_of_a_long_question_fits_what_nbval_compares():
 
 def test_slider_and_button_commit_like_the_call():
     def parts(guess):
-        slider, _, button, said = guess._box.children[1].children
+        _, row, said = guess._box.children
+        slider, _, button = row.children
         return slider, button, said
 
     guess = asked()

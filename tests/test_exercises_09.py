@@ -73,6 +73,8 @@ WEIGHTS, FILES, PEAK, KEPT = STREAMED.required
 WRONG = [
     (InMemory, {WEIGHTS, KEPT}, "so the states are not in them alone"),
     (EVERYTHING, {PEAK}, "bytes at once, required: at most 101,912"),
+    (adam((MAPPED, "np.frombuffer(bytearray(self.path.read_bytes()), np.float32)"),
+          (FLUSH, WRITE)), {PEAK}, "bytes at once, required: at most 101,912"),
     (adam((MAPPED, f"{READ} if self.steps > 1 else {MAPPED}"),
           (FLUSH, f"{WRITE} if self.steps > 1 else {FLUSH}")),
      {PEAK}, "bytes at once, required: at most 101,912"),

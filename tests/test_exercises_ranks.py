@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import bad_answers as bad
@@ -77,4 +79,15 @@ test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring 
 def test_an_answer_that_prints_for_ever_is_ended(monkeypatch):
     monkeypatch.setattr(attempts, "WHOLE", 2)  # is waited for in full
     verdict = pl.exercises.all_gather_half.check(attacks.ring_prints_for_ever, timeout=1)
-    assert "n=2: it has not ended in the time that there is for a check" in repr(verdict)
+    assert "n=2: it has not ended in the time that there is for a check, 2 s" in repr(verdict)
+    assert "it printed" not in repr(verdict)  # a few lines, all of which are shown
+
+
+def test_an_answer_that_prints_megabytes_is_told_so_and_does_not_fill_the_notebook(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(attempts, "WHOLE", 2)
+    verdict = pl.exercises.all_gather_half.check(attacks.ring_prints_megabytes, timeout=1)
+    assert re.search(r"for a check, 2 s; it printed \d[\d,]*\.\d MB", repr(verdict))
+    shown = capsys.readouterr().out
+    assert shown.count("bytes left out") == 2 and len(shown) < 2 * 2 * attempts.KEPT + 1000

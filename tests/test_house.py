@@ -128,3 +128,20 @@ def test_every_public_name_is_there_after_every_module_was_imported():
             importlib.import_module(found.name)
     hidden = {name for name in pl.__all__ if inspect.ismodule(getattr(pl, name))}
     assert set(PUBLIC.split()) <= set(pl.__all__) and hidden == {"reference", "theory"}
+
+
+@pytest.mark.parametrize("module", ["", ".exercises", ".theory", ".view"])
+def test_a_notebook_offers_what_a_module_is_for_and_nothing_that_it_is_made_of(module):
+    """Tab shows dir(): also names that are imported when they are first used."""
+    package = importlib.import_module(f"paralab{module}")
+    offered = dir(package)
+    assert [name for name in offered if not hasattr(package, name)] == []
+    assert set(getattr(package, "__all__", ())) <= set(offered)
+    made_of = {"Any", "TYPE_CHECKING", "annotations", "importlib", "import_module", "pkgutil"}
+    assert made_of & set(offered) == set()
+    if not module:
+        assert {"exercises", "fit_cluster", "plan_search", "program", "view"} <= set(offered)
+        assert {"experiment", "interpret", "ranks", "spec"} & set(offered) == set()
+    if module == ".exercises":
+        others = {name for name in offered if name not in {*package.ALL, "ALL"}}
+        assert others == {"Choice", "Exercise", "Guess", "Verdict", "choose", "guess"}

@@ -53,3 +53,10 @@ def test_every_lab_is_linked_and_every_link_of_a_lab_leads_somewhere():
         name for name, text in SOURCES.items() if re.search("### (BEGIN SOLUTION|ANSWER: )", text)
     }
     assert {p.name[:2] for p in (LABS / "solutions").glob("*.ipynb")} == answered
+
+
+def test_what_a_saved_notebook_shows_in_place_of_a_slider_is_explained():
+    """The words are ipywidgets': who meets them looks for them."""
+    assert "“Error displaying widget: model not found”: run their cells again" in " ".join(
+        README.split()
+    )

@@ -486,9 +486,16 @@ def test_an_interrupted_kernel_is_free_again(kernel: Kernel) -> None:
                 pressed.append(True)
                 kernel.interrupt()
 
-        _, error, _ = kernel.run("pl.launch(hang, ranks=3, live=True)", press)
-        assert error == "KeyboardInterrupt"
+        _, error, said = kernel.run("pl.launch(hang, ranks=3, live=True)", press)
+        assert error == "KeyboardInterrupt" and said.startswith("interrupted")
         assert kernel.run("print(left(), pl.launch(rank, ranks=2))") == ("[] [0, 1]\n", "", "")
+
+
+def test_an_interrupt_says_in_which_line_of_the_users_the_ranks_were(kernel: Kernel) -> None:
+    _, error, said = kernel.run("pl.launch(hang, ranks=1, live=True)", kernel.interrupt)
+    line = r"line 10 of Cell In\[\d+\] in hang: select.select\(\[\], \[\], \[\]\)"
+    assert error == "KeyboardInterrupt"
+    assert re.fullmatch(rf"interrupted; rank 0: {line}", said)
 
 
 def test_in_a_notebook_the_cell_and_its_line_are_named(kernel: Kernel) -> None:

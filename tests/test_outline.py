@@ -19,6 +19,7 @@ from paralab.interpret.totals import Totals
 from paralab.interpret.walk import CALL, WAIT, WORK, Item
 from paralab.parallel.schedules import Action, one_f_one_b
 from paralab.programs.fold import END, FEW
+from paralab.programs.instructions import WORKERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 MODEL = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=16, vocab=256, attention="explicit")
@@ -79,6 +80,8 @@ PLANS = {
     "selective": {"pp": 2, "microbatches": 6, "recompute": "selective"},
     "all on the host": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "cpu"},
     "all in files": {"dp": 2, "microbatches": 6, "zero_stage": 3, "offload": "nvme"},
+    "16 bits on the host": {"dp": 2, "microbatches": 6, "zero_stage": 1, "precision": "bf16",
+                            "offload": "cpu"},
     "inputs on the host": {"pp": 2, "microbatches": 6, "recompute": "full",
                            "offload": {"activations": "cpu"}},
     "delayed": {"microbatches": 6, "zero_stage": 2, "offload": DELAYED},
@@ -133,6 +136,18 @@ def test_bytes_and_memory_are_exactly_those_of_every_call(name):
         assert fullest(actions, tier, ranks) == fullest(calls, tier, ranks)
     assert actions.peak_memory == calls.peak_memory
     assert actions.peaks().equals(calls.peaks())
+
+
+@pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if "offload" in plan])
+def test_what_is_done_off_the_device_has_the_same_kind_in_both(name):
+    """Rounding on the host is computed there, with each of its calls and in outline."""
+    kinds = []
+    for report in both(name):
+        spans = report.spans[report.spans["lane"].isin(WORKERS)]
+        kinds.append(set(zip(spans["lane"], spans["kind"], strict=True)))
+    assert kinds[0] == kinds[1]
+    if "precision" in PLANS[name]:
+        assert ("host", "compute") in kinds[1]
 
 
 @pytest.mark.parametrize(

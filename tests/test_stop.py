@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,3 +137,19 @@ def test_a_training_run_says_how_far_it_came_and_calls_back_as_it_goes(run, mode
     assert {(0, 2, 2), (1, 2, 2)} <= set(seen)  # the last step is always reported
     with pytest.raises(ValueError, match="progress='yes'"):
         run(model, progress="yes")
+
+
+def test_an_interrupted_run_says_how_many_steps_were_done_and_shows_no_frame_of_ours():
+    """pl.run hides its own frame from a notebook; those below it are gone."""
+
+    def progress(rank: int, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    model = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
+    words = r"^interrupted; \d+ of 5000 steps done$"
+    with pytest.raises(KeyboardInterrupt, match=words) as caught:
+        pl.run(model, pl.Plan(dp=2), steps=5000, progress=progress)
+    _, *ours = (frame.f_code for frame, _ in traceback.walk_tb(caught.value.__traceback__))
+    assert [code.co_name for code in ours] == ["run"]
+    assert "__tracebackhide__" in ours[0].co_varnames
+    assert below_the_server() == []

@@ -77,3 +77,7 @@ for _lab, _ladder in LADDERS.items():
         _exercise.lab = _lab
 
 __all__ = ["ALL", "Choice", "Exercise", "Guess", "Verdict", "choose", "guess", *ALL]
+
+
+def __dir__() -> list[str]:  # what Tab offers: no module that an exercise is made of
+    return sorted(__all__)

@@ -9,9 +9,11 @@ from typing import Any
 
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.ranks.output import keeping
 from paralab.ranks.waits import Frame, noted_place, place
 
 WHOLE = 6  # times `timeout`: the longest that a launch may take, whatever it prints meanwhile
+KEPT = 10_000  # bytes of what a rank prints first, and last: enough to look for a mistake in
 
 
 def launched(
@@ -25,20 +27,25 @@ def launched(
     timer.daemon = True
     timer.start()
     try:
-        return attempt(lambda: call(*args, timeout=timeout, stop=stop, **settings))
+        with keeping(KEPT):
+            how = {"timeout": timeout, "stop": stop, **settings}
+            return attempt(lambda: call(*args, **how), within=WHOLE * timeout)
     finally:
         timer.cancel()
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
-    """(what ``call`` returns, "") or (None, why there is nothing), for an answer that may fail."""
+def attempt(call: Callable[[], Any], *, within: float = 0.0) -> tuple[Any, str]:
+    """(what ``call`` returns, "") or (None, why there is nothing), for an answer that may fail.
+    within: seconds after which it is stopped.
+    """
     try:
         return call(), ""
     except RankTimeout as error:
         standing = [f"rank {rank} {where}" for rank, where in sorted(error.waiting.items())]
         return None, f"nothing moves any more: {'; '.join(standing) or first_line(error)}"
-    except Stopped:
-        return None, "it has not ended in the time that there is for a check"
+    except Stopped as stopped:
+        flood = f"; it printed {stopped.printed / 1e6:,.1f} MB" * (stopped.printed > 2 * KEPT)
+        return None, f"it has not ended in the time that there is for a check, {within:g} s{flood}"
     except (RankError, OutOfMemory) as error:
         noted = NOT_STARTED if NOT_STARTED in error.traceback else noted_place(error.traceback)
         return None, said(first_line(error) + noted)

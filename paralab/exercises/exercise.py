@@ -20,6 +20,7 @@ from paralab.exercises import sources
 from paralab.exercises.questions import kind_of
 from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes, Verdict
+from paralab.ranks.errors import interrupted
 
 TASKS = Path(__file__).resolve().parent / "tasks"
 TIMEOUT_S = 20.0  # without any sign of life: a check needs a second or two
@@ -125,16 +126,20 @@ class Exercise:
         Raises ValueError for a wrong timeout. An answer that is wrong, that fails, or that does not
         end is a Verdict.
         """
+        __tracebackhide__ = True
         return self.check_each([answer], timeout=timeout)[0]
 
     def check_each(self, answers: Sequence[tuple], *, timeout: float = TIMEOUT_S) -> list[Verdict]:
         """Verdicts on several answers, which share their launches."""
+        __tracebackhide__ = True
         timeout = real("timeout", timeout, above=0.0)
         tries = [Try(answer, Notes(self.name, self.required)) for answer in answers]
         try:
             for one in tries:
                 self._begin(one)
             self.checker(Tries([one for one in tries if not one.notes.over], timeout))
+        except KeyboardInterrupt as interrupt:
+            raise interrupted(interrupt, "") from None
         except Exception as error:
             if len(tries) > 1:  # one of them keeps the others from their verdicts
                 return [self.check(*answer, timeout=timeout) for answer in answers]

@@ -153,10 +153,12 @@ class Guess(Question):
             description="Commit", tooltip="stand by this guess; it cannot be changed afterwards"
         )
         button.on_click(lambda _: self.commit(slider.value))
-        return [widgets.HBox([slider, widgets.Label(self.unit), button, widgets.Label()])]
+        unit = widgets.Label(self.unit, layout={"flex": "0 0 auto"})  # else it is cut to fit
+        return [widgets.HBox([slider, unit, button]), widgets.Label()]
 
     def _show_answer(self, *rows: Any) -> None:
-        slider, _, button, said = rows[0].children
+        row, said = rows
+        slider, _, button = row.children
         slider.disabled = button.disabled = True
         said.value = self._out
         if self.value is not None:

@@ -92,6 +92,17 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
             else:
                 entry[1] = self.events
 
+        def _settle(self) -> None:
+            """What died since the operation before died at one moment. In which order Python has
+            let go of it differs from version to version: the youngest is counted first.
+            """
+            dead = [self._dead.popleft() for _ in range(len(self._dead))]  # more may come meanwhile
+            self._dead.extend(sorted(dead, key=self._born_at, reverse=True))
+            super()._settle()
+
+        def _born_at(self, life: Life) -> int:
+            return self.lives[id(life)][0] if id(life) in self.lives else 0  # without bytes
+
     recorder = Recorder(rank=0, world_size=1)
     with Log(recorder) as log:
         trainer = Trainer(context, model, plan, recorder=recorder)

@@ -18,7 +18,7 @@ from paralab.interpret.time import Times
 from paralab.interpret.traffic import Calls, Member
 from paralab.model.ops import Call
 from paralab.programs.instructions import Instr
-from paralab.programs.tiers import Moved, moved
+from paralab.programs.tiers import Moved, kind_of, moved
 
 WAITING: Span = ("wait", -1, 0, 0)
 ADDING: Span = ("copy", -1, 0, 0)
@@ -139,8 +139,7 @@ class _Writer:
         self, position: int, ins: Instr, now: float, begun: tuple[float, float], behind: list[int]
     ) -> None:
         after = (*self.cut(now), *(self.at[other] for other in behind))
-        what = moved(self.program, ins, self.pp)
-        kind = what.op if what.op in ("optimizer", "compute") else "copy"
-        span = (kind, -1, 0, 0)
-        box = Box(ins.lane, span, *begun, after, moved=what if kind == "copy" else None)
+        kind = kind_of(ins)
+        what = moved(self.program, ins, self.pp) if kind == "copy" else None
+        box = Box(ins.lane, (kind, -1, 0, 0), *begun, after, moved=what)
         self.at[position] = self.add(box)

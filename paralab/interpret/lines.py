@@ -20,8 +20,8 @@ from paralab.interpret.time import Times
 from paralab.interpret.traffic import Member
 from paralab.interpret.turns import Box, Turns
 from paralab.model.ops import Call
-from paralab.programs.instructions import CALL, COMPUTE, COPY, KINDS, MESSAGES, UPDATE, Instr
-from paralab.programs.tiers import moved
+from paralab.programs.instructions import CALL, COMPUTE, KINDS, MESSAGES, Instr
+from paralab.programs.tiers import kind_of, moved
 from paralab.report.metrics import union
 from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import BOOKKEEPING
@@ -74,7 +74,7 @@ class Table:
     def _lane(ins: Instr, cost: Cost | Times) -> tuple[str, str] | None:
         """Those of tensor parallelism and between stages are not drawn."""
         if type(cost) is Job:
-            return ins.lane, {COPY: "copy", UPDATE: "optimizer"}.get(ins.op, "compute")
+            return ins.lane, kind_of(ins)
         if type(cost) is not Posted or ins.lane.startswith("tp") or ins.op in MESSAGES:
             return None
         return f"comm:{'pp' if ins.lane == 'ends' else ins.lane}", "comm"
@@ -261,10 +261,8 @@ def said(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[S
         if type(cost) is Posted:
             for call in costs.calls.of(pp, ins):
                 found[call, cost.seconds] += 1
-        elif type(cost) is Job:
-            what = moved(costs.program, ins, pp)
-            if what.op not in ("optimizer", "compute"):
-                found[(ins.lane, *what), cost.seconds] += 1
+        elif type(cost) is Job and kind_of(ins) == "copy":
+            found[(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
     return found
 
 

@@ -133,6 +133,13 @@ class Moved(NamedTuple):
     bytes: int
 
 
+def kind_of(ins: Instr) -> str:
+    """What a report calls an instruction on a worker's lane. Rounding on the host is no copy."""
+    if ins.lane != "host":
+        return "copy"
+    return "optimizer" if ins.op == UPDATE else "compute"
+
+
 def moved(program: Any, ins: Instr, rank: int) -> Moved:
     """Of an instruction on a worker's lane."""
     if ins.lane == "host":
@@ -140,7 +147,7 @@ def moved(program: Any, ins: Instr, rank: int) -> Moved:
         each = {UPDATE: program.update_bytes, ADD: 3 * grad, NORM: grad}
         count = program.units[rank][ins.unit].numel // program.shards
         size = count * each.get(ins.op, 4 + item)  # else it rounds
-        return Moved("optimizer" if ins.op == UPDATE else "compute", "", size)
+        return Moved(kind_of(ins), "", size)
     read, written = ins.reads[0], ins.writes[0]
     value = written if ins.lane == "h2d" or written[0].startswith("file.") else read
     op = "copy"

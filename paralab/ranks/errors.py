@@ -20,7 +20,22 @@ class RankTimeout(RankError):
 
 
 class Stopped(RuntimeError):
-    """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned."""
+    """The caller's ``stop`` event was set. Every rank has ended, and nothing was returned.
+    ``printed``: bytes that the ranks had printed by then.
+    """
+
+    def __init__(self, message: str = "", *, printed: int = 0) -> None:
+        super().__init__(message)
+        self.printed = printed
+
+
+def interrupted(error: KeyboardInterrupt, words: str) -> KeyboardInterrupt:
+    """The interrupt with these words at its end, and without the frames that it came through:
+    where the library was says nothing. Another kind, as of a signal, keeps its own words.
+    """
+    if type(error) is KeyboardInterrupt and words:
+        error.args = ("; ".join([*map(str, error.args), words]),)
+    return error.with_traceback(None)
 
 
 class Nested(RuntimeError):

@@ -1,32 +1,51 @@
 """What ranks print: whole lines, tagged by rank, bounded.
 
 A rank's file descriptors 1 and 2 are one pipe, so lines of C++ libraries arrive as well. A rank
-that prints without end is shown by its first and last half megabyte, and the gap is stated, unless
-its lines are shown as they come.
+that prints without end is shown by its first and last half megabyte, or by what `keeping` says, and
+the gap is stated, unless its lines are shown as they come.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 KEEP_BYTES = 500_000  # of the beginning, and as much of the end
+_kept = ContextVar("kept", default=KEEP_BYTES)
+
+
+@contextmanager
+def keeping(count: int) -> Iterator[None]:
+    """Launches within the block show ``count`` bytes of a rank's beginning and of its end."""
+    before = _kept.set(count)
+    try:
+        yield
+    finally:
+        _kept.reset(before)
 
 
 class RankOutput:
-    """The output of one rank. ``live``: all lines are shown as they come, not at the end."""
+    """The output of one rank. ``live``: all lines are shown as they come, not at the end.
+
+    printed  bytes that have come
+    """
 
     def __init__(self, rank: int, *, live: bool) -> None:
         self._tag, self._live = f"[rank {rank}] ", live
         self._partial = b""
         self._head: list[str] = []
-        self._head_left = self._tail_left = KEEP_BYTES
+        self._keep = self._head_left = self._tail_left = _kept.get()
+        self.printed = 0
         self._tail: deque[str] = deque()
         self._dropped = 0
 
     def feed(self, data: bytes) -> None:
+        self.printed += len(data)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > KEEP_BYTES:
+        if len(self._partial) > self._keep:
             lines.append(self._partial)
             self._partial = b""
         for line in lines:

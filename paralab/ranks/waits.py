@@ -44,8 +44,11 @@ class Frame(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether the user wrote it: not paralab, not a library, not Python."""
+        """Whether the user wrote it: not paralab, not a library, not Python, and not the command
+        that has started the process.
+        """
         installed = "/site-packages/" in self.file or "/dist-packages/" in self.file
+        installed = installed or (self.file, self.function) == ("<string>", "<module>")
         return not installed and not self.file.startswith((_HERE, "<frozen", *_STDLIB))
 
 

@@ -30,12 +30,13 @@ from paralab.ranks.failure import Failure, died, root_cause
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
 from paralab.ranks.server import LOOK_SECONDS, RankServer
-from paralab.ranks.waits import Standing, hung, main_stack, standing
+from paralab.ranks.waits import Standing, hung, main_stack, ranks, standing
 
 START_SECONDS = 300.0  # for all ranks to be there; it is no hang, as an import may be slow
 GRACE_SECONDS = 0.25  # after an echo, for the failure behind it
 BRIEF_SECONDS = 0.1  # after a failure of a rank's own, for an earlier one still on its way
 STACK_SECONDS = 5.0  # for ranks to write down where they stand
+BRIEF_STACK_SECONDS = 0.5  # where the user waits for them to be stopped
 SERVER_DIED = """the process that ranks are started by has died, and they with it, perhaps by the \
 kernel's out-of-memory killer; the next call starts a new one"""
 
@@ -148,7 +149,9 @@ class Run:
         """Raise ``Stopped`` if the caller has asked for it."""
         if self.stop is not None and self.stop.is_set():
             work = f"in the middle of its work on {len(self.ranks)} ranks"
-            raise Stopped(f"stopped {work if self.ranks else 'before its ranks had started'}")
+            when = work if self.ranks else "before its ranks had started"
+            printed = sum(rank.output.printed for rank in self.ranks)
+            raise Stopped(f"stopped {when}", printed=printed)
 
     def _listen(self) -> None:
         often = 0.02 if self.failures else LOOK_SECONDS if self.stop else 1.0
@@ -220,7 +223,7 @@ class Run:
         return now - self.life
 
     def _who_waits(self) -> RankTimeout:
-        limit, dumps = self._limit(), self._stacks()
+        limit, dumps = self._limit(), self._stacks(STACK_SECONDS)
         found = []
         for rank in self.ranks:
             index, (thread, note) = rank.rank, self.notes.read(rank.rank)
@@ -233,7 +236,21 @@ class Run:
                 found.append(standing(index, len(self.ranks), note, stack))
         return hung(found, limit)
 
-    def _stacks(self) -> dict[int, str]:
+    def interrupted(self) -> str:
+        """That the launch was, and the ranks that were in a line of the user's, by that line."""
+        if not all(rank.up for rank in self.ranks):
+            return "interrupted"
+        found: dict[str, list[int]] = {}
+        for index, dump in self._stacks(BRIEF_STACK_SECONDS).items():
+            thread, note = self.notes.read(index)
+            stack = main_stack(dump, thread)
+            if any(frame.own for frame in stack):
+                text = standing(index, len(self.ranks), note, stack).text
+                found.setdefault(text, []).append(index)
+        said = (f"{ranks(numbers)}: {text}" for text, numbers in found.items())
+        return "; ".join(["interrupted", *said])
+
+    def _stacks(self, patience: float) -> dict[int, str]:
         """Ask every rank where it is, in Python terms: faulthandler writes it from C, into a file
         that a rank opens when it starts.
         """
@@ -243,7 +260,7 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
         texts: dict[int, str] = {rank.rank: "" for rank in asked}
-        give_up = time.monotonic() + STACK_SECONDS
+        give_up = time.monotonic() + patience
         while time.monotonic() < give_up:
             time.sleep(0.02)
             now = {r: files[r].read_text(errors="replace") for r in texts}

@@ -10,6 +10,7 @@ sec. 2.2) divides by the ideal time instead (theory/ideal.py).
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -564,6 +565,15 @@ def summary(report: Tables) -> pd.DataFrame:
     rows = _of_a_dry_run(report) if report.clock == DRY else _of_a_run(report)
     frame = pd.DataFrame(rows, columns=["quantity", "value", "unit"])
     return frame.round({"value": 4}).set_index("quantity")
+
+
+def readable(value: float) -> str:
+    """A value of `summary` for people: counts and what is large as whole numbers, four digits of
+    the rest, and "–" where there is none.
+    """
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def _of_a_run(report: Tables) -> Iterable[Row]:

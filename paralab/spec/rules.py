@@ -10,12 +10,13 @@ before any process starts. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import lcm
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.parallel.schedules import RELAY, rounds
-from paralab.spec.settings import Asked
+from paralab.spec.settings import Asked, grid
 
 # Beyond any published run; they mostly catch a slipped digit, which would be worked on for hours.
 MAX_RANKS = 65536
@@ -113,11 +114,33 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
 
     def legal(s: Any) -> str:
         value, n = getattr(s, name), parts(s)
+        if name == "heads":
+            return _heads(s, n)
+        if name == "hidden":
+            n = lcm(n, s.heads)  # which divide it
         nearest = sorted({max(n, value // n * n), (value // n + 1) * n})
         beyond = " (the entries beyond the text's are never looked up)" * (name == "vocab")
         return f"a multiple of {n}, such as {' or '.join(map(str, nearest))}{beyond}"
 
     return Rule(name, lambda s: getattr(s, name) % parts(s) == 0, why, legal)
+
+
+def _heads(s: Any, n: int) -> str:
+    """What is legal for them in n parts: they divide hidden, too, which may leave no number."""
+    divides = f"divides hidden={s.hidden}"
+    if s.hidden % n == 0:
+        fits = (heads for heads in range(n, s.hidden + 1, n) if s.hidden % heads == 0)
+        return f"a multiple of {n}, such as {_nearest(s.heads, fits)}, that {divides}"
+    grids = {tp: grid(tp, s.tp_mode, s.tp_depth) for tp in range(1, 2 * s.tp + 1)}
+    fits = (tp for tp, g in grids.items() if g.q and s.heads % g.q == s.hidden % g.hidden == 0)
+    return f"tp such as {_nearest(s.tp, fits)} (no multiple of {n} {divides})"
+
+
+def _nearest(value: int, others: Iterable[int]) -> str:
+    """The last number below it and the first above, of rising ones: "2 or 4"."""
+    rising = list(others)
+    below, above = [n for n in rising if n < value], [n for n in rising if n > value]
+    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 TENSOR = (

@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_modules()})
+    return sorted(_modules())
 
 
 def _modules() -> set[str]:

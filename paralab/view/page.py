@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +56,7 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         f"<section><h2>{html.escape(head)}</h2>\n{body}</section>" for head, body in sections
     )
     numbers = metrics.summary(report)
-    numbers["value"] = [f"{n:.3f}" if math.isfinite(n) else "–" for n in numbers["value"]]
+    numbers["value"] = numbers["value"].map(metrics.readable)
     data = {
         name: {part: json.loads(fig.to_json()) for part, fig in charts.items()}
         for name, charts in figures.items()

@@ -7,6 +7,7 @@ once. On pages that are not busy figures are in test_explore.py and test_labs.py
 from __future__ import annotations
 
 from browser.bench import ANSWER_S, Bench, displayed
+from browser.notebook import FIT_S, HEIGHT
 
 # One that has somewhere to go, and whose first run can be stopped. All widgets are of one kind
 # (view/widget.py), and each is driven where it stands, in its lab.
@@ -69,3 +70,28 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):
     assert bench.figure["data"] == displayed(notebook, CHART) != twin
     assert [notebook.crowded(SHOW, width) for width in (1000, 1500)] == [[], []]
     assert notebook.complaints() == [] and notebook.page.evaluate("() => window.over") > 0
+
+
+def test_what_a_question_says_can_be_read_on_a_narrow_page(open_notebook):
+    """Also where it was not answered: then it says that the answer is out."""
+    asks = 'guess("bytes per parameter", low=4, high=40, unit="bytes", decimals=0)'
+    notebook = open_notebook(
+        cells=[
+            "import paralab as pl",
+            f"fresh = pl.exercises.{asks}\nfresh",
+            f"out = pl.exercises.{asks}\nout",
+            f"said = pl.exercises.{asks}\nsaid",
+            "out.reveal(16), said.commit(12)",
+        ]
+    )
+    notebook.run_all()
+    out = notebook.cell(2).get_by_text("the answer is out: run the question's cell again to guess")
+    notebook.wait(out.count, ANSWER_S, "the question does not say that the answer is out")
+
+    def cut() -> list[str]:
+        found = [one for cell in (1, 2, 3) for one in notebook.ask("crowded", cell)]
+        return [one for one in found if "unused" not in one]  # it is no figure
+
+    for width in (1000, 1280):
+        notebook.page.set_viewport_size({"width": width, "height": HEIGHT})
+        notebook.wait(lambda: not cut(), FIT_S / 6, cut)
