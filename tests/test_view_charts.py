@@ -401,6 +401,8 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     assert title(view.timelines(expect, replayed)).endswith("(prediction 10 % below)")
     far = dataclasses.replace(slow, clock="predicted")
     assert title(view.timelines(far, replayed)).endswith("(prediction 2.5 times that)")
+    near = dataclasses.replace(stretched(fast, 1.004), clock="predicted")
+    assert title(view.timelines(near, replayed)).endswith("(prediction equal)")  # not "0 % above"
 
 
 def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
 import paralab as pl
+import synthetic
 from paralab.theory import ideal, needs
 from paralab.theory.pipeline import bubble_formula
 from paralab.theory.zero import volume
@@ -15,6 +18,7 @@ from paralab.view import theme, widget_memory, widgets
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.widget_bars import STAGES
 from paralab.view.widget_pipeline import FORWARD_S
+from paralab.view.widget_steps import Steps, share_of_step
 from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, bars, numbers
 
 NAMES = list(STAGES.values())
@@ -40,6 +44,27 @@ def test_bars_are_the_prediction_for_the_cluster_that_was_given(name, cluster):
         drawn = drawn[(drawn["category"] != "sent") & (drawn["bar"] == made.called[at[made.among]])]
     assert drawn["bytes"].sum() == expect.peak_memory
     made.close()
+
+
+# ---- words of a step -----------------------------------------------------------------------------
+def test_a_part_of_a_step_is_never_more_than_the_step_it_is_of():
+    """Of two steps that count the typical one is the longer here, and the median is between."""
+    report, tables = synthetic.report(2, steps=3), {}
+    for name in ("spans", "collectives", "steps"):
+        table = getattr(report, name)
+        short = table["step"].map({0: 1.0, 1: 1.0, 2: 0.1})
+        tables[name] = table.assign(start=table["start"] * short, end=table["end"] * short)
+    uneven = dataclasses.replace(report, **tables)
+    for part in ("work", "wait"):
+        assert share_of_step(uneven, part) == share_of_step(report, part)
+
+
+def test_a_prediction_and_its_replay_are_equal_in_the_message_where_they_are_in_the_title():
+    one = synthetic.report(2)
+    reports = [dataclasses.replace(one, clock=clock) for clock in ("predicted", "replayed")]
+    at = SimpleNamespace(expect=reports[0], replayed=reports[1])
+    assert Steps._done(None, at) == "the predicted step equals its replay"
+    assert pl.view.timelines(*reports).finding.endswith("(prediction equal)")
 
 
 # ---- memory and collective -----------------------------------------------------------------------
