@@ -599,6 +599,9 @@ def test_algorithms_mark_where_the_fastest_changes():
     assert "markers: replayed" in below(chart)
     by_name = {t.name: t for t in chart.data}
     assert by_name["ring, replayed"].marker.symbol == "circle-open"
+    assert chart.layout.annotations[0].text == "<b>equal at 79 kB</b>"  # as the ring there is one
+    lines = view.algorithms(CURVES)
+    assert lines.layout.annotations[0].text == "<b>79 kB</b>"
     assert by_name["ring, replayed"].marker.color == by_name["ring"].line.color
     alone = view.algorithms({"ring": CURVES["ring"]})
     assert title(alone).startswith("Ring: 602 µs at 1 kB, ")
