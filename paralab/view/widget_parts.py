@@ -233,9 +233,14 @@ def trouble(error: BaseException) -> str:
 
 def impossible(error: BaseException) -> str:
     """A refusal as HTML: what was asked, why it cannot be, what would work."""
-    said, _, legal = str(error).partition("; legal: ")
+    asked, why, legal = map(html.escape, refusal(error))
     if not legal:  # code of one's own says it in its own words
         return trouble(error)
+    return noted(f"<b>{asked}</b> cannot be: {why}.", f"What would work: {legal}.")
+
+
+def refusal(error: BaseException) -> tuple[str, str, str]:
+    """The parts of what `illegal` made: what was asked, why it cannot be, what would work."""
+    said, _, legal = str(error).partition("; legal: ")
     asked, _, why = said.partition(": ")
-    lines = [f"<b>{html.escape(asked)}</b> cannot be: {html.escape(why)}."]
-    return noted(*lines, f"What would work: {html.escape(legal)}.")
+    return asked, why, legal.replace(", ...", " and so on")
