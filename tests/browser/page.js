@@ -180,8 +180,13 @@ window.lab = (() => {
       ]),
     );
 
+  const covered = (a, b) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+
   // What a reader of this cell's output could not read, in words: text that is cut off at the edge of
-  // its figure, its box or the page, text that covers other text, and width that is left unused.
+  // its figure, its box or the page, text that covers other text, a legend that covers the picture, and
+  // width that is left unused.
   const crowded = (index) => {
     const found = [];
     const area = cells()[index].node.querySelector(".jp-OutputArea-output");
@@ -198,6 +203,9 @@ window.lab = (() => {
     let right = room.left;
     for (const plot of plots(index)) {
       const frame = plot.querySelector(".main-svg").getBoundingClientRect();
+      const names = plot.querySelector(".legend")?.getBoundingClientRect();
+      const inside = plot.querySelector(".nsewdrag")?.getBoundingClientRect();
+      if (names && inside && covered(names, inside)) found.push("a legend covers its picture");
       right = Math.max(right, frame.right);
       if (frame.right > room.right + 1) found.push("a figure goes beyond the page");
       const words = [...plot.querySelectorAll(".main-svg text")]

@@ -11,6 +11,11 @@ from browser.bench import ANSWER_S, Bench, displayed
 # One that has somewhere to go, and whose first run can be stopped. All widgets are of one kind
 # (view/widget.py), and each is driven where it stands, in its lab.
 MADE = "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))"
+OFFLOAD = """\
+link = pl.Link(alpha=1e-4, bandwidth=1e9)
+rates = {"flops": 5e10, "memory_bandwidth": 2e10, "host_bandwidth": 1e10, "memory": 10**10}
+cluster = pl.Cluster(intra=link, host=link, disk=link, devices_per_node=4, cores=2, **rates)
+pl.view.widgets.offload(cluster=cluster)"""
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
 # Over before anything else happens on the page: a timer of 0 ms is late for a figure on a fast one.
 OVER = """() => {
@@ -69,3 +74,15 @@ def test_a_widget_follows_its_knobs_and_runs_and_stops(open_notebook):
     assert bench.figure["data"] == displayed(notebook, CHART) != twin
     assert [notebook.crowded(SHOW, width) for width in (1000, 1500)] == [[], []]
     assert notebook.complaints() == [] and notebook.page.evaluate("() => window.over") > 0
+
+
+def test_a_figure_fits_its_place_when_it_is_shown_again_and_after_a_narrow_page(open_notebook):
+    """Where plotly's code is loaded a figure is drawn before it has its place, and updated at once;
+    and a legend of two rows on a narrow page is one of one row again on a wide one.
+    """
+    moved = "knobs = pl.view.widgets.memory()\nknobs.set(recipe='fp32')\nknobs"
+    notebook = open_notebook(cells=[f"import paralab as pl\n{OFFLOAD}", moved])
+    notebook.run_all()
+    notebook.run_cell(1)
+    assert notebook.crowded(1, 1280) == []
+    assert [notebook.crowded(0, width) for width in (1280, 1000, 1280)] == [[], [], []]
