@@ -211,7 +211,9 @@ def table(rows: Sequence[dict[str, str]]) -> str:
         if tag == "td":
             cells[0] = cells[0].replace(style, "font-weight:600")
         lines += f"<tr>{''.join(cells)}</tr>"
-    return f'<table style="border-collapse:collapse;line-height:1.5">{lines}</table>'
+    shown = f'<table style="border-collapse:collapse;line-height:1.5">{lines}</table>'
+    # As wide as the page, whatever is in it: a table that is wider is scrolled in its place.
+    return f'<div style="overflow-x:auto;width:0;min-width:100%">{shown}</div>'
 
 
 def noted(*lines: str) -> str:

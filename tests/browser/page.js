@@ -198,7 +198,8 @@ window.lab = (() => {
       if (!box.width || !said(node)) continue;
       if (node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).overflow !== "visible")
         found.push(`cut in its box: ${said(node)}`);
-      if (box.right > room.right + 1) found.push(`beyond the page: ${said(node)}`);
+      const within = node.closest("[style*='overflow-x:auto']") ?? node; // what is beyond is scrolled to
+      if (within.getBoundingClientRect().right > room.right + 1) found.push(`beyond the page: ${said(node)}`);
     }
     let right = room.left;
     for (const plot of plots(index)) {

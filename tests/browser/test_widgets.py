@@ -86,3 +86,9 @@ def test_a_figure_fits_its_place_when_it_is_shown_again_and_after_a_narrow_page(
     notebook.run_cell(1)
     assert notebook.crowded(1, 1280) == []
     assert [notebook.crowded(0, width) for width in (1280, 1000, 1280)] == [[], [], []]
+
+
+def test_a_table_that_is_wider_than_the_page_is_scrolled_in_its_place(open_notebook):
+    notebook = open_notebook(cells=["import paralab as pl\npl.view.widgets.zero()"])
+    notebook.run_all()
+    assert notebook.crowded(0, 720) == []
