@@ -106,6 +106,7 @@ class Alternatives(Widget):
             xaxis=mark.bytes_axis("peak of memory (MB)", end, 1e6, **on_left),
             xaxis2=mark.bytes_axis("sent per step (MB)", far, 1e6, **on_right),
             yaxis=mark.labels(list(bars), tickvals=list(bars), ticktext=bold),
+            **mark.FITTING,
         )
         held = mark.bars(rows, per=1e6, end=end, letter=mark.LETTER / MEMORY[1], pale=pale)
         there = {kind for _, kind, n in rows if n}

@@ -92,3 +92,14 @@ def test_a_table_that_is_wider_than_the_page_is_scrolled_in_its_place(open_noteb
     notebook = open_notebook(cells=["import paralab as pl\npl.view.widgets.zero()"])
     notebook.run_all()
     assert notebook.crowded(0, 720) == []
+
+
+def test_words_in_bars_that_are_too_narrow_for_them_on_a_page_are_left_out(open_notebook):
+    """They fit on a page of the usual width; a plain figure is drawn by JupyterLab itself."""
+    parts = "{'parameters': 9.9e6, 'gradients': 9.9e6, 'buffers': 80e6}"
+    chart = f"pl.view.bytes_bars({{'a': {parts}}}, title='Three parts')"
+    notebook = open_notebook(cells=[f"import paralab as pl\n{chart}"])
+    notebook.run_all()
+    words = notebook.cell(0).get_by_text("9.9 MB", exact=True).filter(visible=True)
+    assert notebook.crowded(0, 1280) == [] and words.count() == 2
+    assert notebook.crowded(0, 600) == []
