@@ -401,6 +401,8 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     assert title(view.timelines(expect, replayed)).endswith("(prediction 10 % below)")
     far = dataclasses.replace(slow, clock="predicted")
     assert title(view.timelines(far, replayed)).endswith("(prediction 2.5 times that)")
+    near = dataclasses.replace(stretched(fast, 1.004), clock="predicted")
+    assert title(view.timelines(near, replayed)).endswith("(prediction equal)")  # not "0 % above"
 
 
 def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():
@@ -597,6 +599,9 @@ def test_algorithms_mark_where_the_fastest_changes():
     assert "markers: replayed" in below(chart)
     by_name = {t.name: t for t in chart.data}
     assert by_name["ring, replayed"].marker.symbol == "circle-open"
+    assert chart.layout.annotations[0].text == "<b>equal at 79 kB</b>"  # as the ring there is one
+    lines = view.algorithms(CURVES)
+    assert lines.layout.annotations[0].text == "<b>79 kB</b>"
     assert by_name["ring, replayed"].marker.color == by_name["ring"].line.color
     alone = view.algorithms({"ring": CURVES["ring"]})
     assert title(alone).startswith("Ring: 602 µs at 1 kB, ")

@@ -55,3 +55,8 @@ def test_what_cannot_be_compared_is_refused(expected, words):
         contest(expected, FOUND)
     with pytest.raises(ValueError, match="at least two"):
         contest(reports("predicted", a=1.0), reports("measured", a=1.0))
+
+
+def test_two_sides_on_one_clock_are_refused():
+    with pytest.raises(ValueError, match="found='replayed': the clock of .* legal: .* predicted"):
+        contest(FOUND, FOUND)

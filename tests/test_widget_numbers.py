@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
 import paralab as pl
+import synthetic
 from paralab.theory import ideal, needs
 from paralab.theory.pipeline import bubble_formula
 from paralab.theory.zero import volume
@@ -15,6 +18,7 @@ from paralab.view import theme, widget_memory, widgets
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.widget_bars import STAGES
 from paralab.view.widget_pipeline import FORWARD_S
+from paralab.view.widget_steps import Steps, share_of_step
 from widgets import CLUSTER, MAKE, PATIENCE, TINY, ZERO, bars, numbers
 
 NAMES = list(STAGES.values())
@@ -40,6 +44,27 @@ def test_bars_are_the_prediction_for_the_cluster_that_was_given(name, cluster):
         drawn = drawn[(drawn["category"] != "sent") & (drawn["bar"] == made.called[at[made.among]])]
     assert drawn["bytes"].sum() == expect.peak_memory
     made.close()
+
+
+# ---- words of a step -----------------------------------------------------------------------------
+def test_a_part_of_a_step_is_never_more_than_the_step_it_is_of():
+    """Of two steps that count the typical one is the longer here, and the median is between."""
+    report, tables = synthetic.report(2, steps=3), {}
+    for name in ("spans", "collectives", "steps"):
+        table = getattr(report, name)
+        short = table["step"].map({0: 1.0, 1: 1.0, 2: 0.1})
+        tables[name] = table.assign(start=table["start"] * short, end=table["end"] * short)
+    uneven = dataclasses.replace(report, **tables)
+    for part in ("work", "wait"):
+        assert share_of_step(uneven, part) == share_of_step(report, part)
+
+
+def test_a_prediction_and_its_replay_are_equal_in_the_message_where_they_are_in_the_title():
+    one = synthetic.report(2)
+    reports = [dataclasses.replace(one, clock=clock) for clock in ("predicted", "replayed")]
+    at = SimpleNamespace(expect=reports[0], replayed=reports[1])
+    assert Steps._done(None, at) == "the predicted step equals its replay"
+    assert pl.view.timelines(*reports).finding.endswith("(prediction equal)")
 
 
 # ---- memory and collective -----------------------------------------------------------------------
@@ -77,6 +102,12 @@ def test_collective_replayed_is_on_its_formula_for_both_algorithms(widget):
     assert marks.to_dict() == pytest.approx(lines.to_dict(), rel=1e-9)
     widget.set(alpha=1e-6, bandwidth=10**10)
     assert widget.state == "done" and "exactly what the formula says" in widget._status.value
+
+
+def test_collective_times_that_differ_by_less_than_it_says_are_not_called_the_same(widget):
+    ring, tree = numbers(widget.set(ranks=8, nbytes=200_000))
+    assert (ring["predicted"], tree["predicted"]) == ("1.75 ms", "1.8 ms")
+    assert widget.chart.finding.endswith("ring and tree take the same time within 5 %")
 
 
 # ---- pipeline ------------------------------------------------------------------------------------
@@ -132,6 +163,9 @@ def test_pipeline_simulation_and_replay_agree_and_need_no_new_run(widget):
         assert at.replayed.step_time > 1.1 * even.replayed.step_time
         assert simulated.makespan > 1.1 * widget.simulation(even).makespan
         assert at.replayed.bubble == pytest.approx(simulated.bubble_rate, abs=0.02)
+        # The line of the replay is not where its step ends, which is what the table has.
+        words = [note.text for note in widget.chart.layout.annotations if " ms" in note.text]
+        assert [bool(re.search(r"\bpipeline [\d.]+ ms", said)) for said in words] == [False, True]
         assert ideal.schedule_of(at.replayed) == widget.schedule(at)
     widget.set(microbatches=5)
     assert widget.state == "idle" and widget.result is None

@@ -241,6 +241,11 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     tensor.set(ranks=64)
     assert "no mode can shard 8 heads and 128 tokens over so many" in tensor._trouble.value
     assert tensor._go.disabled and tensor.set(ranks=4).error is None and not tensor._go.disabled
+    tensor.set(mode="3d")  # the other modes are there: it is a note, and the picture stays
+    first, second = re.findall(r"[^<>]+(?=<br>|</div>)", tensor._trouble.value)
+    assert first.startswith("There is no 3D, as tp=4 cannot be: ") and "q x q x q" in first
+    assert re.fullmatch("What would work: 1, 8, 27, .* and so on.", second)
+    assert not tensor.set(mode="1d")._trouble.value
     assert capfd.readouterr() == ("", "")
 
 
@@ -348,7 +353,7 @@ MUCH = CLUSTER.replace(memory=2**20)
 REFUSED = [  # widget, settings, the machine, why it is not run, and whether the button says so
     ("zero", {"ranks": 64}, None, "“Run it” takes up to 8 ranks, not 64", True),
     ("tensor", {"ranks": 64, "tokens": 2048, "hidden": 512}, None, "takes up to 8 ranks", True),
-    ("tensor", {"ranks": 8}, None, "tp=8: tp_mode='2d' needs a grid of q x q ranks", False),
+    ("tensor", {"ranks": 8}, None, "“Run it” has no 2D to train, as tp=8 cannot be: ", True),
     ("tensor", {}, MUCH, "would need .* this machine has 1.05 MB: a smaller model", False),
     ("zero", {}, MUCH, "would need .* a smaller model or batch would fit", False),
     ("pipeline", {"pp": 6}, None, "has 4 layers for 6 stages: fewer ranks", True),

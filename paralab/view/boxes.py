@@ -38,6 +38,7 @@ class Section:
     lanes: tuple[str, ...] | None = None  # what is drawn; None: every lane that has a box
     gap: float = RANK_GAP
     mark: float | None = None  # where a pipeline ends, if that is not where the step does
+    until: str = ""  # what ends there, where a number next to the picture is of the whole step
     total: int = 0  # boxes there are; maybe not all of them are here
     idle: dict[int, float] = field(default_factory=dict)  # share of a rank's time, for the margin
     head: str = ""  # in place of label and clock

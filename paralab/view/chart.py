@@ -170,6 +170,7 @@ def figure(finding: str, below: str, *, height: int, **settings: Any) -> Chart:
         "template": {"layout": layout},
         "height": height,
         "margin": margin,
+        "uniformtext": {"mode": False},  # said by all: a figure on a page becomes any other chart
         "legend": theme.LEGEND | settings.pop("legend", {}) | {"font": {"size": frame.small}},
         **settings,
     }

@@ -29,20 +29,35 @@ const listen = (model, drawn) => {
 
 // plotly fits a figure to its place when the window changes its size. Its place also changes when it
 // is put on the page after it was drawn, and when a side bar opens. And plotly writes down the width
-// that a figure has when it is updated, which would hold from then on.
+// that a figure has when it is updated, which would hold from then on: also if it is updated in the
+// 100 ms that plotly takes before it fits a figure, so whether it fits is seen again afterwards.
+const TRIES = 9;
+const AGAIN_MS = 150;
+
 const fit = (element) => {
-  const fitted = () => {
-    const now = element.clientWidth;
-    if (!now || !element._fullLayout || now === element._fullLayout.width) return;
+  let next;
+  const fitted = (tried = 0) => {
+    const place = element.clientWidth;
+    const drawn = element._fullLayout;
+    if (!place || !drawn) return;
+    const fits = Math.abs(place - drawn.width) <= 1;
+    if (fits && !tried) return;
+    // Where a legend's rows have become more or fewer, plotly draws it where it stood before: it is
+    // drawn once more. plotly does so only for another width.
+    if (fits) drawn.width -= 2;
     delete element.layout.width;
     element._responsiveChartHandler?.();
+    clearTimeout(next);
+    if (!fits && tried < TRIES) next = setTimeout(fitted, AGAIN_MS, tried + 1);
   };
-  const observer = new ResizeObserver(fitted);
+  const begin = () => fitted();
+  const observer = new ResizeObserver(begin);
   observer.observe(element);
-  document.addEventListener("plotlywidget-after-render", fitted);
+  document.addEventListener("plotlywidget-after-render", begin);
   return () => {
+    clearTimeout(next);
     observer.disconnect();
-    document.removeEventListener("plotlywidget-after-render", fitted);
+    document.removeEventListener("plotlywidget-after-render", begin);
   };
 };
 

@@ -157,7 +157,9 @@ def algorithms(
     traces.append(rings("crossover", [(size, at) for size, at, _, _ in changes]))
     sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
-    made = [drop(n, low, s, _worded(n, axes.x_unit, digits=2)) for n, s, _, _ in changes]
+    # A ring where lines cross is like a marker of a run: next to those it is said what it is.
+    equal = "equal at " * bool(marks)
+    made = [drop(n, low, s, equal + _worded(n, axes.x_unit, digits=2)) for n, s, _, _ in changes]
     fig = figure(
         _finding(lines, changes, axes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),

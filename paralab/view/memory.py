@@ -63,6 +63,7 @@ def bytes_bars(
         height=170 + int(58 * (len(bars) + above)),
         xaxis=mark.bytes_axis(f"memory ({unit})", end, per),
         yaxis=mark.labels(list(bars), above=above),
+        **mark.FITTING,
     )
     notes = [*mark.ends(totals, per, column=end if crossed else None), *names]
     edge, dashes = {"width": 5, "ink": theme.look().paper}, {"dash": "dash"}  # seen on a dark bar

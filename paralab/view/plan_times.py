@@ -21,8 +21,8 @@ from paralab.view.marks.curves import HOLLOW, curve
 def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Chart:
     """A row per plan, the fastest on top: predicted and replayed (or measured) time of a step.
 
-    expected, found: {name of the plan: report}. Raises ValueError if their names differ, or are
-    fewer than two.
+    expected, found: {name of the plan: report}. Raises ValueError if their names differ or are
+    fewer than two, and unless each has one clock, and not the other's.
     """
     if set(expected) != set(found) or len(found) < 2:
         legal = f"at least two, and for each both reports: {sorted(expected)}"
@@ -35,6 +35,9 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
             legal = "reports that are all predicted, all replayed or all measured"
             why = "times of different clocks in one row"
             raise illegal("found", [clock, *others], why, legal)
+        if clock in times:
+            why = "the clock of the reports that were expected"
+            raise illegal("found", clock, why, "reports replayed or measured, expected predicted")
         times[clock] = [reports[name].step_time for name in names]
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
     clocks, now = list(times), theme.look()

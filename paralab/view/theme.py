@@ -54,12 +54,6 @@ UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}  # decimal, as d
 FONT = "Inter, 'Open Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
 OP_PATTERN = {"reduce_scatter": "/", "all_gather": "\\", "all_to_all": "x", "send": "."}
 OP_PATTERN |= {"broadcast": "|", "reduce": "-"}
-CLOCK_STYLE = {  # line dash, and whether markers are hollow: a clock looks the same everywhere
-    "measured": ("solid", False),
-    "replayed": ("dash", True),
-    "predicted": ("dot", True),
-    "dry run": ("longdash", True),
-}
 
 
 # ---- light and dark ------------------------------------------------------------------------------

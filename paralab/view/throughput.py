@@ -17,6 +17,12 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve
 
+CLOCK_STYLE = {  # of the one clock that a figure has: dash of its lines, and if markers are hollow
+    "measured": ("solid", False),
+    "replayed": ("dash", True),
+    "predicted": ("dot", True),
+    "dry run": ("longdash", True),
+}
 NEAR = 0.065  # of the axis: words at the ends of two lines that are nearer are moved apart
 
 
@@ -31,7 +37,7 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     table = _efficiency(_checked(rows))
     forms, ranks = list(dict.fromkeys(table["form"])), sorted(set(table["ranks"].tolist()))
     (clock,) = set(table["clock"])
-    dash, hollow = theme.CLOCK_STYLE[clock]
+    dash, hollow = CLOCK_STYLE[clock]
     look = {"mode": "lines+markers", "dash": dash, "symbol": "circle" + HOLLOW * hollow}
     style, traces, ends = theme.series(forms), [], []
     for form in forms:

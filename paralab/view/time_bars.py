@@ -40,6 +40,7 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
         showlegend=True,
         xaxis=mark.bytes_axis(f"time ({unit})", end, per),
         yaxis=mark.labels(list(bars)),
+        **mark.FITTING,
     )
     traces = mark.bars(rows, per=per, end=end, look=look, kinds=kinds, unit="s")
     fig.draw(traces, mark.ends(totals, per, unit="s"))

@@ -174,7 +174,13 @@ def _gap(sections: list[Section]) -> str:
     expect = by_clock.pop("predicted", None)
     if expect is None or len(by_clock) != 1 or not (real := next(iter(by_clock.values()))):
         return ""
+    apart = gap(expect, real) or "equal"
+    return f" (prediction {apart}{' that' * apart.endswith('times')})"
+
+
+def gap(expect: float, real: float) -> str:
+    """How far a prediction is off: "10 % below", "2.5 times"; "" where that rounds to 0 %."""
     if not 0.5 <= expect / real <= 2:
-        return f" (prediction {expect / real:.2g} times that)"
-    off = expect / real - 1
-    return f" (prediction {theme.percent(abs(off))} {'above' if off > 0 else 'below'})"
+        return f"{expect / real:.2g} times"
+    off = theme.percent(abs(expect / real - 1))
+    return "" if off == theme.percent(0) else f"{off} {'above' if expect > real else 'below'}"

@@ -80,7 +80,7 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
         end = (one.seconds if one.mark is None else one.mark) * 1e3
         inside = end > 0.85 * window * 1e3
         side = {"hold": "right", "xshift": -5} if inside else {"hold": "left", "xshift": 5}
-        said, took = one.head or name, f"<b>{end:.1f} ms</b>"
+        said, took = one.head or name, f"<b>{f'{one.until} {end:.1f} ms'.lstrip()}</b>"
         free = end > share * (theme.letters(said) + 1) * window * 1e3
         if free:
             notes.append(note(took, end, middle, size=14, **side))

@@ -22,7 +22,16 @@ from paralab.view.marks import bars as mark
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, count, here, in_bytes, no_room, only, slider
+from paralab.view.widget_parts import (
+    buttons,
+    count,
+    here,
+    in_bytes,
+    no_room,
+    only,
+    refusal,
+    slider,
+)
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
@@ -97,6 +106,7 @@ class Alternatives(Widget):
             xaxis=mark.bytes_axis("peak of memory (MB)", end, 1e6, **on_left),
             xaxis2=mark.bytes_axis("sent per step (MB)", far, 1e6, **on_right),
             yaxis=mark.labels(list(bars), tickvals=list(bars), ticktext=bold),
+            **mark.FITTING,
         )
         held = mark.bars(rows, per=1e6, end=end, letter=mark.LETTER / MEMORY[1], pale=pale)
         there = {kind for _, kind, n in rows if n}
@@ -228,6 +238,28 @@ class Tensor(Alternatives):
         plan = Plan(tp=at["ranks"], tp_mode=at["mode"], microbatch_size=samples)
         plan.validate(at.model)
         return plan
+
+    def _missing(self, at: At) -> tuple[str, str]:
+        """Why there is no plan in the chosen mode, and what would work; "" where there is one."""
+        try:
+            self._plan(at)
+        except ValueError as error:
+            asked, why, legal = refusal(error)
+            return f"{asked} cannot be: {why}", legal
+        return "", ""
+
+    def _blocked(self, at: At) -> str:
+        why, _ = self._missing(at)
+        said = f"“Run it” has no {self.called[at['mode']]} to train, as {why}"
+        return said if why else super()._blocked(at)
+
+    def _charts(self, at: At) -> list[Chart]:
+        """The modes that there are; of the chosen one, if it is none of them, the reason."""
+        why, legal = self._missing(at)
+        if why:
+            self._notes += [f"there is no {self.called[at['mode']]}, as {why}"]
+            self._notes += [f"what would work: {legal}"]
+        return super()._charts(at)
 
     def alternatives(self, at: At) -> dict[str, At]:
         """{name: settings} of the modes that there are; 2.5D on one grid is 2D."""

@@ -77,7 +77,7 @@ class Collective(Widget):
                 runs.setdefault(form, []).append((nbytes, replayed))
         took = {form: self._seconds(at, form, size) for form in FORMS}
         fast, slow = sorted(FORMS, key=took.__getitem__)
-        times, finding = took[slow] / took[fast], "ring and tree take the same time"
+        times, finding = took[slow] / took[fast], "ring and tree take the same time within 5 %"
         if times >= 1.05:
             finding = f"{fast} is {times:.1f} times as fast as {slow}"
         chart = algorithms(curves, runs, title=f"{n} ranks, {in_bytes(size)}: {finding}")

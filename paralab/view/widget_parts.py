@@ -211,7 +211,9 @@ def table(rows: Sequence[dict[str, str]]) -> str:
         if tag == "td":
             cells[0] = cells[0].replace(style, "font-weight:600")
         lines += f"<tr>{''.join(cells)}</tr>"
-    return f'<table style="border-collapse:collapse;line-height:1.5">{lines}</table>'
+    shown = f'<table style="border-collapse:collapse;line-height:1.5">{lines}</table>'
+    # As wide as the page, whatever is in it: a table that is wider is scrolled in its place.
+    return f'<div style="overflow-x:auto;width:0;min-width:100%">{shown}</div>'
 
 
 def noted(*lines: str) -> str:
@@ -233,9 +235,14 @@ def trouble(error: BaseException) -> str:
 
 def impossible(error: BaseException) -> str:
     """A refusal as HTML: what was asked, why it cannot be, what would work."""
-    said, _, legal = str(error).partition("; legal: ")
+    asked, why, legal = map(html.escape, refusal(error))
     if not legal:  # code of one's own says it in its own words
         return trouble(error)
+    return noted(f"<b>{asked}</b> cannot be: {why}.", f"What would work: {legal}.")
+
+
+def refusal(error: BaseException) -> tuple[str, str, str]:
+    """The parts of what `illegal` made: what was asked, why it cannot be, what would work."""
+    said, _, legal = str(error).partition("; legal: ")
     asked, _, why = said.partition(": ")
-    lines = [f"<b>{html.escape(asked)}</b> cannot be: {html.escape(why)}."]
-    return noted(*lines, f"What would work: {html.escape(legal)}.")
+    return asked, why, legal.replace(", ...", " and so on")

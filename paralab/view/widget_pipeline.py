@@ -121,6 +121,7 @@ class Pipeline(Widget):
         above.report = at.replayed  # whose clock its costs are on
         above.head = drawing.head("simulated, the run's median costs", simulation.bubble_rate)
         real.head = drawing.head("replayed", at.replayed.bubble)
+        real.until = "pipeline"  # the table has the replayed step, whose optimizer comes after it
         found, expect = map(theme.percent, (at.replayed.bubble, simulation.bubble_rate))
         finding = f"{theme.text(name)}: {found} of device time is bubble, {expect} simulated"
         boxes = f"{len(above.boxes) + len(real.boxes)} boxes on {at['pp']} ranks"

@@ -15,7 +15,7 @@ from paralab.report import metrics
 from paralab.report.tables import Tables
 from paralab.spec import ModelSpec, Plan
 from paralab.view.chart import Chart
-from paralab.view.timeline import timeline, timelines
+from paralab.view.timeline import gap, timeline, timelines
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import buttons, crowd, few, in_bytes, links_of, only, slider
 
@@ -28,8 +28,10 @@ Says = Callable[[Tables], str]
 
 def share_of_step(report: Tables, part: str, of: str = "") -> str:
     """A part of the typical step, in per cent of it or of another part."""
-    parts = metrics.shares(report, metrics.typical_step(report))
-    whole = parts[of] if of else report.step_time
+    step = metrics.typical_step(report)
+    parts = metrics.shares(report, step)
+    # Of its own duration: the median of an even number of steps is the mean of two others.
+    whole = parts[of] if of else metrics.step_durations(report)[step]
     return f"{100 * parts[part] / whole:.0f} %" if whole else "none needed"
 
 
@@ -85,11 +87,8 @@ class Steps(Widget):
         return {"clock": clock, **{head: says(report) for head, says in self.columns.items()}}
 
     def _done(self, at: At) -> str:
-        off = at.expect.step_time / at.replayed.step_time - 1
-        if abs(off) < 0.01:
-            return "the predicted step equals its replay"
-        way = "above" if off > 0 else "below"
-        return f"the predicted step is {abs(100 * off):.0f} % {way} its replay"
+        apart = gap(at.expect.step_time, at.replayed.step_time)
+        return f"the predicted step {f'is {apart}' if apart else 'equals'} its replay"
 
 
 USED = ("dp", "grad_sync", "bucket_bytes", "microbatches", "microbatch_size", "precision")

@@ -180,8 +180,13 @@ window.lab = (() => {
       ]),
     );
 
+  const covered = (a, b) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+
   // What a reader of this cell's output could not read, in words: text that is cut off at the edge of
-  // its figure, its box or the page, text that covers other text, and width that is left unused.
+  // its figure, its box or the page, text that covers other text, a legend that covers the picture, and
+  // width that is left unused.
   const crowded = (index) => {
     const found = [];
     const area = cells()[index].node.querySelector(".jp-OutputArea-output");
@@ -193,11 +198,15 @@ window.lab = (() => {
       if (!box.width || !said(node)) continue;
       if (node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).overflow !== "visible")
         found.push(`cut in its box: ${said(node)}`);
-      if (box.right > room.right + 1) found.push(`beyond the page: ${said(node)}`);
+      const within = node.closest("[style*='overflow-x:auto']") ?? node; // what is beyond is scrolled to
+      if (within.getBoundingClientRect().right > room.right + 1) found.push(`beyond the page: ${said(node)}`);
     }
     let right = room.left;
     for (const plot of plots(index)) {
       const frame = plot.querySelector(".main-svg").getBoundingClientRect();
+      const names = plot.querySelector(".legend")?.getBoundingClientRect();
+      const inside = plot.querySelector(".nsewdrag")?.getBoundingClientRect();
+      if (names && inside && covered(names, inside)) found.push("a legend covers its picture");
       right = Math.max(right, frame.right);
       if (frame.right > room.right + 1) found.push("a figure goes beyond the page");
       const words = [...plot.querySelectorAll(".main-svg text")]

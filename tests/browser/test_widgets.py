@@ -12,6 +12,11 @@ from browser.notebook import FIT_S, HEIGHT
 # One that has somewhere to go, and whose first run can be stopped. All widgets are of one kind
 # (view/widget.py), and each is driven where it stands, in its lab.
 MADE = "pl.view.widgets.pipeline(pl.ModelSpec(layers=8, hidden=64, heads=4, seq_len=64))"
+OFFLOAD = """\
+link = pl.Link(alpha=1e-4, bandwidth=1e9)
+rates = {"flops": 5e10, "memory_bandwidth": 2e10, "host_bandwidth": 1e10, "memory": 10**10}
+cluster = pl.Cluster(intra=link, host=link, disk=link, devices_per_node=4, cores=2, **rates)
+pl.view.widgets.offload(cluster=cluster)"""
 SHOW, TWIN, STATE, CHART = range(4)  # the cells
 # Over before anything else happens on the page: a timer of 0 ms is late for a figure on a fast one.
 OVER = """() => {
@@ -95,3 +100,32 @@ def test_what_a_question_says_can_be_read_on_a_narrow_page(open_notebook):
     for width in (1000, 1280):
         notebook.page.set_viewport_size({"width": width, "height": HEIGHT})
         notebook.wait(lambda: not cut(), FIT_S / 6, cut)
+
+
+def test_a_figure_fits_its_place_when_it_is_shown_again_and_after_a_narrow_page(open_notebook):
+    """Where plotly's code is loaded a figure is drawn before it has its place, and updated at once;
+    and a legend of two rows on a narrow page is one of one row again on a wide one.
+    """
+    moved = "knobs = pl.view.widgets.memory()\nknobs.set(recipe='fp32')\nknobs"
+    notebook = open_notebook(cells=[f"import paralab as pl\n{OFFLOAD}", moved])
+    notebook.run_all()
+    notebook.run_cell(1)
+    assert notebook.crowded(1, 1280) == []
+    assert [notebook.crowded(0, width) for width in (1280, 1000, 1280)] == [[], [], []]
+
+
+def test_a_table_that_is_wider_than_the_page_is_scrolled_in_its_place(open_notebook):
+    notebook = open_notebook(cells=["import paralab as pl\npl.view.widgets.zero()"])
+    notebook.run_all()
+    assert notebook.crowded(0, 720) == []
+
+
+def test_words_in_bars_that_are_too_narrow_for_them_on_a_page_are_left_out(open_notebook):
+    """They fit on a page of the usual width; a plain figure is drawn by JupyterLab itself."""
+    parts = "{'parameters': 9.9e6, 'gradients': 9.9e6, 'buffers': 80e6}"
+    chart = f"pl.view.bytes_bars({{'a': {parts}}}, title='Three parts')"
+    notebook = open_notebook(cells=[f"import paralab as pl\n{chart}"])
+    notebook.run_all()
+    words = notebook.cell(0).get_by_text("9.9 MB", exact=True).filter(visible=True)
+    assert notebook.crowded(0, 1280) == [] and words.count() == 2
+    assert notebook.crowded(0, 600) == []

@@ -15,6 +15,9 @@ from paralab.view.marks import AXES, hover, note, on
 LETTER = 0.0105  # of the axis that one letter takes, of a figure alone that is as wide as its axis
 VISIBLE = 0.002  # share of the axis: what is smaller in every bar has no entry in the legend
 PALE = 0.45  # how opaque bars are that are not meant
+SIZE = 13  # of the words in bars
+# Of a figure's layout: `bars` knows where words fit in a frame; a page may be narrower than that.
+FITTING = {"uniformtext": {"mode": "hide", "minsize": SIZE}}
 
 
 def category_look(kind: str) -> tuple[str, str]:
@@ -112,9 +115,9 @@ def bars(
                 "text": [word * fit for word, fit in zip(words, fits, strict=True)],
                 "textposition": "inside",
                 "insidetextanchor": anchor,
-                "constraintext": "none",
+                "constraintext": "inside",
                 "textangle": 0,
-                "textfont": {"size": 13, "color": ink if pale else theme.on(fill)},
+                "textfont": {"size": SIZE, "color": ink if pale else theme.on(fill)},
             }
         traces.append({**trace, **style})
         for label, n in zip(mine, sizes, strict=True):
