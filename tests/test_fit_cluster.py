@@ -176,3 +176,13 @@ def test_a_cluster_and_a_function_that_groups_runs_are_asked_for():
         pl.fit_cluster(log(SMALL), None)
     with pytest.raises(ValueError, match="by='model': not a function"):
         pl.fit_cluster(log(SMALL), WRONG, by="model")
+
+
+def test_a_run_that_the_cluster_cannot_make_or_that_has_no_time_is_named():
+    tiny = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=8, vocab=260)
+    away = pl.Plan(zero_stage=1, offload="nvme")
+    with pytest.raises(ValueError, match="run 1 is refused: "):
+        pl.fit_cluster([(tiny, pl.Plan(), 0.1), (tiny, away, 0.1)], TRUE.replace(disk=None))
+    dry = pl.dry_run(tiny, pl.Plan())
+    with pytest.raises(ValueError, match="run 1 is refused: clock='dry run': "):
+        pl.fit_cluster([(tiny, pl.Plan(), 0.1), dry], TRUE)

@@ -185,3 +185,25 @@ def test_what_two_ranks_send_each_other_in_one_exchange_runs_at_once():
         calls += [send, receive]
     times = replay(pipeline_report(spans, calls), CLUSTER).collectives
     assert times["end"].tolist() == pytest.approx([CLUSTER.intra.seconds(1000)] * 4)
+
+
+SLOW = pl.Link(alpha=0.05, bandwidth=1e6)
+
+
+def test_ranks_of_a_plan_are_on_the_nodes_of_the_cluster_that_is_named(measured):
+    apart = CLUSTER.replace(devices_per_node=1, nodes=3, inter=SLOW)
+    inside = CLUSTER.replace(devices_per_node=3, intra=SLOW)
+    replayed = measured.replay(apart)
+    assert replayed.step_time == pytest.approx(measured.replay(inside).step_time)
+    assert replayed.step_time > 0.05 > measured.replay(CLUSTER).step_time
+    assert set(replayed.traffic("level")["level"]) == {"inter"}
+    assert set(replayed.collectives["level"]) == {"inter"}
+    assert set(measured.collectives["level"]) == {"intra"}  # the run's own stays
+    with pytest.raises(ValueError, match="cluster='stated': it has 2 devices, and the run 3 ranks"):
+        measured.replay(CLUSTER.replace(devices_per_node=2))
+
+
+def test_a_pipeline_that_computes_in_no_time_is_drawn(run, tmp_path):
+    report = run(MODEL, pl.Plan(pp=2, microbatches=3), steps=2).replay(CLUSTER, compute=0.0)
+    assert report.timeline().data
+    report.to_html(tmp_path / "page.html")

@@ -541,3 +541,21 @@ def test_what_takes_seconds_to_compile_is_compiled_only_where_nothing_else_fits(
     assert len(simulated(microbatches=[1, 8])) > 1
     assert all(map(folds, simulated(microbatches=[1, 8])))
     assert len(simulated(microbatches=1)) == 1
+
+
+@pytest.mark.parametrize("spare", [1.0, 1.1])
+def test_of_few_plans_none_that_fits_and_is_faster_is_left_out(spare):
+    """All of them are compiled, whatever their estimates of memory are."""
+    model = pl.ModelSpec(layers=4, hidden=32, heads=4, seq_len=8, vocab=260)
+    asked = {"global_batch": 16, "recompute": "none", "offload": None}
+    found = pl.plan_search(model, LAPTOP, 2, **asked)
+    rows = []
+    for plan in (found.plans[at] for at in range(len(found.plans))):
+        report = pl.predict(model, plan, LAPTOP, steps=1)
+        peak = report.peaks()["predicted"]["total"]
+        rows.append((report.step_time, peak))
+    fastest = min(rows)
+    limit = int(fastest[1] * spare)
+    best = pl.plan_search(model, LAPTOP, 2, memory=limit, **asked).best
+    seconds = pl.predict(model, best, LAPTOP, steps=1).step_time
+    assert seconds == pytest.approx(min(t for t, peak in rows if peak <= limit), rel=0.02)

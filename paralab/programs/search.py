@@ -147,7 +147,8 @@ class Search:
         self.fits = SPARE * self.memory <= memory_limit
         # Whatever may fit, by time; if none of the first does, what fits by the estimate; if none
         # of that does, what needs least, and all that needs little more.
-        likely = np.flatnonzero(self.memory <= SPARE * memory_limit)
+        few = len(plans) <= 3 * top  # all can be compiled, so none is left out by its estimate
+        likely = np.flatnonzero(self.memory <= (OVER if few else SPARE) * memory_limit)
         by_time = likely[np.argsort(self.closed[likely], kind="stable")]
         self._simulate(by_time, top)
         if not self._one_fits():

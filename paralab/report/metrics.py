@@ -173,10 +173,10 @@ def step_bubble(report: Tables, step: int) -> float:
 
 def idle_shares(report: Tables, step: int) -> dict[int, float]:
     """{rank: what it does not compute of the longest T in its pipeline}; their mean is the bubble
-    where there is one pipeline.
+    where there is one pipeline. Of a step in which nothing takes time there are none.
     """
     parts = pipeline_parts(report, step).items()
-    return {rank: 1 - busy / longest for rank, (_, _, busy, longest) in parts}
+    return {rank: 1 - busy / longest for rank, (_, _, busy, longest) in parts if longest > 0}
 
 
 def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:

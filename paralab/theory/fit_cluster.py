@@ -25,7 +25,8 @@ together, so that there are ten such fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import mean, median
@@ -163,14 +164,14 @@ def fit_cluster(
     runs = _runs(model_runs)
     most = max(run.plan.world_size for run in runs)
     wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))
-    for run in runs:
-        check_cluster(run.plan, wide)
     in_ = runs[0].plan.product_precision
     used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
-    steps = [  # each compiled once
-        Totals(model.resolved(gpus=wide.gpus), plan, wide, optimizer, many=True)
-        for model, plan, _, optimizer in runs
-    ]
+    steps = []  # each compiled once
+    for number, run in enumerate(runs):
+        with _of_run(number, run):
+            check_cluster(run.plan, wide)
+            model = run.model.resolved(gpus=wide.gpus)
+            steps.append(Totals(model, run.plan, wide, run.optimizer, many=True))
 
     known: dict[bytes, Any] = {}
 
@@ -215,21 +216,28 @@ def _runs(rows: Any) -> list[Run]:
         rows = [(model, *row) for model, several in rows.items() for row in several]
     found = []
     for number, row in enumerate(rows if isinstance(rows, Iterable) else ()):
-        if hasattr(row, "step_time"):  # a report
-            row = (row.model, row.plan, row.step_time, row.meta.get("optimizer", "adamw"))
-        try:
+        with _of_run(number, row):
+            if hasattr(row, "step_time"):  # a report
+                row = (row.model, row.plan, row.step_time, row.meta.get("optimizer", "adamw"))
             run = Run(*row)
             run.plan.validate(run.model)
             choice("optimizer", run.optimizer, OPTIMIZERS)
             _work(run)  # refuses a model whose FLOPs are not known
             found.append(run._replace(seconds=real("seconds", run.seconds, above=0.0)))
-        except (TypeError, AttributeError, ValueError) as error:
-            why = f"run {number} is refused: {error}"
-            raise illegal("model_runs", row, why, "(model, plan, seconds per iteration)") from error
     if not found:
         legal = "rows of (model, plan, seconds per iteration), or reports of runs"
         raise illegal("model_runs", rows, "no run in it", legal)
     return found
+
+
+@contextmanager
+def _of_run(number: int, row: Any) -> Iterator[None]:
+    """What is refused inside is said to be this run's."""
+    try:
+        yield
+    except (TypeError, AttributeError, ValueError) as error:
+        why = f"run {number} is refused: {error}"
+        raise illegal("model_runs", row, why, "(model, plan, seconds per iteration)") from error
 
 
 # ---- the fit -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from paralab.report.metrics import device_of, in_outline, reach
 from paralab.report.tables import letters
 from paralab.spec import Cluster
 from paralab.spec.links import Reach
-from paralab.theory.traffic import POINT_TO_POINT
+from paralab.theory.traffic import POINT_TO_POINT, level
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,22 +48,27 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     it is.
 
     report   measured; or predicted, or replayed before, whose costs are taken as they are
-    cluster  whose links carry the collectives; default ``Cluster.local`` of the kind of device that
-             the run was on. Its device speed is not used: compute costs are the recorded ones
+    cluster  whose links carry the collectives, and on whose nodes the ranks of a plan are; default
+             ``Cluster.local`` of the kind of device that the run was on, with the run's own nodes.
+             Its device speed is not used: compute costs are the recorded ones
     compute  scales those costs, and those of copies between host and device; 0.0 leaves the links
              alone
 
     Span ids, rows and bytes are those of ``report``; start, end and cost are new, all steps of one
     kind cost the same, and every step starts on all ranks at once. Raises ValueError if the report
-    holds collectives that a rank of their group never launched, or if a run on GPUs is replayed
-    where there is none and no cluster is given.
+    holds collectives that a rank of their group never launched, if the cluster has fewer devices
+    than the plan has ranks, or if a run on GPUs is replayed where there is none and no cluster is
+    given.
     """
     if in_outline(report):
         why = "an outline has its calls summed up, without the time of each"
         legal = "pl.predict(..., detail='calls'), or pl.predict on the other cluster"
         raise illegal("detail", "actions", why, legal)
-    cluster = Cluster.local(device=device_of(report)) if cluster is None else cluster
-    instance("cluster", cluster, Cluster, "a pl.Cluster(...) or None")
+    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
+    if cluster is None:
+        cluster = Cluster.local(device=device_of(report))
+    elif report.model is not None:
+        report = _placed(report, cluster)
     compute = real("compute", compute, at_least=0.0)
     setup = _setup_spans(report)
     costs = _typical_costs(report, setup, scale=compute)
@@ -117,6 +122,22 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
             start=[steps[key][0] - zero for key in keys],
             end=[steps[key][1] - zero for key in keys],
         ),
+    )
+
+
+def _placed(report: Tables, cluster: Cluster) -> Tables:
+    """The report with its ranks on the cluster's nodes; what ran on which is said anew."""
+    if (ranks := report.world_size) > cluster.num_devices:
+        why = f"it has {cluster.num_devices} devices, and the run {ranks} ranks, one on each"
+        raise illegal("cluster", cluster.name, why, "one with more nodes, or None for this machine")
+    calls = report.collectives
+    ends = zip(calls["op"], calls["rank"], calls["peer"], calls["ranks"], strict=True)
+    ends = [(rank, peer) if op in POINT_TO_POINT else ranks for op, rank, peer, ranks in ends]
+    levels = [level(some, cluster.node_of) for some in ends]
+    return dataclasses.replace(
+        report,
+        meta={**report.meta, "nodes": list(map(cluster.node_of, range(ranks)))},
+        collectives=calls.assign(level=levels),
     )
 
 

@@ -93,7 +93,7 @@ def section(
         of.setdefault(report.plan.place(rank)[1:], []).append(part)
     around = {p: (min(a for a, _ in some), max(b for _, b in some)) for p, some in of.items()}
     idle = metrics.idle_shares(report, one.step)
-    one.idle = {r: idle[r] for r in one.ranks if r in parts}
+    one.idle = {r: idle[r] for r in one.ranks if r in idle}
     if label:
         one.head = head(label, metrics.step_bubble(report, one.step))
         one.head += "" if report.clock in label else f", {report.clock}"
