@@ -30,7 +30,7 @@ from paralab.programs import (
     reduce_scatter,
 )
 from paralab.programs.compile import compiled
-from paralab.programs.instructions import COPY, RESCALE, WAIT
+from paralab.programs.instructions import COPY, NORM, RESCALE, WAIT
 
 STEPS, LR = 2, 0.5
 SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -68,7 +68,7 @@ def train(run):
 
 def refusal(*passes, **plan) -> str:
     with pytest.raises(ValueError, match="; legal: ") as found:
-        pl.run(SPEC, pl.Plan(dp=2, **LEFT | plan, passes=passes))
+        pl.run(SPEC, pl.Plan(**{"dp": 2} | LEFT | plan, passes=passes))
     return str(found.value)
 
 
@@ -179,6 +179,96 @@ def test_what_no_rank_could_do_is_refused(made, why):
 def test_what_changed_a_list_where_it_was_is_no_list():
     said = refusal(lambda program: program.replace(program.code.sort(key=len)))
     assert said.startswith("code=None: not a list of instructions; legal: a list; append, insert")
+
+
+def early(program):
+    """Scattered behind the first micro-batch, gathered behind the last."""
+    calls, code = {}, program.code
+    for at, units in sorted(completed(code, per_microbatch=True).items(), reverse=True):
+        for unit in units:
+            calls[unit] = at
+    some = {at: [reduce_scatter(u) for u in calls if calls[u] == at] for at in calls.values()}
+    for at, units in completed(code).items():
+        some.setdefault(at, []).extend(map(all_gather, units))
+    return program.replace(insert(code, some))
+
+
+def overlap(program):
+    """The gradient is the sum so far, and is reduced and added up after each micro-batch."""
+    code, calls, ends = program.code, {}, completed(program.code)
+    for at, units in sorted(completed(code, per_microbatch=True).items()):
+        for unit in units:
+            part = ("part", unit, code[at].mb)
+            calls.setdefault(at, []).append(reduce_scatter(unit)._replace(writes=(part,)))
+            if part[2]:
+                calls[at].append(Instr(ADD, unit, -1, unit, (part,), (("part", unit, 0),)))
+            calls[at] += [all_gather(unit)] * (unit in ends.get(at, ()))
+    return program.replace(insert(code, calls))
+
+
+def copied_early(program):
+    """The copy in fp32 is one of the first micro-batch's gradient."""
+    copies = {ins.unit: ins for ins in program.code if ins.op == COPY}
+    code = [ins for ins in program.code if ins.op != COPY]
+    first = {}
+    for at, units in sorted(completed(code, per_microbatch=True).items(), reverse=True):
+        first |= dict.fromkeys(units, at)
+    return program.replace(insert(code, {at: [copies[u] for u in first if first[u] == at]
+                                         for at in first.values()}))  # fmt: skip
+
+
+def added_twice(program):
+    return program.replace(i for ins in program.code for i in [ins] * (1 + (ins.op == ADD)))
+
+
+def swapped(program):
+    """Two updates take each other's gradient."""
+    code, updates = my_sync(program).code, {}
+    for at, ins in enumerate(code):
+        if ins.op == UPDATE:
+            updates.setdefault(program.units[ins.unit].numel, []).append(at)
+    i, j = next(some for some in updates.values() if len(some) > 1)[:2]
+    (one, *rest), (other, *more) = code[i].reads, code[j].reads
+    code[i], code[j] = code[i]._replace(reads=(other, *rest)), code[j]._replace(reads=(one, *more))
+    return program.replace(code)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "plan", "words"),
+    [
+        (early, {}, "holds that of micro-batch 1 0 times; legal: one made of it behind position"),
+        (overlap, {}, "holds that of micro-batch 0 2 times; legal: one made of it behind position"),
+        (
+            copied_early,
+            {"dp": 1, "precision": "bf16", "grad_dtype": "fp32-copy"},
+            "holds that of micro-batch 1 0 times",
+        ),
+        (
+            added_twice,
+            {"zero_stage": 2, "grad_sync": "overlapped"},
+            "holds that of micro-batch 1 2 times",
+        ),
+        (swapped, {}, "holds the gradient of blocks.1.mlp.up.bias and 5 more (bucket 4); legal: "),
+    ],
+)
+def test_a_micro_batch_that_is_lost_or_counted_twice_is_refused(wrong, plan, words):
+    said = refusal(wrong, **plan)
+    assert words in said and "UPDATE" in said, said
+
+
+def test_a_norm_of_what_is_not_complete_is_refused():
+    """The update behind it has all of the gradient; one rank, so that no sum is owed."""
+
+    def ahead(program):
+        norm = next(ins for ins in program.code if ins.op == NORM)
+        code = [ins for ins in program.code if ins.op != NORM]
+        ends = completed(code, per_microbatch=True)
+        first = max(at for at in ends if code[at].mb == 0)
+        return program.replace(insert(code, {first: [norm]}))
+
+    plan = pl.Plan(microbatches=2, passes=(ahead,))
+    with pytest.raises(ValueError, match=r"'NORM .*that of micro-batch 1 0 times; legal: one made"):
+        compiled(SPEC, plan, clips=True)
 
 
 def test_a_loss_scale_that_does_not_adapt_is_refused():

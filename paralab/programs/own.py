@@ -33,6 +33,7 @@ from paralab.programs.instructions import (
     RECEIVE,
     RESCALE,
     SEND,
+    UPDATE,
     WAIT,
     WORKERS,
     Code,
@@ -136,6 +137,9 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         fits = counts[0] == 1  # what a tp rank gathers may stay for backward too
     if ins.op in (ADD, KEEP) and ins.reads == ins.writes:
         return "reads and writes the same value", "a value that is added to, or kept as, another"
+    if ins.op == UPDATE and not (ins.reads and 0 <= ins.unit < len(program.units[pp])):
+        legal = f"reads=(gradient, ...), unit=0 to {len(program.units[pp]) - 1}"
+        return "updates no unit, or with no gradient", legal
     if ins.op == RESCALE and plan.precision != "fp16":
         return f"adapts a loss scale, which precision={plan.precision!r} has not", "fp16's alone"
     if not fits:
