@@ -271,6 +271,38 @@ def test_a_norm_of_what_is_not_complete_is_refused():
         compiled(SPEC, plan, clips=True)
 
 
+def without_norm(program):
+    return program.replace(
+        ins._replace(reads=tuple(v for v in ins.reads if v[0] != "norm"))
+        if ins.op == UPDATE
+        else ins
+        for ins in my_sync(program).code
+    )
+
+
+def of_one(program):
+    return program.replace(
+        ins._replace(reads=ins.reads[:1]) if ins.op == NORM else ins
+        for ins in my_sync(program).code
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "settings", "words"),
+    [
+        (without_norm, {"clip_norm": 0.01}, "without which it would not be clipped; legal: ('norm"),
+        (of_one, {"clip_norm": 0.01}, "does not read the gradient of blocks.3"),
+        (without_norm, {"precision": "fp16"}, "would not leave out a step that overflows; legal: "),
+        (of_one, {"precision": "fp16"}, "does not read the gradient of blocks.3"),
+    ],
+)
+def test_a_norm_that_is_not_used_or_not_of_all_gradients_is_refused(wrong, settings, words):
+    plan = pl.Plan(dp=2, **LEFT, passes=(wrong,), precision=settings.get("precision", "fp32"))
+    with pytest.raises(ValueError, match="; legal: ") as found:
+        pl.run(SPEC, plan, clip_norm=settings.get("clip_norm"))
+    assert words in str(found.value)
+
+
 def test_a_loss_scale_that_does_not_adapt_is_refused():
     def drops(program):
         return program.replace([i for i in my_sync(program).code if i.op != RESCALE])

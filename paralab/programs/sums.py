@@ -47,6 +47,7 @@ from paralab.programs.names import Names
 from paralab.programs.program import Program
 
 GRADIENTS = frozenset(("grad", "part", "gshard", "wide"))
+NORMS = frozenset(("norm", "host.verdict"))  # what an UPDATE learns the norm from
 PASS_ON = frozenset((KEEP, ADD, COPY, ALL_GATHER))  # their result is as partial as what they read
 RANKS = {
     "dp": "data-parallel ranks",
@@ -136,11 +137,13 @@ class Sums:
             if is_gradient(v):  # else the host's norm of one
                 self._holds_all(position, v, v[1])
         if ins.op == NORM and not ins.lane:  # the host's is of one unit
+            self._of_all(position, ins)
             self.owed[ins.writes[0]] = frozenset(self.program.norm_axes)
         if ins.op == ALL_GATHER and ins.writes[0][0] == "w":
             self.stale.pop(ins.unit, None)
         if ins.op == UPDATE:
             self._holds_all(position, ins.reads[0], ins.unit)
+            self._clips(position, ins)
             self.updated[ins.unit] += 1
             if self.program.plan.zero_stage in (1, 2) and self.program.shards > 1:
                 self.stale[ins.unit] = position
@@ -177,6 +180,21 @@ class Sums:
         why += f"{self.parameters(unit)} once, and holds that of micro-batch {odd[2]} {held[odd]} "
         legal = f"one made of it behind position {self.last[unit]}, which adds to it last; or the "
         raise self.refuse(position, why + "times", legal + "sum of parts that have none in common")
+
+    def _of_all(self, position: int, ins: Instr) -> None:
+        """The norm is that of all gradients."""
+        missing = self.whole.keys() - {v[1] for v in ins.reads}
+        if missing:
+            why = f"does not read the gradient of {self.parameters(min(missing))}"
+            raise self.refuse(position, why, "one NORM, of what each UPDATE reads")
+
+    def _clips(self, position: int, ins: Instr) -> None:
+        """An update reads the norm where it has to."""
+        scaled = self.program.plan.precision == "fp16"
+        if (self.program.clips or scaled) and not any(v[0] in NORMS for v in ins.reads):
+            lost = "be clipped" if self.program.clips else "leave out a step that overflows"
+            why = f"does not read the norm, without which it would not {lost}"
+            raise self.refuse(position, why, "('norm', 0, 0) among what it reads, behind the NORM")
 
     def _made(self, position: int, ins: Instr, v: Value) -> None:
         if v[0] != "grad":
