@@ -303,6 +303,21 @@ def test_a_norm_that_is_not_used_or_not_of_all_gradients_is_refused(wrong, setti
     assert words in str(found.value)
 
 
+def test_what_tp_ranks_share_is_summed_in_one_message_or_refused():
+    """A message of each bucket would sum all of them, as often as there are buckets."""
+
+    def split(program):
+        code = []
+        for ins in program.code:
+            several = ins.op == ALL_REDUCE and isinstance(ins.at, tuple)
+            each = [ins._replace(reads=(v,), writes=(v,)) for v in ins.reads]
+            code += each if several else [ins]
+        return program.replace(code)
+
+    said = refusal(split, dp=1, tp=2, sequence_parallel=True)
+    assert "sums not all that 'tp' shares; legal: one sum of all 5, in place" in said
+
+
 def test_a_loss_scale_that_does_not_adapt_is_refused():
     def drops(program):
         return program.replace([i for i in my_sync(program).code if i.op != RESCALE])

@@ -132,6 +132,14 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     shared = sums_shared(ins)
     if shared and ins.at not in program.shared(pp, None):
         return f"sums what {ins.at!r} does not share", str(list(program.shared(pp, None)))
+    if shared:  # as one message, whose parts ranks and predictions know by its axis and phase
+        kind = "gshard" if plan.zero_stage else "grad"
+        alike = {(kind, share.unit, 0) for share in program.shared(pp, None)[ins.at]}
+        if set(ins.reads) != alike:
+            return (
+                f"sums not all that {ins.lane!r} shares",
+                f"one sum of all {len(alike)}, in place",
+            )
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
     if ins.op == ALL_GATHER and ins.lane not in ("dp", "secondary"):
         fits = counts[0] == 1  # what a tp rank gathers may stay for backward too
