@@ -6,6 +6,8 @@ Nothing that is refused here starts a process.
 from __future__ import annotations
 
 import json
+import os
+import random
 
 import numpy as np
 import pytest
@@ -316,6 +318,22 @@ def test_what_tp_ranks_share_is_summed_in_one_message_or_refused():
 
     said = refusal(split, dp=1, tp=2, sequence_parallel=True)
     assert "sums not all that 'tp' shares; legal: one sum of all 5, in place" in said
+
+
+def test_a_list_that_is_another_one_in_every_process_is_refused_by_the_passs_name(run):
+    """Only sums of one size change places: all calls would match, and not what they sum."""
+
+    def drawn(program):
+        units, code = gradients(program.code), program.code
+        random.Random(os.getpid()).shuffle(units)
+        units.sort(key=lambda u: program.units[u].numel)
+        last = max(at for at, ins in enumerate(code) if ins.op == BACKWARD)
+        return program.replace(insert(code, {last: map(all_reduce, units)}))
+
+    plan = pl.Plan(dp=2, **LEFT | {"bucket_bytes": 1}, passes=(drawn,))
+    with pytest.raises(pl.RankError, match="rank . got another list of instructions") as found:
+        run(SPEC, plan)
+    assert "passes=('own: drawn',): rank " in str(found.value)
 
 
 def test_a_loss_scale_that_does_not_adapt_is_refused():
