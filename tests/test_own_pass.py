@@ -32,7 +32,7 @@ from paralab.programs import (
     reduce_scatter,
 )
 from paralab.programs.compile import compiled
-from paralab.programs.instructions import COPY, NORM, RESCALE, WAIT
+from paralab.programs.instructions import ADDS_GRADIENTS, COPY, NORM, RESCALE, WAIT
 
 STEPS, LR = 2, 0.5
 SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -112,6 +112,28 @@ def test_an_update_inside_backward_trains_the_same_and_the_gradients_are_those_i
             np.testing.assert_array_equal(getattr(mine, what)[name], array, err_msg=name)
 
 
+def by_micro_batch(program):
+    """A gradient of each micro-batch, summed while the next is computed, and added up."""
+    code, last, calls, first = [], {}, {}, {}
+    for at, ins in enumerate(program.code):
+        adds = ins.op in ADDS_GRADIENTS
+        own = tuple((*v[:2], ins.mb) if adds and v[0] == "grad" else v for v in ins.writes)
+        code.append(ins._replace(writes=own))
+        last |= dict.fromkeys([v for v in own if adds and v[0] == "grad"], at)
+    for v, at in sorted(last.items(), key=lambda item: item[1]):
+        call = all_reduce(v[1])._replace(reads=(v,), writes=(v,))
+        calls.setdefault(at, []).append(call)
+        if first.setdefault(v[1], v) != v:
+            calls[at].append(Instr(ADD, v[1], -1, v[1], (v,), (first[v[1]],)))
+    return program.replace(insert(code, calls))
+
+
+def test_gradients_of_each_micro_batch_are_summed_apart_and_added_up(train, text):
+    report = train(pl.Plan(dp=2, **LEFT, passes=(by_micro_batch,)))
+    alone = reference(SPEC, microbatches=4, microbatch_size=2, steps=STEPS, lr=LR, data=text)
+    assert_equal_state(alone, report)
+
+
 def test_an_own_schedule_runs_is_predicted_and_printed(train, text):
     def mine(pp, microbatches):
         return one_f_one_b(pp, microbatches)
@@ -163,6 +185,61 @@ def test_a_wrong_result_is_refused_in_words(change, words):
     assert words in refusal(wrong)
 
 
+def keeps_and_reads(program):
+    code = my_sync(program).code
+    at = next(at for at, ins in enumerate(code) if ins.op == UPDATE)
+    u, kept = code[at].unit, ("gshard", code[at].unit, 0)
+    code[at] = code[at]._replace(reads=(*code[at].reads, kept))
+    code.insert(at, Instr(KEEP, u, -1, u, (("grad", u, 0),), (kept,)))
+    return program.replace(code)
+
+
+def adds_to_nothing(program):
+    code = my_sync(program).code
+    at = next(at for at, ins in enumerate(code) if ins.op == UPDATE)
+    u, kept = code[at].unit, ("gshard", code[at].unit, 0)
+    code[at] = code[at]._replace(reads=(kept, *code[at].reads))
+    code.insert(at, Instr(ADD, u, -1, u, (("grad", u, 0),), (kept,)))
+    return program.replace(code)
+
+
+def leaves_one_out(program):
+    """What is left out is not trained: there is no place for its gradient."""
+    out = ("grad", gradients(program.code)[1], 0)
+    return program.replace(
+        ins._replace(writes=tuple(v for v in ins.writes if v != out))
+        for ins in my_sync(program).code
+        if out not in ins.reads
+    )
+
+
+def writes_one_more(program):
+    code = my_sync(program).code
+    at = next(at for at, ins in enumerate(code) if ins.op in ADDS_GRADIENTS)
+    more = next(
+        v for ins in code for v in ins.writes if v[0] == "grad" and v not in code[at].writes
+    )
+    code[at] = code[at]._replace(writes=(*code[at].writes, more))
+    return program.replace(code)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (keeps_and_reads, "reads grad bucket 0, which KEEP has given another name; legal: "),
+        (adds_to_nothing, "adds to gshard bucket 0, which no instruction has written; legal: KEEP"),
+        (
+            leaves_one_out,
+            "writes 0 gradients of blocks.3.norm2.bias and 9 more (bucket 1), and its",
+        ),
+        (writes_one_more, "and its ops add to 0; legal: a pass that leaves compute as it is"),
+    ],
+)
+def test_what_would_end_in_a_ranks_traceback_is_refused(wrong, words):
+    said = refusal(wrong)
+    assert words in said, said
+
+
 @pytest.mark.parametrize(
     ("made", "why"),
     [
@@ -172,6 +249,12 @@ def test_a_wrong_result_is_refused_in_words(change, words):
         (lambda v: Instr(COPY, 0, -1, 0, (v,), (v,), "h2d"), "has the lane 'h2d', which this plan"),
         (lambda v: Instr(WAIT), "waits for nothing; legal: wait(call)"),
         (lambda v: Instr(FORWARD), "computes no range of ops"),
+        (lambda v: Instr(UPDATE, 0, -1, 0), "updates no unit, or with no gradient"),
+        (lambda v: Instr(UPDATE, reads=(v,)), "updates no unit, or with no gradient"),
+        (lambda v: all_reduce(0, ["dp"]), "holds what can change: unhashable type: 'list'"),
+        (lambda v: all_reduce(0)._replace(reads=(list(v),)), "holds what can change"),
+        (lambda v: all_reduce(0)._replace(writes=(("grad", 0, 1),)), "sums into another value"),
+        (lambda v: Instr(COPY, 0, -1, 0, (v,), (("gshard", 0, 0),)), "copies to 'gshard', which"),
     ],
 )
 def test_what_no_rank_could_do_is_refused(made, why):
