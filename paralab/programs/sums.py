@@ -93,6 +93,7 @@ class Sums:
                 if v[0] == "grad":
                     self.last[v[1]] = position
                     self.whole.setdefault(v[1], Counter())[v[1], ins.at, ins.mb] += 1
+        self.odd: ValueError | None = None  # kept: a gradient that nothing reads may say more
         self.adds: dict[int, int] = {}  # the same, of what there is up to here
         self.unread: dict[Value, int] = {}  # gradients, and where they were written
         self.updated: Counter[int] = Counter()
@@ -114,6 +115,8 @@ class Sums:
         for v, position in self.unread.items():
             why = f"nothing reads the gradient of {self.parameters(v[1])} that it leaves"
             raise self.refuse(position, why, "what adds it up or updates with it")
+        if self.odd is not None:
+            raise self.odd
         for unit, position in self.stale.items():
             why = f"each rank updates its share of {self.parameters(unit)}, and no other gets it"
             raise self.refuse(position, why, "ALL_GATHER over 'dp' behind it, for the next step")
@@ -167,19 +170,22 @@ class Sums:
         raise self.refuse(position, why + _without(lane), legal)
 
     def _holds_all(self, position: int, v: Value, unit: int) -> None:
-        """This is the gradient of a unit, with what each micro-batch adds to it once."""
+        """Whether this is the gradient of a unit, with what each micro-batch adds to it once."""
         held, whole = self.holds.get(v, Counter()), self.whole.get(unit, Counter())
-        if held == whole:
+        if held == whole or self.odd is not None:
             return
         what, others = self.names.value(v), [u for u, _, _ in held if u != unit]
         if others:
             why = f"{what} holds the gradient of {self.parameters(others[0])}"
-            raise self.refuse(position, why, f"the gradient of {self.parameters(unit)}")
+            self.odd = self.refuse(position, why, f"the gradient of {self.parameters(unit)}")
+            return
         odd = min((whole - held) or (held - whole), key=lambda added: added[2])
         why = f"{what} is to hold what each micro-batch adds to the gradient of "
         why += f"{self.parameters(unit)} once, and holds that of micro-batch {odd[2]} {held[odd]} "
         legal = f"one made of it behind position {self.last[unit]}, which adds to it last; or the "
-        raise self.refuse(position, why + "times", legal + "sum of parts that have none in common")
+        self.odd = self.refuse(
+            position, why + "times", legal + "sum of parts that have none in common"
+        )
 
     def _of_all(self, position: int, ins: Instr) -> None:
         """The norm is that of all gradients."""
