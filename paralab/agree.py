@@ -6,24 +6,30 @@ import zlib
 
 import torch
 
+from paralab.checks import illegal
 from paralab.comm import Group
 from paralab.data import Corpus
+from paralab.programs.program import Program
 
 
-def agree(group: Group, *, what: str, corpus: Corpus) -> None:
+def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
     """Raise on every rank if the ranks were not started with the same model, plan, settings and
-    text.
+    text, or where passes of the learner's own made different lists of one pipeline rank's program.
 
-    On several machines each is started by its own command line and reads its own files.
+    On several machines each is started by its own command line and reads its own files. And a pass
+    runs in every process: what it draws, or the order of a set, may be another one in each.
     """
     context = group.context
     if group.size == 1:
         return
     facts = [zlib.crc32(what.encode()), int(corpus.fingerprint, 16) % 2**31]
+    plan, pp = program.plan, program.plan.place(context.rank).pp
+    if plan.passes:
+        facts.append(zlib.crc32(repr(program.codes[pp]).encode()))
     mine = torch.tensor(facts, dtype=torch.int64, device=context.device)
-    everyone = mine.new_empty(2 * group.size)
+    everyone = mine.new_empty(len(facts) * group.size)
     group.all_gather(everyone, mine, phase="setup").wait()
-    for rank, theirs in enumerate(everyone.view(-1, 2).tolist()):
+    for rank, theirs in enumerate(everyone.view(-1, len(facts)).tolist()):
         if theirs[0] != facts[0]:
             raise ValueError(
                 f"rank {rank} was started with another model, plan or settings than rank "
@@ -33,4 +39,13 @@ def agree(group: Group, *, what: str, corpus: Corpus) -> None:
             raise ValueError(
                 f"rank {rank} reads another text than rank {context.rank} ({corpus.root}, "
                 f"{corpus.num_bytes} bytes); give every machine the same files with data="
+            )
+        if theirs[2:] != facts[2:] and plan.place(rank).pp == pp:
+            raise illegal(
+                "passes",
+                plan.pass_names,
+                f"rank {rank} got another list of instructions than rank {context.rank}, and their "
+                "calls would not match",
+                "a pass that makes the same list in every process: it draws nothing without a "
+                "seed, and goes through no set of names without sorted()",
             )

@@ -289,8 +289,8 @@ MUTANTS = {
         "ZeRO-2", ZERO, "ADD if u in seen else KEEP", "KEEP",
         check="writes gshard bucket 0 again"),
     "ZeRO-2: the last micro-batch alone, added": Mutant(
-        "ZeRO-2", RUN, "self.store[ins.writes[0]] += flat_of(",
-        "self.store[ins.writes[0]] = flat_of(", equal=GRADIENTS),
+        "ZeRO-2", RUN, "flat_of(self.store[ins.writes[0]]).add_(",
+        "flat_of(self.store[ins.writes[0]]).copy_(", equal=GRADIENTS),
     "ZeRO-2: gradients of all micro-batches leave as one": Mutant(
         "ZeRO-2", ZERO, "ends, owed, seen = completed(code, per_microbatch=True), [], set()",
         "ends, owed, seen = completed(code), [], set()", check="nothing reads the gradient of"),

@@ -6,6 +6,8 @@ Nothing that is refused here starts a process.
 from __future__ import annotations
 
 import json
+import os
+import random
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from paralab.programs import (
     reduce_scatter,
 )
 from paralab.programs.compile import compiled
-from paralab.programs.instructions import COPY, RESCALE, WAIT
+from paralab.programs.instructions import ADDS_GRADIENTS, COPY, NORM, RESCALE, WAIT
 
 STEPS, LR = 2, 0.5
 SPEC = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
@@ -68,7 +70,7 @@ def train(run):
 
 def refusal(*passes, **plan) -> str:
     with pytest.raises(ValueError, match="; legal: ") as found:
-        pl.run(SPEC, pl.Plan(dp=2, **LEFT | plan, passes=passes))
+        pl.run(SPEC, pl.Plan(**{"dp": 2} | LEFT | plan, passes=passes))
     return str(found.value)
 
 
@@ -108,6 +110,28 @@ def test_an_update_inside_backward_trains_the_same_and_the_gradients_are_those_i
         assert list(getattr(mine, what)) == list(getattr(later, what))
         for name, array in getattr(later, what).items():
             np.testing.assert_array_equal(getattr(mine, what)[name], array, err_msg=name)
+
+
+def by_micro_batch(program):
+    """A gradient of each micro-batch, summed while the next is computed, and added up."""
+    code, last, calls, first = [], {}, {}, {}
+    for at, ins in enumerate(program.code):
+        adds = ins.op in ADDS_GRADIENTS
+        own = tuple((*v[:2], ins.mb) if adds and v[0] == "grad" else v for v in ins.writes)
+        code.append(ins._replace(writes=own))
+        last |= dict.fromkeys([v for v in own if adds and v[0] == "grad"], at)
+    for v, at in sorted(last.items(), key=lambda item: item[1]):
+        call = all_reduce(v[1])._replace(reads=(v,), writes=(v,))
+        calls.setdefault(at, []).append(call)
+        if first.setdefault(v[1], v) != v:
+            calls[at].append(Instr(ADD, v[1], -1, v[1], (v,), (first[v[1]],)))
+    return program.replace(insert(code, calls))
+
+
+def test_gradients_of_each_micro_batch_are_summed_apart_and_added_up(train, text):
+    report = train(pl.Plan(dp=2, **LEFT, passes=(by_micro_batch,)))
+    alone = reference(SPEC, microbatches=4, microbatch_size=2, steps=STEPS, lr=LR, data=text)
+    assert_equal_state(alone, report)
 
 
 def test_an_own_schedule_runs_is_predicted_and_printed(train, text):
@@ -161,6 +185,61 @@ def test_a_wrong_result_is_refused_in_words(change, words):
     assert words in refusal(wrong)
 
 
+def keeps_and_reads(program):
+    code = my_sync(program).code
+    at = next(at for at, ins in enumerate(code) if ins.op == UPDATE)
+    u, kept = code[at].unit, ("gshard", code[at].unit, 0)
+    code[at] = code[at]._replace(reads=(*code[at].reads, kept))
+    code.insert(at, Instr(KEEP, u, -1, u, (("grad", u, 0),), (kept,)))
+    return program.replace(code)
+
+
+def adds_to_nothing(program):
+    code = my_sync(program).code
+    at = next(at for at, ins in enumerate(code) if ins.op == UPDATE)
+    u, kept = code[at].unit, ("gshard", code[at].unit, 0)
+    code[at] = code[at]._replace(reads=(kept, *code[at].reads))
+    code.insert(at, Instr(ADD, u, -1, u, (("grad", u, 0),), (kept,)))
+    return program.replace(code)
+
+
+def leaves_one_out(program):
+    """What is left out is not trained: there is no place for its gradient."""
+    out = ("grad", gradients(program.code)[1], 0)
+    return program.replace(
+        ins._replace(writes=tuple(v for v in ins.writes if v != out))
+        for ins in my_sync(program).code
+        if out not in ins.reads
+    )
+
+
+def writes_one_more(program):
+    code = my_sync(program).code
+    at = next(at for at, ins in enumerate(code) if ins.op in ADDS_GRADIENTS)
+    more = next(
+        v for ins in code for v in ins.writes if v[0] == "grad" and v not in code[at].writes
+    )
+    code[at] = code[at]._replace(writes=(*code[at].writes, more))
+    return program.replace(code)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (keeps_and_reads, "reads grad bucket 0, which KEEP has given another name; legal: "),
+        (adds_to_nothing, "adds to gshard bucket 0, which no instruction has written; legal: KEEP"),
+        (
+            leaves_one_out,
+            "writes 0 gradients of blocks.3.norm2.bias and 9 more (bucket 1), and its",
+        ),
+        (writes_one_more, "and its ops add to 0; legal: a pass that leaves compute as it is"),
+    ],
+)
+def test_what_would_end_in_a_ranks_traceback_is_refused(wrong, words):
+    said = refusal(wrong)
+    assert words in said, said
+
+
 @pytest.mark.parametrize(
     ("made", "why"),
     [
@@ -170,6 +249,12 @@ def test_a_wrong_result_is_refused_in_words(change, words):
         (lambda v: Instr(COPY, 0, -1, 0, (v,), (v,), "h2d"), "has the lane 'h2d', which this plan"),
         (lambda v: Instr(WAIT), "waits for nothing; legal: wait(call)"),
         (lambda v: Instr(FORWARD), "computes no range of ops"),
+        (lambda v: Instr(UPDATE, 0, -1, 0), "updates no unit, or with no gradient"),
+        (lambda v: Instr(UPDATE, reads=(v,)), "updates no unit, or with no gradient"),
+        (lambda v: all_reduce(0, ["dp"]), "holds what can change: unhashable type: 'list'"),
+        (lambda v: all_reduce(0)._replace(reads=(list(v),)), "holds what can change"),
+        (lambda v: all_reduce(0)._replace(writes=(("grad", 0, 1),)), "sums into another value"),
+        (lambda v: Instr(COPY, 0, -1, 0, (v,), (("gshard", 0, 0),)), "copies to 'gshard', which"),
     ],
 )
 def test_what_no_rank_could_do_is_refused(made, why):
@@ -179,6 +264,159 @@ def test_what_no_rank_could_do_is_refused(made, why):
 def test_what_changed_a_list_where_it_was_is_no_list():
     said = refusal(lambda program: program.replace(program.code.sort(key=len)))
     assert said.startswith("code=None: not a list of instructions; legal: a list; append, insert")
+
+
+def early(program):
+    """Scattered behind the first micro-batch, gathered behind the last."""
+    calls, code = {}, program.code
+    for at, units in sorted(completed(code, per_microbatch=True).items(), reverse=True):
+        for unit in units:
+            calls[unit] = at
+    some = {at: [reduce_scatter(u) for u in calls if calls[u] == at] for at in calls.values()}
+    for at, units in completed(code).items():
+        some.setdefault(at, []).extend(map(all_gather, units))
+    return program.replace(insert(code, some))
+
+
+def overlap(program):
+    """The gradient is the sum so far, and is reduced and added up after each micro-batch."""
+    code, calls, ends = program.code, {}, completed(program.code)
+    for at, units in sorted(completed(code, per_microbatch=True).items()):
+        for unit in units:
+            part = ("part", unit, code[at].mb)
+            calls.setdefault(at, []).append(reduce_scatter(unit)._replace(writes=(part,)))
+            if part[2]:
+                calls[at].append(Instr(ADD, unit, -1, unit, (part,), (("part", unit, 0),)))
+            calls[at] += [all_gather(unit)] * (unit in ends.get(at, ()))
+    return program.replace(insert(code, calls))
+
+
+def copied_early(program):
+    """The copy in fp32 is one of the first micro-batch's gradient."""
+    copies = {ins.unit: ins for ins in program.code if ins.op == COPY}
+    code = [ins for ins in program.code if ins.op != COPY]
+    first = {}
+    for at, units in sorted(completed(code, per_microbatch=True).items(), reverse=True):
+        first |= dict.fromkeys(units, at)
+    return program.replace(insert(code, {at: [copies[u] for u in first if first[u] == at]
+                                         for at in first.values()}))  # fmt: skip
+
+
+def added_twice(program):
+    return program.replace(i for ins in program.code for i in [ins] * (1 + (ins.op == ADD)))
+
+
+def swapped(program):
+    """Two updates take each other's gradient."""
+    code, updates = my_sync(program).code, {}
+    for at, ins in enumerate(code):
+        if ins.op == UPDATE:
+            updates.setdefault(program.units[ins.unit].numel, []).append(at)
+    i, j = next(some for some in updates.values() if len(some) > 1)[:2]
+    (one, *rest), (other, *more) = code[i].reads, code[j].reads
+    code[i], code[j] = code[i]._replace(reads=(other, *rest)), code[j]._replace(reads=(one, *more))
+    return program.replace(code)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "plan", "words"),
+    [
+        (early, {}, "holds that of micro-batch 1 0 times; legal: one made of it behind position"),
+        (overlap, {}, "holds that of micro-batch 0 2 times; legal: one made of it behind position"),
+        (
+            copied_early,
+            {"dp": 1, "precision": "bf16", "grad_dtype": "fp32-copy"},
+            "holds that of micro-batch 1 0 times",
+        ),
+        (
+            added_twice,
+            {"zero_stage": 2, "grad_sync": "overlapped"},
+            "holds that of micro-batch 1 2 times",
+        ),
+        (swapped, {}, "holds the gradient of blocks.1.mlp.up.bias and 5 more (bucket 4); legal: "),
+    ],
+)
+def test_a_micro_batch_that_is_lost_or_counted_twice_is_refused(wrong, plan, words):
+    said = refusal(wrong, **plan)
+    assert words in said and "UPDATE" in said, said
+
+
+def test_a_norm_of_what_is_not_complete_is_refused():
+    """The update behind it has all of the gradient; one rank, so that no sum is owed."""
+
+    def ahead(program):
+        norm = next(ins for ins in program.code if ins.op == NORM)
+        code = [ins for ins in program.code if ins.op != NORM]
+        ends = completed(code, per_microbatch=True)
+        first = max(at for at in ends if code[at].mb == 0)
+        return program.replace(insert(code, {first: [norm]}))
+
+    plan = pl.Plan(microbatches=2, passes=(ahead,))
+    with pytest.raises(ValueError, match=r"'NORM .*that of micro-batch 1 0 times; legal: one made"):
+        compiled(SPEC, plan, clips=True)
+
+
+def without_norm(program):
+    return program.replace(
+        ins._replace(reads=tuple(v for v in ins.reads if v[0] != "norm"))
+        if ins.op == UPDATE
+        else ins
+        for ins in my_sync(program).code
+    )
+
+
+def of_one(program):
+    return program.replace(
+        ins._replace(reads=ins.reads[:1]) if ins.op == NORM else ins
+        for ins in my_sync(program).code
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "settings", "words"),
+    [
+        (without_norm, {"clip_norm": 0.01}, "without which it would not be clipped; legal: ('norm"),
+        (of_one, {"clip_norm": 0.01}, "does not read the gradient of blocks.3"),
+        (without_norm, {"precision": "fp16"}, "would not leave out a step that overflows; legal: "),
+        (of_one, {"precision": "fp16"}, "does not read the gradient of blocks.3"),
+    ],
+)
+def test_a_norm_that_is_not_used_or_not_of_all_gradients_is_refused(wrong, settings, words):
+    plan = pl.Plan(dp=2, **LEFT, passes=(wrong,), precision=settings.get("precision", "fp32"))
+    with pytest.raises(ValueError, match="; legal: ") as found:
+        pl.run(SPEC, plan, clip_norm=settings.get("clip_norm"))
+    assert words in str(found.value)
+
+
+def test_what_tp_ranks_share_is_summed_in_one_message_or_refused():
+    """A message of each bucket would sum all of them, as often as there are buckets."""
+
+    def split(program):
+        code = []
+        for ins in program.code:
+            several = ins.op == ALL_REDUCE and isinstance(ins.at, tuple)
+            each = [ins._replace(reads=(v,), writes=(v,)) for v in ins.reads]
+            code += each if several else [ins]
+        return program.replace(code)
+
+    said = refusal(split, dp=1, tp=2, sequence_parallel=True)
+    assert "sums not all that 'tp' shares; legal: one sum of all 5, in place" in said
+
+
+def test_a_list_that_is_another_one_in_every_process_is_refused_by_the_passs_name(run):
+    """Only sums of one size change places: all calls would match, and not what they sum."""
+
+    def drawn(program):
+        units, code = gradients(program.code), program.code
+        random.Random(os.getpid()).shuffle(units)
+        units.sort(key=lambda u: program.units[u].numel)
+        last = max(at for at, ins in enumerate(code) if ins.op == BACKWARD)
+        return program.replace(insert(code, {last: map(all_reduce, units)}))
+
+    plan = pl.Plan(dp=2, **LEFT | {"bucket_bytes": 1}, passes=(drawn,))
+    with pytest.raises(pl.RankError, match="rank . got another list of instructions") as found:
+        run(SPEC, plan)
+    assert "passes=('own: drawn',): rank " in str(found.value)
 
 
 def test_a_loss_scale_that_does_not_adapt_is_refused():

@@ -285,7 +285,7 @@ class Rank:
         self.recorder.owns("gradients", tensor)
 
     def ADD(self, ins: Instr) -> None:
-        self.store[ins.writes[0]] += flat_of(self.store[ins.reads[0]])
+        flat_of(self.store[ins.writes[0]]).add_(flat_of(self.store[ins.reads[0]]))
 
     def COPY(self, ins: Instr) -> None:
         """Without a lane. By what is written: "wide", a gradient in fp32; "host.verdict", what the

@@ -240,7 +240,7 @@ def train(
     with contextlib.ExitStack() as watched:
         watched.enter_context(ledger)
         trainer = Trainer(context, model, plan, recorder=recorder, **settings)
-        agree(trainer.grid.world, what=what, corpus=trainer.corpus)
+        agree(trainer.grid.world, what=what, corpus=trainer.corpus, program=trainer.program)
         offset, uncertainty = measure_offset(trainer.grid.world)
         if resume is not None:
             checkpoint.load(trainer, resume)

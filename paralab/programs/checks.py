@@ -1,7 +1,8 @@
 """What holds for every compiled program; checked without torch and before a process starts.
 
     schedule   without messages, copies and updates a list is the schedule: the same actions in the
-               same order, and each of them runs every op of its stage once
+               same order, and each of them runs every op of its stage once; and backward writes the
+               gradients of the parameters of its ops
     lifetimes  no value is read before it is written, or freed or written over while a call in
                flight uses it; all that does not last is freed once, and every call is waited for
     sums       every gradient is summed over each axis that it is partial over, once, before an
@@ -31,6 +32,7 @@ from paralab.programs.instructions import (
     COLLECTIVES,
     COMPUTE,
     FORWARD,
+    KEEP,
     LATE,
     MESSAGES,
     RECOMPUTE,
@@ -51,6 +53,7 @@ def check(program: Program) -> None:
     for pp, (code, refuse) in enumerate(zip(program.codes, refusals, strict=True)):
         if code:
             _schedule(program, pp, code, refuse)
+            _gradients(program, pp, code, refuse)
             _lifetimes(program, pp, code, refuse)
             Sums(program, pp, code, refuse).check()
     if all(program.codes):
@@ -91,12 +94,28 @@ def _computed(code: Code) -> Iterator[tuple[str, int, int, int]]:
             yield from ((kind, at, ins.mb, position) for at in ops)
 
 
+def _gradients(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
+    """Of every parameter there is one: a rank that leaves one out has nowhere to put it."""
+    unit_of = {name: u for u, unit in enumerate(program.units[pp]) for name in unit.names}
+    for position, ins in enumerate(code):
+        if ins.op in ADDS_GRADIENTS:
+            of_ops = program.model.of_op[slice(*ins.at)]
+            asked = Counter({unit_of[name]: 1 for names in of_ops for name in names})
+            found = Counter(v[1] for v in ins.writes if v[0] == "grad")
+            for u in sorted(asked | found):
+                if asked[u] != found[u]:
+                    why = f"writes {found[u]} gradients of {refuse.names.parameters(u)}, and its "
+                    why += f"ops add to {asked[u]}"
+                    raise refuse(position, why, "a pass that leaves compute as it is")
+
+
 # ---- lifetimes -----------------------------------------------------------------------------------
 def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
     names = refuse.names
     alive, ended = set(program.lasting(pp)), set()
     if program.plan.zero_stage in (1, 2):  # a share is a part of w
         alive |= {("shard", u, 0) for u in range(len(program.units[pp]))}
+    kept: set[Value] = set()  # under another name: of what KEEP reads nothing is left
     flights: dict[tuple[Value, ...], list[Instr]] = {}  # by what they write; a worker's may follow
     using: dict[Value, list[Instr]] = {}  # calls in flight that read or write a value
 
@@ -119,27 +138,36 @@ def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
             for v in ins.reads:
                 if v not in alive:
                     why = "which is freed" if v in ended else "which no instruction has written"
+                    why = "which KEEP has given another name" if v in kept else why
                     raise refuse(position, f"reads {names.value(v)}, {why}", "a value that exists")
                 unused(position, ins, v, "reads")
+            if ins.op == KEEP:
+                alive.discard(ins.reads[0])
+                kept.add(ins.reads[0])
             for v in ins.writes:
+                if ins.op == ADD and v not in alive:
+                    why = f"adds to {names.value(v)}, which no instruction has written"
+                    raise refuse(position, why, "KEEP of what is first, and ADD of the others")
                 unused(position, ins, v, "writes")
                 if v in alive and v not in ins.reads and not lasts(v) and not _adds(ins, v):
                     raise refuse(position, f"writes {names.value(v)} again", "another version")
                 alive.add(v)
+                kept.discard(v)
             if ins.lane:
                 flights.setdefault(ins.writes, []).append(ins)
                 for v in {*ins.reads, *ins.writes}:
                     using.setdefault(v, []).append(ins)
         for v in ins.frees:
-            if v not in alive or lasts(v):
+            if (v not in alive and v not in kept) or lasts(v):
                 why = "which lasts from step to step" if lasts(v) else "which does not exist"
                 raise refuse(position, f"frees {names.value(v)}, {why}", "one free of each value")
             unused(position, ins, v, "frees")
             alive.discard(v)
+            kept.discard(v)
             ended.add(v)
     for call in (call for calls in flights.values() for call in calls if call.phase != LATE):
         raise refuse(len(code), f"no WAIT for {names.instruction(call)}", "a WAIT for every call")
-    for v in alive:
+    for v in alive | kept:
         if not lasts(v):
             raise refuse(len(code), f"{names.value(v)} is never freed", "a free at its last use")
 

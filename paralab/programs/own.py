@@ -24,15 +24,18 @@ from paralab.parallel.layouts import mode_of
 from paralab.programs.instructions import (
     ADD,
     ALL_GATHER,
+    ALL_REDUCE,
     COLLECTIVES,
     COMPUTE,
     COPY,
     KEEP,
     MESSAGES,
     OPS,
+    PARTS,
     RECEIVE,
     RESCALE,
     SEND,
+    UPDATE,
     WAIT,
     WORKERS,
     Code,
@@ -44,6 +47,8 @@ from paralab.spec.forms import form_name
 
 # What an instruction that moves values reads and writes: how many.
 MOVES = dict.fromkeys((*COLLECTIVES, KEEP, ADD, COPY, SEND), (1, 1)) | {RECEIVE: (0, 1)}
+
+COPIED = PARTS | {"wide", "second", "host.verdict"}  # what a COPY of the rank's own makes
 
 
 class RankProgram:
@@ -102,6 +107,12 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     if not isinstance(ins, Instr):
         legal = "Instr(op, ...), or a helper such as all_reduce(unit); insert() takes lists of them"
         return "is no instruction", legal
+    if not all(isinstance(vs, tuple) for vs in (ins.reads, ins.writes)):
+        return "does not read and write tuples of values", 'reads=(("grad", 0, 0),)'
+    try:
+        hash(ins)  # lists of instructions are looked through by what they consist of
+    except TypeError as error:
+        return f"holds what can change: {error}", "strings, whole numbers and tuples of them"
     if ins.op not in OPS:
         return f"has an unknown op {ins.op!r}", ", ".join(sorted(OPS))
     groups = {"dp", *mode_of(plan).axes, *(["pp", "ends"] * (plan.pp > 1))}
@@ -115,8 +126,6 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         return f"has the lane {ins.lane!r}, which this plan does not have for it", legal
     if ins.op in MESSAGES and not (0 <= ins.peer < plan.pp and ins.peer != pp):
         return f"has no other end: peer={ins.peer}", "another pipeline rank"
-    if not all(isinstance(vs, tuple) for vs in (ins.reads, ins.writes)):
-        return "does not read and write tuples of values", 'reads=(("grad", 0, 0),)'
     for v in (*ins.reads, *ins.writes):
         try:
             program.size(v, pp)
@@ -131,11 +140,27 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     shared = sums_shared(ins)
     if shared and ins.at not in program.shared(pp, None):
         return f"sums what {ins.at!r} does not share", str(list(program.shared(pp, None)))
+    if shared:  # as one message, whose parts ranks and predictions know by its axis and phase
+        kind = "gshard" if plan.zero_stage else "grad"
+        alike = {(kind, share.unit, 0) for share in program.shared(pp, None)[ins.at]}
+        if set(ins.reads) != alike:
+            return (
+                f"sums not all that {ins.lane!r} shares",
+                f"one sum of all {len(alike)}, in place",
+            )
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
     if ins.op == ALL_GATHER and ins.lane not in ("dp", "secondary"):
         fits = counts[0] == 1  # what a tp rank gathers may stay for backward too
     if ins.op in (ADD, KEEP) and ins.reads == ins.writes:
         return "reads and writes the same value", "a value that is added to, or kept as, another"
+    if ins.op == ALL_REDUCE and fits and ins.reads != ins.writes:
+        return "sums into another value", "a sum in place: writes=reads"
+    if ins.op == COPY and fits and not ins.lane and ins.writes[0][0] not in COPIED:
+        legal = ", ".join(map(repr, sorted(COPIED)))
+        return f"copies to {ins.writes[0][0]!r}, which a rank copies nothing to", legal
+    if ins.op == UPDATE and not (ins.reads and 0 <= ins.unit < len(program.units[pp])):
+        legal = f"reads=(gradient, ...), unit=0 to {len(program.units[pp]) - 1}"
+        return "updates no unit, or with no gradient", legal
     if ins.op == RESCALE and plan.precision != "fp16":
         return f"adapts a loss scale, which precision={plan.precision!r} has not", "fp16's alone"
     if not fits:

@@ -9,8 +9,12 @@ A value is *partial* over an axis if every rank there has a part of it and the s
 
 A sum over an axis completes a value there. Gradients that are added up must be partial over the
 same axes; whatever else reads a value needs the complete one. So a forgotten sum, one over a wrong
-axis, one too early and one too many are all found by going through the list once. What is updated
-in shares of whole parameters (stages 1 and 2 of ZeRO) is gathered again before the step is over.
+axis, one too early and one too many are all found by going through the list once.
+
+A gradient also *holds* what backward has added, by micro-batch, and what is copied, summed or added
+up holds it on. An UPDATE or a NORM needs all of its unit, each once: a copy made too early misses
+what comes later, and parts that overlap count twice. What is updated in shares of whole parameters
+(stages 1 and 2 of ZeRO) is gathered again before the step is over.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from paralab.model.build import Model
 from paralab.programs.derive import lasts
 from paralab.programs.instructions import (
     ADD,
+    ADDS_GRADIENTS,
     ALL_GATHER,
     ALL_REDUCE,
     COMPUTE,
@@ -42,6 +47,7 @@ from paralab.programs.names import Names
 from paralab.programs.program import Program
 
 GRADIENTS = frozenset(("grad", "part", "gshard", "wide"))
+NORMS = frozenset(("norm", "host.verdict"))  # what an UPDATE learns the norm from
 PASS_ON = frozenset((KEEP, ADD, COPY, ALL_GATHER))  # their result is as partial as what they read
 RANKS = {
     "dp": "data-parallel ranks",
@@ -51,6 +57,7 @@ RANKS = {
     "tp": "tensor-parallel ranks",
 }
 Axis = object  # "dp", or (axis, phase): of a unit only some parameters are shared by its ranks
+Added = tuple[int, object, int]  # (unit, ops, micro-batch): what one backward adds to a gradient
 
 
 class Refusal:
@@ -78,7 +85,16 @@ class Sums:
         self.names, self.parameters = refuse.names, refuse.names.parameters
         self.born = born(program, pp)
         self.owed: dict[Value, frozenset[Axis]] = {}  # what each value is still partial over
-        self.adds: dict[int, int] = {}  # unit -> position of what adds to its gradient last
+        self.holds: dict[Value, Counter[Added]] = {}  # what backward has added, and how often
+        self.whole: dict[int, Counter[Added]] = {}  # unit -> what its gradient consists of
+        self.last: dict[int, int] = {}  # unit -> position of what adds to its gradient last
+        for position, ins in enumerate(code):
+            for v in ins.writes if ins.op in ADDS_GRADIENTS else ():
+                if v[0] == "grad":
+                    self.last[v[1]] = position
+                    self.whole.setdefault(v[1], Counter())[v[1], ins.at, ins.mb] += 1
+        self.odd: ValueError | None = None  # kept: a gradient that nothing reads may say more
+        self.adds: dict[int, int] = {}  # the same, of what there is up to here
         self.unread: dict[Value, int] = {}  # gradients, and where they were written
         self.updated: Counter[int] = Counter()
         self.stale: dict[int, int] = {}  # unit -> position where each rank updated a share of it
@@ -99,6 +115,8 @@ class Sums:
         for v, position in self.unread.items():
             why = f"nothing reads the gradient of {self.parameters(v[1])} that it leaves"
             raise self.refuse(position, why, "what adds it up or updates with it")
+        if self.odd is not None:
+            raise self.odd
         for unit, position in self.stale.items():
             why = f"each rank updates its share of {self.parameters(unit)}, and no other gets it"
             raise self.refuse(position, why, "ALL_GATHER over 'dp' behind it, for the next step")
@@ -118,11 +136,17 @@ class Sums:
             self.unread.pop(v, None)
         new = [v for v in ins.writes if is_gradient(v) and not lasts(v)]
         self.unread |= dict.fromkeys(new, position)
+        for v in ins.reads if ins.op == NORM else ():
+            if is_gradient(v):  # else the host's norm of one
+                self._holds_all(position, v, v[1])
         if ins.op == NORM and not ins.lane:  # the host's is of one unit
+            self._of_all(position, ins)
             self.owed[ins.writes[0]] = frozenset(self.program.norm_axes)
         if ins.op == ALL_GATHER and ins.writes[0][0] == "w":
             self.stale.pop(ins.unit, None)
         if ins.op == UPDATE:
+            self._holds_all(position, ins.reads[0], ins.unit)
+            self._clips(position, ins)
             self.updated[ins.unit] += 1
             if self.program.plan.zero_stage in (1, 2) and self.program.shards > 1:
                 self.stale[ins.unit] = position
@@ -145,12 +169,46 @@ class Sums:
         legal = f"{call} behind position {at}, {last!r}, which adds to it last"
         raise self.refuse(position, why + _without(lane), legal)
 
+    def _holds_all(self, position: int, v: Value, unit: int) -> None:
+        """Whether this is the gradient of a unit, with what each micro-batch adds to it once."""
+        held, whole = self.holds.get(v, Counter()), self.whole.get(unit, Counter())
+        if held == whole or self.odd is not None:
+            return
+        what, others = self.names.value(v), [u for u, _, _ in held if u != unit]
+        if others:
+            why = f"{what} holds the gradient of {self.parameters(others[0])}"
+            self.odd = self.refuse(position, why, f"the gradient of {self.parameters(unit)}")
+            return
+        odd = min((whole - held) or (held - whole), key=lambda added: added[2])
+        why = f"{what} is to hold what each micro-batch adds to the gradient of "
+        why += f"{self.parameters(unit)} once, and holds that of micro-batch {odd[2]} {held[odd]} "
+        legal = f"one made of it behind position {self.last[unit]}, which adds to it last; or the "
+        self.odd = self.refuse(
+            position, why + "times", legal + "sum of parts that have none in common"
+        )
+
+    def _of_all(self, position: int, ins: Instr) -> None:
+        """The norm is that of all gradients."""
+        missing = self.whole.keys() - {v[1] for v in ins.reads}
+        if missing:
+            why = f"does not read the gradient of {self.parameters(min(missing))}"
+            raise self.refuse(position, why, "one NORM, of what each UPDATE reads")
+
+    def _clips(self, position: int, ins: Instr) -> None:
+        """An update reads the norm where it has to."""
+        scaled = self.program.plan.precision == "fp16"
+        if (self.program.clips or scaled) and not any(v[0] in NORMS for v in ins.reads):
+            lost = "be clipped" if self.program.clips else "leave out a step that overflows"
+            why = f"does not read the norm, without which it would not {lost}"
+            raise self.refuse(position, why, "('norm', 0, 0) among what it reads, behind the NORM")
+
     def _made(self, position: int, ins: Instr, v: Value) -> None:
         if v[0] != "grad":
             self.owed[v] = cut_by(self.program.model, ins, v)
             return
         unit = v[1]
         self.adds[unit] = position
+        self.holds.setdefault(v, Counter())[unit, ins.at, ins.mb] += 1
         if self.owed.setdefault(v, self.born[unit]) != self.born[unit]:
             why = f"adds to the gradient of {self.parameters(unit)}, which is summed over "
             why += f"{_axes(self.born[unit] - self.owed[v])} already: another sum would count "
@@ -163,6 +221,7 @@ class Sums:
         missing = self.owed.get(v, frozenset())
         if axis in missing:
             self.owed[made] = missing - {axis}
+            self.holds[made] = self.holds.get(v, Counter()).copy()
             return
         what, legal = self.names.value(v), "one sum over each axis over which a value is partial"
         why = f"is not partial over {ins.lane!r}"
@@ -181,6 +240,13 @@ class Sums:
             why = f"one is partial over {_axes(missing)}, the other over {_axes(before)}"
             raise self.refuse(position, why, "two values summed over the same axes")
         self.owed[made] = missing
+        held = self.holds.get(v, Counter())
+        if ins.op == KEEP:  # there is nothing left under its first name
+            self.holds.pop(v, None)
+        if ins.op == ADD:
+            self.holds.setdefault(made, Counter()).update(held)
+        else:
+            self.holds[made] = held.copy()
 
 
 def born(program: Program, pp: int) -> list[frozenset[Axis]]:
