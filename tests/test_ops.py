@@ -378,6 +378,13 @@ class Keeping(Own):
         return self.last
 
 
+class InPlace(Squash):
+    def forward(self, x):
+        y = torch.sigmoid(self.mix(x))  # whose backward needs its result
+        y += x
+        return y
+
+
 class Recomputing(Own):
     def forward(self, x):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
@@ -406,6 +413,7 @@ REFUSED = {
     "its forward depends on values": (lambda spec: Branching(), "without values"),
     "its forward changes a buffer": (Changing, "changes a buffer"),
     "its forward keeps a tensor": (Keeping, "keeps a tensor in last"),
+    "its forward changes what backward needs": (InPlace, r"in place a tensor of \(2, 6, 12\)"),
     "it recomputes itself": (Recomputing, "recomputes nothing itself"),
     "it is another one each time": (lambda spec: next(TURNS)(spec), "and the next time"),
     "it has a lazy layer": (lambda spec: nn.LazyLinear(spec.hidden), "'weight' has no shape"),

@@ -57,8 +57,8 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     """What ``spec.block`` keeps and computes for ``batch`` samples.
 
     Raises ``ValueError`` where it does not map (b, s, h) to (b, s, h) of the same precision, cannot
-    run on tensors without values, or changes a buffer: such a state would be no part of a training,
-    and not the same on all ranks.
+    run on tensors without values, changes in place what its backward needs, or changes a buffer:
+    such a state would be no part of a training, and not the same on all ranks.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,10 +69,17 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     shape = (batch, spec.seq_len, spec.hidden)
     saved: dict[int, Any] = {}  # storages by address; backward lets go of them, one by one
+    changed: list[Any] = []  # tensors that backward needs and forward has changed meanwhile
 
     def save(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = weakref.ref(storage)
+        return tensor, tensor._version
+
+    def find(packed: Any) -> Any:  # torch compares versions too, but not of what a hook has saved
+        tensor, version = packed
+        if tensor._version != version:
+            changed.append(tuple(tensor.shape))
         return tensor
 
     try:
@@ -88,7 +95,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             buffers = list(named.values())[len(parameters) :]
             versions = [buffer._version for buffer in buffers]
             counter = _counter()
-            with saved_tensors_hooks(save, lambda tensor: tensor), counter:
+            with saved_tensors_hooks(save, find), counter:
                 y = torch.func.functional_call(module, named, (x,))
                 if fits := isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
                     rows = y.detach().reshape(-1, spec.hidden)  # as the op hands it on
@@ -131,6 +138,9 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         why = "its forward changes a buffer, and such a state would not be the same on all ranks"
         legal = "a module whose buffers stay as they are: a LayerNorm in place of a BatchNorm, say"
         raise illegal("block", name, why, legal)
+    if changed:
+        why = f"its forward changes in place a tensor of {changed[0]} that its backward needs"
+        raise illegal("block", name, why, "a new tensor there: y = y + x in place of y += x, say")
     constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
     scratch = above, counter.peak - made
     passes = passes_input, passes_grad
