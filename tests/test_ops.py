@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import weakref
 from types import SimpleNamespace
 
@@ -385,6 +386,55 @@ class InPlace(Squash):
         return y
 
 
+class Replacing(Own):
+    def forward(self, x):
+        self.weights = 0.9 * self.weights
+        return super().forward(x)
+
+
+class Counting(Squash):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 10)
+
+
+class Collecting(Squash):
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.mix.seen = {"widths": []}
+
+    def forward(self, x):
+        self.mix.seen["widths"].append(x.shape[-1])
+        return super().forward(x)
+
+
+class Dropping(Squash):
+    def forward(self, x):
+        return x if random.random() < 0.5 else super().forward(x)
+
+
+class Shaking(Squash):
+    def forward(self, x):
+        return super().forward(x) * np.random.rand()
+
+
+class Noting(Own):
+    """A block whose attributes are set by its calls, to the same at each."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.turned = nn.utils.parametrizations.weight_norm(nn.Linear(spec.hidden, spec.hidden))
+        self.turned.register_forward_hook(lambda module, inputs, result: 2 * result)
+        self.again, self.shape, self.largest = self.mix, None, math.nan
+        self.chosen = random.Random(0)
+
+    def forward(self, x):
+        self.shape, self.sizes = x.shape, [x.shape[0], math.nan]
+        return self.turned(super().forward(self.again(x)))
+
+
 class Recomputing(Own):
     def forward(self, x):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
@@ -412,6 +462,11 @@ REFUSED = {
     "its result has another shape": (lambda spec: nn.Linear(spec.hidden, 3), r"\(2, 6, 3\)"),
     "its forward depends on values": (lambda spec: Branching(), "without values"),
     "its forward changes a buffer": (Changing, "changes a buffer"),
+    "its forward replaces a buffer": (Replacing, "changes a buffer"),
+    "its forward counts": (Counting, "changes calls"),
+    "its forward collects": (Collecting, "changes mix.seen"),
+    "its forward draws with Python": (Dropping, "draws with random, "),
+    "its forward draws with NumPy": (Shaking, "draws with numpy.random"),
     "its forward keeps a tensor": (Keeping, "keeps a tensor in last"),
     "its forward changes what backward needs": (InPlace, r"in place a tensor of \(2, 6, 12\)"),
     "it recomputes itself": (Recomputing, "recomputes nothing itself"),
@@ -428,6 +483,10 @@ def test_a_block_that_cannot_be_trained_is_refused(why):
     block, said = REFUSED[why]
     with pytest.raises(ValueError, match=f"block=(.|\n)*{said}"):
         pl.Plan().validate(SPEC.replace(block=block))
+
+
+def test_a_block_may_note_what_is_the_same_at_every_call():
+    pl.Plan().validate(SPEC.replace(block=Noting))
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"recompute": "selective"}], ids=str)
