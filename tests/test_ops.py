@@ -506,6 +506,35 @@ def test_a_block_of_ones_own_has_its_parameters_counted_and_its_name_saved():
         again.parameter_shapes()
 
 
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_block_that_reads_what_has_changed_is_refused_and_not_counted_as_it_was(bare):
+    width = 2
+
+    class Wide(nn.Module):
+        def __init__(self, spec):
+            super().__init__()
+            size = width * spec.hidden, spec.hidden
+            if bare:  # of which the text of a module says nothing
+                self.weight = nn.Parameter(torch.zeros(size))
+            else:
+                self.up = nn.Linear(*size[::-1])
+
+        def forward(self, x):
+            weight = self.weight if bare else self.up.weight
+            return x + F.linear(F.relu(F.linear(x, weight)), weight.t())
+
+    spec, plan = SPEC.replace(block=Wide), pl.Plan()
+    plan.validate(spec)
+    counted = spec.num_params
+    width = 4
+    for asked in (lambda: plan.validate(spec), lambda: spec.num_params):
+        with pytest.raises(ValueError, match="(?s)block='own: Wide'.*24.*and now .*48.*again"):
+            asked()
+    width = 2
+    plan.validate(spec)
+    assert spec.num_params == counted
+
+
 def test_a_module_on_fake_tensors_computes_what_the_standard_ops_say():
     """Products, at least: elementwise work is measured for the ops, and counted for a module."""
 
