@@ -435,6 +435,48 @@ class Noting(Own):
         return self.turned(super().forward(self.again(x)))
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.flatten(0, 1).t() @ g.flatten(0, 1)
+
+
+class Attribute(Product):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.w = w
+        return Product.forward(ctx, x, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g @ ctx.w.t(), Product.backward(ctx, g)[1]
+
+
+class Multiplying(Squash):
+    function = Product
+
+    def forward(self, x):
+        return self.function.apply(x, self.mix.weight)
+
+
+class Sharing(Squash):
+    """A part with two names, and a weight of it in another part."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.again, self.other = self.mix, nn.Linear(spec.hidden, spec.hidden)
+        self.other.weight = self.mix.weight
+
+    def forward(self, x):
+        return x + self.again(F.gelu(self.mix(self.other(x))))
+
+
 class Recomputing(Own):
     def forward(self, x):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
@@ -469,6 +511,10 @@ REFUSED = {
     "its forward draws with NumPy": (Shaking, "draws with numpy.random"),
     "its forward keeps a tensor": (Keeping, "keeps a tensor in last"),
     "its forward changes what backward needs": (InPlace, r"in place a tensor of \(2, 6, 12\)"),
+    "its function keeps a weight itself": (
+        lambda spec: type("Kept", (Multiplying,), {"function": Attribute})(spec),
+        r"ctx.save_for_backward\(",
+    ),
     "it recomputes itself": (Recomputing, "recomputes nothing itself"),
     "it is another one each time": (lambda spec: next(TURNS)(spec), "and the next time"),
     "it has a lazy layer": (lambda spec: nn.LazyLinear(spec.hidden), "'weight' has no shape"),
@@ -483,6 +529,21 @@ def test_a_block_that_cannot_be_trained_is_refused(why):
     block, said = REFUSED[why]
     with pytest.raises(ValueError, match=f"block=(.|\n)*{said}"):
         pl.Plan().validate(SPEC.replace(block=block))
+
+
+def test_a_block_may_have_a_function_that_saves_its_weight():
+    pl.Plan().validate(SPEC.replace(block=Multiplying))
+
+
+def test_a_part_with_two_names_and_a_weight_of_another_computes_the_same_at_every_call(monkeypatch):
+    monkeypatch.setitem(OWN, "sharing", Sharing)
+    case = Case("sharing", 2, torch.float64)
+    first, once = case.forward()
+    second, again = case.forward()
+    assert torch.equal(first[0], second[0])
+    grads = case.upstream(first)
+    found = [case.backward(kept, grads, case.flat())[0] for kept in (once, again)]
+    assert torch.equal(*found)
 
 
 def test_a_block_may_note_what_is_the_same_at_every_call():

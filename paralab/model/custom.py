@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from paralab.model.facts import facts
+from paralab.model.facts import called, facts
 from paralab.model.ops import Op
 from paralab.spec.forms import block_shapes
 from paralab.spec.model import BYTES_PER_ELEMENT, ModelSpec
@@ -43,7 +43,7 @@ class Custom(Op):
         module, shape = self._module(env), (-1, self.spec.seq_len, self.spec.hidden)
         if not env.keeping:
             with env.drawing(self.name, 1.0):
-                y = torch.func.functional_call(module, dict(weights), (x.view(shape),))
+                y = called(module, dict(weights), x.view(shape))
             return (y.reshape(x.shape),), None
         leaf = x.detach().view(shape).requires_grad_()
         leaves = {name: weights[name].detach().requires_grad_() for name in self.params}
@@ -69,7 +69,7 @@ class Custom(Op):
             return now[name].as_strided(size, stride, now[name].storage_offset() + offset)
 
         with torch.enable_grad(), saved_tensors_hooks(save, find), env.drawing(self.name, 1.0):
-            y = torch.func.functional_call(module, leaves, (leaf,))
+            y = called(module, leaves, leaf)
         for w in leaves.values():  # the graph knows them, and their values are not needed
             w.data = w.new_empty(0)
         kept = (leaf, tuple(leaves.values()), get_gradient_edge(y), now)

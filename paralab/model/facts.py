@@ -73,12 +73,14 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     shape = (batch, spec.seq_len, spec.hidden)
     saved: dict[int, Any] = {}  # storages by address; backward lets go of them, one by one
+    backward, weights = False, set[int]()  # whether forward is over; the parameters' storages
     changed: list[Any] = []  # tensors that backward needs and forward has changed meanwhile
 
     def save(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = weakref.ref(storage)
-        return tensor, tensor._version
+        # Of a weight another tensor on the same storage: the weight itself is emptied, see below.
+        return tensor.detach() if storage._cdata in weights else tensor, tensor._version
 
     def find(packed: Any) -> Any:  # torch compares versions too, but not of what a hook has saved
         tensor, version = packed
@@ -97,6 +99,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             for local, b in module.named_buffers():
                 named[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(named.values())[len(parameters) :]
+            weights.update(p.untyped_storage()._cdata for p in parameters)
             versions, given = [buffer._version for buffer in buffers], dict(named)
             counter = _counter()
             with saved_tensors_hooks(save, find), counter:
@@ -115,12 +118,18 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                 del kept
                 counter.backward()
                 g = torch.empty_like(y)
+                # Backward without the weights, as on a rank: see custom.py's [Note: saved weights].
+                backward, whole = True, [parameter.detach() for parameter in parameters]
+                for parameter in parameters:
+                    parameter.data = parameter.new_empty(0)
                 with counter:
                     found = torch.autograd.grad(y, (x, *parameters), g, allow_unused=True)
                     back = [t.untyped_storage() for t in found if t is not None]
                     known = g.untyped_storage()._cdata
                     passes_grad = found[0] is not None and back[0]._cdata == known
                     made = sum(one.nbytes() for one in back if one._cdata != known)
+                for parameter, values in zip(parameters, whole, strict=True):
+                    parameter.data = values
                 # A second call tells what every call changes: the first may note its shapes, say.
                 before, numbers = _state(module), _generators()
                 called(module, dict(given), x)
@@ -131,6 +140,9 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         why = f"run on tensors without values, in {precision}, it raised {said}"
         legal = f"{MAPS}, whose shapes do not depend on values, and which recomputes nothing "
         legal += 'itself: Plan(recompute="full") does'
+        if backward:
+            legal += "; and whose own torch.autograd.Function keeps weights for backward by "
+            legal += "ctx.save_for_backward(...), not as attributes of ctx: other copies come then"
         raise illegal("block", name, why, legal) from error
     if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
