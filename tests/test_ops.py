@@ -72,6 +72,17 @@ class Squash(nn.Module):
         return torch.tanh(self.mix(x))
 
 
+class Turn(Squash):
+    """A block that sees a parameter as complex numbers."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.turns = nn.Parameter(torch.randn(spec.hidden, 2))
+
+    def forward(self, x):
+        return (torch.complex(x, super().forward(x)) * torch.view_as_complex(self.turns)).real
+
+
 OWN = {"own": Own, "own, saves its result": Squash}
 
 
@@ -343,15 +354,28 @@ def test_a_collective_computes_nothing():
     assert sum(isinstance(op, Collective) for op in ops) == 6  # 2 pairs, the embedding, the head
 
 
-def test_what_a_module_saves_of_its_weights_is_their_place():
-    """So a unit that ZeRO-3 gathered for forward can go, and backward computes with another one."""
-    case = Case("own", 2, torch.float64)
+def moved(weights, begin: int):
+    """Copies, in storages that have ``begin`` other numbers in front of them."""
+    copies = {n: w.new_empty(begin + w.numel())[begin:].view(w.shape) for n, w in weights.items()}
+    for name, copy in copies.items():
+        copy.copy_(weights[name])
+    return copies
+
+
+@pytest.mark.parametrize("setting", ["own", "own, complex"])
+@pytest.mark.parametrize("begin", [0, 1])
+def test_what_a_module_saves_of_its_weights_is_their_place(setting, begin, monkeypatch):
+    """So a unit that ZeRO-3 gathered for forward can go, and backward computes with another one,
+    wherever that begins.
+    """
+    monkeypatch.setitem(OWN, "own, complex", Turn)  # which there is not in 16 bits
+    case = Case(setting, 2, torch.float64)
     kept = case.forward()[1]
     assert not storages(list(case.weights.values())) & storages(kept)
     once, again = case.flat(), case.flat()
     grads = case.upstream(case.forward()[0])
     expected = case.backward(case.forward()[1], grads, once)
-    before, case.weights = case.weights, {n: w.clone() for n, w in case.weights.items()}
+    before, case.weights = case.weights, moved(case.weights, begin)
     gone = [weakref.ref(w.untyped_storage()) for w in before.values()]
     before.clear()
     assert not any(storage() for storage in gone)
