@@ -14,8 +14,6 @@ from collections import deque
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from paralab.checks import illegal
 from paralab.spec.forms import block_shapes, form_name
 from paralab.spec.model import ModelSpec
@@ -130,9 +128,11 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                     made = sum(one.nbytes() for one in back if one._cdata != known)
                 for parameter, values in zip(parameters, whole, strict=True):
                     parameter.data = values
+                del g, found, back  # a rank's recorder counts what is alive here, fake or not
                 # A second call tells what every call changes: the first may note its shapes, say.
                 before, numbers = _state(module), _generators()
-                called(module, dict(given), x)
+                with torch.no_grad():
+                    called(module, dict(given), x)
                 states = [n for n, value in _state(module).items() if before.get(n) != value]
                 drew = [n for n, value in _generators().items() if numbers[n] != value]
     except Exception as error:
@@ -207,6 +207,7 @@ def _state(module: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """``value`` as something that stays as it is now; None for what is not understood."""
+    import numpy as np
     from torch import Tensor
 
     if isinstance(value, (bool, int, float, complex, str, np.generic)):
@@ -230,6 +231,8 @@ def _plain(value: Any) -> Any:
 
 def _generators() -> dict[str, Any]:
     """The states of the generators that are one for the whole process, besides torch's."""
+    import numpy as np
+
     return {"random": random.getstate(), "numpy.random": repr(np.random.get_state(legacy=False))}
 
 
