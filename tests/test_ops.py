@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import weakref
 from types import SimpleNamespace
 
@@ -69,6 +70,17 @@ class Squash(nn.Module):
 
     def forward(self, x):
         return torch.tanh(self.mix(x))
+
+
+class Turn(Squash):
+    """A block that sees a parameter as complex numbers."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.turns = nn.Parameter(torch.randn(spec.hidden, 2))
+
+    def forward(self, x):
+        return (torch.complex(x, super().forward(x)) * torch.view_as_complex(self.turns)).real
 
 
 OWN = {"own": Own, "own, saves its result": Squash}
@@ -342,15 +354,28 @@ def test_a_collective_computes_nothing():
     assert sum(isinstance(op, Collective) for op in ops) == 6  # 2 pairs, the embedding, the head
 
 
-def test_what_a_module_saves_of_its_weights_is_their_place():
-    """So a unit that ZeRO-3 gathered for forward can go, and backward computes with another one."""
-    case = Case("own", 2, torch.float64)
+def moved(weights, begin: int):
+    """Copies, in storages that have ``begin`` other numbers in front of them."""
+    copies = {n: w.new_empty(begin + w.numel())[begin:].view(w.shape) for n, w in weights.items()}
+    for name, copy in copies.items():
+        copy.copy_(weights[name])
+    return copies
+
+
+@pytest.mark.parametrize("setting", ["own", "own, complex"])
+@pytest.mark.parametrize("begin", [0, 1])
+def test_what_a_module_saves_of_its_weights_is_their_place(setting, begin, monkeypatch):
+    """So a unit that ZeRO-3 gathered for forward can go, and backward computes with another one,
+    wherever that begins.
+    """
+    monkeypatch.setitem(OWN, "own, complex", Turn)  # which there is not in 16 bits
+    case = Case(setting, 2, torch.float64)
     kept = case.forward()[1]
     assert not storages(list(case.weights.values())) & storages(kept)
     once, again = case.flat(), case.flat()
     grads = case.upstream(case.forward()[0])
     expected = case.backward(case.forward()[1], grads, once)
-    before, case.weights = case.weights, {n: w.clone() for n, w in case.weights.items()}
+    before, case.weights = case.weights, moved(case.weights, begin)
     gone = [weakref.ref(w.untyped_storage()) for w in before.values()]
     before.clear()
     assert not any(storage() for storage in gone)
@@ -376,6 +401,104 @@ class Keeping(Own):
     def forward(self, x):
         self.last = super().forward(x)
         return self.last
+
+
+class InPlace(Squash):
+    def forward(self, x):
+        y = torch.sigmoid(self.mix(x))  # whose backward needs its result
+        y += x
+        return y
+
+
+class Replacing(Own):
+    def forward(self, x):
+        self.weights = 0.9 * self.weights
+        return super().forward(x)
+
+
+class Counting(Squash):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 10)
+
+
+class Collecting(Squash):
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.mix.seen = {"widths": []}
+
+    def forward(self, x):
+        self.mix.seen["widths"].append(x.shape[-1])
+        return super().forward(x)
+
+
+class Dropping(Squash):
+    def forward(self, x):
+        return x if random.random() < 0.5 else super().forward(x)
+
+
+class Shaking(Squash):
+    def forward(self, x):
+        return super().forward(x) * np.random.rand()
+
+
+class Noting(Own):
+    """A block whose attributes are set by its calls, to the same at each."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.turned = nn.utils.parametrizations.weight_norm(nn.Linear(spec.hidden, spec.hidden))
+        self.turned.register_forward_hook(lambda module, inputs, result: 2 * result)
+        self.again, self.shape, self.largest = self.mix, None, math.nan
+        self.chosen = random.Random(0)
+
+    def forward(self, x):
+        self.shape, self.sizes = x.shape, [x.shape[0], math.nan]
+        return self.turned(super().forward(self.again(x)))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.flatten(0, 1).t() @ g.flatten(0, 1)
+
+
+class Attribute(Product):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.w = w
+        return Product.forward(ctx, x, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g @ ctx.w.t(), Product.backward(ctx, g)[1]
+
+
+class Multiplying(Squash):
+    function = Product
+
+    def forward(self, x):
+        return self.function.apply(x, self.mix.weight)
+
+
+class Sharing(Squash):
+    """A part with two names, and a weight of it in another part."""
+
+    def __init__(self, spec: pl.ModelSpec) -> None:
+        super().__init__(spec)
+        self.again, self.other = self.mix, nn.Linear(spec.hidden, spec.hidden)
+        self.other.weight = self.mix.weight
+
+    def forward(self, x):
+        return x + self.again(F.gelu(self.mix(self.other(x))))
 
 
 class Recomputing(Own):
@@ -405,7 +528,17 @@ REFUSED = {
     "its result has another shape": (lambda spec: nn.Linear(spec.hidden, 3), r"\(2, 6, 3\)"),
     "its forward depends on values": (lambda spec: Branching(), "without values"),
     "its forward changes a buffer": (Changing, "changes a buffer"),
+    "its forward replaces a buffer": (Replacing, "changes a buffer"),
+    "its forward counts": (Counting, "changes calls"),
+    "its forward collects": (Collecting, "changes mix.seen"),
+    "its forward draws with Python": (Dropping, "draws with random, "),
+    "its forward draws with NumPy": (Shaking, "draws with numpy.random"),
     "its forward keeps a tensor": (Keeping, "keeps a tensor in last"),
+    "its forward changes what backward needs": (InPlace, r"in place a tensor of \(2, 6, 12\)"),
+    "its function keeps a weight itself": (
+        lambda spec: type("Kept", (Multiplying,), {"function": Attribute})(spec),
+        r"ctx.save_for_backward\(",
+    ),
     "it recomputes itself": (Recomputing, "recomputes nothing itself"),
     "it is another one each time": (lambda spec: next(TURNS)(spec), "and the next time"),
     "it has a lazy layer": (lambda spec: nn.LazyLinear(spec.hidden), "'weight' has no shape"),
@@ -420,6 +553,25 @@ def test_a_block_that_cannot_be_trained_is_refused(why):
     block, said = REFUSED[why]
     with pytest.raises(ValueError, match=f"block=(.|\n)*{said}"):
         pl.Plan().validate(SPEC.replace(block=block))
+
+
+def test_a_block_may_have_a_function_that_saves_its_weight():
+    pl.Plan().validate(SPEC.replace(block=Multiplying))
+
+
+def test_a_part_with_two_names_and_a_weight_of_another_computes_the_same_at_every_call(monkeypatch):
+    monkeypatch.setitem(OWN, "sharing", Sharing)
+    case = Case("sharing", 2, torch.float64)
+    first, once = case.forward()
+    second, again = case.forward()
+    assert torch.equal(first[0], second[0])
+    grads = case.upstream(first)
+    found = [case.backward(kept, grads, case.flat())[0] for kept in (once, again)]
+    assert torch.equal(*found)
+
+
+def test_a_block_may_note_what_is_the_same_at_every_call():
+    pl.Plan().validate(SPEC.replace(block=Noting))
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"recompute": "selective"}], ids=str)
@@ -437,6 +589,35 @@ def test_a_block_of_ones_own_has_its_parameters_counted_and_its_name_saved():
     assert again.block == "own: Own" and again != spec
     with pytest.raises(ValueError, match="only the name"):
         again.parameter_shapes()
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_block_that_reads_what_has_changed_is_refused_and_not_counted_as_it_was(bare):
+    width = 2
+
+    class Wide(nn.Module):
+        def __init__(self, spec):
+            super().__init__()
+            size = width * spec.hidden, spec.hidden
+            if bare:  # of which the text of a module says nothing
+                self.weight = nn.Parameter(torch.zeros(size))
+            else:
+                self.up = nn.Linear(*size[::-1])
+
+        def forward(self, x):
+            weight = self.weight if bare else self.up.weight
+            return x + F.linear(F.relu(F.linear(x, weight)), weight.t())
+
+    spec, plan = SPEC.replace(block=Wide), pl.Plan()
+    plan.validate(spec)
+    counted = spec.num_params
+    width = 4
+    for asked in (lambda: plan.validate(spec), lambda: spec.num_params):
+        with pytest.raises(ValueError, match="(?s)block='own: Wide'.*24.*and now .*48.*again"):
+            asked()
+    width = 2
+    plan.validate(spec)
+    assert spec.num_params == counted
 
 
 def test_a_module_on_fake_tensors_computes_what_the_standard_ops_say():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from paralab.model.facts import facts
+from paralab.model.facts import called, facts
 from paralab.model.ops import Op
 from paralab.spec.forms import block_shapes
 from paralab.spec.model import BYTES_PER_ELEMENT, ModelSpec
@@ -43,21 +43,23 @@ class Custom(Op):
         module, shape = self._module(env), (-1, self.spec.seq_len, self.spec.hidden)
         if not env.keeping:
             with env.drawing(self.name, 1.0):
-                y = torch.func.functional_call(module, dict(weights), (x.view(shape),))
+                y = called(module, dict(weights), x.view(shape))
             return (y.reshape(x.shape),), None
         leaf = x.detach().view(shape).requires_grad_()
         leaves = {name: weights[name].detach().requires_grad_() for name in self.params}
         now: dict[str, Any] = {}  # the weights that backward is given
         place = {
-            w.untyped_storage()._cdata: (name, w.storage_offset()) for name, w in leaves.items()
+            w.untyped_storage()._cdata: (name, w.storage_offset() * w.itemsize)
+            for name, w in leaves.items()
         }
         known = {t.untyped_storage()._cdata for t in (leaf, *module.buffers())}
 
         def save(saved):  # see [Note: saved weights]; the graph keeps what this function refers to
             storage = saved.untyped_storage()._cdata
-            if storage in place and saved.dtype == x.dtype:
-                name, begin = place[storage]
-                return name, saved.shape, saved.stride(), saved.storage_offset() - begin
+            if storage in place and not (saved.is_conj() or saved.is_neg()):
+                name, begin = place[storage]  # in bytes: it may be seen as complex numbers
+                begin = saved.storage_offset() * saved.itemsize - begin
+                return name, saved.dtype, saved.shape, saved.stride(), begin
             if storage not in known:
                 env.recorder.owns("activations", saved)
             return saved
@@ -65,11 +67,21 @@ class Custom(Op):
         def find(saved):
             if isinstance(saved, torch.Tensor):
                 return saved
-            name, size, stride, offset = saved
-            return now[name].as_strided(size, stride, now[name].storage_offset() + offset)
+            name, dtype, size, stride, offset = saved
+            w = now[name]
+            offset += w.storage_offset() * w.itemsize
+            if dtype == w.dtype:
+                return w.as_strided(size, stride, offset // w.itemsize)
+            seen = torch.empty(0, dtype=dtype, device=w.device)
+            if offset % seen.itemsize:  # these weights begin where no such number can
+                last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+                count = (last + 1) * seen.itemsize // w.itemsize
+                flat = w.as_strided((count,), (1,), offset // w.itemsize)
+                return flat.clone().view(dtype).as_strided(size, stride)
+            return seen.set_(w.untyped_storage(), offset // seen.itemsize, size, stride)
 
         with torch.enable_grad(), saved_tensors_hooks(save, find), env.drawing(self.name, 1.0):
-            y = torch.func.functional_call(module, leaves, (leaf,))
+            y = called(module, leaves, leaf)
         for w in leaves.values():  # the graph knows them, and their values are not needed
             w.data = w.new_empty(0)
         kept = (leaf, tuple(leaves.values()), get_gradient_edge(y), now)

@@ -8,7 +8,9 @@ that its other kernels read and write.
 
 from __future__ import annotations
 
+import random
 import weakref
+from collections import deque
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -57,8 +59,8 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     """What ``spec.block`` keeps and computes for ``batch`` samples.
 
     Raises ``ValueError`` where it does not map (b, s, h) to (b, s, h) of the same precision, cannot
-    run on tensors without values, or changes a buffer: such a state would be no part of a training,
-    and not the same on all ranks.
+    run on tensors without values, changes in place what its backward needs, or has a state that
+    changes from call to call: that would be no part of a training, and not the same on all ranks.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,10 +71,19 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     shape = (batch, spec.seq_len, spec.hidden)
     saved: dict[int, Any] = {}  # storages by address; backward lets go of them, one by one
+    backward, weights = False, set[int]()  # whether forward is over; the parameters' storages
+    changed: list[Any] = []  # tensors that backward needs and forward has changed meanwhile
 
     def save(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = weakref.ref(storage)
+        # Of a weight another tensor on the same storage: the weight itself is emptied, see below.
+        return tensor.detach() if storage._cdata in weights else tensor, tensor._version
+
+    def find(packed: Any) -> Any:  # torch compares versions too, but not of what a hook has saved
+        tensor, version = packed
+        if tensor._version != version:
+            changed.append(tuple(tensor.shape))
         return tensor
 
     try:
@@ -86,10 +97,11 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             for local, b in module.named_buffers():
                 named[local] = b.to(dtype) if b.is_floating_point() else b
             buffers = list(named.values())[len(parameters) :]
-            versions = [buffer._version for buffer in buffers]
+            weights.update(p.untyped_storage()._cdata for p in parameters)
+            versions, given = [buffer._version for buffer in buffers], dict(named)
             counter = _counter()
-            with saved_tensors_hooks(save, lambda tensor: tensor), counter:
-                y = torch.func.functional_call(module, named, (x,))
+            with saved_tensors_hooks(save, find), counter:
+                y = called(module, named, x)
                 if fits := isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
                     rows = y.detach().reshape(-1, spec.hidden)  # as the op hands it on
             if fits:
@@ -104,17 +116,33 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                 del kept
                 counter.backward()
                 g = torch.empty_like(y)
+                # Backward without the weights, as on a rank: see custom.py's [Note: saved weights].
+                backward, whole = True, [parameter.detach() for parameter in parameters]
+                for parameter in parameters:
+                    parameter.data = parameter.new_empty(0)
                 with counter:
                     found = torch.autograd.grad(y, (x, *parameters), g, allow_unused=True)
                     back = [t.untyped_storage() for t in found if t is not None]
                     known = g.untyped_storage()._cdata
                     passes_grad = found[0] is not None and back[0]._cdata == known
                     made = sum(one.nbytes() for one in back if one._cdata != known)
+                for parameter, values in zip(parameters, whole, strict=True):
+                    parameter.data = values
+                del g, found, back  # a rank's recorder counts what is alive here, fake or not
+                # A second call tells what every call changes: the first may note its shapes, say.
+                before, numbers = _state(module), _generators()
+                with torch.no_grad():
+                    called(module, dict(given), x)
+                states = [n for n, value in _state(module).items() if before.get(n) != value]
+                drew = [n for n, value in _generators().items() if numbers[n] != value]
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         why = f"run on tensors without values, in {precision}, it raised {said}"
         legal = f"{MAPS}, whose shapes do not depend on values, and which recomputes nothing "
         legal += 'itself: Plan(recompute="full") does'
+        if backward:
+            legal += "; and whose own torch.autograd.Function keeps weights for backward by "
+            legal += "ctx.save_for_backward(...), not as attributes of ctx: other copies come then"
         raise illegal("block", name, why, legal) from error
     if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
@@ -127,14 +155,85 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                     f"it keeps a tensor in {place}, which is no parameter and no registered buffer"
                 )
                 raise illegal("block", name, why, "a local variable, or register_buffer(...)")
-    if versions != [buffer._version for buffer in buffers]:
+    replaced = [n for n, tensor in given.items() if named[n] is not tensor]
+    if replaced or versions != [buffer._version for buffer in buffers]:
         why = "its forward changes a buffer, and such a state would not be the same on all ranks"
         legal = "a module whose buffers stay as they are: a LayerNorm in place of a BatchNorm, say"
         raise illegal("block", name, why, legal)
+    if states:
+        why = f"every call of its forward changes {states[0]}, so that what it computes may depend "
+        why += "on how often a rank has called it, which is not the same in every plan"
+        legal = "a module whose attributes stay as they are, and a count kept outside of the model"
+        raise illegal("block", name, why, legal)
+    if drew:
+        why = f"its forward draws with {drew[0]}, and each rank would draw other numbers"
+        raise illegal("block", name, why, "torch.rand(...), which a plan starts alike on all ranks")
+    if changed:
+        why = f"its forward changes in place a tensor of {changed[0]} that its backward needs"
+        raise illegal("block", name, why, "a new tensor there: y = y + x in place of y += x, say")
     constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
     scratch = above, counter.peak - made
     passes = passes_input, passes_grad
     return Facts(keeps, keeps_result, passes, constant, scratch, forward, counter.work)
+
+
+def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
+    """``module(x)`` with ``tensors`` for its parameters and buffers, and only for this call: in a
+    part that has two names torch leaves them behind, and next time takes it for tied no longer.
+    """
+    import torch
+
+    own = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    try:
+        return torch.func.functional_call(module, tensors, (x,))
+    finally:
+        for part, parameters, buffers in own:
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
+
+
+def _state(module: Any) -> dict[str, Any]:
+    """What the attributes of a module and of its parts are, as far as they can be compared."""
+    from torch import nn
+
+    torchs = vars(nn.Module()).keys() - {"training"}  # among them its parameters and its hooks
+    return {
+        f"{local}.{attribute}".lstrip("."): _plain(value)
+        for local, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if attribute not in torchs
+    }
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as something that stays as it is now; None for what is not understood."""
+    import numpy as np
+    from torch import Tensor
+
+    if isinstance(value, (bool, int, float, complex, str, np.generic)):
+        return repr(value)  # a nan is equal to itself as text alone
+    if isinstance(value, dict):
+        return [(repr(key), _plain(entry)) for key, entry in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    return None
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the generators that are one for the whole process, besides torch's."""
+    import numpy as np
+
+    return {"random": random.getstate(), "numpy.random": repr(np.random.get_state(legacy=False))}
 
 
 def _counter() -> Any:

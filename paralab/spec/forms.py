@@ -88,27 +88,53 @@ def check_block(form: Any) -> None:
         raise illegal("block", form, "not a class and not a function", legal + "model")
 
 
-@lru_cache(maxsize=16)
 def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the parameters of ``form(model)``, a block of the user's own. It is made
-    twice for this, on torch's "meta" device, without memory and without a random number: every
-    rank makes its own blocks, so each call has to make the same.
+    """{name: shape} of the parameters of ``form(model)``, a block of the user's own. It is made for
+    this on torch's "meta" device, without memory and without a random number: every rank makes its
+    own blocks, so each call has to make the same.
+
+    It is made anew each time that it is asked for, for in a notebook what it reads can change, and
+    what was counted, in other caches too, goes by the first that it made.
     """
     if isinstance(form, str):
         why = "a saved model keeps only the name of its block"
         raise illegal("block", form, why, "model.replace(block=the class or function itself)")
+    first, shapes = _block_once(form, model)
+    now = _on_meta(form, model)
+    found = {local: tuple(parameter.shape) for local, parameter in now.named_parameters()}
+    if (repr(now), found) != (repr(first), shapes):
+        was, differs = (first, now) if found == shapes else (shapes, found)
+        why = (
+            f"block(model) made {shown(was)} when it was first asked for, and now {shown(differs)}"
+        )
+        legal = "a block whose sizes come from its model alone, or, after what it reads has "
+        raise illegal("block", form_name(form), why, legal + "changed, the same code defined again")
+    return shapes
+
+
+def _on_meta(form: Any, model: Any) -> Any:
+    """The module ``form(model)``, or the refusal."""
     import torch
 
     legal = "a class or function that makes an nn.Module of a ModelSpec, or None"
     name = form_name(form)
     try:
         with torch.device("meta"):
-            module, again = form(model), form(model)
+            module = form(model)
     except Exception as error:
         why = f"block(model) raised {type(error).__name__}: {error}"
         raise illegal("block", name, why, legal) from error
     if not isinstance(module, torch.nn.Module):
         raise illegal("block", name, f"block(model) returned {shown(module)}", legal)
+    return module
+
+
+@lru_cache(maxsize=1024)  # as long as any other cache knows the model
+def _block_once(form: Any, model: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """A block, and the shapes of its parameters, proved to be what a plan can train."""
+    import torch
+
+    name, module, again = form_name(form), _on_meta(form, model), _on_meta(form, model)
     if repr(module) != repr(again):
         why = f"block(model) made {shown(module)}, and the next time {shown(again)}"
         raise illegal("block", name, why, "one that makes the same module at every call")
@@ -126,4 +152,4 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
             why = f"its parameter {local!r} is of {parameter.dtype}, and ranks hold real numbers"
             raise illegal("block", name, why, "two parameters in place of a complex one")
         shapes[local] = tuple(parameter.shape)
-    return shapes
+    return module, shapes

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from paralab.parallel.schedules import SPLIT
-from paralab.spec.forms import form_name, make_schedule, saved
+from paralab.spec.forms import block_shapes, form_name, make_schedule, saved
 from paralab.spec.tiers import Offload, resolved
 
 ON_DEVICE = Offload()
@@ -154,6 +154,7 @@ def block_runs(block: Any, model: Any, microbatch_size: int, precision: str) -> 
     if block is not None:
         from paralab.model.facts import facts
 
+        block_shapes(block, model)  # which is compared each time with what the facts are of
         facts(model, microbatch_size, precision)
     return True
 
