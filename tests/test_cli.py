@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -285,7 +286,12 @@ def test_an_interrupt_is_exit_130(experiment, capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_a_job_ends_as_ctrl_c_does(experiment, capsys, monkeypatch, number):
     """What cleans up runs: files of offloaded states would stay."""
-    monkeypatch.setattr(cli.experiment, "run", lambda *a, **k: os.kill(os.getpid(), number))
+
+    def run(*asked, **settings):
+        os.kill(os.getpid(), number)
+        time.sleep(60)  # another thread may be the one that the signal comes to first
+
+    monkeypatch.setattr(cli.experiment, "run", run)
     assert cli.main(["run"]) == 128 + number
     assert "interrupted; the ranks are stopped" in capsys.readouterr().err
     assert signal.getsignal(number) is signal.SIG_DFL
