@@ -53,7 +53,7 @@ from torch.optim import optimizer as optimizers
 from paralab.checks import illegal
 from paralab.instruments.foreign_calls import CALLS, Calls, as_data, carried, is_control, payload
 from paralab.instruments.foreign_hooks import around, stand_before
-from paralab.instruments.foreign_ledger import ForeignLedger, plain
+from paralab.instruments.foreign_ledger import ForeignLedger, plain, updated
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -191,8 +191,7 @@ class Observer:
         where = self.calls.where(dist.ProcessGroup.unbox(given["process_group"]), used[0].device)
         start = recorder.clock.host() if on_gpu is None else recorder.clock.mark()
         span = recorder.launch(f"comm:{where.axis}", after, start)
-        phase = self._phase(sent) if of_program or not self.found else "control"
-        for row in self.calls.rows(op, given, sent, where, phase):
+        for row in self.calls.rows(op, given, sent, where, self._phase(sent, of_program)):
             recorder.call((*row, span))
         for tensor in used:
             self._by_storage[tensor.untyped_storage()._cdata] = span
@@ -220,10 +219,11 @@ class Observer:
                 future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
         return result
 
-    def _phase(self, sent: list[Tensor]) -> str:
+    def _phase(self, sent: list[Tensor], of_program: bool) -> str:
+        """What another thread of the program sends is no part of its steps."""
         if not self.found:
             return "setup"
-        if is_control(sent):
+        if not of_program or is_control(sent):
             return "control"
         return self.inside[-1] if self.inside else "data"
 
@@ -317,7 +317,7 @@ class Observer:
     def _backward(self, *_: Any) -> Iterator[None]:
         """Around the autograd engine's work."""
         if "backward" in self.inside or not self._is_main():
-            self.about["threads"] |= _of_python() and not self._is_main()
+            self.about["threads"] |= not self._is_main() and _of_python()
             yield
             return
         self.about["closures"] |= "optimizer" in self.inside
@@ -360,7 +360,7 @@ class Observer:
                 self.ledger.find_gradients(optimizer)
                 self.ledger.owns_trained(optimizer, model=bool(self._seen))
             elif self._looks:
-                self._shows(*(p for group in optimizer.param_groups for p in group["params"]))
+                self._shows(*updated(optimizer))
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 

@@ -109,7 +109,7 @@ class ForeignLedger(Ledger):
         """Gradients that code has put where autograd would have: FSDP2's shards of them."""
         known = [reference() for reference in self._parameters]
         if optimizer is not None:
-            known += [p for group in optimizer.param_groups for p in group["params"]]
+            known += updated(optimizer)
         for parameter in known:
             if parameter is not None and parameter.grad is not None:
                 self._accumulated(parameter)
@@ -118,7 +118,7 @@ class ForeignLedger(Ledger):
         """What an optimizer updates and no module has shown: copies of a model's weights in more
         bits, which are the optimizer's; without a model, parameters.
         """
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in updated(optimizer):
             life = self._meet(parameter)
             if life is not None and life.category in ("workspace", "other", "buffers"):
                 self.owns("optimizer" if model else "parameters", parameter)
@@ -126,6 +126,11 @@ class ForeignLedger(Ledger):
     def owns_state(self, optimizer: Any) -> None:
         """What an optimizer keeps from step to step."""
         self.owns("optimizer", *tensors(optimizer.state))
+
+
+def updated(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that an optimizer updates."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def plain(tensor: Tensor) -> Iterator[Tensor]:

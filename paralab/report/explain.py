@@ -16,6 +16,7 @@ from paralab.report.paradigm import (
     REDUCTIONS,
     backwards,
     form,
+    in_parts,
     made_of,
     mb,
     steps_of,
@@ -186,11 +187,7 @@ def _whole(report: Tables) -> str:
     """Of rank 0."""
     own = made_of(report, "parameters")
     whole = sorted((p for p in own if p["held"] == p["elements"]), key=lambda p: -p["bytes"])
-    if (
-        report.world_size == 1
-        or not own
-        or "FullyShardedDataParallel" in made_of(report, "modules")
-    ):
+    if report.world_size == 1 or not own or in_parts(report):
         return ""
     if not whole:
         return "All are sharded."

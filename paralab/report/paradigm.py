@@ -44,7 +44,7 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     n, psi = len(rows["ranks"].iloc[0]), trained_bytes(report, rank, axis)
     if n == 1:
         return "a group of one rank sends nothing"
-    if "FullyShardedDataParallel" in made_of(report, "modules", rank):
+    if in_parts(report, rank):
         return "FullyShardedDataParallel shows a rank's parts of parameters, so Ψ is not known"
     if not psi:
         return "no trained parameter was seen, so there is nothing to compare with"
@@ -145,8 +145,8 @@ def trained_bytes(report: Tables, rank: int, axis: str, *, trained: bool = True)
     if none is; without what other axes have cut away. Not ``trained``: of frozen ones. 0 where they
     are not known.
     """
-    if "FullyShardedDataParallel" in made_of(report, "modules", rank):
-        return 0.0  # it shows parts of parameters, and of what sizes they are is not seen
+    if in_parts(report, rank):
+        return 0.0
     own = [p for p in made_of(report, "parameters", rank) if p["trained"] == trained]
     along = [p for p in own if axis in p.get("cut", ())]
     total = 0.0
@@ -154,6 +154,11 @@ def trained_bytes(report: Tables, rank: int, axis: str, *, trained: bool = True)
         elsewhere = prod(size for name, size in p.get("cut", {}).items() if name != axis)
         total += p["elements"] / elsewhere * p["bytes"] / max(p["held"], 1)
     return total
+
+
+def in_parts(report: Tables, rank: int = 0) -> bool:
+    """Whether the program is FSDP1's: it shows parts of parameters, of sizes that are not seen."""
+    return "FullyShardedDataParallel" in made_of(report, "modules", rank)
 
 
 def made_of(report: Tables, what: str, rank: int = 0) -> Any:

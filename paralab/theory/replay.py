@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal, instance, real
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
 from paralab.programs.instructions import Instr
-from paralab.report.metrics import device_of, in_outline, reach
+from paralab.report.metrics import device_of, in_outline, node_of, reach
 from paralab.report.tables import letters
 from paralab.spec import Cluster
 from paralab.spec.links import Reach
-from paralab.theory.traffic import POINT_TO_POINT, level
+from paralab.theory.traffic import POINT_TO_POINT, ends, level
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,19 +126,18 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
 
 
 def _placed(report: Tables, cluster: Cluster) -> Tables:
-    """The report with its ranks on the cluster's nodes; what ran on which is said anew."""
+    """The report with its ranks on the cluster's nodes; on which links calls were is said anew."""
     if (ranks := report.world_size) > cluster.num_devices:
         why = f"it has {cluster.num_devices} devices, and the run {ranks} ranks, one on each"
         raise illegal("cluster", cluster.name, why, "one with more nodes, or None for this machine")
-    calls = report.collectives
-    ends = zip(calls["op"], calls["rank"], calls["peer"], calls["ranks"], strict=True)
-    ends = [(rank, peer) if op in POINT_TO_POINT else ranks for op, rank, peer, ranks in ends]
-    levels = [level(some, cluster.node_of) for some in ends]
-    return dataclasses.replace(
-        report,
-        meta={**report.meta, "nodes": list(map(cluster.node_of, range(ranks)))},
-        collectives=calls.assign(level=levels),
-    )
+    nodes = list(map(cluster.node_of, range(ranks)))
+    if nodes == [node_of(report, rank) for rank in range(ranks)]:
+        return report
+    calls, names = report.collectives, ("op", "rank", "peer", "ranks")
+    rows = zip(*(calls[name] for name in names), strict=True)
+    levels = [level(ends(*row), cluster.node_of) for row in rows]
+    meta = {**report.meta, "nodes": nodes}
+    return dataclasses.replace(report, meta=meta, collectives=calls.assign(level=levels))
 
 
 # ---- what everything costs --------------------------------------------------------------------

@@ -103,10 +103,16 @@ def row(
     node_of: Callable[[int], int],
 ) -> Row:
     """The call as ``rank`` makes it; ``node_of``: node by global rank."""
-    ends = (rank, peer) if op in POINT_TO_POINT and peer >= 0 else ranks
     root = ranks.index(peer) if op in ROOTED else 0
     wire = wire_bytes(op, payload, len(ranks), ranks.index(rank), root)
-    return Row(op, axis, ranks, peer, level(ends, node_of), phase, payload, wire)
+    return Row(
+        op, axis, ranks, peer, level(ends(op, rank, peer, ranks), node_of), phase, payload, wire
+    )
+
+
+def ends(op: str, rank: int, peer: int, ranks: Sequence[int]) -> Sequence[int]:
+    """Between whom a call is: the two ends of a message, or a group."""
+    return (rank, peer) if op in POINT_TO_POINT and peer >= 0 else ranks
 
 
 def level(ranks: Sequence[int], node_of: Callable[[int], int]) -> str:
