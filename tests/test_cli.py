@@ -283,18 +283,33 @@ def test_an_interrupt_is_exit_130(experiment, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_a_job_ends_as_ctrl_c_does(experiment, capsys, monkeypatch, number):
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def ending(request):
+    """A signal that ends a process here, also where these tests run under `nohup`."""
+    previous = signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, previous)
+
+
+def test_a_signal_that_ends_a_job_ends_as_ctrl_c_does(experiment, capsys, monkeypatch, ending):
     """What cleans up runs: files of offloaded states would stay."""
 
     def run(*asked, **settings):
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), ending)
         time.sleep(60)  # another thread may be the one that the signal comes to first
 
     monkeypatch.setattr(cli.experiment, "run", run)
-    assert cli.main(["run"]) == 128 + number
+    assert cli.main(["run"]) == 128 + ending
     assert "interrupted; the ranks are stopped" in capsys.readouterr().err
-    assert signal.getsignal(number) is signal.SIG_DFL
+    assert signal.getsignal(ending) is signal.SIG_DFL
+
+
+def test_a_signal_that_nohup_has_switched_off_stays_so(experiment, capsys, monkeypatch, ending):
+    monkeypatch.setattr(cli.experiment, "run", lambda *a, **k: os.kill(os.getpid(), ending))
+    monkeypatch.setattr(cli, "_print_summary", lambda report: None)
+    signal.signal(ending, signal.SIG_IGN)
+    assert cli.main(["run"]) == 0
+    assert not capsys.readouterr().err and signal.getsignal(ending) is signal.SIG_IGN
 
 
 def test_a_full_disk_behind_the_output_is_said_once():
