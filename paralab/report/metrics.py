@@ -26,7 +26,7 @@ from paralab.spec import OWN_FORM
 from paralab.spec.links import Reach
 from paralab.spec.tiers import WAYS
 from paralab.theory import training
-from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, edges, far_share, level
+from paralab.theory.traffic import BOOKKEEPING, POINT_TO_POINT, edges, ends, far_share, level
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,8 +81,7 @@ def node_of(report: Tables, rank: int) -> int:
 
 def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -> Reach:
     """Where the group of a call is, or the two ends of a message."""
-    group = (rank, peer) if op == "send" else ranks
-    return Reach.of(group, functools.partial(node_of, report))
+    return Reach.of(ends(op, rank, peer, ranks), functools.partial(node_of, report))
 
 
 def own_calls(report: Tables) -> pd.DataFrame:
