@@ -8,7 +8,8 @@
     pl.program(model, pl.Plan(dp=4))                   # what every rank does, to read
     pl.observe(fn, ranks=4)                            # your own PyTorch program, unchanged
     pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # one rank of any plan: bytes, no times
-    pl.explore(model)                                  # both, with sliders
+    pl.explore(model)                                  # a plan on sliders, predicted and run
+    cluster = pl.Cluster.preset("dgx-a100", nodes=2)   # or one of your own, or Cluster.local()
     pl.plan_search(model, cluster)                     # which plan is best, and why
     pl.theory.papers.ptdp_table1()                     # what papers print, and for rows of your own
 

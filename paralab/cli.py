@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -69,10 +70,10 @@ FILES = {
         "wrote {0}: open it at ui.perfetto.dev",
     ),
 }
-OPTIMIZER = Option("optimizer", str, "adamw or sgd")
-TIMEOUT = Option("timeout", number, "seconds without a sign of life before the ranks stop")
+OPTIMIZER = Option("optimizer", str, "adamw (default) or sgd")
+TIMEOUT = Option("timeout", number, "seconds without a sign of life that end a run (default 120)")
 RANKS_OF_A_RUN = (
-    Option("device", str, "cpu or cuda (default: a GPU per rank where there are so many)"),
+    Option("device", str, "cpu or cuda (default: a GPU per rank where there are as many)"),
     TIMEOUT,
 )
 OBSERVE = (
@@ -85,6 +86,7 @@ OBSERVE = (
     ),
     TIMEOUT,
 )
+NODES = Option("nodes", number, "nodes of a cluster (default: as few as hold the plan)")
 CLIP_NORM = Option("clip_norm", number, "clip the gradients' global norm to this")
 
 
@@ -115,7 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, act: Callable[[argparse.Namespace], int], said: str, **how: Any) -> Any:
-        added = commands.add_parser(name, help=said, allow_abbrev=False, **how)
+        does = said[0].upper() + said[1:] + "."
+        added = commands.add_parser(name, help=said, description=does, allow_abbrev=False, **how)
         added.set_defaults(act=act, parser=added)
         return added
 
@@ -143,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     show = add("show", _show, "print a saved report, or a torchrun job's folder")
     show.add_argument("path", metavar="FILE_OR_FOLDER")
     _add_files(show, ("html", "perfetto"))
-    every = "Exit status 0 with every point, 1 without."
+    every = "Exit status 0 with every point, 1 without, 2 if the file is no notebook of a lab."
     check = add(
         "check", _check, "points for the answers in a lab's notebook, as JSON", epilog=every
     )
@@ -335,10 +338,27 @@ def _check(given: argparse.Namespace) -> int:
 
 def _dry_run(given: argparse.Namespace) -> int:
     with _refusals(given.parser):
-        report = dry_run(*_asked(given), **_own(given))
+        model, plan = _asked(given)
+        report = dry_run(model, plan, cluster=_preset(given, plan), **_own(given, "nodes"))
     _print_summary(report)
     _write(report, given)
     return 0
+
+
+def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
+    """The cluster that was named, of as many nodes as were asked for or as hold the plan."""
+    if given.cluster is None:
+        if "nodes" in given:
+            raise illegal("nodes", given.nodes, "only a cluster has several", "--cluster NAME too")
+        return None
+    choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
+    enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
+    return Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
+
+
+def _add_cluster(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    named = f"{', '.join(CLUSTER_PRESETS)} (default: {otherwise})"
+    parser.add_argument("--cluster", metavar="NAME", help=named)
 
 
 def _program(given: argparse.Namespace) -> int:
@@ -361,18 +381,12 @@ def _program(given: argparse.Namespace) -> int:
 def _predict(given: argparse.Namespace) -> int:
     with _refusals(given.parser):
         model, plan = _asked(given)
-        cluster = None
-        if given.cluster is None:
-            if "nodes" in given:
-                raise illegal("nodes", given.nodes, "this machine is one", "--cluster NAME too")
+        cluster = _preset(given, plan)
+        if cluster is not None and "device" in given:
+            raise illegal("device", given.device, "a preset has its own", "no --cluster")
+        if cluster is None:
             print(MEASURING, flush=True)
             cluster = Cluster.local(device=given.device) if "device" in given else None
-        elif "device" in given:
-            raise illegal("device", given.device, "a preset has its own", "no --cluster")
-        else:
-            choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
-            enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
-            cluster = Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
         report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
     from paralab.view.explore_parts import fits
 
@@ -416,12 +430,12 @@ COMMANDS = {
         _run,
         "train a GPT on real processes and print where time and bytes went",
         (
-            Option("steps", number, "optimizer steps, the first of them warm-up"),
+            Option("steps", number, "optimizer steps, the first of them warm-up (default 4)"),
             OPTIMIZER,
-            Option("lr", number, "learning rate"),
+            Option("lr", number, "learning rate (default 1e-3, of sgd 0.1)"),
             CLIP_NORM,
             Option("data", str, "a text file or folder (default: the source of torch's layers)"),
-            Option("seed", number, "draws weights and batches"),
+            Option("seed", number, "draws weights and batches (default 0)"),
             Option("memory_limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
             Option("checkpoint", str, "a folder for checkpoints, the last after the last step"),
             Option("save_every", number, "save a checkpoint every so many steps too"),
@@ -440,10 +454,12 @@ COMMANDS = {
         (
             Option("rank", number, "which of the plan's ranks to be (default 0)"),
             Option("steps", number, "optimizer steps (default 1); they are alike"),
+            NODES,
             OPTIMIZER,
             CLIP_NORM,
         ),
         ("save", "html"),
+        partial(_add_cluster, otherwise="processors of one node"),
     ),
     "program": Command(
         _program,
@@ -462,16 +478,12 @@ COMMANDS = {
         _predict,
         "what a run would take on this machine or a cluster, without one",
         (
-            Option("nodes", number, "nodes of a cluster (default: as few as hold the plan)"),
+            NODES,
             Option("device", str, "this machine's cpu or cuda (default: what a run would take)"),
             OPTIMIZER,
         ),
         ("save", "html", "perfetto"),
-        lambda parser: parser.add_argument(
-            "--cluster",
-            metavar="NAME",
-            help=f"{', '.join(CLUSTER_PRESETS)} (default: this machine, measured)",
-        ),
+        partial(_add_cluster, otherwise="this machine, measured"),
     ),
 }
 

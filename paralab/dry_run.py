@@ -47,7 +47,7 @@ def dry_run(
     memory (every step's), copies, steps and spans. Their times number what happens, one after the
     other. ``meta`` has the "rank" and its "num_params". Bytes are those of a run on the cluster's
     kind of device, row by row; a message counts as sent the moment it leaves. Memory on a 2D or
-    2.5D grid is that of the fullest rank, of which others hold up to a few per cent less. Raises
+    2.5D grid is that of the rank that holds most; others hold up to a few per cent less. Raises
     ValueError on anything that no run could do.
     """
     plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")

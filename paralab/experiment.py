@@ -141,14 +141,15 @@ def run(
                   (2^20): one more ends the run with OutOfMemory. Then `report.memory` has every
                   step, else step 0 alone; and every step is slower by what the ledger costs, 5 to
                   20 % on a processor and more on a GPU, so no time of it is a measurement
-    keep_state    also return ``report.weights`` and ``report.gradients``, which no file of it holds
-    save          a folder for checkpoints, written after the last step; the last two are kept, so
-                  one where a training has saved that is not resumed is refused
-    save_every    save too whenever it divides the number of steps the training has done
+    keep_state    also return ``report.weights`` and ``report.gradients``, which `report.save`
+                  leaves out
+    save          a folder for checkpoints, written after the last step; the last two are kept, so a
+                  folder with another training's checkpoints is refused, unless it is resumed
+    save_every    also save every so many steps, counted from the start of the training
     resume        a folder that ``save`` wrote: go on from its latest checkpoint (or from one in
-                  it, "folder/step-00000004"), under this plan or any other. ``steps`` are steps
-                  more; model, optimizer, seed, lr, clip_norm, global batch and text must be
-                  those of the checkpoint, and the batches are those that come next
+                  it, "folder/step-00000004"), under this plan or any other. ``steps`` is then the
+                  number of further ones; model, optimizer, seed, lr, clip_norm, global batch and
+                  text must be those of the checkpoint, and the batches are those that come next
     resume_changes  which of these may differ all the same: some of "lr", "global_batch", "data",
                   "clip_norm"
     device        "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each

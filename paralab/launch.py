@@ -52,7 +52,8 @@ def launch(
     ranks    processes, 1 to 64
     timeout  seconds without any sign of life (a result, a line printed, a call that ends) before
              the ranks are stopped; the time that they take to start does not count
-    device   "cpu", "cuda", or None for the default: default_device.py
+    device   "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
+             rank where there are as many, else the CPU
     live     show what ranks print as it comes; otherwise in rank order at the end
     stop     set it from any thread, at any moment, and the ranks end within a second
 

@@ -59,16 +59,16 @@ def observe(
 
     fn            ordinary code on torch.distributed, whose default process group is up; or the path
                   of a script, which makes its process group itself, from torchrun's variables.
-                  Without one: a context manager for this process, which yields what has the
-                  report's methods once the block has ended
+                  Without one: a context manager for this process, which yields an object
+                  that has the report's methods after the block
     ranks         processes, 1 to 64; ``args`` the same on every rank, of a script as text
     nodes         place the ranks on this many virtual nodes, the first ones on node 0
     steps         "optimizer": a step ends where the optimizer's ``step`` ends. "marked": where the
                   program calls ``paralab.step()``
     memory_steps  how many steps, from the first, the live ledger counts bytes in. Such a step is 5
                   to 20 % slower, and more where operations are small; later ones are timed without
-                  it. The first step lacks what optimizers make in it, so there are two. While it
-                  counts, torch.compile compiles nothing and torch.func refuses to work: observe
+                  it. Optimizers make their states at the end of the first, so there are two. While
+                  it counts, torch.compile compiles nothing and torch.func refuses to work: observe
                   such a program with 0
     launch        timeout, device, live, stop: as in `pl.launch`
 

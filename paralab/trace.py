@@ -53,14 +53,15 @@ def trace(
     ranks    processes, 1 to 64
     args     further arguments, the same on every rank; data of its own for each rank can come as
              one NumPy array, of which rank r takes ``torch.from_numpy(array[r])``
-    nodes    deal the ranks over this many virtual nodes, the first ones on node 0; calls between
+    nodes    place the ranks on this many virtual nodes, the first ones on node 0; calls between
              two of them count as "inter", and a replay uses the link between nodes
     memory   also find the peak of tensor bytes that ``fn`` had alive beyond what was alive when it
              was called, arguments included: ``report.meta["peak_bytes"]``, one number per rank
     timeout  seconds without any sign of life before the ranks are stopped
-    device   "cpu", "cuda", or None for the default: default_device.py
-    strict   hold every call to NCCL's order rules, whatever the backend; also one that a rank
-             makes alone, and waits for nobody
+    device   "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
+             rank where there are as many, else the CPU
+    strict   hold every call to NCCL's order rules, whatever the backend, and refuse one that a
+             rank makes alone, even if nobody waits for it
     live     show what ranks print as it comes; otherwise in rank order at the end
     stop     an event that ends the ranks when it is set
 

@@ -21,8 +21,9 @@ import pytest
 
 from paralab import cli, options
 from paralab.checks import illegal
+from paralab.dry_run import dry_run
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
-from paralab.spec import ModelSpec, Plan
+from paralab.spec import Cluster, ModelSpec, Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -347,6 +348,15 @@ def test_a_prediction_says_that_a_plan_does_not_fit(capsys):
     assert cli.main(large) == 0
     said = capsys.readouterr().out
     assert "It does not fit: one rank needs 684 GB on a device that has 80 GB" in said
+
+
+def test_a_dry_run_is_of_the_cluster_that_is_named(capsys):
+    """On GPUs no rank writes the s x s scores down."""
+    words = "dry-run --preset gpt2 --dp 2"
+    for more, device in (("", None), (" --cluster dgx-a100", Cluster.preset("dgx-a100"))):
+        assert cli.main(shlex.split(words + more)) == 0
+        report = dry_run(ModelSpec.preset("gpt2"), Plan(dp=2), cluster=device)
+        assert f"{round(report.peak_memory / 1e6):,}" in capsys.readouterr().out
 
 
 def test_numbers_are_readable_on_every_scale(capsys, tmp_path):

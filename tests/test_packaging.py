@@ -159,7 +159,7 @@ def test_lint_and_tests_are_configured_as_the_house_wants_them():
 
 # ---- the Makefile --------------------------------------------------------------------------------
 DOCUMENTED = (
-    *("lab", "demo", "test", "test-spawn", "memory"),
+    *("lab", "demo", "test", "test-spawn", "virtual", "memory"),
     *("gpu", "nbval", "bench", "labs", "clean"),
 )
 

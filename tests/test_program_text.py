@@ -322,7 +322,7 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
         (["program", "--lane", "tp"], "lane='tp': no instruction runs there"),
         (["program", "--all", "--diff-dp", "2"], "all=True: a difference has every line"),
         (["program", "--diff-pp", "40"], "pp=40: pp*virtual_stages is 40 stages"),
-        (["predict", "--nodes", "2"], "nodes=2: this machine is one; legal: --cluster NAME"),
+        (["predict", "--nodes", "2"], "nodes=2: only a cluster has several; legal: --cluster NAME"),
     ],
 )
 def test_a_shell_refuses_in_the_same_words(asked, words, capsys):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from paralab.experiment import run_under_torchrun
+from paralab.spec import MODEL_PRESETS
+from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.tensor import linear_elements
 from paralab.theory.traffic import wire_bytes
 
@@ -184,6 +186,15 @@ def test_a_rank_or_an_axis_that_a_plan_does_not_have_is_refused():
 def test_a_preset_that_there_is_not_is_refused(preset, name):
     with pytest.raises(ValueError, match="preset=.*legal: "):
         preset(name)
+
+
+@pytest.mark.parametrize(
+    "kind, presets",
+    [(pl.ModelSpec, MODEL_PRESETS), (pl.Cluster, CLUSTER_PRESETS)],
+    ids=["models", "clusters"],
+)
+def test_help_names_every_preset(kind, presets):
+    assert [name for name in presets if f'"{name}"' not in kind.preset.__doc__] == []
 
 
 @pytest.mark.parametrize("settings", [{"timeout": "long"}, {"timeout": 0}, {"device": "tpu"}])

@@ -4,9 +4,9 @@
     guess.commit(3.4)                              # or the slider and its button
     guess.reveal(6.3)                              # you said 3.4 MB, it is 6.3 MB: 0.54 times ...
 
-    why = pl.exercises.choose("why?", ["...", "..."])   # one of a few explanations: pick, reveal
+    why = pl.exercises.choose("why?", ["latency", "bandwidth"])  # explanations: pick, reveal
 
-    pl.exercises.all_gather_half                   # the task and its limits
+    pl.exercises.all_gather_half                   # the task and its limits; .task in a shell
     pl.exercises.all_gather_half.check(my_answer)  # a Verdict: limit | required | yours | ok
     pl.exercises.all_gather_half.hint()            # one hint at a time
     pl.exercises.all_gather_half.solution()        # source of one answer

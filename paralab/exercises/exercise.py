@@ -100,7 +100,13 @@ class Takes(NamedTuple):
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class Exercise:
-    """An exercise of a lab.
+    """An exercise of a lab; a notebook shows its task and its limits, anything else may print them
+    (``task``, ``stub``, ``required``). Runs in a script, too.
+
+        exercise.check(answer)   a Verdict on the function, class or dict that the task asks for; of
+                                 several, in the task's order
+        exercise.hint()          one hint at a time
+        exercise.solution()      source of one answer
 
     name      the attribute of ``pl.exercises``
     lab       where it is set, "01": the package's `LADDERS` say it

@@ -34,7 +34,7 @@ def guess(question: str, *, low: float, high: float, unit: str = "", decimals: i
 
 
 def choose(question: str, options: Sequence[str]) -> Choice:
-    """Ask which of two or more explanations holds. Raises ValueError if there are fewer."""
+    """Ask which of several explanations holds. Raises ValueError unless two differ."""
     options = [] if isinstance(options, str) else [str(option) for option in options]
     if len(set(options)) < 2:
         raise illegal("options", options, "nothing to choose from", "two or more different texts")

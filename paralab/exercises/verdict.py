@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Verdict:
-    """The answer to ``check``. True where every limit is kept.
+    """What `Exercise.check` returns. True where every limit is kept.
 
     passed   all rows are ok
     said     the first thing that is wrong, in one sentence; "" if nothing is

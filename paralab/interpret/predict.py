@@ -3,11 +3,6 @@
 The program is compiled once and read three times: when everything happens (time.py), what is alive
 meanwhile (memory.py), what every call sends (traffic.py). boxes.py writes that down as the recorder
 of a run does. No paradigm has a formula here: what it takes follows from its list of instructions.
-
-Left out, and part of the gap to a measured step: reading the data, Python between instructions,
-page faults, the cores that ranks share. So are calls of several groups in flight at once, which
-share a port, and what NCCL's kernels take from the compute that hides them: without these, overlap
-looks better than it is. Li+ 2020 (arXiv:2006.15704) measure what is modelled here.
 """
 
 from __future__ import annotations
@@ -31,6 +26,11 @@ from paralab.theory.uncollected import uncollected
 DETAILS = ("calls", "actions")
 MANY = 40_000  # rows of a report, at about 40 microseconds each
 MOST = 2_000_000  # rows: beyond, a report takes minutes and gigabytes
+STATED = {  # how a cluster says what a plan that offloads needs to know
+    "host": "pl.Link(alpha=10e-6, bandwidth=25e9)",
+    "host_bandwidth": "20e9",
+    "disk": "pl.Link(alpha=1e-4, bandwidth=2e9)",
+}
 Tables = dict[str, dict[str, list[Any]]]
 Samples = list[tuple[float, dict[Kind, int]]]
 
@@ -56,8 +56,12 @@ def predict(
                  per action, calls summed up (outline.py). None: calls while they are few. It is in
                  ``meta["detail"]``
 
-    Bytes are exact, times as good as the cluster's numbers. Memory is that of one step, as in a
-    run. There are no losses. Raises ValueError on a plan that cannot train the model.
+    Bytes are exact; memory is that of one step, as in a run. Times are as good as the cluster's
+    numbers, for ranks that share no core and no device. They leave out reading the data, Python
+    between instructions and page faults; and calls of several groups in flight at once, which share
+    a port, and what NCCL's kernels take from the compute that hides them (Li+ 2020,
+    arXiv:2006.15704, measure it), without which overlap looks better than it is. There are no
+    losses. Raises ValueError on a plan that cannot train the model.
     """
     plan = instance("plan", Plan() if plan is None else plan, Plan, "a pl.Plan(...)")
     plan.validate(model)
@@ -124,13 +128,11 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
         raise illegal(largest, getattr(plan, largest), why, legal)
     if plan.tiers is None:
         return
-    for name in ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme"):
-        if getattr(cluster, name) is None:
-            why = f"the plan offloads, and {cluster.name!r} does not say what its links to host "
-            why += "and files carry"
-            legal = "cluster.replace(host=pl.Link(alpha=10e-6, bandwidth=25e9), "
-            legal += "disk=pl.Link(...), host_bandwidth=...)"
-            raise illegal(name, None, why, legal)
+    asked = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
+    if missing := [name for name in asked if getattr(cluster, name) is None]:
+        why = f"the plan offloads, and {cluster.name!r} does not state it"
+        legal = ", ".join(f"{name}={STATED[name]}" for name in missing)
+        raise illegal(missing[0], None, why, f"cluster.replace({legal})")
 
 
 def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tables:

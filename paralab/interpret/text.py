@@ -121,7 +121,7 @@ class ProgramText(RankProgram):
     # ---- what it holds ---------------------------------------------------------------------------
     def peak(self, tier: str = "device") -> dict[str, int]:
         """{category: bytes} that the rank holds on a tier at the peak of its device; on a 2D or
-        2.5D grid, the fullest rank.
+        2.5D grid, that of the rank that holds most.
         """
         return on(choice("tier", tier, TIERS), self._weighed.held)
 

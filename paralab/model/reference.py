@@ -303,8 +303,8 @@ def train(
     data: object = None,
     seed: int = 0,
 ) -> Iterator[Step]:
-    """Train on this process. The steps, each made when it is asked for and not kept; first, as
-    number 0, the weights before any.
+    """Train on this process. Yields each `Step` when it is asked for, and keeps none; first, as
+    number 0, one with the weights before any.
 
     The arguments are those of `pl.run` and `pl.Plan`, and ``clip_norm`` may be one for each step. A
     plan with data-parallel ranks equals dp * microbatches micro-batches here.

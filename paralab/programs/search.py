@@ -69,12 +69,15 @@ def plan_search(
     """Every legal plan of ``model`` on ``devices`` of ``cluster``, ranked by predicted step time.
 
     devices       that a plan uses, all of them; default: all that the cluster has
-    global_batch  samples per step, of every plan; default: 4 per device
+    global_batch  samples per step, of every plan; default: dp * microbatches * microbatch_size
+                  where all three are given, else 4 per device
     memory        bytes per device, or text as "40GB"; default: what the cluster states
     optimizer     "adamw" or "sgd"
-    top           how many of the best plans that fit are compiled and simulated, at most: of those
-                  that are estimated to be 2 % slower than the fastest of them, the first three;
-                  and none that takes seconds to compile, if another fits
+    top           at most this many of the plans that fit are compiled and simulated, in the order
+                  of their estimates. Of many plans (three times ``top`` and more) three are enough
+                  where the next one's estimate is more than 2 % above the fastest simulated time,
+                  so a larger ``top`` may change nothing. Plans that take seconds to compile come
+                  last, and only if no other fits
     fixed         any field of `Plan` but passes, a schedule of one's own, "l2l" and grad_sync=None:
                   a value, or a list of values to try. Tried without: all dp, tp, pp and micro-batch
                   sizes that multiply up, every schedule of a pipeline, virtual stages of 2, 4, 8
@@ -84,9 +87,10 @@ def plan_search(
                   is fp32 unless said otherwise
 
     Estimates rank plans as the simulation does (rank correlation 0.97 and more in
-    tests/test_search.py). Of the simulated plans both time and memory are exact
-    predictions; any other is said to fit if its estimate leaves a tenth to spare. Raises ValueError
-    if nothing is legal, or nothing fits: then with the smallest need, and what would help.
+    tests/test_search.py). Time and memory of the simulated plans are those of `pl.predict`; any
+    other is said to fit if its estimate leaves a tenth to spare. Returns a `Search`, whose ``best``
+    is a `Plan`. Raises ValueError if nothing is legal, or nothing fits: then with the smallest
+    need, and what would help.
     """
     Plan().validate(model)  # raises what is wrong with the model itself
     check_cluster(Plan(), cluster)
@@ -112,8 +116,11 @@ def plan_search(
 class Search:
     """What `plan_search` found.
 
-    table    DataFrame, one row per plan, best first: rank, the settings, closed_s and simulated_s
-             (seconds per step, estimated and of the compiled plan; NaN where not compiled),
+    table    DataFrame, one row per plan. First those that were compiled and fit, by simulated_s;
+             then those that seem to fit, by closed_s; last what does not fit. So rows with a
+             simulated_s alone are in the order of predictions. Columns: rank, the settings,
+             closed_s and simulated_s (seconds per step, estimated and of the compiled plan; NaN
+             where not compiled),
              serial_s (the same where no communication and no copy overlaps with compute; of the
              compiled plan, else estimated), memory (bytes per device), fits (by the estimate and a
              tenth more where a plan was not compiled), bubble (share of the pipeline's time), then

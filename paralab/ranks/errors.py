@@ -43,7 +43,9 @@ class Nested(RuntimeError):
 
 
 class OutOfMemory(RuntimeError):
-    """An allocation failed. ``rank``: where; ``table``: what holds the memory, by category."""
+    """An allocation failed. ``rank``: where; ``traceback``: in which lines; ``table``: what holds
+    the memory, by category.
+    """
 
     def __init__(
         self, message: str, *, rank: int = -1, table: str = "", traceback: str = ""

@@ -109,7 +109,8 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
         return Chosen("cpu", "gloo")
     sees_one, gpus = torch.cuda.is_available(), len({one for one in cards if one[1]})
     if device == "cuda" and not sees_one:
-        legal = f"'cpu', or None for either; no {VARIABLE}=cuda in the environment"
+        legal = f"'cpu', and no {VARIABLE}=cuda in the environment; or after "
+        legal += "pl.set_default_device(None) no device at all"
         raise illegal("device", device, "torch sees no GPU here", legal)
     own, few = gpus == len(cards), f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
     if device is None and not (own and sees_one):

@@ -49,7 +49,10 @@ class Explanation(dict[str, str]):
 
 
 def explain(report: Tables) -> Explanation:
-    """Answers from the steps that count: all but step 0, where there are others."""
+    """What people ask of a distributed run: which collectives, whether the bytes agree with theory,
+    what is hidden, what fills the peak. A dict {question: answer} that prints as text, of the steps
+    that count: all but step 0, where there are others. Raises ValueError on a dry run.
+    """
     metrics.needs_times(report, "an explanation")
     steps = metrics.measured_steps(report)
     calls = metrics.own_calls(report)

@@ -119,7 +119,9 @@ def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
 
 
 def step_time(report: Tables) -> float:
-    """Median of ``step_durations``, seconds; NaN without steps."""
+    """Seconds of a step, the median over all steps but step 0 where there are others: of the rank
+    that takes longest, from its begin to its end. NaN without steps.
+    """
     return median(step_durations(report).values() or [NAN])
 
 
@@ -485,7 +487,10 @@ def peak(report: Tables, *, tier: str = "device", rank: int | None = None) -> Pe
 
 
 def peak_memory(report: Tables) -> int | None:
-    """Bytes on the device at the worst sample of the worst rank; None if memory was not sampled."""
+    """Bytes of all tensors on the device, workspace included, at the worst sample of the worst
+    rank; None if memory was not sampled. A GPU's context, and what its allocator has reserved and
+    does not use, are not counted.
+    """
     found = peak(report)
     return None if found is None else found.total
 
@@ -497,7 +502,7 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     interpret/memory.py says of the moment at which the rank holds most, workspace included; and the
     report's clock. There is no program of a traced function, nor of a saved one with a block,
     schedule or passes of the user's own; then its column is 0. On a 2D or 2.5D grid it is that of
-    the fullest rank, of which others hold up to a few per cent less. A dry run is the program, and
+    the rank that holds most; others hold up to a few per cent less. A dry run is the program, and
     has no second column of it. Raises ValueError if memory was not sampled.
     """
     import pandas as pd

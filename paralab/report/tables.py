@@ -250,8 +250,9 @@ class Tables:
     """What a run, a replay, a prediction or a dry run left behind: six tables, and whose they are.
 
     Everything that draws, compares or checks asks only ``clock`` where the times come from:
-    "measured" (wall clock, ranks on devices of their own), "replayed" (measured compute costs on
-    one virtual device per rank, with a stated link model) or "predicted"; or nowhere: "dry run".
+    "measured" (wall clock; ranks that share cores or a GPU wait for those, too), "replayed"
+    (measured compute costs on one virtual device per rank, with a stated link model) or
+    "predicted"; or nowhere: "dry run".
 
     Times are seconds from the start of step 0, sizes bytes. Step 0 is warm-up.
 

@@ -54,15 +54,16 @@ class Cluster(Description):
                       have used meanwhile
     wait_work         seconds of work behind a wait which pays half of that: little work needs
                       little of the caches. 0: any work pays all
-    memory            bytes per device
-    intra, inter      links inside a node, and between nodes: of one port
+    memory            bytes per device; by default without a limit, so that every plan fits
+    intra, inter      links inside a node, and between nodes: of one port. inter=None: the same as
+                      intra, so state it where there is more than one node
     ports             of a node to the others; None: as many as devices. See spec/links.py
     algorithm         of all-reduces: "ring" or "tree"; None: what takes less time of the two
     host, disk        links between a device and its host, each way, and to files; None: not stated,
-                      and plans that offload are refused
+                      and plans that use it are refused
     host_bandwidth    bytes/s at which a device's share of the host's processor updates states
-    collectives       links measured per operation inside a node, alpha per message; they go before
-                      `intra`
+    collectives       links measured per operation inside a node, alpha per message; they take
+                      precedence over `intra`
     products          {"bf16", "fp16" or "tf32": FLOP/s of products x W^T, g W, g^T x} where they
                       differ from fp32's: theory/work.py, `rate`; empty: `flops` in any precision
     odd_products      share of their rate that products in 16 bits reach with an odd number of
@@ -141,7 +142,7 @@ class Cluster(Description):
         return self.cores is None
 
     def rate(self, precision: str) -> float:
-        """FLOP/s of products in it, of a layer's three together. precision: or "tf32"."""
+        """FLOP/s over a layer's three products together, in "fp32", "bf16", "fp16" or "tf32"."""
         choice("precision", precision, ("fp32", *PRODUCTS))
         rates = self.products.get(precision)
         return 3 / sum(1 / rate for rate in rates) if rates else self.flops
@@ -210,7 +211,12 @@ class Cluster(Description):
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Cluster:
-        """A machine of the literature, ``nodes`` of it; where its figures are from stands below."""
+        """A machine of the literature, ``nodes`` of it.
+
+        name  "dgx-v100" (of 16 devices), "dgx-a100" or "dgx-h100" (of 8). Rates are those that
+              published benchmarks reach, and kernels are fused as Megatron-LM's are. Each states
+              its link to the host, and none a disk: cluster.replace(disk=pl.Link(...))
+        """
         if not isinstance(name, str) or name not in CLUSTER_PRESETS:
             raise illegal("preset", name, "unknown cluster", ", ".join(CLUSTER_PRESETS))
         return cls(name=name, nodes=nodes, **CLUSTER_PRESETS[name])

@@ -137,7 +137,9 @@ class ModelSpec(Description):
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:
-        """A model of the literature, or one that a laptop trains in seconds."""
+        """A model of the literature, "gpt2", "gpt3-175b", or PTD-P's "ptdp-1.7b", "ptdp-7.5b",
+        "ptdp-39b", "ptdp-145b" and "ptdp-1t"; or "laptop", which a laptop trains in seconds.
+        """
         if not isinstance(name, str) or name not in MODEL_PRESETS:
             raise illegal("preset", name, "unknown model", ", ".join(MODEL_PRESETS))
         return cls(**MODEL_PRESETS[name])

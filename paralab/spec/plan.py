@@ -47,18 +47,20 @@ class Plan(Description):
                      backward), "bucketed" (flat buckets after backward), "overlapped" (flat buckets
                      launched while backward still runs). None leaves it to ``passes``
     bucket_bytes     size at which a gradient bucket is closed
-    schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved", "zb-h1",
-                     "zb-h2"; or "l2l", one rank's: a relay of the model's parts, whose parameters
-                     are offloaded. Or a function of your own, f(pp, microbatches) or f(pp,
-                     microbatches, virtual_stages), that returns a list of actions per rank, as
-                     those of parallel/schedules.py do, or of their text ("0F0")
-    virtual_stages   model chunks, or stages, per pipeline rank, v. Stage s of the pp * v lies on
-                     rank s % pp
+    schedule         a pipeline's order of work: "naive", "gpipe", "1f1b", "interleaved" (whose
+                     microbatches are a multiple of pp), "zb-h1", "zb-h2"; or "l2l", one rank's: a
+                     relay of the model's parts, whose parameters are offloaded. Or a function of
+                     your own, f(pp, microbatches) or f(pp, microbatches, virtual_stages), that
+                     returns a list of actions per rank, as those of parallel/schedules.py do, or of
+                     their text: "0F2" is the forward of micro-batch 2 on stage 0; B is a backward,
+                     I and W its halves for inputs and weights
+    virtual_stages   model chunks, or stages, per pipeline rank, v; more than one with "interleaved"
+                     or a schedule of your own. Stage s of the pp * v lies on rank s % pp
     zero_stage       what data-parallel ranks keep only a share of (ZeRO): 0 nothing, 1 optimizer
                      states, 2 gradients too (with pp > 1 they are reduced once a step, as with 1),
                      3 parameters too
-    shard            data-parallel ranks that share one copy of the states; dp/shard replicas
-                     of it (HSDP). None: all dp of them
+    shard            with zero_stage 1 to 3: data-parallel ranks that share one copy of the states;
+                     dp/shard replicas of it (HSDP). None: all dp of them
     secondary_shard  with stage 3: neighbouring data-parallel ranks, on one node, that share a
                      second copy of the parameters, which backward gathers (hpZ of ZeRO++)
     prefetch         units beyond the one in use whose parameters stage 3 may hold gathered
@@ -70,14 +72,14 @@ class Plan(Description):
                      and over ranks, in fp32; "fp32-copy": in ``precision``, and all of them are
                      copied to fp32 before the update. None: in ``precision``. What one micro-batch
                      adds is a product in 16 bits, and is rounded as such
-    tf32             with precision="fp32", on GPUs: products are of operands rounded to tf32's 10
-                     bits behind the point, several times as fast. Nothing on CPUs; predictions take
+    tf32             with precision="fp32", on GPUs: products are of operands rounded to tf32's
+                     mantissa of 10 bits, several times as fast. Nothing on CPUs; predictions take
                      the cluster's rate as it is stated
     tp_mode          how a layer is cut over tp ranks: "1d", "2d" (q x q of them), "2.5d" (d of
                      these), "3d" (q x q x q)
     tp_depth         d of "2.5d"; by default the largest up to q with tp = d q^2
-    sequence_parallel  with tp_mode="1d": the residual stream lies on the tp ranks in parts of the
-                     sequence
+    sequence_parallel  with tp_mode="1d": the residual stream is sharded over the tp ranks along
+                     the sequence
     tp_overlap       with tp_mode="1d": backward's messages move while gradients are computed that
                      do not need them. False: each is waited for as soon as it is posted, as in
                      Megatron-LM before 30 August 2021
@@ -85,8 +87,10 @@ class Plan(Description):
     partition_messages  with tp_mode="1d" and pp > 1: of a message between stages each tp rank sends
                      a part, and the receivers gather it (PTD-P's scatter/gather)
     offload          where states lie that are not on the device: "cpu" (the host's memory) or
-                     "nvme" (files). Or a table of both, see `tiers.Offload`; with zero_stage of 1
-                     to 3, on one device too
+                     "nvme" (files; gradients in the host's memory), which move what zero_stage
+                     shards. Or a dict: {"parameters", "gradients", "optimizer" or "activations":
+                     "device" | "cpu" | "nvme"}, and the other fields of paralab.spec.tiers.Offload.
+                     States need zero_stage 1 to 3, on one device too; activations recompute="full"
     passes           functions of your own, f(program) -> program, which change every rank's list of
                      instructions: see programs/own.py
 

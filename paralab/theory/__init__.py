@@ -15,14 +15,13 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name in _modules():
+    if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+__all__ = sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
 def __dir__() -> list[str]:
-    return sorted(_modules())
-
-
-def _modules() -> set[str]:
-    return {module.name for module in pkgutil.iter_modules(__path__)}
+    return __all__

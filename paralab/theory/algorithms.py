@@ -27,7 +27,8 @@ def algorithms(report: Tables) -> pd.DataFrame:
     nodes, near      nodes that the group is on, and members on one of them
     calls            of all ranks and steps
     algorithm        "ring", "tree", "pairwise" or "direct"
-    latency_s, moving_s   seconds: alpha, once per message that comes after another; and the bytes
+    latency_s, moving_s   seconds per call: alpha, once per message that comes after another; and
+                     bytes over bandwidth
     otherwise_s      seconds by the other algorithm, where there is a choice
 
     Raises ValueError for a report in outline, whose calls are summed up, or without a cluster.

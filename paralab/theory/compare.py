@@ -99,8 +99,9 @@ def compare(expect: Tables, report: Tables) -> Comparison:
 
     The run is replayed with the links of the prediction's cluster, so that these two differ in
     compute costs alone. A program that was observed may make other calls than ours: of its bytes
-    the sum of each rank is compared. Raises ValueError naming the first difference if the two are
-    not about the same thing, or if a run on GPUs is held against a prediction for processors.
+    the sum of each rank is compared. Returns a `Comparison`. Raises ValueError naming the first
+    difference if the two are not about the same thing, or if a run on GPUs is held against a
+    prediction for processors.
     """
     expect, report = _in_order(expect, report)
     if report.model is None and "observed" in report.meta:
@@ -143,7 +144,8 @@ def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
     if a.clock != "predicted" or b.clock == "predicted":
         clocks = " and ".join(sorted({a.clock, b.clock}))
         raise ValueError(
-            f"clock: both reports are {clocks}; legal: one from pl.predict and one from pl.run"
+            f"clock: both reports are {clocks}; legal: one from pl.predict and one from pl.run; "
+            "for others side by side: pl.view.timelines(a, b)"
         )
     if b.meta.get("costs") == "predicted":
         why = "it is a prediction that was replayed, in which nothing was measured"

@@ -81,7 +81,8 @@ def training_days(
 ) -> float:
     """Days to train on ``tokens`` with ``devices`` that each reach ``flops`` FLOP/s.
 
-    These count what is recomputed, as PTD-P's do: with "none" the same devices reach fewer.
+    ``flops`` counts what is recomputed, as PTD-P's does: with recompute="none" the same devices
+    reach a lower figure.
     """
     tokens, flops = real("tokens", tokens, above=0.0), real("flops", flops, above=0.0)
     devices = whole("devices", devices, at_least=1)

@@ -7,8 +7,9 @@ Time is a sum, of what `spec.Cluster` says of the device:
               + kernels * cluster.op_overhead
 
 and no less than kernels * cluster.launch_overhead, the time in which the host has asked for it. A
-product of shapes (m, k) and (k, n) computes 2 m k n and moves m k + k n + m n, so narrow ones reach
-a lower rate (the roofline of Williams, Waterman & Patterson 2009, with a sum for its maximum).
+product of shapes (m, k) and (k, n) computes 2 m k n and moves m k + k n + m n elements, so narrow
+ones reach a lower rate (the roofline of Williams, Waterman & Patterson 2009, with a sum in place of
+its maximum). Few tokens and odd numbers of columns lower ``flops``, where the cluster says so.
 
 A processor without instructions for 16-bit products makes up for them in software, at rates that
 depend on how the operands lie in memory: measured on one core of an AMD EPYC, 64 to 75 GFLOP/s in

@@ -25,7 +25,7 @@ MAX_REPR = 110  # characters: one line of a notebook
 
 
 class Chart(go.Figure):
-    """A plotly Figure, with everything that one can do, and four attributes more.
+    """A plotly Figure, with all of its methods and four attributes more.
 
     table    DataFrame of what is drawn, one row per mark; None for an empty chart. Times in
              seconds, sizes in bytes, whatever unit the axis has

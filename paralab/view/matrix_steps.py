@@ -70,7 +70,7 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     if step is None:
         _animate(fig, steps, pictures)
     else:
-        shown, said = (step,), f"step {step} of {len(steps)}"
+        shown, said = (step,), f"step {step + 1} of {len(steps)}"
     return fig.explained(
         f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
         (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),
