@@ -29,6 +29,15 @@ def test_each_zero_stage_shards_one_state_more_and_shards_are_a_rankth():
         view.zero_shards(MODEL, 1)
 
 
+def test_the_area_of_a_state_is_its_bytes():
+    chart, grey = view.zero_shards(MODEL, DP), theme.look().wait
+    cells = [cell for cell in chart.layout.shapes if cell.fillcolor != grey]
+    areas = [(cell.x1 - cell.x0) * (cell.y1 - cell.y0) for cell in cells]
+    sizes = chart.table["bytes"].tolist()
+    shares = [size / sum(sizes) for size in sizes]
+    assert [area / sum(areas) for area in areas] == pytest.approx(shares, rel=0.01)
+
+
 def test_a_units_parameters_are_gathered_whenever_it_computes_and_then_freed():
     plan, unit = pl.Plan(dp=DP, zero_stage=3), 1
     chart, code = view.zero_unit(MODEL, plan, unit), compiled(MODEL, plan).codes[0]

@@ -20,6 +20,7 @@ from paralab.view.schematics import drawn
 STATES = ("parameters", "gradients", "optimizer")
 MOST_RANKS = 16
 GAP = 0.06  # of a cell
+HIGH, BETWEEN = 0.74, 0.02  # of a stage's row: all its bars together; between two of them
 KINDS = {  # of a unit's values: what they are called, and whose colour they have, as drawn
     "shard": ("own shard of the parameters", "parameters"),
     "w": ("gathered parameters", "buffers"),
@@ -41,27 +42,33 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     kept = [quick.states(quick.program_of(model, plan, "adamw", 0), 0) for plan in plans]
     faint = theme.look().faint
     cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, hold="left", ink=faint)]
+    every, tops, top = sum(kept[0].values()), {}, 0.1  # where a state's bar begins, and how high
+    for category, size in kept[0].items():
+        tops[category] = top, HIGH * size / every
+        top += tops[category][1] + BETWEEN
     notes += [note(f"rank {rank}", rank + 0.5, -0.12) for rank in range(dp)]
     for stage, held in enumerate(kept):
         name, total = f"ZeRO-{stage}" if stage else "data parallelism", sum(held.values())
         notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, hold="right"))
         notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, hold="left"))
-        for rank, (i, (category, size)) in product(range(dp), enumerate(held.items())):
+        for rank, (category, size) in product(range(dp), held.items()):
             parts = round(kept[0][category] / size)
             shard = rank if parts > 1 else 0
-            x, wide, y = rank + GAP, (1 - 2 * GAP) / parts, stage + 0.1 + i * 0.27
+            x, wide, (begin, high) = rank + GAP, (1 - 2 * GAP) / parts, tops[category]
+            y = stage + begin, stage + begin + high
             part = "all of them" if parts == 1 else f"shard {rank} of {parts}"
             said = f"rank {rank}, {name}<br>{category}: {part}, {theme.scaled(size, 'B')}"
             fill = theme.category_colour(category)
-            cells.append(Cell((x, x + wide * parts), (y, y + 0.24), theme.look().wait))
+            cells.append(Cell((x, x + wide * parts), y, theme.look().wait))
             at = (x + wide * shard, x + wide * (shard + 1))
-            cells.append(Cell(at, (y, y + 0.24), fill, said=said))
+            cells.append(Cell(at, y, fill, said=said))
             rows.append((stage, rank, category, size))
     share = sum(kept[3].values()) / sum(kept[0].values())
     look = [mark.look(name, theme.category_colour(name)) for name in STATES]
     return drawn(
         f"ZeRO-3 keeps {theme.percent(share)} of the model states on each of {dp} ranks",
-        f"{model.num_params:,} parameters, between two micro-batches · grey: on other ranks",
+        f"{model.num_params:,} parameters, between two micro-batches · "
+        "areas are bytes, grey ones on other ranks",
         cells,
         notes,
         height=430,

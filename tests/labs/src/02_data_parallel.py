@@ -40,9 +40,10 @@ report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 # A rank's upper row is what it computes, and its lower row is what it has in flight on the network.
 # The number in a bar is its micro-batch. Grey is waiting. This is the run *replayed*: each piece of
 # work takes the processor time that it took on this machine, on a device of its own, with a link of
-# 0.6 GB/s. The link is that slow because the model is that small: then traffic takes much of the
-# step, as it does for a large model on a fast network. (How much it takes here depends on the speed
-# of this machine.) The section “Which clock” says when to use a replay.
+# 0.6 GB/s. The link is that slow because the devices are: how much of a step traffic takes depends
+# on the speed of the devices compared with that of the link. With fast GPUs on a fast network it is
+# as much. (How much it is here depends on this machine.) The section “Which clock” says when to use
+# a replay.
 #
 # The symbols of this lab:
 #
@@ -55,7 +56,7 @@ report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 # | $S$ | bytes of the tensor that is reduced |
 # | $q$ | buckets: messages into which the gradients are packed |
 # | $\alpha$, $\beta$ | seconds per message; seconds per byte ($1/\beta$ is the bandwidth) |
-# | $T_F$, $T_B$ | time of forward and backward of a step on one rank |
+# | $T_F$, $T_B$ | time of forward and backward of a micro-batch on one rank |
 # | $X$ | FLOP/s that a device reaches |
 #
 # ## The mean over the ranks is the gradient of the whole batch
@@ -254,8 +255,8 @@ calls_guess.reveal(rows["naive"]["all-reduces per step"])
 # $T_{\text{first}}$ is backward's time until the first bucket is complete, $T_{\text{tail}}$ the
 # time of the buckets that are complete only when backward is (nearly) over: here buckets 2 and 3.
 # Naive and bucketed have the same formula; naive has a much larger $q$. (The optimizer's time,
-# here 2.3 ms, is left out. Where some buckets are updated while others are in flight, most of it
-# is hidden.)
+# 2.3 ms in the predictions below, is left out. Where some buckets are updated while others are in
+# flight, most of it is hidden.)
 
 # %%
 N, bytes_ = 4, 4 * model.num_params
@@ -381,9 +382,9 @@ pd.DataFrame(rows).T.rename_axis("samples per rank")
 # $$ \nabla L = \frac1N\sum_{r}\;\frac1m\sum_{k=1}^{m} g_{r,k} . $$
 #
 # The sum over $k$ stays on the rank, so the ranks have to reduce it only once. PyTorch's
-# `DistributedDataParallel` (DDP) has a context manager for this, `no_sync()`, under which the first
-# $m-1$ backwards are to run. Above a rank sent 5.0 MB per step. How much does it send with four
-# micro-batches of one sample each and without `no_sync()`?
+# `DistributedDataParallel` (DDP) has a context manager for this, `no_sync()`, under which forward
+# and backward of the first $m-1$ micro-batches are to run. Above a rank sent 5.0 MB per step. How
+# much does it send with four micro-batches of one sample each and without `no_sync()`?
 
 # %%
 unsynced = pl.exercises.guess(
@@ -429,8 +430,13 @@ for quiet in (False, True):
 unsynced.reveal(sent[False])
 
 # %% [markdown]
-# A wrapper that reduces after every backward sends $m$ times as much. DDP does that unless the
-# first $m-1$ backwards run under `no_sync()`.
+# A wrapper that reduces after every backward sends $m$ times as much. DDP does that unless forward
+# and backward of the first $m-1$ micro-batches run under `no_sync()`. It looks at the setting in
+# the forward, so a backward alone inside `no_sync()` sends everything, without an error.
+#
+# What accumulation costs is overlap: only the last micro-batch's backward can hide the traffic.
+# With four micro-batches of one sample in place of one of four, `pl.predict` has a rank wait 7.5 ms
+# per step in place of 3.1 ms. In the condition for overlap $b$ is the size of one micro-batch.
 #
 # ### Exercise 2 (implement): DDP
 # PyTorch does not know beforehand in which order backward completes the gradients. DDP therefore
@@ -563,15 +569,15 @@ steps if verdict.passed else print("write MyDDP first")
 
 # %% [markdown]
 # All three send the same bytes and arrive at the same loss. (Counts and timeline are of step 2: in
-# step 0 DDP sums all gradients in one message, and sees in which order they are complete; in step
-# 1 it tells all ranks its buckets.) They differ in memory. DDP's buckets (violet, among the
-# *buffers*) are there during the whole step, so they add to its peak. A wrapper that makes a
-# bucket when it is full has no bucket at the peak, which is at the start of backward. The program
-# knows the optimizer, too: it updates the parameters of a bucket as soon as the sum has arrived,
-# and frees these gradients (`frees grad` in the listing above). At the peak the program may hold
-# more than yours, because it allocates the gradients of a whole bucket at once. (The picture of
-# the steps has the wall clock of this machine, on which ranks also wait for a core: look at the
-# order of things in it, not at their lengths.)
+# step 0 DDP sums all gradients in one message, and sees in which order they are complete; in step 1
+# rank 0 broadcasts the new buckets to all ranks.) They differ in memory. DDP's buckets (violet,
+# among the *buffers*) are there during the whole step, so they add to its peak. A wrapper that
+# makes a bucket when it is full has no bucket at the peak, which is at the start of backward. The
+# program knows the optimizer, too: it updates the parameters of a bucket as soon as the sum has
+# arrived, and frees these gradients (`frees grad` in the listing above). At the peak the program
+# may hold more than yours, because it allocates the gradients of a whole bucket at once. (The
+# picture of the steps has the wall clock of this machine, on which ranks also wait for a core: look
+# at the order of things in it, not at their lengths.)
 #
 # ## Is it the same training?
 # Leave out the division by N, so that every gradient is N times too large. The function below is
@@ -697,9 +703,11 @@ calls.round(2)
 # $$
 #
 # Under strong scaling $b$ falls with N, and the condition of the section on overlap fails sooner
-# or later. Under weak scaling $b$ stays, but on a ring the latency $2(N-1)q\alpha$ grows with N,
-# so it fails there, too, only later: for N = 8 it asks for 4.9 samples, and $b$ is 4. Real runs,
-# replayed on a device for each rank:
+# or later. Under weak scaling $b$ stays, but on a ring the latency of each bucket, $2(N-1)\alpha$,
+# grows with N. By the formula the last two buckets, which no backward hides, take 2.8 ms for N = 2,
+# 5.5 ms for N = 4, and 9.2 ms for N = 8. The update of the other buckets hides some 2 ms of that;
+# the rest is what weak scaling loses here. For a still larger N the condition fails, too. Real
+# runs, replayed on a device for each rank:
 
 # %% tags=["measured"]
 rows = []
@@ -785,8 +793,8 @@ pl.exercises.sync_pass.check(in_halves)
 # 2. With a ring all-reduce, once per step, a rank sends less than two copies of the gradients,
 #    however many ranks there are.
 # 3. Buckets save latency, overlap hides bytes, and no backward is left to hide the last bucket.
-# 4. Overlap hides the traffic while backward takes longer than the network; that depends on the
-#    tokens per rank.
+# 4. Overlap hides the traffic while the last micro-batch's backward takes longer than the network;
+#    that depends on the tokens of a micro-batch.
 # 5. A loss curve under Adam does not show that gradients are right; a comparison with one process
 #    does.
 #
@@ -803,7 +811,7 @@ pl.exercises.sync_pass.check(in_halves)
 # | the model and its optimizer fit on one device | data parallelism, overlapped |
 # | the batch does not fit | accumulation with `no_sync()` |
 # | the optimizer states do not fit | ZeRO (lab 05) |
-# | too few tokens per rank to hide the traffic | larger $b$, fewer ranks, or 16-bit gradients |
+# | too few tokens to hide the traffic | larger $b$, more micro-batches, or 16-bit gradients |
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # The class of exercise 2 is called `DistributedDataParallel` in PyTorch. It was observed above, and
@@ -815,8 +823,8 @@ pl.exercises.sync_pass.check(in_halves)
 #     bucket_cap_mb=25,  # MiB per bucket; left out, it is 25, but 1 for the first bucket
 #     gradient_as_bucket_view=True,  # no second copy of the gradients
 # )
-# with ddp.no_sync():  # accumulation: no traffic in the first m - 1 backwards
-#     (ddp(tokens, targets) / m).backward()  # the last of the m backwards runs outside
+# with ddp.no_sync():  # accumulation: no traffic in the first m - 1 micro-batches
+#     (ddp(tokens, targets) / m).backward()  # forward and backward; the last ones run outside
 # ```
 #
 # Does a larger bucket change what DDP does here? The gradients have 3.34 MB, and the 25 is written

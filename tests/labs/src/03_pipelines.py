@@ -11,6 +11,9 @@
 # **A model is cut into stages, one per device. For which part of the time are the devices idle, and
 # what does it cost to make that part smaller?**
 #
+# A pipeline trains a model that no single device holds. Only activations, and their gradients, go
+# from one device to its neighbour, so it works over slow links, too. Its price is waiting.
+#
 # **You will be able to**
 # * derive the bubble of a pipeline schedule, and name the two shares that papers give for it;
 # * read a step's time as forward + backward + point-to-point + idle, and say which clock to
@@ -39,7 +42,9 @@ view.schedules({"layer by layer": schedules.naive(4, 4), "GPipe": schedules.gpip
 # %% [markdown]
 # ## One stage works, the others wait
 # Each of four devices has a quarter of the layers, a **stage**. No device holds the whole model,
-# but stage 1 cannot begin before stage 0 has sent it its output.
+# but stage 1 cannot begin before stage 0 has sent it its output. *Layer by layer* (the upper half
+# of the picture) means that one micro-batch goes through all stages, forward and backward, before
+# the next one begins.
 
 # %%
 by_layer = pl.exercises.choose(
@@ -68,7 +73,8 @@ for rank, actions in enumerate(schedules.gpipe(4, 4)):
 # %% [markdown]
 # | symbol | meaning |
 # |---|---|
-# | $p$, $r$ | ranks of the pipeline (with a stage each, until interleaving); one, $0 \ldots p-1$ |
+# | $p$ | ranks of the pipeline; each has one stage, until interleaving |
+# | $r$ | the number of a rank, $0 \ldots p-1$ |
 # | $m$ | micro-batches of a step |
 # | $b$, $s$, $h$ | samples of a micro-batch, tokens of a sample, hidden size |
 # | $v$ | chunks of the model on each rank (interleaving) |
@@ -193,8 +199,8 @@ replayed.timeline()
 # #201](https://github.com/deepspeedai/DeepSpeedExamples/issues/201) and [zero-bubble
 # #18](https://github.com/sail-sg/zero-bubble-pipeline-parallelism/issues/18) ask for. It needs no
 # profiler: `pl.run` draws it from its own runs. Of a PyTorch program `pl.observe` draws the
-# timeline of the wall clock, without the ideal: at the end of this lab of your own executor, and of
-# torch's. (DeepSpeed's engine was not tried.)
+# timeline of the wall clock, without the ideal. The end of this lab does that for your own executor
+# and for torch's. (DeepSpeed's engine was not tried.)
 #
 # ## Where a step goes: forward + backward + p2p + idle = T
 # How can bubble time be profiled accurately ([Megatron-LM
@@ -267,7 +273,8 @@ why_p2p.reveal(
 # have a core each (four ranks: eight cores), or where each rank has a GPU. Everywhere else believe
 # the replay: it takes the processor time of each piece of work, and gives each rank a device of its
 # own. It assumes that a stage computes as fast alone as it did here, and that a message takes what
-# the model of the link says.
+# the model of the link says. All this is about forward, backward, $T$ and the bubble. How the rest
+# is divided into point-to-point and idle, no wall clock says; only the replay does.
 #
 # ## 1F1B: each backward as early as possible
 # More micro-batches make the bubble smaller. But GPipe runs no backward before the last forward, so
@@ -373,7 +380,8 @@ view.schedules(four, title="Two chunks per rank shorten the bubble of 1F1B")
 # The price is communication, and more memory for activations (the section on warm-up counts it).
 # In the paper's schedule, and in ours, $m$ has to be a multiple of $p$, because a rank takes $p$
 # micro-batches through one chunk before it begins the next. (torch's schedule takes some others,
-# too.) There are $pv$ stages, and two stages that follow one another are never on one rank, so all
+# too, and Megatron-Core's takes larger groups than $p$ if asked to; what follows has groups of
+# $p$.) There are $pv$ stages, and two stages that follow one another are never on one rank, so all
 # $pv-1$ borders are crossed by messages, where 1F1B has $p-1$ borders:
 #
 # $$ \frac{pv-1}{p-1} \ \text{times as many messages, all of the same } 4\,b\,s\,h \text{ bytes.} $$
@@ -779,7 +787,7 @@ pl.exercises.interleaved_executor.check(interleaved_step_posted)
 # | GPipe | $\frac{p-1}{m+p-1}$ | $m$ | $2m(p-1)$ | few micro-batches, or with recomputation |
 # | 1F1B | $\frac{p-1}{m+p-1}$ | $\min(m, p-r)$ | $2m(p-1)$ | the default |
 # | interleaved | $\frac{p-1}{vm+p-1}$ | $\min(vm, 2(p-r-1)+(v-1)p+1)/v$ | $2m(pv-1)$ | small $m$ |
-# | ZB-H1 | lab 04 | $p$ | $2m(p-1)$ | where the bubble still counts |
+# | ZB-H1 | lab 04 | $\min(m, p)$ | $2m(p-1)$ | where the bubble still counts |
 #
 # A chunk has $1/v$ of a rank's layers, and counts as $1/v$ of a micro-batch in flight.
 #

@@ -213,7 +213,16 @@ for name, k in formula.items():
 
 # %% [markdown]
 # The formulas count model states only. For the whole memory, four real processes train under each
-# of the four plans. The picture shows what rank 0 holds in the course of one step:
+# of the four plans. Under which of them does a rank hold the most *in addition* to the formula?
+
+# %%
+most_more = pl.exercises.choose(
+    "A rank holds the most in addition to the model states of the formula under", names
+)
+most_more
+
+# %% [markdown]
+# The picture shows what rank 0 holds in the course of one step:
 
 # %% tags=["measured"]
 plan = pl.Plan(dp=4, microbatches=2, microbatch_size=2, bucket_bytes=2**20)
@@ -224,15 +233,7 @@ reports = {
 view.memory_charts(reports, title="Each stage of ZeRO lowers what a rank holds")
 
 # %% [markdown]
-# Each pair of bars below compares the model states of the formula with the measured peak. Between
-# the two bars of which plan is the difference largest?
-
-# %%
-most_more = pl.exercises.choose(
-    "A rank holds the most in addition to the model states of the formula under",
-    ["data parallelism", "ZeRO-1", "ZeRO-3", "all four plans alike"],
-)
-most_more
+# Each pair of bars below compares the model states of the formula with the measured peak:
 
 # %% tags=["measured"]
 states = ("parameters", "gradients", "optimizer")
@@ -247,7 +248,7 @@ share = reports["ZeRO-3"].peak_memory / reports["data parallelism"].peak_memory
 guess.reveal(round(100 * share))
 
 # %%
-most_more.reveal(3, "It shards the most states, and holds whole units again while they compute.")
+most_more.reveal(4, "It shards the most states, and holds whole units again while they compute.")
 
 # %% [markdown]
 # At the peak a rank holds three things in addition to the model states of the formulas:
@@ -441,7 +442,8 @@ def train(make):
 
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed two collectives
+    # torch 2.13 calls two collectives reduce_scatter_single and all_gather_single.
+    warnings.simplefilter("ignore", FutureWarning)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gpt, losses = pl.reference.GPT(model), []
     sharded = make([gpt.embedding, *gpt.blocks, gpt.head], lr=0.1)
@@ -861,7 +863,8 @@ for stage in (1, 2, 3):
 # 1. Data parallelism keeps N copies of weights, gradients and optimizer states; ZeRO-3 keeps
 #    one, in N shards.
 # 2. Stage 1 sends no more bytes than data parallelism: the optimizer fits between the two halves of
-#    the all-reduce. Its all-gather comes after the update, where backward cannot hide it.
+#    the all-reduce. Its all-gather comes after the update, where backward cannot hide it; the next
+#    forward can (Megatron-LM's `--overlap-param-gather`).
 # 3. Stage 3 gathers a unit before each use, and frees it after. It sends $3m/2$ times what data
 #    parallelism sends.
 # 4. Activations, gathered units and gradients in flight come on top of the formulas. With as many
@@ -889,7 +892,7 @@ for stage in (1, 2, 3):
 # ```python
 # for block in gpt.blocks:
 #     fully_shard(block, reshard_after_forward=True)  # stage 3; False: no second gather
-# fully_shard(gpt)
+# fully_shard(gpt, reshard_after_forward=True)  # left out, the root stays gathered until backward
 # ```
 # HSDP shards inside a node, and replicates between nodes:
 #
