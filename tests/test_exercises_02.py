@@ -67,7 +67,7 @@ OTHER_ORDER = afterwards("[:: -1 if dist.get_rank() else 1]")  # on every rank
 DDPS = [
     (own((MEAN, "pass")), {"gradients"}, "it is 4 times what is required"),
     (own((MEAN, "flat /= 4")), {"weights"},
-     "weights: rank 0: embedding.token.weight, element (0, 0): "),
+     "; gradients are divided by 4, on 3 ranks"),
     (own((REST, f"        self.count = getattr(self, 'count', 0) + 1\n{REST}"),
          (MEAN, f"{MEAN} / (2 if self.count > 2 else 1)")), {"gradients"},
      "in backward 3 of the timed model, rank 0 has "),
