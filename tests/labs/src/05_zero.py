@@ -354,6 +354,9 @@ gathers.reveal(len(programs["ZeRO-3"].filter(op="all_gather")))
 #   micro-batch, and one all-gather of the updated parameters;
 # * stage 3 cannot keep whole parameters: per micro-batch two all-gathers and one reduce-scatter.
 #
+# (For stages 2 and 3 that is what keeps the least. With more memory whole gradients, or gathered
+# parameters, can be kept for all micro-batches of a step, and are then sent once.)
+#
 # $$
 # V_0 = V_1 = 2\,\frac{N-1}{N}\Psi, \qquad
 # V_2 = (m+1)\,\frac{N-1}{N}\Psi, \qquad

@@ -181,7 +181,8 @@ guess.reveal(round(twice / once, 2))
 # runs the block's forward a second time before its backward ([Chen et
 # al.](https://arxiv.org/abs/1604.06174)). *Selective* recomputation drops only the attention's
 # scores, which are large and cheap to compute ([Korthikanti et
-# al.](https://arxiv.org/abs/2205.05198)). In the program it is one instruction per block:
+# al.](https://arxiv.org/abs/2205.05198)); with FlashAttention there are none to drop. In the
+# program it is one instruction per block:
 
 # %%
 pl.program(model, eight).diff(pl.program(model, eight.replace(recompute="full")))
@@ -358,7 +359,8 @@ view.timelines(*runs.values(), labels=list(runs), ranks=[0], title=title)
 # tensor; it is the same block.
 #
 # In the plan all *gradients* are there from the head's backward on: with data parallelism they lie
-# in buckets, which are allocated whole. So its peak is at the first block that is recomputed,
+# in two buckets, which are allocated whole, and the head needs both, as its weight is the
+# embedding's. So its peak is at the first block that is recomputed,
 # where all six inputs are still kept. In `train` gradients appear in the course of backward, so
 # its runs peak at the last block, when most inputs have been freed.
 #
@@ -647,10 +649,11 @@ pd.DataFrame(sizes).T
 
 # %% [markdown]
 # In ZeRO-1 the whole gradient is there in backward, and only the rank's part when the optimizer
-# begins; the exercise below asks for the second. DeepSpeed's 18 bytes are 2 more than 16. [Its
-# maintainers list](https://github.com/deepspeedai/DeepSpeed/pull/5099) 2 for parameters, 2 + 4 for
-# gradients, 4 for master weights and 8 for moments. These are 20; the 18 has 2 less, which we read
-# as parts that are not alive together.
+# begins; the exercise below asks for the second. DeepSpeed's 18 bytes are 16 in fp32 (weight,
+# gradient and two moments) and the weight in 16 bits: gradients are turned into fp32 for the
+# update, and their 16-bit form is not counted ([its
+# documentation](https://deepspeed.readthedocs.io/en/stable/memory.html)). Megatron-LM has 18 as
+# well if gradients are kept in fp32.
 #
 # ## Buffers that add up
 # A fused buffer makes calls fast, and a buffer for *all* gradients grows with the model. ZeRO
@@ -702,6 +705,7 @@ for name, size in figures.items():
 # fits is decided by the peak of allocated memory and by how it is cut up; whether *another process*
 # fits, by reserved memory. In that thread FSDP2 peaked higher than FSDP1 because calls of tensor
 # parallelism kept memory longer (`recordStream`); `TORCH_NCCL_AVOID_RECORD_STREAMS=1` cured it.
+# (PyTorch does so by default now, and the variable is deprecated.)
 #
 # In [another thread](https://github.com/pytorch/pytorch/issues/82001) reserved memory goes from 28
 # to 24 GB from 1 to 4 nodes, while allocated memory nearly halves. One cause can be shown. If
@@ -859,8 +863,9 @@ pl.exercises.memory_estimator.check(my_estimate)
 
 # %% [markdown]
 # ## What to remember
-# 1. Model states take 16 Ψ bytes with AdamW, whatever the batch; activations take
-#    about $w\,bsh\,(16 + as/h)$ per block, whatever the optimizer.
+# 1. Model states take 16 Ψ bytes with AdamW (18 Ψ with 16-bit weights and gradients in fp32),
+#    whatever the batch; activations take about $w\,bsh\,(16 + as/h)$ per block, whatever the
+#    optimizer.
 # 2. Without recomputation a device holds most where forward ends and backward begins, if a block's
 #    activations are larger than its gradients; else at the end of backward.
 # 3. Full recomputation keeps one input per block and costs a third more FLOPs; gradients are the
@@ -902,7 +907,9 @@ pl.exercises.memory_estimator.check(my_estimate)
 #   (elements, not bytes) the bucket, `stage3_prefetch_bucket_size` is `prefetch`, and
 #   `stage3_max_live_parameters` is a cap on gathered parameters.
 # * **Megatron-LM**: `--recompute-granularity full --recompute-method uniform
-#   --recompute-num-layers 1`, or `--recompute-granularity selective`.
+#   --recompute-num-layers 1`, or `--recompute-granularity selective`, whose `--recompute-modules`
+#   is `core_attn` by default. With FlashAttention that saves next to nothing, and other modules,
+#   such as `mlp` or `layernorm`, do.
 #
 # In this process, the reference GPT with each kind of PyTorch's checkpointing. Of two steps the
 # second has the peak: the optimizer makes its states in the first one.

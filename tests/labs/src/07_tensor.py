@@ -11,6 +11,10 @@
 # **How can t devices compute one layer together, what must they send each other, and which
 # mistakes does no error message report?**
 #
+# A layer of a large model, or its activations, may not fit on one device, and ZeRO gathers a whole
+# layer to compute it. Tensor parallelism has the whole layer nowhere. It pays for that with
+# messages in every layer.
+#
 # **You will be able to**
 # * shard an MLP and an attention layer so that each needs one all-reduce, and derive why;
 # * explain every collective in the log of a tensor-parallel run, and compute its bytes;
@@ -386,11 +390,11 @@ pair_guess.reveal(100 * rows["t=2"]["counted"] / rows["t=4"]["counted"])
 
 # %% [markdown]
 # The formula does not shrink with t, it grows towards 8 b s h. The weights are not in it: no weight
-# and no gradient of a weight is ever sent. In backward a part of the messages can be hidden: the
-# gradient of the layer's weight is computed while the sum of ∂X is in flight (with
-# `tp_overlap=False` in the plan a rank waits instead). In forward the next layer needs the sum, so
-# it can be hidden only if the product and its message are cut into pieces (the table at the end of
-# this lab says who does); the runs here do not.
+# is ever sent, and without sequence parallelism no gradient of a weight either. In backward a part
+# of the messages can be hidden: the gradient of the layer's weight is computed while the sum of ∂X
+# is in flight (with `tp_overlap=False` in the plan a rank waits instead). In forward the next layer
+# needs the sum, so it can be hidden only if the product and its message are cut into pieces (the
+# table at the end of this lab says who does); the runs here do not.
 #
 # In [PyTorch #157606](https://github.com/pytorch/pytorch/issues/157606) backward has no collective:
 # a column-parallel layer and a row-parallel one, as in PyTorch's example, make one all-reduce

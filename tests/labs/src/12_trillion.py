@@ -561,9 +561,9 @@ left.reveal(rows[1536]["measured"])
 #
 # ## Two more bad plans
 # One bad plan forgets to recompute. Another one adds ZeRO-3 to the pipeline, whose 512
-# micro-batches then gather every parameter twice each. How long does a step of the second one take?
-# (The picture of the first one has $m = 64$, as the picture of the three stages has, and the table
-# above has $m = 512$, which takes 1 GB more.)
+# micro-batches then gather every parameter twice each (if it is freed after every use). How long
+# does a step of the second one take? (The picture of the first one has $m = 64$, as the picture of
+# the three stages has, and the table above has $m = 512$, which takes 1 GB more.)
 
 # %%
 gathered = pl.exercises.guess("seconds, in place of 98", low=98, high=500, decimals=0)
