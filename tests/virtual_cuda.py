@@ -559,7 +559,7 @@ class _Watch(TorchDispatchMode):
         if slow and any(memory.home for memory in wrote):
             machine.meeting("a copy of memory that is not page-locked")
         if op.name == "aten::copy_" and _stands_still(machine, args, kwargs or {}):
-            machine.meeting("a copy to the host that is not asynchronous")
+            machine.meeting("a copy over the link that is not asynchronous")
         return made
 
 
@@ -584,9 +584,11 @@ def _operation(func: Any) -> _Operation:
 
 
 def _stands_still(machine: Machine, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy holds up the host: from the device, and not asked to be asynchronous."""
+    """Whether a copy holds up the host: between it and the device, and not asked to be
+    asynchronous.
+    """
     beside = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    return not beside and _on_host(machine, args[0]) and not _on_host(machine, args[1])
+    return not beside and _on_host(machine, args[0]) != _on_host(machine, args[1])
 
 
 def _is(tensor: Tensor) -> bool:
@@ -668,6 +670,13 @@ def _pin(machine: Machine) -> None:
         machine.pageable.add(made.untyped_storage())
         return made
 
+    def to(tensor: Tensor, *given: Any, **how: Any) -> Tensor:
+        if given and isinstance(given[0], Name) and _on_host(machine, tensor):
+            return make(tensor.shape, dtype=tensor.dtype).copy_(tensor, **how)
+        return plain(tensor, *given, **how)
+
+    plain = torch.Tensor.to  # which has nothing to do: torch knows both as memory of a CPU
+    machine.put(torch.Tensor, to=to)
     machine.put(torch, empty=empty, frombuffer=frombuffer)
 
 
