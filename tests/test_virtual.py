@@ -21,6 +21,7 @@ from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
+from paralab.trace import _program as traced
 from virtual_cuda import Node, solve
 from virtual_runs import COMPUTE, Found, Job, Lasts, on_virtual, share, virtual, virtuals
 
@@ -63,6 +64,40 @@ def test_virtual_barrier_holds_the_hosts_until_every_device_is_there():
         return machine.node(machine.thread())
 
     assert moments_of(comes_late, 1.0) == [6.0, 6.0]
+
+
+def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
+    """NCCL connects a communicator at its first call, which all its members have to make."""
+
+    def first_calls(context):
+        machine, context = on_virtual(context)
+        part = traced(sends, context, (0,) * 4, False)
+        return [(node.label, node.meets) for node in machine.nodes if node.meets], part
+
+    def sends(group):
+        import torch
+
+        three = group.subgroup((0, 1, 2), axis="three")
+        alone = group.subgroup((3,), axis="alone")
+        if group.index == 0:
+            three.send(torch.ones(4), to=1).wait()
+        if group.index == 1:
+            three.recv(torch.ones(4), source=0).wait()
+        return alone is not None
+
+    found = launch_program(first_calls, 4, (), device="cpu", timeout=30)
+    communicator = found[0][0][-1][1][0][0]
+    of_three = [[call for call in calls if call[1][0][0] == communicator] for calls, _ in found]
+    assert [[op for op, _ in calls] for calls in of_three] == [
+        ["all_reduce", "message"], ["all_reduce", "message"], ["all_reduce"], []
+    ]  # fmt: skip
+    parts = [part for _, part in found]
+    assert [part["result"] for part in parts] == [False] * 3 + [True]
+    meta = parts[0]["meta"] | {"function": "sends", "strict": False}
+    report = pl.Report.from_parts(parts, model=None, plan=pl.Plan(dp=4), meta=meta)
+    assert report.traffic()["bytes"].tolist() == [16, 0, 0, 0]  # the message alone
+    assert report.replay(pl.Cluster.preset("dgx-a100")).step_time > 0.0
+    assert set(report.collectives["phase"]) == {"data", "setup"}
 
 
 SCHEDULES = {
