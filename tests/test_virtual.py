@@ -207,6 +207,42 @@ def test_virtual_allocators_have_a_row_for_every_step_and_the_programs_peak():
     assert table["allocated"] == pytest.approx([peak] * 2, rel=0.02)
 
 
+def pins_what_the_report_says(machine):
+    import torch
+
+    from paralab.interpret import host
+
+    close, empty, rounded = host.Host.close, torch.empty, []
+
+    def noted(*shape, pin_memory=False, **how):
+        made = empty(*shape, pin_memory=pin_memory, **how)
+        if pin_memory:  # as torch's allocator rounds it
+            rounded.append(1 << (made.nbytes - 1).bit_length())
+        return made
+
+    def closes(this):
+        held = sum(size for (tier, _), size in this.recorder.away.items() if tier == "host")
+        pages = sum(-(-size // 4096) * 4096 for size in machine.locked.values())
+        assert 1e7 < held <= pages + sum(rounded) <= 1.05 * held
+        close(this)
+        assert machine.locked == {}
+
+    machine.put(torch, empty=noted)
+    machine.put(host.Host, close=closes)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_virtual_offload_pins_as_much_host_memory_as_the_report_says(offload):
+    plan = pl.Plan(zero_stage=3, offload=offload, microbatches=2, recompute="full")
+    settings, model = {"optimizer": "adamw", "clip_norm": 1.0}, MODEL.replace(layers=4, hidden=192)
+    jobs = [
+        Job(model, plan.replace(precision=precision), steps=2, settings=settings,
+            change=pins_what_the_report_says)
+        for precision in ("fp32", "bf16")
+    ]  # fmt: skip
+    assert [found.wrong for found in virtuals(jobs)] == [[], []]
+
+
 def test_virtual_products_are_of_the_plans_precision():
     settings = [False, True, False]
     found = virtuals([Job(SMALL, pl.Plan(dp=2, tf32=tf32)) for tf32 in settings])
