@@ -77,6 +77,8 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
     def sends(group):
         import torch
 
+        lookout = group.recorder.lookout
+        assert (lookout.rank, lookout.limit) == (group.index, group.context.limit)
         three = group.subgroup((0, 1, 2), axis="three")
         alone = group.subgroup((3,), axis="alone")
         if group.index == 0:
