@@ -9,6 +9,7 @@ transports.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class Group:
         """Some of these ranks as a group of their own; None on the others.
 
         Every rank of the world calls this on its world group, with the same arguments and in the
-        same order. Asked for again, the group is the one made before.
+        same order. Asked for again, the group is the one made before. NCCL connects a group at its
+        first call, in which all members have to take part: that one is made here.
         """
         ranks = tuple(ranks)
         if self.size < self.context.world_size:
@@ -78,12 +80,18 @@ class Group:
             settings = {
                 "context": self.context,
                 "recorder": self.recorder,
-                "process_group": dist.new_group(list(ranks)),
+                "process_group": self._new_group(ranks),
                 "transport": type(self.transport),
             }
-            member = self.context.rank in ranks
-            self._subgroups[key] = Group(ranks, axis=axis, **settings) if member else None
+            made = Group(ranks, axis=axis, **settings) if self.context.rank in ranks else None
+            if made is not None and made.size > 1 and isinstance(made.transport, Nccl):
+                made.barrier(phase="setup")
+            self._subgroups[key] = made
         return self._subgroups[key]
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """torch gives it a limit of its own, 10 minutes with NCCL, if it is told none."""
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.context.limit))
 
     def open_ways(self, rings: Sequence[Sequence[int]]) -> None:
         """Make a communicator of two ranks, with a CUDA stream, for each direction between two
@@ -98,7 +106,7 @@ class Group:
             pairs = {tuple(sorted((a, b))) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
             for low, high in sorted(pairs):
                 for source, target in ((low, high), (high, low)):
-                    made = dist.new_group([low, high])
+                    made = self._new_group([low, high])
                     if mine in (low, high):
                         way = ("send", target) if mine == source else ("recv", source)
                         ways[way] = made, torch.cuda.Stream(self.context.device)

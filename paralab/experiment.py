@@ -20,7 +20,7 @@ from typing import Any
 from paralab.checks import choice, illegal, instance, num_bytes, real, whole
 from paralab.data import Corpus
 from paralab.default_device import LEGAL
-from paralab.instruments.calibrate import device_of_run
+from paralab.instruments.calibrate import device_of_run, gpu_each
 from paralab.interpret.quick import table
 from paralab.launch import MAX_RANKS, NEVER, launch_program, torchrun_context
 from paralab.programs.compile import compiled
@@ -210,7 +210,8 @@ def run(
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:
-            error.explain(table(model, plan, optimizer=checked.optimizer, gloo=not gpus))
+            gloo = not gpus or not gpu_each(plan.world_size)  # ranks that share a GPU use it too
+            error.explain(table(model, plan, optimizer=checked.optimizer, gloo=gloo))
             raise
     return Report.from_parts(parts, model=model, plan=plan, meta=_meta(checked, parts[0]["meta"]))
 

@@ -60,20 +60,11 @@ class Grid:
             self._connect(sorted(pipelines))
 
     def _connect(self, pipelines: list[tuple[int, ...]]) -> None:
-        """NCCL connects a group at its first call: here, not within the first step's backward."""
-        groups = (
-            self.world,
-            *self.tp.values(),
-            self.dp,
-            self.shard,
-            self.replica,
-            self.secondary,
-            self.pp,
-            self.ends,
-        )
-        for group in dict.fromkeys(group for group in groups if group is not None):
-            if group.size > 1:
-                group.barrier(phase="setup")
+        """NCCL connects a communicator at its first call: here, not within the first step's
+        backward. Those of some of the ranks are connected already (`Group.subgroup`).
+        """
+        if self.world.size > 1:
+            self.world.barrier(phase="setup")
         if self.pp.size > 1:
             self.pp.open_ways(pipelines)
 

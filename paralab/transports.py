@@ -256,7 +256,8 @@ class Nccl(Transport):
         self.ways: dict[Way, tuple[Any, Any]] = {}  # each one's communicator and stream
         if self.recorder.lookout is None:
             passed, context = self.recorder.clock.passed, self.context
-            self.recorder.lookout = Lookout(context.note, passed, context.alive)
+            how = {"rank": context.rank, "limit": context.limit}
+            self.recorder.lookout = Lookout(context.note, passed, context.alive, **how)
             self.recorder.lookout.start()
 
     def post(self, call: Call) -> Posted:

@@ -11,6 +11,7 @@ import pytest
 import paralab as pl
 from paralab import experiment
 from paralab.experiment import Settings, _ProgressBar
+from paralab.instruments import calibrate
 from paralab.interpret import text
 from paralab.ranks.errors import OutOfMemory, Stopped
 from together import reports
@@ -46,6 +47,31 @@ def test_running_out_of_memory_says_what_fills_the_device(run, model):
     for category in ("parameters", "gradients", "optimizer"):
         assert category in caught.value.table
     assert run(model, steps=2).losses  # the next call works
+
+
+@pytest.mark.parametrize(("device", "gpus", "gloo"), [
+    ("cuda", 2, False), ("cuda", 1, True), ("cpu", 2, True), (None, 2, False), (None, 1, True),
+])  # fmt: skip
+def test_running_out_of_memory_is_explained_with_what_the_ranks_send_through(
+    model, monkeypatch, device, gpus, gloo
+):
+    """Gloo's reduce-scatter needs memory of its own. Ranks that share a GPU use gloo."""
+
+    def launch(*_, **__):
+        raise OutOfMemory("as far as this test goes", rank=0, table="")
+
+    def table(model, plan, **how):
+        told.append(how)
+        return "what fills it"
+
+    told: list[dict] = []
+    monkeypatch.setenv("PARALAB_DEVICE", "")
+    monkeypatch.setattr(calibrate, "gpus", lambda: (("one", 8 * 10**9),) * gpus)
+    monkeypatch.setattr(experiment, "launch_program", launch)
+    monkeypatch.setattr(experiment, "table", table)
+    with pytest.raises(OutOfMemory, match="what fills it"):
+        pl.run(model, pl.Plan(dp=2, zero_stage=2), device=device)
+    assert told == [{"optimizer": "adamw", "gloo": gloo}]
 
 
 def test_the_report_says_how_it_was_made(run, model, text):

@@ -24,7 +24,7 @@ WITH_TORCH = {
     "agree", "batches", "checkpoint", "comm", "grid", "strict", "transports",
     *(f"interpret.{name}" for name in ("away", "files", "flat", "host", "lanes", "pieces", "run",
                                        "state", "train", "workers")),
-    *("model.draws", "model.reference"),
+    *("model.draws", "model.reference", "model.wide_views"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     *(f"instruments.foreign{name}" for name in ("", "_calls", "_hooks", "_ledger")),
     *(f"exercises.{name}" for name in ("plain", "timed", "watched")),

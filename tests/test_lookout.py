@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from paralab.ranks import lookout as module
 from paralab.ranks.lookout import Lookout
 from paralab.ranks.notes import Notebook
 from paralab.ranks.waits import sentence, standing
@@ -45,6 +46,30 @@ def test_a_device_that_gets_on_is_a_sign_of_life_and_one_that_hangs_is_none():
     for _ in range(3):
         lookout.look()
     assert len(lives) == 3
+
+
+def test_a_call_that_nccl_is_about_to_end_is_printed_once(monkeypatch, capfd):
+    """The watchdog aborts the process, and torchrun shows what it has printed."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(module, "time", clock)
+    lookout = Lookout(lambda text: None, lambda: 0, lambda: None, rank=3, limit=120.0)
+    first, second = Event(), Event()
+    lookout.posted("all_gather #7 on axis dp, ranks 0,3, step 2", first)
+    clock.now = 200.0
+    lookout.posted("all_reduce #8 on axis tp, ranks 2,3, step 2", second)
+    lookout.look()
+    assert capfd.readouterr().err == ""
+    clock.now = 209.0
+    for _ in range(3):
+        lookout.look()
+    said = "paralab: rank 3 has waited {} s in {}, step 2; NCCL ends the rank after 120 s\n"
+    assert capfd.readouterr().err == said.format(109, "all_gather #7 on axis dp, ranks 0,3")
+    first.over, clock.now = True, 310.0
+    lookout.look()
+    assert capfd.readouterr().err == said.format(110, "all_reduce #8 on axis tp, ranks 2,3")
+    second.over, clock.now = True, 400.0
+    lookout.look()
+    assert capfd.readouterr().err == ""
 
 
 def test_what_it_notes_names_who_waits_for_whom(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -381,6 +382,20 @@ def test_what_is_kept_for_the_report_is_not_limited(run):
     needs = run(MODEL, PLAN, steps=1).peak_memory
     report = run(MODEL, PLAN, steps=1, memory_limit=needs, keep_state=True)
     assert report.peak_memory == needs and set(report.weights) == set(MODEL.parameter_shapes())
+
+
+@pytest.mark.parametrize(("limit", "room"), [(10**7, 2**28), (10**10, 1.5e9), (75 * 10**9, 5e9)])
+def test_a_limit_leaves_cudas_allocator_room_for_what_is_no_tensor(monkeypatch, limit, room):
+    """An H100's had up to 102 MB more than the ledger, and segments are not filled."""
+    shares, card = [], SimpleNamespace(total_memory=8 * 10**10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *how: shares.append(how)
+    )
+    Ledger(Recorder(rank=0, world_size=1), device="cuda:1", limit=limit)
+    [(share, device)] = shares
+    assert share * card.total_memory - limit >= room * (1 - 1e-9) and share <= 1.0
+    assert device == "cuda:1"
 
 
 @pytest.mark.parametrize(("value", "found"), [

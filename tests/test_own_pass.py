@@ -14,6 +14,7 @@ import pytest
 
 import paralab as pl
 from equality import assert_equal_state, reference
+from pairwise import cover
 from paralab.interpret.predict import predict
 from paralab.parallel.schedules import one_f_one_b
 from paralab.programs import (
@@ -102,6 +103,19 @@ def fused(program):
         if ins.op == ALL_REDUCE:
             code.append(updates[ins.unit])
     return program.replace(code)
+
+
+def copies(program):
+    return program.replace(Instr(*ins) for ins in program.code)
+
+
+@pytest.mark.parametrize("one", cover().cases, ids=lambda one: one.name)
+@pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
+def test_what_the_built_in_passes_make_a_pass_may_make(one):
+    """A copy of an instruction, or one with another field, is looked at as a new one."""
+    how = {"optimizer": "adamw", "clips": one.clip_norm is not None}
+    plain = compiled(one.model, one.plan, **how)
+    assert compiled(one.model, one.plan.replace(passes=(copies,)), **how).codes == plain.codes
 
 
 def test_an_update_inside_backward_trains_the_same_and_the_gradients_are_those_it_saw(train):

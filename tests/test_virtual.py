@@ -21,6 +21,7 @@ from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
+from paralab.trace import _program as traced
 from virtual_cuda import Node, solve
 from virtual_runs import COMPUTE, Found, Job, Lasts, on_virtual, share, virtual, virtuals
 
@@ -63,6 +64,42 @@ def test_virtual_barrier_holds_the_hosts_until_every_device_is_there():
         return machine.node(machine.thread())
 
     assert moments_of(comes_late, 1.0) == [6.0, 6.0]
+
+
+def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
+    """NCCL connects a communicator at its first call, which all its members have to make."""
+
+    def first_calls(context):
+        machine, context = on_virtual(context)
+        part = traced(sends, context, (0,) * 4, False)
+        return [(node.label, node.meets) for node in machine.nodes if node.meets], part
+
+    def sends(group):
+        import torch
+
+        lookout = group.recorder.lookout
+        assert (lookout.rank, lookout.limit) == (group.index, group.context.limit)
+        three = group.subgroup((0, 1, 2), axis="three")
+        alone = group.subgroup((3,), axis="alone")
+        if group.index == 0:
+            three.send(torch.ones(4), to=1).wait()
+        if group.index == 1:
+            three.recv(torch.ones(4), source=0).wait()
+        return alone is not None
+
+    found = launch_program(first_calls, 4, (), device="cpu", timeout=30)
+    communicator = found[0][0][-1][1][0][0]
+    of_three = [[call for call in calls if call[1][0][0] == communicator] for calls, _ in found]
+    assert [[op for op, _ in calls] for calls in of_three] == [
+        ["all_reduce", "message"], ["all_reduce", "message"], ["all_reduce"], []
+    ]  # fmt: skip
+    parts = [part for _, part in found]
+    assert [part["result"] for part in parts] == [False] * 3 + [True]
+    meta = parts[0]["meta"] | {"function": "sends", "strict": False}
+    report = pl.Report.from_parts(parts, model=None, plan=pl.Plan(dp=4), meta=meta)
+    assert report.traffic()["bytes"].tolist() == [16, 0, 0, 0]  # the message alone
+    assert report.replay(pl.Cluster.preset("dgx-a100")).step_time > 0.0
+    assert set(report.collectives["phase"]) == {"data", "setup"}
 
 
 SCHEDULES = {
@@ -170,6 +207,42 @@ def test_virtual_allocators_have_a_row_for_every_step_and_the_programs_peak():
     [table] = virtual(model, plan, steps=2).allocators
     assert (table["rank"], table["step"]) == ([0, 0], [0, 1])
     assert table["allocated"] == pytest.approx([peak] * 2, rel=0.02)
+
+
+def pins_what_the_report_says(machine):
+    import torch
+
+    from paralab.interpret import host
+
+    close, empty, rounded = host.Host.close, torch.empty, []
+
+    def noted(*shape, pin_memory=False, **how):
+        made = empty(*shape, pin_memory=pin_memory, **how)
+        if pin_memory:  # as torch's allocator rounds it
+            rounded.append(1 << (made.nbytes - 1).bit_length())
+        return made
+
+    def closes(this):
+        held = sum(size for (tier, _), size in this.recorder.away.items() if tier == "host")
+        pages = sum(-(-size // 4096) * 4096 for size in machine.locked.values())
+        assert 1e7 < held <= pages + sum(rounded) <= 1.05 * held
+        close(this)
+        assert machine.locked == {}
+
+    machine.put(torch, empty=noted)
+    machine.put(host.Host, close=closes)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_virtual_offload_pins_as_much_host_memory_as_the_report_says(offload):
+    plan = pl.Plan(zero_stage=3, offload=offload, microbatches=2, recompute="full")
+    settings, model = {"optimizer": "adamw", "clip_norm": 1.0}, MODEL.replace(layers=4, hidden=192)
+    jobs = [
+        Job(model, plan.replace(precision=precision), steps=2, settings=settings,
+            change=pins_what_the_report_says)
+        for precision in ("fp32", "bf16")
+    ]  # fmt: skip
+    assert [found.wrong for found in virtuals(jobs)] == [[], []]
 
 
 def test_virtual_products_are_of_the_plans_precision():

@@ -199,14 +199,14 @@ def remembered(new_group: Any) -> Callable[[], Callable]:
     """
     made: dict[tuple[int, ...], list[Any]] = defaultdict(list)
 
-    def of_a_job() -> Callable[[Sequence[int]], Any]:
+    def of_a_job() -> Callable[..., Any]:
         asked: Counter = Counter()
 
-        def group(ranks: Sequence[int]) -> Any:
+        def group(ranks: Sequence[int], **how: Any) -> Any:
             key = tuple(ranks)
             asked[key] += 1
             if len(made[key]) < asked[key]:
-                made[key].append(new_group(ranks))
+                made[key].append(new_group(ranks, **how))
             return made[key][asked[key] - 1]
 
         return group

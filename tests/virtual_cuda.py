@@ -50,6 +50,7 @@ FREE = {  # operations that look at no element
     "aten::detach", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::empty_like",
     "aten::new_empty", "aten::empty", "aten::new_empty_strided", "aten::empty_strided",
 }  # fmt: skip
+PAGE = 4096
 MEETS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
 
 
@@ -231,7 +232,8 @@ class Machine:
         self.turns: dict[tuple, int] = defaultdict(int)
         self.known: dict[int, tuple[weakref.ref, Memory]] = {}
         self.pinned: dict[int, weakref.ref] = {}
-        self.pageable: weakref.WeakSet = weakref.WeakSet()  # storages of the host, not page-locked
+        self.pageable: weakref.WeakSet = weakref.WeakSet()  # storages of the host: page-locked if
+        self.locked: dict[int, int] = {}  # their address is here: bytes
         self.allocator = Allocator()
         self.undo = contextlib.ExitStack()
 
@@ -403,6 +405,7 @@ class Machine:
         if found is None or found[0]() is not storage:
             pinned = self.pinned.get(address)
             host = pinned is not None and pinned() is storage or self.apart()
+            host = host or storage in self.pageable
             memory = Memory("" if host else self.stream().chain.name)
             gone = weakref.ref(storage, lambda _: self.freed(memory))
             found = self.known[address] = gone, memory
@@ -411,6 +414,26 @@ class Machine:
             self.allocator.takes(size - memory.size)
             memory.size = size
         return memory
+
+    def slow(self, tensor: Tensor) -> bool:
+        """Whether a copy between this memory of the host's and the device holds up the host."""
+        storage = tensor.untyped_storage()
+        return storage in self.pageable and storage.data_ptr() not in self.locked
+
+    def register(self, address: int, size: int, flags: int) -> int:
+        """``cudaHostRegister``: by the page, each of them once."""
+        pages = range(address // PAGE, -(-(address + size) // PAGE))
+        for other, length in self.locked.items():
+            taken = range(other // PAGE, -(-(other + length) // PAGE))
+            apart = pages[-1] < taken[0] or taken[-1] < pages[0]
+            assert apart, "cudaErrorHostMemoryAlreadyRegistered"
+        self.locked[address] = size
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """``cudaHostUnregister``."""
+        del self.locked[address]
+        return 0
 
     def touched(
         self, what: str, reads: Iterable[Memory], writes: Iterable[Memory], chain: Chain,
@@ -555,11 +578,10 @@ class _Watch(TorchDispatchMode):
                     seconds = machine.takes(op.name, args, some, size)
                     machine.node(chain, seconds=seconds, label=op.name)
                 machine.touched(op.name, read, wrote, chain, place, chain.knows)
-        slow = any(t.untyped_storage() in machine.pageable for t in reads)
-        if slow and any(memory.home for memory in wrote):
+        if any(map(machine.slow, (*reads, *writes))) and any(memory.home for memory in both):
             machine.meeting("a copy of memory that is not page-locked")
         if op.name == "aten::copy_" and _stands_still(machine, args, kwargs or {}):
-            machine.meeting("a copy to the host that is not asynchronous")
+            machine.meeting("a copy over the link that is not asynchronous")
         return made
 
 
@@ -584,9 +606,11 @@ def _operation(func: Any) -> _Operation:
 
 
 def _stands_still(machine: Machine, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy holds up the host: from the device, and not asked to be asynchronous."""
+    """Whether a copy holds up the host: between it and the device, and not asked to be
+    asynchronous.
+    """
     beside = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    return not beside and _on_host(machine, args[0]) and not _on_host(machine, args[1])
+    return not beside and _on_host(machine, args[0]) != _on_host(machine, args[1])
 
 
 def _is(tensor: Tensor) -> bool:
@@ -627,6 +651,10 @@ def install(
         reset_peak_memory_stats=machine.allocator.reset_peak_memory_stats,
         memory_stats=machine.allocator.memory_stats,
         memory_snapshot=machine.allocator.memory_snapshot,
+        cudart=lambda: SimpleNamespace(
+            cudaHostRegister=machine.register, cudaHostUnregister=machine.unregister
+        ),
+        check_error=lambda code: None,
         synchronize=lambda device=None: machine.meeting("the device is waited for"),
     )
     machine.put(torch, cuda=cuda)
@@ -653,7 +681,7 @@ class _Refusing:
 
 
 def _pin(machine: Machine) -> None:
-    make, wrap = torch.empty, torch.frombuffer
+    make = torch.empty
 
     def empty(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
         made = make(*shape, **how)
@@ -663,12 +691,23 @@ def _pin(machine: Machine) -> None:
             machine.known.pop(storage._cdata, None)
         return made
 
-    def frombuffer(*given: Any, **how: Any) -> Tensor:
-        made = wrap(*given, **how)
-        machine.pageable.add(made.untyped_storage())
-        return made
+    def of_the_host(wrap: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(*given: Any, **how: Any) -> Tensor:
+            made = wrap(*given, **how)
+            machine.pageable.add(made.untyped_storage())
+            return made
 
-    machine.put(torch, empty=empty, frombuffer=frombuffer)
+        return wrapped
+
+    def to(tensor: Tensor, *given: Any, **how: Any) -> Tensor:
+        if given and isinstance(given[0], Name) and _on_host(machine, tensor):
+            return make(tensor.shape, dtype=tensor.dtype).copy_(tensor, **how)
+        return plain(tensor, *given, **how)
+
+    plain = torch.Tensor.to  # which has nothing to do: torch knows both as memory of a CPU
+    machine.put(torch.Tensor, to=to)
+    wraps = {name: of_the_host(getattr(torch, name)) for name in ("frombuffer", "from_numpy")}
+    machine.put(torch, empty=empty, **wraps)
 
 
 def _nccl(machine: Machine, comm: Any, transports: Any) -> None:

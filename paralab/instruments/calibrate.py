@@ -121,9 +121,14 @@ def _seen(visible: str | None) -> tuple[tuple[str, int], ...]:
     return tuple(launch_program(see_gpus, 1, (), device="cpu", optimizers=False)[0])
 
 
+def gpu_each(ranks: int) -> bool:
+    """Whether there is a GPU for each of so many ranks; those that share one use gloo."""
+    return ranks <= len(gpus())
+
+
 def device_of_run(ranks: int) -> str:
     """What `pl.run` takes for so many ranks if no device is named: ranks/process.py decides."""
-    return default_device() or ("cuda" if ranks <= len(gpus()) else "cpu")
+    return default_device() or ("cuda" if gpu_each(ranks) else "cpu")
 
 
 def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str, Any]:

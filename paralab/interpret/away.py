@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, float32
 
 from paralab.interpret.flat import DTYPES
-from paralab.interpret.host import Host
+from paralab.interpret.host import Host, plain
 from paralab.programs.program import Program
 from paralab.programs.tiers import own_master, prefix, rows
 
@@ -74,7 +74,7 @@ class Away:
             held = values = self.host.empty(shape, dtype, category)
         else:
             held = self.host.create(_FILES[kind], dtype.itemsize * math.prod(shape), category)
-            values = self.host.room(shape, dtype)
+            values = plain(shape, dtype)
         if fill is not None:
             fill(values)
             if tier == "file.":

@@ -4,6 +4,11 @@ Host memory is taken once and kept: page-locked (pinned) where there is a GPU, o
 run at the same time as its kernels. Files are behind it: what is read passes through a few buffers,
 taken in turn, and so does what is written (programs/tiers.py says which).
 
+[Note: page-locked] torch's allocator of pinned memory takes a power of two for each tensor, up to
+twice what the tensor has and a report says. So what is kept is taken as it is and locked in place.
+What is used once is not kept: a number on its way comes from torch's allocator, which knows when
+the copy is over, and first values on their way to a file are in memory that is not locked.
+
 On a CPU the device's memory and the host's are the same chips. What keeps them apart is who counts:
 the ledger sees what the rank's own thread does, and the jobs here run in others; what they hold is
 counted here, as tiers of their own, and no ``memory_limit`` bounds it.
@@ -34,6 +39,11 @@ def host_threads(context: Any, cores: int) -> int:
     return max(1, cores // context.nodes.count(context.nodes[context.rank]))
 
 
+def plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that no ledger sees, in whole pages of its own at its beginning."""
+    return aligned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
 class Host:
     """One rank's host memory, files and lanes.
 
@@ -58,20 +68,25 @@ class Host:
         self.files = Files(folder, cached=tiers.cached) if tiers.uses("nvme") else None
         self._count = 0
         self._free: dict[Any, list[Any]] = {}  # memory and files that were lent and came back
+        self._locked: list[Tensor] = []
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device's ledger does not see, as long as jobs work on it."""
         if self.cuda:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        return aligned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return plain(shape, dtype)
 
     def mark(self) -> Any:
         """An event of the device, behind what it was given so far; None where there is no GPU."""
         return torch.cuda.current_stream().record_event() if self.cuda else None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Tensor:
-        """The same, to be kept, and counted."""
-        found = self.room(shape, dtype)
+        """Host memory to be kept, and counted. See [Note: page-locked]."""
+        found = plain(shape, dtype)
+        if self.cuda and found.nbytes:
+            lock = torch.cuda.cudart().cudaHostRegister
+            torch.cuda.check_error(lock(found.data_ptr(), found.nbytes, 0))
+            self._locked.append(found)
         self.recorder.holds("host", category, found.nbytes)
         return found
 
@@ -106,5 +121,8 @@ class Host:
     def close(self) -> None:
         for lane in self.lanes.values():
             lane.close()
+        for memory in self._locked:  # what has its address next may be locked too
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        self._locked.clear()
         if self.files is not None:
             self.files.close()

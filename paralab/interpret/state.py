@@ -190,7 +190,7 @@ class State:
         away  instead of gradients there are the norms that the host has taken of them
         """
         if away:
-            norms = [grads[u].to(self.device) for u in self.counted]
+            norms = [grads[u].to(self.device, non_blocking=True) for u in self.counted]
         else:
             norms = [norm for u in self.counted for norm in self.norms(u, grads[u])]
         zero = torch.zeros((), device=self.device)  # a rank may have nothing to count

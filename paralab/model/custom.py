@@ -39,10 +39,12 @@ class Custom(Op):
         import torch
         from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+        from paralab.model.wide_views import wide_views
+
         (x,) = state
         module, shape = self._module(env), (-1, self.spec.seq_len, self.spec.hidden)
         if not env.keeping:
-            with env.drawing(self.name, 1.0):
+            with env.drawing(self.name, 1.0), wide_views(weights.values()):
                 y = called(module, dict(weights), x.view(shape))
             return (y.reshape(x.shape),), None
         leaf = x.detach().view(shape).requires_grad_()
@@ -80,7 +82,8 @@ class Custom(Op):
                 return flat.clone().view(dtype).as_strided(size, stride)
             return seen.set_(w.untyped_storage(), offset // seen.itemsize, size, stride)
 
-        with torch.enable_grad(), saved_tensors_hooks(save, find), env.drawing(self.name, 1.0):
+        views, hooks = wide_views(leaves.values()), saved_tensors_hooks(save, find)
+        with torch.enable_grad(), hooks, env.drawing(self.name, 1.0), views:
             y = called(module, leaves, leaf)
         for w in leaves.values():  # the graph knows them, and their values are not needed
             w.data = w.new_empty(0)

@@ -151,7 +151,9 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
     if ins.op == ALL_GATHER and ins.lane not in ("dp", "secondary"):
         fits = counts[0] == 1  # what a tp rank gathers may stay for backward too
-    if ins.op in (ADD, KEEP) and ins.reads == ins.writes:
+    if ins.op == ADD and ins.lane:  # the host's reads what it adds to, too
+        fits = fits or (counts == (2, 1) and ins.reads[1:] == ins.writes)
+    if ins.op in (ADD, KEEP) and ins.reads[:1] == ins.writes:
         return "reads and writes the same value", "a value that is added to, or kept as, another"
     if ins.op == ALL_REDUCE and fits and ins.reads != ins.writes:
         return "sums into another value", "a sum in place: writes=reads"

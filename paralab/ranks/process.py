@@ -58,6 +58,7 @@ class RankContext:
     backend   "gloo" or "nccl", of the default process group, which is up
     shared    whether another rank's kernels run on this rank's GPU
     store     a torch Store that all ranks share
+    limit     seconds that a call of torch.distributed may take
     strict    hold every call to NCCL's order rules, whatever the backend
     note      note(text): what this rank is about to block in; "" when it computes again
     alive     alive(): the rank's device gets on, though the rank notes nothing
@@ -70,6 +71,7 @@ class RankContext:
     device: str
     backend: str
     store: dist.Store
+    limit: float
     shared: bool = False
     strict: bool = False
     note: Callable[[str], None]
@@ -240,6 +242,7 @@ def _work(
         device=chosen.device,
         backend=chosen.backend,
         store=store,
+        limit=task["group_timeout"],
         shared=chosen.shared,
         strict=task["strict"],
         note=notes.write,

@@ -85,6 +85,7 @@ def torchrun_context(
         backend=chosen.backend,
         shared=chosen.shared,
         store=dist.PrefixStore("paralab", store),
+        limit=timeout,
         note=_noting(rank),
     )
 
