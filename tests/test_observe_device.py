@@ -39,16 +39,21 @@ def with_a_gpu():
         setattr(torch.Tensor, name, value)
 
 
-def in_a_rank(context, program, args, settings):
+def nothing():
+    pass
+
+
+def in_a_rank(context, program, args, settings, before):
     with_a_gpu()
+    before()
     context = dataclasses.replace(context, device="cuda:0", backend="nccl")  # as pl.launch chooses
     with observing._observed(context, settings) as observer:
         return observing._part(observer, context, program(*args))
 
 
-def observed(program, *args, ranks=1, **settings) -> pl.Report:
-    """What `pl.observe` returns where every rank has a GPU."""
-    given = (program, args, SETTINGS | settings)
+def observed(program, *args, ranks=1, before=nothing, **settings) -> pl.Report:
+    """What `pl.observe` returns where every rank has a GPU. ``before()``: in a rank, unobserved."""
+    given = (program, args, SETTINGS | settings, before)
     parts = launch_program(in_a_rank, ranks, given, device="cpu", timeout=60)
     return observing._report("program", parts)
 
@@ -225,6 +230,71 @@ def test_a_call_that_nccl_makes_at_once_is_a_wait_where_the_program_computes(asi
     assert not (aside and waited)
     begun = report.spans[report.spans["id"].isin(calls["span"])]
     assert begun["after"].map(len).min() == 1  # behind what was computed before it
+
+
+def as_nccl_coalesces():
+    """From here on torch makes batches of messages as over NCCL: one Work for all of them."""
+    import torch
+    import torch.distributed as dist
+
+    c10d, unbox, batch = torch._C._distributed_c10d, dist.Work.unbox, []
+
+    def hidden(boxed):
+        if not batch:
+            return unbox(boxed)
+        batch.append(unbox(boxed))  # a single one has no Work
+
+    def ended(group, device):
+        *others, last = batch[1:]
+        batch.clear()
+        for work in others:
+            work.wait()
+        return last
+
+    c10d.Backend.supports_coalescing = property(lambda backend: True)
+    dist.Work.unbox = hidden
+    dist.ProcessGroup._start_coalescing = lambda group, device: batch.append("begun")
+    dist.ProcessGroup._end_coalescing = ended
+
+
+def of_two_stages():
+    """Each rank computes 50 ms, the second one on what it receives from the first."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    class Slow(torch.nn.Linear):
+        def forward(self, x):
+            time.sleep(0.05)
+            return super().forward(x)
+
+    def message(op):
+        for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, 1 - rank)]):
+            work.wait()
+
+    rank, tensor = dist.get_rank(), torch.ones(64, dtype=torch.float64)
+    model = Slow(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dist.barrier()
+    for _ in range(2):
+        if rank == 1:
+            message(dist.irecv)
+        model(tensor[:8].view(1, 8)).sum().backward()
+        if rank == 0:
+            message(dist.isend)
+        optimizer.step()
+
+
+def test_a_batch_of_messages_lasts_until_it_is_waited_for_and_a_replay_waits_for_it():
+    report = observed(of_two_stages, ranks=2, before=as_nccl_coalesces)
+    calls = report.collectives
+    assert sorted(calls["op"]) == ["recv"] * 2 + ["send"] * 2
+    assert (calls["end"] - calls["start"]).max() > 0.02  # rank 1 is there 50 ms before the message
+    waits = report.spans[report.spans["kind"] == "wait"]
+    assert {span for after in waits["after"] for span in after} == set(calls["span"])
+    assert report.replay(NODES).step_time > 0.09  # one stage behind the other
+    assert "had waited for the batch" in report.explain()["What is not known?"]
 
 
 def both_kinds():

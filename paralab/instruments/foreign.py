@@ -27,6 +27,10 @@ DistributedDataParallel waits in C++: what follows its last launch in a backward
 and returns no Work. On the stream that the program computes on this is a wait. On another one, as
 FSDP2 has them, the program goes on computing; when it waits for that stream is not seen.
 
+[Note: batches] What is coalesced, as ``batch_isend_irecv`` is over NCCL, is made when the batch
+ends: its calls have no Work of their own, and the batch's stands for all of them. It has no future
+that could say when it ends, so its spans end when the rank has waited for it.
+
 [Note: device] A program's device is the program's own: where there are GPUs it may well compute on
 the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
 of a module or an optimizer. From then on times are that GPU's, and bytes those on GPUs.
@@ -90,14 +94,17 @@ class Observer:
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
         self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
-        # what the program is made of; whether an optimizer evaluates, or another thread trains
+        # what the program is made of; whether an optimizer evaluates, another thread trains,
+        # messages were coalesced
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
-        self.about |= {"closures": False, "threads": False}
+        self.about |= {"closures": False, "threads": False, "batches": False}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
         self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
         self._numbers: Counter[Any] = Counter()  # a module's forwards, and backwards, in this step
-        self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # a call's Work: the spans that it stands for, and whether it is on a GPU
+        self._works: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()
+        self._batches: dict[int, list[int]] = {}  # of a thread: see [Note: batches]
         self._held: Any = None  # the last call's Work, until its caller has it
         self._flying: dict[int, Any] = {}  # a backward's calls: weak references to their Work
         self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
@@ -118,6 +125,8 @@ class Observer:
         around(undo, dist.Reducer, "_rebuild_buckets", bucketing)
         around(undo, torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper", bucketing)
         around(undo, torch._C._distributed_c10d.Work, "wait", self._waiting)
+        around(undo, dist.ProcessGroup, "_start_coalescing", self._batching)
+        around(undo, dist.ProcessGroup, "_end_coalescing", self._batched)
         around(undo, torch.nn.Module, "__call__", self._forward)
         around(undo, torch.autograd, "_engine_run_backward", self._backward)
         around(undo, DeviceMesh, "__init__", self.calls.meshing)
@@ -182,7 +191,7 @@ class Observer:
             self._begin()
         on_gpu = next((tensor.device for tensor in used if tensor.is_cuda), None)
         aside = on_gpu is not None and torch.cuda.current_stream(on_gpu) != self._stream
-        after = ()
+        batch, after = self._batches.get(threading.get_ident()), ()
         if of_program:  # the cut is where the program computes, wherever the call is made
             with torch.cuda.stream(self._stream) if aside else contextlib.nullcontext():
                 after = recorder.cut()
@@ -198,7 +207,7 @@ class Observer:
             if self.ledger is not None:
                 self.ledger.carries(tensor)
         at_once = on_gpu and of_program and not aside and given.get("async_op") is False
-        if at_once:
+        if at_once := at_once and batch is None:
             recorder.enter("wait", after=(span,))
         try:
             result = own()
@@ -207,10 +216,13 @@ class Observer:
                 recorder.leave()
         last = result[-1] if isinstance(result, (tuple, list)) else result
         work = self._held = dist.Work.unbox(last)
+        if batch is not None:
+            batch.append(span)
+            return result
         if work is None:  # [Note: at once]
             self._settle((span,))
             return result
-        self._works[work] = span
+        self._works[work] = (span,), on_gpu is not None
         if of_program and "backward" in self.inside:
             self._flying[span] = weakref.ref(work)
         if on_gpu is None:
@@ -218,6 +230,24 @@ class Observer:
                 future = work.get_future()
                 future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
         return result
+
+    @contextlib.contextmanager
+    def _batching(self, *_: Any) -> Iterator[None]:
+        yield
+        self._batches[threading.get_ident()] = []
+
+    @contextlib.contextmanager
+    def _batched(self, *_: Any) -> Iterator[Callable[[Any], None]]:
+        spans = tuple(self._batches.pop(threading.get_ident(), ()))
+
+        def heard(work: Any) -> None:
+            if work is None:  # [Note: at once]
+                self._settle(spans)
+            elif spans:
+                self._works[work] = spans, True
+                self.about["batches"] = True
+
+        yield heard
 
     def _phase(self, sent: list[Tensor], of_program: bool) -> str:
         """What another thread of the program sends is no part of its steps."""
@@ -231,18 +261,19 @@ class Observer:
     def _waiting(self, work: Any, *_: Any) -> Any:
         self._held = None
         if self._is_program():
-            return self._wait(self._works.pop(work, None))
+            spans, _ = self._works.pop(work, ((), False))
+            return self._wait(spans)
         return contextlib.nullcontext()
 
     def _awaited(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """``_c10d_functional.wait_tensor``: known by the storage that the call works on."""
         span = self._by_storage.get(given["tensor"].untyped_storage()._cdata)
-        with self._wait(span) if self._is_program() else contextlib.nullcontext():
+        spans = () if span is None else (span,)
+        with self._wait(spans) if self._is_program() else contextlib.nullcontext():
             return own()
 
     @contextlib.contextmanager
-    def _wait(self, span: int | None) -> Iterator[None]:
-        spans = () if span is None else (span,)
+    def _wait(self, spans: tuple[int, ...]) -> Iterator[None]:
         self.recorder.enter("wait", after=spans)
         try:
             yield

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from paralab.report import metrics
 from paralab.report.paradigm import (
     REDUCTIONS,
+    any_made_of,
     backwards,
     form,
     in_parts,
@@ -217,6 +218,11 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         said.append(
             "When the device waited for FSDP2's collectives: they run on streams of their own, and "
             "a stall of the computing stream counts as computing."
+        )
+    if any_made_of(report, "batches"):
+        said.append(
+            "When a batch of messages ended (batch_isend_irecv over NCCL): nothing says it, so the "
+            "spans of its messages end where the rank had waited for the batch."
         )
     if "DistributedDataParallel" in made_of(report, "modules"):
         said.append(
