@@ -197,6 +197,46 @@ def test_with_a_ledger_nothing_counts_that_is_on_the_host(program, most):
         assert peak < 9_000_000  # of what came later: the virtual device has all tensors
 
 
+def sums_waited_for(aside):
+    import torch
+    import torch.distributed as dist
+
+    import virtual_cuda
+
+    record, on = virtual_cuda.Event.record, []
+
+    def recorded(event, stream=None):
+        on.append((stream or torch.cuda.current_stream()).chain.name)
+        record(event, stream)
+
+    virtual_cuda.Event.record = recorded
+    gradient = torch.ones(8, dtype=torch.float64)
+    model = torch.nn.Linear(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(gradient.view(1, 8)).sum().backward()
+        work = dist.all_reduce(gradient, async_op=True)
+        with torch.cuda.stream(torch.cuda.Stream() if aside else torch.cuda.current_stream()):
+            on.clear()
+            work.wait()
+            [marked] = set(on)
+        optimizer.step()
+    virtual_cuda.Event.record = record
+    return [marked]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_wait_on_another_stream_is_none_of_the_stream_that_computes(aside):
+    report = observed(sums_waited_for, aside, ranks=2, memory_steps=0)
+    assert (report.results == [["default 0"]] * 2) != aside  # marks are the waiting stream's
+    waits = report.spans[report.spans["kind"] == "wait"]
+    assert len(waits) == 4 * (not aside)
+    calls = report.collectives
+    assert len(calls) == 4 and (calls["end"] > calls["start"]).all()
+    said = report.explain().get("What is not known?", "")
+    assert ("on streams of its own" in said) == aside
+
+
 def sums_at_once(aside):
     """As NCCL makes it: what is waited for at once is on the caller's stream, without a Work."""
     import torch

@@ -25,7 +25,8 @@ DistributedDataParallel waits in C++: what follows its last launch in a backward
 
 [Note: at once] Where the caller waits at once, NCCL runs the collective on the caller's own stream
 and returns no Work. On the stream that the program computes on this is a wait. On another one, as
-FSDP2 has them, the program goes on computing; when it waits for that stream is not seen.
+FSDP2 has them, the program goes on computing; when it waits for that stream is not seen. Nor is it
+where a Work is waited for on another stream.
 
 [Note: batches] What is coalesced, as ``batch_isend_irecv`` is over NCCL, is made when the batch
 ends: its calls have no Work of their own, and the batch's stands for all of them. It has no future
@@ -95,9 +96,9 @@ class Observer:
         self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
         # what the program is made of; whether an optimizer evaluates, another thread trains,
-        # messages were coalesced
+        # messages were coalesced, calls waited for on other streams
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
-        self.about |= {"closures": False, "threads": False, "batches": False}
+        self.about |= {"closures": False, "threads": False, "batches": False, "aside": False}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
         self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
@@ -181,6 +182,11 @@ class Observer:
         self._seen.clear()  # where their parameters are now is looked up at their next call
         return True
 
+    def _is_aside(self, device: Any = None) -> bool:
+        """Whether this is another stream than that which the program computes on."""
+        computes = self._stream
+        return computes is not None and torch.cuda.current_stream(device or self.device) != computes
+
     # ---- collectives --------------------------------------------------------------------------
     def _called(self, op: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
@@ -190,7 +196,7 @@ class Observer:
         if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
             self._begin()
         on_gpu = next((tensor.device for tensor in used if tensor.is_cuda), None)
-        aside = on_gpu is not None and torch.cuda.current_stream(on_gpu) != self._stream
+        aside = on_gpu is not None and self._is_aside(on_gpu)
         batch, after = self._batches.get(threading.get_ident()), ()
         if of_program:  # the cut is where the program computes, wherever the call is made
             with torch.cuda.stream(self._stream) if aside else contextlib.nullcontext():
@@ -261,24 +267,28 @@ class Observer:
     def _waiting(self, work: Any, *_: Any) -> Any:
         self._held = None
         if self._is_program():
-            spans, _ = self._works.pop(work, ((), False))
-            return self._wait(spans)
+            return self._wait(*self._works.pop(work, ((), False)))
         return contextlib.nullcontext()
 
     def _awaited(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """``_c10d_functional.wait_tensor``: known by the storage that the call works on."""
         span = self._by_storage.get(given["tensor"].untyped_storage()._cdata)
         spans = () if span is None else (span,)
-        with self._wait(spans) if self._is_program() else contextlib.nullcontext():
+        waits = self._wait(spans, given["tensor"].is_cuda)
+        with waits if self._is_program() else contextlib.nullcontext():
             return own()
 
     @contextlib.contextmanager
-    def _wait(self, spans: tuple[int, ...]) -> Iterator[None]:
-        self.recorder.enter("wait", after=spans)
+    def _wait(self, spans: tuple[int, ...], on_gpu: bool) -> Iterator[None]:
+        if aside := on_gpu and self._is_aside():  # [Note: at once]
+            self.about["aside"] = True
+        else:
+            self.recorder.enter("wait", after=spans)
         try:
             yield
         finally:
-            self.recorder.leave()
+            if not aside:
+                self.recorder.leave()
             self._settle(spans)
 
     def _settle(self, spans: Sequence[int]) -> None:

@@ -219,6 +219,11 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "When the device waited for FSDP2's collectives: they run on streams of their own, and "
             "a stall of the computing stream counts as computing."
         )
+    if any_made_of(report, "aside"):
+        said.append(
+            "When the device waited for calls that the program waits for on streams of its own: "
+            "there they end, and a stall of the computing stream counts as computing."
+        )
     if any_made_of(report, "batches"):
         said.append(
             "When a batch of messages ended (batch_isend_irecv over NCCL): nothing says it, so the "
