@@ -7,9 +7,10 @@ virtual device (virtual_cuda.py). What NCCL does with two kinds of tensors only 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -334,7 +335,92 @@ def test_a_batch_of_messages_lasts_until_it_is_waited_for_and_a_replay_waits_for
     waits = report.spans[report.spans["kind"] == "wait"]
     assert {span for after in waits["after"] for span in after} == set(calls["span"])
     assert report.replay(NODES).step_time > 0.09  # one stage behind the other
-    assert "had waited for the batch" in report.explain()["What is not known?"]
+    assert "for the batch" in report.explain()["What is not known?"]
+
+
+class NcclFuture:
+    """As NCCL's: done when the call is launched; what waits for it is the current stream."""
+
+    streams: ClassVar[list[str]] = []
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        import torch
+
+        self.streams.append(torch.cuda.current_stream().chain.name)
+        self.real.wait()  # the virtual stream has come to the end of the call
+
+
+def as_nccl_ends():
+    """From here on a call's future is one of NCCL's, and the device a second behind the host."""
+    import torch
+
+    import virtual_cuda
+    from paralab.instruments import foreign_calls
+
+    late, work = virtual_cuda.Event.elapsed_time, torch._C._distributed_c10d.Work
+    virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
+    future = work.get_future
+    work.get_future = lambda work: NcclFuture(future(work))
+    foreign_calls._backend = lambda group, device: "nccl"
+
+
+def waits_long_after():
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(8, dtype=torch.float64)
+    dist.barrier()
+    for _ in range(3):
+        work = dist.all_reduce(tensor, async_op=True)
+        time.sleep(0.1)
+        work.wait()
+    return NcclFuture.streams
+
+
+def gathers(sizes):
+    """What the kernel in front of a gather of such parts is given, before gloo sees it."""
+    from contextlib import ExitStack
+
+    import torch
+    import torch.distributed as dist
+
+    from paralab.instruments.foreign_calls import has_unequal_parts
+    from paralab.instruments.foreign_hooks import stand_before
+
+    found, parts = [], [torch.ones(size) for size in sizes]
+
+    def seen(given, own):
+        found.append(has_unequal_parts(given))
+        return own()
+
+    with ExitStack() as undo, contextlib.suppress(RuntimeError):  # gloo refuses unequal ones
+        stand_before(undo, "c10d", "allgather_", seen)
+        dist.all_gather(parts, parts[dist.get_rank()].clone())
+    return found
+
+
+def test_a_call_whose_work_has_no_future_over_nccl_is_known():
+    for sizes, unequal in (((3, 5), True), ((4, 4), False)):
+        assert pl.launch(gathers, 2, (sizes,), device="cpu") == [[unequal]] * 2
+
+
+def test_a_call_of_nccl_ends_when_it_ends_and_not_when_it_is_waited_for():
+    report = observed(waits_long_after, ranks=2, before=as_nccl_ends, memory_steps=0)
+    calls = report.collectives
+    assert len(calls) == 6 and report.meta["device"] == "cuda:0"
+    waits = report.spans[report.spans["kind"] == "wait"].explode("after").set_index("after")
+    early = waits["start"].loc[calls["span"]].to_numpy() - calls["end"].to_numpy()
+    assert min(early) > 0.09 and (calls["end"] > calls["start"]).all()  # on the device's clock
+    for streams in report.results:  # one of its own, and not where the program computes
+        assert len(streams) == 3 and len(set(streams)) == 1 and "default 0" not in streams
 
 
 def both_kinds():

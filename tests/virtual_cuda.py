@@ -95,7 +95,9 @@ class Chain:
 class Stream:
     """``torch.cuda.Stream``."""
 
-    def __init__(self, device: Any = None, chain: Chain | None = None) -> None:
+    def __init__(
+        self, device: Any = None, chain: Chain | None = None, *, priority: int = 0
+    ) -> None:
         self.machine = machine = Machine.here
         self.index = getattr(device, "index", None)
         self.index = machine.device() if self.index is None else self.index

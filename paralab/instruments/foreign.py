@@ -5,7 +5,8 @@ Nothing of the program changes. What sees it, and what that costs:
     collectives    every operation ``c10d.*`` gets a kernel in front of its own, for as long as the
                    observation lasts. All of torch passes there: DistributedDataParallel's reducer
                    in C++, FSDP2, DTensor and its ``_c10d_functional.*``, pipelining, raw calls.
-                   About 30 us per call, on no other operation
+                   About 30 us per call, on no other operation. Over NCCL the result of one with a
+                   Work is given away again only when the call has ended: see [Note: ends]
     waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait
     spans          ``Module.__call__``, autograd's call of its engine and hooks of optimizers: a few
                    us per outermost call, 0.3 us per inner one
@@ -19,9 +20,15 @@ in foreign_ledger.py.
 group waits for that thread with the lock in its hand. So the group is destroyed when the threads
 have had time.
 
-[Note: ends] A collective of gloo or NCCL says when it ends; gloo's sends, receives and
-reduce-scatters do not. Their span ends when the rank has waited for them. The reducer of
-DistributedDataParallel waits in C++: what follows its last launch in a backward counts as the wait.
+[Note: ends] A collective of gloo says when it ends; gloo's sends, receives and reduce-scatters do
+not, and those of tensors on a GPU say it on another clock. Their span ends when the rank has waited
+for them. The reducer of DistributedDataParallel waits
+in C++: what follows its last launch in a backward counts as the wait. A Work of NCCL has a future
+that stands for an event of the device, and a stream that waits for the future passes a mark when
+the call has ended. The stream is the observer's own: torch runs the future's callbacks on any
+stream of the pool that the program's and NCCL's streams come from too, and would hold that one up.
+So it has a priority that hardly any program asks for, as a pool and its queues are those of a
+priority. While the future is waited for, torch notes that the result is used on that stream.
 
 [Note: at once] Where the caller waits at once, NCCL runs the collective on the caller's own stream
 and returns no Work. On the stream that the program computes on this is a wait. On another one, as
@@ -29,8 +36,9 @@ FSDP2 has them, the program goes on computing; when it waits for that stream is 
 where a Work is waited for on another stream.
 
 [Note: batches] What is coalesced, as ``batch_isend_irecv`` is over NCCL, is made when the batch
-ends: its calls have no Work of their own, and the batch's stands for all of them. It has no future
-that could say when it ends, so its spans end when the rank has waited for it.
+ends: its calls have no Work of their own, and the batch's stands for all of them. It has no future,
+and torch would follow a null pointer to it; so its spans end when the rank has waited for it. NCCL
+makes an all-gather or a reduce-scatter of unequal parts as such a batch, too.
 
 [Note: device] A program's device is the program's own: where there are GPUs it may well compute on
 the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
@@ -56,13 +64,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as optimizers
 
 from paralab.checks import illegal
-from paralab.instruments.foreign_calls import CALLS, Calls, as_data, carried, is_control, payload
+from paralab.instruments.foreign_calls import (
+    CALLS,
+    Calls,
+    Where,
+    as_data,
+    carried,
+    has_unequal_parts,
+    is_control,
+    payload,
+)
 from paralab.instruments.foreign_hooks import around, stand_before
 from paralab.instruments.foreign_ledger import ForeignLedger, plain, updated
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
 
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
+PRIORITY = -3  # of a stream: see [Note: ends]
 PATIENCE = 0.05  # seconds for threads to let go of the last calls
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
@@ -107,6 +125,7 @@ class Observer:
         self._works: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()
         self._batches: dict[int, list[int]] = {}  # of a thread: see [Note: batches]
         self._held: Any = None  # the last call's Work, until its caller has it
+        self._listening: dict[Any, Any] = {}  # of a group: a stream that waits for its calls' ends
         self._flying: dict[int, Any] = {}  # a backward's calls: weak references to their Work
         self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called by the program
@@ -231,11 +250,24 @@ class Observer:
         self._works[work] = (span,), on_gpu is not None
         if of_program and "backward" in self.inside:
             self._flying[span] = weakref.ref(work)
-        if on_gpu is None:
-            with contextlib.suppress(RuntimeError):  # not all calls say it: [Note: ends]
-                future = work.get_future()
-                future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
+        if on_gpu is not None and not where.gloo and has_unequal_parts(given):
+            self.about["batches"] = True
+        elif on_gpu is None or not where.gloo:
+            with contextlib.suppress(RuntimeError):  # not all calls say it
+                self._hear_of_end(work.get_future(), span, where, on_gpu)
         return result
+
+    def _hear_of_end(self, future: Any, span: int, where: Where, on_gpu: Any) -> None:
+        """See [Note: ends]."""
+        recorder, clock = self.recorder, self.recorder.clock
+        if on_gpu is None:
+            future.add_done_callback(lambda _: recorder.completed(span, clock.host()))
+        elif future.done():  # NCCL's is from the start: the host does not wait
+            if where not in self._listening:
+                self._listening[where] = torch.cuda.Stream(clock.device, priority=PRIORITY)
+            with torch.cuda.stream(self._listening[where]):
+                future.wait()
+                recorder.completed(span, clock.mark())
 
     @contextlib.contextmanager
     def _batching(self, *_: Any) -> Iterator[None]:

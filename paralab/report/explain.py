@@ -226,8 +226,9 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         )
     if any_made_of(report, "batches"):
         said.append(
-            "When a batch of messages ended (batch_isend_irecv over NCCL): nothing says it, so the "
-            "spans of its messages end where the rank had waited for the batch."
+            "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL with "
+            "parts of unequal sizes: nothing says it, so their spans end where the rank had waited "
+            "for the batch."
         )
     if "DistributedDataParallel" in made_of(report, "modules"):
         said.append(
