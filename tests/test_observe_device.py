@@ -32,6 +32,7 @@ def with_a_gpu():
     virtual_cuda.install(0)
     # In a build for CUDA optimizers ask whether a graph is captured, torch 2.11's by the first.
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.is_initialized = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: None
     gpu = property(lambda tensor: tensor.dtype is torch.float64)
     host = property(lambda tensor: tensor.dtype is not torch.float64)
@@ -336,6 +337,54 @@ def test_a_batch_of_messages_lasts_until_it_is_waited_for_and_a_replay_waits_for
     assert {span for after in waits["after"] for span in after} == set(calls["span"])
     assert report.replay(NODES).step_time > 0.09  # one stage behind the other
     assert "for the batch" in report.explain()["What is not known?"]
+
+
+def captures():
+    """A graph is captured: CUDA refuses to be asked about an event of that stream."""
+    import torch
+    import torch.distributed as dist
+
+    import virtual_cuda
+
+    record, query, capturing = virtual_cuda.Event.record, virtual_cuda.Event.query, []
+
+    def recorded(event, stream=None):
+        event.captured = bool(capturing)
+        record(event, stream)
+
+    def asked(event):
+        if capturing or event.captured:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return query(event)
+
+    virtual_cuda.Event.record, virtual_cuda.Event.query = recorded, asked
+    torch.cuda.is_current_stream_capturing = lambda: bool(capturing)
+    model = torch.nn.Linear(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(8, 8, dtype=torch.float64)
+
+    def step():
+        model(x).sum().backward()
+        dist.all_reduce(model.weight.grad, async_op=True).wait()
+        optimizer.step()
+
+    capturing.append("from the first on")
+    step()
+    capturing.clear()
+    for _ in range(3):
+        step()
+        capturing.append("between two steps")
+        step()
+        pl.step()
+        capturing.clear()
+
+
+@pytest.mark.parametrize("memory_steps", [0, 2])
+def test_while_a_graph_is_captured_nothing_is_written(memory_steps):
+    report = observed(captures, ranks=2, memory_steps=memory_steps)
+    assert report.meta["device"] == "cuda:0"
+    assert len(report.steps) == len(report.collectives) == 2 * 3
+    assert "CUDA graphs" in report.explain()["What is not known?"]
 
 
 class NcclFuture:

@@ -40,6 +40,10 @@ ends: its calls have no Work of their own, and the batch's stands for all of the
 and torch would follow a null pointer to it; so its spans end when the rank has waited for it. NCCL
 makes an all-gather or a reduce-scatter of unequal parts as such a batch, too.
 
+[Note: graphs] While a program captures a CUDA graph nothing is written down and no event is asked:
+an event that is recorded in a captured stream cannot be asked later, and asking any may end the
+capture. What a graph does when it is replayed is not seen.
+
 [Note: device] A program's device is the program's own: where there are GPUs it may well compute on
 the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
 of a module or an optimizer. From then on times are that GPU's, and bytes those on GPUs.
@@ -106,6 +110,7 @@ class Observer:
         self.recorder, self.memory_steps = recorder, memory_steps
         self.marked, self.existing = marked, existing
         self.device, self._looks = "cpu", torch.cuda.is_available()  # see [Note: device]
+        self._gpus = self._looks
         self._stream: Any = None  # that the program computes on
         self.calls = Calls(recorder.rank, nodes)
         self.ledger = ForeignLedger(recorder) if memory_steps else None
@@ -114,9 +119,10 @@ class Observer:
         self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
         # what the program is made of; whether an optimizer evaluates, another thread trains,
-        # messages were coalesced, calls waited for on other streams
+        # messages were coalesced, calls waited for on other streams, CUDA graphs captured
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
-        self.about |= {"closures": False, "threads": False, "batches": False, "aside": False}
+        self.about |= {"closures": False, "threads": False, "batches": False}
+        self.about |= {"aside": False, "graphs": False}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
         self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
@@ -192,13 +198,21 @@ class Observer:
         """Whether one of these is the program's first tensor on a GPU: see [Note: device]."""
         inner = (t for tensor in seen for t in plain(tensor)) if self._looks else ()
         first = next((t for t in inner if t.is_cuda), None)
-        if first is None:
+        if first is None or self._captures():
             return False
         self._looks, self.device = False, f"cuda:{first.get_device()}"
         self._stream = torch.cuda.current_stream(first.device)
         self.recorder.moves_to(self.device)
         self._describe()
         self._seen.clear()  # where their parameters are now is looked up at their next call
+        return True
+
+    def _captures(self) -> bool:
+        """Whether this thread's stream is being captured: see [Note: graphs]."""
+        cuda = torch.cuda
+        if not (self._gpus and cuda.is_initialized() and cuda.is_current_stream_capturing()):
+            return False
+        self.about["graphs"] = True
         return True
 
     def _is_aside(self, device: Any = None) -> bool:
@@ -209,6 +223,8 @@ class Observer:
     # ---- collectives --------------------------------------------------------------------------
     def _called(self, op: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
+        if self._captures():
+            return own()
         recorder, sent, used = self.recorder, payload(op, given), carried(given)
         if of_program := self._is_program():
             self._shows(*used)
@@ -298,7 +314,7 @@ class Observer:
     # ---- waits --------------------------------------------------------------------------------
     def _waiting(self, work: Any, *_: Any) -> Any:
         self._held = None
-        if self._is_program():
+        if self._is_program() and not self._captures():
             return self._wait(*self._works.pop(work, ((), False)))
         return contextlib.nullcontext()
 
@@ -307,7 +323,8 @@ class Observer:
         span = self._by_storage.get(given["tensor"].untyped_storage()._cdata)
         spans = () if span is None else (span,)
         waits = self._wait(spans, given["tensor"].is_cuda)
-        with waits if self._is_program() else contextlib.nullcontext():
+        seen = self._is_program() and not self._captures()
+        with waits if seen else contextlib.nullcontext():
             return own()
 
     @contextlib.contextmanager
@@ -345,6 +362,8 @@ class Observer:
         """The program says, or an optimizer, that a step is over."""
         if self.found and not self.open:
             return  # the optimizer's step ended it
+        if self._captures():
+            return
         self.recorder.leave()
         self.recorder.end_step()
         self.open, self.found, self.step = False, True, self.step + 1
@@ -373,7 +392,7 @@ class Observer:
     def _forward(self, module: Any, *_: Any) -> Iterator[None]:
         """Around a module's call: the outermost is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
-        if not self._is_main() or inner:
+        if not self._is_main() or inner or self._captures():
             yield
             return
         with self._part("forward", id(module)):
@@ -389,6 +408,9 @@ class Observer:
     @contextlib.contextmanager
     def _backward(self, *_: Any) -> Iterator[None]:
         """Around the autograd engine's work."""
+        if self._captures():
+            yield
+            return
         if "backward" in self.inside or not self._is_main():
             self.about["threads"] |= not self._is_main() and _of_python()
             yield
@@ -410,7 +432,7 @@ class Observer:
 
     def _update(self, optimizer: Any, *_: Any) -> None:
         """Before an optimizer's step; within it, an inner one's."""
-        if not self._is_main():
+        if not self._is_main() or self._captures():
             return
         if id(optimizer) in self._stepping:  # its last step raised, and the program went on
             self._stepping.clear()
@@ -438,7 +460,7 @@ class Observer:
         self.inside.append("optimizer")
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
-        if not self._is_main():
+        if not self._is_main() or self._captures():
             return
         self.inside.pop()
         self._stepping.pop()

@@ -235,6 +235,11 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
             "follows its last all-reduce in a backward counts as the wait."
         )
+    if any_made_of(report, "graphs"):
+        said.append(
+            "What CUDA graphs do: while one is captured nothing is written down, and when it is "
+            "replayed its calls, its forwards and its backwards are not seen."
+        )
     if made_of(report, "threads"):
         said.append(
             "What other threads of the program train: modules were trained on one that the program "
