@@ -32,6 +32,7 @@ from paralab import checks
 from paralab.checks import choice, illegal, whole
 from paralab.launch import launch_program, torchrun_context
 from paralab.ranks.ending import ending
+from paralab.ranks.errors import OutOfMemory
 from paralab.report.report import Report, save_part
 from paralab.report.storage import check_part
 from paralab.spec import Plan
@@ -189,6 +190,8 @@ def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
         try:
             yield observer
         except RuntimeError as error:
+            if isinstance(told := getattr(error, "told", None), OutOfMemory):
+                raise told from error
             if "support saved tensor hooks" not in str(error):
                 raise
             why = "the ledger has hooks on saved tensors, and torch.func takes none"

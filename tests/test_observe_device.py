@@ -528,6 +528,38 @@ def test_what_a_process_has_on_the_gpu_before_the_block_decides():
         assert found == device and first["parameters"] == held["parameters"]
 
 
+# ---- its own answer to a full device -------------------------------------------------------------
+def finds_its_batch(smallest):
+    """Halves the batch until it fits, as a program may."""
+    import torch
+
+    own = torch.library.Library("too_small_a_gpu", "DEF")
+    own.define("work(Tensor x) -> Tensor")
+
+    def work(x):
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB.")
+        return x * 2
+
+    own.impl("work", work, "CPU")
+    batch = 32
+    while True:
+        try:
+            torch.ops.too_small_a_gpu.work(torch.ones(batch, dtype=torch.float64))
+            return batch
+        except torch.cuda.OutOfMemoryError:
+            batch //= 2
+            if batch < smallest:
+                raise
+
+
+def test_a_program_that_handles_a_full_gpu_does_so_when_it_is_observed():
+    assert pl.observe(finds_its_batch, 1, (1,), device="cpu").results == [8]
+    with pytest.raises(pl.OutOfMemory, match="CUDA out of memory") as raised:
+        pl.observe(finds_its_batch, 1, (16,), device="cpu")
+    assert "what rank 0 held" in raised.value.table
+
+
 # ---- what carries its messages -------------------------------------------------------------------
 def of_one_backend():
     import torch
