@@ -74,7 +74,9 @@ def observe(
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The device is the program's own, and ``report.meta["device"]`` says which: times and bytes are a
-    GPU's from the first tensor that ``fn`` has there, and the CPU's if it has none.
+    GPU's from the first tensor that ``fn`` has there, and the CPU's if it has none. Its peaks, as
+    torch.cuda.max_memory_allocated() says them, are what they are without; after a block in this
+    process they are those of the block's last step.
     ``report.losses`` are what ``fn`` returns if that is one number per step, the mean of the ranks
     that return some; ``report.results`` are the returned values in rank order, tensors as NumPy
     arrays. Raises ValueError before a process starts, or where steps cannot be told apart;

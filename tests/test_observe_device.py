@@ -528,6 +528,42 @@ def test_what_a_process_has_on_the_gpu_before_the_block_decides():
         assert found == device and first["parameters"] == held["parameters"]
 
 
+# ---- what it asks itself -------------------------------------------------------------------------
+def asks_for_its_peak(resets):
+    """The largest batch is the first one."""
+    import torch
+
+    def peak(**device):
+        return torch.cuda.memory_stats(**device)["allocated_bytes.all.peak"]
+
+    model = torch.nn.Linear(8, 8).double()
+    optimizer, said = torch.optim.SGD(model.parameters(), 0.1), []
+    for batch in (100_000, 8, 8):
+        model(torch.ones(batch, 8, dtype=torch.float64)).sum().backward()
+        if batch == resets:
+            said.append(peak())
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*said, peak(), peak(device="cuda:0"), peak(device=1)]
+
+
+def by_itself(context, resets):
+    with_a_gpu()
+    return asks_for_its_peak(resets)
+
+
+@pytest.mark.parametrize("resets", [None, 100_000])
+def test_a_program_is_told_the_peaks_that_it_has_without_an_observation(resets):
+    [alone] = launch_program(by_itself, 1, (resets,), device="cpu")
+    report = observed(asks_for_its_peak, resets, memory_steps=0)
+    *same, another = report.results[0]
+    assert same == pytest.approx(alone[:-1], abs=10_000)  # a few small tensors are the report's
+    assert same[0] > 12_000_000 > 100_000 > another  # another GPU's counter is as it is
+    peaks = report.allocator["allocated"].tolist()
+    assert len(peaks) == 3 and peaks[0] > 12_000_000 > 100_000 > max(peaks[1:])  # of each step
+
+
 # ---- its own answer to a full device -------------------------------------------------------------
 def finds_its_batch(smallest):
     """Halves the batch until it fits, as a program may."""

@@ -191,10 +191,10 @@ class Allocator:
             self.peak = max(self.peak, self.live)
             self.reserved = max(self.reserved, -(-self.live // self.SEGMENT) * self.SEGMENT)
 
-    def reset_peak_memory_stats(self, device: Any) -> None:
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.peak = self.live
 
-    def memory_stats(self, device: Any) -> dict[str, int]:
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
         found = {"allocated": self.peak, "active": self.peak, "reserved": self.reserved}
         return {f"{name}_bytes.all.peak": size for name, size in found.items()}
 
@@ -622,6 +622,7 @@ def install(
         Stream=Stream,
         Event=Event,
         current_stream=machine.stream,
+        current_device=machine.device,
         stream=machine.on,
         set_device=machine.set_device,
         is_available=lambda: True,

@@ -203,6 +203,7 @@ class Observer:
         self._looks, self.device = False, f"cuda:{first.get_device()}"
         self._stream = torch.cuda.current_stream(first.device)
         self.recorder.moves_to(self.device)
+        self.recorder.allocator.share(self._undo)
         self._describe()
         self._seen.clear()  # where their parameters are now is looked up at their next call
         return True

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paralab.instruments.allocator import Allocator
+from paralab.instruments.allocator import Allocator, SharedAllocator
 from paralab.instruments.marks import clock_of
 from paralab.instruments.samples import Sample, rows
 from paralab.report.tables import COLUMNS, by_column
@@ -60,7 +60,7 @@ class Recorder:
         """What is recorded turns out to compute on this GPU: from now on the times are its, and so
         are the bytes. Earlier marks stay what they are, moments of the host; earlier samples go.
         """
-        self.clock, self.allocator = clock_of(device), Allocator(device)
+        self.clock, self.allocator = clock_of(device), SharedAllocator(device)
         self.allocator.begin()
         self.samples.clear()
         if self.ledger is not None:
