@@ -528,6 +528,77 @@ def test_what_a_process_has_on_the_gpu_before_the_block_decides():
         assert found == device and first["parameters"] == held["parameters"]
 
 
+# ---- how far the host runs ahead -----------------------------------------------------------------
+def runs_ahead():
+    """Five steps that read no number, and how often the host waits for the device in them."""
+    import torch
+
+    import virtual_cuda
+
+    waits, wait = [], virtual_cuda.Event.synchronize
+    virtual_cuda.Event.synchronize = lambda event: (waits.append(event), wait(event))
+    virtual_cuda.Stream.query = lambda stream: False  # the device is still in the step before
+    model = torch.nn.Linear(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        model(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    return [len(waits)]
+
+
+def test_the_host_of_an_observed_program_waits_for_its_device_once():
+    report = observed(runs_ahead, memory_steps=0)
+    assert report.results == [[1]]
+    assert len(report.steps) == 5 and (report.steps["start"].diff()[1:] > 0).all()
+
+
+def ahead_for(hours, drift, ties):
+    """Steps of 0.3 s, launched 0.8 s before the device comes to them. Its clock is ``drift`` fast,
+    and says milliseconds in 32 bits. How many marks there were, the largest error, waits per step.
+    """
+    import numpy as np
+
+    import virtual_cuda
+    from paralab.instruments import marks
+
+    with_a_gpu()
+    now, waits, event = [1000.0], [], virtual_cuda.Event
+
+    def record(self, stream=None):
+        self.when = now[0] + 0.8 * (now[0] > 1000.0)
+
+    def elapsed_time(self, other):
+        return float(np.float32((other.when - self.when) * 1e3 * (1 + drift)))
+
+    def synchronize(self):
+        waits.append(self)
+        now[0] = max(now[0], self.when)
+
+    event.record, event.elapsed_time, event.synchronize = record, elapsed_time, synchronize
+    event.query = lambda self: self.when <= now[0]
+    virtual_cuda.Stream.query = lambda stream: False
+    marks.time = type("Time", (), {"perf_counter": lambda: now[0]})
+    marks.TIED = ties
+    clock, kept, steps = marks.clock_of("cuda:0"), [], int(hours * 3600 / 0.3)
+    for _ in range(steps):
+        clock.anchor(waits=False)
+        for _ in range(2):
+            mark = clock.mark()
+            kept.append((mark, mark.event.when))
+            now[0] += 0.15
+        clock.resolve()
+    assert len(clock._open) <= 8 and len(clock._free) <= 8
+    errors = [abs(clock.seconds(mark) - when) for mark, when in kept]
+    return len(kept), max(errors), len(waits) / steps
+
+
+def test_times_of_a_gpu_are_right_for_hours_though_no_step_waits_for_it():
+    [(_, error, waits)] = pl.launch(ahead_for, 1, (2.0, 0.0, 1e9), device="cpu")
+    assert error < 20e-6 and waits < 0.001
+    [(_, error, waits)] = pl.launch(ahead_for, 1, (2.0, 1e-5, 10.0), device="cpu")
+    assert error < 150e-6 and waits < 0.05
+
+
 # ---- what it asks itself -------------------------------------------------------------------------
 def asks_for_its_peak(resets):
     """The largest batch is the first one."""

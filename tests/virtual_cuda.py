@@ -118,6 +118,10 @@ class Stream:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
+    def query(self) -> bool:
+        self.machine.complain("a stream is asked")
+        return True
+
 
 class Event:
     """``torch.cuda.Event``."""

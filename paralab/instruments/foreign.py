@@ -356,7 +356,7 @@ class Observer:
             self.recorder.leave()
             self.recorder.drop_step("comm")
         self.open = self.found = True
-        self.recorder.begin_step(self.step)
+        self.recorder.begin_step(self.step, waits=False)
         self.recorder.enter("compute")
 
     def end_step(self) -> None:

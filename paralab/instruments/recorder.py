@@ -226,9 +226,10 @@ class Recorder:
         self._calls.append((self.step, *row))
 
     # ---- steps and export -----------------------------------------------------------------------
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, waits: bool = True) -> None:
+        """``waits``: for the device, which paralab's own steps have left idle."""
         self.step = step
-        self.clock.anchor()
+        self.clock.anchor(waits=waits)
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step
