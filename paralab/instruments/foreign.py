@@ -5,8 +5,9 @@ Nothing of the program changes. What sees it, and what that costs:
     collectives    every operation ``c10d.*`` gets a kernel in front of its own, for as long as the
                    observation lasts. All of torch passes there: DistributedDataParallel's reducer
                    in C++, FSDP2, DTensor and its ``_c10d_functional.*``, pipelining, raw calls.
-                   About 30 us per call, on no other operation. Over NCCL the result of one with a
-                   Work is given away again only when the call has ended: see [Note: ends]
+                   About 30 us per call, on no other operation. Over NCCL, memory of an asynchronous
+                   call's result that the program gives back is used again once the host has seen
+                   that the call has ended: see [Note: ends]
     waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait
     spans          ``Module.__call__``, autograd's call of its engine and hooks of optimizers: a few
                    us per outermost call, 0.3 us per inner one

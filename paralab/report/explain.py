@@ -209,7 +209,13 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
     said, counted = [], sorted(set(report.memory["step"]))
-    if not str(report.meta.get("device", "cpu")).startswith("cuda") and len(calls):
+    on_gpu = str(report.meta.get("device", "cpu")).startswith("cuda")
+    if on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta and len(calls):
+        said.append(
+            "When a call of gloo with tensors on a GPU ended: its span ends where the rank had "
+            "waited for it."
+        )
+    if not on_gpu and len(calls):
         said.append(
             "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
             "ends where the rank had waited for it."
