@@ -583,11 +583,12 @@ def ahead_for(hours, drift, ties):
     for _ in range(steps):
         clock.anchor(waits=False)
         for _ in range(2):
-            mark = clock.mark()
-            kept.append((mark, mark.event.when))
+            mark, aside = clock.mark(), clock.mark()
+            aside.event.when = now[0]  # on another stream, which is not behind: ahead of its anchor
+            kept += [(mark, mark.event.when), (aside, now[0])]
             now[0] += 0.15
         clock.resolve()
-    assert len(clock._open) <= 8 and len(clock._free) <= 8
+    assert len(clock._open) <= 16 and len(clock._free) <= 16
     errors = [abs(clock.seconds(mark) - when) for mark, when in kept]
     return len(kept), max(errors), len(waits) / steps
 
