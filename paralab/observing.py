@@ -32,6 +32,7 @@ from paralab import checks
 from paralab.checks import choice, illegal, whole
 from paralab.launch import launch_program, torchrun_context
 from paralab.ranks.ending import ending
+from paralab.ranks.errors import OutOfMemory
 from paralab.report.report import Report, save_part
 from paralab.report.storage import check_part
 from paralab.spec import Plan
@@ -73,7 +74,9 @@ def observe(
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The device is the program's own, and ``report.meta["device"]`` says which: times and bytes are a
-    GPU's from the first tensor that ``fn`` has there, and the CPU's if it has none.
+    GPU's from the first tensor that ``fn`` has there, and the CPU's if it has none. Its peaks, as
+    torch.cuda.max_memory_allocated() says them, are what they are without; after a block in this
+    process they are those of the block's last step.
     ``report.losses`` are what ``fn`` returns if that is one number per step, the mean of the ranks
     that return some; ``report.results`` are the returned values in rank order, tensors as NumPy
     arrays. Raises ValueError before a process starts, or where steps cannot be told apart;
@@ -189,6 +192,8 @@ def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
         try:
             yield observer
         except RuntimeError as error:
+            if isinstance(told := getattr(error, "told", None), OutOfMemory):
+                raise told from error
             if "support saved tensor hooks" not in str(error):
                 raise
             why = "the ledger has hooks on saved tensors, and torch.func takes none"

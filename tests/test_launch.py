@@ -548,6 +548,15 @@ def in_call(rank: int, call: str, with_: tuple[int, ...] = (0, 1, 2, 3)) -> Stan
             "ranks 0, 1 wait in broadcast for one another; do their calls and sizes agree?",
         ),
         ([Standing(r, "") for r in range(8)], "no rank waits for another, ranks 0-7 are busy"),
+        (
+            [Standing(r, "", nccl=True) for r in range(2)],
+            "ranks 0, 1 may wait for their GPUs, where a call of NCCL may hang; their hosts wait "
+            "in no call",
+        ),
+        (
+            [in_call(0, "barrier", (0, 1)), Standing(1, "", nccl=True)],
+            "rank 0 waits in barrier for rank 1",
+        ),
     ],
 )  # fmt: skip
 def test_the_sentence_names_who_waits_for_whom(standings: list[Standing], said: str) -> None:

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
@@ -282,6 +283,22 @@ def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(
     with one_clear_error(pl.RankTimeout) as caught:
         pl.launch(hang, ranks=1, timeout=0.5)
     assert said in str(caught.value)
+
+
+def test_a_rank_whose_calls_run_on_its_gpu_may_wait_for_it(monkeypatch) -> None:
+    """Over NCCL a host is not in the call that hangs, but where it needs the result."""
+    hear = watch.Run._hear
+
+    def hears_so(run, rank) -> None:
+        hear(run, rank)
+        real, rank.control = rank.control, SimpleNamespace(recv=lambda: ("nccl",))
+        hear(run, rank)
+        rank.control = real
+
+    monkeypatch.setattr(watch.Run, "_hear", hears_so)
+    with one_clear_error(pl.RankTimeout) as caught:
+        pl.launch(block, ranks=2, timeout=0.5)
+    assert "ranks 0, 1 may wait for their GPUs" in str(caught.value)
 
 
 @pytest.mark.parametrize("limit", [1e-4, 0.01])

@@ -7,9 +7,10 @@ virtual device (virtual_cuda.py). What NCCL does with two kinds of tensors only 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -31,6 +32,7 @@ def with_a_gpu():
     virtual_cuda.install(0)
     # In a build for CUDA optimizers ask whether a graph is captured, torch 2.11's by the first.
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.is_initialized = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: None
     gpu = property(lambda tensor: tensor.dtype is torch.float64)
     host = property(lambda tensor: tensor.dtype is not torch.float64)
@@ -39,16 +41,21 @@ def with_a_gpu():
         setattr(torch.Tensor, name, value)
 
 
-def in_a_rank(context, program, args, settings):
+def nothing():
+    pass
+
+
+def in_a_rank(context, program, args, settings, before):
     with_a_gpu()
+    before()
     context = dataclasses.replace(context, device="cuda:0", backend="nccl")  # as pl.launch chooses
     with observing._observed(context, settings) as observer:
         return observing._part(observer, context, program(*args))
 
 
-def observed(program, *args, ranks=1, **settings) -> pl.Report:
-    """What `pl.observe` returns where every rank has a GPU."""
-    given = (program, args, SETTINGS | settings)
+def observed(program, *args, ranks=1, before=nothing, **settings) -> pl.Report:
+    """What `pl.observe` returns where every rank has a GPU. ``before()``: in a rank, unobserved."""
+    given = (program, args, SETTINGS | settings, before)
     parts = launch_program(in_a_rank, ranks, given, device="cpu", timeout=60)
     return observing._report("program", parts)
 
@@ -192,6 +199,46 @@ def test_with_a_ledger_nothing_counts_that_is_on_the_host(program, most):
         assert peak < 9_000_000  # of what came later: the virtual device has all tensors
 
 
+def sums_waited_for(aside):
+    import torch
+    import torch.distributed as dist
+
+    import virtual_cuda
+
+    record, on = virtual_cuda.Event.record, []
+
+    def recorded(event, stream=None):
+        on.append((stream or torch.cuda.current_stream()).chain.name)
+        record(event, stream)
+
+    virtual_cuda.Event.record = recorded
+    gradient = torch.ones(8, dtype=torch.float64)
+    model = torch.nn.Linear(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(gradient.view(1, 8)).sum().backward()
+        work = dist.all_reduce(gradient, async_op=True)
+        with torch.cuda.stream(torch.cuda.Stream() if aside else torch.cuda.current_stream()):
+            on.clear()
+            work.wait()
+            [marked] = set(on)
+        optimizer.step()
+    virtual_cuda.Event.record = record
+    return [marked]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_wait_on_another_stream_is_none_of_the_stream_that_computes(aside):
+    report = observed(sums_waited_for, aside, ranks=2, memory_steps=0)
+    assert (report.results == [["default 0"]] * 2) != aside  # marks are the waiting stream's
+    waits = report.spans[report.spans["kind"] == "wait"]
+    assert len(waits) == 4 * (not aside)
+    calls = report.collectives
+    assert len(calls) == 4 and (calls["end"] > calls["start"]).all()
+    said = report.explain().get("What is not known?", "")
+    assert ("on streams of its own" in said) == aside
+
+
 def sums_at_once(aside):
     """As NCCL makes it: what is waited for at once is on the caller's stream, without a Work."""
     import torch
@@ -225,6 +272,204 @@ def test_a_call_that_nccl_makes_at_once_is_a_wait_where_the_program_computes(asi
     assert not (aside and waited)
     begun = report.spans[report.spans["id"].isin(calls["span"])]
     assert begun["after"].map(len).min() == 1  # behind what was computed before it
+
+
+def as_nccl_coalesces():
+    """From here on torch makes batches of messages as over NCCL: one Work for all of them."""
+    import torch
+    import torch.distributed as dist
+
+    c10d, unbox, batch = torch._C._distributed_c10d, dist.Work.unbox, []
+
+    def hidden(boxed):
+        if not batch:
+            return unbox(boxed)
+        batch.append(unbox(boxed))  # a single one has no Work
+
+    def ended(group, device):
+        *others, last = batch[1:]
+        batch.clear()
+        for work in others:
+            work.wait()
+        return last
+
+    c10d.Backend.supports_coalescing = property(lambda backend: True)
+    dist.Work.unbox = hidden
+    dist.ProcessGroup._start_coalescing = lambda group, device: batch.append("begun")
+    dist.ProcessGroup._end_coalescing = ended
+
+
+def of_two_stages():
+    """Each rank computes 50 ms, the second one on what it receives from the first."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    class Slow(torch.nn.Linear):
+        def forward(self, x):
+            time.sleep(0.05)
+            return super().forward(x)
+
+    def message(op):
+        for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, 1 - rank)]):
+            work.wait()
+
+    rank, tensor = dist.get_rank(), torch.ones(64, dtype=torch.float64)
+    model = Slow(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dist.barrier()
+    for _ in range(2):
+        if rank == 1:
+            message(dist.irecv)
+        model(tensor[:8].view(1, 8)).sum().backward()
+        if rank == 0:
+            message(dist.isend)
+        optimizer.step()
+
+
+def test_a_batch_of_messages_lasts_until_it_is_waited_for_and_a_replay_waits_for_it():
+    report = observed(of_two_stages, ranks=2, before=as_nccl_coalesces)
+    calls = report.collectives
+    assert sorted(calls["op"]) == ["recv"] * 2 + ["send"] * 2
+    assert (calls["end"] - calls["start"]).max() > 0.02  # rank 1 is there 50 ms before the message
+    waits = report.spans[report.spans["kind"] == "wait"]
+    assert {span for after in waits["after"] for span in after} == set(calls["span"])
+    assert report.replay(NODES).step_time > 0.09  # one stage behind the other
+    assert "for the batch" in report.explain()["What is not known?"]
+
+
+def captures():
+    """A graph is captured: CUDA refuses to be asked about an event of that stream."""
+    import torch
+    import torch.distributed as dist
+
+    import virtual_cuda
+
+    record, query, capturing = virtual_cuda.Event.record, virtual_cuda.Event.query, []
+
+    def recorded(event, stream=None):
+        event.captured = bool(capturing)
+        record(event, stream)
+
+    def asked(event):
+        if capturing or event.captured:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return query(event)
+
+    virtual_cuda.Event.record, virtual_cuda.Event.query = recorded, asked
+    torch.cuda.is_current_stream_capturing = lambda: bool(capturing)
+    model = torch.nn.Linear(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(8, 8, dtype=torch.float64)
+
+    def step():
+        model(x).sum().backward()
+        dist.all_reduce(model.weight.grad, async_op=True).wait()
+        optimizer.step()
+
+    capturing.append("from the first on")
+    step()
+    capturing.clear()
+    for _ in range(3):
+        step()
+        capturing.append("between two steps")
+        step()
+        pl.step()
+        capturing.clear()
+
+
+@pytest.mark.parametrize("memory_steps", [0, 2])
+def test_while_a_graph_is_captured_nothing_is_written(memory_steps):
+    report = observed(captures, ranks=2, memory_steps=memory_steps)
+    assert report.meta["device"] == "cuda:0"
+    assert len(report.steps) == len(report.collectives) == 2 * 3
+    assert "CUDA graphs" in report.explain()["What is not known?"]
+
+
+class NcclFuture:
+    """As NCCL's: done when the call is launched; what waits for it is the current stream."""
+
+    streams: ClassVar[list[str]] = []
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        import torch
+
+        self.streams.append(torch.cuda.current_stream().chain.name)
+        self.real.wait()  # the virtual stream has come to the end of the call
+
+
+def as_nccl_ends():
+    """From here on a call's future is one of NCCL's, and the device a second behind the host."""
+    import torch
+
+    import virtual_cuda
+    from paralab.instruments import foreign_calls
+
+    late, work = virtual_cuda.Event.elapsed_time, torch._C._distributed_c10d.Work
+    virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
+    future = work.get_future
+    work.get_future = lambda work: NcclFuture(future(work))
+    foreign_calls._backend = lambda group, device: "nccl"
+
+
+def waits_long_after():
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(8, dtype=torch.float64)
+    dist.barrier()
+    for _ in range(3):
+        work = dist.all_reduce(tensor, async_op=True)
+        time.sleep(0.1)
+        work.wait()
+    return NcclFuture.streams
+
+
+def gathers(sizes):
+    """What the kernel in front of a gather of such parts is given, before gloo sees it."""
+    from contextlib import ExitStack
+
+    import torch
+    import torch.distributed as dist
+
+    from paralab.instruments.foreign_calls import has_unequal_parts
+    from paralab.instruments.foreign_hooks import stand_before
+
+    found, parts = [], [torch.ones(size) for size in sizes]
+
+    def seen(given, own):
+        found.append(has_unequal_parts(given))
+        return own()
+
+    with ExitStack() as undo, contextlib.suppress(RuntimeError):  # gloo refuses unequal ones
+        stand_before(undo, "c10d", "allgather_", seen)
+        dist.all_gather(parts, parts[dist.get_rank()].clone())
+    return found
+
+
+def test_a_call_whose_work_has_no_future_over_nccl_is_known():
+    for sizes, unequal in (((3, 5), True), ((4, 4), False)):
+        assert pl.launch(gathers, 2, (sizes,), device="cpu") == [[unequal]] * 2
+
+
+def test_a_call_of_nccl_ends_when_it_ends_and_not_when_it_is_waited_for():
+    report = observed(waits_long_after, ranks=2, before=as_nccl_ends, memory_steps=0)
+    calls = report.collectives
+    assert len(calls) == 6 and report.meta["device"] == "cuda:0"
+    waits = report.spans[report.spans["kind"] == "wait"].explode("after").set_index("after")
+    early = waits["start"].loc[calls["span"]].to_numpy() - calls["end"].to_numpy()
+    assert min(early) > 0.09 and (calls["end"] > calls["start"]).all()  # on the device's clock
+    for streams in report.results:  # one of its own, and not where the program computes
+        assert len(streams) == 3 and len(set(streams)) == 1 and "default 0" not in streams
 
 
 def both_kinds():
@@ -283,6 +528,146 @@ def test_what_a_process_has_on_the_gpu_before_the_block_decides():
         assert found == device and first["parameters"] == held["parameters"]
 
 
+# ---- how far the host runs ahead -----------------------------------------------------------------
+def runs_ahead():
+    """Five steps that read no number, and how often the host waits for the device in them."""
+    import torch
+
+    import virtual_cuda
+
+    waits, wait = [], virtual_cuda.Event.synchronize
+    virtual_cuda.Event.synchronize = lambda event: (waits.append(event), wait(event))
+    virtual_cuda.Stream.query = lambda stream: False  # the device is still in the step before
+    model = torch.nn.Linear(8, 8).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        model(torch.ones(8, 8, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    return [len(waits)]
+
+
+def test_the_host_of_an_observed_program_waits_for_its_device_once():
+    report = observed(runs_ahead, memory_steps=0)
+    assert report.results == [[1]]
+    assert len(report.steps) == 5 and (report.steps["start"].diff()[1:] > 0).all()
+
+
+def ahead_for(hours, drift, ties):
+    """Steps of 0.3 s, launched 0.8 s before the device comes to them. Its clock is ``drift`` fast,
+    and says milliseconds in 32 bits. How many marks there were, the largest error, waits per step.
+    """
+    import numpy as np
+
+    import virtual_cuda
+    from paralab.instruments import marks
+
+    with_a_gpu()
+    now, waits, event = [1000.0], [], virtual_cuda.Event
+
+    def record(self, stream=None):
+        self.when = now[0] + 0.8 * (now[0] > 1000.0)
+
+    def elapsed_time(self, other):
+        return float(np.float32((other.when - self.when) * 1e3 * (1 + drift)))
+
+    def synchronize(self):
+        waits.append(self)
+        now[0] = max(now[0], self.when)
+
+    event.record, event.elapsed_time, event.synchronize = record, elapsed_time, synchronize
+    event.query = lambda self: self.when <= now[0]
+    virtual_cuda.Stream.query = lambda stream: False
+    marks.time = type("Time", (), {"perf_counter": lambda: now[0]})
+    marks.TIED = ties
+    clock, kept, steps = marks.clock_of("cuda:0"), [], int(hours * 3600 / 0.3)
+    for _ in range(steps):
+        clock.anchor(waits=False)
+        for _ in range(2):
+            mark, aside = clock.mark(), clock.mark()
+            aside.event.when = now[0]  # on another stream, which is not behind: ahead of its anchor
+            kept += [(mark, mark.event.when), (aside, now[0])]
+            now[0] += 0.15
+        clock.resolve()
+    assert len(clock._open) <= 16 and len(clock._free) <= 16
+    errors = [abs(clock.seconds(mark) - when) for mark, when in kept]
+    return len(kept), max(errors), len(waits) / steps
+
+
+def test_times_of_a_gpu_are_right_for_hours_though_no_step_waits_for_it():
+    [(_, error, waits)] = pl.launch(ahead_for, 1, (2.0, 0.0, 1e9), device="cpu")
+    assert error < 20e-6 and waits < 0.001
+    [(_, error, waits)] = pl.launch(ahead_for, 1, (2.0, 1e-5, 10.0), device="cpu")
+    assert error < 150e-6 and waits < 0.05
+
+
+# ---- what it asks itself -------------------------------------------------------------------------
+def asks_for_its_peak(resets):
+    """The largest batch is the first one."""
+    import torch
+
+    def peak(**device):
+        return torch.cuda.memory_stats(**device)["allocated_bytes.all.peak"]
+
+    model = torch.nn.Linear(8, 8).double()
+    optimizer, said = torch.optim.SGD(model.parameters(), 0.1), []
+    for batch in (100_000, 8, 8):
+        model(torch.ones(batch, 8, dtype=torch.float64)).sum().backward()
+        if batch == resets:
+            said.append(peak())
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*said, peak(), peak(device="cuda:0"), peak(device=1)]
+
+
+def by_itself(context, resets):
+    with_a_gpu()
+    return asks_for_its_peak(resets)
+
+
+@pytest.mark.parametrize("resets", [None, 100_000])
+def test_a_program_is_told_the_peaks_that_it_has_without_an_observation(resets):
+    [alone] = launch_program(by_itself, 1, (resets,), device="cpu")
+    report = observed(asks_for_its_peak, resets, memory_steps=0)
+    *same, another = report.results[0]
+    assert same == pytest.approx(alone[:-1], abs=10_000)  # a few small tensors are the report's
+    assert same[0] > 12_000_000 > 100_000 > another  # another GPU's counter is as it is
+    peaks = report.allocator["allocated"].tolist()
+    assert len(peaks) == 3 and peaks[0] > 12_000_000 > 100_000 > max(peaks[1:])  # of each step
+
+
+# ---- its own answer to a full device -------------------------------------------------------------
+def finds_its_batch(smallest):
+    """Halves the batch until it fits, as a program may."""
+    import torch
+
+    own = torch.library.Library("too_small_a_gpu", "DEF")
+    own.define("work(Tensor x) -> Tensor")
+
+    def work(x):
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB.")
+        return x * 2
+
+    own.impl("work", work, "CPU")
+    batch = 32
+    while True:
+        try:
+            torch.ops.too_small_a_gpu.work(torch.ones(batch, dtype=torch.float64))
+            return batch
+        except torch.cuda.OutOfMemoryError:
+            batch //= 2
+            if batch < smallest:
+                raise
+
+
+def test_a_program_that_handles_a_full_gpu_does_so_when_it_is_observed():
+    assert pl.observe(finds_its_batch, 1, (1,), device="cpu").results == [8]
+    with pytest.raises(pl.OutOfMemory, match="CUDA out of memory") as raised:
+        pl.observe(finds_its_batch, 1, (16,), device="cpu")
+    assert "what rank 0 held" in raised.value.table
+
+
 # ---- what carries its messages -------------------------------------------------------------------
 def of_one_backend():
     import torch
@@ -331,9 +716,11 @@ def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch
     chosen = process.Chosen("cuda:0", "nccl") if own else process.Chosen("cpu", "gloo")
     monkeypatch.setattr(process, "choose_device", lambda *given: chosen)
     monkeypatch.setattr(process.dist, "init_process_group", joined)
-    notes = type("Notes", (), {"write": lambda self, text: None})()
+    notes, sent = type("Notes", (), {"write": lambda self, text: None})(), []
+    launcher = type("Launcher", (), {"send": lambda self, *message: sent.append(message)})()
     with pytest.raises(Seen) as found:
-        process._work(0, told.value.args[0], str(tmp_path), None, notes)
+        process._work(0, told.value.args[0], str(tmp_path), launcher, notes)
+    assert sent == [("nccl",)] * own  # for the words of a hang
     assert found.value.args[0] == (CALLS[call] if own else "gloo")
 
 

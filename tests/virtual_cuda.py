@@ -96,7 +96,9 @@ class Chain:
 class Stream:
     """``torch.cuda.Stream``."""
 
-    def __init__(self, device: Any = None, chain: Chain | None = None) -> None:
+    def __init__(
+        self, device: Any = None, chain: Chain | None = None, *, priority: int = 0
+    ) -> None:
         self.machine = machine = Machine.here
         self.index = getattr(device, "index", None)
         self.index = machine.device() if self.index is None else self.index
@@ -116,6 +118,10 @@ class Stream:
 
     def synchronize(self) -> None:
         self.record_event().synchronize()
+
+    def query(self) -> bool:
+        self.machine.complain("a stream is asked")
+        return True
 
 
 class Event:
@@ -190,10 +196,10 @@ class Allocator:
             self.peak = max(self.peak, self.live)
             self.reserved = max(self.reserved, -(-self.live // self.SEGMENT) * self.SEGMENT)
 
-    def reset_peak_memory_stats(self, device: Any) -> None:
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.peak = self.live
 
-    def memory_stats(self, device: Any) -> dict[str, int]:
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
         found = {"allocated": self.peak, "active": self.peak, "reserved": self.reserved}
         return {f"{name}_bytes.all.peak": size for name, size in found.items()}
 
@@ -644,6 +650,7 @@ def install(
         Stream=Stream,
         Event=Event,
         current_stream=machine.stream,
+        current_device=machine.device,
         stream=machine.on,
         set_device=machine.set_device,
         is_available=lambda: True,

@@ -5,7 +5,9 @@ Nothing of the program changes. What sees it, and what that costs:
     collectives    every operation ``c10d.*`` gets a kernel in front of its own, for as long as the
                    observation lasts. All of torch passes there: DistributedDataParallel's reducer
                    in C++, FSDP2, DTensor and its ``_c10d_functional.*``, pipelining, raw calls.
-                   About 30 us per call, on no other operation
+                   About 30 us per call, on no other operation. Over NCCL, memory of an asynchronous
+                   call's result that the program gives back is used again once the host has seen
+                   that the call has ended: see [Note: ends]
     waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait
     spans          ``Module.__call__``, autograd's call of its engine and hooks of optimizers: a few
                    us per outermost call, 0.3 us per inner one
@@ -19,13 +21,29 @@ in foreign_ledger.py.
 group waits for that thread with the lock in its hand. So the group is destroyed when the threads
 have had time.
 
-[Note: ends] A collective of gloo or NCCL says when it ends; gloo's sends, receives and
-reduce-scatters do not. Their span ends when the rank has waited for them. The reducer of
-DistributedDataParallel waits in C++: what follows its last launch in a backward counts as the wait.
+[Note: ends] A collective of gloo says when it ends; gloo's sends, receives and reduce-scatters do
+not, and those of tensors on a GPU say it on another clock. Their span ends when the rank has waited
+for them. The reducer of DistributedDataParallel waits
+in C++: what follows its last launch in a backward counts as the wait. A Work of NCCL has a future
+that stands for an event of the device, and a stream that waits for the future passes a mark when
+the call has ended. The stream is the observer's own: torch runs the future's callbacks on any
+stream of the pool that the program's and NCCL's streams come from too, and would hold that one up.
+So it has a priority that hardly any program asks for, as a pool and its queues are those of a
+priority. While the future is waited for, torch notes that the result is used on that stream.
 
 [Note: at once] Where the caller waits at once, NCCL runs the collective on the caller's own stream
 and returns no Work. On the stream that the program computes on this is a wait. On another one, as
-FSDP2 has them, the program goes on computing; when it waits for that stream is not seen.
+FSDP2 has them, the program goes on computing; when it waits for that stream is not seen. Nor is it
+where a Work is waited for on another stream.
+
+[Note: batches] What is coalesced, as ``batch_isend_irecv`` is over NCCL, is made when the batch
+ends: its calls have no Work of their own, and the batch's stands for all of them. It has no future,
+and torch would follow a null pointer to it; so its spans end when the rank has waited for it. NCCL
+makes an all-gather or a reduce-scatter of unequal parts as such a batch, too.
+
+[Note: graphs] While a program captures a CUDA graph nothing is written down and no event is asked:
+an event that is recorded in a captured stream cannot be asked later, and asking any may end the
+capture. What a graph does when it is replayed is not seen.
 
 [Note: device] A program's device is the program's own: where there are GPUs it may well compute on
 the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
@@ -51,13 +69,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as optimizers
 
 from paralab.checks import illegal
-from paralab.instruments.foreign_calls import CALLS, Calls, as_data, carried, is_control, payload
+from paralab.instruments.foreign_calls import (
+    CALLS,
+    Calls,
+    Where,
+    as_data,
+    carried,
+    has_unequal_parts,
+    is_control,
+    payload,
+)
 from paralab.instruments.foreign_hooks import around, stand_before
 from paralab.instruments.foreign_ledger import ForeignLedger, plain, updated
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
 
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
+PRIORITY = -3  # of a stream: see [Note: ends]
 PATIENCE = 0.05  # seconds for threads to let go of the last calls
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
@@ -83,6 +111,7 @@ class Observer:
         self.recorder, self.memory_steps = recorder, memory_steps
         self.marked, self.existing = marked, existing
         self.device, self._looks = "cpu", torch.cuda.is_available()  # see [Note: device]
+        self._gpus = self._looks
         self._stream: Any = None  # that the program computes on
         self.calls = Calls(recorder.rank, nodes)
         self.ledger = ForeignLedger(recorder) if memory_steps else None
@@ -90,15 +119,20 @@ class Observer:
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
         self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
-        # what the program is made of; whether an optimizer evaluates, or another thread trains
+        # what the program is made of; whether an optimizer evaluates, another thread trains,
+        # messages were coalesced, calls waited for on other streams, CUDA graphs captured
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
-        self.about |= {"closures": False, "threads": False}
+        self.about |= {"closures": False, "threads": False, "batches": False}
+        self.about |= {"aside": False, "graphs": False}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
         self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
         self._numbers: Counter[Any] = Counter()  # a module's forwards, and backwards, in this step
-        self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # a call's Work: the spans that it stands for, and whether it is on a GPU
+        self._works: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()
+        self._batches: dict[int, list[int]] = {}  # of a thread: see [Note: batches]
         self._held: Any = None  # the last call's Work, until its caller has it
+        self._listening: dict[Any, Any] = {}  # of a group: a stream that waits for its calls' ends
         self._flying: dict[int, Any] = {}  # a backward's calls: weak references to their Work
         self._by_storage: dict[int, int] = {}  # span of the last call that used a storage
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called by the program
@@ -118,6 +152,8 @@ class Observer:
         around(undo, dist.Reducer, "_rebuild_buckets", bucketing)
         around(undo, torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper", bucketing)
         around(undo, torch._C._distributed_c10d.Work, "wait", self._waiting)
+        around(undo, dist.ProcessGroup, "_start_coalescing", self._batching)
+        around(undo, dist.ProcessGroup, "_end_coalescing", self._batched)
         around(undo, torch.nn.Module, "__call__", self._forward)
         around(undo, torch.autograd, "_engine_run_backward", self._backward)
         around(undo, DeviceMesh, "__init__", self.calls.meshing)
@@ -163,26 +199,42 @@ class Observer:
         """Whether one of these is the program's first tensor on a GPU: see [Note: device]."""
         inner = (t for tensor in seen for t in plain(tensor)) if self._looks else ()
         first = next((t for t in inner if t.is_cuda), None)
-        if first is None:
+        if first is None or self._captures():
             return False
         self._looks, self.device = False, f"cuda:{first.get_device()}"
         self._stream = torch.cuda.current_stream(first.device)
         self.recorder.moves_to(self.device)
+        self.recorder.allocator.share(self._undo)
         self._describe()
         self._seen.clear()  # where their parameters are now is looked up at their next call
         return True
 
+    def _captures(self) -> bool:
+        """Whether this thread's stream is being captured: see [Note: graphs]."""
+        cuda = torch.cuda
+        if not (self._gpus and cuda.is_initialized() and cuda.is_current_stream_capturing()):
+            return False
+        self.about["graphs"] = True
+        return True
+
+    def _is_aside(self, device: Any = None) -> bool:
+        """Whether this is another stream than that which the program computes on."""
+        computes = self._stream
+        return computes is not None and torch.cuda.current_stream(device or self.device) != computes
+
     # ---- collectives --------------------------------------------------------------------------
     def _called(self, op: str, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """One call of c10d, on whatever thread: write it down, make it, hear of its end."""
+        if self._captures():
+            return own()
         recorder, sent, used = self.recorder, payload(op, given), carried(given)
         if of_program := self._is_program():
             self._shows(*used)
         if self.found or op in POINT_TO_POINT:  # a pipeline's later stages begin with a message
             self._begin()
         on_gpu = next((tensor.device for tensor in used if tensor.is_cuda), None)
-        aside = on_gpu is not None and torch.cuda.current_stream(on_gpu) != self._stream
-        after = ()
+        aside = on_gpu is not None and self._is_aside(on_gpu)
+        batch, after = self._batches.get(threading.get_ident()), ()
         if of_program:  # the cut is where the program computes, wherever the call is made
             with torch.cuda.stream(self._stream) if aside else contextlib.nullcontext():
                 after = recorder.cut()
@@ -198,7 +250,7 @@ class Observer:
             if self.ledger is not None:
                 self.ledger.carries(tensor)
         at_once = on_gpu and of_program and not aside and given.get("async_op") is False
-        if at_once:
+        if at_once := at_once and batch is None:
             recorder.enter("wait", after=(span,))
         try:
             result = own()
@@ -207,17 +259,51 @@ class Observer:
                 recorder.leave()
         last = result[-1] if isinstance(result, (tuple, list)) else result
         work = self._held = dist.Work.unbox(last)
+        if batch is not None:
+            batch.append(span)
+            return result
         if work is None:  # [Note: at once]
             self._settle((span,))
             return result
-        self._works[work] = span
+        self._works[work] = (span,), on_gpu is not None
         if of_program and "backward" in self.inside:
             self._flying[span] = weakref.ref(work)
-        if on_gpu is None:
-            with contextlib.suppress(RuntimeError):  # not all calls say it: [Note: ends]
-                future = work.get_future()
-                future.add_done_callback(lambda _: recorder.completed(span, recorder.clock.host()))
+        if on_gpu is not None and not where.gloo and has_unequal_parts(given):
+            self.about["batches"] = True
+        elif on_gpu is None or not where.gloo:
+            with contextlib.suppress(RuntimeError):  # not all calls say it
+                self._hear_of_end(work.get_future(), span, where, on_gpu)
         return result
+
+    def _hear_of_end(self, future: Any, span: int, where: Where, on_gpu: Any) -> None:
+        """See [Note: ends]."""
+        recorder, clock = self.recorder, self.recorder.clock
+        if on_gpu is None:
+            future.add_done_callback(lambda _: recorder.completed(span, clock.host()))
+        elif future.done():  # NCCL's is from the start: the host does not wait
+            if where not in self._listening:
+                self._listening[where] = torch.cuda.Stream(clock.device, priority=PRIORITY)
+            with torch.cuda.stream(self._listening[where]):
+                future.wait()
+                recorder.completed(span, clock.mark())
+
+    @contextlib.contextmanager
+    def _batching(self, *_: Any) -> Iterator[None]:
+        yield
+        self._batches[threading.get_ident()] = []
+
+    @contextlib.contextmanager
+    def _batched(self, *_: Any) -> Iterator[Callable[[Any], None]]:
+        spans = tuple(self._batches.pop(threading.get_ident(), ()))
+
+        def heard(work: Any) -> None:
+            if work is None:  # [Note: at once]
+                self._settle(spans)
+            elif spans:
+                self._works[work] = spans, True
+                self.about["batches"] = True
+
+        yield heard
 
     def _phase(self, sent: list[Tensor], of_program: bool) -> str:
         """What another thread of the program sends is no part of its steps."""
@@ -230,24 +316,30 @@ class Observer:
     # ---- waits --------------------------------------------------------------------------------
     def _waiting(self, work: Any, *_: Any) -> Any:
         self._held = None
-        if self._is_program():
-            return self._wait(self._works.pop(work, None))
+        if self._is_program() and not self._captures():
+            return self._wait(*self._works.pop(work, ((), False)))
         return contextlib.nullcontext()
 
     def _awaited(self, given: dict[str, Any], own: Callable[[], Any]) -> Any:
         """``_c10d_functional.wait_tensor``: known by the storage that the call works on."""
         span = self._by_storage.get(given["tensor"].untyped_storage()._cdata)
-        with self._wait(span) if self._is_program() else contextlib.nullcontext():
+        spans = () if span is None else (span,)
+        waits = self._wait(spans, given["tensor"].is_cuda)
+        seen = self._is_program() and not self._captures()
+        with waits if seen else contextlib.nullcontext():
             return own()
 
     @contextlib.contextmanager
-    def _wait(self, span: int | None) -> Iterator[None]:
-        spans = () if span is None else (span,)
-        self.recorder.enter("wait", after=spans)
+    def _wait(self, spans: tuple[int, ...], on_gpu: bool) -> Iterator[None]:
+        if aside := on_gpu and self._is_aside():  # [Note: at once]
+            self.about["aside"] = True
+        else:
+            self.recorder.enter("wait", after=spans)
         try:
             yield
         finally:
-            self.recorder.leave()
+            if not aside:
+                self.recorder.leave()
             self._settle(spans)
 
     def _settle(self, spans: Sequence[int]) -> None:
@@ -265,13 +357,15 @@ class Observer:
             self.recorder.leave()
             self.recorder.drop_step("comm")
         self.open = self.found = True
-        self.recorder.begin_step(self.step)
+        self.recorder.begin_step(self.step, waits=False)
         self.recorder.enter("compute")
 
     def end_step(self) -> None:
         """The program says, or an optimizer, that a step is over."""
         if self.found and not self.open:
             return  # the optimizer's step ended it
+        if self._captures():
+            return
         self.recorder.leave()
         self.recorder.end_step()
         self.open, self.found, self.step = False, True, self.step + 1
@@ -300,7 +394,7 @@ class Observer:
     def _forward(self, module: Any, *_: Any) -> Iterator[None]:
         """Around a module's call: the outermost is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
-        if not self._is_main() or inner:
+        if not self._is_main() or inner or self._captures():
             yield
             return
         with self._part("forward", id(module)):
@@ -316,6 +410,9 @@ class Observer:
     @contextlib.contextmanager
     def _backward(self, *_: Any) -> Iterator[None]:
         """Around the autograd engine's work."""
+        if self._captures():
+            yield
+            return
         if "backward" in self.inside or not self._is_main():
             self.about["threads"] |= not self._is_main() and _of_python()
             yield
@@ -337,7 +434,7 @@ class Observer:
 
     def _update(self, optimizer: Any, *_: Any) -> None:
         """Before an optimizer's step; within it, an inner one's."""
-        if not self._is_main():
+        if not self._is_main() or self._captures():
             return
         if id(optimizer) in self._stepping:  # its last step raised, and the program went on
             self._stepping.clear()
@@ -365,7 +462,7 @@ class Observer:
         self.inside.append("optimizer")
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
-        if not self._is_main():
+        if not self._is_main() or self._captures():
             return
         self.inside.pop()
         self._stepping.pop()

@@ -163,6 +163,12 @@ def carried(given: Any) -> list[Tensor]:
     return list(chain.from_iterable(found))
 
 
+def has_unequal_parts(given: dict[str, Any]) -> bool:
+    """Whether an argument is a list of tensors, one per rank, that differ in shape."""
+    lists = (inner for value in given.values() if isinstance(value, list) for inner in value)
+    return any(isinstance(parts, list) and len({t.shape for t in parts}) > 1 for parts in lists)
+
+
 def as_data(calls: dict[str, list]) -> Iterator[str]:
     """The phases of calls, of which those of the setup are all that a program did."""
     scattered = set()

@@ -27,21 +27,28 @@ def around(
     undo: ExitStack, owner: Any, name: str, block: Callable[..., AbstractContextManager]
 ) -> None:
     """Until ``undo`` is closed, ``owner.name`` is called within ``with block(*its arguments)``; not
-    where torch.compile traces it, which would break the graph.
+    where torch.compile traces it, which would break the graph. What the block yields, if anything,
+    is called with the result.
     """
     own = getattr(owner, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
-        with block(self, *args):
-            return own(self, *args, **kwargs)
+        with block(self, *args) as heard:
+            result = own(self, *args, **kwargs)
+            if heard is not None:
+                heard(result)
+            return result
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return own(*args, **kwargs)
-        with block(*args):
-            return own(*args, **kwargs)
+        with block(*args) as heard:
+            result = own(*args, **kwargs)
+            if heard is not None:
+                heard(result)
+            return result
 
     method.__code__ = method.__code__.replace()  # a copy: see [Note: self]
     undo.callback(setattr, owner, name, own)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
 from paralab.instruments.foreign_hooks import untraced
 from paralab.instruments.ledger import Ledger
 from paralab.instruments.memory import Life, tensors
+from paralab.ranks.errors import OutOfMemory
 
 
 class ForeignLedger(Ledger):
@@ -57,6 +58,12 @@ class ForeignLedger(Ledger):
             return func(*args, **(kwargs or {}))
         self.before_each()
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _spent(self, error: BaseException, told: OutOfMemory) -> None:
+        """The program may have an answer to it, a smaller batch: torch's own error goes on, and
+        takes the table along.
+        """
+        error.told = told
 
     def _meet(self, tensor: Tensor) -> Life | None:
         life = None

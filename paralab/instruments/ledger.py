@@ -111,7 +111,8 @@ class Ledger(Storages):
             result = func(*args, **kwargs) if kwargs else func(*args)
         except torch.OutOfMemoryError as error:  # the device's own allocator
             said = f"{self.recorder.where()}: {str(error).split('. ')[0]}"
-            raise self._error(said, self.bytes, {}) from error
+            self._spent(error, self._error(said, self.bytes, {}))
+            raise
         if func.is_view:  # most operations are, and none of them makes a storage
             return result
         for tensor in tensors(result):
@@ -225,6 +226,10 @@ class Ledger(Storages):
         self._most = max(self._most, self.live)
 
     # ---- the limit ----------------------------------------------------------------------------
+    def _spent(self, error: BaseException, told: OutOfMemory) -> None:
+        """The device has no more: what is raised is said in our words."""
+        raise told from error
+
     def _over(self, asked: int, category: str) -> OutOfMemory:
         """What is raised when ``asked`` bytes, counted already, are more than the limit allows."""
         first = (

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+TIED = 10.0  # seconds after which a device's clock is set by the host's
+
 
 def clock_of(device: str) -> Any:
     """The clock of a rank whose tensors are on ``device``."""
@@ -27,8 +29,8 @@ class _CpuClock:
         """The host's time, between two marks."""
         return time.perf_counter()
 
-    def anchor(self) -> None:
-        """A step begins: what its marks are told from."""
+    def anchor(self, *, waits: bool = True) -> None:
+        """A step begins: what its marks are told from. ``waits``: until the device is idle."""
 
     def resolve(self) -> None:
         """A step has ended, and its marks may be read."""
@@ -51,12 +53,21 @@ class _CpuClock:
         return end[1] - start[1]
 
 
+class _Anchor:
+    """An event whose time is known, or told from the anchor before it."""
+
+    __slots__ = ("event", "before", "wall")
+
+    def __init__(self, event: Any, before: _Anchor | None) -> None:
+        self.event, self.before, self.wall = event, before, 0.0
+
+
 class _Mark:
     """A moment of the device: an event, until its time is known."""
 
     __slots__ = ("event", "anchor", "at")
 
-    def __init__(self, event: Any, anchor: tuple[Any, float]) -> None:
+    def __init__(self, event: Any, anchor: _Anchor) -> None:
         self.event, self.anchor, self.at = event, anchor, 0.0
 
 
@@ -68,6 +79,10 @@ class _CudaClock(_CpuClock):
     says the milliseconds between two events as a 32-bit float, 4 us coarse after a minute and 60 us
     after a quarter of an hour; from the step's own anchor it is finer than the device's clock. When
     the step has ended, its marks become seconds, and its events are used again.
+
+    A program that is observed may launch its next step while the device is still in this one, and
+    must not be kept from it. The anchor of that step is told from the one before, a step ago. The
+    device's clock and the host's may differ by 1e-5, so once in ``TIED`` seconds the host waits.
     """
 
     def __init__(self, device: str) -> None:
@@ -76,13 +91,17 @@ class _CudaClock(_CpuClock):
         self._cuda, self.device = torch.cuda, torch.device(device)
         self._free: list[Any] = []  # events of marks that are seconds now
         self._open: list[_Mark] = []
+        self._tied = 0.0  # when the host has last waited
         self.anchor()
 
-    def anchor(self) -> None:
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self.device))
-        event.synchronize()
-        self._anchor = event, time.perf_counter()
+    def anchor(self, *, waits: bool = True) -> None:
+        event, stream = self._cuda.Event(enable_timing=True), self._cuda.current_stream(self.device)
+        waits = waits or time.perf_counter() - self._tied > TIED or stream.query()
+        event.record(stream)
+        self._anchor = _Anchor(event, None if waits else self._anchor)
+        if waits:
+            event.synchronize()
+            self._anchor.wall = self._tied = time.perf_counter()
 
     def mark(self) -> _Mark:
         try:
@@ -108,14 +127,32 @@ class _CudaClock(_CpuClock):
         for mark in marks:
             if mark.event is None:  # it was read meanwhile
                 continue
-            if mark.event.query():
+            if mark.event.query() and self._knows(mark.anchor):
                 self._read(mark)
             else:
                 self._open.append(mark)
 
+    def _knows(self, anchor: _Anchor, *, waits: bool = False) -> bool:
+        """Find the anchor's time, unless the device has not passed it: a mark on another stream may
+        be ahead of it.
+        """
+        later = []
+        while anchor.before is not None:
+            later.append(anchor)
+            anchor = anchor.before
+        for one in reversed(later):
+            if waits:
+                one.event.synchronize()
+            elif not one.event.query():
+                return False
+            one.wall = one.before.wall + one.before.event.elapsed_time(one.event) / 1e3
+            one.before = None
+        return True
+
     def _read(self, mark: _Mark) -> None:
-        event, (anchor, wall) = mark.event, mark.anchor
-        mark.at, mark.event, mark.anchor = wall + anchor.elapsed_time(event) / 1e3, None, None
+        event, anchor = mark.event, mark.anchor
+        mark.at = anchor.wall + anchor.event.elapsed_time(event) / 1e3
+        mark.event = mark.anchor = None
         self._free.append(event)
 
     def seconds(self, mark: Any) -> float:
@@ -123,6 +160,7 @@ class _CudaClock(_CpuClock):
             return mark if isinstance(mark, float) else mark[0]
         if mark.event is not None:
             mark.event.synchronize()
+            self._knows(mark.anchor, waits=True)
             self._read(mark)
         return mark.at
 

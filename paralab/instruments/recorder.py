@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paralab.instruments.allocator import Allocator
+from paralab.instruments.allocator import Allocator, SharedAllocator
 from paralab.instruments.marks import clock_of
 from paralab.instruments.samples import Sample, rows
 from paralab.report.tables import COLUMNS, by_column
@@ -60,7 +60,7 @@ class Recorder:
         """What is recorded turns out to compute on this GPU: from now on the times are its, and so
         are the bytes. Earlier marks stay what they are, moments of the host; earlier samples go.
         """
-        self.clock, self.allocator = clock_of(device), Allocator(device)
+        self.clock, self.allocator = clock_of(device), SharedAllocator(device)
         self.allocator.begin()
         self.samples.clear()
         if self.ledger is not None:
@@ -226,9 +226,10 @@ class Recorder:
         self._calls.append((self.step, *row))
 
     # ---- steps and export -----------------------------------------------------------------------
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, waits: bool = True) -> None:
+        """``waits``: for the device, which paralab's own steps have left idle."""
         self.step = step
-        self.clock.anchor()
+        self.clock.anchor(waits=waits)
         now = self.clock.mark()
         if not self._steps:
             self.samples.clear()  # building the model is no part of a step

@@ -218,6 +218,8 @@ def _work(
         chosen = take_device(task["device"], rank, rank, cards)
     except ValueError as error:
         raise Refused(str(error)) from None
+    if chosen.backend == "nccl":
+        launcher.send("nccl")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("in init_process_group")

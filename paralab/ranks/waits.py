@@ -57,6 +57,7 @@ class Standing(NamedTuple):
 
     call    the collective it is blocked in, "all_reduce #17", or "" if it computes
     with_   the ranks that take part in that call, as far as known
+    nccl    its calls run on its GPU: its host is not blocked in one, but where it needs a result
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Standing(NamedTuple):
     call: str = ""
     with_: tuple[int, ...] = ()
     finished: bool = False
+    nccl: bool = False
 
 
 def show_file(file: str) -> str:
@@ -176,9 +178,14 @@ def sentence(standings: Sequence[Standing]) -> str:
             whom += f" ({ranks(gone)} already returned)"
         verb = "waits" if len(waiting) == 1 else "wait"
         said.append(f"{ranks(waiting)} {verb} in {call} for {whom}")
-    busy = [s.rank for s in standings if not s.call and not s.finished]
-    alone = f"no rank waits for another, {ranks(busy)} {'is' if len(busy) == 1 else 'are'} busy"
-    return "; ".join(said) or alone
+    if said:
+        return "; ".join(said)
+    busy = [s for s in standings if not s.call and not s.finished]
+    who, one = ranks([s.rank for s in busy]), len(busy) == 1
+    if any(s.nccl for s in busy):
+        gpu, host = ("its GPU", "its host waits") if one else ("their GPUs", "their hosts wait")
+        return f"{who} may wait for {gpu}, where a call of NCCL may hang; {host} in no call"
+    return f"no rank waits for another, {who} {'is' if one else 'are'} busy"
 
 
 def ranks(numbers: Sequence[int]) -> str:

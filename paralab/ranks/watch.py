@@ -50,6 +50,7 @@ class _Rank:
     pipe: int
     output: RankOutput
     pid: int = 0
+    nccl: bool = False  # it sends from its GPU
     up: bool = False  # its imports are done; the function comes next
     result: bytes | None = None
 
@@ -182,7 +183,7 @@ class Run:
         except (EOFError, OSError):  # its death is reported by the server
             del self.hearing[rank.control]
             return
-        rank.up = True
+        rank.up, rank.nccl = True, rank.nccl or kind == "nccl"
         if kind == "failure":
             self._failed(Failure(*said))
         elif kind == "progress" and self.on_progress is not None:
@@ -233,7 +234,7 @@ class Run:
                 found.append(Standing(index, "is starting: its function was not yet called"))
             else:
                 stack = main_stack(dumps[index], thread)
-                found.append(standing(index, len(self.ranks), note, stack))
+                found.append(standing(index, len(self.ranks), note, stack)._replace(nccl=rank.nccl))
         return hung(found, limit)
 
     def interrupted(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from paralab.report import metrics
 from paralab.report.paradigm import (
     REDUCTIONS,
+    any_made_of,
     backwards,
     form,
     in_parts,
@@ -208,7 +209,13 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
     said, counted = [], sorted(set(report.memory["step"]))
-    if not str(report.meta.get("device", "cpu")).startswith("cuda") and len(calls):
+    on_gpu = str(report.meta.get("device", "cpu")).startswith("cuda")
+    if on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta and len(calls):
+        said.append(
+            "When a call of gloo with tensors on a GPU ended: its span ends where the rank had "
+            "waited for it."
+        )
+    if not on_gpu and len(calls):
         said.append(
             "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
             "ends where the rank had waited for it."
@@ -218,10 +225,26 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "When the device waited for FSDP2's collectives: they run on streams of their own, and "
             "a stall of the computing stream counts as computing."
         )
+    if any_made_of(report, "aside"):
+        said.append(
+            "When the device waited for calls that the program waits for on streams of its own: "
+            "there they end, and a stall of the computing stream counts as computing."
+        )
+    if any_made_of(report, "batches"):
+        said.append(
+            "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL with "
+            "parts of unequal sizes: nothing says it, so their spans end where the rank had waited "
+            "for the batch."
+        )
     if "DistributedDataParallel" in made_of(report, "modules"):
         said.append(
             "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
             "follows its last all-reduce in a backward counts as the wait."
+        )
+    if any_made_of(report, "graphs"):
+        said.append(
+            "What CUDA graphs do: while one is captured nothing is written down, and when it is "
+            "replayed its calls, its forwards and its backwards are not seen."
         )
     if made_of(report, "threads"):
         said.append(
