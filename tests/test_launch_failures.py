@@ -460,7 +460,9 @@ class Kernel:
         self.client.wait_for_ready(timeout=HANG_S)
 
     def run(self, code: str, on_print: Callable[[], None] = lambda: None) -> tuple[str, str, str]:
-        """Execute a cell: what it printed, and its error's name and text."""
+        """Execute a cell: what it printed, and its error's name and text. on_print: called once, as
+        what is printed comes in pieces.
+        """
         message, shown, error = self.client.execute(code), "", ("", "")
         while True:
             got = self.client.get_iopub_msg(timeout=HANG_S)
@@ -468,8 +470,9 @@ class Kernel:
                 continue
             kind, content = got["msg_type"], got["content"]
             if kind == "stream":
+                if not shown:
+                    on_print()
                 shown += content["text"]
-                on_print()
             elif kind == "error":
                 error = content["ename"], content["evalue"]
             elif kind == "status" and content["execution_state"] == "idle":
@@ -496,14 +499,7 @@ def kernel() -> Iterator[Kernel]:
 def test_an_interrupted_kernel_is_free_again(kernel: Kernel) -> None:
     kernel.run("pl.launch(rank, ranks=2)")
     for _ in range(ROUNDS):
-        pressed: list[bool] = []
-
-        def press(pressed: list[bool] = pressed) -> None:
-            if not pressed:
-                pressed.append(True)
-                kernel.interrupt()
-
-        _, error, said = kernel.run("pl.launch(hang, ranks=3, live=True)", press)
+        _, error, said = kernel.run("pl.launch(hang, ranks=3, live=True)", kernel.interrupt)
         assert error == "KeyboardInterrupt" and said.startswith("interrupted")
         assert kernel.run("print(left(), pl.launch(rank, ranks=2))") == ("[] [0, 1]\n", "", "")
 
