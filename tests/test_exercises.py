@@ -182,6 +182,16 @@ def test_an_interrupt_is_the_users_and_not_a_wrong_answer():
     assert value is None and trouble.startswith("raised ZeroDivisionError: division by zero, line ")
 
 
+@pytest.mark.parametrize("clinic", [pl.exercises.deadlock_clinic, pl.exercises.memory_clinic])
+def test_a_dict_that_leaves_python_is_a_verdict(clinic):
+    class Leaves(dict):
+        def items(self):
+            raise SystemExit(0)
+
+    verdict = clinic.check(Leaves(one=1))
+    assert not verdict and "raised SystemExit: 0" in verdict.said
+
+
 def test_an_interrupted_check_shows_where_it_was_called_and_nothing_of_the_checker():
     def checker(_):
         raise KeyboardInterrupt("interrupted; rank 0: line 7")

@@ -49,7 +49,7 @@ def attempt(call: Callable[[], Any], *, within: float = 0.0) -> tuple[Any, str]:
     except (RankError, OutOfMemory) as error:
         noted = NOT_STARTED if NOT_STARTED in error.traceback else noted_place(error.traceback)
         return None, said(first_line(error) + noted)
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         if isinstance(error, ValueError) and "; legal: " in first_line(error):
             return None, first_line(error)  # a refusal in paralab's own words
         said_by_it = f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
