@@ -12,8 +12,9 @@ import pytest
 
 import bad_attacks as attacks
 import paralab as pl
-from judged import TABLES, Table, stored
+from judged import TABLES, Table, defined, stored
 from paralab.exercises import sources
+from paralab.exercises.answers.zero_step import MyZero1
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise, Takes
 from paralab.exercises.verdict import Notes
@@ -138,6 +139,25 @@ def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
     assert first.passed and first == right and first._repr_html_() == right._repr_html_()
 
 
+WRAPS = """
+from paralab.exercises.answers import accumulate as shown
+def accumulate(*given, **settings):
+    return shown.accumulate(*given, **settings)
+"""
+
+
+def test_an_answer_that_is_made_of_the_one_that_is_shown_is_refused():
+    class Mine(MyZero1):
+        pass
+
+    for name, answer, how in (
+        ("zero_step", Mine, "extends a class of the library's; required: one of yours"),
+        ("accumulate", defined(WRAPS, "accumulate"), "calls an answer of the library's; required"),
+    ):
+        verdict = pl.exercises.ALL[name].check(answer)
+        assert not verdict and how in verdict.said
+
+
 def missed(verdict) -> set[str]:
     return {row.limit for row in verdict.rows if row.ok is not True}
 
@@ -189,7 +209,7 @@ def test_a_dict_that_leaves_python_is_a_verdict(clinic):
             raise SystemExit(0)
 
     verdict = clinic.check(Leaves(one=1))
-    assert not verdict and "raised SystemExit: 0" in verdict.said
+    assert not verdict and "called sys.exit(0)" in verdict.said
 
 
 def test_an_interrupted_check_shows_where_it_was_called_and_nothing_of_the_checker():

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
+import inspect
 import math
 import numbers
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +31,12 @@ ENDLESS = "lines of it were run, and it has not ended"
 MOST = 20_000  # entries of all lists in an answer together
 OURS = str(Path(__file__).parents[1])
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
+KNOWING = {  # what answers most questions, whichever thread asks
+    "paralab.programs.search": "plan_search",
+    "paralab.interpret.predict": "predict",
+    "paralab.interpret.text": "program",
+    "paralab.dry_run": "dry_run",
+}
 UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `ended`
 
 
@@ -120,6 +129,8 @@ def asked(
     """What the rank runs: part ``number`` of the answer is called with ``args``, for every pair.
     how: as `ended` has it.
     """
+    if how:
+        close()
     replies: list[Reply] = []
     endless: dict[int, Reply] = {}  # by part: it is not asked again
     for number, args in questions:
@@ -131,6 +142,21 @@ def asked(
             endless[number] = reply
         replies.append(reply)
     return replies
+
+
+def close() -> None:
+    """On this rank, which ends soon, nothing can be asked any more, by whatever name an answer has
+    imported it.
+    """
+    for home, name in KNOWING.items():
+        function = inspect.unwrap(getattr(importlib.import_module(home), name))
+        function.__code__ = _refused.__code__
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    from paralab.exercises.questions import UNAIDED  # it runs in other modules
+
+    raise RuntimeError(UNAIDED[0])
 
 
 def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()) -> tuple[Any, str]:
@@ -161,12 +187,14 @@ def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ())
 
     before = sys.getprofile(), sys.gettrace()
     sys.setprofile(entered if alone else before[0])
+    threading.setprofile(entered if alone else None)  # of threads that begin within
     sys.settrace(counted)
     try:
         value, trouble = attempt(call)
     finally:
         sys.settrace(before[1])
         sys.setprofile(before[0])
+        threading.setprofile(None)
     if stopped and not trouble:  # it was caught, and nothing is seen any more
         return None, f"raised RuntimeError: {stopped}"
     return value, trouble
