@@ -38,15 +38,15 @@ def _reduce_kept(value: functools.cached_property) -> tuple:
     return kept, (value.func, value.attrname)
 
 
-Cached = type(functools.cache(_reduce))
+CACHED = (type(functools.cache(_reduce)),)
 
 
-def cached(how: dict[str, Any], make: Callable[..., Any], args: tuple) -> Cached:
+def cached(how: dict[str, Any], make: Callable[..., Any], args: tuple) -> Any:
     """The cache around a function whose globals are still to come: it may be one of them itself."""
     return functools.lru_cache(**how)(make(*args))
 
 
-def filled(function: Cached, state: tuple) -> None:
+def filled(function: Any, state: tuple) -> None:
     fill, own = state
     fill(function.__wrapped__, own)
     functools.update_wrapper(function, function.__wrapped__)
@@ -60,7 +60,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         made = NotImplemented
-        if type(value) is Cached and value.__module__ == "__main__":
+        if isinstance(value, CACHED) and value.__module__ == "__main__":
             made = super().reducer_override(value.__wrapped__)
         if made is NotImplemented:
             return super().reducer_override(value)
