@@ -17,6 +17,7 @@ from paralab.exercises import sources
 from paralab.exercises.answers.zero_step import MyZero1
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise, Takes
+from paralab.exercises.questions import wrong_number
 from paralab.exercises.verdict import Notes
 
 OWN = pl.exercises.own_schedule
@@ -84,6 +85,10 @@ STATES = [  # answer, a limit it breaks, words of the verdict
 ]  # fmt: skip
 DEVICES = [
     (held(lambda total, gb: math.ceil(total / (gb * 2**30))), "GiB"),
+    (
+        held(lambda total, gb: math.ceil(total / (gb * 10**9)) * (1 + 1e-12)),
+        "yours 4.000000000004 devices",
+    ),
     (held(lambda total, gb: math.ceil(total / gb)), "a GB is 10⁹ bytes"),
     (held(lambda total, gb: total // (gb * 10**9)), "rounded, but not up"),
     (held(lambda total, gb: round(total / (gb * 10**9))), "rounded, but not up"),
@@ -122,6 +127,11 @@ test_wrong_states_are_refused, test_right_states_pass, test_their_stub = TABLE.t
 def test_an_answer_that_does_not_come_back_is_a_verdict(answer, timeout, words):
     verdict = MODEL_STATES.check(answer, devices, timeout=timeout)
     assert not verdict and words in verdict.said, repr(verdict)
+
+
+def test_a_number_that_is_off_by_rounding_is_no_multiple():
+    said = wrong_number(3 * (1 + 1e-12), 3, (), "{:g}".format)
+    assert said.startswith("required: 3, yours 3.00000000000") and "times" not in said
 
 
 def test_a_megabyte_is_not_quoted_whole():

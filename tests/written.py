@@ -20,4 +20,5 @@ def _copied(*names: str) -> Any:
 ring_all_reduce = _copied("ring_all_reduce")["ring_all_reduce"]
 MyPrefetch = _copied("my_zero3", "my_prefetch")["MyPrefetch"]
 MySumma = _copied("summa")["MySumma"]
+MyStreamedAdamW = _copied("streamed_optimizer")["MyStreamedAdamW"]
 MyZero1 = _copied("zero_step")["MyZero1"]

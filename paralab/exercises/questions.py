@@ -17,6 +17,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ KNOWING = {  # what answers most questions, whichever thread asks
 UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `ended`
 
 
-class Odd(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class Odd:
     """What a checker has no use for, in words."""
 
     type: str
@@ -232,7 +234,7 @@ def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
     if depth and isinstance(value, (list, tuple, Iterator, range)):
         entries = [plain(entry, depth - 1, left) for entry in _counted(value, left)]
         return tuple(entries) if isinstance(value, tuple) else entries
-    return Odd(type(value).__name__, shown(value))
+    return Odd(type(value).__name__, " ".join(shown(value).split()))  # a refusal is one line
 
 
 def _counted(entries: Iterable, left: Iterator[int]) -> Iterator[Any]:
@@ -306,15 +308,23 @@ def wrong_number(
         return ""
     both = [show(right), show(yours)]
     if both[0] == both[1]:
-        both = [f"{right:,.12g}", f"{yours:,.12g}"]
+        digits = 17 if f"{right:,.12g}" == f"{yours:,.12g}" else 12
+        both = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
     said = f"required: {both[0]}, yours {both[1]}"
     near = [
         (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
     ]
     if near:
         return f"{said} ({min(near, key=operator.itemgetter(0))[1]})"
-    factor = yours / right if right else 0.0
-    return f"{said} ({times(factor)} as much)" if 0 < factor < math.inf else said
+    factor = times(yours / right) if right and 0 < yours / right < math.inf else "1 times"
+    return said if factor == "1 times" else f"{said} ({factor} as much)"
+
+
+def unlike(known: Mistakes) -> list[tuple[str, float]]:
+    """Of known mistakes those whose number no other one gives: which one it is, is not known."""
+    known = list(known)
+    alike = [sum(math.isclose(number, other) for _, other in known) for _, number in known]
+    return [pair for pair, count in zip(known, alike, strict=True) if count == 1]
 
 
 def size_text(count: float) -> str:
