@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import close, ended, untraced
+from paralab.exercises.unaided import close, ended, untraced
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 

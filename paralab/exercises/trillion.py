@@ -15,7 +15,8 @@ from paralab.checks import illegal
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import UNAIDED, Mistakes, ask, unlike
+from paralab.exercises.questions import Mistakes, ask, unlike
+from paralab.exercises.unaided import UNAIDED
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
 
