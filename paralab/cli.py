@@ -146,11 +146,13 @@ def make_parser() -> argparse.ArgumentParser:
     show = add("show", _show, "print a saved report, or a torchrun job's folder")
     show.add_argument("path", metavar="FILE_OR_FOLDER")
     _add_files(show, ("html", "perfetto"))
-    every = "Exit status 0 with every point, 1 without, 2 if the file is no notebook of a lab."
-    check = add(
-        "check", _check, "points for the answers in a lab's notebook, as JSON", epilog=every
+    every = (
+        "Exit status 0 with every point, 1 without, 2, before any is judged, if a file is no "
+        "notebook of a lab. Of several notebooks a list is printed. What answers print goes to "
+        "stderr."
     )
-    check.add_argument("notebook", metavar="NOTEBOOK")
+    check = add("check", _check, "points for the answers in labs' notebooks, as JSON", epilog=every)
+    check.add_argument("notebooks", metavar="NOTEBOOK", nargs="+")
     doctor.add_command(commands)
     return parser
 
@@ -328,12 +330,15 @@ def _observe(given: argparse.Namespace) -> int:
 
 def _check(given: argparse.Namespace) -> int:
     from paralab import exercises
-    from paralab.exercises.graded import grade
+    from paralab.exercises.graded import grade, read
 
+    known = tuple(exercises.ALL.values())
     with _refusals(given.parser):
-        found = grade(given.notebook, tuple(exercises.ALL.values()))
-    print(json.dumps(found, indent=2, ensure_ascii=False))
-    return 0 if found["points"] == found["of"] else 1
+        books = [read(path, known) for path in given.notebooks]
+    found = [grade(book, known) for book in books]
+    text = json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False)
+    print(text.encode(errors="replace").decode())  # an answer may have said half a character
+    return 0 if all(one["points"] == one["of"] for one in found) else 1
 
 
 def _dry_run(given: argparse.Namespace) -> int:

@@ -237,10 +237,22 @@ def _pickled(name: str, function: Callable[..., Any], args: tuple) -> bytes:
         try:
             pickled(value)
         except Exception as error:
-            said = f"{what}, a {type(value).__name__}, cannot be sent to a rank ({error})"
+            table = any(hasattr(one, "registry") for one in (value, function))
+            why = "functools.singledispatch keeps weak references" if table else error
+            said = f"{what}, a {type(value).__name__}, cannot be sent to a rank ({why})"
             break
     legal = "numbers, arrays, functions; open files, locks and connections inside the function"
     raise illegal(name, getattr(function, "__name__", function), said, legal)
+
+
+def unsent(name: str, *functions: Any) -> str:
+    """Why one of these functions cannot be sent to a rank, or ""."""
+    for function in functions:
+        try:
+            _pickled(name, function, ())
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def _parts(name: str, function: Any, args: tuple) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ Ranks import this module.
 
 from __future__ import annotations
 
-from paralab.exercises.answers.my_prefetch import MyPrefetch
+from written import MyPrefetch
 
 
 class Torchs:

@@ -10,6 +10,19 @@ from torch import nn
 from torch.nn import functional as F
 
 
+def hooked(x):
+    """A hook on x itself, which is called with the gradient of all uses of x."""
+
+    def summed(grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad)
+        return grad
+
+    if x.requires_grad:
+        x.register_hook(summed)
+    return x
+
+
 def summed(x, op=dist.ReduceOp.SUM):
     x = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, op=op)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from paralab.exercises.answers.summa import MySumma
+from written import MySumma
 
 
 # ---- summa ---------------------------------------------------------------------------------------

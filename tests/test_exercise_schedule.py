@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations, product, repeat
 
+import numpy as np
 import pytest
 
 import bad_answers as bad
@@ -50,6 +51,10 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "own: your answer': made 48 lists; legal: 4, one"),
     (lambda p, m: [[("F", i) for i in range(m)] for _ in range(p)], {"schedule"},
      "schedule[0][0]=('F', 0): not an action"),
+    (lambda p, m: np.array(bad.one_f_one_b(p, m), dtype=object), {"schedule"},
+     ("schedule=array([['0F0', ", ": not a schedule; legal: a list of actions per")),
+    (lambda p, m: [np.array(row) for row in bad.one_f_one_b(p, m)], {"schedule"},
+     ("schedule[0]=array(['0F0', ", ": not a list of actions; legal: ")),
     (lambda p, m: None, {"schedule"}, "schedule=None: not a schedule"),
     (lambda p, m: bad.one_f_one_b(p, m)[99], {"schedule"}, "p=4, m=6: raised IndexError"),
     (attacks.schedule_without_end, {"schedule"}, "p=4, m=6: more than 20,000 entries; legal: th"),

@@ -12,10 +12,12 @@ import pytest
 
 import bad_attacks as attacks
 import paralab as pl
-from judged import TABLES, Table, stored
+from judged import TABLES, Table, defined, stored
 from paralab.exercises import sources
+from paralab.exercises.answers.zero_step import MyZero1
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Exercise, Takes
+from paralab.exercises.questions import wrong_number
 from paralab.exercises.verdict import Notes
 
 OWN = pl.exercises.own_schedule
@@ -83,6 +85,10 @@ STATES = [  # answer, a limit it breaks, words of the verdict
 ]  # fmt: skip
 DEVICES = [
     (held(lambda total, gb: math.ceil(total / (gb * 2**30))), "GiB"),
+    (
+        held(lambda total, gb: math.ceil(total / (gb * 10**9)) * (1 + 1e-12)),
+        "yours 4.000000000004 devices",
+    ),
     (held(lambda total, gb: math.ceil(total / gb)), "a GB is 10⁹ bytes"),
     (held(lambda total, gb: total // (gb * 10**9)), "rounded, but not up"),
     (held(lambda total, gb: round(total / (gb * 10**9))), "rounded, but not up"),
@@ -123,6 +129,11 @@ def test_an_answer_that_does_not_come_back_is_a_verdict(answer, timeout, words):
     assert not verdict and words in verdict.said, repr(verdict)
 
 
+def test_a_number_that_is_off_by_rounding_is_no_multiple():
+    said = wrong_number(3 * (1 + 1e-12), 3, (), "{:g}".format)
+    assert said.startswith("required: 3, yours 3.00000000000") and "times" not in said
+
+
 def test_a_megabyte_is_not_quoted_whole():
     verdict = MODEL_STATES.check(lambda *_: [0] * 10**6, devices)
     assert not verdict and len(verdict._repr_html_()) < 10_000
@@ -136,6 +147,25 @@ def test_an_answer_cannot_spoil_the_recipe_for_the_next_question():
 
     first, right = (MODEL_STATES.check(one, devices) for one in (spoils, states))
     assert first.passed and first == right and first._repr_html_() == right._repr_html_()
+
+
+WRAPS = """
+from paralab.exercises.answers import accumulate as shown
+def accumulate(*given, **settings):
+    return shown.accumulate(*given, **settings)
+"""
+
+
+def test_an_answer_that_is_made_of_the_one_that_is_shown_is_refused():
+    class Mine(MyZero1):
+        pass
+
+    for name, answer, how in (
+        ("zero_step", Mine, "extends a class of the library's; required: one of yours"),
+        ("accumulate", defined(WRAPS, "accumulate"), "calls an answer of the library's; required"),
+    ):
+        verdict = pl.exercises.ALL[name].check(answer)
+        assert not verdict and how in verdict.said
 
 
 def missed(verdict) -> set[str]:
@@ -180,6 +210,16 @@ def test_an_interrupt_is_the_users_and_not_a_wrong_answer():
         attempt(interrupted)
     value, trouble = attempt(lambda: 1 / 0)
     assert value is None and trouble.startswith("raised ZeroDivisionError: division by zero, line ")
+
+
+@pytest.mark.parametrize("clinic", [pl.exercises.deadlock_clinic, pl.exercises.memory_clinic])
+def test_a_dict_that_leaves_python_is_a_verdict(clinic):
+    class Leaves(dict):
+        def items(self):
+            raise SystemExit(0)
+
+    verdict = clinic.check(Leaves(one=1))
+    assert not verdict and "called sys.exit(0)" in verdict.said
 
 
 def test_an_interrupted_check_shows_where_it_was_called_and_nothing_of_the_checker():

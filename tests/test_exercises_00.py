@@ -22,6 +22,7 @@ COMPUTED = "    norm = torch.stack([gradient.norm() for gradient in gradients]).
 CLIPS = "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()"
 ALONE = "the micro-batches are not added up: it is the last one's share alone"
 EACH_TIME = "the sum so far is clipped after each micro-batch, not once at the end"
+BY_HAND = "[p.data.sub_(optimizer.param_groups[0]['lr'] * p.grad) for p in model.parameters()]"
 WRONG = [  # answer, limits it breaks, words of the verdict
     (step((SHARE, "1.0")), {"loss", "gradient norm", "weights"},
      ("step 1: after the step: embedding.token.weight", "the sum over the micro-batches")),
@@ -43,6 +44,12 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"gradient norm", "weights"}, (f"({EACH_TIME})", f"; {EACH_TIME}")),
     (step(("optimizer.zero_grad()", "pass")), {"gradient norm", "weights"},
      ("(the gradient of the step before is still in it)", "; the gradient of the step before is")),
+    (step(("    optimizer.zero_grad()\n", ""),
+          ("optimizer.step()", "optimizer.step()\n    optimizer.zero_grad()")),
+     {"gradient norm", "weights"},
+     "samples 4 + 4 + 4, step 1: after the step: embedding.token.weight, element (0, 0): "),
+    (step(("optimizer.step()", BY_HAND)), {"weights"},
+     "optimizer.step() is called 0 times, required: once"),
     (step((FINDS, "whole = loss + (whole if mean else 0)"),
           ("    gradients =", "    whole.backward()\n    gradients =")), {"peak memory"},
      "one micro-batch with all gradients"),
@@ -54,7 +61,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (step((ADDED, "mean = mean + loss"), ("float(mean)", "mean")), {"loss"},
      ("required: a number, detached or by .item(), yours is 'tensor(", "grad_fn=")),
 ]  # fmt: skip
-STEPS = Table(STEP, WRONG, [bad.by_autograd_grad])
+LAST_FIRST = step((LOOP, LOOP.replace("microbatches", "reversed(microbatches)")))
+STEPS = Table(STEP, WRONG, [bad.by_autograd_grad, LAST_FIRST])
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_the_stub_of_a_step = STEPS.tests()
 
 

@@ -64,6 +64,7 @@ RIGHT_RINGS = [
     ring((CHUNKS, f"rank -= 1  # which ends with chunk r, not r + 1\n    {CHUNKS}")),
     ring((SECOND, "sent = dist.isend(chunks[(rank + 1 + step) % n], left)\n"
                   "        dist.recv(chunks[(rank + 2 + step) % n], right)\n        sent.wait()")),
+    ring((SECOND, f"{SECOND}\n    dist.barrier()")),
 ]  # fmt: skip
 ALL_RINGS = Table(RING, RINGS, RIGHT_RINGS, alone=[SENDS_FIRST, LONGER], most=3)
 test_a_wrong_ring_is_refused, test_a_right_ring_passes, test_the_stub_of_a_ring = ALL_RINGS.tests()

@@ -89,6 +89,8 @@ DDPS = [
     (PER_PARAMETER, {"simulated step"}, "52 messages"),
     (own((BUCKET, "= module, 512 * 1024")), {"bytes per rank"},
      "one message has 136,704 bytes, bucket_bytes and a gradient 81,920"),
+    (own((BUCKET, "= module, bucket_bytes // 4")), {"bytes per rank"},
+     "a message that is not the last has "),
     (afterwards(), {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),
     (own((WORK, f"{WORK}\n        work.wait()")), {"simulated step"}, "backward is idle while"),
     (own((WORK, f"{WORK}\n        self.kept = [*getattr(self, 'kept', ()), flat.clone()]")),

@@ -29,6 +29,7 @@ BACK, COMPUTE = "torch.set_rng_state(ctx.state)", "y = ctx.block(again)"
 WRONG = [  # answer, limits it breaks, words of the verdict
     (again((APPLY, "block(x)")), {"forwards", "peak memory"},
      "block 0 runs 2 times in the step, required: 4"),
+    (bad.without_the_masks, {"gradients"}, " differs in "),
     (bad.torchs_own, {"gradients"}, "torch.utils.checkpoint is called: write what it does"),
     (again((IMPORT, f"{IMPORT}from torch.utils.checkpoint import checkpoint\n"),
            (APPLY, "checkpoint(block, x, use_reentrant=False)")), {"gradients"},
@@ -71,7 +72,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 RIGHT = [bad.through_hooks, again((RUN, RUN.replace("(x)", ".forward(x)")),
                                   (COMPUTE, COMPUTE.replace("(", ".forward(")))]  # fmt: skip
-TABLE = Table(CHECKPOINT, WRONG, RIGHT, most=1)
+TABLE = Table(CHECKPOINT, WRONG, RIGHT, alone=[bad.without_the_masks], most=1)
 test_a_wrong_checkpoint_is_refused, test_a_right_checkpoint_passes, test_its_stub = TABLE.tests()
 
 

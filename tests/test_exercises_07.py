@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,7 @@ MIXED = "F.linear(mixed, self.proj.weight)"
 WEIGHT = "qkv.weight.view(3, h, h)[:, own].flatten(0, 1)"
 BIAS = "qkv.bias.view(3, h)[:, own].flatten()"
 HEADS = "[:, rank * self.heads : (rank + 1) * self.heads].transpose(0, 1)"
+USES = "; the gradient of another use of x, as in x + mlp(x), is summed too: f has to return"
 WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
     F_G: [
         (pair(("f, g =", "g, f =")), {"result", "gradients"},
@@ -55,16 +58,20 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (pair((SUM, "dist.all_reduce(x, op=dist.ReduceOp.MAX)")), {"result"},
          "; it is the largest of the ranks' terms"),
         (pair(("Sum.apply", "lambda x: Sum.apply(x).detach()")), {"result"},
-         "required: a tensor, this is a NoneType"),
+         "up.weight has no gradient after backward"),
         (pair((SUM, "dist.all_reduce(x, async_op=True)")), {"result"},
          "rank 0 never waits for all_reduce #0"),
         (pair(("Sum.apply", "lambda x: None")), {"result"}, "rank 0 raised TypeError: unsupported"),
+        ((bad.hooked, pair()[1]), {"gradients"}, USES),
         ((F_ALONE,), {"result"}, "f alone is no answer: give both, check(f, g)"),
         ((F_ALONE, "g"), {"result"}, "required: a function g, yours is 'g'"),
         (pair(("Copy.apply, Sum.apply", "Copy, Sum")), {"result"},
          "required: a function f, yours is the class Copy: give Copy.apply"),
     ],
     MLP: [
+        (mlp(("self.f(x)", "hooked(x)"),
+             ("class MyMLP", f"{inspect.getsource(bad.hooked)}\n\nclass MyMLP")),
+         {"gradients"}, USES),
         (mlp((f"self.g({LINEAR})", LINEAR)), {"result", FORWARD}, OWN_TERM),
         (mlp(("self.f(x)", "x")), {"gradients", BACKWARD}, OWN_TERM),
         (mlp(("self.f(x)", "x"), ("linear(inside", "linear(self.f(inside)")),
@@ -208,6 +215,13 @@ test_a_wrong_attention_is_refused, test_a_right_attention_passes, test_its_stub 
     ATTENTION
 ].tests()
 test_a_wrong_loss_is_refused, test_a_right_loss_passes, test_a_loss_stub = TABLE[LOSS].tests()
+
+
+def test_what_is_right_but_for_rounding_is_no_mistake_that_was_made():
+    right = np.linspace(0.5, 1, 8)
+    off = 1 + 1.5 * diagnose.TOLERANCE
+    said = diagnose.first_wrong("the gradient", [off * right] * 2, [right, right])
+    assert said.endswith("; it is 1.00002 times what is required")
 
 
 def test_a_multiple_is_named_although_its_rounding_is_as_many_times_larger():

@@ -114,7 +114,8 @@ LINE = [  # answer, limits it breaks, words of the verdict
      "the row is [0, 1], required: a group that dist.new_group(ranks) has"),
     (groups((LINES, "return (rows[i],)")), {"row"},
      "a row and a column, two groups, this is 1 of them"),
-    (FIRST_ONES, {"row"}, " raised ValueError: the row is -100, required: a group"),
+    (FIRST_ONES, {"row"}, " raised ValueError: the row is a group that this rank is no "
+     "member of, required: a group"),
     (groups((ROWS, "rows = {i: dist.new_group([i * q + b for b in range(q)])}"),
             (COLUMNS, "columns = {j: dist.new_group([a * q + j for a in range(q)])}")), {"row"},
      "q=2: rank 2 makes the group [2, 3] where rank 0 makes the group [0, 1]: every rank has to"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 
 import paralab as pl
 from judged import Table, altered
@@ -31,6 +33,19 @@ def by_names(model, plan, rank):
 
 def counted(model, plan, rank):
     return dict(pl.dry_run(model, plan, rank=rank).traffic(by="axis").to_numpy())
+
+
+def counted_without_a_profile(*asked):
+    sys.setprofile(None)
+    return counted(*asked)
+
+
+def counted_in_a_thread(*asked):
+    found = {}
+    thread = threading.Thread(target=lambda: found.update(counted(*asked)))
+    thread.start()
+    thread.join()
+    return found
 
 
 def counted_at_the_second_try(model, plan, rank):
@@ -81,10 +96,11 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
      "required: a dict, {axis: bytes}, yours is an int"),
     ([("width = 4 if", "width = model.width if")], {"tp", "pp", "dp"}, "raised AttributeError"),
 ]  # fmt: skip
+LOOKS = counted, counted_at_the_second_try, counted_without_a_profile, counted_in_a_thread
 LIBRARY = "here it cannot be asked"
 BAD = [
     *((altered("rank_sends")(*pairs), *row) for pairs, *row in WRONG),
-    *((one, set(SENDS.required), LIBRARY) for one in (counted, counted_at_the_second_try)),
+    *((one, set(SENDS.required), LIBRARY) for one in LOOKS),
     (loops_behind_a_refusal, set(SENDS.required), LIBRARY),
     (counted_behind_a_loop, set(SENDS.required), "2,000,000 lines of it were run"),
 ]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import paralab as pl
 from paralab import cli
 from paralab.exercises import graded
-from paralab.exercises.graded import DEFINED_S, asked_for, grade
+from paralab.exercises.answers import model_states as answers
+from paralab.exercises.graded import DEFINED_S, asked_for, grade, read
+from paralab.exercises.notebook import needed, until
+from paralab.exercises.notebook import statements as statements_of
 
 ALL = tuple(pl.exercises.ALL.values())
 ANSWER = pl.exercises.model_states.solution().words
@@ -31,10 +38,26 @@ def notebook(folder, *cells, name="00_one_device.ipynb"):
     return path
 
 
-def judged(path, **settings):
-    """What is said about `model_states`."""
-    found = grade(path, ALL, **settings)
-    return next(row for row in found["exercises"] if row["exercise"] == "model_states")
+def judged(path, name="model_states", **settings):
+    """What is said about one exercise, the others of its lab are not judged."""
+    return grade(path, [pl.exercises.ALL[name]], **settings)["exercises"][0]
+
+
+def is_right(path):
+    """Whether what `model_states` needs, executed here, defines a right answer."""
+    exercise, book = pl.exercises.model_states, read(path, ALL)
+    assert not book.broken
+    names = asked_for(exercise)
+    source = needed(until(exercise.name, book.statements), names)
+    graded._execute({"source": source, "names": names}, path.parent)
+    found = pickle.loads((path.parent / "answer").read_bytes())
+    model, recipe = pl.ModelSpec.preset("ptdp-1t"), {"parameters": 2, "moments": 8}
+    return [
+        part(model, recipe, 80) if i else part(model, recipe) for i, part in enumerate(found)
+    ] == [
+        answers.model_states(model, recipe),
+        answers.devices_needed(model, recipe, 80),
+    ]
 
 
 def test_the_answers_of_a_notebook_get_their_points_and_limits(tmp_path):
@@ -76,14 +99,146 @@ def test_an_answer_has_what_loops_fill_and_ifs_define_and_no_later_namesake(tmp_
     assert row["points"] == 1, row["verdict"]
 
 
+CLINIC = """
+fixed = {n: [row.split() for row in p.lists]
+         for n, p in pl.exercises.deadlock_clinic.patients.items()}
+fixed["two ranks"][0].insert(2, fixed["two ranks"][0].pop(1))
+fixed["two chunks"][0] = "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+fixed["three ranks"][0] = "0F0 0F1 0F2 0B0 0B1 0B2"
+fixed["three ranks"][2] = "2F0 2B0 2F1 2F2 2B1 2B2"
+pl.exercises.deadlock_clinic.check(fixed)"""
+
+
+def test_an_answer_that_is_changed_in_place_is_judged_as_it_then_is(tmp_path):
+    path = notebook(tmp_path, "import paralab as pl", CLINIC, name="04_own_schedule.ipynb")
+    row = judged(path, "deadlock_clinic")
+    assert row["points"] == 1, row["verdict"]
+
+
+PLAIN = ANSWER.replace("import math\n", "")
+ADDS = "def add_to(one):\n    return lambda f: setattr(one, f.__name__, f)"
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["import math\nups = []", "for one in [math.ceil]:\n    ups.append(one)", "ups[0]"],
+        ["import math\nups = {}", "ups.update(up=math.ceil)", "ups['up']"],
+        ["import math\nclass C: pass", "setattr(C, 'up', math.ceil)", "C.up"],
+        ["import math\nclass C: pass", ADDS, "@add_to(C)\ndef up(x): return math.ceil(x)", "C.up"],
+        ["from math import *", "ceil"],
+        ["import math\nups = [math.ceil]", "ups.remove(math.floor)", "ups[0]"],
+        ["from __future__ import annotations",
+         "import math\ndef up(x: Unknown): return math.ceil(x)", "up"],
+    ],
+    ids=["append", "update", "setattr", "decorator", "star", "fails in the notebook too", "future"],
+)  # fmt: skip
+def test_what_changes_a_value_without_assigning_it_is_run(tmp_path, cells):
+    *cells, up = cells
+    assert is_right(notebook(tmp_path, *cells, PLAIN.replace("math.ceil(", f"{up}(")))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "task = pl.exercises.model_states\ntask.check(model_states, devices_needed)",
+        "pl.exercises.ALL['model_states'].check(model_states, devices_needed)",
+        "looked = pl.exercises.model_states.check\nlooked(model_states, devices_needed)",
+    ],
+)
+def test_the_last_check_is_found_by_its_call(tmp_path, check):
+    first = "import paralab as pl\npl.exercises.model_states.check(model_states, devices_needed)"
+    again = "# pl.exercises.model_states.check(model_states)\ndef model_states(*_): return 1"
+    path = notebook(tmp_path, pl.exercises.model_states.stub, first, ANSWER, check, again)
+    assert is_right(path)
+
+
+LEFT = """left = (
+        total
+        % size
+    )"""
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        f"def over(total, size):\n    {LEFT}\n    return left",
+        "files = !ls\nmodel_states?\n!ls \\\n  -l\n%matplotlib inline",
+        "if True:\n    %matplotlib inline\n    one = 1",
+        "%%time\none = 1",
+    ],
+    ids=["an operator", "shell", "within if", "cell magic"],
+)
+def test_what_ipython_reads_is_read_and_an_operator_is_no_magic(tmp_path, cell):
+    use = "\n\none = 1\nover = lambda total, size: total % size\n" if "one" not in cell else ""
+    helped = PLAIN.replace("math.ceil(", "one * math.ceil(")
+    if "def over" in cell:
+        use = "one = 1"
+        helped = PLAIN.replace(
+            "math.ceil(total / (memory_gb * 10**9))",
+            "one * (total // (memory_gb * 10**9) + (over(total, memory_gb * 10**9) > 0))",
+        )
+    path = notebook(tmp_path, "import math", f"{cell}\n{use}", helped)
+    assert is_right(path)
+
+
+def test_a_cell_in_another_language_defines_nothing(tmp_path):
+    for magic in ("%%writefile answer.py", "%%bash", "%%timeit"):
+        row = judged(notebook(tmp_path, f"{magic}\n{ANSWER}"))
+        assert "does not define model_states, devices_needed" in row["verdict"]
+
+
+def test_an_answer_imports_the_modules_of_its_folder(tmp_path):
+    (tmp_path / "helpers.py").write_text(
+        "import math\nup = math.ceil\ndef size(gb): return gb * 10**9"
+    )
+    helped = PLAIN.replace("math.ceil(", "helpers.up(").replace(
+        "memory_gb * 10**9", "helpers.size(memory_gb)"
+    )
+    row = judged(notebook(tmp_path, "import helpers", helped))
+    assert row["points"] == 1, row["verdict"]
+
+
+LOADED = "class X:\n    def __reduce__(self): return {}\nmodel_states = devices_needed = X()"
+PATCHES = "exec, ('import paralab.exercises.verdict as v; v.Verdict.passed = True',)"
+
+
+@pytest.mark.parametrize(
+    "cells, words",
+    [
+        ([LOADED.format("sys.exit, (0,)")], "its cells failed: SystemExit: 0"),
+        ([LOADED.format("os._exit, (0,)")], "its cells failed: they ended their process with"),
+        ([LOADED.format(PATCHES)], "model_states: not yet"),
+        (["x = '\ud800'"], "code cell 2 cannot be read"),
+        (["x = " + "-" * 100_000 + "1"], "code cell 2 cannot be read"),
+        (["x = '\0'"], "code cell 2 cannot be read"),
+        ([ANSWER.replace("math.ceil(", "up('\\ud800') * math.ceil("),
+          "def up(word): raise OSError(word)"], "raised OSError"),
+    ],
+    ids=["exit", "_exit", "patch", "surrogate", "minus", "nul", "says a surrogate"],
+)  # fmt: skip
+def test_nothing_of_a_notebook_reaches_the_grader_itself(tmp_path, cells, words):
+    row = judged(notebook(tmp_path, "import os, sys", *cells))
+    assert words in row["verdict"] and row["points"] == 0, row["verdict"]
+
+
+def test_a_process_that_an_answer_leaves_behind_ends_with_it(tmp_path):
+    left = "import subprocess\nserver = subprocess.Popen(['sleep', '97.25'])"
+    judged(notebook(tmp_path, left, ANSWER.replace("    total =", "    server\n    total =")))
+    assert not [
+        one for one in psutil.process_iter(["cmdline"]) if "97.25" in (one.info["cmdline"] or ())
+    ]
+
+
 @pytest.mark.parametrize("path", SOLVED, ids=lambda path: path.stem)
 def test_nothing_is_run_for_an_answer_of_the_solutions(path):
     """Runs and checks of other cells would take minutes."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     texts = ["".join(one["source"]) for one in cells if one["cell_type"] == "code"]
-    statements, broken = graded._statements(texts)
+    statements, broken = statements_of(texts)
     for exercise in (one for one in ALL if one.lab == path.name[:2]):
-        source = graded.needed(graded._until(exercise, texts, statements), asked_for(exercise))
+        parts = needed(until(exercise.name, statements), asked_for(exercise))
+        source = "\n\n".join(text for text, _ in parts)
         assert not broken and not re.search(WORK, source), exercise.name
 
 
@@ -126,7 +281,12 @@ def test_the_title_says_which_lab_it_is_where_the_name_does_not(tmp_path):
 
 @pytest.mark.parametrize(
     "text, words",
-    [("{}", "this is no notebook"), ("words", "this is no notebook"), (None, "No such file")],
+    [
+        ("{}", "this is no notebook"),
+        ("words", "this is no notebook"),
+        ("[" * 200_000, "this is no"),
+        (None, "No such file"),
+    ],
 )
 def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys, text, words):
     path = tmp_path / "05_zero.ipynb"
@@ -138,8 +298,50 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys, text, words):
 
 
 def test_a_notebook_of_no_lab_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="neither its name nor its title says which lab"):
+    with pytest.raises(ValueError, match="neither its title nor its name says which lab"):
         grade(notebook(tmp_path, "import math", name="mine.ipynb"), ALL)
+
+
+@pytest.mark.parametrize(
+    "name, titles",
+    [
+        ("01_alice.ipynb", ["# 00 · Why"]),
+        ("alice.ipynb", ["# Alice", "# 00 · Why"]),
+        ("alice.ipynb", ["# Alice\n\n# 00 · Why"]),
+        ("00_one_device.ipynb", ["# Alice"]),
+    ],
+)
+def test_the_title_says_which_lab_it_is_and_else_the_name(tmp_path, name, titles):
+    book = read(notebook(tmp_path, *titles, ANSWER, name=name), ALL)
+    assert book.lab == "00"
+
+
+def test_a_notebook_with_a_mark_of_byte_order_is_read(tmp_path):
+    path = notebook(tmp_path, ANSWER)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read(path, ALL).statements
+
+
+def test_of_several_notebooks_there_is_a_list_by_path_and_none_is_judged_if_one_is_none(
+    tmp_path, capsys
+):
+    paths = []
+    for name in ("alice", "bob"):
+        (tmp_path / name).mkdir()
+        paths.append(str(notebook(tmp_path / name, "import math")))
+    assert cli.main(["check", *paths]) == 1
+    assert [one["notebook"] for one in json.loads(capsys.readouterr().out)] == paths
+    with pytest.raises(SystemExit) as left:
+        cli.main(["check", *paths, str(tmp_path / "none.ipynb")])
+    assert left.value.code == 2 and not capsys.readouterr().out
+
+
+def test_what_answers_print_is_not_among_the_points(tmp_path):
+    loud = ANSWER.replace("    total =", "    print('how much?')\n    total =")
+    path = notebook(tmp_path, loud, name="00_\udcff.ipynb")  # which cannot be printed
+    command = [sys.executable, "-m", "paralab", "check", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(done.stdout)["points"] == 1 and "how much?" in done.stderr
 
 
 def test_the_command_prints_json_and_says_by_its_status_whether_every_point_is_there(

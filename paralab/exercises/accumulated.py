@@ -24,7 +24,8 @@ class Step(NamedTuple):
     returned       what the answer returned
     passes         samples in each forward pass that it made
     peak, largest  bytes: beyond the weights, and those of the largest micro-batch
-    stale          gradients of the step before, or None
+    stale          gradients of the step before
+    updates        how often the optimizer has made a step
     """
 
     sizes: Sequence[int]
@@ -37,7 +38,8 @@ class Step(NamedTuple):
     passes: list[int]
     peak: int
     largest: int
-    stale: np.ndarray | None
+    stale: np.ndarray
+    updates: int
 
     @property
     def shares(self) -> np.ndarray:
@@ -83,7 +85,8 @@ class Step(NamedTuple):
         each = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
         clipped = self.shares @ [_clipped(one, clip) for one in self.gradients]
         so_far = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
-        known = {
+        both = _clipped(self.shares @ self.stale, clip) + mean
+        return {
             "the micro-batches are not added up: it is the last one alone": (last, clip),
             "the micro-batches are not added up: it is the last one's share alone": (share, clip),
             "the mean of the micro-batches' means, but they differ in size": (means, clip),
@@ -91,11 +94,8 @@ class Step(NamedTuple):
             "each tensor is clipped by its own norm": (each, inf),
             "each micro-batch is clipped, not their mean": (clipped, inf),
             "the sum so far is clipped after each micro-batch, not once at the end": (so_far, clip),
+            "the gradient of the step before is still in it": (both, clip),
         }
-        if self.stale is not None:
-            both = _clipped(self.shares @ self.stale, clip) + mean
-            known["the gradient of the step before is still in it"] = both, clip
-        return known
 
     def _updated(self, gradient: np.ndarray, clip: float) -> Arrays:
         parts = zip(self.before.items(), self._tensors(_clipped(gradient, clip)), strict=True)

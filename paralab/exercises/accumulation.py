@@ -27,6 +27,7 @@ CASES = (  # samples of each micro-batch, clip_norm
     ((2, 3, 1), 0.5),
 )
 STEPS, TOLERANCE = 2, 1e-4
+STALE = 2e-3  # in every gradient before the first step; their norm is below every clip_norm
 ROOM = 1.2  # times the peak of one micro-batch
 
 REQUIRED = {
@@ -57,7 +58,11 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
         gpt, passes = reference.GPT(MODEL, seed), []
         update = reference.optimizer(gpt.parameters(), "sgd", LR)
         gpt.register_forward_pre_hook(lambda _, args, passes=passes: passes.append(len(args[0])))
-        steps = []
+        updates: list[Any] = []
+        update.register_step_pre_hook(lambda *_, updates=updates: updates.append(1))
+        for parameter in gpt.parameters():  # of a step before the first
+            parameter.grad = torch.full_like(parameter, STALE)
+        stale, steps = np.full((len(sizes), MODEL.num_params), STALE), []
         for step in range(STEPS):
             shape = {"microbatches": len(sizes), "microbatch_size": max(sizes), "seed": seed}
             whole = reference.batches(MODEL, step=step, **shape)
@@ -66,16 +71,18 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
                 losses, gradients = _alone(gpt, feed)
                 peak = _peak(max(sizes))
             passes.clear()
+            updates.clear()
             held = 4 * MODEL.num_params  # gradients
             before = watched.arrays(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
             parts = returned if isinstance(returned, (tuple, list)) else (returned,)
             made = [float(part) if is_number(part) else shown(part) for part in parts]
-            own = section.peak + held * (step > 0)  # alive are those of the step before
+            own = section.peak + held  # alive are those of the step before
             after = watched.arrays(gpt)
             of_answer = before, after, gradients, losses, made, [*passes], own, peak + held
-            steps.append(Step(sizes, clip, *of_answer, steps[-1].gradients if steps else None))
+            steps.append(Step(sizes, clip, *of_answer, stale, len(updates)))
+            stale = gradients
         cases.append(steps)
     return cases
 
@@ -121,9 +128,11 @@ def _look(notes: Notes, step: Step) -> None:
         known=others,
         ranks=lambda _: "after the step",
     )
+    count = f"optimizer.step() is called {step.updates} times, required: once"
+    wrong = wrong or count * (step.updates != 1)
     notes.look(WEIGHTS, wrong, f"{len(wanted)} tensors, all equal")
 
-    passes = "" if step.passes == list(step.sizes) else f"they had {step.passes} samples"
+    passes = "" if sorted(step.passes) == sorted(step.sizes) else f"they had {step.passes} samples"
     notes.look(PASSES, passes, f"{len(step.sizes)} of {len(step.sizes)}")
     words = f"has {{held}} bytes, one micro-batch with all gradients {step.largest:,}"
     notes.memory(MEMORY, [step.peak], int(ROOM * step.largest), words)

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from paralab.checks import shown
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
 from paralab.ranks.output import keeping
@@ -49,10 +50,12 @@ def attempt(call: Callable[[], Any], *, within: float = 0.0) -> tuple[Any, str]:
     except (RankError, OutOfMemory) as error:
         noted = NOT_STARTED if NOT_STARTED in error.traceback else noted_place(error.traceback)
         return None, said(first_line(error) + noted)
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         if isinstance(error, ValueError) and "; legal: " in first_line(error):
             return None, first_line(error)  # a refusal in paralab's own words
         said_by_it = f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
+        if isinstance(error, SystemExit):
+            said_by_it = f"called sys.exit({shown(error.code)})"
         return None, said(said_by_it + whence(error))
 
 

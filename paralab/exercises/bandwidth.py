@@ -8,7 +8,7 @@ parameter.
 from __future__ import annotations
 
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import Mistakes, ask
+from paralab.exercises.questions import Mistakes, ask, unlike
 from paralab.theory.offload_costs import bandwidth_needed
 
 REQUIRED = {
@@ -18,9 +18,9 @@ REQUIRED = {
 }
 HALF, MORE, PAPER = REQUIRED
 CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
-    (HALF, 1024, 4, 1e12, 0.5),
     (MORE, 2048, 8, 3e12, 0.8),
     (MORE, 512, 24, 2e11, 0.35),
+    (HALF, 1024, 4, 1e12, 0.5),  # with which mistakes are alike
     (PAPER, 2 * 1024, 32, 70e12, 0.9),
 )
 
@@ -31,7 +31,7 @@ def bandwidth(tries: Tries) -> None:
     for notes, (limit, tokens, moved, peak, e), reply in ask(tries, CASES, questions):
         notes.where = f"{tokens:,} tokens, {moved} bytes per parameter, {100 * e:g} %"
         right = bandwidth_needed(e, 8 * tokens / moved, peak)
-        mistakes = known(right, tokens, moved, e)
+        mistakes = unlike(known(right, tokens, moved, e))
         wrong = reply.number(right, mistakes, _shown, " of bytes per second", 1e-9)
         notes.look(limit, wrong, _shown(right))
 
@@ -48,7 +48,6 @@ def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     yield share, right * (1 - e)
     yield "e and 1 - e are exchanged", right * ((1 - e) / e) ** 2
     yield "that is X / I: copies as long as computation, half of the time", right * (1 - e) / e
-    yield "that is with perfect overlap", right * (1 - e) / e * e
     yield "those are GB/s", right / 1e9
     yield "those are GiB/s", right / 2**30
 

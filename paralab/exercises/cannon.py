@@ -69,8 +69,10 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     found: dict[str, Any] = {"sums": []}
     for name, group in zip(GROUPS, given, strict=True):
         if not isinstance(group, dist.ProcessGroup):
+            other = group == dist.GroupMember.NON_GROUP_MEMBER
+            what = "a group that this rank is no member of" if other else shown(group)
             legal = "a group that dist.new_group(ranks) has returned to a member"
-            raise ValueError(f"the {name} is {shown(group)}, required: {legal}")
+            raise ValueError(f"the {name} is {what}, required: {legal}")
         found[name] = list(dist.get_process_group_ranks(group))
         total = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(total, group=group)

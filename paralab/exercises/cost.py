@@ -18,7 +18,8 @@ from typing import Any
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.mfu import known_shares
-from paralab.exercises.questions import UNAIDED, Mistakes, Reply, ask
+from paralab.exercises.questions import Mistakes, Reply, ask
+from paralab.exercises.unaided import UNAIDED
 from paralab.spec import ModelSpec
 from paralab.theory import needs, training
 from paralab.theory.flops import block_flops, head_flops

@@ -50,14 +50,14 @@ REQUIRED = sync.REQUIRED | {
     "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
     "extra memory": "tensors: at most one and a half more copies of the gradients",
 }
-GRADIENTS, WEIGHTS, _, TIME, MEMORY = REQUIRED
+GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = REQUIRED
 
 
 @exercise(
     Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")), required=REQUIRED
 )
 def my_ddp(tries: Tries) -> None:
-    sync.look_at_training(tries, trained, BUCKET)
+    small = sync.look_at_training(tries, trained, BUCKET)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
     size, right = 4 * sum(sizes), {"limit": TIME, "standing": (GRADIENTS, WEIGHTS)}
     for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, **right):
@@ -67,6 +67,9 @@ def my_ddp(tries: Tries) -> None:
         notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(found.report, len(sizes)))
         words = f"has {{held}} bytes in addition to the gradients, which have {size:,}"
         notes.memory(MEMORY, found["extra"], int(EXTRA_COPIES * size), words)
+    for notes, words in small:
+        if words and not notes.broke((BYTES,)):
+            notes.look(BYTES, words, "")
 
 
 # ---- what every rank runs ------------------------------------------------------------------------

@@ -62,6 +62,8 @@ def first_wrong(
             *_of_terms(list(terms(rank)), right),
             *((f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank),
         ]
+        # what is right but for rounding was no mistake
+        mistakes = [(words, one) for words, one in mistakes if not near(right, one, allowed / 2)]
         why = _first_near(got, mistakes, allowed)
         why = why or _factor(got, right, before, allowed, start is not None)
         if not why and 1 < len(wrong) < got.size:  # the mistake may be made in a part of the array

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from paralab.checks import real, shown, whole
@@ -78,8 +79,8 @@ class Takes(NamedTuple):
             return ("", "") if isinstance(part, Mapping) else ("no dict", said)
         if not callable(part):
             return "nothing to call", f"required: {self.what}, yours is {shown(part)}"
-        if str(getattr(part, "__module__", "")).partition(".")[0] == "paralab":
-            return "the library's", f"{shown(part)} is the library's own; required: one of yours"
+        if why := _of_ours(part):
+            return "the library's", f"{shown(part)} {why}; required: one of yours"
         function = isinstance(part, type) and inspect.ismethod(getattr(part, "apply", None))
         if function and self.what.startswith("a function"):  # of autograd
             name = part.__name__
@@ -96,6 +97,28 @@ class Takes(NamedTuple):
         except Exception:  # built in, say: what it takes shows when it is called
             pass
         return "", ""
+
+
+def _of_ours(part: Any) -> str:
+    """How an answer is this package's, or extends or calls what it shows; "" if it does not."""
+    if _home(part).partition(".")[0] == "paralab":
+        return "is the library's own"
+    kind = part if isinstance(part, type) else type(part)
+    if any(_home(one).partition(".")[0] == "paralab" for one in kind.__mro__):
+        return "extends a class of the library's"
+    for function in (part, *vars(kind).values()):
+        if isinstance(function, FunctionType):
+            used = inspect.getclosurevars(function)
+            values = (*used.globals.values(), *used.nonlocals.values())
+            if any(_home(one).startswith("paralab.exercises.answers") for one in values):
+                return "calls an answer of the library's"
+    return ""
+
+
+def _home(value: Any) -> str:
+    return (
+        value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
+    )
 
 
 @dataclass(kw_only=True, repr=False, eq=False)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.checks import choice, illegal, whole
-from paralab.exercises.questions import Odd
 from paralab.exercises.verdict import SLACK, ms
 from paralab.interpret.walk import JOB, Item, moments
 from paralab.programs.instructions import Instr
@@ -42,7 +41,7 @@ def as_jobs(found: Any, units: int) -> list[Job]:
         raise illegal("len(jobs)", len(found), "too many", f"{len(LANE)} per unit")
     jobs = []
     for i, job in enumerate(found):
-        if not isinstance(job, (tuple, list)) or isinstance(job, Odd) or len(job) != 3:
+        if not isinstance(job, (tuple, list)) or len(job) != 3:
             raise illegal(f"jobs[{i}]", job, "not a job", '("read", unit, buffer)')
         kind = choice(f"jobs[{i}][0]", job[0], tuple(LANE))
         unit = whole(f"jobs[{i}][1]", job[1], at_least=0, at_most=units - 1)

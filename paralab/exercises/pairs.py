@@ -142,6 +142,11 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         words = f"f is applied to the input of {second.partition('.')[0]}"
         yield f"{words}, and it belongs on x", found[rank]
         yield f"{words} as well as to x", sum(found)
+        words = (
+            "the gradient of another use of x, as in x + mlp(x), is summed too: f has to return "
+        )
+        words += "a tensor of its own, and not to work on x"
+        yield words, sum(own) + (t - 1) * given(pair, seed)["grad"]
         return
     right = sum(own)
     for times in (0, *range(2, t + 1)):

@@ -20,13 +20,17 @@ from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Found
 from paralab.exercises.verdict import Notes, as_many, first
-from paralab.exercises.warmup import BACKWARD_FIRST, lists_of
+from paralab.exercises.warmup import BACKWARD_FIRST, LAST_FIRST, lists_of
 from paralab.model.step import Step
 from paralab.spec import ModelSpec
 
 Run = tuple[str, int, int, int]  # schedule, p, m, v
-RUNS: tuple[Run, ...] = (("gpipe", 2, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 3, 2, 1))
-CHUNKED: tuple[Run, ...] = ((BACKWARD_FIRST, 2, 4, 2), ("interleaved", 3, 6, 2))
+RUNS: tuple[Run, ...] = (
+    ("gpipe", 2, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 3, 2, 1), (LAST_FIRST, 2, 3, 1)
+)  # fmt: skip
+CHUNKED: tuple[Run, ...] = (
+    (BACKWARD_FIRST, 2, 4, 2), ("interleaved", 3, 6, 2), (LAST_FIRST, 2, 2, 2)
+)  # fmt: skip
 MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=16, tied=False)  # a block per stage
 SAMPLES = 2  # of a micro-batch
 SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)

@@ -84,14 +84,14 @@ def _look(notes: Notes, found: Found) -> None:
     work = spans[spans["kind"].isin(("forward", "backward")) & (spans["chunk"] > 0)]
     work = work.sort_values("id")
     gathers = calls[calls["op"] == "all_gather"]
-    if early := _early(spans, gathers, work):
-        notes.look(zero3.WEIGHTS, early, "")
-    notes.where = ""
-
     last = calls["phase"] == f"step {STEPS - 1}"
     units = _units(gathers, last)
+    enough = units >= 2 * UNITS - 1  # otherwise a unit was kept, and no gather of it is missing
+    if enough and (early := _early(spans, gathers, work)):
+        notes.look(zero3.WEIGHTS, early, "")
+    notes.where = ""
     few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
-    notes.look(GATHERS, few if units < 2 * UNITS - 1 else "", f"{units:g} in a step")
+    notes.look(GATHERS, "" if enough else few, f"{units:g} in a step")
     for place, one in enumerate(work.itertuples()):
         ahead = _units(gathers, gathers["span"] < one.id) - (place + 1)
         many = f"{ahead:g} units are gathered ahead when unit {one.chunk} begins its {one.kind}"

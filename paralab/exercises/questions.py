@@ -12,26 +12,22 @@ import functools
 import math
 import numbers
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paralab.checks import shortened, shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.diagnose import times
 from paralab.exercises.tries import Tries
+from paralab.exercises.unaided import ENDLESS, close, ended
 from paralab.exercises.verdict import NOT_STARTED, Notes
 
-LINES = 2_000_000  # of the learner's own code that one question may run: half a second
-ENDLESS = "lines of it were run, and it has not ended"
 MOST = 20_000  # entries of all lists in an answer together
-OURS = str(Path(__file__).parents[1])
-NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
-UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `ended`
 
 
-class Odd(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class Odd:
     """What a checker has no use for, in words."""
 
     type: str
@@ -120,6 +116,8 @@ def asked(
     """What the rank runs: part ``number`` of the answer is called with ``args``, for every pair.
     how: as `ended` has it.
     """
+    if how:
+        close()
     replies: list[Reply] = []
     endless: dict[int, Reply] = {}  # by part: it is not asked again
     for number, args in questions:
@@ -131,45 +129,6 @@ def asked(
             endless[number] = reply
         replies.append(reply)
     return replies
-
-
-def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()) -> tuple[Any, str]:
-    """`attempt`, with an error in place of a loop without end, which could fill the memory before a
-    timeout; and, if ``alone`` gives a reason, in place of a call of this package, which knows the
-    answer, but for its folders and files that are ``legal``. An answer that catches such an error
-    has failed all the same.
-    """
-    left, stopped, allowed = LINES, "", tuple(f"{OURS}/{name}" for name in legal)
-
-    def stop(why: str) -> None:
-        nonlocal stopped
-        stopped = stopped or why
-        raise RuntimeError(stopped)
-
-    def counted(frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal left
-        if event == "call" and frame.f_code.co_filename.startswith(NOT_THEIRS):
-            return None
-        left -= 1
-        return counted if left >= 0 else stop(f"{LINES:,} {ENDLESS}")
-
-    def entered(frame: Any, event: str, _: Any) -> None:
-        name, caller = (one.f_code.co_filename for one in (frame, frame.f_back))
-        called = event == "call" and name.startswith(OURS) and not caller.startswith(OURS)
-        if called and not name.startswith(allowed):
-            stop(alone)
-
-    before = sys.getprofile(), sys.gettrace()
-    sys.setprofile(entered if alone else before[0])
-    sys.settrace(counted)
-    try:
-        value, trouble = attempt(call)
-    finally:
-        sys.settrace(before[1])
-        sys.setprofile(before[0])
-    if stopped and not trouble:  # it was caught, and nothing is seen any more
-        return None, f"raised RuntimeError: {stopped}"
-    return value, trouble
 
 
 def given(tries: Tries) -> Iterator[tuple[Notes, Any]]:
@@ -204,7 +163,7 @@ def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
     if depth and isinstance(value, (list, tuple, Iterator, range)):
         entries = [plain(entry, depth - 1, left) for entry in _counted(value, left)]
         return tuple(entries) if isinstance(value, tuple) else entries
-    return Odd(type(value).__name__, shown(value))
+    return Odd(type(value).__name__, " ".join(shown(value).split()))  # a refusal is one line
 
 
 def _counted(entries: Iterable, left: Iterator[int]) -> Iterator[Any]:
@@ -243,17 +202,6 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """The library's own work within a question, at its own speed."""
-    before = sys.gettrace()
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 # ---- numbers that are wrong ----------------------------------------------------------------------
 Mistakes = Iterable[tuple[str, float]]
 
@@ -278,15 +226,23 @@ def wrong_number(
         return ""
     both = [show(right), show(yours)]
     if both[0] == both[1]:
-        both = [f"{right:,.12g}", f"{yours:,.12g}"]
+        digits = 17 if f"{right:,.12g}" == f"{yours:,.12g}" else 12
+        both = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
     said = f"required: {both[0]}, yours {both[1]}"
     near = [
         (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
     ]
     if near:
         return f"{said} ({min(near, key=operator.itemgetter(0))[1]})"
-    factor = yours / right if right else 0.0
-    return f"{said} ({times(factor)} as much)" if 0 < factor < math.inf else said
+    factor = times(yours / right) if right and 0 < yours / right < math.inf else "1 times"
+    return said if factor == "1 times" else f"{said} ({factor} as much)"
+
+
+def unlike(known: Mistakes) -> list[tuple[str, float]]:
+    """Of known mistakes those whose number no other one gives: which one it is, is not known."""
+    known = list(known)
+    alike = [sum(math.isclose(number, other) for _, other in known) for _, number in known]
+    return [pair for pair, count in zip(known, alike, strict=True) if count == 1]
 
 
 def size_text(count: float) -> str:

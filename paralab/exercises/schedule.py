@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
-from paralab.exercises.questions import UNAIDED, Reply, asked
+from paralab.exercises.questions import Reply, asked
+from paralab.exercises.unaided import UNAIDED
 from paralab.exercises.verdict import SLACK, ms
 from paralab.parallel.schedules import Action, Schedule, one_f_one_b
 from paralab.spec import ModelSpec, Plan

@@ -14,7 +14,8 @@ from typing import Any
 
 from paralab.dry_run import dry_run
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import UNAIDED, Mistakes, Reply, ask, kind_of, size_text
+from paralab.exercises.questions import Mistakes, Reply, ask, kind_of, size_text
+from paralab.exercises.unaided import UNAIDED
 from paralab.spec import ModelSpec, Plan
 
 EXACT = 1e-9

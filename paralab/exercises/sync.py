@@ -17,6 +17,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.one_process import LR, of_one_process
 from paralab.exercises.tries import Found
+from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
 RANKS = 4
@@ -38,7 +39,11 @@ def average_gradients(tries: Tries) -> None:
     look_at_training(tries, averaged)
 
 
-def look_at_training(tries: Tries, work: Any, bucket_bytes: float = math.inf) -> None:
+def look_at_training(
+    tries: Tries, work: Any, bucket_bytes: float = math.inf
+) -> list[tuple[Notes, str]]:
+    """Returns what there is to say of buckets that are too small: a reason is said before it."""
+    small: list[tuple[Notes, str]] = []
     largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
     for limit, (steps, ranks) in RUNS.items():
         how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
@@ -58,8 +63,19 @@ def look_at_training(tries: Tries, work: Any, bucket_bytes: float = math.inf) ->
                 one = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
                 wrong = f"one message has {one:,} bytes, bucket_bytes and a gradient {largest:,}"
                 notes.look(BYTES, wrong if one > largest else "", "")
+                small.append((notes, _small(calls, bucket_bytes)))
                 least = int(most / PADDING)
                 notes.bytes(BYTES, sent, int(PADDING * most), "in a step", least=least)
+    return small
+
+
+def _small(calls: Any, bucket_bytes: float) -> str:
+    """The first message of rank 0 in which a bucket is sent before it is full, if there is one."""
+    mine = calls[(calls["phase"] == "data") & (calls["rank"] == 0) & (calls["op"] == "all_reduce")]
+    sizes = mine.sort_values("span")["payload_bytes"].tolist() if bucket_bytes < math.inf else []
+    small = (size for size in sizes[:-1] if size < bucket_bytes)
+    said = "a message that is not the last has {:,} bytes, a bucket at least {:,}"
+    return next((said.format(size, bucket_bytes) for size in small), "")
 
 
 def _mistakes(found: Found) -> dict[str, dict[str, Any]]:

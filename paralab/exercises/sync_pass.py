@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from paralab.exercises.ddp import CLUSTER as NETWORK
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
-from paralab.exercises.questions import ended
 from paralab.exercises.sync import PADDING, RANKS
+from paralab.exercises.unaided import ended
 from paralab.exercises.verdict import ms
 from paralab.interpret.predict import predict
 from paralab.programs.instructions import BACKWARD, COLLECTIVES, WAIT

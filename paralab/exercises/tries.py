@@ -18,6 +18,7 @@ from typing import Any
 
 from paralab.exercises.attempts import launched, said
 from paralab.exercises.verdict import Notes
+from paralab.launch import unsent
 from paralab.ranks.failure import ENDED
 from paralab.report.report import Report
 from paralab.spec import Plan
@@ -128,6 +129,8 @@ class Tries:
         report, trouble = launched(trace, _program, ranks, (work, answers, args, memory), **how)
         if trouble and len(tries) > 1:
             raise RuntimeError(f"one of several answers ended their launch: {trouble}")
+        if trouble.startswith("fn='_program': "):  # the launch's refusal of what it was given
+            trouble = unsent("answer", *tries[0].answer) or trouble
         if not memory and ENDED in trouble:
             report, trouble = launched(trace, _program, ranks, (work, answers, args, True), **how)
         for number, one in enumerate(tries):

@@ -15,7 +15,8 @@ from paralab.checks import illegal
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import UNAIDED, Mistakes, ask
+from paralab.exercises.questions import Mistakes, ask, unlike
+from paralab.exercises.unaided import UNAIDED
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
 
@@ -48,6 +49,7 @@ def stage_memory(tries: Tries) -> None:
         limit, right, unit = limits[part]
         number, known = right(plan, stage)
         show = f"{{:,.10g}} {unit}".format
+        known = unlike(pair for pair in known if pair[1] != number)
         notes.look(limit, reply.number(number, known, show, f" of {unit}"), show(number))
 
 

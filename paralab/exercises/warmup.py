@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
-from paralab.parallel.schedules import Schedule, build
+from paralab.parallel.schedules import Action, Schedule, build
 
 SIZES = [
     (rank, p, m, v)
@@ -15,6 +15,7 @@ SIZES = [
     for rank in range(p)
 ]
 BACKWARD_FIRST = "interleaved with rank 0's backwards first"
+LAST_FIRST = "all forwards, then the last one's backward first"
 COUNT = "forwards before the first backward"
 
 
@@ -36,8 +37,15 @@ def counted(rank: int, p: int, m: int, v: int) -> int:
 
 def lists_of(name: str, p: int, m: int, v: int) -> Schedule:
     """The lists of a schedule by name. With `BACKWARD_FIRST` the steady pairs of rank 0 change
-    places: what it needs from rank 1 is then no longer in the order in which rank 1 sends it.
+    places: what it needs from rank 1 is then no longer in the order in which rank 1 sends it. With
+    `LAST_FIRST` backwards come in the reverse order of forwards, as in GPipe's paper.
     """
+    if name == LAST_FIRST:
+        rows = [[(s, i) for s in range(rank, v * p, p) for i in range(m)] for rank in range(p)]
+        return [
+            [Action(s, "F", i) for s, i in row] + [Action(s, "B", i) for s, i in reversed(row)]
+            for row in rows
+        ]
     made = build("interleaved" if v > 1 else name, pp=p, microbatches=m, virtual_stages=v)
     if name == BACKWARD_FIRST:
         row = made[0]
