@@ -160,6 +160,8 @@ TREATMENTS = [  # patient, what is handed in, limits it breaks, words of the ver
     ("fully sharded", ("buffers", {"prefetch": 1, "recompute": "full", "microbatches": 2,
      "microbatch_size": 1}), {"settings"}, "3 settings are changed, required: at most 2"),
     ("more nodes", ("optimizer", {"shard": 8}), {"more nodes"}, "the peak falls by 43.9 %"),
+    ("more nodes", ("optimizer", {"offload": "cpu"}), {"same training"},
+     "offload: cpu, and it was None"),
     ("more nodes", ("activations", {"shard": 8, "recompute": "full"}), {"what fills it"},
      "activations are 6.1 MB of 25.5 MB, something else is more"),
     ("more nodes", ("optimizer", {"shard": 3}), {"same training"}, "legal: 1, 2, 4, 8"),

@@ -26,12 +26,13 @@ from paralab.spec import Plan
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 SETTINGS = tuple(field.name for field in fields(Plan))
-STAYS = {"world_size": "devices", "global_batch": "samples per step", "precision": "precision"}
+STAYS = {"world_size": "devices", "global_batch": "samples per step"}
+STAYS |= {name: name for name in ("precision", "offload")}
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
 REQUIRED = {
     **{patient.name: f"its peak falls by at least {patient.drop} %" for patient in PATIENTS},
     FILLS: f"the largest at its peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}",
-    SAME: "a plan that runs, with its devices, samples per step and precision",
+    SAME: "a plan that runs, with its devices, samples per step and precision, and no offload",
     ONE: "at most "
     + ", ".join(f"{patient.cures} ({patient.name})" for patient in PATIENTS)
     + "; microbatches and microbatch_size together are one",
