@@ -629,8 +629,9 @@ def test_a_script_is_observed_unchanged(tmp_path, capsys):
 
 LEAVES = """
 import atexit, sys, threading, time, torch
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
-log = open("log", "w")
+log, pools = open("log", "w"), (ProcessPoolExecutor(1), ThreadPoolExecutor(1))
 
 def later(name):
     time.sleep(0.3)
@@ -639,6 +640,9 @@ def later(name):
 def main():  # has the module's names, and the module has it: a cycle
     log.write("hello")
     torch.nn.Linear(4, 4)(torch.ones(1, 4))
+    for pool in pools:  # nobody shuts it down
+        pool.submit(abs, 1).result()
+    pools[1].submit(later, "pool")
     threading.Thread(target=later, args=("thread",)).start()
     if sys.argv[1] == "registers":
         atexit.register(later, "atexit")
@@ -657,7 +661,7 @@ def test_a_script_ends_as_under_python(tmp_path, monkeypatch, how):
     found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
     found.pop("train.py")
     late = {"atexit": "x"} if how == "registers" else {}
-    assert found == {"log": "hello", "thread": "x", **late}
+    assert found == {"log": "hello", "thread": "x", "pool": "x", **late}
 
 
 def torchrun(*words):
