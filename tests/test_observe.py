@@ -164,6 +164,33 @@ def test_a_compiled_program_is_observed_without_a_break_in_its_graph():
     assert report.results == [0] and set(report.spans["kind"]) >= {"forward", "backward"}
 
 
+def compiles():
+    """How many graphs there are after each step."""
+    import torch
+
+    graphs, layer = [], torch.nn.Linear(8, 8)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    whole, counts = torch.compile(layer, backend=backend), []
+    for _ in range(4):
+        whole(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        counts.append(len(graphs))
+    return counts
+
+
+@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_after(memory_steps):
+    report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=60)
+    assert report.results == [[0] * memory_steps + [1] * (4 - memory_steps)]
+    said = report.explain().get("What is not known?", "")
+    assert ("What a compiled program holds" in said) == (memory_steps > 0)
+
+
 def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
     model = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=8)
     plan = pl.Plan(pp=2, microbatches=2000)

@@ -79,7 +79,7 @@ from paralab.instruments.foreign_calls import (
     is_control,
     payload,
 )
-from paralab.instruments.foreign_hooks import around, stand_before
+from paralab.instruments.foreign_hooks import around, compile_again, stand_before
 from paralab.instruments.foreign_ledger import ForeignLedger, plain, updated
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
@@ -120,10 +120,11 @@ class Observer:
         self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
         # what the program is made of; whether an optimizer evaluates, another thread trains,
-        # messages were coalesced, calls waited for on other streams, CUDA graphs captured
+        # messages were coalesced, calls waited for on other streams, CUDA graphs captured, or
+        # something would have been compiled while the ledger was on
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
         self.about |= {"closures": False, "threads": False, "batches": False}
-        self.about |= {"aside": False, "graphs": False}
+        self.about |= {"aside": False, "graphs": False, "compiles": False}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
         self._optimizer: Any = None  # the one that steps
         self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
@@ -182,6 +183,7 @@ class Observer:
         if self.ledger is not None and self.ledger.on_top:
             self.ledger.__exit__(None, None, None)
             self.ledger = None
+            self.about["compiles"] |= compile_again()
 
     def _is_program(self) -> bool:
         """Whether this thread is the program's, or one on which the engine works for it: that is no

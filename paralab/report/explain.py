@@ -251,6 +251,12 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "What other threads of the program train: modules were trained on one that the program "
             "had started, and only the first thread's spans, steps and memory are written down."
         )
+    if any_made_of(report, "compiles"):
+        said.append(
+            "What a compiled program holds: while bytes are counted torch.compile compiles nothing, "
+            "so they are those of the program as it is written. It is compiled in the step after, "
+            "which takes longer; with memory_steps=0 in the first."
+        )
     many = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
     many = sorted(set(many["rank"].value_counts()))
     if len(many) > 1:

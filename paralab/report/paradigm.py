@@ -164,7 +164,8 @@ def in_parts(report: Tables, rank: int = 0) -> bool:
 def made_of(report: Tables, what: str, rank: int = 0) -> Any:
     """What the observation found in the rank's program: "modules", "parameters", whether an
     optimizer evaluates "closures", whether other "threads" train, whether messages leave in
-    "batches", whether calls are waited for "aside", on other streams, whether it has CUDA "graphs".
+    "batches", whether calls are waited for "aside", on other streams, whether it has CUDA "graphs",
+    whether it "compiles".
     """
     return report.meta["observed"][rank].get(what, ()) if "observed" in report.meta else ()
 
