@@ -404,6 +404,40 @@ def test_where_steps_cannot_be_told_apart_they_are_marked_by_hand(fn):
     assert pl.observe(fn, 1, steps="marked").steps["step"].tolist() == [0, 1, 2]
 
 
+def one_after_the_other():
+    """Two optimizers; the second step has no backward, in the third the second steps alone."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    made = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+    first, second = (torch.optim.AdamW(m.parameters()) for m in made)
+    for step in range(5):
+        if step != 1:
+            nn.Sequential(*made)(torch.ones(4, 64)).sum().backward()
+        if step != 2:
+            first.step()
+        dist.all_reduce(made[1].weight.grad)
+        second.step()
+    return made[0].weight.nbytes
+
+
+@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps):
+    report = pl.observe(one_after_the_other, 2, memory_steps=memory_steps)
+    size, steps = report.results[0], list(range(5))
+    assert report.steps.groupby("rank")["step"].apply(list).tolist() == [steps] * 2
+    assert (report.steps["end"] > report.steps["start"]).all()
+    assert report.collectives.query("rank == 0")["step"].tolist() == steps
+    updates = report.spans.query("rank == 0 and kind == 'optimizer'").groupby("step").size()
+    assert updates.tolist() == [2, 2, 1, 2, 2]
+    assert set(report.memory["step"]) == set(range(memory_steps))
+    if memory_steps:
+        memory = report.memory.query(f"rank == 0 and step == {memory_steps - 1}")
+        last = memory[memory["time"] == memory["time"].max()]
+        assert last.query("category == 'optimizer'")["bytes"].sum() == 4 * size + 4 * 2
+
+
 def forward_alone():
     import torch
     import torch.distributed as dist

@@ -253,8 +253,8 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         )
     if any_made_of(report, "compiles"):
         said.append(
-            "What a compiled program holds: while bytes are counted torch.compile compiles nothing, "
-            "so they are those of the program as it is written. It is compiled in the step after, "
+            "What a compiled program holds: torch.compile makes nothing while bytes are counted, "
+            "so they are those of the program as it is written. It compiles in the step after, "
             "which takes longer; with memory_steps=0 in the first."
         )
     many = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
