@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 
 import pytest
 
@@ -470,3 +471,110 @@ def test_what_an_optimizer_updates_is_found_where_no_module_shows_it():
     report = seen(without_a_module, 1, memory_steps=2)
     second = report.memory[(report.memory["step"] == 1) & (report.memory["tier"] == "device")]
     assert second.groupby("category")["bytes"].max()["parameters"] == report.results[0]
+
+
+def receives(microbatches):
+    """Of a pipeline: a stage's inputs are leaves that require a gradient. Bytes of one."""
+    import torch
+
+    model = layers(1, bias=False)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        received = [torch.ones(1024, 256, requires_grad=True) for _ in range(microbatches)]
+        for y in [model(x) for x in received]:
+            y.backward(torch.ones_like(y))
+        del y  # its graph has its input
+        update.step()
+        update.zero_grad()
+    return received[0].nbytes, model[0].weight.nbytes
+
+
+def plain_weights():
+    import torch
+
+    made = [torch.randn(256, 256, requires_grad=True) for _ in range(3)]
+    update = torch.optim.SGD(made, 0.1)
+    for _ in range(2):
+        x = torch.ones(8, 256)
+        for weight in made:
+            x = x @ weight
+        x.square().mean().backward()
+        update.step()
+        update.zero_grad()
+    return sum(weight.nbytes for weight in made)
+
+
+def most_of(report, step):
+    held = report.memory[(report.memory["step"] == step) & (report.memory["tier"] == "device")]
+    return Counter(held.groupby("category")["bytes"].max().to_dict())
+
+
+def test_what_a_stage_has_received_is_an_activation_and_its_gradient_none_of_a_parameter():
+    report = seen(receives, 1, (4,), memory_steps=2)
+    [(each, weight)], most = report.results, most_of(report, 1)
+    assert most["activations"] == 4 * each and most["buffers"] == 0
+    assert most["gradients"] == most["parameters"] == weight
+
+
+def test_plain_tensors_that_an_optimizer_updates_are_parameters_though_autograd_saves_them():
+    report = seen(plain_weights, 1, memory_steps=2)
+    [size], most = report.results, most_of(report, 1)
+    assert most["gradients"] == most["parameters"] == size and most["activations"] < size / 10
+
+
+PEAK = "What does the peak of memory consist of?"
+
+
+def goes_on(resumes):
+    """AdamW, whose peak is the same in every step: while it updates."""
+    import torch
+
+    model = layers(4, bias=False)
+    update = torch.optim.AdamW(model.parameters(), foreach=False)
+    size = sum(p.nbytes for p in model.parameters())
+    if resumes:
+        sizes = {"step": (), "exp_avg": (256, 256), "exp_avg_sq": (256, 256)}
+        states = {at: {name: torch.ones(of) for name, of in sizes.items()} for at in range(4)}
+        groups = update.state_dict()["param_groups"]
+        update.load_state_dict({"state": states, "param_groups": groups})
+        del states
+    for _ in range(2):
+        model(torch.ones(8, 256)).square().mean().backward()
+        update.step()
+        update.zero_grad()
+    return size
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_states_of_an_optimizer_are_known_once_it_has_loaded_them_or_made_them(resumes):
+    report = seen(goes_on, 1, (resumes,), memory_steps=2)
+    states = 2 * report.results[0] + 4 * 4
+    assert (
+        report.peaks(0)["measured"]["optimizer"] == states and "in step 1" in report.explain()[PEAK]
+    )
+    first = report.memory.query("step == 0 and category == 'optimizer'")["bytes"]
+    assert first.min() == states if resumes else first.max() == states
+
+
+def unsharded_first(unshards):
+    import torch
+    from torch import nn
+
+    model = sharded(nn.Sequential(nn.Linear(128, 128), nn.Sequential(nn.Linear(128, 512))))
+    for part in (model[0], model[1], model):
+        part.set_reshard_after_forward(True)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        if unshards:
+            model[0].unshard()
+        model(torch.ones(8, 128)).square().mean().backward()
+        update.step()
+        update.zero_grad()
+    return sum(p.to_local().nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("unshards", [False, True])
+def test_shards_are_the_parameters_also_where_a_program_gathers_before_its_first_forward(unshards):
+    report = seen(unsharded_first, 2, (unshards,), memory_steps=2)
+    most = most_of(report, 1)
+    assert most["parameters"] == report.results[0] and most["optimizer"] == 0

@@ -80,7 +80,7 @@ from paralab.instruments.foreign_calls import (
     payload,
 )
 from paralab.instruments.foreign_hooks import around, compile_again, stand_before
-from paralab.instruments.foreign_ledger import ForeignLedger, plain, updated
+from paralab.instruments.foreign_ledger import ForeignLedger, at_rest, kinds_of, plain, updated
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -169,6 +169,7 @@ class Observer:
             if self._looks:
                 self.ledger.elsewhere = self._shows
             self.ledger.__enter__()
+            around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:
                 self.ledger.adopt(gc.get_objects())
         recorder.begin_step(0)  # unless it turns out to have been the setup
@@ -414,9 +415,9 @@ class Observer:
         with self._part("forward", id(module)):
             if module not in self._seen:
                 self._seen.add(module)
-                kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
-                self.about["modules"] = sorted(WRAPPERS & kinds.union(self.about["modules"]))
-                own = [*module.parameters(), *module.buffers()]
+                kinds = set(self.about["modules"]).union(*map(kinds_of, module.modules()))
+                self.about["modules"] = sorted(WRAPPERS & kinds)
+                own = list(at_rest(module))
                 self._shows(*own)
                 self.recorder.owns("parameters", *own)
             yield
@@ -464,7 +465,7 @@ class Observer:
             self._describe()
             if self.ledger is not None:
                 self.ledger.find_gradients(optimizer)
-                self.ledger.owns_trained(optimizer, model=bool(self._seen))
+                self.ledger.owns_trained(optimizer, model=bool(self._seen), named=self._named)
             elif self._looks:
                 self._shows(*updated(optimizer))
             self.recorder.enter("optimizer")
@@ -485,6 +486,12 @@ class Observer:
             self._turn.clear()
         elif self._turn:
             self._go_on()
+
+    @contextlib.contextmanager
+    def _loading(self, optimizer: Any, *_: Any) -> Iterator[None]:
+        yield
+        if self.ledger is not None and self._is_main():
+            self.ledger.owns_state(optimizer)
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
         if not self._is_main() or self._captures():
