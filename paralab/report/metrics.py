@@ -589,7 +589,12 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
     parts = [shares(report, step) for step in steps] or [defaultdict(lambda: NAN)]
 
     def typical(name: str) -> float:
+        if seldom and name in ("wait", "communication", "hidden"):
+            return sum(part[name] for part in parts) / len(parts)
         return median(part[name] for part in parts)
+
+    moving = [part["communication"] for part in parts]
+    seldom = median(moving) == 0 < max(moving)  # local SGD: the median says nothing of its calls
 
     comm, n = typical("communication"), max(len(reported_ranks(report)), 1)
     yield "step time", step_time(report) * 1e3, "ms"
