@@ -82,7 +82,7 @@ def _collectives(report: Tables, calls: pd.DataFrame) -> str:
             when, each = f"in {found.nunique()} of {of} steps ", some
         sizes = list(dict.fromkeys(map(mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} more" * (len(sizes) > NAMED)
-        counted = f"{len(rows) / each:.3g} × {op} of {', '.join(sizes[:NAMED])}{more}"
+        counted = f"{round(len(rows) / each, 2):g} × {op} of {', '.join(sizes[:NAMED])}{more}"
         what = op if outline else counted  # in outline a row stands for all calls alike
         sent = mb(rows["wire_bytes"].sum() / each)
         lines.append(
