@@ -543,6 +543,22 @@ def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
         assert "of 8 gathers" in answers["Are gathers prefetched?"]
 
 
+def sums_a_statistic():
+    import torch
+    import torch.distributed as dist
+
+    model = layers(1)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(8, 256)).square().mean().backward()
+        dist.all_reduce(model[0].bias.grad.clone())
+        update.step()
+
+
+def test_a_sum_of_other_things_behind_the_backward_is_no_answer_about_gradients():
+    assert TIMES not in seen(sums_a_statistic).explain()
+
+
 def averages_seldom():
     """Local SGD: parameters are averaged after every fourth step, and no gradient is."""
     import torch

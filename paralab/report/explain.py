@@ -23,6 +23,7 @@ from paralab.report.paradigm import (
     steps_of,
     sums_activations,
     trained_bytes,
+    whole_number,
 )
 from paralab.report.tables import Tables
 from paralab.theory.traffic import POINT_TO_POINT
@@ -104,11 +105,10 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         said += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
         like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
         found.setdefault(f"messages per step {said}: {like}", []).append(axis)
-    names = {
-        said: ("axes " if len(axes) > 1 else "axis ") + ", ".join(axes)
-        for said, axes in found.items()
-    }
-    return "\n".join(f"{names[said]}: {said}" for said in found)
+    lines = []
+    for said, axes in found.items():
+        lines.append(f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}: {said}")
+    return "\n".join(lines)
 
 
 # ---- time ---------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     rank = int(found["rank"].min()) if axes else 0
     found = found[(found["rank"] == rank) & found["axis"].isin(axes)]
     mine = found[found["phase"] == "backward"]
-    if mine.empty:
+    if by_hand := mine.empty:
         mine = found[found["phase"] == "data"]
         if mine["step"].nunique() < steps_of(report, rank):
             return ""
@@ -176,6 +176,8 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     if not psi or not m:
         return ""
     times, many = float(size.max()) / steps_of(report, rank) / psi, "s" * (m != 1)
+    if by_hand and not whole_number(times):
+        return ""  # other things than gradients
     said = f"{times:.3g} times Ψ per step"
     if made_of(report, "closures", rank):
         return f"{said}, in which the optimizer evaluates {m:.3g} backward{many}."
@@ -268,9 +270,9 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         )
     if any_made_of(report, "compiles"):
         said.append(
-            "What a compiled program holds: torch.compile makes nothing while bytes are counted, "
-            "so they are those of the program as it is written. It compiles in the step after, "
-            "which takes longer; with memory_steps=0 in the first."
+            "What a compiled program holds: torch.compile compiles nothing while bytes are "
+            "counted, so they are those of the program as it is written. It compiles in the step "
+            "after, which takes longer; with memory_steps=0 in the first."
         )
     many = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
     many = sorted(set(many["rank"].value_counts()))

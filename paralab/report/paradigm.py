@@ -70,9 +70,7 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     if reduced >= scattered:
         name, factor = "data parallelism, gradients all-reduced", 2 * reduced
         if local:
-            name = (
-                f"sums outside the backward in {when}, as local SGD averages parameters; in those"
-            )
+            name = f"sums outside the backward in {when}, as local SGD averages parameters; then"
         for op, does in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
             if (spread := sent[op, "optimizer"] / psi) > NEAR:
                 name += f", with a sharded optimizer (ZeRO-1) that {does} updated parameters"
@@ -97,10 +95,8 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         said += ": parameters that take no part, messages in fewer bits, or shards in place of "
         said += "whole gradients send less"
     if m and any(times and not whole_number(times / m) for times in each_gather):
-        said += (
-            "; what is gathered for a forward or a backward is not Ψ: it has fewer bits, or some "
-        )
-        said += "parameters are kept"
+        said += "; what is gathered for a forward or a backward is not Ψ: it has fewer bits, or "
+        said += "some parameters are kept"
     if frozen and gathered:
         said += f"; {gathered:.3g} (n−1)/n of {mb(frozen)} of frozen parameters on top"
     extra = rows["wire_bytes"][rows["phase"] == SURPLUS].sum() / steps
