@@ -559,4 +559,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + number
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
-        return 1
+        return getattr(error, "status", 1)  # a script's own

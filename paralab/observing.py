@@ -64,13 +64,15 @@ def observe(
                   that has the report's methods after the block
     ranks         processes, 1 to 64; ``args`` the same on every rank, of a script as text
     nodes         place the ranks on this many virtual nodes, the first ones on node 0
-    steps         "optimizer": a step ends where the optimizer's ``step`` ends. "marked": where the
-                  program calls ``paralab.step()``
+    steps         "optimizer": a step ends where the optimizer's ``step`` ends; where several step
+                  one after the other, the last one's. "marked": where the program calls
+                  ``paralab.step()``
     memory_steps  how many steps, from the first, the live ledger counts bytes in. Such a step is 5
                   to 20 % slower, and more where operations are small; later ones are timed without
                   it. Optimizers make their states at the end of the first, so there are two. While
-                  it counts, torch.compile compiles nothing and torch.func refuses to work: observe
-                  such a program with 0
+                  it counts, torch.compile compiles nothing, and what it would have compiled is
+                  compiled in the step after; with 0, in the first. torch.func refuses to work while
+                  it counts: observe such a program with 0
     launch        timeout, device, live, stop: as in `pl.launch`
 
     The device is the program's own, and ``report.meta["device"]`` says which: times and bytes are a

@@ -164,6 +164,33 @@ def test_a_compiled_program_is_observed_without_a_break_in_its_graph():
     assert report.results == [0] and set(report.spans["kind"]) >= {"forward", "backward"}
 
 
+def compiles():
+    """How many graphs there are after each step."""
+    import torch
+
+    graphs, layer = [], torch.nn.Linear(8, 8)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    whole, counts = torch.compile(layer, backend=backend), []
+    for _ in range(4):
+        whole(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        counts.append(len(graphs))
+    return counts
+
+
+@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_after(memory_steps):
+    report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=60)
+    assert report.results == [[0] * memory_steps + [1] * (4 - memory_steps)]
+    said = report.explain().get("What is not known?", "")
+    assert ("What a compiled program holds" in said) == (memory_steps > 0)
+
+
 def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
     model = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=8)
     plan = pl.Plan(pp=2, microbatches=2000)
@@ -375,6 +402,40 @@ def test_where_steps_cannot_be_told_apart_they_are_marked_by_hand(fn):
     with pytest.raises(pl.RankError, match=r"call paralab.step\(\).* steps='marked'"):
         pl.observe(fn, 1)
     assert pl.observe(fn, 1, steps="marked").steps["step"].tolist() == [0, 1, 2]
+
+
+def one_after_the_other():
+    """Two optimizers; the second step has no backward, in the third the second steps alone."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    made = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+    first, second = (torch.optim.AdamW(m.parameters()) for m in made)
+    for step in range(5):
+        if step != 1:
+            nn.Sequential(*made)(torch.ones(4, 64)).sum().backward()
+        if step != 2:
+            first.step()
+        dist.all_reduce(made[1].weight.grad)
+        second.step()
+    return made[0].weight.nbytes
+
+
+@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps):
+    report = pl.observe(one_after_the_other, 2, memory_steps=memory_steps)
+    size, steps = report.results[0], list(range(5))
+    assert report.steps.groupby("rank")["step"].apply(list).tolist() == [steps] * 2
+    assert (report.steps["end"] > report.steps["start"]).all()
+    assert report.collectives.query("rank == 0")["step"].tolist() == steps
+    updates = report.spans.query("rank == 0 and kind == 'optimizer'").groupby("step").size()
+    assert updates.tolist() == [2, 2, 1, 2, 2]
+    assert set(report.memory["step"]) == set(range(memory_steps))
+    if memory_steps:
+        memory = report.memory.query(f"rank == 0 and step == {memory_steps - 1}")
+        last = memory[memory["time"] == memory["time"].max()]
+        assert last.query("category == 'optimizer'")["bytes"].sum() == 4 * size + 4 * 2
 
 
 def forward_alone():
@@ -623,14 +684,15 @@ def test_a_script_is_observed_unchanged(tmp_path, capsys):
     assert repr(report) == "Report(measured, train.py on 2 ranks, 4 collectives)"
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2
     assert len(pl.observe(tmp_path / "train.py", 1, (2, 0)).steps) == 2  # as text, as from a shell
-    assert cli.main([*words[2:5], str(tmp_path / "train.py"), "2", "3"]) == 1
+    assert cli.main([*words[2:5], str(tmp_path / "train.py"), "2", "3"]) == 3  # as under Python
     assert "sys.exit(3)" in capsys.readouterr().err
 
 
 LEAVES = """
 import atexit, sys, threading, time, torch
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
-log = open("log", "w")
+log, pools = open("log", "w"), (ProcessPoolExecutor(1), ThreadPoolExecutor(1))
 
 def later(name):
     time.sleep(0.3)
@@ -639,6 +701,9 @@ def later(name):
 def main():  # has the module's names, and the module has it: a cycle
     log.write("hello")
     torch.nn.Linear(4, 4)(torch.ones(1, 4))
+    for pool in pools:  # nobody shuts it down
+        pool.submit(abs, 1).result()
+    pools[1].submit(later, "pool")
     threading.Thread(target=later, args=("thread",)).start()
     if sys.argv[1] == "registers":
         atexit.register(later, "atexit")
@@ -657,7 +722,7 @@ def test_a_script_ends_as_under_python(tmp_path, monkeypatch, how):
     found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
     found.pop("train.py")
     late = {"atexit": "x"} if how == "registers" else {}
-    assert found == {"log": "hello", "thread": "x", **late}
+    assert found == {"log": "hello", "thread": "x", "pool": "x", **late}
 
 
 def torchrun(*words):

@@ -76,3 +76,10 @@ def test_a_pipeline_is_replayed_though_its_later_stages_begin_with_a_message():
     replayed = report.replay(NODES, compute=0.0)
     messages = foreign_programs.MICROBATCHES * (1e-5 + foreign_programs.MESSAGE / 1e9)
     assert replayed.step_time >= messages * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "ring"])
+def test_bubbles_of_an_observed_program_know_no_schedule(name):
+    shares = pl.observe(every, 2, ([name],), steps="marked", memory_steps=0).bubbles()
+    assert shares[["formula", "simulated"]].isna().all(axis=None)
+    assert shares.loc["bubble", ["replayed", "measured"]].notna().all() == (name != "ring")

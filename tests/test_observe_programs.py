@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 
 import pytest
 
@@ -222,6 +223,7 @@ def test_gradients_in_16_bits_are_counted_by_the_backwards_that_reduce_them(how)
     answers = seen(in_16_bits, args=(how,)).explain()
     assert answers[TIMES].startswith("For every one of 2 micro-batches: 1 times Ψ per step.")
     assert "messages in fewer bits" in answers[FORM]
+    assert ("it has fewer bits, or some parameters are kept" in answers[FORM]) == (how == "fsdp")
 
 
 def two_levels(backwards, each):
@@ -379,6 +381,113 @@ def two_layers_frozen():
     trained(sharded(model), 256)
 
 
+def sharded_beside_sums():
+    """The root alone is sharded; tensor parallelism gathers in the forward and in the backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    first = ColwiseParallel(input_layouts=Shard(0))
+    how = {"0": first, "1": RowwiseParallel(output_layouts=Shard(0))}
+    model = parallelize_module(layers(2, bias=False), mesh["tp"], how)
+    trained(fully_shard(model, mesh=mesh["dp"]), 256)
+
+
+def several_gradients_of_one_input():
+    """Queries, keys and values are cut by hand, and each sums its gradient of the input."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(_, gradient):
+            dist.all_reduce(gradient := gradient.contiguous())
+            return gradient
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            dist.all_reduce(x := x.clone())
+            return x
+
+        @staticmethod
+        def backward(_, gradient):
+            return gradient
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(128, 64, bias=False) for _ in range(3))
+            self.out = nn.Linear(64, 128, bias=False)
+
+        def forward(self, x):
+            q, k, v = (part(Copy.apply(x)) for part in self.parts)
+            return x + Sum.apply(self.out(q * k + v))
+
+    trained(nn.Sequential(*(Attention() for _ in range(4))), 128, rows=64, backwards=2)
+
+
+def small_gradients_one_by_one():
+    """What the forward sums has the size of each gradient."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = nn.ParameterList(torch.ones(64) for _ in range(8))
+
+        def forward(self, x):
+            dist.all_reduce(x.mean(0))
+            for scale in self.scales:
+                x = x * scale
+            return x
+
+    model = Scale()
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(4, 64)).sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        update.step()
+        update.zero_grad()
+
+
+def gathers_what_it_updates():
+    """Gradients are summed, and each rank updates its share, as Muon of modded-nanogpt does."""
+    import torch
+    import torch.distributed as dist
+
+    class Update(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            own, mine = self.param_groups[0]["params"], dist.get_rank()
+            own[mine].sub_(own[mine].grad)
+            dist.all_gather(list(own), own[mine])
+
+    model = layers(2, bias=False)
+    update = Update(model.parameters(), {})
+    for _ in range(3):
+        for _ in range(2):
+            model(torch.ones(8, 256)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        update.step()
+        update.zero_grad()
+
+
 def the_first_fsdp():
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -408,6 +517,15 @@ def the_first_fsdp():
             "axis dp: sharded parameters (FSDP, ZeRO-3), gathered for the forward, again for "
             "every backward: 3 (n−1)/n Ψ = 0.393 MB per rank (n=2, Ψ=0.262 MB)",
         ),
+        (sharded_beside_sums, 4, "gathered for the forward, kept for backward: 2 (n−1)/n Ψ = "),
+        (several_gradients_of_one_input, 2, "axis world: sums activations in the forward"),
+        (small_gradients_one_by_one, 2, "gradients all-reduced: 2 (n−1)/n Ψ = 2,048 B"),
+        (
+            gathers_what_it_updates,
+            2,
+            "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
+            "parameters: 3 (n−1)/n Ψ = 0.786 MB",
+        ),
         (two_layers_frozen, 2, "(n−1)/n of 0.526 MB of frozen parameters on top"),
         (the_first_fsdp, 2, "so Ψ is not known"),
     ],
@@ -416,8 +534,76 @@ def the_first_fsdp():
 def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
     answers = seen(fn, ranks).explain()
     assert said in answers[FORM]
-    none = (one_column_parallel_layer, the_first_fsdp, first_stage_by_hand)
+    none = (one_column_parallel_layer, the_first_fsdp, several_gradients_of_one_input)
     assert (TIMES in answers) == (fn not in none)
+    if fn is gathers_what_it_updates:
+        assert answers[TIMES] == "1 times Ψ per step, which has 2 backwards."
+    if fn is sharded_beside_sums:  # the other axis gathers in the backward, too
+        assert answers["Are gathers prefetched?"].startswith("forward: the rank computed")
+        assert "of 8 gathers" in answers["Are gathers prefetched?"]
+
+
+def sums_a_statistic():
+    import torch
+    import torch.distributed as dist
+
+    model = layers(1)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(8, 256)).square().mean().backward()
+        dist.all_reduce(model[0].bias.grad.clone())
+        update.step()
+
+
+def test_a_sum_of_other_things_behind_the_backward_is_no_answer_about_gradients():
+    assert TIMES not in seen(sums_a_statistic).explain()
+
+
+def averages_seldom():
+    """Local SGD: parameters are averaged after every fourth step, and no gradient is."""
+    import torch
+    import torch.distributed as dist
+
+    model = layers(1, bias=False)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(11):
+        model(torch.ones(8, 256)).square().mean().backward()
+        update.step()
+        update.zero_grad()
+        if step % 4 == 3:
+            dist.all_reduce(model[0].weight.data)
+
+
+def test_what_is_summed_in_some_steps_only_is_said_of_these_steps():
+    report = seen(averages_seldom)
+    answers, size = report.explain(), "0.262 MB"
+    assert f"in 2 of 10 steps 1 × all_reduce of {size}; a rank sends {size} then" in answers[CALLS]
+    assert "sums outside the backward in 2 of 10 steps, as local SGD averages" in answers[FORM]
+    assert f"2 (n−1)/n Ψ = {size} per rank" in answers[FORM] and TIMES not in answers
+    of = report.summary()["value"]
+    assert of["communication in flight"] > 0 and of["sent per rank and step"] > 0
+
+
+def groups_alike():
+    """In each of two groups a step sends messages of six sizes."""
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group(group_desc=name) for name in ("first", "second")]
+    model = layers(1)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.ones(8, 256)).square().mean().backward()
+        for group in groups:
+            for size in range(10, 16):
+                dist.broadcast(torch.ones(size), 0, group=group)
+        update.step()
+
+
+def test_axes_of_which_the_same_is_said_are_named_together():
+    answers = seen(groups_alike).explain()
+    assert answers[FORM] == "axes first, second: no paradigm that is known here"
+    assert "40 B, 44 B, 48 B, 52 B, 56 B and 1 more; a rank" in answers[CALLS]
 
 
 def scatters_alone():
@@ -470,3 +656,110 @@ def test_what_an_optimizer_updates_is_found_where_no_module_shows_it():
     report = seen(without_a_module, 1, memory_steps=2)
     second = report.memory[(report.memory["step"] == 1) & (report.memory["tier"] == "device")]
     assert second.groupby("category")["bytes"].max()["parameters"] == report.results[0]
+
+
+def receives(microbatches):
+    """Of a pipeline: a stage's inputs are leaves that require a gradient. Bytes of one."""
+    import torch
+
+    model = layers(1, bias=False)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        received = [torch.ones(1024, 256, requires_grad=True) for _ in range(microbatches)]
+        for y in [model(x) for x in received]:
+            y.backward(torch.ones_like(y))
+        del y  # its graph has its input
+        update.step()
+        update.zero_grad()
+    return received[0].nbytes, model[0].weight.nbytes
+
+
+def plain_weights():
+    import torch
+
+    made = [torch.randn(256, 256, requires_grad=True) for _ in range(3)]
+    update = torch.optim.SGD(made, 0.1)
+    for _ in range(2):
+        x = torch.ones(8, 256)
+        for weight in made:
+            x = x @ weight
+        x.square().mean().backward()
+        update.step()
+        update.zero_grad()
+    return sum(weight.nbytes for weight in made)
+
+
+def most_of(report, step):
+    held = report.memory[(report.memory["step"] == step) & (report.memory["tier"] == "device")]
+    return Counter(held.groupby("category")["bytes"].max().to_dict())
+
+
+def test_what_a_stage_has_received_is_an_activation_and_its_gradient_none_of_a_parameter():
+    report = seen(receives, 1, (4,), memory_steps=2)
+    [(each, weight)], most = report.results, most_of(report, 1)
+    assert most["activations"] == 4 * each and most["buffers"] == 0
+    assert most["gradients"] == most["parameters"] == weight
+
+
+def test_plain_tensors_that_an_optimizer_updates_are_parameters_though_autograd_saves_them():
+    report = seen(plain_weights, 1, memory_steps=2)
+    [size], most = report.results, most_of(report, 1)
+    assert most["gradients"] == most["parameters"] == size and most["activations"] < size / 10
+
+
+PEAK = "What does the peak of memory consist of?"
+
+
+def goes_on(resumes):
+    """AdamW, whose peak is the same in every step: while it updates."""
+    import torch
+
+    model = layers(4, bias=False)
+    update = torch.optim.AdamW(model.parameters(), foreach=False)
+    size = sum(p.nbytes for p in model.parameters())
+    if resumes:
+        sizes = {"step": (), "exp_avg": (256, 256), "exp_avg_sq": (256, 256)}
+        states = {at: {name: torch.ones(of) for name, of in sizes.items()} for at in range(4)}
+        groups = update.state_dict()["param_groups"]
+        update.load_state_dict({"state": states, "param_groups": groups})
+        del states
+    for _ in range(2):
+        model(torch.ones(8, 256)).square().mean().backward()
+        update.step()
+        update.zero_grad()
+    return size
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_states_of_an_optimizer_are_known_once_it_has_loaded_them_or_made_them(resumes):
+    report = seen(goes_on, 1, (resumes,), memory_steps=2)
+    states = 2 * report.results[0] + 4 * 4
+    assert (
+        report.peaks(0)["measured"]["optimizer"] == states and "in step 1" in report.explain()[PEAK]
+    )
+    first = report.memory.query("step == 0 and category == 'optimizer'")["bytes"]
+    assert first.min() == states if resumes else first.max() == states
+
+
+def unsharded_first(unshards):
+    import torch
+    from torch import nn
+
+    model = sharded(nn.Sequential(nn.Linear(128, 128), nn.Sequential(nn.Linear(128, 512))))
+    for part in (model[0], model[1], model):
+        part.set_reshard_after_forward(True)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        if unshards:
+            model[0].unshard()
+        model(torch.ones(8, 128)).square().mean().backward()
+        update.step()
+        update.zero_grad()
+    return sum(p.to_local().nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("unshards", [False, True])
+def test_shards_are_the_parameters_also_where_a_program_gathers_before_its_first_forward(unshards):
+    report = seen(unsharded_first, 2, (unshards,), memory_steps=2)
+    most = most_of(report, 1)
+    assert most["parameters"] == report.results[0] and most["optimizer"] == 0

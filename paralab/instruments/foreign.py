@@ -79,8 +79,8 @@ from paralab.instruments.foreign_calls import (
     is_control,
     payload,
 )
-from paralab.instruments.foreign_hooks import around, stand_before
-from paralab.instruments.foreign_ledger import ForeignLedger, plain, updated
+from paralab.instruments.foreign_hooks import around, compile_again, stand_before
+from paralab.instruments.foreign_ledger import ForeignLedger, at_rest, kinds_of, plain, updated
 from paralab.instruments.recorder import Recorder
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -120,12 +120,15 @@ class Observer:
         self.raw = True  # the program has none of these: its first step is all that it did
         self.inside: list[str] = []  # which of these are open, the outermost first
         # what the program is made of; whether an optimizer evaluates, another thread trains,
-        # messages were coalesced, calls waited for on other streams, CUDA graphs captured
+        # messages were coalesced, calls waited for on other streams, CUDA graphs captured, or
+        # something would have been compiled while the ledger was on
         self.about: dict[str, Any] = {"modules": [], "parameters": []}
         self.about |= {"closures": False, "threads": False, "batches": False}
-        self.about |= {"aside": False, "graphs": False}
+        self.about |= {"aside": False, "graphs": False, "compiles": False}
         self._thread, self._undo = threading.get_ident(), contextlib.ExitStack()
-        self._optimizer: Any = None  # the one that steps
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have stepped
+        self._turn: weakref.WeakSet[Any] = weakref.WeakSet()  # since the last forward or backward
+        self._left: ForeignLedger | None = None  # the ledger, when it has gone
         self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
         self._numbers: Counter[Any] = Counter()  # a module's forwards, and backwards, in this step
         # a call's Work: the spans that it stands for, and whether it is on a GPU
@@ -166,6 +169,7 @@ class Observer:
             if self._looks:
                 self.ledger.elsewhere = self._shows
             self.ledger.__enter__()
+            around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:
                 self.ledger.adopt(gc.get_objects())
         recorder.begin_step(0)  # unless it turns out to have been the setup
@@ -175,13 +179,13 @@ class Observer:
     def __exit__(self, *raised: Any) -> None:
         self._close_ledger()
         self._undo.close()
-        self._optimizer = None  # its states would stay in memory as long as what was observed
 
     def _close_ledger(self) -> None:
         """The ledger goes, unless the program has put a mode or hooks of its own above it."""
         if self.ledger is not None and self.ledger.on_top:
             self.ledger.__exit__(None, None, None)
-            self.ledger = None
+            self._left, self.ledger = self.ledger, None
+            self.about["compiles"] |= compile_again()
 
     def _is_program(self) -> bool:
         """Whether this thread is the program's, or one on which the engine works for it: that is no
@@ -376,9 +380,20 @@ class Observer:
         if self.marked:  # all that follows belongs to the next one, until it is marked
             self._begin()
 
+    def _go_on(self) -> None:
+        """The optimizer's step did not end the step: another's follows, and nothing between."""
+        if self.open:  # by a call
+            self.recorder.leave()
+        self.recorder.go_on()
+        self.open, self.step = True, self.step - 1
+        if self._left is not None and self.step < self.memory_steps:
+            self.ledger, self._left = self._left.__enter__(), None
+        self.recorder.enter("compute")
+
     @contextlib.contextmanager
     def _part(self, kind: str, counted: Any) -> Iterator[None]:
         """A forward or a backward; how many of ``counted`` there were is its micro-batch."""
+        self._turn.clear()
         self._begin()
         self.raw = False
         self.recorder.enter(kind, self._numbers[counted])
@@ -400,9 +415,9 @@ class Observer:
         with self._part("forward", id(module)):
             if module not in self._seen:
                 self._seen.add(module)
-                kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
-                self.about["modules"] = sorted(WRAPPERS & kinds.union(self.about["modules"]))
-                own = [*module.parameters(), *module.buffers()]
+                kinds = set(self.about["modules"]).union(*map(kinds_of, module.modules()))
+                self.about["modules"] = sorted(WRAPPERS & kinds)
+                own = list(at_rest(module))
                 self._shows(*own)
                 self.recorder.owns("parameters", *own)
             yield
@@ -442,24 +457,41 @@ class Observer:
             self.recorder.leave()
         self._stepping.append(id(optimizer))
         if "optimizer" not in self.inside:
-            first = self._optimizer or optimizer
-            if not self.marked and ("backward" in self.inside or first is not optimizer):
-                why = f"it steps besides a {type(first).__name__}"
-                if first is optimizer:
-                    why = "it steps inside a backward"
-                why += ", so where a training step ends is not known"
-                raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
-            self._optimizer = optimizer
+            if not self.marked:
+                self._takes_turn(optimizer)
+            self._optimizers.add(optimizer)
             self._begin()
             self.raw = False
             self._describe()
             if self.ledger is not None:
                 self.ledger.find_gradients(optimizer)
-                self.ledger.owns_trained(optimizer, model=bool(self._seen))
+                self.ledger.owns_trained(optimizer, model=bool(self._seen), named=self._named)
             elif self._looks:
                 self._shows(*updated(optimizer))
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
+
+    def _takes_turn(self, optimizer: Any) -> None:
+        """Optimizers that step one after the other step in one step. Refuse what is in none."""
+        why, others = "", {type(one).__name__ for one in self._optimizers}
+        if "backward" in self.inside:
+            why = "it steps inside a backward"
+        elif others and not self._turn and optimizer not in self._optimizers:
+            why = f"a forward or a backward lies between the step of {' and '.join(sorted(others))}"
+            why += " and its own"
+        if why:
+            why += ", so where a training step ends is not known"
+            raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
+        if optimizer in self._turn:
+            self._turn.clear()
+        elif self._turn:
+            self._go_on()
+
+    @contextlib.contextmanager
+    def _loading(self, optimizer: Any, *_: Any) -> Iterator[None]:
+        yield
+        if self.ledger is not None and self._is_main():
+            self.ledger.owns_state(optimizer)
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
         if not self._is_main() or self._captures():
@@ -470,6 +502,7 @@ class Observer:
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
+            self._turn.add(optimizer)
             if not self.marked:
                 self.end_step()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -60,13 +61,32 @@ def untraced(function: Any) -> Any:
     """The function, which torch.compile takes for no part of the program, nor what it calls: code
     that a compiled program meets on its way would be compiled with it.
     """
+    _compiler("SKIP", function.__code__)
+    return function
+
+
+def compile_again() -> bool:
+    """What torch.compile has met under a dispatch mode, it skips for good: let it look again. What
+    it has compiled stays. Whether it has met anything.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.convert_frame import input_codes
+
+    met = [code for seen in input_codes.seen if (code := seen()) is not None]
+    _compiler("DEFAULT", *met)
+    return bool(met)
+
+
+def _compiler(action: str, *codes: Any) -> None:
+    """What torch.compile does with frames of these codes, and with what they call."""
     with contextlib.suppress(ImportError):  # another version of torch
         from torch._C._dynamo import eval_frame
 
-        skip = eval_frame._FrameAction.SKIP
-        always = eval_frame._FrameExecStrategy(skip, skip)
-        eval_frame.set_code_exec_strategy(function.__code__, always)
-    return function
+        does = getattr(eval_frame._FrameAction, action)
+        always = eval_frame._FrameExecStrategy(does, does)
+        for code in codes:
+            eval_frame.set_code_exec_strategy(code, always)
 
 
 def stand_before(undo: ExitStack, namespace: str, name: str, seen: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ step, and other outside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 from paralab.instruments.foreign_hooks import untraced
-from paralab.instruments.ledger import Ledger
+from paralab.instruments.ledger import UNNAMED, Ledger
 from paralab.instruments.memory import Life, tensors
 from paralab.ranks.errors import OutOfMemory
 
@@ -84,8 +84,8 @@ class ForeignLedger(Ledger):
 
     def _saved(self, tensor: Tensor) -> Tensor:
         root = tensor if tensor._base is None else tensor._base
-        if not (root.is_leaf and root.requires_grad):
-            return super()._saved(tensor)
+        if not (isinstance(root, torch.nn.Parameter) and root.is_leaf and root.requires_grad):
+            return super()._saved(tensor)  # also what a pipeline's stage has received
         self._loose(self._meet(root))  # a parameter; if it is not known, one that was gathered
         if not any(reference() is root for reference in self._parameters):
             self._parameters.append(weakref.ref(root))
@@ -121,18 +121,36 @@ class ForeignLedger(Ledger):
             if parameter is not None and parameter.grad is not None:
                 self._accumulated(parameter)
 
-    def owns_trained(self, optimizer: Any, *, model: bool) -> None:
+    def owns_trained(self, optimizer: Any, *, model: bool, named: Container[int]) -> None:
         """What an optimizer updates and no module has shown: copies of a model's weights in more
-        bits, which are the optimizer's; without a model, parameters.
+        bits, which are the optimizer's; without a model, parameters, as is what autograd saves.
+        ``named``: ids of parameters that modules show by now, when FSDP2 has gathered none.
         """
         for parameter in updated(optimizer):
             life = self._meet(parameter)
-            if life is not None and life.category in ("workspace", "other", "buffers"):
-                self.owns("optimizer" if model else "parameters", parameter)
+            if life is None or life.category not in (*UNNAMED, "activations"):
+                continue
+            copied = model and id(parameter) not in named and life.category != "activations"
+            self.owns("optimizer" if copied else "parameters", parameter)
 
     def owns_state(self, optimizer: Any) -> None:
         """What an optimizer keeps from step to step."""
         self.owns("optimizer", *tensors(optimizer.state))
+
+
+def kinds_of(module: Any) -> set[str]:
+    """Names of the module's class and of those above it."""
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def at_rest(module: Any) -> Iterator[Tensor]:
+    """A module's parameters and buffers, but for those that FSDP2 has gathered."""
+    shards = (part for part in module.modules() if "FSDPModule" in kinds_of(part))
+    sharded = {id(p) for part in shards for p in part.parameters()}
+    yield from module.buffers()
+    for parameter in module.parameters():
+        if id(parameter) not in sharded or is_traceable_wrapper_subclass(parameter):
+            yield parameter
 
 
 def updated(optimizer: Any) -> Iterator[Tensor]:

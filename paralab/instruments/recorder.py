@@ -246,7 +246,25 @@ class Recorder:
         self._sample(now)
         self.clock.resolve()
         if self.allocator is not None:
-            self._allocated.append((self.rank, step, *self.allocator.row()))
+            row = self.allocator.row()
+            if self._allocated and self._allocated[-1][1] == step:  # it went on
+                row = (*map(max, row[:-1], self._allocated.pop()[2:-1]), row[-1])
+            self._allocated.append((self.rank, step, *row))
+
+    def go_on(self) -> None:
+        """The step that has ended was not over: it goes on, and what was written down since, also
+        of the next one, is part of it.
+        """
+        if len(self._steps[-1]) == 3:  # the next one has begun
+            self._steps.pop()
+        step, start, _, beside = self._steps.pop()
+        self._steps.append((step, start, self.clock.beside() - beside))
+        self.step, later = step, step + 1
+        self._spans = [(row[0], step, *row[2:]) if row[1] == later else row for row in self._spans]
+        self._calls = [(step, *row[1:]) if row[0] == later else row for row in self._calls]
+        for at, sample in enumerate(self.samples):
+            if sample.step == later:
+                self.samples[at] = sample._replace(step=step)
 
     def drop_step(self, kept: str = "") -> None:
         """The open step was none: it leaves no row. ``kept``: but for its calls, "comm"."""

@@ -1,8 +1,8 @@
 """What Python does at a program's end, for a program in a process that lives on.
 
 A launched rank waits until all ranks are done, and is killed then. A script in it expects what
-comes after its last line: its threads are waited for, the functions that it has registered are
-called, its files are written out.
+comes after its last line: its pools of workers end, its threads are waited for, the functions that
+it has registered are called, its files are written out.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def ending() -> Iterator[None]:
     atexit.register, atexit.unregister = register, unregister
     try:
         yield
+        for end in reversed(getattr(threading, "_threading_atexits", ())):
+            end()  # as Python does first: a thread of a pool ends when it is told to
         for thread in set(threading.enumerate()) - before:
             if not thread.daemon:
                 thread.join()

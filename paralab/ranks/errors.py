@@ -4,11 +4,15 @@ from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """A rank failed. ``rank``: which one; ``traceback``: its own traceback, as text."""
+    """A rank failed. ``rank``: which one; ``traceback``: its own traceback, as text; ``status``: of
+    the process, if it called sys.exit, else 1.
+    """
 
-    def __init__(self, message: str, *, rank: int = -1, traceback: str = "") -> None:
+    def __init__(
+        self, message: str, *, rank: int = -1, traceback: str = "", status: int = 1
+    ) -> None:
         super().__init__(message)
-        self.rank, self.traceback = rank, traceback
+        self.rank, self.traceback, self.status = rank, traceback, status
 
 
 class RankTimeout(RankError):

@@ -40,6 +40,7 @@ class Failure(NamedTuple):
     kind  "error", "memory", "communication" (what a rank sees when another one failed), "refused",
           "cannot start", or "died"
     what  one line that follows "rank 2"; time: on the clock that all processes share
+    status  of a process that ends so
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Failure(NamedTuple):
     what: str
     traceback: str = ""
     table: str = ""
+    status: int = 1
 
 
 # ---- in the rank --------------------------------------------------------------------------------
@@ -65,13 +67,14 @@ def describe(
         said = str(error).strip()
     except Exception:
         said = "<its message cannot be shown>"
-    line, kind, table = (said.splitlines() or [""])[0], "error", ""
+    line, kind, table, status = (said.splitlines() or [""])[0], "error", "", 1
     text = _traceback(error, hide)
     if noted:
         text += f"(this rank was in {noted.removeprefix('in ')})\n"
     what = f"raised {type(error).__name__}" + f": {line}" * bool(line)
     if isinstance(error, SystemExit):
         what = f"called sys.exit({error.code!r})"
+        status = error.code & 0xFF if isinstance(error.code, int) else 1
     elif isinstance(error, OutOfMemory):
         kind, what, table = "memory", f"ran out of memory: {line}", error.table
         text = text.replace(f"\n\n{table}", "") if table else text
@@ -85,7 +88,7 @@ def describe(
         kind = "memory"
     elif any(_is_from_a_peer(e) for e in _chain(error)):
         kind = "communication"
-    return Failure(rank, time, kind, shortened(what), shortened(text), shortened(table))
+    return Failure(rank, time, kind, shortened(what), shortened(text), shortened(table), status)
 
 
 def _traceback(error: BaseException, hide: str) -> str:
@@ -149,7 +152,7 @@ def root_cause(failures: Collection[Failure]) -> Exception:
     causes = [f for f in failures if f.kind != "communication"] or list(failures)
     first = min(causes, key=lambda f: f.time)
     alike = [f for f in causes if _without_addresses(f) == _without_addresses(first)]
-    rank, _, kind, what, trace, table = min(alike, key=lambda f: f.rank)
+    rank, _, kind, what, trace, table, status = min(alike, key=lambda f: f.rank)
     if kind == "refused":
         return ValueError(what)
     if kind == "cannot start":
@@ -158,7 +161,7 @@ def root_cause(failures: Collection[Failure]) -> Exception:
     message = "\n\n".join(part for part in (f"rank {rank} {what}", table, trace) if part)
     if kind == "memory":
         return OutOfMemory(message, rank=rank, table=table, traceback=trace)
-    return RankError(message, rank=rank, traceback=trace)
+    return RankError(message, rank=rank, traceback=trace, status=status)
 
 
 def _without_addresses(failure: Failure) -> str:

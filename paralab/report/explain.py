@@ -23,6 +23,7 @@ from paralab.report.paradigm import (
     steps_of,
     sums_activations,
     trained_bytes,
+    whole_number,
 )
 from paralab.report.tables import Tables
 from paralab.theory.traffic import POINT_TO_POINT
@@ -75,29 +76,38 @@ def explain(report: Tables) -> Explanation:
 def _collectives(report: Tables, calls: pd.DataFrame) -> str:
     lines, outline = [], metrics.in_outline(report)
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
-        each = sum(steps_of(report, rank) for rank in set(rows["rank"]))
+        ranks, when = sorted(set(rows["rank"])), ""
+        each = sum(steps_of(report, rank) for rank in ranks)
+        if (some := len(rows.groupby(["rank", "step"]))) < each:
+            found, of = rows["step"][rows["rank"] == ranks[0]], steps_of(report, ranks[0])
+            when, each = f"in {found.nunique()} of {of} steps ", some
         sizes = list(dict.fromkeys(map(mb, sorted(rows["payload_bytes"]))))
-        more = f" and {len(sizes) - NAMED} sizes more" * (len(sizes) > NAMED)
-        counted = f"{len(rows) / each:g} × {op} of {', '.join(sizes[:NAMED])}{more}"
+        more = f" and {len(sizes) - NAMED} more" * (len(sizes) > NAMED)
+        counted = f"{round(len(rows) / each, 2):g} × {op} of {', '.join(sizes[:NAMED])}{more}"
         what = op if outline else counted  # in outline a row stands for all calls alike
         sent = mb(rows["wire_bytes"].sum() / each)
-        lines.append(f"axis {axis}, {phase}: {what}; a rank sends {sent}")
+        lines.append(
+            f"axis {axis}, {phase}: {when}{what}; a rank sends {sent}{' then' * bool(when)}"
+        )
     return "\n".join(lines)
 
 
 def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     if report.model is not None:
         return "pl.compare(pl.predict(model, plan), report) puts the predicted bytes next to these."
-    lines = []
+    found: dict[str, list[str]] = {}  # what is said: axes
     collectives = calls[~calls["op"].isin(POINT_TO_POINT)]
     for axis in sorted(set(collectives["axis"])):
-        lines.append(f"axis {axis}: {form(report, collectives, axis)}")
+        found.setdefault(form(report, collectives, axis), []).append(axis)
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
-        said += f" and {len(pairs) - 2 * NAMED} pairs more" * (len(pairs) > 2 * NAMED)
+        said += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
         like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
-        lines.append(f"axis {axis}: messages per step {said}: {like}")
+        found.setdefault(f"messages per step {said}: {like}", []).append(axis)
+    lines = []
+    for said, axes in found.items():
+        lines.append(f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}: {said}")
     return "\n".join(lines)
 
 
@@ -114,9 +124,10 @@ def _hidden(report: Tables) -> str:
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     """Whether gathers of parameters run next to compute."""
-    gathers, lines = calls[calls["op"] == "all_gather"], []
     if "FSDPModule" not in made_of(report, "modules"):
         return ""  # what is gathered is no parameters
+    axes = [a for a, rows in calls.groupby("axis") if not sums_activations(report, rows, a)]
+    gathers, lines = calls[calls["op"].eq("all_gather") & calls["axis"].isin(axes)], []
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
         waited = {span for after in report.spans["after"] for span in after}
         if waited.isdisjoint(rows["span"]):
@@ -147,20 +158,26 @@ def _ahead(report: Tables, rows: pd.DataFrame, phase: str) -> Iterator[tuple[flo
 
 
 def _reductions(report: Tables, calls: pd.DataFrame) -> str:
-    """Of the axis on which a rank reduces most, but for sums of activations."""
+    """Of the axis on which a rank reduces most, but for sums of activations. Where a backward sums
+    nothing, what is summed by hand in every step.
+    """
     found = calls[calls["op"].isin(REDUCTIONS)]
     axes = [a for a, rows in found.groupby("axis") if not sums_activations(report, rows, a)]
     rank = int(found["rank"].min()) if axes else 0
-    mine = found[(found["rank"] == rank) & (found["phase"] == "backward")]
-    mine = mine[mine["axis"].isin(axes)]
-    if mine.empty:
-        return ""
+    found = found[(found["rank"] == rank) & found["axis"].isin(axes)]
+    mine = found[found["phase"] == "backward"]
+    if by_hand := mine.empty:
+        mine = found[found["phase"] == "data"]
+        if mine["step"].nunique() < steps_of(report, rank):
+            return ""
     size = mine.groupby("axis")["payload_bytes"].sum()
     psi = trained_bytes(report, rank, str(size.idxmax()))
     m, reduced = backwards(report, rank, mine)
     if not psi or not m:
         return ""
     times, many = float(size.max()) / steps_of(report, rank) / psi, "s" * (m != 1)
+    if by_hand and not whole_number(times):
+        return ""  # other things than gradients
     said = f"{times:.3g} times Ψ per step"
     if made_of(report, "closures", rank):
         return f"{said}, in which the optimizer evaluates {m:.3g} backward{many}."
@@ -250,6 +267,12 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         said.append(
             "What other threads of the program train: modules were trained on one that the program "
             "had started, and only the first thread's spans, steps and memory are written down."
+        )
+    if any_made_of(report, "compiles"):
+        said.append(
+            "What a compiled program holds: torch.compile compiles nothing while bytes are "
+            "counted, so they are those of the program as it is written. It compiles in the step "
+            "after, which takes longer; with memory_steps=0 in the first."
         )
     many = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
     many = sorted(set(many["rank"].value_counts()))

@@ -472,14 +472,18 @@ class Peak(NamedTuple):
 def peak(report: Tables, *, tier: str = "device", rank: int | None = None) -> Peak | None:
     """The moment at which ``rank``, by default the worst rank, holds most; None without samples.
 
-    Of several moments with as many bytes it is the first rank's first.
+    Of several moments with as many bytes it is the first rank's first in a step that counts: an
+    observation learns in step 0 what some bytes are for.
     """
     memory = report.memory[report.memory["tier"] == tier]
     if rank is not None:
         memory = memory[memory["rank"] == rank]
     if memory.empty:
         return None
-    at = memory.groupby(["rank", "step", "time"])["bytes"].sum().idxmax()
+    totals = memory.groupby(["rank", "step", "time"])["bytes"].sum()
+    most = totals[totals == totals.max()]
+    counts = most.index.get_level_values("step").isin(measured_steps(report))
+    at = (most[counts] if counts.any() else most).index[0]
     moment = memory[(memory["rank"] == at[0]) & (memory["step"] == at[1])]
     moment = moment[moment["time"] == at[2]]
     held = moment.groupby("category", sort=False)["bytes"].sum().to_dict()
@@ -585,7 +589,12 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
     parts = [shares(report, step) for step in steps] or [defaultdict(lambda: NAN)]
 
     def typical(name: str) -> float:
+        if seldom and name in ("wait", "communication", "hidden"):
+            return sum(part[name] for part in parts) / len(parts)
         return median(part[name] for part in parts)
+
+    moving = [part["communication"] for part in parts]
+    seldom = median(moving) == 0 < max(moving)  # local SGD: the median says nothing of its calls
 
     comm, n = typical("communication"), max(len(reported_ranks(report)), 1)
     yield "step time", step_time(report) * 1e3, "ms"

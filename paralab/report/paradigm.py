@@ -4,14 +4,16 @@ Per rank and step, with n ranks in the group and Psi bytes of trained parameters
 axes have taken their share:
 
     data parallelism        all-reduce      2 (n-1)/n Psi, for every backward that is reduced
-    ZeRO-1                  broadcast         (n-1)/n Psi on average, beside the all-reduce; or a
-                                              reduce-scatter, and an all-gather of as many
+    ZeRO-1                  broadcast         (n-1)/n Psi on average, beside the all-reduce, or an
+                                              all-gather; or a reduce-scatter, and an all-gather
+                                              of as many
     sharded parameters      all-gather        (n-1)/n Psi, for every forward; again for every
                                               backward if the parameters are resharded; of frozen
                                               parameters too
                             reduce-scatter    (n-1)/n Psi, for every backward that is reduced
 
-Tensor parallelism sums activations: what a forward sums, its backward sums as much of.
+Tensor parallelism sums activations: what a forward sums, its backward sums as much of, or several
+times as much, where a layer's input has several gradients. Local SGD sums in some steps only.
 """
 
 from __future__ import annotations
@@ -50,6 +52,11 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         return "no trained parameter was seen, so there is nothing to compare with"
     if sums_activations(report, rows, axis):
         return ACTIVATIONS
+    late = rows[rows["op"].isin(REDUCTIONS) & rows["phase"].isin(LATE)]
+    local = 0 < late["step"].nunique() < steps and not late["phase"].eq("backward").any()
+    if local:
+        when = f"{late['step'].nunique()} of {steps} steps"
+        rows, steps = rows[rows["step"].isin(late["step"])], late["step"].nunique()
     sent = Counter((rows.groupby(["op", "phase"])["payload_bytes"].sum() / steps).to_dict())
     frozen = trained_bytes(report, rank, axis, trained=False)
     reduced, scattered = (sum(sent[op, phase] for phase in LATE) / psi for op in REDUCTIONS)
@@ -59,15 +66,19 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         if sharded and gathers["backward"]:
             return "parts of parameters that a forward has kept, gathered again for its backward"
         return "no paradigm that is known here"
-    gathered, factor = 0.0, scattered
+    gathered, factor, each_gather = 0.0, scattered, ()
     if reduced >= scattered:
         name, factor = "data parallelism, gradients all-reduced", 2 * reduced
-        if (spread := sent["broadcast", "optimizer"] / psi) > NEAR:
-            name += ", with a sharded optimizer (ZeRO-1) that broadcasts updated parameters"
-            factor += spread
+        if local:
+            name = f"sums outside the backward in {when}, as local SGD averages parameters; then"
+        for op, does in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
+            if (spread := sent[op, "optimizer"] / psi) > NEAR:
+                name += f", with a sharded optimizer (ZeRO-1) that {does} updated parameters"
+                factor += spread
     elif before := gathers["forward"] + sharded * gathers["data"]:  # ``model.unshard()``
-        name = f"sharded parameters (FSDP, ZeRO-3), gathered for the forward, {_kept(calls)}"
-        gathered = before + gathers["backward"]
+        name = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, "
+        name += _kept(report, calls, axis)
+        gathered, each_gather = before + gathers["backward"], (before, gathers["backward"])
     elif gathered := gathers["data"] + gathers["optimizer"]:
         name = "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters "
         name += "gathered"
@@ -76,13 +87,16 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     factor, share = factor + gathered, (n - 1) / n
     said = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank "
     said += f"(n={n}, Ψ={mb(psi)})"
-    _, each = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
+    m, each = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
     times = max(reduced, scattered)
     if not whole_number(times) or (each and not whole_number(times / each)):
         said += "; not a whole number of times Ψ"
         said += f" for each of {each:.3g} backwards" * (each > 1)
         said += ": parameters that take no part, messages in fewer bits, or shards in place of "
         said += "whole gradients send less"
+    if m and any(times and not whole_number(times / m) for times in each_gather):
+        said += "; what is gathered for a forward or a backward is not Ψ: it has fewer bits, or "
+        said += "some parameters are kept"
     if frozen and gathered:
         said += f"; {gathered:.3g} (n−1)/n of {mb(frozen)} of frozen parameters on top"
     extra = rows["wire_bytes"][rows["phase"] == SURPLUS].sum() / steps
@@ -95,29 +109,40 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     return said
 
 
-def _kept(calls: pd.DataFrame) -> str:
-    """What becomes of gathered parameters behind a forward. FSDP2 may gather them again within
-    smaller groups, on an axis where nothing is reduced.
+def _kept(report: Tables, calls: pd.DataFrame, axis: str) -> str:
+    """What becomes of parameters that were gathered on an axis behind a forward. FSDP2 may gather
+    them again within smaller groups, on an axis where nothing is reduced and nothing cut.
     """
     again = calls[calls["op"].eq("all_gather") & calls["phase"].eq("backward")]
-    if again.empty:
+    own = made_of(report, "parameters", int(calls["rank"].min()))
+    others = {name for p in own for name in p.get("cut", ())}.union(
+        calls["axis"][calls["op"].isin(REDUCTIONS)]
+    )
+    again = set(again["axis"]) - (others - {axis})
+    if not again:
         return "kept for backward"
-    reducing = set(calls["axis"][calls["op"].isin(REDUCTIONS)])
-    near = " in smaller groups" * reducing.isdisjoint(again["axis"])
-    return f"again{near} for every backward"
+    return f"again{' in smaller groups' * (axis not in again)} for every backward"
 
 
 def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
     """Whether an axis is one of tensor parallelism: DTensor cuts parameters along it, and no FSDP
-    does; or what its forwards reduce is no small thing beside its backwards.
+    does; or what its forwards reduce is no small thing beside its backwards; or these reduce
+    nothing of other sizes, and not the gradients of all parameters once.
     """
     rank = int(rows["rank"].min())
     cut = any(axis in p.get("cut", ()) for p in made_of(report, "parameters", rank))
     if cut and "FSDPModule" not in made_of(report, "modules", rank):
         return True
-    sums = rows[rows["op"].isin(REDUCTIONS)]
-    forward = sums["payload_bytes"][sums["phase"] == "forward"].sum()
-    return bool(forward > sums["payload_bytes"][sums["phase"] != "forward"].sum() / 2)
+    sums = rows[rows["op"].isin(REDUCTIONS) & (rows["rank"] == rank)]
+    ahead = sums["phase"] == "forward"
+    forward, behind = sums["payload_bytes"][ahead], sums["payload_bytes"][~ahead]
+    if forward.sum() > behind.sum() / 2:
+        return True
+    if behind.empty or not behind.isin(forward).all():
+        return False
+    _, each = backwards(report, rank, sums)
+    psi = trained_bytes(report, rank, axis) * steps_of(report, rank) * (each or 1)
+    return not psi or whole_number(behind.sum() / psi) != 1
 
 
 def steps_of(report: Tables, rank: int) -> int:
@@ -164,7 +189,8 @@ def in_parts(report: Tables, rank: int = 0) -> bool:
 def made_of(report: Tables, what: str, rank: int = 0) -> Any:
     """What the observation found in the rank's program: "modules", "parameters", whether an
     optimizer evaluates "closures", whether other "threads" train, whether messages leave in
-    "batches", whether calls are waited for "aside", on other streams, whether it has CUDA "graphs".
+    "batches", whether calls are waited for "aside", on other streams, whether it has CUDA "graphs",
+    whether it "compiles".
     """
     return report.meta["observed"][rank].get(what, ()) if "observed" in report.meta else ()
 

@@ -101,11 +101,14 @@ def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:
 
     Rows: "bubble" (idle over device time) and "bubble over ideal" (idle over ideal time, which for
     GPipe and 1F1B is the papers' (p-1)/m). Columns: formula, simulated, then the report's clock;
-    for a measured report replayed before measured. NaN where there is no such number.
+    for a measured report replayed before measured. NaN where there is no such number: the schedule
+    of an observed program is not known.
     """
     import pandas as pd
 
-    shares = {"formula": formula(report), "simulated": ideal(report).bubble_rate}
+    shares = {"formula": NAN, "simulated": NAN}
+    if "observed" not in report.meta:
+        shares = {"formula": formula(report), "simulated": ideal(report).bubble_rate}
     if report.clock == "measured":
         shares["replayed"] = metrics.bubble(replay(report, cluster))
     shares[report.clock] = metrics.bubble(report)
