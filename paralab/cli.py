@@ -407,12 +407,11 @@ def _predict(given: argparse.Namespace) -> int:
 
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
     """{what: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
-    calls = metrics.own_calls(report)
-    steps, ranks = report.steps["step"].nunique(), report.steps["rank"].nunique()
     where = {"intra": "inside a node", "inter": "across nodes"}
-    sent = calls.groupby(["axis", "level"])["wire_bytes"].sum() / (steps * ranks)
+    ranks = len(metrics.reported_ranks(report))
+    sent = metrics.traffic(report, ["axis", "level"]).itertuples(index=False)
     return {
-        "sent per rank and step": {f"{axis}, {where[at]}": n for (axis, at), n in sent.items()},
+        "sent per rank and step": {f"{axis}, {where[at]}": n / ranks for axis, at, n in sent},
         "peak memory of the rank with the highest": report.peaks()[report.clock].to_dict(),
     }
 

@@ -70,6 +70,12 @@ def test_the_four_parts_of_a_rank_s_time_add_up_and_are_the_bubble(name):
     assert free.pipeline_times()["p2p"].max() == pytest.approx(0, abs=1e-9)
 
 
+def test_an_outline_does_not_tell_messages_from_idle_time():
+    found = pl.predict(MODEL, plan_of("1f1b"), cluster(), steps=1, detail="actions")
+    times = found.pipeline_times()
+    assert times["p2p"].isna().all() and (times["idle"] > 0).any()
+
+
 @pytest.mark.parametrize("asked", [pl.Report.pipeline_times, schedule_of, ideal])
 def test_a_step_that_the_report_does_not_have_is_refused(asked):
     report = pl.predict(MODEL, plan_of("1f1b", pp=2, microbatches=2), cluster(), steps=2)

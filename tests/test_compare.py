@@ -56,13 +56,22 @@ def test_rows_hold_what_they_say():
 
     column = seen.table["predicted"]
     assert column["bytes sent per rank"] == mine["wire_bytes"].sum()
-    assert column["collective calls"] == len(mine)
+    assert column["calls and messages"] == len(mine)
     for name in ("forward", "backward", "optimizer"):
         assert column[name] == pytest.approx(seconds(name))
     assert column["bucket copies"] == pytest.approx(seconds("copy"))
     assert column["exposed communication"] == pytest.approx(seconds("wait"))
     assert column["step time"] == expect.step_time
     assert seen.table.loc["step time", "measured"] == pytest.approx(2 * expect.step_time)
+
+
+def test_a_message_is_counted_once_by_who_sends_it():
+    cluster = pl.Cluster.preset("dgx-a100")
+    plan = pl.Plan(pp=2, microbatches=4)
+    expect = pl.predict(pl.ModelSpec.preset("laptop"), plan, cluster)
+    calls = expect.collectives[expect.collectives["step"] == 1]
+    made = compare(expect, as_measured(expect, wall=1.0)).table.loc["calls and messages"]
+    assert made["predicted"] == (calls["op"] != "recv").sum() / 2 > 4
 
 
 def test_more_ranks_than_cores_is_said_with_both_numbers():
@@ -151,7 +160,7 @@ def test_control_traffic_is_left_out():
     more = dataclasses.replace(measured, collectives=pd.concat([calls, extra]))
     seen = compare(expect, more)
     assert seen.bytes_agree
-    for name in ("bytes sent per rank", "collective calls"):
+    for name in ("bytes sent per rank", "calls and messages"):
         row = seen.table.loc[name]
         assert row["predicted"] == row["measured"] == row["replayed"]
 

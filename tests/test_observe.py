@@ -110,6 +110,14 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert kept[once].startswith("1 times Ψ per step, which has 2 backwards")
 
 
+def test_explain_says_how_many_ranks_make_a_call_that_not_all_make():
+    """Of a pipeline, the first stage and the last add up the gradients of the tied embedding."""
+    model, plan = pl.ModelSpec.preset("laptop"), pl.Plan(pp=4, microbatches=4)
+    said = str(pl.predict(model, plan, pl.Cluster.preset("dgx-a100")).explain())
+    assert "axis pp, tied: 1 × all_reduce of 0.131 MB; each of 2 ranks sends 0.131 MB" in said
+    assert "of 65,536 B; a rank sends 0.393 MB" in said
+
+
 def averaged_by_hand():
     import torch
     import torch.distributed as dist

@@ -338,3 +338,11 @@ def test_the_shell_prints_a_prediction(capsys):
     assert "on dgx-a100" in out or "predicted" in out
     for line in ("step time", "bubble", "tp, inside a node", "dp, across nodes", "activations"):
         assert line in out
+
+
+def test_bytes_of_a_group_on_two_nodes_are_told_by_where_each_rank_sends(capsys):
+    assert cli.main(["predict", "--dp", "16", "--cluster", "dgx-a100"]) == 0
+    out = capsys.readouterr().out
+    found = re.findall(r"^  dp, (inside a node|across nodes) +([\d.]+) MB$", out, re.M)
+    inside, across = (float(dict(found)[where]) for where in ("inside a node", "across nodes"))
+    assert inside == pytest.approx(7 * across, rel=0.01)  # of a ring of sixteen two cross

@@ -185,6 +185,17 @@ def test_estimates_rank_as_compiled_plans_do(cluster, least):
     assert np.quantile(sizes, 0.95) <= 1.4 and SPARE * sizes.min() >= 1
 
 
+def test_the_bubble_of_a_plan_is_the_share_that_its_report_says():
+    """Neither what comes behind the last backward nor the messages between stages are work."""
+    plans = space(SMALL, LAPTOP, 8, 16, {"pp": [2, 4, 8]})
+    estimate, off = Estimate(plans, SMALL, LAPTOP, "adamw"), []
+    for at in random.Random(0).sample(range(len(plans)), 30):
+        report = pl.predict(SMALL, plans[at], LAPTOP, steps=1, detail="actions")
+        off.append(estimate.bubble[at] - report.bubble)
+    assert abs(np.median(off)) < 0.02 and np.quantile(np.abs(off), 0.9) < 0.08
+    assert not Estimate(space(SMALL, LAPTOP, 8, 16, {"pp": 1}), SMALL, LAPTOP, "sgd").bubble.any()
+
+
 def test_a_limit_that_one_plan_alone_fits_is_found_to_be_enough():
     """Estimates of bytes may be half as much again too high."""
     model = pl.ModelSpec(layers=2, hidden=256, heads=4, seq_len=32)

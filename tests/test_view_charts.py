@@ -20,7 +20,7 @@ from paralab.interpret.predict import predict
 from paralab.observing import _Seen
 from paralab.report import tables
 from paralab.report.report import Report
-from paralab.spec import Link, ModelSpec, Plan
+from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.traffic import wire_bytes
 from paralab.view import theme
 from paralab.view.chart import Chart
@@ -385,6 +385,28 @@ def test_timelines_put_several_reports_on_one_time_scale():
     axis = chart.layout.yaxis
     assert list(axis.ticktext) == ["<b>rank 0</b>", "dp", "<b>rank 1</b>", "dp"] * 2
     assert list(axis.tickvals) == sorted(set(axis.tickvals))
+
+
+def test_the_seconds_behind_a_bar_are_those_of_the_operations_own_link():
+    dgx = Cluster.preset("dgx-a100")
+    slow = dgx.replace(collectives={"all_reduce": Link(alpha=0.0, bandwidth=1e8)})
+    for cluster, link in ((dgx, dgx.intra), (slow, slow.collectives["all_reduce"])):
+        report = predict(ModelSpec.preset("laptop"), Plan(dp=2), cluster)
+        size = report.traffic()["bytes"].max()
+        said = report.traffic_chart(matrix=False).layout.annotations[0].text
+        assert said.endswith(theme.scaled(size / link.bandwidth, "s"))
+
+
+def test_a_step_takes_as_long_as_on_the_rank_that_takes_longest():
+    """Ranks that begin one after the other, as observed ones may: its picture is longer."""
+    rows = [(r, r, 1, "compute", "forward", 0, 0, 0, r / 2, 1 + r / 2, 1.0, ()) for r in range(2)]
+    steps = {"rank": [0, 1], "step": [1, 1], "start": [0.0, 0.5], "end": [1.0, 1.5]}
+    of = {"clock": "measured", "model": ModelSpec.preset("laptop"), "plan": Plan(dp=2)}
+    spans = pd.DataFrame(rows, columns=list(tables.COLUMNS["spans"]))
+    report = Report(**of, spans=spans, steps=steps | {"beside": [0.0, 0.0]})
+    assert report.step_time == 1.0 and "1000.0 ms" in below(report.timeline())
+    drawn = view.timelines(report, dataclasses.replace(report, clock="replayed"))
+    assert "1000.0 ms measured" in title(drawn) and drawn.layout.shapes[0].x0 == 1500.0
 
 
 def test_timelines_say_who_is_faster_and_by_how_much():

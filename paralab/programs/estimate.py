@@ -68,8 +68,12 @@ class Estimate:
         units = np.where(self.zero == 3, parts, np.minimum(buckets, filled))
         self.units = np.maximum(units, 1)
         self.own = self.psi / np.where(self.zero > 0, self.n, 1)
-        self.terms, self.categories = self._seconds(), held(self)
-        self.serial = sum(self._seconds(overlap=False).values())
+        (self.terms, busy), self.categories = self._seconds(), held(self)
+        self.serial = sum(self._seconds(overlap=False)[0].values())
+        sync = self.terms.pop("sync")  # which comes behind the pipeline, as the next two do
+        inside = sum(self.terms.values()) - self.terms["optimizer"] - self.terms["offload"]
+        self.terms["dp"] = self.terms["dp"] + sync
+        self.bubble = np.where(self.p == 1, 0.0, 1 - busy / inside)
 
     # ---- columns ---------------------------------------------------------------------------------
     def each(self, name: str, ask: Callable) -> Array:
@@ -144,7 +148,8 @@ class Estimate:
         return lambda size: np.maximum(found.seconds(size), size / limit)
 
     # ---- time ------------------------------------------------------------------------------------
-    def _seconds(self, *, overlap: bool = True) -> dict[str, Array]:
+    def _seconds(self, *, overlap: bool = True) -> tuple[dict[str, Array], Array]:
+        """Of each term; and of a rank's forwards and backwards alone, the mean of the ranks."""
         m, cluster = self.m, self.cluster
         forward, weight, sent = (self.total(name) for name in ("forward", "weight", "sent"))
         if not overlap:
@@ -168,18 +173,21 @@ class Estimate:
         halves = (rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward)))
         last = self.after(np.where(self.space.splits, weight, back), overlap)
         sync, away, update = (rows[:WHOLE].max(0) for rows in last)
-        return {
-            "compute": m * pace(forward + back - returned - again - sent),
+        busy = forward + back - returned - sent
+        terms = {
+            "compute": m * pace(busy - again),
             "recompute": m * pace(again),
             "tp": m * pace(sent) + self.parts.shared * self.psi[1] / self.psi[WHOLE],
-            "bubble": self.bubble(through, mine, *halves),
+            "bubble": self.idle(through, mine, *halves),
             "pp": hops + m * pace(posted),
-            "dp": m * pace(gathered + returned) + sync,
+            "dp": m * pace(gathered + returned),
+            "sync": sync,
             "offload": away,
             "optimizer": update,
         }
+        return terms, m * busy[WHOLE] / self.p
 
-    def bubble(self, through: Array, mine: Array, weights: Array, fill: Array) -> Array:
+    def idle(self, through: Array, mine: Array, weights: Array, fill: Array) -> Array:
         """Seconds that the slowest rank waits for others (theory/pipeline.py).
 
         A block that is recomputed before its gradient is there, a rank's last, waits for no other

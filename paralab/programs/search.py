@@ -123,7 +123,8 @@ class Search:
              where not compiled),
              serial_s (the same where no communication and no copy overlaps with compute; of the
              compiled plan, else estimated), memory (bytes per device), fits (by the estimate and a
-             tenth more where a plan was not compiled), bubble (share of the pipeline's time), then
+             tenth more where a plan was not compiled), bubble (as estimated, a share of the time
+             of forward and backward), then
              the estimate's seconds of compute, recompute, tp, pp and dp communication that is
              waited for, offload and optimizer
     best     the plan that is fastest of those that were compiled and fit
@@ -149,7 +150,7 @@ class Search:
         self.plans, estimate = plans, Estimate(plans, model, cluster, optimizer)
         self.terms, self.categories = estimate.terms, estimate.categories
         self.closed, self.memory = sum(self.terms.values()), sum(self.categories.values())
-        self.serial = estimate.serial
+        self.serial, self.bubble = estimate.serial, estimate.bubble
         self.simulated = np.full(len(plans), np.nan)
         self.fits = SPARE * self.memory <= memory_limit
         # Whatever may fit, by time; if none of the first does, what fits by the estimate; if none
@@ -171,7 +172,7 @@ class Search:
         seconds = np.where(known, self.simulated, self.closed)
         order = np.lexsort((seconds, ~known & self.fits, ~self.fits))
         self.plans = plans.kept(order)
-        for name in ("closed", "simulated", "serial", "memory", "fits"):
+        for name in ("closed", "simulated", "serial", "memory", "fits", "bubble"):
             setattr(self, name, getattr(self, name)[order])
         for columns in (self.terms, self.categories):
             columns |= {name: column[order] for name, column in columns.items()}
@@ -230,8 +231,7 @@ class Search:
         columns = {name: self.plans.column(name) for name in self.settings}
         columns |= {"closed_s": self.closed, "simulated_s": self.simulated}
         columns |= {"serial_s": self.serial, "memory": self.memory}
-        pipeline = self.closed - self.terms["optimizer"] - self.terms["offload"]
-        columns |= {"fits": self.fits, "bubble": self.terms["bubble"] / pipeline}
+        columns |= {"fits": self.fits, "bubble": self.bubble}
         columns |= {f"{n}_s": term for n, term in self.terms.items() if n != "bubble"}
         return pd.DataFrame(
             {n: pd.Series(column[which], dtype=column.dtype) for n, column in columns.items()}

@@ -75,6 +75,7 @@ def explain(report: Tables) -> Explanation:
 # ---- bytes --------------------------------------------------------------------------------------
 def _collectives(report: Tables, calls: pd.DataFrame) -> str:
     lines, outline = [], metrics.in_outline(report)
+    known = len(metrics.reported_ranks(report))
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
         ranks, when = sorted(set(rows["rank"])), ""
         each = sum(steps_of(report, rank) for rank in ranks)
@@ -86,8 +87,9 @@ def _collectives(report: Tables, calls: pd.DataFrame) -> str:
         counted = f"{round(len(rows) / each, 2):g} × {op} of {', '.join(sizes[:NAMED])}{more}"
         what = op if outline else counted  # in outline a row stands for all calls alike
         sent = mb(rows["wire_bytes"].sum() / each)
+        who = "a rank" if len(ranks) == known else f"each of {len(ranks)} ranks"
         lines.append(
-            f"axis {axis}, {phase}: {when}{what}; a rank sends {sent}{' then' * bool(when)}"
+            f"axis {axis}, {phase}: {when}{what}; {who} sends {sent}{' then' * bool(when)}"
         )
     return "\n".join(lines)
 

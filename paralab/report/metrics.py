@@ -227,6 +227,8 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
           time too
     idle  what is left of T, which is that of the bubble: the longest over the ranks, from a rank's
           first forward to its last backward
+
+    An outline has no messages by themselves: of it p2p is NaN, and lies in idle.
     """
     import pandas as pd
 
@@ -245,7 +247,8 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
             overlap([(a, b)], union(flights[call] for call in after if call in flights))
             for a, b, after in zip(waits["start"], waits["end"], waits["after"], strict=True)
         )
-        rows[rank] = (forward, busy - forward, p2p, longest - busy - p2p, longest)
+        idle = longest - busy - p2p
+        rows[rank] = forward, busy - forward, NAN if in_outline(report) else p2p, idle, longest
     names = ["forward", "backward", "p2p", "idle", "T"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=names).rename_axis("rank")
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("predicted", "replayed", "measured")
-UNITS = {"bytes sent per rank": "B", "collective calls": "calls", MOVED: "B", "bubble": "share"}
+CALLED = "calls and messages"
+UNITS = {"bytes sent per rank": "B", CALLED: "calls", MOVED: "B", "bubble": "share"}
 NAN = float("nan")
 
 
@@ -205,7 +206,7 @@ def _quantities(report: Tables) -> dict[str, float]:
 
     return {
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
-        "collective calls": NAN if summed else len(calls) / ranks / count,
+        CALLED: NAN if summed else (calls["op"] != "recv").sum() / ranks / count,
         MOVED: moved["bytes"].sum() / ranks / count,
         "forward": spent("forward"),
         "backward": spent("backward"),

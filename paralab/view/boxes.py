@@ -47,6 +47,11 @@ class Section:
     bottom: float = 0.0
 
     @property
+    def duration(self) -> float:
+        """Of the step: that of the rank that takes longest, which may begin after another one."""
+        return metrics.step_durations(self.report, warmup=True)[self.step]
+
+    @property
     def two_levels(self) -> bool:
         """Whether some of its messages cross nodes and others do not: then it shows which."""
         return len({call["level"] for b in self.boxes for call in b["calls"]}) > 1

@@ -49,7 +49,7 @@ def timeline(
     one = boxes.section(report, step=step, ranks=ranks)
     several = report.steps["step"].nunique() > 1  # of a program that was observed
     said = [f"step {one.step}"] if several or report.model is not None else []
-    said.append(f"{one.seconds * 1e3:.1f} ms")
+    said.append(f"{one.duration * 1e3:.1f} ms")
     if report.plan.tiers is not None:  # no room for it in the first line
         said.append(f"waiting: {of_step(report, one.step, 'wait')}")
     what = " of the typical step" if step is None else f" of step {step}"
@@ -158,19 +158,19 @@ def _verdict(sections: list[Section]) -> str:
     if len(sections) == 1:
         return finding(sections[0])
     if len(subjects) == 1 and len(set(clocks)) == len(sections):
-        read = ", ".join(f"{one.seconds * 1e3:.1f} ms {one.report.clock}" for one in sections)
+        read = ", ".join(f"{one.duration * 1e3:.1f} ms {one.report.clock}" for one in sections)
         return f"{theme.text(subjects.pop())}: {read}{_gap(sections)}"
-    fast = min(sections, key=lambda one: one.seconds)
-    slow = max(sections, key=lambda one: one.seconds)
-    if fast.seconds <= 0 or slow.seconds / fast.seconds - 1 < SAME:
-        return f"All take the same time, to {theme.percent(SAME)}: {fast.seconds * 1e3:.1f} ms"
-    said = [f"{theme.text(one.label)} takes {one.seconds * 1e3:.1f} ms" for one in (fast, slow)]
-    return f"{', '.join(said)}, {slow.seconds / fast.seconds:.2f} times as long"
+    fast = min(sections, key=lambda one: one.duration)
+    slow = max(sections, key=lambda one: one.duration)
+    if fast.duration <= 0 or slow.duration / fast.duration - 1 < SAME:
+        return f"All take the same time, to {theme.percent(SAME)}: {fast.duration * 1e3:.1f} ms"
+    said = [f"{theme.text(one.label)} takes {one.duration * 1e3:.1f} ms" for one in (fast, slow)]
+    return f"{', '.join(said)}, {slow.duration / fast.duration:.2f} times as long"
 
 
 def _gap(sections: list[Section]) -> str:
     """Of a prediction and one other clock: by how much it is off."""
-    by_clock = {one.report.clock: one.seconds for one in sections}
+    by_clock = {one.report.clock: one.duration for one in sections}
     expect = by_clock.pop("predicted", None)
     if expect is None or len(by_clock) != 1 or not (real := next(iter(by_clock.values()))):
         return ""

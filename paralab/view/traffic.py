@@ -52,7 +52,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     links = list(dict.fromkeys(link for link, *_ in flows))
     rows = [(NAMES[link], kind, size) for link, kind, size in flows] or [("nothing sent", "", 0.0)]
     tops, kinds = mark.totals(rows), list(dict.fromkeys(kind for _, kind, _ in rows))
-    words = {NAMES[link]: _took(link, tops[NAMES[link]], report.cluster) for link in links}
+    words = {NAMES[link]: _took(link, flows, report.cluster) for link in links}
     timed = report.cluster is not None and bool(links)
     most = max(*tops.values(), optimum or 0.0, 1.0)
     (name, per), end = theme.unit_of(most), (1.42 if alone else 1.7 if timed else 1.3) * most
@@ -97,16 +97,23 @@ def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
     return theme.text(", ".join(kind)), theme.axis_colour(kind[0])
 
 
-def _took(link: str, size: float, cluster: Cluster | None) -> str:
-    """What stands behind a bar: its bytes and, where a cluster states the link, their seconds."""
-    said, part = theme.scaled(size, "B"), "disk" if link.startswith("disk") else "host"
-    stated = getattr(cluster, link if link in LEVELS else part, None)
+def _took(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
+    """What stands behind a bar: its bytes and, where a cluster states the link, their seconds. A
+    cluster may state the link of an operation by itself.
+    """
+    mine = [(kind, size) for over, kind, size in flows if over == link]
+    said, part = theme.scaled(sum(size for _, size in mine), "B"), link
+    if link not in LEVELS:
+        part = "disk" if link.startswith("disk") else "host"
+    stated = getattr(cluster, part, None)
     if stated is None:
         return said
-    speed = stated.bandwidth
+    own, share = cluster.collectives if link == "intra" else {}, 1.0
     if link == "inter" and cluster.ports is not None:
-        speed *= cluster.ports / cluster.devices_per_node
-    return f"{said}, {theme.scaled(size / speed, 's')}"
+        share = cluster.ports / cluster.devices_per_node
+    ops = [(kind[1] if link in LEVELS else "", size) for kind, size in mine]
+    took = sum(size / (own.get(op, stated).bandwidth * share) for op, size in ops)
+    return f"{said}, {theme.scaled(took, 's')}"
 
 
 def _matrix(
