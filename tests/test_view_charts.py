@@ -392,7 +392,7 @@ def test_the_seconds_behind_a_bar_are_those_of_the_operations_own_link():
     slow = dgx.replace(collectives={"all_reduce": Link(alpha=0.0, bandwidth=1e8)})
     for cluster, link in ((dgx, dgx.intra), (slow, slow.collectives["all_reduce"])):
         report = predict(ModelSpec.preset("laptop"), Plan(dp=2), cluster)
-        size = report.traffic()["bytes"].max()
+        size = int(report.traffic()["bytes"].max())
         said = report.traffic_chart(matrix=False).layout.annotations[0].text
         assert said.endswith(theme.scaled(size / link.bandwidth, "s"))
 
