@@ -546,13 +546,14 @@ def achieved(report: Tables) -> dict[str, float]:
     and backward, however it is done; hardware FLOPs have recomputation on top (Korthikanti+ 2022,
     arXiv:2205.05198, sec. 6; "achieved teraFLOP/s" in PTD-P is these). Matrix products alone, 2
     FLOPs per multiply-add. Empty where no model was trained, for a model with a block of one's own,
-    and where no time is known.
+    of a replay with other costs of compute than the run's, and where no time is known.
     """
     seconds, plan = step_time(report), report.plan
-    if report.model is None or report.model.block is not None or not seconds > 0:
+    model, scaled = report.model, "compute" in report.meta
+    if model is None or model.block is not None or scaled or not seconds > 0:
         return {}
     how = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
-    return training.utilisation(report.model, plan.global_batch, peak=1.0, **how)._asdict()
+    return training.utilisation(model, plan.global_batch, peak=1.0, **how)._asdict()
 
 
 def utilisation(report: Tables) -> dict[str, float]:
