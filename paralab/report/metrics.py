@@ -278,13 +278,13 @@ def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
     return total
 
 
-def _mean(sums: dict[str, float], names: Sequence[str], report: Tables) -> dict[str, float]:
-    each = max(len(reported_ranks(report)), 1)
-    return {name: float(sums[name]) / each for name in names}
+def _ranks_in(report: Tables, step: int) -> int:
+    """How many ranks took this step; those of an observed program may end at different ones."""
+    return max(report.steps["rank"][report.steps["step"] == step].nunique(), 1)
 
 
 def shares(report: Tables, step: int) -> dict[str, float]:
-    """Where one step's time went: seconds, mean over ranks.
+    """Where one step's time went: seconds, mean over the ranks that took it.
 
     work           forward, backward, weight_grad spans
     optimizer      optimizer spans of the rank itself; an offloaded step is its host's
@@ -295,6 +295,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
     In outline a box is an action, and what is waited for inside it is a wait too.
     """
     names, sums = ("work", "optimizer", "wait", "communication", "hidden"), defaultdict(float)
+    ranks = _ranks_in(report, step)
     spans = report.spans[report.spans["step"] == step]
     if in_outline(report):
         spans = spans[spans["lane"] == "compute"]
@@ -305,7 +306,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         sums["wait"] += (seconds - spans["cost"])[boxes].sum()
         moving = report.meta["in flight"]  # sums have no moments; said when they were made
         here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
-        return _mean(sums, names[:3], report) | here
+        return {name: float(sums[name]) / ranks for name in names[:3]} | here
     calls = report.collectives  # those that carry a loss or a clock are none of the algorithm's
     bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
     spans = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
@@ -316,11 +317,11 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         sums["work"] += length(union(at["work"]))
         sums["communication"] += length(comm)
         sums["hidden"] += overlap(comm, union(chain.from_iterable(at.values())))
-    return _mean(sums, names, report)
+    return {name: float(sums[name]) / ranks for name in names}
 
 
 def copy_shares(report: Tables, step: int) -> dict[str, float]:
-    """Copies between memory tiers in one step: seconds, mean over ranks.
+    """Copies between memory tiers in one step: seconds, mean over the ranks that took it.
 
     copies   at least one of them in flight
     hidden   of that, while the rank's compute lane did work of any kind, and no waiting; of any
@@ -338,7 +339,7 @@ def copy_shares(report: Tables, step: int) -> dict[str, float]:
         in_flight, worked = union(at["copies"]), union(at["compute"])
         sums["copies"] += length(in_flight)
         sums["hidden"] += overlap(in_flight, worked)
-    return _mean(sums, ("copies", "hidden"), report)
+    return {name: sums[name] / _ranks_in(report, step) for name in ("copies", "hidden")}
 
 
 def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:
@@ -633,7 +634,7 @@ def _of_copies(report: Tables, steps: Sequence[int], n: int) -> Iterable[Row]:
     seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
     host = seconds.groupby(spans["step"]).sum()
     if len(host):
-        busy = median(float(host.get(step, 0.0)) for step in steps) / n
+        busy = median(float(host.get(step, 0.0)) / _ranks_in(report, step) for step in steps)
         yield "host's processor at work", busy * 1e3, "ms"
     if not (in_outline(report) or report.spans["lane"].isin(COPY_LANES).any()):
         return
