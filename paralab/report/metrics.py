@@ -38,6 +38,7 @@ Row = tuple[str, float, str]  # of a summary: quantity, value, unit
 NAN = float("nan")
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")
+SHARES = ("work", "optimizer", "wait", "communication", "hidden")
 COPIES_HIDDEN = "of the copies hidden behind compute"
 
 
@@ -294,8 +295,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
 
     In outline a box is an action, and what is waited for inside it is a wait too.
     """
-    names, sums = ("work", "optimizer", "wait", "communication", "hidden"), defaultdict(float)
-    ranks = _ranks_in(report, step)
+    sums, ranks = defaultdict(float), _ranks_in(report, step)
     spans = report.spans[report.spans["step"] == step]
     if in_outline(report):
         spans = spans[spans["lane"] == "compute"]
@@ -306,7 +306,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         sums["wait"] += (seconds - spans["cost"])[boxes].sum()
         moving = report.meta["in flight"]  # sums have no moments; said when they were made
         here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
-        return {name: float(sums[name]) / ranks for name in names[:3]} | here
+        return {name: float(sums[name]) / ranks for name in SHARES[:3]} | here
     calls = report.collectives  # those that carry a loss or a clock are none of the algorithm's
     bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
     spans = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
@@ -317,7 +317,30 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         sums["work"] += length(union(at["work"]))
         sums["communication"] += length(comm)
         sums["hidden"] += overlap(comm, union(chain.from_iterable(at.values())))
-    return {name: float(sums[name]) / ranks for name in names}
+    return {name: float(sums[name]) / ranks for name in SHARES}
+
+
+def typical_shares(report: Tables) -> dict[str, float]:
+    """Each of ``shares``, the median over the steps that count; NaN without steps."""
+    parts = [shares(report, step) for step in measured_steps(report)] or [defaultdict(lambda: NAN)]
+    return {name: median(part[name] for part in parts) for name in SHARES}
+
+
+def exposed(report: Tables, step: int) -> dict[str, float]:
+    """What ``shares`` calls wait: for "calls", and for "copies" and what the host does between
+    them. Of an outline with copies NaN: what a rank is idle for inside a box is not said.
+    """
+    wait = shares(report, step)["wait"]
+    if not len(report.copies):
+        return {"calls": wait, "copies": 0.0}
+    if in_outline(report):
+        return {"calls": NAN, "copies": NAN}
+    spans = report.spans
+    calls = set(spans["id"][spans["kind"] == "comm"].tolist())
+    waits = spans[(spans["step"] == step) & (spans["kind"] == "wait")]
+    jobs = waits[[calls.isdisjoint(after) for after in waits["after"]]]
+    copies = float((jobs["end"] - jobs["start"]).sum()) / _ranks_in(report, step)
+    return {"calls": max(0.0, wait - copies), "copies": copies}  # but for rounding
 
 
 def copy_shares(report: Tables, step: int) -> dict[str, float]:
@@ -584,18 +607,14 @@ def readable(value: float) -> str:
 
 def _of_a_run(report: Tables) -> Iterable[Row]:
     steps = measured_steps(report)
-    parts = [shares(report, step) for step in steps] or [defaultdict(lambda: NAN)]
-
-    def typical(name: str) -> float:
-        return median(part[name] for part in parts)
-
-    comm, n = typical("communication"), max(len(reported_ranks(report)), 1)
+    part, n = typical_shares(report), max(len(reported_ranks(report)), 1)
+    comm = part["communication"]
     yield "step time", step_time(report) * 1e3, "ms"
-    yield "forward and backward", typical("work") * 1e3, "ms"
-    yield "optimizer", typical("optimizer") * 1e3, "ms"
-    yield "waiting", typical("wait") * 1e3, "ms"
+    yield "forward and backward", part["work"] * 1e3, "ms"
+    yield "optimizer", part["optimizer"] * 1e3, "ms"
+    yield "waiting", part["wait"] * 1e3, "ms"
     yield "communication in flight", comm * 1e3, "ms"
-    yield "of it hidden behind compute", 100 * typical("hidden") / comm if comm > 0 else 0.0, "%"
+    yield "of it hidden behind compute", 100 * part["hidden"] / comm if comm > 0 else 0.0, "%"
     yield "sent per rank and step", traffic(report)["bytes"].sum() / n / 1e6, "MB"
     yield from _of_copies(report, steps, n)
     if len(table := report.allocator):
