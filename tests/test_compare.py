@@ -13,7 +13,7 @@ from paralab.interpret.predict import predict
 from paralab.parallel.schedules import gpipe
 from paralab.theory.compare import compare
 from paralab.theory.pipeline import simulate
-from stated import FORMS, MODEL, as_measured, cluster
+from stated import FORMS, MODEL, TIERS, as_measured, cluster
 
 CLUSTER = cluster(cores=2)
 
@@ -136,6 +136,35 @@ def test_overlap_says_what_it_hides_and_the_others_that_nothing_does():
         expect = predicted(2, form)
         note = compare(expect, as_measured(expect)).notes["exposed communication"]
         assert f"{form} gradient sync" in note and "nothing hides it" in note
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_waiting_for_copies_is_no_communication_that_is_exposed(offload):
+    plan = pl.Plan(dp=2, zero_stage=3, microbatches=2, offload=offload)
+    expect = predict(MODEL, plan, TIERS)
+    held = compare(expect, as_measured(expect))
+    said = held.replayed.summary()["value"]
+    hidden = said["of it hidden behind compute"]
+    assert f"computing hides {hidden:.0f} % of the" in held.notes["exposed communication"]
+    row = held.table["replayed"]
+    copies, calls = row["exposed copies"], row["exposed communication"]
+    assert 1e3 * (copies + calls) == pytest.approx(said["waiting"], abs=1e-4)
+    assert copies > calls and calls <= (1 - hidden / 100) * row["communication"] + 1e-9
+    assert "waits for copies" in held.notes["exposed copies"]
+    # What a rank is idle for inside a box of an outline is not said.
+    rough = predict(MODEL, plan, TIERS, detail="actions")
+    row = compare(rough, as_measured(expect)).table.loc["exposed communication"]
+    assert math.isnan(row["predicted"]) and row["replayed"] == calls
+
+
+def test_one_device_waits_for_copies_alone():
+    expect = predict(MODEL, pl.Plan(zero_stage=3, offload="nvme"), TIERS)
+    held = compare(expect, as_measured(expect))
+    assert held.table.loc["exposed communication", "replayed"] == 0
+    assert "exposed communication" not in held.notes
+    said = held.replayed.summary()["value"]["waiting"]
+    assert 1e3 * held.table.loc["exposed copies", "replayed"] == pytest.approx(said, abs=1e-4) != 0
+    assert "exposed copies" not in compare(predicted(2), as_measured(predicted(2))).table.index
 
 
 def test_bytes_that_differ_are_located_and_called_a_bug():

@@ -219,6 +219,23 @@ def test_hidden_communication_is_what_runs_beside_work_of_any_kind():
     assert part == {"work": 4.0, "optimizer": 2.0, "wait": 3.0, "communication": 6.5, "hidden": 3.5}
 
 
+def test_means_over_ranks_are_of_those_that_took_the_step():
+    """Rank 1 of an observed program ends one step earlier: what rank 0 does there is no less."""
+    taken = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]  # rank, step
+    lanes = {("compute", "forward"): (0.0, 4.0), ("compute", "wait"): (4.0, 6.0),
+             ("comm:dp", "comm"): (2.0, 6.0), ("d2h", "copy"): (3.0, 5.0),
+             ("host", "optimizer"): (5.0, 8.0)}  # fmt: skip
+    spans = [(*at, *what, *when) for at in taken for what, when in lanes.items()]
+    steps = [(*at, 0.0, 10.0) for at in taken]
+    report = hand_made(*spans, plan=Plan(dp=2), steps=steps)
+    part = {"work": 4.0, "optimizer": 0.0, "wait": 2.0, "communication": 4.0, "hidden": 2.0}
+    for step in (1, 2):
+        assert metrics.shares(report, step) == part
+        assert metrics.copy_shares(report, step)["copies"] == 2.0
+    said = report.summary()["value"]
+    assert (said["forward and backward"], said["host's processor at work"]) == (4e3, 3e3)
+
+
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 @pytest.mark.parametrize("grad_sync", ["bucketed", "overlapped"])
 def test_traffic_is_exact_and_the_same_bytes_by_every_view(dp, grad_sync):

@@ -81,6 +81,20 @@ def test_a_block_of_ones_own_has_no_formula_of_flops_and_no_utilisation():
         pl.fit_cluster([(model, pl.Plan(), 1.0)], PRODUCTS)
 
 
+def test_a_replay_with_other_costs_of_compute_uses_no_device_that_there_is(tmp_path):
+    report = pl.predict(MODEL, pl.Plan(dp=2), PRODUCTS, steps=2)
+    assert utilisation(report.replay(PRODUCTS)) == pytest.approx(utilisation(report))
+    for compute in (0.0, 0.25, 2.0):
+        scaled = report.replay(PRODUCTS, compute=compute)
+        scaled.save(tmp_path / "scaled.json")
+        again = scaled.replay(PRODUCTS)  # which keeps the costs that it was given
+        for found in (scaled, again, pl.load(tmp_path / "scaled.json")):
+            assert achieved(found) == utilisation(found) == {}
+            assert "FLOP" not in found.summary().to_string() and found.step_time > 0
+    back = report.replay(PRODUCTS, compute=2.0).replay(PRODUCTS, compute=0.5)
+    assert utilisation(back) == pytest.approx(utilisation(report))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("detail", [None, "actions"])
 def test_products_on_few_tokens_are_slower_by_hockneys_rule(detail, precision):

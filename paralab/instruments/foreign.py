@@ -7,10 +7,12 @@ Nothing of the program changes. What sees it, and what that costs:
                    in C++, FSDP2, DTensor and its ``_c10d_functional.*``, pipelining, raw calls.
                    About 30 us per call, on no other operation. Over NCCL, memory of an asynchronous
                    call's result that the program gives back is used again once the host has seen
-                   that the call has ended: see [Note: ends] waits ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait spans
-``Module.__call__``, autograd's call of its engine and hooks of optimizers: a few us per outermost
-call, 0.3 us per inner one memory the live ledger, a dispatch mode on every operation: 5 to 20 % of
-a step. It is on in the first ``memory_steps`` steps; later steps are timed without it
+                   that the call has ended: see [Note: ends]
+    waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait
+    spans          ``Module.__call__``, autograd's call of its engine and hooks of optimizers: a few
+                   us per outermost call, 0.3 us per inner one
+    memory         the live ledger, a dispatch mode on every operation: 5 to 20 % of a step. It is
+                   on in the first ``memory_steps`` steps; later steps are timed without it
 
 How calls are seen is in foreign_hooks.py, what they send in foreign_calls.py, what tensors are for
 in foreign_ledger.py.

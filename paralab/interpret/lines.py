@@ -139,7 +139,7 @@ class Line:
     def within(self) -> tuple[float, ...]:
         """What a CALL of this list is: `Table.idle`, ``copied``, ``inner``, ``hidden``."""
         works = np.flatnonzero(self.works)
-        in_flight = beside(self.in_flight[0], *self.worked(self.computes))
+        in_flight = beside(self.in_flight[0], *self.worked(self.waits))
         return (self.still.sum(), self.copies(works[:1], works[-1:]).sum(), *in_flight)
 
     # ---- compute ---------------------------------------------------------------------------------
@@ -165,16 +165,17 @@ class Line:
         """Seconds of every instruction that the rank adds up what it received, or copies outside
         the actions, between whose first and last compute it belongs to them (spans.py).
         """
-        found, edges = self.table.copied[self.symbol] + self.summed, np.zeros(len(self.left), int)
-        np.add.at(edges, first, 1)
-        np.add.at(edges, last, -1)
-        adds = self.computes & ~self.works & (edges.cumsum() == 0)
+        found = self.table.copied[self.symbol] + self.summed
+        adds = self.computes & ~self.works & ~in_actions(first, last, len(self.left))
         return np.where(adds, self.left - self.begins, found)
 
-    def worked(self, which: np.ndarray) -> np.ndarray:
-        """Of all that computes and counts: begin, end, seconds of work                 (3, ...)"""
-        start, end = self.begins[which], self.left[which]
-        return np.stack([start, end, end - start - self.idle[which]])
+    def worked(self, waits: np.ndarray) -> np.ndarray:
+        """Of all that computes, and of what is packed and posted ahead of these waits, which are
+        inside actions: begin, end, seconds of work                                     (3, ...)
+        """
+        which = self.computes | waits
+        start, end = self.begins, np.where(self.computes, self.left, self.entered)
+        return np.stack([start, end, end - start - self.idle * self.computes])[:, which]
 
     def boxes(self, since: int, behind: int, short: float) -> list[Box]:
         """What the rank computes from instruction ``behind`` on; and the calls and copies that are
@@ -218,13 +219,13 @@ class Line:
         flight = self.table.flight[self.symbol[self.calls]]
         return self.when[flight == 1], self.when[flight == 2]
 
-    def moving(self) -> np.ndarray:
+    def moving(self, turns: Turns) -> np.ndarray:
         """Seconds that calls are in flight, and of these while the rank works; that copies between
         tiers are, and of these while it works. Calls within CALLs count once, next to others in
         flight.                                                                                 (4,)
         """
         calls, jobs = self.in_flight
-        work = self.worked(self.computes)
+        work = self.worked(self.waits & in_actions(turns.first, turns.last, len(self.left)))
         found = beside(calls, *work)
         several = self.table.seconds[self.symbol] > 0.0
         if several.any():
@@ -264,6 +265,14 @@ def said(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[S
         elif type(cost) is Job and kind_of(ins) == "copy":
             found[(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
     return found
+
+
+def in_actions(first: np.ndarray, last: np.ndarray, n: int) -> np.ndarray:
+    """Which of n instructions are in an action that others of it follow                    (n,)"""
+    edges = np.zeros(n, int)
+    np.add.at(edges, first, 1)
+    np.add.at(edges, last, -1)
+    return edges.cumsum() > 0
 
 
 def beside(some: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndarray) -> np.ndarray:

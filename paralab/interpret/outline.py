@@ -45,7 +45,7 @@ def outline(
     else:
         step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
     names = ("communication", "communication hidden", "copies", "copies hidden")
-    moving = sum((line.moving() for line, _ in step.ranks), np.zeros(4)) / plan.pp
+    moving = sum((line.moving(turns) for line, turns in step.ranks), np.zeros(4)) / plan.pp
     return tables(plan, step, steps), dict(zip(names, moving.tolist(), strict=True))
 
 

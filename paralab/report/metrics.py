@@ -38,6 +38,7 @@ Row = tuple[str, float, str]  # of a summary: quantity, value, unit
 NAN = float("nan")
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")
+SHARES = ("work", "optimizer", "wait", "communication", "hidden")
 COPIES_HIDDEN = "of the copies hidden behind compute"
 
 
@@ -281,13 +282,13 @@ def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
     return total
 
 
-def _mean(sums: dict[str, float], names: Sequence[str], report: Tables) -> dict[str, float]:
-    each = max(len(reported_ranks(report)), 1)
-    return {name: float(sums[name]) / each for name in names}
+def _ranks_in(report: Tables, step: int) -> int:
+    """How many ranks took this step; those of an observed program may end at different ones."""
+    return max(report.steps["rank"][report.steps["step"] == step].nunique(), 1)
 
 
 def shares(report: Tables, step: int) -> dict[str, float]:
-    """Where one step's time went: seconds, mean over ranks.
+    """Where one step's time went: seconds, mean over the ranks that took it.
 
     work           forward, backward, weight_grad spans
     optimizer      optimizer spans of the rank itself; an offloaded step is its host's
@@ -297,7 +298,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
 
     In outline a box is an action, and what is waited for inside it is a wait too.
     """
-    names, sums = ("work", "optimizer", "wait", "communication", "hidden"), defaultdict(float)
+    sums, ranks = defaultdict(float), _ranks_in(report, step)
     spans = report.spans[report.spans["step"] == step]
     if in_outline(report):
         spans = spans[spans["lane"] == "compute"]
@@ -308,7 +309,7 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         sums["wait"] += (seconds - spans["cost"])[boxes].sum()
         moving = report.meta["in flight"]  # sums have no moments; said when they were made
         here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
-        return _mean(sums, names[:3], report) | here
+        return {name: float(sums[name]) / ranks for name in SHARES[:3]} | here
     calls = report.collectives  # those that carry a loss or a clock are none of the algorithm's
     bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
     spans = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
@@ -319,11 +320,40 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         sums["work"] += length(union(at["work"]))
         sums["communication"] += length(comm)
         sums["hidden"] += overlap(comm, union(chain.from_iterable(at.values())))
-    return _mean(sums, names, report)
+    return {name: float(sums[name]) / ranks for name in SHARES}
+
+
+def typical_shares(report: Tables) -> dict[str, float]:
+    """Each of ``shares``, the median over the steps that count; NaN without steps. Where most of
+    them have no calls, as with local SGD, that says nothing of its calls: then these are means.
+    """
+    parts = [shares(report, step) for step in measured_steps(report)] or [defaultdict(lambda: NAN)]
+    found = {name: median(part[name] for part in parts) for name in SHARES}
+    if found["communication"] == 0 < max(part["communication"] for part in parts):
+        for name in ("wait", "communication", "hidden"):
+            found[name] = sum(part[name] for part in parts) / len(parts)
+    return found
+
+
+def exposed(report: Tables, step: int) -> dict[str, float]:
+    """What ``shares`` calls wait: for "calls", and for "copies" and what the host does between
+    them. Of an outline with copies NaN: what a rank is idle for inside a box is not said.
+    """
+    wait = shares(report, step)["wait"]
+    if not len(report.copies):
+        return {"calls": wait, "copies": 0.0}
+    if in_outline(report):
+        return {"calls": NAN, "copies": NAN}
+    spans = report.spans
+    calls = set(spans["id"][spans["kind"] == "comm"].tolist())
+    waits = spans[(spans["step"] == step) & (spans["kind"] == "wait")]
+    jobs = waits[[calls.isdisjoint(after) for after in waits["after"]]]
+    copies = float((jobs["end"] - jobs["start"]).sum()) / _ranks_in(report, step)
+    return {"calls": max(0.0, wait - copies), "copies": copies}  # but for rounding
 
 
 def copy_shares(report: Tables, step: int) -> dict[str, float]:
-    """Copies between memory tiers in one step: seconds, mean over ranks.
+    """Copies between memory tiers in one step: seconds, mean over the ranks that took it.
 
     copies   at least one of them in flight
     hidden   of that, while the rank's compute lane did work of any kind, and no waiting; of any
@@ -341,7 +371,7 @@ def copy_shares(report: Tables, step: int) -> dict[str, float]:
         in_flight, worked = union(at["copies"]), union(at["compute"])
         sums["copies"] += length(in_flight)
         sums["hidden"] += overlap(in_flight, worked)
-    return _mean(sums, ("copies", "hidden"), report)
+    return {name: sums[name] / _ranks_in(report, step) for name in ("copies", "hidden")}
 
 
 def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:
@@ -553,13 +583,14 @@ def achieved(report: Tables) -> dict[str, float]:
     and backward, however it is done; hardware FLOPs have recomputation on top (Korthikanti+ 2022,
     arXiv:2205.05198, sec. 6; "achieved teraFLOP/s" in PTD-P is these). Matrix products alone, 2
     FLOPs per multiply-add. Empty where no model was trained, for a model with a block of one's own,
-    and where no time is known.
+    of a replay with other costs of compute than the run's, and where no time is known.
     """
     seconds, plan = step_time(report), report.plan
-    if report.model is None or report.model.block is not None or not seconds > 0:
+    model, scaled = report.model, "compute" in report.meta
+    if model is None or model.block is not None or scaled or not seconds > 0:
         return {}
     how = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
-    return training.utilisation(report.model, plan.global_batch, peak=1.0, **how)._asdict()
+    return training.utilisation(model, plan.global_batch, peak=1.0, **how)._asdict()
 
 
 def utilisation(report: Tables) -> dict[str, float]:
@@ -589,23 +620,14 @@ def readable(value: float) -> str:
 
 def _of_a_run(report: Tables) -> Iterable[Row]:
     steps = measured_steps(report)
-    parts = [shares(report, step) for step in steps] or [defaultdict(lambda: NAN)]
-
-    def typical(name: str) -> float:
-        if seldom and name in ("wait", "communication", "hidden"):
-            return sum(part[name] for part in parts) / len(parts)
-        return median(part[name] for part in parts)
-
-    moving = [part["communication"] for part in parts]
-    seldom = median(moving) == 0 < max(moving)  # local SGD: the median says nothing of its calls
-
-    comm, n = typical("communication"), max(len(reported_ranks(report)), 1)
+    part, n = typical_shares(report), max(len(reported_ranks(report)), 1)
+    comm = part["communication"]
     yield "step time", step_time(report) * 1e3, "ms"
-    yield "forward and backward", typical("work") * 1e3, "ms"
-    yield "optimizer", typical("optimizer") * 1e3, "ms"
-    yield "waiting", typical("wait") * 1e3, "ms"
+    yield "forward and backward", part["work"] * 1e3, "ms"
+    yield "optimizer", part["optimizer"] * 1e3, "ms"
+    yield "waiting", part["wait"] * 1e3, "ms"
     yield "communication in flight", comm * 1e3, "ms"
-    yield "of it hidden behind compute", 100 * typical("hidden") / comm if comm > 0 else 0.0, "%"
+    yield "of it hidden behind compute", 100 * part["hidden"] / comm if comm > 0 else 0.0, "%"
     yield "sent per rank and step", traffic(report)["bytes"].sum() / n / 1e6, "MB"
     yield from _of_copies(report, steps, n)
     if len(table := report.allocator):
@@ -644,7 +666,7 @@ def _of_copies(report: Tables, steps: Sequence[int], n: int) -> Iterable[Row]:
     seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
     host = seconds.groupby(spans["step"]).sum()
     if len(host):
-        busy = median(float(host.get(step, 0.0)) for step in steps) / n
+        busy = median(float(host.get(step, 0.0)) / _ranks_in(report, step) for step in steps)
         yield "host's processor at work", busy * 1e3, "ms"
     if not (in_outline(report) or report.spans["lane"].isin(COPY_LANES).any()):
         return

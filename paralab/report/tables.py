@@ -287,7 +287,8 @@ class Tables:
     losses       one per step: mean over the global batch, nats per token
     weights, gradients  {name in the single-device model: full NumPy array}, or None; not saved
     results      what a traced or observed function returned on every rank, or None; not saved
-    meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node
+    meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node,
+                 "compute" what a replay scaled the recorded costs by, if by another factor than 1
     """
 
     clock: str

@@ -25,7 +25,7 @@ from paralab.checks import illegal, instance
 from paralab.report import metrics
 from paralab.report.metrics import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
-from paralab.theory.gaps import MOVED, WAITED, notes_on
+from paralab.theory.gaps import EXPOSED_COPIES, MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     both, pipeline = (expect, report), expect.plan.pp > 1
     split = any((one.spans["kind"] == "weight_grad").any() for one in both)
     copies = any(len(one.copies) for one in both)
-    rows = {MOVED: copies, WAITED: copies, "weight halves": pipeline and split, "bubble": pipeline}
+    rows = {"weight halves": pipeline and split, "bubble": pipeline}
+    rows |= dict.fromkeys((MOVED, WAITED, EXPOSED_COPIES), copies)
     names = [name for name in columns["predicted"] if rows.get(name, True)]
     table = pd.DataFrame(columns, index=pd.Index(names, name="quantity"), dtype=float)
     table["unit"] = [UNITS.get(name, "s") for name in names]
@@ -130,7 +131,7 @@ def compare(expect: Tables, report: Tables) -> Comparison:
         replayed=replayed,
         measured=measured,
         table=table,
-        notes=notes_on(table, expect, report, difference),
+        notes=notes_on(table, expect, replayed, report, difference),
         bytes_agree=not difference,
     )
 
@@ -191,7 +192,7 @@ def _quantities(report: Tables) -> dict[str, float]:
     """
     steps, spans, calls = metrics.measured_steps(report), report.spans, metrics.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
-    shares = [metrics.shares(report, step) for step in steps]
+    exposed = [metrics.exposed(report, step) for step in steps]
     here = spans[spans["lane"] == "compute"]
     seconds = metrics.seconds_of(report, here).groupby([here["step"], here["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
@@ -201,8 +202,8 @@ def _quantities(report: Tables) -> dict[str, float]:
     def spent(kind: str) -> float:
         return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [NAN])
 
-    def share(name: str) -> float:
-        return median([s[name] for s in shares] or [NAN])
+    def waited(for_: str) -> float:
+        return median([part[for_] for part in exposed] or [NAN])
 
     return {
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
@@ -214,8 +215,9 @@ def _quantities(report: Tables) -> dict[str, float]:
         "bucket copies": spent("copy"),
         "optimizer": spent("optimizer"),
         WAITED: median([metrics.copy_shares(report, s)["copies"] for s in steps] or [NAN]),
-        "communication": share("communication"),
-        "exposed communication": share("wait"),
+        EXPOSED_COPIES: waited("copies"),
+        "communication": metrics.typical_shares(report)["communication"],
+        "exposed communication": waited("calls"),
         "step time": metrics.step_time(report),
         "bubble": metrics.bubble(report),
     }

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from paralab.spec import Plan
 
 MOVED, WAITED = "bytes moved between tiers per rank", "copies between tiers"
+EXPOSED_COPIES = "exposed copies"
 COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer")
 NEAR = 0.05  # a smaller gap needs no reason
 
 
 def notes_on(
-    table: pd.DataFrame, expect: Tables, report: Tables, difference: str
+    table: pd.DataFrame, expect: Tables, replayed: Tables, report: Tables, difference: str
 ) -> dict[str, str]:
     """{quantity: sentences}. ``difference`` says how the bytes differ; empty if they do not."""
     means = {
@@ -38,7 +39,10 @@ def notes_on(
             "from its launch, also while a member still computes or waits for a core."
         )
         * (expect.world_size > 1),
-        "exposed communication": _exposed(table, expect),
+        "exposed communication": _exposed(expect, replayed),
+        EXPOSED_COPIES: (
+            "The device waits for copies between tiers, and for what the host does with them."
+        ),
         "bubble": _bubble(table, expect, report) if "bubble" in table.index else "",
         "step time": " ".join(_reasons(table, expect, report)),
     }
@@ -110,20 +114,19 @@ def _bytes(expect: Tables, difference: str, *, observed: bool) -> str:
     return f"Bytes agree exactly, {how}."
 
 
-def _exposed(table: pd.DataFrame, expect: Tables) -> str:
+def _exposed(expect: Tables, replayed: Tables) -> str:
     """What the device waits for, and what hides the rest."""
-    plan, waited = expect.plan, table.loc["exposed communication", "replayed"]
-    flight = table.loc["communication", "replayed"]
+    plan, part = expect.plan, metrics.typical_shares(replayed)
     if plan.pp > 1:
         said = "A rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
         if plan.dp > 1:
             said += " Waiting for the sum of gradients is in it too."
         return said
     if expect.world_size == 1:
-        return "There are no other ranks: the device waits for copies." * (MOVED in table.index)
-    if not flight > 0:
+        return ""
+    if not part["communication"] > 0:
         return "Nothing is in flight."
-    hidden = _percent(max(0.0, 1 - waited / flight))
+    hidden = _percent(part["hidden"] / part["communication"])
     return f"On devices of their own computing hides {hidden} of the communication{_hides(plan)}"
 
 

@@ -52,7 +52,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
              ``Cluster.local`` of the kind of device that the run was on, with the run's own nodes.
              Its device speed is not used: compute costs are the recorded ones
     compute  scales those costs, and those of copies between host and device; 0.0 leaves the links
-             alone
+             alone. Of a device that computes at another speed no FLOP/s are reported
 
     Span ids, rows and bytes are those of ``report``; start, end and cost are new, all steps of one
     kind cost the same, and every step starts on all ranks at once. Raises ValueError if the report
@@ -108,11 +108,16 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     start, end = ({span: t - zero for span, t in side.items()} for side in (start, end))
     spans, keys = report.spans, list(zip(report.steps["step"], report.steps["rank"], strict=True))
     own = spans["id"].map(costs).where(spans["lane"].isin(PROCESSORS)).fillna(spans["cost"])
-    predicted = {"costs": "predicted"} if report.clock == "predicted" else {}
+    meta = dict(report.meta)
+    if report.clock == "predicted":
+        meta["costs"] = "predicted"
+    # Of a replay that is replayed again, what its costs are of those recorded.
+    if (scale := compute * meta.pop("compute", 1.0)) != 1.0:
+        meta["compute"] = scale
     return dataclasses.replace(
         report,
         clock="replayed",
-        meta={**report.meta, **predicted},
+        meta=meta,
         cluster=cluster,
         spans=_retimed(spans, "id", start, end).assign(cost=own),
         collectives=_retimed(report.collectives, "span", start, end),

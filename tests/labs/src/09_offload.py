@@ -329,7 +329,7 @@ larger.reveal(3, "Copies are per micro-batch, FLOPs per sample: a large one hide
 pl.compare(pl.predict(wide, plans["in files"], cluster), reports["in files"])
 
 # %% [markdown]
-# Here the exposed communication is the time in which the device waits for copies. Where forward and
+# The exposed copies are the time in which the device waits for copies. Where forward and
 # backward take longer in the run than predicted, X is lower than in the table before, and the
 # device computes for a larger share of the step than that table says. Which disk would be fast
 # enough? The widget shows it for another model, 4 blocks of hidden size 256 with 64 tokens per
