@@ -129,7 +129,7 @@ class LateCalls:
                     stand_before(undo, "c10d", name, functools.partial(self._called, op))
             around(undo, dist.Work, "wait", self._waiting)
             around(undo, dist.Work, "get_future", _no_future)
-            around(undo, dist.ProcessGroup, "barrier", lambda *_: _disable_current_modes())
+            around(undo, dist.ProcessGroup, "barrier", _unseen)
             around(undo, dist.distributed_c10d, "_check_single_tensor", _no_tensor)
             undo.callback(setattr, dist.Work, "is_completed", dist.Work.is_completed)
             dist.Work.is_completed = lambda work: True  # gloo never says so of a message
@@ -243,6 +243,13 @@ def _refuse(op: str, given: dict[str, Any], group: dist.ProcessGroup) -> None:
     if peer == group.rank() and op in POINT_TO_POINT:
         legal = "another rank of the group; within a rank, copy the tensor"
         raise illegal("peer", peer, "a rank sends nothing to itself", legal)
+
+
+@contextlib.contextmanager
+def _unseen(*_: Any) -> Iterator[None]:
+    """The tensor that a barrier makes is none of the answer's."""
+    with _disable_current_modes():
+        yield
 
 
 def _no_tensor(given: Any, name: str, *_: Any) -> Any:
