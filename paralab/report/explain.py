@@ -227,55 +227,59 @@ def _whole(report: Tables) -> str:
 def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
-    said, counted = [], sorted(set(report.memory["step"]))
+    counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
     on_gpu = str(report.meta.get("device", "cpu")).startswith("cuda")
-    if on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta and len(calls):
-        said.append(
+    through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
+    told = (  # where it is so; what is not known then
+        (
+            through_host and len(calls),
             "When a call of gloo with tensors on a GPU ended: its span ends where the rank had "
-            "waited for it."
-        )
-    if not on_gpu and len(calls):
-        said.append(
+            "waited for it.",
+        ),
+        (
+            not on_gpu and len(calls),
             "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
-            "ends where the rank had waited for it."
-        )
-    elif "FSDPModule" in made_of(report, "modules"):
-        said.append(
+            "ends where the rank had waited for it.",
+        ),
+        (
+            (on_gpu or not len(calls)) and "FSDPModule" in modules,
             "When the device waited for FSDP2's collectives: they run on streams of their own, and "
-            "a stall of the computing stream counts as computing."
-        )
-    if any_made_of(report, "aside"):
-        said.append(
+            "a stall of the computing stream counts as computing.",
+        ),
+        (
+            any_made_of(report, "aside"),
             "When the device waited for calls that the program waits for on streams of its own: "
-            "there they end, and a stall of the computing stream counts as computing."
-        )
-    if any_made_of(report, "batches"):
-        said.append(
+            "there they end, and a stall of the computing stream counts as computing.",
+        ),
+        (
+            any_made_of(report, "batches"),
             "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL with "
             "parts of unequal sizes: nothing says it, so their spans end where the rank had waited "
-            "for the batch."
-        )
-    if "DistributedDataParallel" in made_of(report, "modules"):
-        said.append(
+            "for the batch.",
+        ),
+        (
+            "DistributedDataParallel" in modules,
             "When DistributedDataParallel's reducer began to wait: it waits in C++, so what "
-            "follows its last all-reduce in a backward counts as the wait."
-        )
-    if any_made_of(report, "graphs"):
-        said.append(
+            "follows its last all-reduce in a backward counts as the wait.",
+        ),
+        (
+            any_made_of(report, "graphs"),
             "What CUDA graphs do: while one is captured nothing is written down, and when it is "
-            "replayed its calls, its forwards and its backwards are not seen."
-        )
-    if made_of(report, "threads"):
-        said.append(
+            "replayed its calls, its forwards and its backwards are not seen.",
+        ),
+        (
+            made_of(report, "threads"),
             "What other threads of the program train: modules were trained on one that the program "
-            "had started, and only the first thread's spans, steps and memory are written down."
-        )
-    if any_made_of(report, "compiles"):
-        said.append(
+            "had started, and only the first thread's spans, steps and memory are written down.",
+        ),
+        (
+            any_made_of(report, "compiles"),
             "What a compiled program holds: torch.compile compiles nothing while bytes are "
             "counted, so they are those of the program as it is written. It compiles in the step "
-            "after, which takes longer; with memory_steps=0 in the first."
-        )
+            "after, which takes longer; with memory_steps=0 in the first.",
+        ),
+    )
+    said = [words for holds, words in told if holds]
     many = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
     many = sorted(set(many["rank"].value_counts()))
     if len(many) > 1:

@@ -157,8 +157,9 @@ def fit_cluster(
     cluster     what is known of the machine: a preset, or stated
     by          what runs have in common that are left out together; default: their model
 
-    A few seconds per run. Returns a `ClusterFit`: ``cluster`` is for `pl.predict`, ``table()`` has
-    what was changed. Raises ValueError naming the run that is refused.
+    A few seconds per run. Returns a `ClusterFit`: ``cluster`` is for `pl.predict`, ``constants``
+    has what was changed, ``table()`` a row per run. Raises ValueError naming the run that is
+    refused.
     """
     instance("cluster", cluster, Cluster, "a pl.Cluster(...) or a preset")
     instance("by", by, Callable | None, "a function of a run, or None", "function")

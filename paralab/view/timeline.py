@@ -112,8 +112,7 @@ def finding(one: Section) -> str:
     """The one sentence that the picture of one report proves."""
     report, step = one.report, one.step
     part, name = metrics.shares(report, step), theme.text(naming.subject(report))
-    duration = metrics.step_durations(report, warmup=True)[step]
-    if duration <= 0:
+    if one.duration <= 0:
         return name
     if report.model is None:
         return f"{name}: {_sent(report, step)}"
@@ -127,7 +126,7 @@ def finding(one: Section) -> str:
         verb = "are" if copied["copies"] else "is"
         waiting = f", ranks wait {of_step(report, step, 'wait')}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
-    return f"{name}: {theme.percent(part['work'] / duration)} of the step is forward and backward"
+    return f"{name}: {theme.percent(part['work'] / one.duration)} of the step is forward and backward"
 
 
 def _sent(report: Tables, step: int) -> str:

@@ -77,7 +77,8 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
     for one in sections:
         clock = "" if one.report.clock in one.label else f" ({one.report.clock})"
         name, middle = f"<b>{theme.text(one.label)}</b>{clock}", one.top + boxes.HEAD / 2
-        end, took = (1e3 * s for s in [one.mark or s for s in (one.seconds, one.duration)])
+        ends = (one.seconds, one.duration) if one.mark is None else (one.mark, one.mark)
+        end, took = (1e3 * seconds for seconds in ends)
         inside = end > 0.85 * window * 1e3
         side = {"hold": "right", "xshift": -5} if inside else {"hold": "left", "xshift": 5}
         said, took = one.head or name, f"<b>{f'{one.until} {took:.1f} ms'.lstrip()}</b>"
