@@ -126,7 +126,9 @@ def finding(one: Section) -> str:
         verb = "are" if copied["copies"] else "is"
         waiting = f", ranks wait {of_step(report, step, 'wait')}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
-    return f"{name}: {theme.percent(part['work'] / one.duration)} of the step is forward and backward"
+    return (
+        f"{name}: {theme.percent(part['work'] / one.duration)} of the step is forward and backward"
+    )
 
 
 def _sent(report: Tables, step: int) -> str:
