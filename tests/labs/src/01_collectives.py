@@ -132,8 +132,8 @@ guess
 #
 # `pl.trace` runs a function that gets paralab's own `group` of ranks; the library's ring is in
 # `paralab/parallel/collectives.py`. The ranks hold 1, 10, 100 and 1000, so 1111 is a complete sum.
-# In this ring rank r ends the first half with chunk r + 1 (the last rank with chunk 0), and not
-# with chunk r; a reduce-scatter starts one chunk earlier.
+# In this ring rank r ends the first half with chunk $(r + 1) \bmod N$. (A reduce-scatter must leave
+# chunk r on rank r. For that, rank r would begin by sending chunk r − 1 in place of chunk r.)
 
 # %%
 MB = 10**6
@@ -196,8 +196,8 @@ pl.exercises.all_gather_half.check(the_other_way_round)
 # ## The volume of every collective, and what S is
 #
 # A formula for traffic must say which tensor it is about. S is the *whole*: what an all-gather
-# returns, what a reduce-scatter is given. In an all-gather each rank sends its *shard*, of $S/N$
-# bytes, as often as there are other ranks:
+# returns, what a reduce-scatter is given. In an all-gather each rank sends $N-1$ *shards* of $S/N$
+# bytes: its own to every other rank or, on a ring, its own once and the $N-2$ that it passes on:
 #
 # $$(N-1)\cdot\frac{S}{N} = \frac{N-1}{N}\,S.$$
 #
@@ -300,7 +300,7 @@ native.reveal(ratios["native reduce_scatter"])
 # backward and reduce-scatters after it.
 # Later threads ([#5758](https://github.com/deepspeedai/DeepSpeed/issues/5758),
 # [#7059](https://github.com/deepspeedai/DeepSpeed/issues/7059)) confirm that stages 1 and 2 call
-# `all_reduce` there.
+# `all_reduce` there by default (and `reduce` with `"use_multi_rank_bucket_allreduce": false`).
 #
 # ZeRO stage 1 shards the optimizer states: each rank updates one part of the parameters and then
 # needs the other parts (lab 05). In paralab's programs the two designs differ by these
@@ -396,7 +396,10 @@ view.link_fit(calibration_points()["links"], op="all_reduce")
 # **algbw** is the bytes of the tensor over the time. Where all ranks send the same number of bytes,
 # **busbw** is algbw times the bytes that a rank sends per byte of the tensor: it is the speed at
 # which a rank sends, and can be compared with the bandwidth of a link, whatever N is. In a
-# broadcast or a reduce the root sends or receives the whole tensor, and the factor is 1:
+# broadcast or a reduce the root sends or receives the whole tensor, and the factor is 1. (All this
+# holds where the ranks add, as on a ring. Where switches add, as by default on nodes of H100s, a
+# rank sends less, and [busbw can exceed](https://github.com/NVIDIA/nccl-tests/issues/212) what its
+# links carry; `NCCL_ALGO=Ring` makes it comparable again.)
 #
 # $$\text{algbw} = \frac{S}{T}, \qquad
 # \text{busbw}_\text{all-reduce} = 2\,\frac{N-1}{N}\cdot\frac{S}{T},
@@ -449,8 +452,10 @@ pieces_guess.reveal(transfer / latency)
 # %% [markdown]
 # The twelve tensors of such a block cost little. A model with $h = 256$ has blocks 256 times
 # smaller (0.07 ms of bytes), and there even one gather per block (0.14 ms of latency) is mostly
-# latency. What helps in DeepSpeed is `stage3_prefetch_bucket_size` (gather several modules ahead),
-# in PyTorch's FSDP2 the choice of the modules that get `fully_shard`.
+# latency. What helps in DeepSpeed is `stage3_prefetch_bucket_size` (gather several modules ahead)
+# and `stage3_param_persistence_threshold`: tensors below 100,000 elements, by default, are not
+# sharded, and those are eight of these twelve. In PyTorch's FSDP2 it is the choice of the modules
+# that get `fully_shard`.
 #
 # ## Ring, tree, halving-doubling
 #
@@ -562,10 +567,14 @@ print("hierarchical:", crossing.reveal(rows["hierarchical"]["between nodes (MB)"
 pd.DataFrame(rows).T.round(2)
 
 # %% [markdown]
-# In total the hierarchical all-reduce sends as much as the ring; it sends less over the slow link.
-# The tree sends as little between nodes, but one rank of each node carries all of it, first in one
-# direction and then in the other. In the hierarchical all-reduce both ranks of a node carry half,
-# in both directions at once. The picture is of the hierarchical one. Which ranks talk across nodes?
+# In total the hierarchical all-reduce sends as much as the ring. Over the slow link it sends less,
+# here a third less. With $M$ nodes that is $2\frac{M-1}{M}S$ per node, against $2\frac{N-1}{N}S$ on
+# the ring, so with many nodes this difference vanishes. What remains is that all k ranks of a node
+# send to the next node at the same time, where this ring has one that does. (For this reason NCCL
+# builds several rings, which leave a node through different ports.) The tree sends as little
+# between nodes, but one rank of each node carries all of it, first in one direction and then in the
+# other. In the hierarchical all-reduce both ranks of a node carry half, in both directions at once.
+# The picture is of the hierarchical one. Which ranks talk across nodes?
 
 # %%
 traced.traffic_chart().titled("Hierarchical: of 12 MB that a rank sends 4 MB leave its node")
@@ -652,9 +661,7 @@ sent_guess.reveal(rows[0]["a rank sends (bytes)"] / MB)
 # $$\text{nelem}(c) = \min\big(\text{chunk},\ \text{count} - c\cdot\text{chunk}\big).$$
 #
 # The thread shows no thread count; with 256 working threads the formula gives exactly the three
-# numbers. (In [#391](https://github.com/NVIDIA/nccl/issues/391) a maintainer explains the slots.
-# What he calls a chunk, 2 slots or 1 MB, is a *slice* in the source, half of the chunk meant
-# here.)
+# numbers.
 
 
 # %%
@@ -895,7 +902,7 @@ pl.exercises.hierarchical_all_reduce.check(by_all_to_all)
 # |---|---|---|---|
 # | groups of a grid | `init_device_mesh("cuda", (2, 8))` | `utils.groups` | `parallel_state` |
 # | times of calls | `torch.profiler` | `comms_logger` in the JSON | `--timing-log-level` |
-# | NCCL's algorithm | `NCCL_ALGO=Ring` or `Tree` | the same | the same |
+# | NCCL's algorithm | `NCCL_ALGO=Ring`, `Tree`, `NVLS`, … | the same | the same |
 # | size of a call | DDP's `bucket_cap_mb` | `reduce_bucket_size` | `--ddp-bucket-size` |
 #
 # In this lab PyTorch's collectives, `DistributedDataParallel` and `ZeroRedundancyOptimizer` ran

@@ -226,7 +226,10 @@ early.reveal(2, "The second forward stops before the last product of each block.
 # (`attention="explicit"`). With recomputation PyTorch computes fewer FLOPs:
 # `torch.utils.checkpoint` stops as soon as it has everything that backward needs, and backward
 # never needs the result of a block's last product. This product takes $8\,b\,s\,h^2$ FLOPs in each
-# of the $L$ blocks. Within `set_checkpoint_early_stop(False)` PyTorch makes it, too.
+# of the $L$ blocks. Within `set_checkpoint_early_stop(False)` PyTorch makes it, too. (So it is
+# without dropout and with `use_reentrant=False`. A dropout behind the last product needs its mask
+# again, and so the product before it; `use_reentrant=True` repeats the whole block. In both cases
+# PyTorch counts what the formula says.)
 #
 # ## MFU counts what the model needs, HFU what the devices make
 #
@@ -267,11 +270,12 @@ printed[shares].set_axis(
 #
 # ## How is MFU calculated from a log?
 # [MaxText #8](https://github.com/AI-Hypercomputer/maxtext/issues/8) asks how the MFU of a README
-# was calculated. A maintainer answers: $6\,\Psi$ FLOPs per token, divided by the step time and the
-# peak. That is the warm-up's quotient, with $6\,\Psi$ per token as an estimate of the FLOPs that
-# the model needs. The estimate leaves out the products of attention with the term $\frac{s}{6h}$.
-# How much is missing for a model with $L = 24$, $h = 2048$, $V = 51{,}200$ and a sequence of $s =
-# 16{,}384$ tokens?
+# was calculated. In 2023 a maintainer answered: $6\,\Psi$ FLOPs per token, divided by the step time
+# and the peak. (Today MaxText counts all products, and [half of
+# attention's](https://github.com/AI-Hypercomputer/maxtext/pull/1988).) The answer is the warm-up's
+# quotient, with $6\,\Psi$ per token as an estimate of the FLOPs that the model needs. The estimate
+# leaves out the products of attention with the term $\frac{s}{6h}$. How much is missing for a model
+# with $L = 24$, $h = 2048$, $V = 51{,}200$ and a sequence of $s = 16{,}384$ tokens?
 
 # %%
 missing = pl.exercises.guess("of the FLOPs are missing", low=0, high=100, unit="%", decimals=0)
@@ -469,7 +473,8 @@ constant.reveal(off["null model"].mean())
 # error of a few per cent is therefore no proof that a tool predicts well. On average over the ten
 # rows the prediction is nearer than the constant, but its errors have a pattern: it is 5 to 7 %
 # too fast for each of the five largest models, and within 2.3 % for the others. Four of these five
-# plans are interleaved, and for them the constant is nearer. If one prediction is 6 % too fast and
+# plans are interleaved; on average over them, and for three of the four, the constant is nearer. If
+# one prediction is 6 % too fast and
 # another one is not, their comparison is off by as much. So compare plans for models of
 # similar size, with pipelines of similar depth.
 #
@@ -697,8 +702,8 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 # 2. MFU divides what the model needs by what the devices could do; HFU counts recomputation too.
 # 3. days $= \frac{8 D \Psi}{n X}/86{,}400$, low by less than $s/(6h)$: by 1 to 3 % for the models
 #    above with 76 billion parameters and more, and by 10 % for that of 1.7 billion.
-# 4. By the prediction half of what is lost is lost inside the devices; the rest is bubble, links,
-#    optimizer and the slowest stage. 11 % of the measured loss is not explained.
+# 4. Of what PTD-P's step of a trillion parameters loses, the prediction puts 47 % inside the
+#    devices and 42 % into bubble, links, optimizer and the slowest stage; 11 % are not explained.
 # 5. Judge a prediction by how much better than a constant it is, on rows it was not fitted to.
 #
 # | when | use |
@@ -716,7 +721,7 @@ best[[*shown, "TFLOP/s each", "days", "days, no overlap"]].round(1)
 # CPU, none: then attention is missing.
 # [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) prints TFLOP/s per GPU with
 # `--log-throughput` and counts the model's FLOPs, today with half of attention's products, because
-# causal attention needs only half of the pairs;
+# causal attention needs only half of the pairs; so does MaxText;
 # [torchtitan](https://github.com/pytorch/torchtitan) logs `mfu` from $6\Psi$, without the
 # embedding, plus the scores; DeepSpeed has a profiler in its
 # [JSON](https://www.deepspeed.ai/docs/config-json/), `"flops_profiler": {"enabled": true,

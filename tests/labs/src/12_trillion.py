@@ -9,7 +9,8 @@
 # # 12 · A trillion parameters on a laptop
 #
 # 3,072 GPUs train a model of a trillion parameters. What does one of them hold, what does it send,
-# and how long does that take?
+# and how long does that take? A mistake in such a plan is seen when the devices are booked, or
+# here, on a laptop, before they are.
 #
 # **You will be able to** name the groups of any rank of a large plan; compute what a stage holds
 # and what a rank sends per step, axis by axis; read a pipeline of 64 stages; and say when ZeRO-3
@@ -34,14 +35,7 @@ view.mesh(plan, nodes, rank=1536)
 # %% [markdown]
 # The plan is that of [PTD-P](https://arxiv.org/abs/2104.04473)'s largest model in its authors'
 # [script](https://github.com/NVIDIA/Megatron-LM/tree/main/examples/academic_paper_scripts/sc21):
-# without interleaving, though the paper's text says otherwise. Tensor parallelism's messages are
-# waited for as soon as they are posted, as in Megatron-LM then (`tp_overlap=False`). Three things
-# differ here. The script sums gradients behind the last backward; here each bucket leaves as
-# soon as it is complete. The script sends activations between stages in eighths (*scatter/gather*,
-# below), and this plan sends them whole: a step takes 2 % longer. The script has dropout, and this
-# model has none: dropout makes a step 2 % longer, and its masks would add tens of GB to every plan
-# that keeps the scores of attention. (Lab 11's plan has both scatter/gather and dropout. The two
-# nearly cancel, so its step is about as long.)
+# without interleaving, though the paper's text says otherwise.
 #
 # ## Eight tensor-parallel ranks are a node
 #
@@ -329,6 +323,15 @@ longer.reveal(level["intra"] / nodes.intra.bandwidth / (level["inter"] / nodes.i
 
 # %% [markdown]
 # ## The bubble is more than fill and drain
+# The seconds below are those of a plan that differs from the script in three points. The script
+# sums gradients after the last backward; here each bucket leaves as soon as it is complete. The
+# script sends activations between stages in eighths (*scatter/gather*); here they are sent whole,
+# and a step takes 2 % longer. The script has dropout, and this model has none: dropout makes a step
+# 2 % longer, and its masks would add tens of GB to every plan that keeps the scores of attention.
+# As in Megatron-LM then, a rank waits for tensor parallelism's messages as soon as they are posted
+# (`tp_overlap=False`). (Lab 11's plan has both scatter/gather and dropout. The two nearly cancel,
+# so its step is about as long.)
+#
 # The formula $\frac{p-1}{m+p-1}$ has 11 % of the step for the bubble of 64 stages and 512
 # micro-batches. It takes all stages for equally fast, and messages for free. Here the last stage
 # has the head, and every activation goes to another node. What share of the time of all ranks is
@@ -436,8 +439,10 @@ pd.DataFrame(rows).T
 # %%
 most_days.reveal(
     3,
-    "Recomputing nothing saves about as many days, and does not fit. (With sequence parallelism "
-    "and ZeRO-1 it would need 61 GB and fit; with the authors' dropout, 96 GB.)",
+    "Recomputing nothing saves 18 days, and does not fit. It computes less than the second row and "
+    "is slower all the same, because the second row has sequence parallelism: with that, "
+    "recomputing nothing would take 60 days and 83 GB. (With ZeRO-1 in addition it would need "
+    "61 GB and fit; with the authors' dropout, 96 GB.)",
 )
 
 # %% [markdown]
@@ -475,7 +480,7 @@ measured
 gained.reveal(measured["throughput (%), printed"])
 
 # %% [markdown]
-# ## ZeRO-3 fits a trillion without cutting a layer, and stops scaling
+# ## ZeRO-3 shards the states of a trillion parameters to 16 GB, and stops scaling
 # The third stage of ZeRO shards all states over all data-parallel ranks. The next table has a model
 # of $10^{12}$ parameters on 1,024 devices. Its first column is a table of
 # [the ZeRO paper](https://arxiv.org/abs/1910.02054), in the names of the paper: *Pos* shards the
@@ -491,7 +496,7 @@ for stage, name in enumerate(zero.NAMES):
         zero.bytes_per_device(1e12, 1024, stage),
         2 * zero.elements_sent(1e12, 1024, stage),
     )
-    rows[name] = {"holds (GB)": zero.as_printed(holds), "fits": holds <= nodes.memory}
+    rows[name] = {"states (GB)": zero.as_printed(holds), "states fit": holds <= nodes.memory}
     rows[name] |= {
         "sends per step (GB)": round(moves / GB),
         "seconds": round(moves / ring.bandwidth),
@@ -499,6 +504,20 @@ for stage, name in enumerate(zero.NAMES):
 pd.DataFrame(rows).T.rename_axis("states on 1,024 devices")
 
 # %% [markdown]
+# These are states alone. A block of this lab's model has 7.9 billion parameters, which are 15.7 GB
+# in 16 bits. ZeRO-3 gathers such a block whole, and its gradient is whole before it is reduced.
+# What does a device of 1,024 hold at its peak, with a micro-batch of one sample and full
+# recomputation?
+
+# %%
+wide = pl.Plan(dp=1024, zero_stage=3, recompute="full", precision="fp16", microbatch_size=1)
+for gathered_ahead in (1, 0):
+    held = pl.dry_run(model, wide.replace(prefetch=gathered_ahead), rank=0, cluster=nodes)
+    print(f"prefetch={gathered_ahead}: {held.peak_memory / GB:.0f} GB at the peak")
+
+# %% [markdown]
+# Neither fits in 80 GB. For blocks this wide a layer must be cut after all.
+#
 # PTD-P measured ZeRO-3 on 175 billion parameters (its table 2), with the same batch on 384, 768 and
 # 1,536 devices. With 384 devices each of them reaches 144 TFLOP/s. How many are left with 1,536?
 
@@ -509,11 +528,12 @@ left
 # %% [markdown]
 # The next cell predicts the three runs in three ways. In *all hidden* the gathers overlap with
 # products as far as they can. In *none hidden* they do not overlap at all. *Tensor by tensor* is
-# what an early implementation may have done. A block has 12 tensors, and they are gathered one by
-# one instead of together. There are three collectives per tensor: a gather for forward, a gather
-# for backward, and the reduce-scatter of the gradient. So a block has 11 more of each of the three,
-# 33 in all. Each of them goes around a ring of all devices, and pays the latency of every step of
-# the ring.
+# what DeepSpeed did when PTD-P was measured with it: one call gathered one tensor, and one call
+# reduce-scattered one gradient. Tensors with fewer than 100,000 elements (its
+# `stage3_param_persistence_threshold`), here all biases and norms, stayed whole. A block has 12
+# tensors, and 4 of them are larger. So it has 3 more gathers in forward, 3 more in backward and 11
+# more reduce-scatters, 17 in all. Each of them goes around a ring of all devices, and pays the
+# latency of every step of the ring.
 
 # %%
 gpt3 = pl.ModelSpec.preset("gpt3-175b").replace(dropout=0.1)  # as in the authors' scripts
@@ -542,7 +562,7 @@ for row in papers.ptdp_table2().query("`parameters (B), printed` < 200").to_dict
         "measured": row["TFLOP/s per device"],
         "all hidden": work / hidden,
         "none hidden": work / none,
-        "tensor by tensor": work / (none + 3 * 11 * gpt3.layers * latency),
+        "tensor by tensor": work / (none + (3 + 3 + 11) * gpt3.layers * latency),
     }
 pd.DataFrame(rows).T.rename_axis("devices").round(0).add_suffix(" (TFLOP/s)")
 
@@ -552,12 +572,11 @@ left.reveal(rows[1536]["measured"])
 # %% [markdown]
 # When the devices double, the bytes per device stay the same and the work per device halves. With
 # everything hidden the prediction is too fast at every size. With nothing hidden it falls, but not
-# far enough. Tensor by tensor it is 19 and 22 % above the measurement on 384 and 768 devices, and
-# 2 % on 1,536. *Latency* that nothing hides could explain most of the fall; three
-# measurements cannot prove it. (The paper does not say how the gathers were made. That they were
-# made tensor by tensor is a guess.) So when a search puts ZeRO-3 first, look at its seconds without
-# overlap, too, and measure. [DeepSpeed #3485](https://github.com/deepspeedai/DeepSpeed/issues/3485)
-# saw the same end of scaling: 40 machines take 4 days, 80 machines 3.
+# far enough. Tensor by tensor it falls faster, and is still 28 to 50 % above the measurements. So
+# *latency* that nothing hides explains a part of the fall, not all of it. When a search puts ZeRO-3
+# first, look at its seconds without overlap, too, and measure. [DeepSpeed
+# #3485](https://github.com/deepspeedai/DeepSpeed/issues/3485) saw the same end of scaling: 40
+# machines take 4 days, 80 machines 3.
 #
 # ## Two more bad plans
 # One bad plan forgets to recompute. Another one adds ZeRO-3 to the pipeline, whose 512
@@ -674,7 +693,8 @@ view.timelines(*replayed, labels=list(ran), ranks=[0, 4], step=1, title=title) i
 # ## What to remember
 # 1. A rank is a program; its memory and its bytes can be read off it without running it.
 # 2. $M_r \approx 16\,\Psi_r + \min(m, p-i)\,\frac{L}{p}\,S$: the first stage has the highest peak.
-# 3. Tensor parallelism sends nearly everything and nothing of it leaves a node.
+# 3. In this plan 95 % of what rank 0 sends is for tensor parallelism. As t is at most a node, none
+#    of it leaves the node.
 # 4. Say of every traffic figure which rank it is, and whether scatter/gather is in it.
 # 5. ZeRO-3's bytes per device do not fall with more devices, and the number of its messages grows.
 #
@@ -688,8 +708,9 @@ view.timelines(*replayed, labels=list(ran), ranks=[0, 4], step=1, title=title) i
 # Megatron-LM's script of this plan is `--tensor-model-parallel-size 8
 # --pipeline-model-parallel-size 64 --micro-batch-size 1 --global-batch-size 3072
 # --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --fp16`. The
-# option of the paper's scatter/gather has [been
-# removed](https://github.com/NVIDIA/Megatron-LM/pull/4140) since; with `--sequence-parallel` each
+# paper's scatter/gather went out of the code in 2023, when pipelines moved into Megatron-Core; its
+# option did nothing from then on, and [was
+# removed](https://github.com/NVIDIA/Megatron-LM/pull/4140) in 2026. With `--sequence-parallel` each
 # rank sends its part of the tokens. DeepSpeed's [pipeline
 # engine](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/engine.py)
 # sends parts wherever there is tensor parallelism, unless its configuration says otherwise; its
