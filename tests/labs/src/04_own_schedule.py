@@ -9,7 +9,8 @@
 # # 04 · Write your own schedule
 #
 # **How small can the bubble of a pipeline be, how is such a number derived, and can you write a
-# schedule that reaches it?**
+# schedule that reaches it?** On four ranks with eight micro-batches such a schedule saves 18 % of a
+# step's time, and the rank with the highest peak holds no micro-batch more.
 #
 # **You will be able to**
 # * split a backward into its input half and its weight half, and say which one other ranks wait
@@ -212,12 +213,7 @@ on_which.reveal(3, "A weight half that is late keeps its micro-batch alive for a
 # $$ \text{1F1B: } p, \qquad \text{ZB-H1: } p, \qquad \text{ZB-H2: } 2p - 1 . $$
 #
 # ZB-H1 keeps no more micro-batches alive than the first rank of 1F1B, but it keeps so many on
-# every rank. To count micro-batches leaves something out. After its input half a micro-batch has
-# freed what that half alone needed, such as the scores of attention, and keeps the gradients of
-# layer outputs for its weight half: in the model above 6.3 MB in place of 7.3 MB. So the ranks
-# with late weight halves need less than the first one. And the peak of the first rank is 2 % above
-# that of 1F1B, because within a backward the gradients of all its layers are alive at once, until
-# the weight half has used them.
+# every rank.
 #
 # ## DualPipe, derived on a drawn schedule
 # DeepSeek-V3's DualPipe feeds micro-batches into the pipeline from both ends. Its report gives the
@@ -247,11 +243,13 @@ dual = pl.launch(lists_of_torch, ranks=4, args=("ScheduleDualPipeV", 10))[0]
 dual[3]
 
 # %% [markdown]
-# `(4F4;3B0)OVERLAP_F_B` is a pair that overlaps: the forward of one micro-batch and the backward of
-# another one begin together and end together, and the pair takes $F\&B$. (In other lists `None` is
-# a pause.) The next cell draws the lists of all ranks twice, with $F=I=W=1$ ms. In the upper
-# picture a pair takes $F\&B = F+B = 3$ ms, so that overlapping saves no time; in the lower one it
-# takes 2.4 ms. A pair is drawn as its forward, then its backward:
+# `(4F4;3B0)OVERLAP_F_B` marks a pair that may overlap. In DualPipe the forward of one micro-batch
+# and the backward of another one begin together and end together, and the pair takes $F\&B$.
+# PyTorch executes them one after the other, unless you register a function of your own for such a
+# pair (`register_custom_function`). (In other lists `None` is a pause.) The next cell draws the
+# lists of all ranks twice, with $F=I=W=1$ ms. In the upper picture a pair takes $F\&B = F+B = 3$
+# ms, so that overlapping saves no time; in the lower one it takes 2.4 ms. A pair is drawn as its
+# forward, then its backward:
 
 # %%
 pairs = re.findall(r"\((\w+);(\w+)\)", " ".join(dual))
@@ -375,6 +373,17 @@ halves.reveal(
 # Put these means into $(p-1)(F+I-W)$ and $(p-1)(F+I+W)$. The formulas promise about half of 1F1B's
 # idle time, not a third, and the runs have about half. Both are idle for some milliseconds longer
 # than promised, because the stages are not equal and messages take time.
+#
+# Counting micro-batches hides one thing. After its input half a micro-batch has freed what that
+# half alone needed, such as the scores of attention, and keeps the gradients of layer outputs for
+# its weight half: here 6.3 MB in place of 7.3 MB. So ranks with late weight halves need less than
+# the first one. The first one needs more than under 1F1B, because within a backward the gradients
+# of all its layers are alive at once, until the weight half has used them:
+
+# %%
+for name, run in runs.items():
+    peaks = [f"{run.peaks(rank)['measured']['total'] / 1e6:.1f}" for rank in range(4)]
+    print(f"{name:<5} peak of each rank in MB: {', '.join(peaks)}")
 
 # %%
 half_sends = pl.exercises.choose(
@@ -390,10 +399,8 @@ half_sends.reveal(2, "The input half sends its gradient; no other rank needs wha
 
 # %% [markdown]
 # ## Three schedules that deadlock
-# In the first and the third of these schedules each list alone could be part of one that runs. In
-# the second the list of rank 0 fits no other list. All three deadlock: ranks wait for each other
-# for ever. The validator proves that before a process starts, and says which rank waits for which
-# action:
+# These three schedules deadlock: ranks wait for each other for ever. The validator proves that
+# before a process starts, and says which rank waits for which action:
 
 # %%
 import textwrap
@@ -613,9 +620,10 @@ pl.exercises.better_schedules.check(from_1f1b, second_by_rule, third_by_rule)
 #
 # ## In PyTorch, DeepSpeed, Megatron
 # `torch.distributed.pipelining` has `ScheduleInterleavedZeroBubble` (interleaved with split
-# backwards), `ScheduleZBVZeroBubble` (the V with zero bubble) and `ScheduleDualPipeV`. They take
-# two `PipelineStage` per rank, the interleaved one two or more. The next picture is drawn from
-# torch's own lists, with $F=I=W=1$ ms per stage and $F\&B=3$ ms, so that overlapping saves no time.
+# backwards), `ScheduleZBVZeroBubble` (the V with zero bubble) and `ScheduleDualPipeV`. The first
+# one takes one `PipelineStage` per rank or more, and with one its lists are ZB-H1's, action by
+# action. The two V schedules take exactly two. The next picture is drawn from torch's own lists,
+# with $F=I=W=1$ ms per stage and $F\&B=3$ ms, so that overlapping saves no time.
 
 # %%
 shorter = pl.exercises.choose(
@@ -691,7 +699,10 @@ v_sends.reveal(observed.traffic()["bytes"].sum() / library.traffic()["bytes"].su
 # at the tip of the V is crossed by no message, because both its stages are on the last rank. 1F1B
 # has $p-1$ borders, half as many as the other $2p-2$, and each rank sends half as many bytes.
 #
-# DeepSpeed's pipeline engine has 1F1B alone. The zero-bubble schedules for Megatron-LM are in
+# DeepSpeed's pipeline engine has 1F1B alone. Megatron-LM has 1F1B and interleaved 1F1B. For
+# mixtures of experts it can overlap the forward of one micro-batch with the backward of another one
+# (`--overlap-moe-expert-parallel-comm`) and then delay weight halves (`--delay-wgrad-compute`).
+# ZB-H1 and ZB-H2 for it are in
 # [sail-sg/zero-bubble](https://github.com/sail-sg/zero-bubble-pipeline-parallelism), DualPipe is in
 # [deepseek-ai/DualPipe](https://github.com/deepseek-ai/DualPipe); neither is installed here, and
 # neither was run. NCCL matches messages by order; every schedule that paralab runs is lowered to an

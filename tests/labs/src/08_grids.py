@@ -12,6 +12,9 @@
 # not shrink with t. Can every matrix be cut in both directions, and for how many tokens does this
 # pay?**
 #
+# No framework that most GPU users have ships such layouts. They are worth learning for the question
+# that they answer: when is it better to send weights, and when activations?
+#
 # **You will be able to**
 # * compute a matrix product from blocks on a q × q grid, forward and backward, in plain PyTorch;
 # * derive what 1D, 2D, 2.5D and 3D send, and check it against real ranks to the byte;
@@ -451,16 +454,16 @@ view.timelines(*both.values(), labels=list(both), ranks=[0], step=1, title=title
 # The highest peak of a step, on eight ranks:
 
 # %% tags=["measured"]
-view.memory_bars(
-    {name: reports[name] for name in ("1D on 8", "2.5D on 8", "3D on 8")},
-    title="The grids shard the activations that 1D replicates",
-)
+ways = {name: reports[name] for name in ("1D on 8", "2.5D on 8", "3D on 8")}
+sharded = pl.Plan(tp=8, microbatch_size=4, sequence_parallel=True)
+ways["1D on 8, sequence parallel"] = pl.run(model, sharded, **settings)
+view.memory_bars(ways, title="Grids and sequence parallelism shard what 1D replicates")
 
 # %% [markdown]
-# Under 1D the residual stream is replicated on all ranks (sequence parallelism, lab 07, would shard
-# it; this run does without). The grids shard it: under 2.5D a rank keeps about a third of the
-# activations that it keeps under 1D. 2.5D keeps two copies of the weights, and 3D keeps blocks that
-# it has gathered for backward.
+# Under 1D the residual stream is replicated on all ranks. The grids shard it: under 2.5D a rank
+# keeps about a third of the activations that it keeps under 1D. Sequence parallelism (lab 07)
+# shards it too, and then 1D has the lowest peak of the four, because 2.5D keeps two copies of the
+# weights, and 3D keeps blocks that it has gathered for backward.
 #
 # ## From how many tokens on does a grid send less?
 # Now take the two layers of an MLP of GPT-3 (h = 12,288) on 64 ranks, forward and backward. The
@@ -578,11 +581,17 @@ fewest.reveal(3, "It sends weights once, as gradients, and activations of an eig
 # With two micro-batches of 8 sequences each per step it sends more: a grid sends W for each of
 # them, the usual plan its gradients once (per micro-batch 220 million elements, and the grid 302).
 # And the gradients across nodes can overlap with backward. What the grids still have is memory: tp
-# = 8 × dp = 8 keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th);
-# ZeRO closes this gap (lab 05).
+# = 8 × dp = 8 keeps an eighth of the weights per rank, the grids a 64th (2.5D with d = 4 a 16th).
+# ZeRO-3 closes this gap (lab 05), but gathers the weights for every micro-batch. It sends 396
+# million elements across nodes for each of them, in place of 264 once per step. Then 8 sequences
+# cost 484 million in all, more than the grid's 302, and 64 sequences 1,101, less than the grid's
+# 1,623.
 #
 # ## Who ships this?
-# Neither PyTorch, Megatron-LM nor DeepSpeed has a 2D, 2.5D or 3D tensor parallelism. Colossal-AI,
+# Neither PyTorch, Megatron-LM nor DeepSpeed has a 2D, 2.5D or 3D tensor parallelism. In JAX one
+# writes a layout and the compiler chooses the collectives:
+# [MaxText](https://github.com/AI-Hypercomputer/maxtext) can cut a weight along both dimensions (its
+# axes `tensor` and `tensor_transpose`), though not with SUMMA's broadcasts. Colossal-AI,
 # which published all three, says of its present version: “[Currently the newest version of
 # ColossalAI doesn't support 2.5D tensor
 # parallelism](https://colossalai.org/docs/features/2p5D_tensor_parallel/)”, and its users
@@ -737,7 +746,7 @@ pl.exercises.cannon.check(cannon)
 
 # %%
 dtensor = pl.exercises.choose(
-    "To multiply X and W in blocks, DTensor",
+    "To multiply an X of 128 × 64 and a W of 64 × 256 in blocks, DTensor",
     [
         "broadcasts one block at a time, as SUMMA does",
         "gathers a row of blocks of X and a column of blocks of W",
@@ -772,9 +781,11 @@ dtensor.reveal(2, "These are the calls 4 and 5; then every rank multiplies once.
 # %% [markdown]
 # The result is right, and its blocks have the shape that SUMMA's have. For the product each rank
 # sends as many bytes as in SUMMA, but then holds q blocks of each matrix, where SUMMA holds one at
-# a time. (The sends distribute X and W from rank 0, the last two calls gather Y for our
-# comparison.) Megatron-LM and DeepSpeed have no grid for one layer; their “2D” and “3D” mean
-# tensor × data (× pipeline) parallelism, the subject of lab 10.
+# a time. DTensor compares what each way would send, and for this shape it gathers both matrices.
+# With many more tokens, such as M = 4096, it leaves X where it is, redistributes W, and gets Y as
+# partial sums, which a reduce-scatter adds up. (The sends distribute X and W from rank 0, the last
+# two calls gather Y for our comparison.) Megatron-LM and DeepSpeed have no grid for one layer;
+# their “2D” and “3D” mean tensor × data (× pipeline) parallelism, the subject of lab 10.
 #
 # **On your GPUs** write `pl.set_default_device("cuda")` in the first cell. The 2D form was run with
 # NCCL on one GPU that four ranks shared; on several GPUs nothing was run yet. Watch

@@ -258,6 +258,8 @@ print(f"{moved / wide.num_params:g} bytes per parameter crossed the link per ste
 # $$e = \frac{t_\text{compute}}{t_\text{compute} + t_\text{copy}}
 # = \frac{1/X}{1/X + 1/(IB)} = \frac{I B}{I B + X}$$
 #
+# If all copies overlap with compute, that share is $\min(1, IB/X)$.
+#
 # The paper counts 16 bytes of optimizer states per parameter: the master weight, two moments and a
 # gradient, all in 32 bits. (Of the K = 16 bytes above 12 are optimizer states, and
 # the gradient has 2.) They are read and written once, so moved = 32 and I = b s/4:
@@ -329,9 +331,9 @@ larger.reveal(3, "Copies are per micro-batch, FLOPs per sample: a large one hide
 pl.compare(pl.predict(wide, plans["in files"], cluster), reports["in files"])
 
 # %% [markdown]
-# The exposed copies are the time in which the device waits for copies. Where forward and
-# backward take longer in the run than predicted, X is lower than in the table before, and the
-# device computes for a larger share of the step than that table says. Which disk would be fast
+# The exposed copies are the time in which the device waits for copies. Compare the row of forward
+# and backward: where they take longer in the run than predicted, the X of the table before was too
+# high, and the device really computes for a larger share of the step. Which disk would be fast
 # enough? The widget shows it for another model, 4 blocks of hidden size 256 with 64 tokens per
 # sample, and one micro-batch; *Run it* trains with the disk limited to the slider's bandwidth.
 
@@ -691,7 +693,7 @@ pl.exercises.stream.check(my_stream)
 # 1. Of K = 16 bytes per parameter forward and backward need two; the update, which needs the rest,
 #    is cheap, so it can leave the device.
 # 2. With one micro-batch ZeRO-Offload moves 4 bytes per parameter and step in 16 bits, and with the
-#    update on the host no cut moves fewer. Each further micro-batch sends 2 more bytes down.
+#    update on the host no cut moves fewer. Here each further micro-batch sends 2 more bytes down.
 # 3. Larger micro-batches make up for a slow link: from stage 2 on copies are made per micro-batch,
 #    computation per token.
 # 4. Offload does not change the training, bit for bit, where device and host run the same kernel; a
@@ -725,20 +727,31 @@ pl.exercises.stream.check(my_stream)
 #   {"zero_optimization": {
 #      "stage": 3,
 #      "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": true,
-#                            "buffer_count": 4, "pipeline_read": true, "pipeline_write": true},
+#                            "buffer_count": 12, "pipeline_read": true, "pipeline_write": true},
 #      "offload_param": {"device": "cpu", "pin_memory": true}},
 #    "aio": {"block_size": 1048576, "queue_depth": 8, "overlap_events": true}}
 #   ```
-#   `pipeline_read` and `pipeline_write` are the overlap of the last exercise. `buffer_count` counts
-#   one buffer for each state of a parameter (Adam: itself, gradient, two moments), not each unit.
+#   `"device": "nvme"` needs stage 3. `pipeline_read` and `pipeline_write` are the overlap of the
+#   last exercise. `buffer_count` counts buffers of single states: Adam needs 4 for a sub-group of
+#   parameters (weight, gradient, two moments). Each of the two settings keeps those of one more
+#   sub-group, which makes 12; with fewer, a model of several sub-groups (of $10^9$ elements by
+#   default) stops with an error.
+#
+#   DeepSpeed sends gradients down in 32 bits unless master weights have 16, so 6 bytes per
+#   parameter and not 4. When it accumulates, it adds on the GPU: from the second micro-batch on the
+#   sum so far goes up and comes down again. It has no delayed update; in its `zenflow` most
+#   gradients are applied late.
 # * **Megatron-LM** ([its
 #   page](https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/optimizer/cpu_offloading)):
-#   `--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer`.
+#   `--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer`, and
+#   `--overlap-cpu-optimizer-d2h-h2d`, which that page recommends. Activations:
+#   `--fine-grained-activation-offloading --offload-modules core_attn attn_proj`.
 #
 # PyTorch calls `pack` for each tensor that a forward saves for backward, and `unpack` when backward
 # needs it. In `save_on_cpu`, `pack` copies the tensor to the host and `unpack` copies it back. On a
-# CPU there is nothing to copy, so here `pack` writes a file and `unpack` reads it. A tensor that
-# shares the memory of a parameter stays where it is. A third run is the library's, which recomputes
+# CPU there is nothing to copy, so here `pack` writes a file and `unpack` reads it. A forward saves
+# weights, too. Here a tensor that shares the memory of a parameter stays where it is; `save_on_cpu`
+# copies it like all others. A third run is the library's, which recomputes
 # blocks and keeps their inputs on the host. Which category of memory shrinks?
 
 # %%
@@ -827,7 +840,5 @@ shrinks.reveal(1, "The hooks get what forward saves for backward, and no gradien
 # **On your GPUs**, with `pl.set_default_device("cuda")` in the first cell, copies use streams of
 # their own and page-locked memory. The same bits need the same kernel: AdamW on the host may
 # differ from the GPU's in the last digits. On an H100 a step of GPT-2 (124 million parameters,
-# bf16, ZeRO-3 with `offload="cpu"`) took 88 ms in one run and 96 in another, in place of 28
-# without. In the first one the copies, at 50 GB/s, were not the reason: 62 % of their 16 ms were
-# hidden behind compute. The host's sixteen cores took 47 ms for AdamW, and the device waited for
-# them.
+# bf16, ZeRO-3 with `offload="cpu"`) took about three times as long as without, mostly because the
+# device waited for AdamW on the host's sixteen cores.
