@@ -19,7 +19,7 @@ import numpy as np
 from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
 from paralab.interpret.held import samples
-from paralab.interpret.lines import Line, Step, said
+from paralab.interpret.lines import Line, Step, transfers
 from paralab.interpret.memory import moments
 from paralab.interpret.outline_tables import tables
 from paralab.interpret.spans import spans
@@ -61,8 +61,8 @@ def whole(program: Program, cluster: Cluster) -> Step:
         mine, last = turns_of(program, line.pp), np.array(times.last[line.pp])
         first = np.r_[0, last[:-1] + 1]
         turns.append(mine._replace(first=first[mine.first], last=last[mine.last]))
-        calls = ((at, one) for at, one in enumerate(line.table.code) if one[0].lane)
-        line.table.said = {at: said(costs, line.pp, [one]) for at, one in calls}
+        calls = ((at, pair) for at, pair in enumerate(line.table.code) if pair[0].lane)
+        line.table.transfers = {at: transfers(costs, line.pp, [pair]) for at, pair in calls}
         peaks, *both = zip(*walk, strict=True)
         tops, behind = (
             np.array([[one.get(kind, 0) for kind in kinds] for one in some]) for some in both
