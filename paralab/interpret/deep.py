@@ -23,7 +23,7 @@ from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
 from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Step, Table, transfers
-from paralab.interpret.listed import ARRIVAL, SENT, WAYS, way
+from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, SENT, message_index
 from paralab.interpret.memory import Kind
 from paralab.interpret.resumed import costs_of_calls, share, work_until_wait
 from paralab.interpret.time import Times, walked
@@ -163,12 +163,12 @@ class Deep:
         for (op, *of), ins in self.lists[like].messages.items():
             if op != WAIT:
                 ins = ins._replace(peer=(ins.peer + pp - like) % self.plan.pp)
-                at, wait = (way(end, *of, self.v) for end in (op, WAITED[op]))
+                at, wait = (message_index(end, *of, self.v) for end in (op, WAITED[op]))
                 yield at, wait, ins, self.costs.of(pp, ins)
 
     def _parts(self, pp: int, like: int, last: tuple) -> Parts:
         """Those of a rank of the kind of ``like``, whose last action has the key ``last``."""
-        n, turns = len(WAYS) * 2 * self.v, self.lists[like].turns  # n: indices of messages
+        n, turns = len(MESSAGE_OPS) * 2 * self.v, self.lists[like].turns  # n: messages' indices
         code, weights = [NOTHING] * n, [0.0] * n
         for at, _, *message in self._messages(pp):
             code[at] = tuple(message)
@@ -206,7 +206,7 @@ class Deep:
                     continue
                 if ins.op == WAIT and ins.at == RECEIVE:
                     of = "x" if key[0] == "F" else "g", key[1], self.v
-                    items.append(Item(walk.WAIT, way(ARRIVAL, *of), ARRIVAL))
+                    items.append(Item(walk.WAIT, message_index(ARRIVAL, *of), ARRIVAL))
                     continue
                 computes += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:
@@ -271,7 +271,7 @@ class Deep:
             elif key[0] in CODE:
                 yield shape[key][-1].takes
             else:
-                yield way(WAITED[SEND] if key[0] == WAIT else key[0], *key[1:], self.v)
+                yield message_index(WAITED[SEND] if key[0] == WAIT else key[0], *key[1:], self.v)
 
 
 def _runs(code: Code) -> Iterator[Code]:
