@@ -101,7 +101,7 @@ class _Writer:
 
     # ---- the compute lane ------------------------------------------------------------------------
     def move(self, span: Span | None, now: float) -> None:
-        """The rank comes to an instruction that belongs to a box with this span, or to none."""
+        """The rank comes to an instruction with this span: open its box, if it is another one."""
         if span != self.span:
             self.cut(now)
             self.span, self.began = span, now
@@ -140,6 +140,6 @@ class _Writer:
     ) -> None:
         after = (*self.cut(now), *(self.number_of[other] for other in behind))
         kind = kind_of(ins)
-        what = moved(self.program, ins, self.pp) if kind == "copy" else None
-        box = Box(ins.lane, (kind, -1, 0, 0), *begun, after, moved=what)
+        copied = moved(self.program, ins, self.pp) if kind == "copy" else None
+        box = Box(ins.lane, (kind, -1, 0, 0), *begun, after, moved=copied)
         self.number_of[position] = self.add(box)

@@ -136,10 +136,10 @@ class Costs:
             key = alike(pp, ins)
             if ins.unit < 0 and ins.at in offsets:  # moves a state between two ops of a block
                 key = (*key[:2], ins.at - offsets[ins.at], *key[3:])
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._of(pp, ins)
-        return found
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._known[key] = self._of(pp, ins)
+        return cost
 
     def _of(self, pp: int, ins: Instr) -> Cost:
         if ins.op == WAIT:
@@ -195,18 +195,18 @@ class Costs:
     # ---- links -----------------------------------------------------------------------------------
     def _message(self, pp: int, ins: Instr) -> Posted:
         """A call of the program; where shards differ in size, the one with the largest payload."""
-        several = sums_shared(ins)
-        indexes = range(self.program.shards if several else 1)
+        shared = sums_shared(ins)
+        indexes = range(self.program.shards if shared else 1)
         call = max((c for i in indexes for c in self.calls.of(pp, ins, i)), key=lambda c: c.payload)
-        found, elements = self.posted(pp, call), call.payload / self.item
+        posted, elements = self.posted(pp, call), call.payload / self.item
         split = ins.op in (ALL_GATHER, REDUCE_SCATTER) and (ins.reads + ins.writes)[0][0] in STATES
         # Parts are cut along each sample's sequence; fused kernels have the sequence outermost.
         split = split and self.plan.microbatch_size > 1 and not self.cluster.fused
-        if not (several or split):
-            return found
-        moved = self.seconds(Work(0, ITEM * 2 * elements, 3 if several else 1))
+        if not (shared or split):
+            return posted
+        moved = self.seconds(Work(0, ITEM * 2 * elements, 3 if shared else 1))
         before, behind = moved * (ins.op != ALL_GATHER), moved * (ins.op != REDUCE_SCATTER)
-        return found._replace(before=before, behind=found.behind + behind)
+        return posted._replace(before=before, behind=posted.behind + behind)
 
     def posted(self, pp: int, call: Call) -> Posted:
         """A call of pipeline rank ``pp``, and what follows its wait."""

@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
     code     the instructions, each with its cost; for a CALL that stands for several the `Times`
     awaited  {index of a WAIT: cost of the call that it waits for}
-    weights  seconds of each, the weights of the graph's edges (k,)
+    weights  seconds that each takes, as the graph of moments adds them (k,)
     shape    {key of an action, or `END`: its `Item`s, whose ``takes`` and ``before`` are indices}
     ends     positions of the first and the last compute among an action's items (2, 4, v, FEW)
     """
@@ -156,9 +156,7 @@ class Deep:
         return lanes
 
     def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
-        """The rank's sends and receives: (index in its table, index of the WAIT, SEND or RECEIVE,
-        cost).
-        """
+        """(index in the table, index of its WAIT, instruction, cost) of each SEND and RECEIVE."""
         like = self.like[pp]
         for (op, *of), ins in self.lists[like].messages.items():
             if op != WAIT:
@@ -167,7 +165,7 @@ class Deep:
                 yield at, wait, ins, self.costs.of(pp, ins)
 
     def _parts(self, pp: int, like: int, last: tuple) -> Parts:
-        """Those of a rank of the kind of ``like``, whose last action has the key ``last``."""
+        """The `Parts` of a rank of the same kind as rank ``like``. last: key of its last action."""
         n, turns = len(MESSAGE_OPS) * 2 * self.v, self.lists[like].turns  # n: messages' indices
         code, weights = [NOTHING] * n, [0.0] * n
         for at, _, *message in self._messages(pp):

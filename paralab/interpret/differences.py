@@ -118,10 +118,10 @@ def _steps(program: Any) -> dict[tuple, _Step]:
     is for the compute whose result it reads, else for the one that reads what it writes.
     """
     several = program.plan.microbatches > 1
-    needed: dict[int, str] = {}
+    needed_by: dict[int, str] = {}
     reader: dict[Any, str] = {}
     for position, ins in reversed(list(program)):
-        needed[position] = next((reader[v] for v in ins.writes if v in reader), "")
+        needed_by[position] = next((reader[v] for v in ins.writes if v in reader), "")
         if ins.op in COMPUTE:
             reader |= dict.fromkeys(ins.reads, ins.op)
     steps: dict[tuple, _Step] = {}
@@ -133,10 +133,10 @@ def _steps(program: Any) -> dict[tuple, _Step]:
             after += 1
             maker |= dict.fromkeys(ins.writes, ins.op)
         if ins.op != WAIT:
-            made = next((maker[v] for v in ins.reads if v in maker), "")
+            made_by = next((maker[v] for v in ins.reads if v in maker), "")
             line = ins.op, program.names.what(ins)
             times[line] += 1
-            does, place = _does(ins, made, needed[position]), program.names.about(ins)
+            does, place = _does(ins, made_by, needed_by[position]), program.names.about(ins)
             mb, size = ins.mb if several else -1, program.bytes_of(ins)
             steps[*line, times[line]] = _Step(ins, after, does, place, mb, size)
     return steps
@@ -155,7 +155,7 @@ def _does(ins: Instr, made: str, needed: str) -> str:
 
 
 def _frees(old: Instr, new: Instr) -> str:
-    """What a compute frees, or keeps, other than before."""
+    """The kinds of values that a compute frees, or keeps, unlike before; as text."""
     before, after = ({v[0] for v in ins.frees} for ins in (old, new))
     more, less = (", ".join(sorted(kinds)) for kinds in (after - before, before - after))
     texts = [f"frees {more} too"] * bool(more) + [f"keeps {less}"] * bool(less)
@@ -165,11 +165,11 @@ def _frees(old: Instr, new: Instr) -> str:
 def _together(steps: Sequence[_Step]) -> tuple[str, int, int, Instr]:
     """(places in the model, once for equal micro-batches; how many steps; bytes; the first)."""
     batches = [
-        (mb, [step.place for step in some]) for mb, some in groupby(steps, lambda step: step.mb)
+        (mb, [step.place for step in same]) for mb, same in groupby(steps, lambda step: step.mb)
     ]
     texts = []
-    for places, some in groupby(batches, lambda batch: batch[1]):
-        numbers = [mb for mb, _ in some]
+    for places, same in groupby(batches, lambda batch: batch[1]):
+        numbers = [mb for mb, _ in same]
         text = _inline(fold(list(map(Line, places)), worth=1))
         if numbers[0] >= 0:
             text += f", mb {numbers[0]}" + f" … {numbers[-1]}" * (len(numbers) > 1)

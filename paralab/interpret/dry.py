@@ -55,16 +55,16 @@ def numbered(
 
 
 def _samples(program: Program, times: Times, pp: int, gloo: bool) -> Samples:
-    """(count, bytes by kind) of each action: at its peak, after the instruction with most alive
-    behind it, and at its end.
+    """(count, bytes by kind) of each action: at its peak, after the instruction that leaves most
+    alive, and at its end.
     """
-    (entered, left), found = times.of_program(pp), moments(program, pp, gloo=gloo)
-    made = {0.0: next(found)[2]}
+    (entered, left), weighed = times.of_program(pp), moments(program, pp, gloo=gloo)
+    taken = {0.0: next(weighed)[2]}
     actions = enumerate(spans(program, program.codes[pp]))
     for _, action in groupby(actions, key=lambda numbered_span: numbered_span[1]):
-        rows = [(position, *next(found)) for position, _ in action]
+        rows = [(position, *next(weighed)) for position, _ in action]
         at, _, held, _ = max(rows, key=lambda row: row[1])
         most = max(rows, key=lambda row: on_device(row[3]))
-        made |= {left[position]: behind for position, *_, behind in (most, rows[-1])}
-        made[(entered[at] + left[at]) / 2] = held
-    return sorted(made.items(), key=lambda sample: sample[0])
+        taken |= {left[position]: behind for position, *_, behind in (most, rows[-1])}
+        taken[(entered[at] + left[at]) / 2] = held
+    return sorted(taken.items(), key=lambda sample: sample[0])

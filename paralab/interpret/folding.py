@@ -48,7 +48,7 @@ class Line:
         yield self
 
     def moved(self, moves: Moves, times: int) -> Line:
-        """The line that stands for it ``times`` repetitions later."""
+        """The counterpart of this line, ``times`` repetitions later."""
         text = self._with(lambda kind, value: str(value + times * moves.get(kind, 0)))
         return Line(text, self.position)
 
@@ -114,7 +114,9 @@ class Fold:
 
     @property
     def what(self) -> str:
-        """What ``count`` counts: "blocks"; or "times", if not one kind of number changes by one."""
+        """What ``count`` counts: "blocks"; "times", if more than one kind of number changes, or a
+        number by more than one.
+        """
         kinds = [kind for kind in self.letters if abs(self.moves[kind]) == 1]
         return KINDS[kinds[0]][1] if len(kinds) == len(self.letters) == 1 else "times"
 
@@ -144,8 +146,8 @@ def fold(lines: Sequence[Line], *, worth: int = WORTH) -> list[Item]:
     items: list[Item] = list(lines)
     length = 1
     while length <= min(LONGEST, len(items) // 2):
-        made = list(_folded(items, length, worth))
-        items, length = made, length + 1 if len(made) == len(items) else 1
+        folded = list(_folded(items, length, worth))
+        items, length = folded, length + 1 if len(folded) == len(items) else 1
     return items
 
 

@@ -89,10 +89,10 @@ class Effects:
         def top(n: int) -> np.ndarray:
             return behind[n + 1] + beyond[symbol[n]]
 
-        found = dict(samples(behind, most, top, leave, actions, self.device))
+        taken = dict(samples(behind, most, top, leave, actions, self.device))
         end = actions[-1] + 1
-        found.setdefault((leave[end - 1] + line.end) / 2, top(end + int(most[end:].argmax())))
-        return sorted(found.items(), key=lambda sample: sample[0])
+        taken.setdefault((leave[end - 1] + line.end) / 2, top(end + int(most[end:].argmax())))
+        return sorted(taken.items(), key=lambda sample: sample[0])
 
     def peak(self, symbol: np.ndarray) -> int:
         """Bytes on the device at the peak of a rank that runs these instructions."""

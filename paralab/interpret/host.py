@@ -82,13 +82,13 @@ class Host:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Tensor:
         """Host memory to be kept, and counted. See [Note: page-locked]."""
-        found = plain(shape, dtype)
-        if self.cuda and found.nbytes:
+        memory = plain(shape, dtype)
+        if self.cuda and memory.nbytes:
             lock = torch.cuda.cudart().cudaHostRegister
-            torch.cuda.check_error(lock(found.data_ptr(), found.nbytes, 0))
-            self._locked.append(found)
-        self.recorder.holds("host", category, found.nbytes)
-        return found
+            torch.cuda.check_error(lock(memory.data_ptr(), memory.nbytes, 0))
+            self._locked.append(memory)
+        self.recorder.holds("host", category, memory.nbytes)
+        return memory
 
     def create(self, kind: str, size: int, category: str) -> str:
         """A file of ``size`` bytes. Returns its name."""

@@ -47,20 +47,20 @@ class Insides:
         """stays: storages of values that a backward frees, but which other values still hold."""
         forward, offset = ins.op in FORWARDS, self.model.behind.get(ins.at[0], 0)
         at = ins.at[0] - offset, ins.at[1] - offset  # in the first block
-        left = frozenset([(kind, boundary - offset) for kind, boundary in stays])
-        key = at, "forward" if forward else ins.op, not forward or keeps(ins), left
-        found = self._known.get(key)
-        if found is None:
+        shared = frozenset([(kind, boundary - offset) for kind, boundary in stays])
+        key = at, "forward" if forward else ins.op, not forward or keeps(ins), shared
+        inside = self._known.get(key)
+        if inside is None:
             if forward:
                 moments = list(self._forward(*at, keep=keeps(ins)))
             elif ins.op == BACKWARD_WEIGHT:
                 moments = list(self._weight(*at))
             else:
-                moments = list(self._backward(*at, left, halves=ins.op == BACKWARD_INPUT))
+                moments = list(self._backward(*at, shared, halves=ins.op == BACKWARD_INPUT))
             activations, workspace = max(moments, key=sum)
             most = max(m.activations for m in moments), max(m.workspace for m in moments)
-            found = self._known[key] = Inside(activations, workspace, 0, most)
-        return found
+            inside = self._known[key] = Inside(activations, workspace, 0, most)
+        return inside
 
     def _forward(self, i: int, j: int, *, keep: bool) -> Iterator[Moment]:
         ops, sharing = self.model.ops, self.sharing

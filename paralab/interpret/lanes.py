@@ -2,7 +2,7 @@
 
     h2d, d2h  host to device and back      on a GPU a stream of its own, with pinned memory
     disk      files, read and written
-    host      the host's processor: additions and optimizer steps on what lies in its memory
+    host      the host's processor: additions and optimizer steps on tensors in its memory
 
 A lane is a thread that does one job after the other, in the order they were handed over; a job
 starts when the jobs it comes after are done. Jobs only ever come after jobs handed over before, so

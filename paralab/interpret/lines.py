@@ -1,4 +1,4 @@
-"""A rank's list of instructions with the time of each, as arrays: what a step in outline reads.
+"""A rank's list of instructions with the time of each, as arrays; a step in outline reads them.
 
 In a list of thousands of micro-batches the same few instructions come again and again. A `Table`
 has each distinct instruction once, with everything that is known before the list is timed. A `Line`

@@ -72,8 +72,8 @@ class Lists:
         self.lane, self.sizes = self.rank * pieces.lanes + lane, pieces.tables[list(kinds)]
         self._items = pieces.items, at
 
-        # A message is named by where it arrives. A SEND's WAIT names only the receiving rank: at
-        # most one message to each is in flight.
+        # A RECEIVE is named by its message. A SEND is named by the rank that it is sent to, because
+        # at most one message to each rank is in flight.
         calls, into, out = self.op == OP[CALL], name == RECEIVED, name == LEFT
         back = np.where(rows.kind < SEND, rows.kind != F, rows.what == B)[step]
         stage = rows.stage[step] + (out & calls) * (1 - 2 * back)

@@ -211,8 +211,8 @@ class _Rank:
         if op == WAIT:
             inside = Inside(buffers=self.reordered(ins))
         elif ins.lane:
-            more = self.in_flight[ins.writes] = self.carried(ins)
-            self.add(BUFFERS, more)
+            extra = self.in_flight[ins.writes] = self.carried(ins)
+            self.add(BUFFERS, extra)
         elif op == UPDATE:
             inside = Inside(workspace=self.widened(ins.unit))
         elif op == NORM:
@@ -249,8 +249,8 @@ class _Rank:
             if size > most.get(kind, 0):
                 most[kind] = size
         if inside is not NOTHING:
-            for kind, more in zip((ACTIVATIONS, WORKSPACE), inside.most, strict=True):
-                size = now.get(kind, 0) + more
+            for kind, extra in zip((ACTIVATIONS, WORKSPACE), inside.most, strict=True):
+                size = now.get(kind, 0) + extra
                 if size > most.get(kind, 0):
                     most[kind] = size
 

@@ -107,10 +107,10 @@ def _sources(
     """Per action the action of another stage whose result it receives, or -1."""
     if plan.pp == 1 or plan.relays:
         return np.full(len(stage), -1)
-    made = np.full((2, plan.stages + 2, plan.microbatches), -1)
+    maker = np.full((2, plan.stages + 2, plan.microbatches), -1)
     back, passes_on = (letter != F).astype(int), letter != W  # a W sends and receives nothing
-    made[back[passes_on], stage[passes_on] + 1, microbatch[passes_on]] = np.flatnonzero(passes_on)
-    return np.where(passes_on, made[back, stage + 2 * back, microbatch], -1)
+    maker[back[passes_on], stage[passes_on] + 1, microbatch[passes_on]] = np.flatnonzero(passes_on)
+    return np.where(passes_on, maker[back, stage + 2 * back, microbatch], -1)
 
 
 def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
@@ -158,26 +158,26 @@ def _repeated(name: str, table: dict[str, Any], steps: int, length: float) -> di
     """
     n, steps = len(table["rank"]), 1 if name == "memory" else steps
     turn = np.repeat(np.arange(steps), n)
-    made: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for column, kind in COLUMNS[name].items():
         if column == "step":
-            made[column] = turn
+            columns[column] = turn
         elif column == "after":
             after = np.tile(table[column], steps)
-            made[column] = [()] * len(after)
+            columns[column] = [()] * len(after)
             if len(after) < ARROWS:
                 ids = (after + turn * n).tolist()
-                made[column] = [(i,) if a >= 0 else () for i, a in zip(ids, after, strict=True)]
+                columns[column] = [(i,) if a >= 0 else () for i, a in zip(ids, after, strict=True)]
         elif kind in (str, tuple):
             values = table[column]
-            made[column] = (values if isinstance(values, list) else values.tolist()) * steps
+            columns[column] = (values if isinstance(values, list) else values.tolist()) * steps
         else:
             values = np.tile(np.asarray(table[column], kind), steps)
             later = column in ("start", "end", "time")
-            made[column] = values + turn * (length if later else n * (column == "id"))
+            columns[column] = values + turn * (length if later else n * (column == "id"))
     if name == "collectives":  # numbered on through the steps, phase by phase
         calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
-        for at, call in enumerate(zip(made["rank"].tolist(), made["phase"], strict=True)):
-            made["call"][at] = calls[call]
+        for at, call in enumerate(zip(columns["rank"].tolist(), columns["phase"], strict=True)):
+            columns["call"][at] = calls[call]
             calls[call] += 1
-    return made
+    return columns

@@ -58,12 +58,12 @@ class Graph(NamedTuple):
         """When each node happens, in seconds."""
         takes = weights[self.weight]
         if len(takes) < NARROW * len(self.edges):
-            made = [0.0]
+            by_node = [0.0]
             columns = zip(self.source.tolist(), self.other.tolist(), takes.tolist(), strict=True)
             for a, b, seconds in columns:
-                x, y = made[a], made[b]
-                made.append((x if x > y else y) + seconds)
-            return np.array(made)
+                x, y = by_node[a], by_node[b]
+                by_node.append((x if x > y else y) + seconds)
+            return np.array(by_node)
         moments = np.zeros(len(takes) + 1)
         for low, high in pairwise(self.edges):
             rows = slice(low - 1, high - 1)
@@ -178,14 +178,14 @@ class _Nodes:
     def _meet(self) -> list[tuple[int, int, int]]:
         """Number the ends of messages, then the nodes of calls of several ranks; returns these."""
         lists, nodes = self.lists, []
-        behind = self.n + len(lists.sends)
-        self.end[lists.sends] = self.end[lists.receives] = np.arange(self.n, behind)
+        first = self.n + len(lists.sends)
+        self.end[lists.sends] = self.end[lists.receives] = np.arange(self.n, first)
         for lane in lists.met:
             free: list[int] = []
             for members in lane:
                 moments = [*self.front[members], *free]
-                nodes += _chain(moments, self.takes[members[-1]], behind + len(nodes))
-                free = [behind + len(nodes) - 1]
+                nodes += _chain(moments, self.takes[members[-1]], first + len(nodes))
+                free = [first + len(nodes) - 1]
                 self.end[members] = free
         return nodes
 
@@ -231,22 +231,22 @@ def _chain(moments: Sequence[int], takes: int, first: int) -> list[tuple[int, in
 
 def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[int]]:
     """({job: the jobs before it}, the WAITs whose job an earlier WAIT has shown to be over)."""
-    behind, over, of = {}, [], dict(zip(lists.waits.tolist(), lists.of.tolist(), strict=True))
+    before, over, awaited = {}, [], dict(zip(lists.waits.tolist(), lists.of.tolist(), strict=True))
     for r in range(len(lists.sizes)):
-        order, made = Order(plan), {}
+        order, begun = Order(plan), {}
         for at, item in lists.of_rank(r, (JOB, WAIT)):
             if item.op == JOB:
-                made[at] = Begun(at, None, order.behind(item.name))
-                behind[at] = [other.position for other in made[at].behind]
-                order.add(item.name, made[at])
+                begun[at] = Begun(at, None, order.behind(item.name))
+                before[at] = [other.position for other in begun[at].behind]
+                order.add(item.name, begun[at])
                 continue
-            job = made.get(of[at])
+            job = begun.get(awaited[at])
             if job and job.over:
                 over.append(at)
             elif job:
                 job.settled()
             order.end(item.frees)
-    return behind, over
+    return before, over
 
 
 def _levels(source: list[int], other: list[int], begins: list[int], n: int) -> list[int]:

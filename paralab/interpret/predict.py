@@ -157,13 +157,13 @@ def samples(program: Program, times: Times, pp: int, *, gloo: bool = True) -> Sa
     highest peak; of several at one moment the largest.
     """
     (_, _, before), *weighed = moments(program, pp, gloo=gloo)
-    made = [(0.0, before)]
+    taken = [(0.0, before)]
 
     def add(moment: float, held: dict[Kind, int]) -> None:
-        if moment > made[-1][0]:
-            made.append((moment, held))
-        elif sum(held.values()) > sum(made[-1][1].values()):
-            made[-1] = (moment, held)
+        if moment > taken[-1][0]:
+            taken.append((moment, held))
+        elif sum(held.values()) > sum(taken[-1][1].values()):
+            taken[-1] = (moment, held)
 
     peaks = [peak for peak, *_ in weighed]
     highest, (entered, left) = peaks.index(max(peaks)), times.of_program(pp)
@@ -172,7 +172,7 @@ def samples(program: Program, times: Times, pp: int, *, gloo: bool = True) -> Sa
         if position == highest:
             add((entered[position] + moment) / 2, top)
         add(moment, behind)
-    return made
+    return taken
 
 
 class Rows:
@@ -194,8 +194,8 @@ class Rows:
             name, when = first + number * world, (start + box.start, start + box.end)
             kind, microbatch, stage, chunk = box.span
             after = tuple([first + at * world for at in box.after if step or at >= 0])
-            what = box.lane, kind, stage, chunk, microbatch
-            spans.append((name, rank, step, *what, *when, box.cost, after))
+            action = box.lane, kind, stage, chunk, microbatch
+            spans.append((name, rank, step, *action, *when, box.cost, after))
             if box.call is not None:
                 call = rank, box.call.phase
                 row = member.row(box.call)

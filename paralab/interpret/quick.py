@@ -91,13 +91,13 @@ def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
     ranks = ranks or (0,)
     at = plan.place(ranks[0]).pp
     program, total = program_of(model, plan, "adamw", at), 0
-    calls, known = Calls(program), {}
+    calls, counts = Calls(program), {}
     for rank in ranks:
         member = Member(program, rank)
-        if member.index not in known:
+        if member.index not in counts:
             made = (call for ins in program.codes[at] for call in calls.of(at, ins, member.index))
-            known[member.index] = Counter(made)
-        for call, count in known[member.index].items():
+            counts[member.index] = Counter(made)
+        for call, count in counts[member.index].items():
             total += count * member.row(call).wire * (call.phase not in BOOKKEEPING)
     return Fraction(total, len(ranks))
 

@@ -298,22 +298,22 @@ class Rank:
         the next step may change the device's; "second", a secondary shard (hpZ); else this tp
         rank's part of a state, along the sequence.
         """
-        held, made = self.store[ins.reads[0]], ins.writes[0]
-        if made[0] == "wide":
+        value, target = self.store[ins.reads[0]], ins.writes[0]
+        if target[0] == "wide":
             with self.recorder.making("gradients"):
-                self.store[made] = flat_of(held).float()
-        elif made[0] == "host.verdict":
-            self.store[made] = self.workers.copied(self.state.decided(held))
-        elif made[0] == "second":
+                self.store[target] = flat_of(value).float()
+        elif target[0] == "host.verdict":
+            self.store[target] = self.workers.copied(self.state.decided(value))
+        elif target[0] == "second":
             group = self.groups["secondary"]
-            self.store[made] = part = held.flat.chunk(group.size)[group.index].clone()
+            self.store[target] = part = value.flat.chunk(group.size)[group.index].clone()
             self.recorder.owns("parameters", part)
         else:
-            source, group, samples = held[0], self.groups["tp"], self.plan.microbatch_size
+            source, group, samples = value[0], self.groups["tp"], self.plan.microbatch_size
             part = source.view(samples, group.size, -1, source.shape[1])[:, group.index]
             part = part.clone(memory_format=torch.contiguous_format).view(-1, source.shape[1])
-            self.store[made] = (part,)
-            self._owns(made, part)
+            self.store[target] = (part,)
+            self._owns(target, part)
 
     # ---- the optimizer ---------------------------------------------------------------------------
     def NORM(self, ins: Instr) -> None:
@@ -378,23 +378,23 @@ class Rank:
             self._call(ins, group.all_reduce(flat, phase=ins.phase), put_back)
 
     def REDUCE_SCATTER(self, ins: Instr) -> None:
-        group, made, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
+        group, target, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
         if isinstance(value, Flat):
-            part, parts = self._made(made), value.flat
+            part, parts = self._made(target), value.flat
         else:
             *others, whole = value
             parts = _by_rank(whole, self.plan.microbatch_size, group.size)
             part = whole.new_empty((whole.shape[0] // group.size, whole.shape[1]))
-            self.store[made] = (*others, part)
-            self._owns(made, part)
+            self.store[target] = (*others, part)
+            self._owns(target, part)
             if parts is not whole:
                 self.recorder.owns("buffers", parts)
         self._call(ins, group.reduce_scatter(part.view(-1), parts.view(-1), phase=ins.phase))
 
     def ALL_GATHER(self, ins: Instr) -> None:
-        group, made, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
-        if made[0] in ("w", "grad"):
-            flat = self._made(made).flat
+        group, target, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
+        if target[0] in ("w", "grad"):
+            flat = self._made(target).flat
             self._call(ins, group.all_gather(flat, flat_of(value), phase=ins.phase))
             return
         *others, part = value if isinstance(value, (tuple, list)) else (value,)
@@ -402,12 +402,12 @@ class Rank:
             self.store[ins.writes[1]] = (part,)
             self._owns("activations", part)
         whole = part.new_empty((group.size * part.shape[0], part.shape[1]))
-        self._owns(made, whole)
+        self._owns(target, whole)
 
         def arrived() -> None:
             ordered = _by_sample(whole, self.plan.microbatch_size, group.size)
-            self._owns(made, ordered)
-            self.store[made] = ordered if made[0] == "again" else (*others, ordered)
+            self._owns(target, ordered)
+            self.store[target] = ordered if target[0] == "again" else (*others, ordered)
 
         parts = part.contiguous().view(-1)
         self._call(ins, group.all_gather(whole.view(-1), parts, phase=ins.phase), arrived)
@@ -445,11 +445,11 @@ class Rank:
         shape = (size // dtype.itemsize,)
         if of_state:
             shape = (self.model.tokens // (self.plan.tp if v[0] in PARTS else 1), self.model.width)
-        made = torch.empty(shape, dtype=dtype, device=self.env.device)
-        self.recorder.owns(category, made)
+        tensor = torch.empty(shape, dtype=dtype, device=self.env.device)
+        self.recorder.owns(category, tensor)
         if v[0] in ("w", "grad"):
-            return Flat(self.units[v[1]], made, self.model)
-        return (made,) if of_state else made
+            return Flat(self.units[v[1]], tensor, self.model)
+        return (tensor,) if of_state else tensor
 
     def _owns(self, what: str | Value, kept: Any) -> None:
         """Count the tensors of ``kept`` in a category, or in that of a value of the program."""

@@ -250,8 +250,8 @@ def program(
     if clip_norm is not None:
         real("clip_norm", clip_norm, above=0.0)
     at, clips = plan.place(rank).pp, clip_norm is not None
-    made = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
-    return ProgramText(made, rank, made.codes[at])
+    step = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
+    return ProgramText(step, rank, step.codes[at])
 
 
 def said(plan: Plan) -> str:

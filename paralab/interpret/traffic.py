@@ -72,17 +72,17 @@ class Calls:
             key = (*alike(pp, ins), index if sums_shared(ins) else 0)
         else:  # in predictions a CALL is an op's own call; other instructions make none
             return (ins.at,) * (ins.op == CALL)
-        found = self._known.get(key)
-        if found is not None:
-            return found
-        made: list[Call] = []
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        calls: list[Call] = []
         if ins.op in COMPUTE:  # calls of ops' methods; a BACKWARD runs two of each op
             ops = self.program.model.ops[slice(*ins.at)]
             for op in reversed(ops) if ins.op in BACKWARDS else ops:
-                made += (call for method in METHODS[ins.op] for call in op.calls.get(method, ()))
+                calls += (call for method in METHODS[ins.op] for call in op.calls.get(method, ()))
         elif (payload := self.payload(pp, ins, index)) is not None:
-            made.append(Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer))
-        return self._known.setdefault(key, tuple(made))
+            calls.append(Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer))
+        return self._known.setdefault(key, tuple(calls))
 
     def payload(self, pp: int, ins: Instr, index: int = 0) -> int | None:
         """Bytes of the full buffer: of the value that is gathered or received, else of the one that
@@ -123,13 +123,13 @@ class Member:
 
     def group(self, lane: str) -> tuple[int, ...]:
         """Global ranks of the group whose calls are made on this lane."""
-        found = self._groups.get(lane)
-        if found is None:
-            found = self.plan.ranks({"ends": "pp", "dp": "shard"}.get(lane, lane), self.rank)
+        ranks = self._groups.get(lane)
+        if ranks is None:
+            ranks = self.plan.ranks({"ends": "pp", "dp": "shard"}.get(lane, lane), self.rank)
             if lane == "ends":
-                found = (found[0], found[-1])
-            self._groups[lane] = found
-        return found
+                ranks = (ranks[0], ranks[-1])
+            self._groups[lane] = ranks
+        return ranks
 
     def row(self, call: Call) -> Row:
         """The row of traffic that this rank records for the call."""
@@ -139,5 +139,5 @@ class Member:
         axis = "pp" if call.axis == "ends" else call.axis
         peer = ranks[call.root] if call.root >= 0 else -1
         about = {"peer": peer, "phase": call.phase, "payload": call.payload}
-        made = row(call.op, axis, ranks, self.rank, **about, node_of=self.node_of)
-        return self._rows.setdefault(call, made)
+        recorded = row(call.op, axis, ranks, self.rank, **about, node_of=self.node_of)
+        return self._rows.setdefault(call, recorded)

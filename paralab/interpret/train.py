@@ -231,13 +231,13 @@ def train(
         "save": (save is None, save_every),
         "resume": resume and Path(resume).name,
     }
-    what = f"{model} {plan.to_dict()} {sorted(settings_of_all.items())} {plan.actions()}"
+    fingerprint = f"{model} {plan.to_dict()} {sorted(settings_of_all.items())} {plan.actions()}"
     losses = []
     ledger = Ledger(recorder, device=context.device, limit=memory_limit, advise=help_with)
     with contextlib.ExitStack() as ledger_on:
         ledger_on.enter_context(ledger)
         trainer = Trainer(context, model, plan, recorder=recorder, **settings)
-        agree(trainer.grid.world, what=what, corpus=trainer.corpus, program=trainer.program)
+        agree(trainer.grid.world, what=fingerprint, corpus=trainer.corpus, program=trainer.program)
         offset, uncertainty = measure_offset(trainer.grid.world)
         if resume is not None:
             checkpoint.load(trainer, resume)

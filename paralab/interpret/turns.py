@@ -22,7 +22,7 @@ class Turns(NamedTuple):
 
     @property
     def since(self) -> int:
-        """Where the first of the last actions begins: of each letter and stage one is the last."""
+        """Where the earliest of the last actions begins; each stage has a last one per letter."""
         _, at = np.unique((self.stage * len(CODE) + self.letter)[::-1], return_index=True)
         return int(self.first[::-1][at].min())
 

@@ -74,13 +74,13 @@ class Walk:
 
     posting  seconds that posting a call takes
     free     {lane of several pipeline ranks: when it is free}
-    there    {(lane, number of a call): the members that have launched it}; complete calls are gone
+    launched {(lane, number of a call): the members that have launched it}; complete calls are gone
     """
 
     def __init__(self, posting: float) -> None:
         self.posting = posting
         self.free: dict[Any, float] = {}
-        self.there: dict[Any, list[tuple]] = {}
+        self.launched: dict[Any, list[tuple]] = {}
         self.ready: deque[Iterator] = deque()
 
     def go(self, ranks: Sequence[Rank]) -> None:
@@ -93,32 +93,32 @@ class Walk:
         """A rank has launched a call of several; when the last of them has, the call is timed."""
         lane = item.lane
         number = rank.count[lane] = rank.count[lane] + 1
-        there = self.there.setdefault((lane, number), [])
-        there.append((rank, len(rank.left), moment))
-        if len(there) < item.members:
+        launched = self.launched.setdefault((lane, number), [])
+        launched.append((rank, len(rank.left), moment))
+        if len(launched) < item.members:
             return
-        del self.there[lane, number]
-        start = max(self.free.get(lane, 0.0), *(moment for _, _, moment in there))
+        del self.launched[lane, number]
+        start = max(self.free.get(lane, 0.0), *(moment for _, _, moment in launched))
         end = self.free[lane] = start + item.takes
-        for member, position, _ in there:
+        for member, position, _ in launched:
             member.calls[position] = start, end
-            if member.stands == position:
-                member.stands = None
+            if member.blocked_on == position:
+                member.blocked_on = None
                 self.ready.append(member.walk)
 
 
 class Rank:
     """One rank on its way through its list.
 
-    left     per instruction when the rank goes on to the next
-    calls    {position: (start, end)} of calls and jobs, on their lanes
-    waits    {position of a WAIT: (position of its call or job, the end of that)}; left out are jobs
-             known to be over, because an earlier WAIT was for a job that came after them
-    jobs     {position: `Begun`}; ``behind``: {position of a job: positions of the jobs before it}
-    flights  {name of a call in flight: its position}
-    count    {lane of several pipeline ranks: calls launched on it}
-    stands   position of the call that the rank waits for, or None
-    lanes    {lane of its own: when it is free}
+    left        per instruction when the rank goes on to the next
+    calls       {position: (start, end)} of calls and jobs, on their lanes
+    waits       {position of a WAIT: (position of its call or job, the end of that)}; left out are
+                jobs known to be over, because an earlier WAIT was for a job that came after them
+    jobs        {position: `Begun`}; ``behind``: {position of a job: positions of those before it}
+    flights     {name of a call in flight: its position}
+    count       {lane of several pipeline ranks: calls launched on it}
+    lanes       {lane of its own: when it is free}
+    blocked_on  position of the call that the rank waits for, or None
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Rank:
         self.behind: dict[int, list[int]] = {}
         self.flights: dict[tuple[Value, ...], int] = {}
         self.count: Counter[Any] = Counter()
-        self.stands: int | None = None
+        self.blocked_on: int | None = None
         self.walk = self._go()
 
     def _go(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Rank:
                 if call in jobs and lasted:
                     jobs[call].settled()
                 while lasted and call not in calls:
-                    self.stands = call
+                    self.blocked_on = call
                     yield
                 if lasted:
                     end = calls[call][1]
@@ -198,12 +198,12 @@ def moments(lists: Sequence[Sequence[Item]]) -> list[list[tuple[float, float]]]:
         for calls in zip_longest(*(names[member] for member in members), fillvalue="nothing more"):
             if len(set(calls)) > 1:
                 pairs = zip(members, calls, strict=True)
-                said = ", ".join(f"rank {member} launches {call}" for member, call in pairs)
-                raise ValueError(f"no rank can go on: {said}")
+                launches = ", ".join(f"rank {member} launches {call}" for member, call in pairs)
+                raise ValueError(f"no rank can go on: {launches}")
     walk = Walk(0.0)
     ranks = [Rank(walk, items, Order(None)) for items in lists]
     walk.go(ranks)
-    if walk.there:
+    if walk.launched:
         raise ValueError("no rank can go on: ranks wait for each other's calls in a circle")
     return [
         [rank.calls.get(at, work) for at, work in enumerate(pairwise([0.0, *rank.left]))]
