@@ -70,7 +70,7 @@ class Posted(NamedTuple):
     lane     of the group
     seconds  on that lane, once all members have launched the call
     members  how many pipeline ranks make the call together; 0: it stays within one
-    peer     pipeline rank at the other end of a message, else -1; ``sends``: whether it receives it
+    peer     pipeline rank at the other end of a message, else -1; ``sends``: to it, not from it
     before   seconds on the rank's own lane before the call, to pack what is sent
     summed   seconds after the wait, to add up what was received; ``behind``: to unpack it;
              ``slower``: how much longer a long stretch of work takes there, see resumed.py

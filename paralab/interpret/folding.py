@@ -52,7 +52,7 @@ class Line:
         text = self._with(lambda kind, value: str(value + times * moves.get(kind, 0)))
         return Line(text, self.position)
 
-    def said(self, letters: dict[str, tuple[str, int]]) -> str:
+    def lettered(self, letters: dict[str, tuple[str, int]]) -> str:
         """The text with "i+1" in place of a number. letters: {kind: (letter, its value)}."""
 
         def number(kind: str, value: int) -> str:

@@ -196,13 +196,13 @@ class Line:
         tensor parallelism and between stages; and all that the host computes. Boxes of ``short``
         seconds or less are left out.
         """
-        made: list[Box] = []
+        boxes: list[Box] = []
 
         def add(kind: str, start: float, end: float) -> None:
-            if made and made[-1].kind == kind and start - made[-1].end < short:
-                made[-1] = made[-1]._replace(end=end, cost=made[-1].cost + end - start)
+            if boxes and boxes[-1].kind == kind and start - boxes[-1].end < short:
+                boxes[-1] = boxes[-1]._replace(end=end, cost=boxes[-1].cost + end - start)
             elif end - start > short:
-                made.append(Box(self.pp, "compute", kind, start, end, end - start))
+                boxes.append(Box(self.pp, "compute", kind, start, end, end - start))
 
         for at in range(behind, len(self.left)):
             ins, cost = self.table.code[self.symbol[at]]
@@ -219,12 +219,12 @@ class Line:
         for symbol, when in zip(symbols[chosen].tolist(), self.when[chosen].tolist(), strict=True):
             lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))
         for (lane, kind), intervals in lanes.items():
-            made += [
+            boxes += [
                 Box(self.pp, lane, kind, start, end, (end - start) * (kind != "comm"))
                 for start, end in union(intervals)
                 if end - start > short
             ]
-        return made
+        return boxes
 
     # ---- calls and copies ------------------------------------------------------------------------
     @cached_property

@@ -148,7 +148,7 @@ class Rank:
         self.first_sample = 0
         self.before_update: Callable[[int], None] | None = None
         self.named = [(op, _names(op)) for op in self.model.ops]
-        self._lasting: dict[tuple[int, int], list] = {}
+        self._bound: dict[tuple[int, int], list] = {}
         self.steps = [
             (self._method(ins), ins, span)
             for ins, span in zip(self.code, spans(program, self.code), strict=True)
@@ -164,9 +164,9 @@ class Rank:
         own_weights = any(v[0] == "w" and not lasts(v) for v in ins.reads)
         if ins.op not in COMPUTE or ins.op == BACKWARD_WEIGHT or own_weights:
             return method
-        if ins.at not in self._lasting:
-            self._lasting[ins.at] = self._ops(ins)
-        return partial(method, ops=self._lasting[ins.at])
+        if ins.at not in self._bound:
+            self._bound[ins.at] = self._ops(ins)
+        return partial(method, ops=self._bound[ins.at])
 
     # ---- a step ----------------------------------------------------------------------------------
     def step(self, batches: Callable[[int], Tensor]) -> list[Tensor]:

@@ -175,7 +175,7 @@ class ProgramText(RankProgram):
                 yield Row(depth, item.position, item.head)
                 yield from self._rows(item.body, depth + 1, letters | item.letters)
             else:
-                _, what, frees = item.said(letters).split("\t")
+                _, what, frees = item.lettered(letters).split("\t")
                 yield Row(depth, item.position, what, frees, self.lines[item.position])
 
     @property
@@ -183,7 +183,7 @@ class ProgramText(RankProgram):
         """Whose program this is."""
         part = f"{len(self)} of " * (len(self) < len(self.lines))
         size = f"{part}{len(self.lines)} instructions"
-        return f"rank {self.rank} of {self.plan.world_size}: {said(self.plan)}, {size}"
+        return f"rank {self.rank} of {self.plan.world_size}: {changed_fields(self.plan)}, {size}"
 
     @cached_property
     def notes(self) -> list[str]:
@@ -254,7 +254,7 @@ def program(
     return ProgramText(step, rank, step.codes[at])
 
 
-def said(plan: Plan) -> str:
+def changed_fields(plan: Plan) -> str:
     """A plan by the fields that differ from the defaults: "dp=4, zero_stage=3"."""
     defaults, fields = Plan().to_dict(), plan.to_dict()
     changed = [f"{name}={value}" for name, value in fields.items() if value != defaults[name]]
