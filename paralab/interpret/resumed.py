@@ -9,7 +9,7 @@ The stretch goes up to the next wait and consists of compute and the posting of 
 infinitely long after an action's last compute, from an ADD or a KEEP on, and after a RECEIVE's
 wait. So the waits of an action cost the same wherever the action stands (deep.py), except in a
 rank's last action, where the end of the step follows. Inside an op, which posts the same call again
-and again, posting does not count as work: predicted 2D layers would be 15 to 20 % too slow.
+and again, posting does not count: if it did, predicted 2D layers would be 15 to 20 % too slow.
 """
 
 from __future__ import annotations
