@@ -98,7 +98,7 @@ def test_folding_any_lines_loses_none(texts):
                 assert set(item.letters).isdisjoint(letters)  # a letter means one thing
                 said += in_words(item.body, {**letters, **item.letters})
             else:
-                said.append(item.said(letters))
+                said.append(item.lettered(letters))
         return said
 
     assert all("blocks." in said for said in in_words(items, {}))
@@ -110,14 +110,14 @@ def test_blocks_fold_inside_micro_batches():
     assert outer.head == "× 5 micro-batches, k = 0 … 4"
     assert [inner.head for inner in outer.body] == ["× 4 blocks, i = 0 … 3"] * 2
     letters = {**outer.letters, **outer.body[1].letters}
-    assert outer.body[1].body[0].said(letters) == "B blocks.i mb k"
+    assert outer.body[1].body[0].lettered(letters) == "B blocks.i mb k"
 
 
 def test_a_backward_counts_down_and_what_is_ahead_is_said_by_its_distance():
     texts = [t for i in (5, 4, 3, 2) for t in (f"GATHER\tblocks.{i - 1}", f"BACKWARD\tblocks.{i}")]
     (item,) = fold([Line(text, at) for at, text in enumerate(texts)])
     assert item.head == "× 4 blocks, i = 5 … 2"
-    assert [line.said(item.letters) for line in item.body] == [
+    assert [line.lettered(item.letters) for line in item.body] == [
         "GATHER\tblocks.i-1",
         "BACKWARD\tblocks.i",
     ]

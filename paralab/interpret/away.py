@@ -1,11 +1,11 @@
-"""What a rank keeps from step to step off its device, and the update of it on the host.
+"""Offloaded states: what a rank keeps from step to step off its device, and its update on the host.
 
-A share of a unit has, wherever the plan says, its parameters in the model's dtype, a place for its
-gradient, and rows of fp32, (k, c): AdamW's two moments and then the master weights. Where the
-parameters themselves are fp32 and off the device, they are their own master, and no row. On the
-host there are a step count and a norm for each unit too.
+A rank's shard of a unit has, on the tiers that the plan says, its parameters in the model's dtype,
+room for its gradient, and rows of fp32, (k, c): AdamW's two moments, then the master weights. fp32
+parameters off the device are their own master weights and need no row. In addition the host has a
+step count and a norm for each unit.
 
-The update is that of `state.Optimizer`, the same kernels on the same numbers, so the same bits.
+The update is that of `state.Optimizer`: the same kernels on the same numbers, so the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILES = {"shard": "parameters", "gshard": "gradient", "opt": "states"}
 class Away:
     """The states of one rank that its plan offloads.
 
-    store    of the rank's values: a tensor on the host, or the name of a file
+    store    {value of the rank: a tensor on the host, or the name of a file}
     """
 
     def __init__(self, program: Program, host: Host, store: dict[tuple, Any]) -> None:
@@ -39,7 +39,7 @@ class Away:
         self.adamw = program.optimizer == "adamw"
 
     def lay_out(self, u: int, share: Tensor, weights: Tensor) -> None:
-        """Give unit ``u`` its first states. share: its parameters; weights: the same in fp32."""
+        """Make the initial states of unit ``u``. share: its parameters; weights: these in fp32."""
         count = share.numel()
 
         def first(states: Tensor) -> None:
@@ -58,7 +58,7 @@ class Away:
                 self.store[kind, u, 0] = self.host.empty((), float32, "optimizer").zero_()
 
     def lives(self, kind: str) -> str:
-        """What stands before the kind of a state that is off the device: "host." or "file."."""
+        """The tier of a kind of state, as a prefix: "host.", "file.", or "" on the device."""
         return prefix(getattr(self.tiers, _NAMES[kind]))
 
     def dtype_of(self, kind: str) -> torch.dtype:
@@ -67,7 +67,7 @@ class Away:
     def _place(
         self, kind: str, u: int, shape: tuple[int, ...], fill: Callable[[Tensor], Any] | None = None
     ) -> None:
-        """Make a state where it lives. fill: gives a tensor on the host its first values."""
+        """Make a state on its tier. fill: writes the initial values into a tensor on the host."""
         tier, category = self.lives(kind), _NAMES[kind]
         dtype = self.dtype_of(kind)
         if tier == "host.":
@@ -85,39 +85,39 @@ class Away:
     def update(
         self, optimizer: Any, held: Mapping[str, Any], gradient: Tensor, arrived: Any
     ) -> Callable[[], None]:
-        """One step of a unit, to be made by the host's processor.
+        """A function that makes one optimizer step of a unit on the host's processor.
 
-        held     {kind: value} of what it reads and writes. "host.shard", parameters off the device:
-                 the weights themselves, or to be rounded from them
+        held     {kind: value} of the values that it reads and writes. "host.shard", parameters off
+                 the device, are the weights themselves, or these rounded
         arrived  the event after which the verdict is on the host, or None
         """
         states, share, count = (held.get(kind) for kind in ("host.opt", "host.shard", "host.count"))
         weights = states[-1] if self.master else share
-        kept = {}
+        moments = {}
         if self.adamw:
-            kept = {"exp_avg": [states[0]], "exp_avg_sq": [states[1]], "step": [count]}
+            moments = {"exp_avg": [states[0]], "exp_avg_sq": [states[1]], "step": [count]}
         verdict = held.get("host.verdict", (None, None))
 
         def step() -> None:
             if arrived is not None:
                 arrived.synchronize()
             grads = [gradient.float()]  # 16 bits become 32; fp32 stays as it is
-            optimizer.step([weights], grads, kept, verdict)
+            optimizer.step([weights], grads, moments, verdict)
             if share is not None and self.master:
                 share.copy_(weights)
 
         return step
 
-    # ---- for who looks at the result, and for checkpoints ----------------------------------------
+    # ---- for results and checkpoints -------------------------------------------------------------
     def look(self, kind: str, u: int) -> Tensor:
-        """A state where it lies, on the host: filling it changes the training."""
+        """A state as a tensor, a file's mapped into memory; filling it changes the training."""
         held = self.store[self.lives(kind) + kind, u, 0]
         if isinstance(held, str):
             held = self.host.files.mapped(held, self.dtype_of(kind))
         return held.view(self.rows, -1) if kind == "opt" else held
 
     def states(self, u: int) -> dict[str, Tensor]:
-        """{"exp_avg", "exp_avg_sq", "master"} of a share, as far as there are any."""
+        """{"exp_avg", "exp_avg_sq", "master"} of a shard, as far as there are any."""
         if not self.rows:
             return {}
         names = ("exp_avg", "exp_avg_sq") * self.adamw + ("master",) * self.master

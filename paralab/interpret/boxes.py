@@ -1,11 +1,10 @@
-"""A timed program as the rows that a run's recorder would have written: one box after the other.
+"""A timed program as the boxes of a timeline, as a run's recorder would have written them.
 
-The recorder (instruments/recorder.py) closes a box of the compute lane wherever a call or a wait
-begins, and opens a new part of it behind; so do these. An instruction may have several boxes
-(a wait, then what a reduce-scatter's parts are added up in), several instructions of one action one
-box (spans.py). Boxes are numbered in the order in which a rank closes them, as in a run. What calls
-cost to be posted, and what goes on more slowly behind a wait, is in the box of what is computed
-next.
+The recorder (instruments/recorder.py) closes the open box of the compute lane wherever a call or a
+wait begins, and opens a new part of it afterwards; so does this file. An instruction may have
+several boxes (a wait, then the sum of a reduce-scatter's parts); the instructions of one action may
+share a box (spans.py). Boxes are numbered in the order in which a rank closes them, as in a run.
+The time to post a call, and the time that a rank loses after a wait, belong to the next compute.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ CALLING: Span = ("comm", -1, 0, 0)
 
 
 class Box(NamedTuple):
-    """One row of the table of spans, and what the tables of calls and copies say about it.
+    """One row of the table of spans, with its call or copy.
 
     lane    "compute", "comm:<axis>", "h2d" ...
     span    kind, micro-batch, stage, chunk
-    after   numbers of the boxes that it waited for; below 0: of the step before, from its end
-    call    of a box on a group's lane; ``moved``: of one between tiers
+    after   numbers of the boxes that it waited for; negative ones count from the end of the step
+            before
+    call    the call, on a group's lane; ``moved``: the copy, on a lane between tiers
     """
 
     lane: str
@@ -44,37 +44,37 @@ class Box(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Seconds of work; a wait and a call are none."""
+        """Seconds of work: 0 for waits and calls."""
         return 0.0 if self.span[0] in ("wait", "comm") else self.end - self.start
 
 
 def boxes(times: Times, member: Member, calls: Calls) -> list[Box]:
-    """Of a step on a rank, in a program that is not folded. Other ranks of its pipeline rank have
-    the same, but for shards that a rank has nothing of, which make no call, and a sum's root.
+    """The boxes of a rank in one step of an unfolded program. The ranks of a pipeline rank differ
+    only where a shard is empty, so that its rank makes no call, and in who is the root of a reduce.
     """
     return _Writer(times, member, calls).made
 
 
 class _Writer:
-    """The boxes so far, and the part of one that is open.
+    """The boxes so far, and the open part of one.
 
-    here, began  the action whose box is open, or None, and since when
-    last         number of the compute lane's last box
-    at           {position of a call or a job: number of its box}
+    span, began  of the open box: its span, or None if no box is open, and when this part began
+    last         number of the last box on the compute lane
+    number_of    {position of a call or a job: number of its box}
     """
 
     def __init__(self, times: Times, member: Member, calls: Calls) -> None:
         program, pp, index = calls.program, member.at.pp, member.index
         self.program, self.member, self.pp = program, member, pp
         self.made: list[Box] = []
-        self.here: Span | None = None
+        self.span: Span | None = None
         self.began, self.last = 0.0, -1
-        self.at: dict[int, int] = {}
+        self.number_of: dict[int, int] = {}
         code, left, begun = times.lists[pp], times.left[pp], times.calls[pp]
-        of, entered = spans(program, [ins for ins, _ in code]), [0.0, *left]
-        waits, since = times.waits[pp], 0.0  # when the next box begins
+        span_of, entered = spans(program, [ins for ins, _ in code]), [0.0, *left]
+        waits, since = times.waits[pp], 0.0  # since: when the next box begins
         for position, (ins, cost) in enumerate(code):
-            self.move(of[position], since)
+            self.move(span_of[position], since)
             kind = type(cost)
             if kind is Compute:
                 since = left[position]
@@ -83,8 +83,8 @@ class _Writer:
                     call, end = waits[position]
                     until = max(entered[position], end)
                     summed = getattr(code[call][1], "summed", 0.0)
-                    if call in self.at:
-                        self.wait(entered[position], until, self.at[call], summed)
+                    if call in self.number_of:
+                        self.wait(entered[position], until, self.number_of[call], summed)
                     since = until + summed
             elif kind is Job:
                 behind = times.behind[pp][position]
@@ -92,24 +92,24 @@ class _Writer:
             else:
                 for call in calls.of(pp, ins, index):
                     launched = entered[position] + cost.before
-                    self.at[position] = self.begin(call, launched, begun[position])
+                    self.number_of[position] = self.begin(call, launched, begun[position])
         self.move(None, left[-1] if left else 0.0)
-        before = (self.last - len(self.made),)  # what the step's first calls come after
+        before = (self.last - len(self.made),)  # last box of the step before, for the first calls
         for number, box in enumerate(self.made):
             if box.after[:1] == (-1,):
                 self.made[number] = box._replace(after=before + box.after[1:])
 
     # ---- the compute lane ------------------------------------------------------------------------
     def move(self, span: Span | None, now: float) -> None:
-        """The rank comes to an instruction of this action."""
-        if span != self.here:
+        """The rank comes to an instruction with this span: open its box, if it is another one."""
+        if span != self.span:
             self.cut(now)
-            self.here, self.began = span, now
+            self.span, self.began = span, now
 
     def cut(self, now: float) -> tuple[int, ...]:
-        """End the open part, and go on with a new one. Returns the compute lane's last box."""
-        if self.here is not None:
-            self.last = self.add(Box("compute", self.here, self.began, now))
+        """End the open part and begin a new one. Returns (number of the lane's last box,)."""
+        if self.span is not None:
+            self.last = self.add(Box("compute", self.span, self.began, now))
             self.began = now
         return (self.last,)
 
@@ -118,10 +118,10 @@ class _Writer:
         return len(self.made) - 1
 
     def wait(self, start: float, end: float, number: int, summed: float) -> None:
-        """For the call or job in this box; then what it brought is added up."""
-        of = self.made[number].call
-        if summed and of.root >= 0 and self.member.group(of.axis)[of.root] != self.member.rank:
-            end, summed = end + summed, 0.0  # for the root, which does
+        """The wait for the call or job in box ``number``, and the sum of what was received."""
+        call, member = self.made[number].call, self.member
+        if summed and call.root >= 0 and member.group(call.axis)[call.root] != member.rank:
+            end, summed = end + summed, 0.0  # the root adds up, the others wait for it
         self.cut(start)
         self.last = self.add(Box("compute", WAITING, start, end, (number,)))
         self.began = end
@@ -138,8 +138,8 @@ class _Writer:
     def job(
         self, position: int, ins: Instr, now: float, begun: tuple[float, float], behind: list[int]
     ) -> None:
-        after = (*self.cut(now), *(self.at[other] for other in behind))
+        after = (*self.cut(now), *(self.number_of[other] for other in behind))
         kind = kind_of(ins)
-        what = moved(self.program, ins, self.pp) if kind == "copy" else None
-        box = Box(ins.lane, (kind, -1, 0, 0), *begun, after, moved=what)
-        self.at[position] = self.add(box)
+        copied = moved(self.program, ins, self.pp) if kind == "copy" else None
+        box = Box(ins.lane, (kind, -1, 0, 0), *begun, after, moved=copied)
+        self.number_of[position] = self.add(box)

@@ -1,16 +1,17 @@
-"""What every instruction of a program takes on a cluster, in seconds. Torch-free.
+"""The cost of every instruction of a program on a cluster, in seconds. Torch-free.
 
-    compute   from the `Work` of every op (theory/work.py); by bytes alone what is no op's (`small`)
-    calls     alpha per message that comes after another + bytes / bandwidth, with the bytes of the
-              member that sends most: spec/links.py. Behind a wait the rank goes on slower, but not
-              behind that for a SEND, which is long over
-    behind    over gloo a reduce-scatter's parts are added up on the rank; and what a message was
-              put together for is taken apart again
+    compute   from the `Work` of its ops (theory/work.py); other instructions on the device, like
+              the optimizer's, by the bytes that they move (`small`)
+    calls     alpha for each message that has to follow another + bytes / bandwidth, with the bytes
+              of the member that sends most: spec/links.py
+    waits     after one the rank goes on slower (resumed.py), except after a SEND's, which is over
+              long before. Over gloo the rank then adds up what a reduce-scatter received, and parts
+              that were packed into one message are unpacked
     tiers     alpha + bytes / bandwidth of the link, no faster than the plan's limit
 
 Data-parallel and tensor-parallel ranks of a pipeline rank do the same, so one pipeline stands for
-all of them, with the costs of the slowest: of the groups alike, over all these ranks, the one that
-is spread furthest over nodes. Each kind of instruction is worked out once.
+all of them, with the costs of the slowest: those of the group that is spread furthest over nodes.
+Each kind of instruction is worked out once.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from paralab.spec.links import Reach, furthest
 from paralab.theory.traffic import POINT_TO_POINT, most_sent
 from paralab.theory.work import ITEM, Work
 
-WHICH = {half: number for number, half in enumerate(HALVES)}  # of an op's work
+WHICH = {half: number for number, half in enumerate(HALVES)}  # index of a half in `Op.work`
 
 
 class Compute(NamedTuple):
-    """Seconds on the rank's own lane.
+    """Work on the rank's own lane.
 
-    inside  of ops with calls of their own what it consists of, in order, and what that takes: a
-            CALL of each `Call`, its WAIT, and itself for the work in between
+    inside  if its ops make calls themselves, its parts in order, each with its cost: a CALL of each
+            `Call`, its WAIT, and the instruction itself for each piece of work in between
     """
 
     seconds: float
@@ -64,16 +65,16 @@ class Compute(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """A call of a group.
+    """A call of a group of ranks.
 
-    lane     its group's
-    seconds  on it, once all members are there
-    members  pipeline ranks that it is a call of, where these are its members; else 0
-    peer     pipeline rank at the other end of a message, else -1; ``sends``: whether it goes there
-    before   seconds on the rank's own lane, in front of it
-    summed   behind its wait, to add up what was received; ``behind``: to take it apart; ``slower``:
-             how much longer much work takes there, see resumed.py
-    other    another member does, and the first of ranks alike waits for it
+    lane     of the group
+    seconds  on that lane, once all members have launched the call
+    members  how many pipeline ranks make the call together; 0: it stays within one
+    peer     pipeline rank at the other end of a message, else -1; ``sends``: to it, not from it
+    before   seconds on the rank's own lane before the call, to pack what is sent
+    summed   seconds after the wait, to add up what was received; ``behind``: to unpack it;
+             ``slower``: how much longer a long stretch of work takes there, see resumed.py
+    other    another member adds up, and the rank whose costs these are is idle meanwhile
     """
 
     lane: str
@@ -88,12 +89,12 @@ class Posted(NamedTuple):
     other: bool = False
 
     def after(self, share: float = 1.0) -> float:
-        """Seconds behind its wait, with this share of ``slower``."""
+        """Seconds of work after the wait, with this share of ``slower``."""
         return self.behind + self.slower * share + self.summed
 
 
 class Job(NamedTuple):
-    """Seconds on the lane of a worker; ``slower`` and ``after`` as of a call."""
+    """A job on a worker's lane; ``slower`` and ``after`` as for a call."""
 
     lane: str
     seconds: float
@@ -104,7 +105,7 @@ class Job(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """The rank is idle until a call is over."""
+    """A WAIT: the rank is idle until its call is over."""
 
 
 Cost = Compute | Posted | Job | Awaited
@@ -112,13 +113,13 @@ NOTHING, AWAITED = Work(), Awaited()
 
 
 class Costs:
-    """Of a program's instructions on a cluster."""
+    """The costs of a program's instructions on a cluster."""
 
     def __init__(self, program: Program, cluster: Cluster) -> None:
         self.program, self.plan, self.model = program, program.plan, program.model
         self.cluster, self.item = cluster, program.model.item
         self.calls = Calls(program)
-        # How many times longer products take than on infinitely many tokens.
+        # How many times longer matrix products take than with infinitely many tokens.
         tokens = self.plan.microbatch_size * program.spec.seq_len
         self.slower = 1 + cluster.half_rate_tokens / tokens
         self.precision = self.plan.product_precision
@@ -126,19 +127,19 @@ class Costs:
         self._reaches: dict[tuple, Reach] = {}
 
     def of(self, pp: int, ins: Instr) -> Cost:
-        """Of an instruction of pipeline rank ``pp``. Blocks are alike, and share what one takes."""
-        behind = self.model.behind
+        """The cost of an instruction of pipeline rank ``pp``; worked out once for all blocks."""
+        offsets = self.model.behind  # of ops from the same ones of the first block
         if ins.op in COMPUTE:
-            (i, j), less = ins.at, behind.get(ins.at[0], 0)
-            key: tuple = (pp, ins.op, i - less, j - less)
+            (i, j), offset = ins.at, offsets.get(ins.at[0], 0)
+            key: tuple = (pp, ins.op, i - offset, j - offset)
         else:
             key = alike(pp, ins)
-            if ins.unit < 0 and ins.at in behind:  # of a state between two ops of a block
-                key = (*key[:2], ins.at - behind[ins.at], *key[3:])
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._of(pp, ins)
-        return found
+            if ins.unit < 0 and ins.at in offsets:  # moves a state between two ops of a block
+                key = (*key[:2], ins.at - offsets[ins.at], *key[3:])
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._known[key] = self._of(pp, ins)
+        return cost
 
     def _of(self, pp: int, ins: Instr) -> Cost:
         if ins.op == WAIT:
@@ -154,7 +155,7 @@ class Costs:
 
     # ---- the device ------------------------------------------------------------------------------
     def seconds(self, work: Work, precision: str = "") -> float:
-        """Of work on the device, in the plan's precision if no other is named."""
+        """How long work takes on the device; ``precision``: by default the plan's."""
         if self.slower > 1:
             products = tuple(flops * self.slower for flops in work.products)
             work = replace(work, flops=work.flops * self.slower, products=products)
@@ -169,13 +170,14 @@ class Costs:
             return Compute(whole)
         inside: list[tuple[Instr, Cost]] = []
         alone = sum(map(self.seconds, works))
-        # The host asks for all of it while the device computes: see `Work.seconds`.
-        longer = whole / alone if alone else 1.0
+        # The host launches while the device computes, so the whole takes at most the sum of
+        # its works: see `Work.seconds`.
+        ratio = whole / alone if alone else 1.0
         for op in reversed(ops) if ins.op in BACKWARDS else ops:
-            late = []  # calls in flight while the op's weight half is computed
+            late = []  # WAITs for calls that are in flight while the op's weight half is computed
             for half in halves:
                 calls = op.calls.get(half, ())
-                seconds = longer * self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
+                seconds = ratio * self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
                 piece = ins, Compute(seconds)
                 inside.append(piece)
                 for call in calls:
@@ -185,29 +187,29 @@ class Costs:
                     (late if call.beside else inside).append((wait(begun), AWAITED))
                     inside.append(piece)
             inside += late
-        if late:  # what it costs to go on belongs to this instruction
+        if late:  # what their waits cost belongs to this instruction
             inside.append((ins, Compute(0.0)))
         took = sum(cost.seconds for _, cost in inside if type(cost) is Compute)
         return Compute(took, tuple(resumed.inside(self.cluster, inside)))
 
     # ---- links -----------------------------------------------------------------------------------
     def _message(self, pp: int, ins: Instr) -> Posted:
-        """Of the rank that has most to say, where shards differ in what they have."""
-        several = sums_shared(ins)
-        indexes = range(self.program.shards if several else 1)
+        """A call of the program; where shards differ in size, the one with the largest payload."""
+        shared = sums_shared(ins)
+        indexes = range(self.program.shards if shared else 1)
         call = max((c for i in indexes for c in self.calls.of(pp, ins, i)), key=lambda c: c.payload)
-        found, elements = self.posted(pp, call), call.payload / self.item
+        posted, elements = self.posted(pp, call), call.payload / self.item
         split = ins.op in (ALL_GATHER, REDUCE_SCATTER) and (ins.reads + ins.writes)[0][0] in STATES
-        # Along the sequence of each sample; fused kernels have the sequence outermost.
+        # Parts are cut along each sample's sequence; fused kernels have the sequence outermost.
         split = split and self.plan.microbatch_size > 1 and not self.cluster.fused
-        if not (several or split):
-            return found
-        moved = self.seconds(Work(0, ITEM * 2 * elements, 3 if several else 1))
+        if not (shared or split):
+            return posted
+        moved = self.seconds(Work(0, ITEM * 2 * elements, 3 if shared else 1))
         before, behind = moved * (ins.op != ALL_GATHER), moved * (ins.op != REDUCE_SCATTER)
-        return found._replace(before=before, behind=found.behind + behind)
+        return posted._replace(before=before, behind=posted.behind + behind)
 
     def posted(self, pp: int, call: Call) -> Posted:
-        """A call of pipeline rank ``pp``, and what its wait brings with it."""
+        """A call of pipeline rank ``pp``, and what follows its wait."""
         op, lane, root = call.op, call.axis, call.root
         slower = self.cluster.wait_overhead
         if op in POINT_TO_POINT:
@@ -224,28 +226,28 @@ class Costs:
             summed = self.seconds(Work(0, elements * (1 + 1 / n), 2))
         elif adds and op == "reduce":  # by the root, and the others' next call waits for it
             summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
-        slower *= n > 1  # alone in its group a rank copies, and waits for no other
+        slower *= n > 1  # alone in its group a rank copies, and waits for no other rank
         members, other = {"pp": self.plan.pp, "ends": 2}.get(lane, 0), op == "reduce"
         other = other and group[root] != first
         return Posted(lane, took, members, summed=summed, slower=slower, other=other)
 
     def reach(self, pp: int, lane: str, peer: int = -1) -> Reach:
-        """Of the groups of this lane that pipeline rank ``pp`` has members in, the one that is
-        spread furthest; of messages, the pair.
+        """The `Reach` of a call: that of the group on this lane, among those of pipeline rank
+        ``pp``, that is spread furthest; for a message, of the pair of ranks.
         """
         width = self.plan.dp * self.plan.tp
         first, apart = pp * width, (peer - pp) * width if peer >= 0 else 0
         key = (lane, first % self.cluster.devices_per_node, apart)  # nodes repeat themselves
         if key not in self._reaches:
-            found = set()
+            reaches = set()
             seen: set[int] = set()
             for rank in range(first, first + width):
                 if rank not in seen:
                     pair = (rank, rank + apart)
                     group = pair if apart else Member(self.program, rank).group(lane)
                     seen.update(group)
-                    found.add(self.cluster.reach(group))
-            self._reaches[key] = furthest(found)
+                    reaches.add(self.cluster.reach(group))
+            self._reaches[key] = furthest(reaches)
         return self._reaches[key]
 
     # ---- tiers -----------------------------------------------------------------------------------
@@ -257,8 +259,8 @@ class Costs:
 
 
 def small(program: Program, pp: int, ins: Instr) -> Work:
-    """What is not an op's: what the optimizer moves, and copies; in the plan's precision, an UPDATE
-    in fp32.
+    """The `Work` of an instruction that runs no ops, such as the optimizer's or a copy: no FLOPs,
+    the bytes that it moves, and its kernels.
     """
     item = program.model.item
 
@@ -269,13 +271,14 @@ def small(program: Program, pp: int, ins: Instr) -> Work:
         unit, zero = program.units[pp][ins.unit], program.plan.zero_stage > 0
         count, tensors = unit.numel // program.shards, 1 if zero else len(unit.names)
         calls = tensors if program.optimizer == "adamw" else tensors / 2
-        calls += (item < ITEM) + tensors * program.widens  # to round masters, to widen gradients
+        calls += (item < ITEM) + tensors * program.widens  # round the masters, widen gradients
         return Work(0, program.update_bytes * count, 5 + calls)
     if ins.op == NORM:
         return Work(0, moved(*ins.reads), len(ins.reads) + 4)
     if ins.op == ADD:
         return Work(0, 3 * moved(ins.writes[0]), 1)
     if ins.op == COPY:
-        read = ins.reads if ins.writes[0][0] == "wide" else ins.writes  # else of a part
+        # Widening reads the whole value; other copies read a part, as large as what they write.
+        read = ins.reads if ins.writes[0][0] == "wide" else ins.writes
         return Work(0, moved(*read, *ins.writes), 1)
     return Work(0, 0, 8 * (ins.op == RESCALE))

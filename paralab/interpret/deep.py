@@ -1,10 +1,10 @@
-"""A folded program, interpreted: the step of a deep pipeline with any number of micro-batches.
+"""A folded program, timed: the step of a deep pipeline with any number of micro-batches.
 
-A rank's list is the actions of its kind (programs/fold.py) in the order of the schedule, with the
-messages between; it is never written down. What its instructions are and take is worked out once
-(`Alike`): compute, and the sums of tensor parallelism between, as one CALL. When all of it happens
-is a longest path through the schedule (pipeline.py). Ranks of a kind whose groups cross nodes
-differently have figures of their own.
+A rank's list is the actions of its kind of rank (programs/fold.py) in the order of the schedule,
+with the messages in between. The list is never written down. Its distinct instructions and their
+costs are worked out once (`Parts`), where compute, with the sums of tensor parallelism in it, is
+one CALL. When everything happens is a longest path through the schedule (pipeline.py). Ranks of one
+kind whose groups are spread differently over nodes have costs of their own.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
 from paralab.interpret.held import Effects, steps
-from paralab.interpret.lines import Line, Step, Table, said
-from paralab.interpret.listed import ARRIVAL, SENT, WAYS, way
+from paralab.interpret.lines import Line, Step, Table, transfers
+from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, SENT, message_index
 from paralab.interpret.memory import Kind
-from paralab.interpret.resumed import calls, share, until
+from paralab.interpret.resumed import costs_of_calls, share, work_until_wait
 from paralab.interpret.time import Times, walked
 from paralab.interpret.turns import Turns
 from paralab.interpret.walk import Item
@@ -39,15 +39,15 @@ NOTHING = Instr(WAIT), AWAITED
 WAITED = {SEND: SENT, RECEIVE: ARRIVAL}
 
 
-class Alike(NamedTuple):
-    """What the list of a rank consists of, k instructions, messages first; of ranks alike the rest
-    is the same.
+class Parts(NamedTuple):
+    """The k distinct instructions of a rank's list: first its messages, then the rest, which is the
+    same for all ranks of a kind.
 
-    code     the instructions, and what each takes
-    awaited  {number of a WAIT: what the call takes that it is for}
-    weights  seconds of each, as the graph has them                                             (k,)
-    shape    per action what the graph has of it
-    ends     where in an action its first and its last compute are                  (2, 4, v, FEW)
+    code     the instructions, each with its cost; for a CALL that stands for several the `Times`
+    awaited  {index of a WAIT: cost of the call that it waits for}
+    weights  seconds that each takes, as the graph of moments adds them (k,)
+    shape    {key of an action, or `END`: its `Item`s, whose ``takes`` and ``before`` are indices}
+    ends     positions of the first and the last compute among an action's items (2, 4, v, FEW)
     """
 
     code: list[tuple[Instr, Cost | Times]]
@@ -58,126 +58,134 @@ class Alike(NamedTuple):
 
 
 class Deep:
-    """A plan's folded program on a cluster."""
+    """A plan's folded program on a cluster.
+
+    like   per pipeline rank the first rank of its kind; ``lists``: the folded list of each of these
+    parts  per pipeline rank its `Parts`
+    graph  when everything happens, as a function of ``weights``: the parts' weights, rank by rank
+    """
 
     def __init__(self, spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str) -> None:
         self.plan, self.cluster, self.v = plan, cluster, plan.virtual_stages
         self.program = laid_out(spec, plan, optimizer=optimizer, clips=False)
         self.like = first_alike(self.program)
         self.lists = {like: lists(self.program, like) for like in dict.fromkeys(self.like)}
-        self._asked: tuple = ()
-        self._count(Costs(self.program, cluster))
+        self._graph_of: tuple = ()  # the arguments that the graph was made with
+        self._price(Costs(self.program, cluster))
 
     def priced(self, costs: Costs) -> Deep:
         """The same program at other costs: on another cluster, or where nothing overlaps."""
         other = copy(self)
-        other.__dict__.pop("memory", None)  # it is of these lists, on this cluster's devices
+        other.__dict__.pop("memory", None)  # it depends on the parts, and on the cluster's devices
         other.cluster = costs.cluster
-        other._count(costs)
+        other._price(costs)
         return other
 
     @property
     def seconds(self) -> float:
-        """Of the plan's step."""
+        """How long the step takes."""
         ends = [left[-1] for left in self.graph.left]
         return float(self.graph.moments(self.weights)[ends].max())
 
     @property
     def peak(self) -> int:
-        """Bytes of the device that holds most at its peak."""
+        """Bytes on the device with the highest peak."""
         _, effects = self.memory
         lists = zip(self.like, self.graph.symbol, strict=True)
         return max(effects[like].peak(symbol) for like, symbol in lists)
 
     def step(self) -> Step:
-        """The plan's step."""
-        found, lines, turns = self.graph, [], []
-        now = found.moments(self.weights)
-        for pp, (one, table) in enumerate(zip(self.alike, self._tables(), strict=True)):
-            symbol, left, over = found.symbol[pp], now[found.left[pp]], found.over[pp]
-            end = np.maximum(now[over], np.r_[0.0, left[:-1]])
-            at, node = found.calls[pp]
-            when = np.stack([now[node] - one.weights[symbol[at]], now[node]], 1)
+        """Everything that happens in the step."""
+        graph, lines, turns = self.graph, [], []
+        moments = graph.moments(self.weights)
+        for pp, (parts, table) in enumerate(zip(self.parts, self._tables(), strict=True)):
+            symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
+            end = np.maximum(moments[over], np.r_[0.0, left[:-1]])
+            at, node = graph.calls[pp]
+            when = np.stack([moments[node] - parts.weights[symbol[at]], moments[node]], 1)
             waits = np.where(over > 0, end, -1.0)
             lines.append(Line(pp, table, symbol, left, waits, at, when))
-            letter, chunk, few, microbatch, begin = found.actions[pp]
-            first, last = begin + one.ends[:, letter, chunk, few]
+            letter, chunk, few, microbatch, begin = graph.actions[pp]
+            first, last = begin + parts.ends[:, letter, chunk, few]
             turns.append(Turns(chunk * self.plan.pp + pp, letter, microbatch, first, last))
         kinds, effects = self.memory
         held = [effects[self.like[line.pp]].samples(line) for line in lines]
         return Step(lines, turns, kinds, held, self.costs)
 
-    # ---- what everything is and takes ------------------------------------------------------------
-    def _count(self, costs: Costs) -> None:
+    # ---- the instructions and their costs --------------------------------------------------------
+    def _price(self, costs: Costs) -> None:
         self.costs = costs
-        self.alike: list[Alike] = []  # of every rank
+        self.parts: list[Parts] = []
         last: list[tuple] = [()] * self.plan.pp  # `Key` of a rank's last action, if it matters
         if self.cluster.wait_work:
-            ends = (row[-1] for row in self.plan.actions())
-            last = [(one.kind, one.stage // self.plan.pp, FEW - 1) for one in ends]
-        known: dict[Any, tuple[Alike, int]] = {}
+            final = (row[-1] for row in self.plan.actions())
+            last = [(action.kind, action.stage // self.plan.pp, FEW - 1) for action in final]
+        known: dict[Any, tuple[Parts, int]] = {}
         shapes: dict[tuple, int] = {}
         kinds = []
         for pp, like in enumerate(self.like):
-            at = like, last[pp], *(costs.reach(pp, lane) for lane in self._lanes[like])
-            if at not in known:
-                one = self._alike(pp, at)
-                shape = tuple((key, tuple(items)) for key, items in one.shape.items())
-                known[at] = one, shapes.setdefault(shape, len(shapes))
-            one, kind = known[at]
+            name = like, last[pp], *(costs.reach(pp, lane) for lane in self._lanes[like])
+            if name not in known:
+                parts = self._parts(pp, like, last[pp])
+                shape = tuple((key, tuple(items)) for key, items in parts.shape.items())
+                known[name] = parts, shapes.setdefault(shape, len(shapes))
+            parts, kind = known[name]
             kinds.append(kind)
-            weights = one.weights.copy()
+            weights = parts.weights.copy()
             for at, wait, _, cost in self._messages(pp):
                 weights[at], weights[wait] = cost.seconds, cost.after()
-            self.alike.append(one._replace(weights=weights))
+            self.parts.append(parts._replace(weights=weights))
         posting = self.cluster.call_overhead
-        asked = tuple(shapes), tuple(kinds), posting > 0
-        if asked != self._asked:  # of the same, the graph that is there
-            self._asked, self.graph = asked, pipeline.graph(self.plan, *asked)
-        self.weights = np.concatenate([[0.0, posting], *(one.weights for one in self.alike)])
+        graph_of = tuple(shapes), tuple(kinds), posting > 0
+        if graph_of != self._graph_of:  # else the graph stays, and only the weights change
+            self._graph_of, self.graph = graph_of, pipeline.graph(self.plan, *graph_of)
+        self.weights = np.concatenate([[0.0, posting], *(parts.weights for parts in self.parts)])
 
     @cached_property
     def _lanes(self) -> dict[int, list[str]]:
-        """Of whose calls ranks of each kind are a part, messages between stages apart."""
+        """The lanes of the collectives that ranks of each kind take part in; messages between
+        stages have lanes of their own.
+        """
         lanes = {}
-        for like, some in self.lists.items():
-            every = list(chain.from_iterable(some.turns.values()))
-            found = {ins.lane for ins in every} - WORKERS - {"", "pp"}
-            for ins in {ins[:2]: ins for ins in every if not ins.lane}.values():
-                found |= {call.axis for call in self.costs.calls.of(like, ins)}
-            lanes[like] = sorted(found)
+        for like, folded in self.lists.items():
+            code = list(chain.from_iterable(folded.turns.values()))
+            axes = {ins.lane for ins in code} - WORKERS - {"", "pp"}
+            for ins in {ins[:2]: ins for ins in code if not ins.lane}.values():
+                axes |= {call.axis for call in self.costs.calls.of(like, ins)}
+            lanes[like] = sorted(axes)
         return lanes
 
     def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
-        """A rank's: (number in its table, number of the WAIT for it, instruction, cost)."""
+        """(index in the table, index of its WAIT, instruction, cost) of each SEND and RECEIVE."""
         like = self.like[pp]
         for (op, *of), ins in self.lists[like].messages.items():
             if op != WAIT:
                 ins = ins._replace(peer=(ins.peer + pp - like) % self.plan.pp)
-                at, wait = (way(one, *of, self.v) for one in (op, WAITED[op]))
+                at, wait = (message_index(end, *of, self.v) for end in (op, WAITED[op]))
                 yield at, wait, ins, self.costs.of(pp, ins)
 
-    def _alike(self, pp: int, name: tuple) -> Alike:
-        """Of a rank, whose kind, last action and groups have this name."""
-        n, turns = len(WAYS) * 2 * self.v, self.lists[name[0]].turns  # n: of messages
+    def _parts(self, pp: int, like: int, last: tuple) -> Parts:
+        """The `Parts` of a rank of the same kind as rank ``like``. last: key of its last action."""
+        n, turns = len(MESSAGE_OPS) * 2 * self.v, self.lists[like].turns  # n: messages' indices
         code, weights = [NOTHING] * n, [0.0] * n
         for at, _, *message in self._messages(pp):
             code[at] = tuple(message)
         timed = {
-            key: [(ins, self.costs.of(pp, ins)) for ins in some] for key, some in turns.items()
+            key: [(ins, self.costs.of(pp, ins)) for ins in body] for key, body in turns.items()
         }
-        actions = chain.from_iterable(some for key, some in timed.items() if key != END)
-        begun = calls(actions)
-        behind: dict[Any, list[float]] = {}
-        if name[1]:
-            every = begun | calls(timed[END])
-            _, ends = until(self.cluster, timed[END], every)
-            for key, some in timed.items():
-                behind[key], _ = until(self.cluster, some, every, ends if key == name[1] else inf)
+        actions = chain.from_iterable(body for key, body in timed.items() if key != END)
+        begun = costs_of_calls(actions)
+        work: dict[Any, list[float]] = {}  # behind each instruction, up to the next wait
+        if last:
+            calls = begun | costs_of_calls(timed[END])
+            _, of_end = work_until_wait(self.cluster, timed[END], calls)
+            for key, body in timed.items():
+                after = of_end if key == last else inf
+                work[key], _ = work_until_wait(self.cluster, body, calls, after)
         awaited: dict[int, Cost] = {}
-        bodies: dict[Any, Times] = {}  # of micro-batches alike the same
+        bodies: dict[Any, Times] = {}  # equal runs, in whatever micro-batch, are timed once
         shape: dict[Any, list[Item]] = {key: [] for key in turns}
-        works = np.zeros((2, len(CODE), self.v, FEW), int)
+        ends = np.zeros((2, len(CODE), self.v, FEW), int)
 
         def add(ins: Instr, cost: Cost | Times, seconds: float) -> int:
             code.append((ins, cost))
@@ -185,73 +193,75 @@ class Deep:
             return len(code) - 1
 
         for key, items in shape.items():
-            computes, position = [], 0  # places of compute; of instructions
+            computes, position = [], 0  # computes: where among the items compute is
             for run in _runs(turns[key]):
                 ins, cost = timed[key][position]
                 position += len(run)
-                after = behind[key][position - 1] if behind else inf
+                after = work[key][position - 1] if work else inf
                 if ins.op == WAIT and ins.at == SEND:
-                    to = (ins.peer - name[0]) % self.plan.pp
+                    to = (ins.peer - like) % self.plan.pp
                     items.append(Item(walk.WAIT, 0, (SENT, to)))
                     continue
                 if ins.op == WAIT and ins.at == RECEIVE:
                     of = "x" if key[0] == "F" else "g", key[1], self.v
-                    items.append(Item(walk.WAIT, way(ARRIVAL, *of), ARRIVAL))
+                    items.append(Item(walk.WAIT, message_index(ARRIVAL, *of), ARRIVAL))
                     continue
                 computes += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:
-                    if (several := (*run, after)) not in bodies:
+                    if (body := (*run, after)) not in bodies:
                         # Nothing is in flight at its ends: it takes as long wherever it stands.
-                        one = replace(self.program, codes=[*([] for _ in range(pp)), run])
-                        bodies[several] = walked(one, self.costs, after)
-                    ins, cost = Instr(CALL), bodies[several]
+                        alone = replace(self.program, codes=[*([] for _ in range(pp)), run])
+                        bodies[body] = walked(alone, self.costs, after)
+                    ins, cost = Instr(CALL), bodies[body]
                 call = begun[ins.reads] if ins.op == WAIT else None
-                found = walk.item(pp, ins, cost, call, share(self.cluster, after))
-                at = add(ins, cost, found.takes)
+                item = walk.item(pp, ins, cost, call, share(self.cluster, after))
+                at = add(ins, cost, item.takes)
                 if call:
                     awaited[at] = call
                 elif ins.lane:
                     begun[ins.writes] = cost
-                before = None if found.before is None else add(*NOTHING, found.before)
-                items.append(found._replace(takes=at, before=before))
+                before = None if item.before is None else add(*NOTHING, item.before)
+                items.append(item._replace(takes=at, before=before))
             if key != END:
-                works[:, CODE[key[0]], *key[1:]] = computes[0], computes[-1]
-        return Alike(code, awaited, np.array(weights), shape, works)
+                ends[:, CODE[key[0]], *key[1:]] = computes[0], computes[-1]
+        return Parts(code, awaited, np.array(weights), shape, ends)
 
     def _tables(self) -> Iterator[Table]:
-        """Of every rank; in those of ranks alike, messages alone differ."""
-        made: dict[int, Table] = {}
-        for pp, one in enumerate(self.alike):
-            if id(one.code) not in made:
-                first = made[id(one.code)] = Table(one.code, one.awaited)
-                several = (
+        """The `Table` of every rank. The tables of ranks alike differ in their messages only."""
+        tables: dict[int, Table] = {}
+        for pp, parts in enumerate(self.parts):
+            if id(parts.code) not in tables:
+                shared = tables[id(parts.code)] = Table(parts.code, parts.awaited)
+                bodies = (
                     cost.lists[-1] if type(cost) is Times else [(ins, cost)]
-                    for ins, cost in one.code
+                    for ins, cost in parts.code
                 )
-                first.said = {at: said(self.costs, pp, some) for at, some in enumerate(several)}
-            table = copy(made[id(one.code)])
-            table.said = table.said.copy()
+                shared.transfers = {
+                    at: transfers(self.costs, pp, body) for at, body in enumerate(bodies)
+                }
+            table = copy(tables[id(parts.code)])
+            table.transfers = table.transfers.copy()
             for at, _, *message in self._messages(pp):
-                table.said[at] = said(self.costs, pp, [message])
+                table.transfers[at] = transfers(self.costs, pp, [message])
             yield table
 
     # ---- memory ----------------------------------------------------------------------------------
     @cached_property
     def memory(self) -> tuple[list[Kind], dict[int, Effects]]:
-        """Kinds of memory, and what is done to it on each kind of rank."""
+        """The kinds of memory, and what each kind of rank's instructions do to them."""
         gloo = not self.cluster.gpus
-        walks = {like: list(steps(some, gloo)) for like, some in self.lists.items()}
-        every = chain.from_iterable(walks.values())
-        kinds = sorted({kind for _, *three in every for held in three for kind in held})
-        sizes = {like: len(self.alike[like].weights) for like in walks}
+        walks = {like: list(steps(folded, gloo)) for like, folded in self.lists.items()}
+        every_step = chain.from_iterable(walks.values())
+        kinds = sorted({kind for _, *moments in every_step for held in moments for kind in held})
+        sizes = {like: len(self.parts[like].weights) for like in walks}
         return kinds, {
             like: Effects(walk, self._symbols(like, walk), sizes[like], kinds)
             for like, walk in walks.items()
         }
 
     def _symbols(self, like: int, walk: list[tuple]) -> Iterator[int]:
-        """The numbers of a walk's steps in the table of such ranks: of an action its last."""
-        shape = self.alike[like].shape
+        """The index of each step of a walk in the table; an action has that of its last part."""
+        shape = self.parts[like].shape
         end = (item.takes for item in shape[END] if item.takes)
         for key, *_ in walk[1:]:
             if key == END:
@@ -259,12 +269,12 @@ class Deep:
             elif key[0] in CODE:
                 yield shape[key][-1].takes
             else:
-                yield way(WAITED[SEND] if key[0] == WAIT else key[0], *key[1:], self.v)
+                yield message_index(WAITED[SEND] if key[0] == WAIT else key[0], *key[1:], self.v)
 
 
 def _runs(code: Code) -> Iterator[Code]:
-    """Instructions that run by themselves together, from one of compute to another, with nothing in
-    flight behind; others one by one.
+    """Cut a list into runs. A run goes from one compute to another, and every call that it begins
+    it also waits for; instructions that belong to no such run come one by one.
     """
     at = 0
     while at < len(code):

@@ -1,14 +1,14 @@
-"""What one program does that another does not: the difference of two lists, folded.
+"""The difference of two programs: what one does that the other does not, folded.
 
     before = pl.program(model, pl.Plan(dp=4, zero_stage=2))
     before.diff(pl.program(model, pl.Plan(dp=4, zero_stage=3)))
 
     + ALL_GATHER  shard → w over dp, before FORWARD  6 times, 3.34 MB  embedding, blocks.0 … head
 
-Instructions are equal if their lines are; where they stand matters only if equal ones have changed
-places. What is added, left out or moved, and what keeps or frees other values than before, is put
-together by what it does and which compute it is for: all blocks and micro-batches that it happens
-for share a line, in the order of the lists. Waits follow from the rest and are left out.
+Instructions are equal if their printed lines are; an instruction has moved only if its order among
+the common ones has changed. Instructions that are added, left out or moved, or that free other
+values than before, are grouped by what they do and which compute they are for. So all blocks and
+micro-batches for which the same happens share a line. Waits follow from the rest and are left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Change(NamedTuple):
     """One line of a difference.
 
     sign   "+", "-", "↕" or "~"
-    op     of the instructions
+    op     the operation of the instructions
     does   what each of them does: "w over dp, before FORWARD"
-    of     what they are for: "embedding, blocks.0 … blocks.3 (× 4 blocks), head"
-    count  how many there are; ``bytes``: of their messages together
+    of     their places in the model: "embedding, blocks.0 … blocks.3 (× 4 blocks), head"
+    count  how many they are; ``bytes``: the payload of their calls together
     example  the first of them
     """
 
@@ -53,12 +53,12 @@ class Change(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An instruction of a program with what a difference says of it.
+    """An instruction, and what a difference says about it.
 
-    after  actions of compute before it
+    after  how many instructions of compute come before it
     does   what it does, and for which compute
-    place  in the model; ``mb``: the micro-batch, or -1 if there is one alone
-    bytes  of its message
+    place  its place in the model; ``mb``: its micro-batch, or -1 if the plan has only one
+    bytes  the payload of its call
     """
 
     ins: Instr
@@ -70,9 +70,9 @@ class _Step(NamedTuple):
 
 
 class Difference:
-    """Of two programs to read, from ``before`` to ``after``; printed, it shows itself.
+    """The difference from program ``before`` to program ``after``; printed, it shows itself.
 
-    changes  a `Change` each; ``same``: instructions that both have
+    changes  a `Change` per line; ``same``: how many instructions both have
     """
 
     def __init__(self, before: Any, after: Any) -> None:
@@ -80,14 +80,14 @@ class Difference:
         old, new = _steps(before), _steps(after)
         both, first = [key for key in new if key in old], [key for key in old if key in new]
         blocks = SequenceMatcher(None, first, both, autojunk=False).get_matching_blocks()
-        kept = {key for at, _, count in blocks for key in first[at : at + count]}  # in one order
+        in_order = {key for at, _, count in blocks for key in first[at : at + count]}
         self.same = len(both)
-        found = [("-", step.does, step) for key, step in old.items() if key not in new]
-        found += [("+", step.does, step) for key, step in new.items() if key not in old]
-        found += [("↕", new[key].does, new[key]) for key in both if key not in kept]
-        found += [("~", _frees(old[key].ins, new[key].ins), new[key]) for key in both]
+        changes = [("-", step.does, step) for key, step in old.items() if key not in new]
+        changes += [("+", step.does, step) for key, step in new.items() if key not in old]
+        changes += [("↕", new[key].does, new[key]) for key in both if key not in in_order]
+        changes += [("~", _frees(old[key].ins, new[key].ins), new[key]) for key in both]
         alike: dict[tuple[str, str, str], list[_Step]] = defaultdict(list)
-        for sign, does, step in found:
+        for sign, does, step in changes:
             if does or sign != "~":
                 alike[sign, step.ins.op, does].append(step)
         order = sorted(alike, key=lambda key: (alike[key][0].after, list(SIGNS).index(key[0])))
@@ -95,7 +95,7 @@ class Difference:
 
     @property
     def titles(self) -> list[str]:
-        """Which programs, and how much of them is the same."""
+        """Which programs they are, and how many instructions are the same."""
         return [
             f"from {self.before.title}",
             f"to   {self.after.title}; {self.same} of both are the same, waits left out",
@@ -114,18 +114,17 @@ class Difference:
 
 
 def _steps(program: Any) -> dict[tuple, _Step]:
-    """The instructions of a program by what identifies them: their line, and the how-manieth such
-    line it is. They are for the compute whose result they read, else for the one that reads what
-    they write.
+    """{(op, printed line, how often that line has come): step} of the instructions. An instruction
+    is for the compute whose result it reads, else for the one that reads what it writes.
     """
     several = program.plan.microbatches > 1
-    needed: dict[int, str] = {}
+    needed_by: dict[int, str] = {}
     reader: dict[Any, str] = {}
     for position, ins in reversed(list(program)):
-        needed[position] = next((reader[v] for v in ins.writes if v in reader), "")
+        needed_by[position] = next((reader[v] for v in ins.writes if v in reader), "")
         if ins.op in COMPUTE:
             reader |= dict.fromkeys(ins.reads, ins.op)
-    found: dict[tuple, _Step] = {}
+    steps: dict[tuple, _Step] = {}
     times: Counter[tuple] = Counter()
     maker: dict[Any, str] = {}
     after = 0
@@ -134,17 +133,17 @@ def _steps(program: Any) -> dict[tuple, _Step]:
             after += 1
             maker |= dict.fromkeys(ins.writes, ins.op)
         if ins.op != WAIT:
-            made = next((maker[v] for v in ins.reads if v in maker), "")
+            made_by = next((maker[v] for v in ins.reads if v in maker), "")
             line = ins.op, program.names.what(ins)
             times[line] += 1
-            does, place = _does(ins, made, needed[position]), program.names.about(ins)
+            does, place = _does(ins, made_by, needed_by[position]), program.names.about(ins)
             mb, size = ins.mb if several else -1, program.bytes_of(ins)
-            found[*line, times[line]] = _Step(ins, after, does, place, mb, size)
-    return found
+            steps[*line, times[line]] = _Step(ins, after, does, place, mb, size)
+    return steps
 
 
 def _does(ins: Instr, made: str, needed: str) -> str:
-    """ "shard → w over dp, before FORWARD"; of compute its name says it."""
+    """ "shard → w over dp, before FORWARD"; "" for compute, whose op says it."""
     if ins.op in COMPUTE:
         return ""
     kinds = dict.fromkeys(values[0][0] for values in (ins.reads, ins.writes) if values)
@@ -156,35 +155,35 @@ def _does(ins: Instr, made: str, needed: str) -> str:
 
 
 def _frees(old: Instr, new: Instr) -> str:
-    """What a compute frees, or keeps, that it did not before."""
+    """The kinds of values that a compute frees, or keeps, unlike before; as text."""
     before, after = ({v[0] for v in ins.frees} for ins in (old, new))
     more, less = (", ".join(sorted(kinds)) for kinds in (after - before, before - after))
-    found = [f"frees {more} too"] * bool(more) + [f"keeps {less}"] * bool(less)
-    return ", ".join(found) if new.op in COMPUTE else ""
+    texts = [f"frees {more} too"] * bool(more) + [f"keeps {less}"] * bool(less)
+    return ", ".join(texts) if new.op in COMPUTE else ""
 
 
 def _together(steps: Sequence[_Step]) -> tuple[str, int, int, Instr]:
-    """Their places in the model, those of equal micro-batches once; how many; bytes; the first."""
+    """(places in the model, once for equal micro-batches; how many steps; bytes; the first)."""
     batches = [
-        (mb, [step.place for step in some]) for mb, some in groupby(steps, lambda step: step.mb)
+        (mb, [step.place for step in same]) for mb, same in groupby(steps, lambda step: step.mb)
     ]
-    found = []
-    for places, some in groupby(batches, lambda batch: batch[1]):
-        numbers = [mb for mb, _ in some]
+    texts = []
+    for places, same in groupby(batches, lambda batch: batch[1]):
+        numbers = [mb for mb, _ in same]
         text = _inline(fold(list(map(Line, places)), worth=1))
         if numbers[0] >= 0:
             text += f", mb {numbers[0]}" + f" … {numbers[-1]}" * (len(numbers) > 1)
-        found.append(text)
-    return "; ".join(found), len(steps), sum(step.bytes for step in steps), steps[0].ins
+        texts.append(text)
+    return "; ".join(texts), len(steps), sum(step.bytes for step in steps), steps[0].ins
 
 
 def _inline(items: Sequence[Item]) -> str:
     """Places on one line: "embedding, blocks.0 … blocks.3 (× 4 blocks), head"."""
-    found = []
+    texts = []
     for item in items:
         if isinstance(item, Fold):
             end = item.repeated(item.count - 1)[-1]
-            found.append(f"{_inline(item.body)} … {_inline([end])} (× {item.count} {item.what})")
+            texts.append(f"{_inline(item.body)} … {_inline([end])} (× {item.count} {item.what})")
         else:
-            found.append(item.text)
-    return ", ".join(found)
+            texts.append(item.text)
+    return ", ".join(texts)

@@ -1,9 +1,9 @@
-"""Number a rank's program: what it sends, copies and holds, in this order and at no time.
+"""The dry run of one rank: what it sends, copies and holds, in order but without times.
 
-One pipeline rank's list is all that is compiled, so its messages have no other end, and no rank
-says when anything happens. What is left of time is an order: a piece of compute, posting a call and
-what follows a wait count one each; a call or a copy is over as soon as it is begun. On that count
-time.py walks the list, and the rows are those of a prediction. Torch-free.
+Only the list of one pipeline rank is compiled, so its messages have no other end, and nothing says
+when anything happens. An order takes the place of time: a piece of compute, the posting of a call
+and what follows a wait count one each, and a call or a copy is over as soon as it is begun. time.py
+walks the list with these counts as costs, and the rows are those of a prediction. Torch-free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ONES = Cluster(flops=1.0, memory_bandwidth=1.0, call_overhead=1.0, wait_overhead
 
 
 class _Numbers(Costs):
-    """Costs that count."""
+    """Costs that count instead of measuring time."""
 
     def seconds(self, work: Work, precision: str = "") -> float:
         return 1.0
@@ -44,7 +44,7 @@ class _Numbers(Costs):
 def numbered(
     program: Program, rank: int, node_of: Callable[[int], int], steps: int, *, gloo: bool
 ) -> Tables:
-    """The rows of a global rank whose pipeline rank's list is there, every step like the first."""
+    """The tables of a global rank whose pipeline rank's list is compiled; all steps are alike."""
     times = walked(program, _Numbers(program, ONES))
     member, length = Member(program, rank, node_of), times.seconds
     mine, held = boxes(times, member, Calls(program)), _samples(program, times, member.at.pp, gloo)
@@ -55,16 +55,16 @@ def numbered(
 
 
 def _samples(program: Program, times: Times, pp: int, gloo: bool) -> Samples:
-    """(number, bytes) of each action at its peak, behind the instruction where it is, and
-    where it ends.
+    """(count, bytes by kind) of each action: at its peak, after the instruction that leaves most
+    alive, and at its end.
     """
-    (entered, left), found = times.of_program(pp), moments(program, pp, gloo=gloo)
-    made = {0.0: next(found)[2]}
+    (entered, left), weighed = times.of_program(pp), moments(program, pp, gloo=gloo)
+    taken = {0.0: next(weighed)[2]}
     actions = enumerate(spans(program, program.codes[pp]))
-    for _, action in groupby(actions, key=lambda one: one[1]):
-        here = [(position, *next(found)) for position, _ in action]
-        at, _, held, _ = max(here, key=lambda one: one[1])
-        most = max(here, key=lambda one: on_device(one[3]))
-        made |= {left[position]: behind for position, *_, behind in (most, here[-1])}
-        made[(entered[at] + left[at]) / 2] = held
-    return sorted(made.items(), key=lambda sample: sample[0])
+    for _, action in groupby(actions, key=lambda numbered_span: numbered_span[1]):
+        rows = [(position, *next(weighed)) for position, _ in action]
+        at, _, held, _ = max(rows, key=lambda row: row[1])
+        most = max(rows, key=lambda row: on_device(row[3]))
+        taken |= {left[position]: behind for position, *_, behind in (most, rows[-1])}
+        taken[(entered[at] + left[at]) / 2] = held
+    return sorted(taken.items(), key=lambda sample: sample[0])

@@ -1,13 +1,13 @@
-"""The file tier: tensors in plain files, read and written whole, in blocks.
+"""The file tier: tensors in plain files, read and written as a whole, in blocks.
 
-One file per tensor, of fixed size, its room reserved when it is made: a disk that is full says so
-before training begins. Bytes go past the operating system's page cache (O_DIRECT), straight between
-the tensor's memory and the disk: nothing copies them, and memory that is not counted never answers
-for the disk. That asks for addresses and lengths in whole pages, so the last bytes of a file, a
-tensor that lies askew (`aligned`), and a file system that knows no such thing go through the cache,
-which then forgets them. Either way a write is on the disk (fdatasync) when it returns. ``cached``
-leaves all that to the operating system. Nothing here is asynchronous: the lane "disk" (lanes.py)
-is.
+Each tensor has a file of fixed size, whose room is reserved when it is made: so a full disk is an
+error before training begins. Bytes bypass the operating system's page cache (O_DIRECT) and move
+directly between the tensor's memory and the disk: nothing copies them, and no uncounted memory
+answers in place of the disk. O_DIRECT needs addresses and lengths in whole pages. So the last bytes
+of a file, tensors that do not begin a page (`aligned`), and file systems without O_DIRECT use the
+cache, which then drops the bytes. Either way a write is on the disk (fdatasync) when it returns.
+``cached`` leaves all of that to the operating system. Calls block; the lane "disk" (lanes.py) makes
+them asynchronous.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 8 * 2**20  # bytes per call of the operating system
-PAGE = 4096  # what lies in whole pages may go past the page cache
-_DIRECT = getattr(os, "O_DIRECT", 0)  # not everywhere
+PAGE = 4096  # bytes; whole pages may bypass the page cache
+_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 
 class Files:
@@ -42,7 +42,7 @@ class Files:
         self._direct = 0 if cached else _direct(self.folder)
 
     def create(self, name: str, size: int) -> None:
-        """A file of ``size`` bytes; what it holds is not defined."""
+        """Make a file of ``size`` bytes, with undefined contents."""
         new = os.O_RDWR | os.O_CREAT | os.O_EXCL
         with self._explained("reserve room for", name), self._open(name, new) as file:
             if size and hasattr(os, "posix_fallocate"):
@@ -52,7 +52,7 @@ class Files:
         self.sizes[name] = size
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """The whole file becomes the tensor's bytes; contiguous, on the host."""
+        """Overwrite the whole file with the bytes of a contiguous tensor on the host."""
         with self._explained("write", name), self._open(name, os.O_WRONLY) as file:
             self._move(os.pwritev, file, tensor)
             if not self.cached:
@@ -60,14 +60,14 @@ class Files:
             self._forget(file)
 
     def read(self, name: str, tensor: Tensor) -> None:
-        """The tensor's bytes become the whole file's."""
+        """Overwrite the tensor's bytes with those of the whole file."""
         with self._explained("read", name), self._open(name, os.O_RDONLY) as file:
             self._move(os.preadv, file, tensor)
             self._forget(file)
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The file's contents as a tensor, (size / itemsize,): what is written to it is written to
-        the file. For looking at results and for checkpoints, not for training.
+        """The file mapped into memory as a tensor, (size / itemsize,): writing to it writes to the
+        file. For results and checkpoints, not for training.
         """
         with self._explained("map", name):
             if (found := (self.folder / name).stat().st_size) != self.sizes[name]:
@@ -98,7 +98,7 @@ class Files:
 
     @contextlib.contextmanager
     def _open(self, name: str, how: int) -> Iterator[int]:
-        # Each time: a folder that went away is noticed.
+        # Opened for every call, so that a folder that has been removed is noticed.
         file = os.open(self.folder / name, how, 0o600)
         try:
             yield file
@@ -126,7 +126,7 @@ class Files:
 
 
 def _direct(folder: Path) -> int:
-    """The flag that opens files here past the page cache; 0 if the file system has none."""
+    """The flag to open files in this folder without page cache; 0 if the file system has none."""
     probe = folder / "probe"
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | _DIRECT, 0o600))
@@ -138,7 +138,7 @@ def _direct(folder: Path) -> int:
 
 
 def aligned(size: int) -> Tensor:
-    """Memory of ``size`` bytes that begins a page, (size,), uint8, and that no ledger sees."""
+    """Memory of ``size`` bytes from the start of a page on, (size,), uint8; no ledger sees it."""
     room = np.empty(size + PAGE, dtype=np.uint8)
     skip = -room.ctypes.data % PAGE
     return torch.from_numpy(room[skip : skip + size])

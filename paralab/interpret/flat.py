@@ -38,12 +38,12 @@ def _places(unit: Unit, model: Model) -> tuple[list[tuple], int]:
     """(name, shape, stride, first element) of the views, and the elements in all. A step makes new
     gradients, and this is half of what their views would cost.
     """
-    found, at = [], 0
+    places, at = [], 0
     for name in unit.names:
         shape = model.shapes[name]
-        found.append((name, shape, [prod(shape[d + 1 :]) for d in range(len(shape))], at))
+        places.append((name, shape, [prod(shape[d + 1 :]) for d in range(len(shape))], at))
         at += prod(shape)
-    return found, at
+    return places, at
 
 
 def flat_of(value: Any) -> Tensor:

@@ -1,9 +1,10 @@
-"""Fold a list of lines: what repeats for one block after the other, or for every micro-batch, once.
+"""Fold a list of lines: write once what repeats for block after block, or for every micro-batch.
 
-Lines are text with numbers in it: "FORWARD blocks.3 mb 0". Two stretches of equal length repeat if
-their words are equal and every number of a kind (block, micro-batch, bucket) has moved by the same
-step from each line to its counterpart. Then the first stretch stands for all of them, with letters
-for what moves: "FORWARD blocks.i mb 0", i = 0 … 7. Folds fold again: blocks inside a micro-batch.
+Lines are text with numbers in it: "FORWARD blocks.3 mb 0". Two stretches of lines repeat if they
+have the same words, and if from each line to its counterpart all numbers of a kind (block,
+micro-batch, bucket) change by the same step. Then the first stretch stands for all of them, with
+letters for the numbers that change: "FORWARD blocks.i mb 0", i = 0 … 7. Folds can be folded again,
+as blocks inside a micro-batch are.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from functools import cached_property
 
 from paralab.programs.instructions import COMPUTE
 
-# What stands before a number: the letter for it, and what one counts with it.
+# {text before a number: (the letter for the number, what it counts)}.
 KINDS = {"blocks.": ("i", "blocks"), "mb ": ("k", "micro-batches"), "bucket ": ("j", "buckets")}
 NUMBER = re.compile(rf"\b({'|'.join(map(re.escape, KINDS))})(\d+)")
-LONGEST = 48  # items of a stretch that repeats; a fold is one item
-WORTH = 2  # a fold has to save more lines
+LONGEST = 48  # the most items of a stretch that repeats; a fold is one item
+WORTH = 2  # a fold has to save more lines than that
 
 Moves = dict[str, int]  # {kind of number: its step}
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """One line: its text, and where it stands in the list."""
+    """One line: its text, and its position in the list."""
 
     text: str
     position: int = 0
@@ -34,7 +35,7 @@ class Line:
 
     @cached_property
     def shape(self) -> str:
-        """What is equal in all repetitions."""
+        """The words, which are equal in all repetitions."""
         return self._with(lambda kind, value: "#")
 
     @cached_property
@@ -47,12 +48,12 @@ class Line:
         yield self
 
     def moved(self, moves: Moves, times: int) -> Line:
-        """The line that comes so many times after it."""
+        """The counterpart of this line, ``times`` repetitions later."""
         text = self._with(lambda kind, value: str(value + times * moves.get(kind, 0)))
         return Line(text, self.position)
 
-    def said(self, letters: dict[str, tuple[str, int]]) -> str:
-        """The text, with a letter and a distance for each number of these kinds."""
+    def lettered(self, letters: dict[str, tuple[str, int]]) -> str:
+        """The text with "i+1" in place of a number. letters: {kind: (letter, its value)}."""
 
         def number(kind: str, value: int) -> str:
             if kind not in letters:
@@ -68,8 +69,8 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """``count`` stretches, of which ``body`` is the first; ``moves``: what moves from one to the
-    next, and by how much.
+    """``count`` stretches of lines, of which ``body`` is the first; ``moves``: by how much each
+    kind of number changes from one to the next.
     """
 
     body: list[Line | Fold]
@@ -78,7 +79,9 @@ class Fold:
 
     @cached_property
     def shape(self) -> tuple:
-        """With what moves inside, which is not to move outside as well: a letter is one number."""
+        """The shapes of the body; and the letters of this fold, whose first values have to be equal
+        in all repetitions: a letter stands for one number.
+        """
         inside = (item.shape for item in self.body)
         return (self.count, *self.moves.items(), *self.letters.items(), *inside)
 
@@ -88,7 +91,7 @@ class Fold:
 
     @property
     def lines(self) -> Iterator[Line]:
-        """Those of the first stretch."""
+        """The lines of the first stretch."""
         return (line for item in self.body for line in item.lines)
 
     @property
@@ -102,8 +105,8 @@ class Fold:
 
     @cached_property
     def letters(self) -> dict[str, tuple[str, int]]:
-        """{kind: (letter, value in the first stretch)} of what moves here. The value is that of the
-        compute, if there is any, so a gather ahead of it is of "blocks.i+1".
+        """{kind: (letter, value in the first stretch)} of the numbers that change: the value of the
+        first compute, if there is any, so that a gather for the next block is of "blocks.i+1".
         """
         lines = sorted(self.lines, key=lambda line: line.text.partition("\t")[0] not in COMPUTE)
         first = dict(reversed([number for line in lines for number in line.numbers]))
@@ -111,25 +114,27 @@ class Fold:
 
     @property
     def what(self) -> str:
-        """What there are ``count`` of: "blocks"; or "times", if that is not what moves by one."""
+        """What ``count`` counts: "blocks"; "times", if more than one kind of number changes, or a
+        number by more than one.
+        """
         kinds = [kind for kind in self.letters if abs(self.moves[kind]) == 1]
         return KINDS[kinds[0]][1] if len(kinds) == len(self.letters) == 1 else "times"
 
     @property
     def head(self) -> str:
         """ "× 8 blocks, i = 7 … 0"."""
-        found = [f"× {self.count} {self.what}"]
+        texts = [f"× {self.count} {self.what}"]
         for kind, (letter, base) in self.letters.items():
             step = self.moves[kind]
             second = f", {base + step}" * (abs(step) > 1)
-            found.append(f"{letter} = {base}{second} … {base + step * (self.count - 1)}")
-        return ", ".join(found)
+            texts.append(f"{letter} = {base}{second} … {base + step * (self.count - 1)}")
+        return ", ".join(texts)
 
     def moved(self, moves: Moves, times: int) -> Fold:
         return Fold([item.moved(moves, times) for item in self.body], self.count, self.moves)
 
     def repeated(self, times: int) -> list[Item]:
-        """The stretch that comes so many times after the first."""
+        """The stretch ``times`` repetitions after the first."""
         return [item.moved(self.moves, times) for item in self.body]
 
 
@@ -137,19 +142,17 @@ Item = Line | Fold
 
 
 def fold(lines: Sequence[Line], *, worth: int = WORTH) -> list[Item]:
-    """The lines, with every stretch that repeats folded, short stretches first; a fold saves more
-    than ``worth`` lines.
-    """
+    """Fold the stretches that repeat, short ones first. A fold saves more than ``worth`` lines."""
     items: list[Item] = list(lines)
     length = 1
     while length <= min(LONGEST, len(items) // 2):
-        made = list(_folded(items, length, worth))
-        items, length = made, length + 1 if len(made) == len(items) else 1
+        folded = list(_folded(items, length, worth))
+        items, length = folded, length + 1 if len(folded) == len(items) else 1
     return items
 
 
 def _folded(items: list[Item], length: int, worth: int) -> Iterator[Item]:
-    """Stretches of one length, from left to right."""
+    """Fold the stretches of one length, from left to right."""
     at = 0
     while at < len(items):
         moves, end = _moves(items, at, length), at + length
@@ -165,9 +168,7 @@ def _folded(items: list[Item], length: int, worth: int) -> Iterator[Item]:
 
 
 def _moves(items: list[Item], at: int, length: int) -> Moves | None:
-    """The steps by which the stretch after this one follows it, if their words are equal and the
-    steps are the same for all numbers of a kind.
-    """
+    """The steps from a stretch to the next one, if these repeat, else None."""
     if at + 2 * length > len(items):
         return None
     steps: Moves = {}

@@ -1,17 +1,17 @@
 """The memory a rank has outside its device: the host's, files, and the lanes between.
 
-Host memory is taken once and kept: page-locked (pinned) where there is a GPU, or copies could not
-run at the same time as its kernels. Files are behind it: what is read passes through a few buffers,
-taken in turn, and so does what is written (programs/tiers.py says which).
+Host memory is allocated once and kept. Where there is a GPU it is page-locked (pinned), because
+otherwise copies could not run at the same time as kernels. Files come after it: everything read
+from or written to a file passes through a few buffers, taken in turn (programs/tiers.py).
 
-[Note: page-locked] torch's allocator of pinned memory takes a power of two for each tensor, up to
-twice what the tensor has and a report says. So what is kept is taken as it is and locked in place.
-What is used once is not kept: a number on its way comes from torch's allocator, which knows when
-the copy is over, and first values on their way to a file are in memory that is not locked.
+[Note: page-locked] torch's allocator of pinned memory takes a power of two bytes for each tensor,
+up to twice what the tensor has and a report says. So memory that is kept is allocated by its exact
+size and locked in place. Memory that is used once is not kept: scalars in flight come from torch's
+allocator, which knows when the copy is over, and initial values of a file are in unlocked memory.
 
-On a CPU the device's memory and the host's are the same chips. What keeps them apart is who counts:
-the ledger sees what the rank's own thread does, and the jobs here run in others; what they hold is
-counted here, as tiers of their own, and no ``memory_limit`` bounds it.
+On a CPU the device's memory and the host's are the same chips; only the bookkeeping differs. The
+ledger counts what the rank's own thread allocates, while the jobs here run in other threads. What
+they hold is counted here, as tiers of their own, which no ``memory_limit`` bounds.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class Host:
     """One rank's host memory, files and lanes.
 
-    tiers   what lies there
-    folder  for this rank's files; made when the first of them is
+    tiers   what the plan offloads, and where to
+    folder  for this rank's files; made if any state or activation goes to files
     """
 
     def __init__(self, tiers: Offload, *, context: Any, recorder: Recorder, folder: Path) -> None:
@@ -71,24 +71,24 @@ class Host:
         self._locked: list[Tensor] = []
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device's ledger does not see, as long as jobs work on it."""
+        """Host memory for single use by jobs; the device's ledger does not see it."""
         if self.cuda:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         return plain(shape, dtype)
 
     def mark(self) -> Any:
-        """An event of the device, behind what it was given so far; None where there is no GPU."""
+        """An event after all that the device has been given so far; None without a GPU."""
         return torch.cuda.current_stream().record_event() if self.cuda else None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Tensor:
         """Host memory to be kept, and counted. See [Note: page-locked]."""
-        found = plain(shape, dtype)
-        if self.cuda and found.nbytes:
+        memory = plain(shape, dtype)
+        if self.cuda and memory.nbytes:
             lock = torch.cuda.cudart().cudaHostRegister
-            torch.cuda.check_error(lock(found.data_ptr(), found.nbytes, 0))
-            self._locked.append(found)
-        self.recorder.holds("host", category, found.nbytes)
-        return found
+            torch.cuda.check_error(lock(memory.data_ptr(), memory.nbytes, 0))
+            self._locked.append(memory)
+        self.recorder.holds("host", category, memory.nbytes)
+        return memory
 
     def create(self, kind: str, size: int, category: str) -> str:
         """A file of ``size`` bytes. Returns its name."""
@@ -104,12 +104,12 @@ class Host:
         return free.pop() if free else self.empty((count,), dtype, "activations")
 
     def borrow_file(self, size: int) -> str:
-        """A file for one; reads and writes of a file keep their order on the lane."""
+        """The same as a file; the lane keeps the order of its reads and writes."""
         free = self._free.get(size)
         return free.pop(0) if free else self.create("activation", size, "activations")
 
     def give_back(self, lent: Tensor | str) -> None:
-        """It is no longer used, and the next may have it."""
+        """Return what was borrowed, for the next to borrow."""
         key = self.files.sizes[lent] if isinstance(lent, str) else (lent.numel(), lent.dtype)
         self._free.setdefault(key, []).append(lent)
 
@@ -121,7 +121,7 @@ class Host:
     def close(self) -> None:
         for lane in self.lanes.values():
             lane.close()
-        for memory in self._locked:  # what has its address next may be locked too
+        for memory in self._locked:  # or later memory at this address could not be locked
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
         self._locked.clear()
         if self.files is not None:

@@ -1,8 +1,8 @@
-"""What an instruction of compute has in hand: a walk over its ops, as a rank makes it. Torch-free.
+"""The memory inside an instruction of compute: a walk over its ops, in a rank's order. Torch-free.
 
-Forward goes from op to op: there are the state that comes in, the one that goes out, what has been
-kept so far, and the op's own ``scratch``. Backward goes down again: with each op what it has kept
-ends, and its two halves have a scratch each. All micro-batches have the same walk, made once.
+In forward each op has the state that comes in, the state that goes out, what the ops so far keep
+for backward, and its own temporary memory, ``scratch``. Backward takes the ops in reverse: each
+frees what it kept, and its two halves have a scratch each. All micro-batches share one walk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from paralab.spec import Plan
 
 
 class Inside(NamedTuple):
-    """Bytes beyond those that are alive when an instruction begins: at its peak, and of
-    activations and workspace each its own most.
+    """Bytes in addition to those alive when an instruction begins: at its peak by category; and
+    ``most``, activations and workspace each at its own peak.
     """
 
     activations: int = 0
@@ -37,97 +37,98 @@ class Moment(NamedTuple):
 
 
 class Insides:
-    """Of all instructions of a program."""
+    """The `Inside` of all instructions of a program; equal blocks share one."""
 
     def __init__(self, model: Model, plan: Plan, gloo: bool) -> None:
         self.model, self.plan, self.gloo, self.sharing = model, plan, gloo, sharing_of(model)
         self._known: dict[tuple, Inside] = {}
 
     def of(self, ins: Instr, stays: tuple[Name, ...] = ()) -> Inside:
-        """stays: storages that a backward lets go of, and others still hold."""
-        forward, behind = ins.op in FORWARDS, self.model.behind.get(ins.at[0], 0)
-        at = ins.at[0] - behind, ins.at[1] - behind
-        left = frozenset([(kind, boundary - behind) for kind, boundary in stays])
-        key = at, "forward" if forward else ins.op, not forward or keeps(ins), left
-        found = self._known.get(key)
-        if found is None:
+        """stays: storages of values that a backward frees, but which other values still hold."""
+        forward, offset = ins.op in FORWARDS, self.model.behind.get(ins.at[0], 0)
+        at = ins.at[0] - offset, ins.at[1] - offset  # in the first block
+        shared = frozenset([(kind, boundary - offset) for kind, boundary in stays])
+        key = at, "forward" if forward else ins.op, not forward or keeps(ins), shared
+        inside = self._known.get(key)
+        if inside is None:
             if forward:
                 moments = list(self._forward(*at, keep=keeps(ins)))
             elif ins.op == BACKWARD_WEIGHT:
                 moments = list(self._weight(*at))
             else:
-                moments = list(self._backward(*at, left, halves=ins.op == BACKWARD_INPUT))
+                moments = list(self._backward(*at, shared, halves=ins.op == BACKWARD_INPUT))
             activations, workspace = max(moments, key=sum)
             most = max(m.activations for m in moments), max(m.workspace for m in moments)
-            found = self._known[key] = Inside(activations, workspace, 0, most)
-        return found
+            inside = self._known[key] = Inside(activations, workspace, 0, most)
+        return inside
 
     def _forward(self, i: int, j: int, *, keep: bool) -> Iterator[Moment]:
         ops, sharing = self.model.ops, self.sharing
         state = list(sharing.state(i)) if i else []
-        there = dict(state)  # alive before, and to the end
-        kept: dict[Name, int] = {}
-        own = 0  # what is kept by this one alone
+        there = dict(state)  # alive from before the instruction to its end
+        kept: dict[Name, int] = {}  # storages that other values may share
+        own = 0  # bytes kept in storages that no other value shares
         for at in range(i, j):
             op, out = ops[at], sharing.forward(at + 1)
-            new = _bytes({**dict(state), **dict([out])}, besides=(there, kept))
-            grown = own + _bytes(kept, besides=(there,))
+            new = _bytes({**dict(state), **dict([out])}, without=(there, kept))
+            grown = own + _bytes(kept, without=(there,))
             scratch = op.in_hand("forward", self._received)
             yield Moment(grown, new + op.keeps + scratch)
             if keep:
                 own += op.keeps
                 kept.update(sharing.kept(at))
             state = [*(state[-1:] if op.forks else () if op.joins else state[:-1]), out]
-        grown = own + _bytes(kept, besides=(there,))
-        yield Moment(grown, _bytes(dict(state), besides=(there, kept)))
+        grown = own + _bytes(kept, without=(there,))
+        yield Moment(grown, _bytes(dict(state), without=(there, kept)))
 
     def _backward(
         self, i: int, j: int, stays: frozenset[Name], *, halves: bool
     ) -> Iterator[Moment]:
         ops, sharing, n = self.model.ops, self.sharing, len(self.model.ops)
 
-        def goes(held: Iterable[tuple[Name, int]]) -> dict[Name, int]:
+        def freed(held: Iterable[tuple[Name, int]]) -> dict[Name, int]:
             return {name: size for name, size in held if name not in stays}
 
+        # Shared storages by name, and bytes of unshared ones (``own`` of what is kept).
         own = sum(ops[at].keeps for at in range(i, j))
-        kept = [goes(sharing.kept(at)) for at in range(i, j)]
-        saved = {name: size for some in kept for name, size in some.items()}
-        grads = goes(sharing.grads(j)) if j < n else {}
+        kept = [freed(sharing.kept(at)) for at in range(i, j)]
+        saved = {name: size for of_op in kept for name, size in of_op.items()}
+        grads = freed(sharing.grads(j)) if j < n else {}
         begin = Moment(own + _bytes(saved), _bytes(grads))
-        aside: dict[Name, int] = {}
-        waits = saved_waits = 0
+        deferred: dict[Name, int] = {}  # until the weight half of its op
+        deferred_new = deferred_kept = 0  # made by the input half; saved by forward
         for at in reversed(range(i, j)):
             op = ops[at]
-            names = {name: size for some in kept[: at - i + 1] for name, size in some.items()}
-            names |= {name: size for name, size in aside.items() if name in saved}
-            into = goes(sharing.grads(at)) if at else {}
+            names = {name: size for of_op in kept[: at - i + 1] for name, size in of_op.items()}
+            names |= {name: size for name, size in deferred.items() if name in saved}
+            into = freed(sharing.grads(at)) if at else {}
             fresh = op.deferred
             scratch = op.in_hand("input", self._received) - op.defers_kept
-            moved = _bytes({**grads, **into, **aside}, besides=(names,)) + waits
-            held = own + saved_waits + _bytes(names)
-            yield _since(begin, held, moved + fresh + scratch)
+            work = _bytes({**grads, **into, **deferred}, without=(names,)) + deferred_new
+            held = own + deferred_kept + _bytes(names)
+            yield _since(begin, held, work + fresh + scratch)
             own -= op.keeps
-            mine, grads = goes(sharing.put_aside(at)), into
+            mine, grads = freed(sharing.put_aside(at)), into
             if halves:
-                aside |= mine
-                saved_waits += op.defers_kept
-                waits += fresh - op.defers_kept
+                deferred |= mine
+                deferred_kept += op.defers_kept
+                deferred_new += fresh - op.defers_kept
                 continue
-            names = {name: size for some in kept[: at - i] for name, size in some.items()}
+            names = {name: size for of_op in kept[: at - i] for name, size in of_op.items()}
             names |= {name: size for name, size in mine.items() if name in saved}
             scratch = op.in_hand("weight", self._received) + fresh - op.defers_kept
-            moved = _bytes({**grads, **mine}, besides=(names,))
-            yield _since(begin, own + op.defers_kept + _bytes(names), moved + scratch)
-        waits += saved_waits  # what waits for its weight half is an activation from here on
-        yield _since(begin, waits + _bytes(aside), _bytes(grads, besides=(aside,)))
+            work = _bytes({**grads, **mine}, without=(names,))
+            yield _since(begin, own + op.defers_kept + _bytes(names), work + scratch)
+        deferred_new += deferred_kept  # what is deferred is an activation once the halves are apart
+        yield _since(begin, deferred_new + _bytes(deferred), _bytes(grads, without=(deferred,)))
 
     def _weight(self, i: int, j: int) -> Iterator[Moment]:
-        """From what was deferred last to what was first; each is let go when it is used."""
+        """The op deferred last comes first; each frees what it deferred once it has used it."""
         ops, sharing = self.model.ops, self.sharing
         left = [(dict(sharing.put_aside(at)), ops[at].deferred) for at in range(i, j)]
 
         def size() -> int:
-            names = {name: size for some, _ in left for name, size in some.items()}
+            names = {name: size for deferred, _ in left for name, size in deferred.items()}
             return _bytes(names) + sum(fresh for _, fresh in left)
 
         begin = size()
@@ -136,8 +137,8 @@ class Insides:
             left.pop()
 
     def _received(self, call: Call) -> int:
-        """What gloo receives into: of a reduce on its root the others' parts, of a reduce-scatter
-        everybody's.
+        """Bytes of the buffers that gloo receives into: all ranks' parts in a reduce-scatter, those
+        of the other ranks on the root of a reduce.
         """
         if self.gloo and call.op == "reduce_scatter":
             return call.payload
@@ -150,8 +151,8 @@ class Insides:
 insides = lru_cache(maxsize=64)(Insides)  # the same for all ranks of a program
 
 
-def _bytes(names: dict[Name, int], *, besides: Iterable[dict[Name, int]] = ()) -> int:
-    return sum(size for name, size in names.items() if not any(name in some for some in besides))
+def _bytes(names: dict[Name, int], *, without: Iterable[dict[Name, int]] = ()) -> int:
+    return sum(size for name, size in names.items() if not any(name in held for held in without))
 
 
 def _since(begin: Moment, activations: int, workspace: int) -> Moment:

@@ -1,8 +1,8 @@
-"""Which jobs a job on a worker's lane comes after. One rule for what runs and what predicts.
+"""Which jobs a job on a worker's lane comes after: one rule for runs and for predictions.
 
-A job comes after those that have written what it reads or writes, those that read what it writes
-over, and those that used the buffer that it writes into, where buffers of a ring are taken in turn.
-So the lanes keep the order of the program's values among themselves, from one step to the next too,
+A job comes after the jobs that wrote a value which it reads or writes, the jobs that read a value
+which it overwrites, and those that used its buffer before, where the buffers of a ring are taken in
+turn. So the lanes themselves keep the order of accesses to a value, also from one step to the next,
 and the rank waits only where the program says so.
 
 `workers.py` hands jobs over to threads in this order, walk.py gives them moments. Torch-free.
@@ -20,39 +20,39 @@ from paralab.spec import Plan
 
 
 class Ordered:
-    """A job: those that it comes behind, and whether the rank has waited for it, or for one that
-    came after it.
+    """A job: the jobs ``behind`` which it comes, and whether it is known to be ``over``, because
+    the rank has waited for it, or for a job that came after it.
     """
 
     def __init__(self, behind: tuple[Any, ...]) -> None:
         self.behind, self.over = behind, False
 
     def over_for(self, lane: str) -> bool:
-        """Whether a job that is now handed over to this lane need not come after it."""
+        """Whether a job that is now handed over to this lane may ignore this one."""
         return self.over
 
     def settled(self) -> None:
-        """The rank has waited for it: it is over, and so is all that it came after."""
-        rest = [self]
-        while rest:
-            job = rest.pop()
+        """The rank has waited for it: it is over, and so are all jobs that it came after."""
+        newly_over = [self]
+        while newly_over:
+            job = newly_over.pop()
             job.over = True
-            rest += (other for other in job.behind if not other.over)
+            newly_over += (other for other in job.behind if not other.over)
             job.behind = ()
 
 
 class Slot(NamedTuple):
-    """One buffer of a ring: its number, and the jobs that the next one to take it comes after."""
+    """One buffer of a ring: its number, and the jobs that have used it since it was taken."""
 
     number: int
     users: list[Any]
 
 
 class Order:
-    """One rank's.
+    """The order of one rank's jobs.
 
-    writer, readers  {value: the job that makes it, and those that read it}
-    rings   {name: its buffers, the next to be taken first}; ``slots``: {value in one: where it is}
+    writer, readers  {value: the last job that writes it}, {value: the jobs that read it since}
+    rings   {name: its buffers, the next to be taken first}; ``slots``: {value in one: its buffer}
     """
 
     def __init__(self, plan: Plan | None) -> None:
@@ -63,14 +63,14 @@ class Order:
         self.rings = defaultdict(lambda: deque(Slot(n, []) for n in range(BUFFERS)))
 
     def behind(self, ins: Instr) -> tuple[Any, ...]:
-        """What an instruction's job comes after; room in a ring is taken for what it writes."""
+        """The jobs that an instruction's job comes after. Takes buffers of rings for its values."""
         jobs = [self.writer.get(v) for v in (*ins.reads, *ins.writes)]
         for v in ins.writes:
             jobs += (*self.readers.get(v, ()), *self._take(v))
         return tuple(j for j in dict.fromkeys(jobs) if j is not None and not j.over_for(ins.lane))
 
     def add(self, ins: Instr, job: Any) -> None:
-        """``job`` is the instruction's."""
+        """Register ``job`` as that of the instruction."""
         for v in ins.reads:
             self.readers.setdefault(v, []).append(job)
         for v in ins.writes:
@@ -80,13 +80,15 @@ class Order:
                 self.slots[v].users.append(job)
 
     def end(self, values: Iterable[Value]) -> None:
-        """The memory of these ends."""
+        """The memory of these values ends: forget their jobs."""
         for v in values:
             for table in (self.slots, self.writer, self.readers):
                 table.pop(v, None)
 
     def _take(self, v: Value) -> Iterable[Any]:
-        """The next buffer of its ring, if it lies in one. Returns who used that before."""
+        """Take the next buffer of the value's ring, if it lies in one. Returns the jobs that have
+        used the buffer before.
+        """
         name = ring(self.plan, v)
         if not name or v in self.slots:
             return ()
@@ -98,9 +100,7 @@ class Order:
 
 
 class Begun(Ordered):
-    """A job in a prediction: its place in the list, or None if it is of the step before; and its
-    end.
-    """
+    """A job in a prediction: its position in the list (None: a job of the step before), its end."""
 
     def __init__(self, position: int, end: Any, behind: tuple[Begun, ...]) -> None:
         super().__init__(behind)
@@ -108,6 +108,6 @@ class Begun(Ordered):
         self.end = end
 
     def next_step(self, seconds: float) -> None:
-        """The next step begins, so many seconds after this one."""
+        """Count from the next step on, which begins ``seconds`` after this one."""
         self.position, self.end = None, self.end - seconds
         self.over = self.over or self.end <= 0.0

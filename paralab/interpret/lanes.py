@@ -1,24 +1,24 @@
-"""Lanes: who copies between memory tiers while the rank computes.
+"""Lanes: the threads that copy between memory tiers while the rank computes.
 
     h2d, d2h  host to device and back      on a GPU a stream of its own, with pinned memory
     disk      files, read and written
-    host      the host's processor: additions and optimizer steps on what lies in its memory
+    host      the host's processor: additions and optimizer steps on tensors in its memory
 
 A lane is a thread that does one job after the other, in the order they were handed over; a job
 starts when the jobs it comes after are done. Jobs only ever come after jobs handed over before, so
 that order is one in which all can run: lanes cannot block each other.
 
-[Note: freed memory] The program says where a value's memory ends: behind the rank's WAIT for the
-job that uses it, not when a thread is through. So a job forgets what it works on as soon as it has
-worked, and the rank's memory is the same in every run.
+[Note: freed memory] The program says where a value's memory ends: after the rank's WAIT for the
+job that uses it, not when a thread has finished. So a job drops its references as soon as it is
+done, and the rank's memory is the same in every run.
 
 [Note: streams] On a GPU a copy is issued on the lane's stream, after what the rank had launched
 when it handed the job over. `Job.wait` then holds the rank's stream, not its host: the host goes on
-launching kernels. Other copies follow the rank's stream. A job of the host's own, on the lanes
-"host" and "disk", follows no stream: it waits for the copy itself, also when the rank has waited.
+launching kernels. Later copies follow the rank's stream. A job on the lanes "host" and "disk"
+follows no stream: it waits for a copy itself, even if the rank has already waited for it.
 
-A ``bandwidth`` makes a link slower than it is: the lane sleeps for the rest of the time that the
-bytes would take. It is a model of a slow link, not a measurement of one.
+A ``bandwidth`` simulates a slower link: the lane sleeps for the rest of the time that the bytes
+would take. It is a model of a slow link, not a measurement of one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Job(Ordered):
     def __init__(
         self, lane: Lane, span: int, work: Callable[[], Any], after: tuple[Job, ...], size: int
     ) -> None:
-        super().__init__(after)  # the rank's list of those before it, in addition to the lane's
+        super().__init__(after)  # `behind` belongs to the rank's thread, `after` to the lane's
         self.lane, self.span, self.size, self.after = lane, span, size, after
         self.work: Callable[[], Any] | None = work
-        self.ready: Any = None  # of a stream: what the rank had launched
-        self.end: Any = None  # of a stream: when the copy is over
+        self.ready: Any = None  # on a stream: event after what the rank had launched
+        self.end: Any = None  # on a stream: event after the copy
         self.issued, self.done = threading.Event(), threading.Event()
         self.error: BaseException | None = None
 
@@ -77,12 +77,12 @@ class Job(Ordered):
 
 
 class Lane:
-    """One link of a rank, or its host's processor.
+    """One link of a rank, or its host's processor, as a thread with a queue of jobs.
 
     name       as in the report: "h2d", "d2h", "disk", "host"
     device     "cuda:0" gives a lane of that GPU a stream; None: the work is the host's own
-    bandwidth  bytes per second that it moves at most; None: as fast as it goes
-    note       told what the rank waits for
+    bandwidth  limit in bytes per second; None: no limit
+    note       function that records what the rank waits for
     threads    processor threads that its work runs on
     """
 
@@ -137,8 +137,8 @@ class Lane:
         self._thread.join()
 
     def _run(self) -> None:
-        # These are a thread's own settings; but its first look at the number of threads takes what
-        # another thread has set last.
+        # Both settings belong to a thread, but its first read of the number of threads takes over
+        # the number that another thread has set last.
         torch.get_num_threads()
         torch.set_num_threads(self.threads)
         torch.set_grad_enabled(False)

@@ -1,8 +1,9 @@
-"""A rank's list with its moments, as arrays.
+"""A rank's list of instructions with the time of each, as arrays; a step in outline reads them.
 
-Of a list with thousands of micro-batches almost all instructions are the same few again and again.
-So what is known of each before anything is timed stands in a `Table`, and a `Line` is a list by
-numbers in it, with the moments of every instruction. A `Step` is all of them.
+In a list of thousands of micro-batches the same few instructions come again and again. A `Table`
+has each distinct instruction once, with everything that is known before the list is timed. A `Line`
+is a rank's list, as indices into its table, with the times of every instruction. A `Step` has the
+lines of all pipeline ranks.
 """
 
 from __future__ import annotations
@@ -26,53 +27,57 @@ from paralab.report.metrics import union
 from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import BOOKKEEPING
 
-SHORT = 1e-9  # of a step: less than that is rounding
-Said = tuple[Any, float]  # a `Call`, or of a copy (lane, op, category, bytes); and its seconds
+SHORT = 1e-9  # as a share of the step; anything shorter is rounding error
+# A `Call`, or a copy between tiers as (lane, op, category, bytes); and the seconds it takes.
+Transfer = tuple[Any, float]
 
 
 class Table:
-    """Instructions, and what each of them takes; k of them, and so every column has (k,).
+    """The k distinct instructions of a rank's list; every column is an array of shape (k,).
 
-    code             both; of a CALL for several the `Times` of these
-    computes, works  on the rank's own lane; of actions: forward, backward, and CALLs (to post an
-                     op's own call is work)
-    summed           of a WAIT: seconds to add up what came
-    flight           1: a call that reports count; 2: a copy between tiers
-    seconds          of a CALL for several; ``idle``, ``copied``, ``inner``, ``hidden``: those that
-                     its rank is idle, adds up and copies, that its own calls are in flight, and of
-                     these during compute
-    said             set by who needs it: {number: what it sends and copies, and how often}
+    A *composite* CALL stands for several instructions that run by themselves (deep.py).
+
+    code       the instructions, each with its cost; for a composite CALL the `Times` of its parts
+    computes   whether the rank's own thread is busy with it; ``works``: with forward or backward.
+               Both hold of every CALL: posting a call that an op makes itself is work, too
+    summed     for a WAIT: seconds to add up what a reduction received
+    flight     1 for a call, bookkeeping left out; 2 for a copy between tiers; else 0
+    seconds    for a composite CALL: how long it takes. Of this, in seconds: ``idle``, the rank is
+               idle; ``copied``, it adds up and copies; ``inner``, calls of its own are in flight;
+               ``hidden``, they are in flight while the rank computes
+    transfers  {index: the calls and copies that the instruction stands for, with their counts};
+               set by the caller
     """
 
-    said: dict[int, Counter[Said]]
+    transfers: dict[int, Counter[Transfer]]
 
     def __init__(
         self, code: Sequence[tuple[Instr, Cost | Times]], awaited: Mapping[int, Cost]
     ) -> None:
-        """awaited: costs of the calls that WAITs are for."""
+        """awaited: {index of a WAIT: cost of the call that it waits for}."""
         self.code = code
         calls = np.array([ins.op == CALL for ins, _ in code], bool)
         self.computes = calls | np.array([type(cost) is Compute for _, cost in code], bool)
         self.works = calls | np.array([ins.op in COMPUTE for ins, _ in code], bool)
-        self.flight = np.array([self._flight(*one) for one in code], int)
+        self.flight = np.array([self._flight(*pair) for pair in code], int)
         self.summed = np.zeros(len(code))
-        several = np.zeros((5, len(code)))
-        self.seconds, self.idle, self.copied, self.inner, self.hidden = several
+        composite = np.zeros((5, len(code)))
+        self.seconds, self.idle, self.copied, self.inner, self.hidden = composite
         for at, (_, cost) in enumerate(code):
             if type(cost) is Times:
-                several[:, at] = cost.seconds, *Line.of(cost, -1).within
+                composite[:, at] = cost.seconds, *Line.of(cost, -1).as_composite
         for at, cost in awaited.items():
             if type(cost) is Posted:  # where another member adds up, the rank is idle for it
                 (self.idle if cost.other else self.summed)[at] = cost.summed
 
     @cached_property
     def lane(self) -> list[tuple[str, str] | None]:
-        """Of a call or a job that is drawn its lane there and its kind."""
-        return [self._lane(*one) for one in self.code]
+        """Per instruction (lane of the timeline, kind of box), or None where nothing is drawn."""
+        return [self._lane(*pair) for pair in self.code]
 
     @staticmethod
     def _lane(ins: Instr, cost: Cost | Times) -> tuple[str, str] | None:
-        """Those of tensor parallelism and between stages are not drawn."""
+        """Calls of tensor parallelism and messages between stages are not drawn."""
         if type(cost) is Job:
             return ins.lane, kind_of(ins)
         if type(cost) is not Posted or ins.lane.startswith("tp") or ins.op in MESSAGES:
@@ -88,13 +93,15 @@ class Table:
 
 @dataclass(eq=False)
 class Line:
-    """A rank's list with its moments; n instructions, (n,) each.
+    """A rank's list of n instructions with their times, in seconds; arrays of shape (n,).
 
-    pp             its pipeline rank
-    symbol         what an instruction is: its number in the table
-    entered, left  when the rank comes to it, and goes on behind it
-    over           of a WAIT: its end, behind which comes work that goes with it; else below 0
-    calls, when    positions of calls and jobs, and from when to when they are in flight (c,) (c, 2)
+    pp             pipeline rank
+    symbol         index of each instruction in the table
+    entered, left  when the rank begins the instruction, and when it goes on to the next
+    over           when a WAIT itself ends (the work that belongs to it follows); negative for other
+                   instructions, and for a WAIT whose job an earlier WAIT has shown to be over
+    calls, when    positions of the c calls and jobs (c,), and their (start, end) in flight (c, 2)
+    waits          whether it is a WAIT; computes, works, summed, idle: the table's columns
     """
 
     pp: int
@@ -113,16 +120,16 @@ class Line:
 
     @classmethod
     def of(cls, times: Times, pp: int) -> Line:
-        """A rank's part of a walk; every instruction is one of its own."""
+        """The line of a rank that walk.py has timed; each instruction has an index of its own."""
         code, left, waits, calls = (
-            some[pp] for some in (times.lists, times.left, times.waits, times.calls)
+            by_rank[pp] for by_rank in (times.lists, times.left, times.waits, times.calls)
         )
         table = Table(code, {at: code[call][1] for at, (call, _) in waits.items()})
         over = np.full(len(code), -1.0)
         for at, (_, end) in waits.items():
             over[at] = max(left[at - 1], end)
-        called = np.array(list(calls), int), np.array(list(calls.values())).reshape(-1, 2)
-        return cls(pp, table, np.arange(len(code)), np.array(left), over, *called)
+        in_flight = np.array(list(calls), int), np.array(list(calls.values())).reshape(-1, 2)
+        return cls(pp, table, np.arange(len(code)), np.array(left), over, *in_flight)
 
     @property
     def end(self) -> float:
@@ -130,65 +137,72 @@ class Line:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """When the box begins that an instruction may open: see boxes.py."""
-        now = np.where(self.computes, self.left, 0.0)
-        now = np.where(self.waits, self.over + self.idle + self.summed, now)
-        return np.r_[0.0, np.maximum.accumulate(now)[:-1]]
+        """When the box of an instruction begins, if it has one: where the last compute or wait
+        before it ends (boxes.py).
+        """
+        ends = np.where(self.computes, self.left, 0.0)
+        ends = np.where(self.waits, self.over + self.idle + self.summed, ends)
+        return np.r_[0.0, np.maximum.accumulate(ends)[:-1]]
 
     @property
-    def within(self) -> tuple[float, ...]:
-        """What a CALL of this list is: `Table.idle`, ``copied``, ``inner``, ``hidden``."""
+    def as_composite(self) -> tuple[float, ...]:
+        """`Table.idle`, ``copied``, ``inner``, ``hidden`` of a CALL that stands for this list."""
         works = np.flatnonzero(self.works)
-        in_flight = beside(self.in_flight[0], *self.worked(self.waits))
-        return (self.still.sum(), self.copies(works[:1], works[-1:]).sum(), *in_flight)
+        in_flight = overlap(self.in_flight[0], *self.work(self.waits))
+        return (self.idled.sum(), self.copies(works[:1], works[-1:]).sum(), *in_flight)
 
     # ---- compute ---------------------------------------------------------------------------------
     def actions(self, turns: Turns) -> tuple[np.ndarray, ...]:
-        """When each starts and ends; what the rank does in that time, and of it what it adds up
-        and copies; and what of this it does behind it, before the next one            (n,) each
+        """(start, end, cost, copied, copied after) of each action, in seconds, (actions,) each.
+
+        cost          end - start, less the time that the rank is idle in between
+        copied        the part of ``cost`` in which the rank adds up and copies
+        copied after  the same between this action and the next
         """
         first, last = turns.first, turns.last
-        still, copies = (
-            np.r_[0.0, some.cumsum()] for some in (self.still, self.copies(first, last))
+        idled, copies = (
+            np.r_[0.0, seconds.cumsum()] for seconds in (self.idled, self.copies(first, last))
         )
         start, end = self.begins[first], self.left[last]
-        cost = end - start - still[last + 1] + still[first]
-        more = np.append(copies[first[1:]] - copies[last[:-1] + 1], np.zeros(min(len(last), 1)))
-        return start, end, cost, copies[last + 1] - copies[first], more
+        cost = end - start - idled[last + 1] + idled[first]
+        after = np.append(copies[first[1:]] - copies[last[:-1] + 1], np.zeros(min(len(last), 1)))
+        return start, end, cost, copies[last + 1] - copies[first], after
 
     @cached_property
-    def still(self) -> np.ndarray:
-        """Seconds that the rank does nothing in every instruction."""
+    def idled(self) -> np.ndarray:
+        """Seconds of each instruction in which the rank is idle."""
         return self.idle + self.waits * (self.over - self.entered)
 
     def copies(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Seconds of every instruction that the rank adds up what it received, or copies outside
-        the actions, between whose first and last compute it belongs to them (spans.py).
+        """Seconds of each instruction in which the rank adds up what it received, or, outside the
+        actions, copies. A copy between an action's first and last compute belongs to the action
+        (spans.py).
         """
-        found = self.table.copied[self.symbol] + self.summed
-        adds = self.computes & ~self.works & ~in_actions(first, last, len(self.left))
-        return np.where(adds, self.left - self.begins, found)
+        copied = self.table.copied[self.symbol] + self.summed
+        outside = self.computes & ~self.works & ~in_actions(first, last, len(self.left))
+        return np.where(outside, self.left - self.begins, copied)
 
-    def worked(self, waits: np.ndarray) -> np.ndarray:
-        """Of all that computes, and of what is packed and posted ahead of these waits, which are
-        inside actions: begin, end, seconds of work                                     (3, ...)
+    def work(self, waits: np.ndarray) -> np.ndarray:
+        """(begin, end, seconds of work) of all compute, and of the packing and posting that comes
+        before these waits, which are inside actions; (3, intervals).
         """
         which = self.computes | waits
         start, end = self.begins, np.where(self.computes, self.left, self.entered)
         return np.stack([start, end, end - start - self.idle * self.computes])[:, which]
 
     def boxes(self, since: int, behind: int, short: float) -> list[Box]:
-        """What the rank computes from instruction ``behind`` on; and the calls and copies that are
-        in flight from ``since`` on, those of tensor parallelism and between stages apart. What the
-        host computes is from the begin on. What is ``short`` is left out.
+        """The boxes to draw that belong to no action: what the rank computes from instruction
+        ``behind`` on; the calls and copies begun from instruction ``since`` on, but for those of
+        tensor parallelism and between stages; and all that the host computes. Boxes of ``short``
+        seconds or less are left out.
         """
-        made: list[Box] = []
+        boxes: list[Box] = []
 
         def add(kind: str, start: float, end: float) -> None:
-            if made and made[-1].kind == kind and start - made[-1].end < short:
-                made[-1] = made[-1]._replace(end=end, cost=made[-1].cost + end - start)
+            if boxes and boxes[-1].kind == kind and start - boxes[-1].end < short:
+                boxes[-1] = boxes[-1]._replace(end=end, cost=boxes[-1].cost + end - start)
             elif end - start > short:
-                made.append(Box(self.pp, "compute", kind, start, end, end - start))
+                boxes.append(Box(self.pp, "compute", kind, start, end, end - start))
 
         for at in range(behind, len(self.left)):
             ins, cost = self.table.code[self.symbol[at]]
@@ -200,88 +214,94 @@ class Line:
         drawn = np.array([lane is not None for lane in self.table.lane], bool)
         host = np.array([ins.lane == "host" for ins, _ in self.table.code], bool)
         symbols = self.symbol[self.calls]
-        here = drawn[symbols] & (host[symbols] | (self.calls >= since))
+        chosen = drawn[symbols] & (host[symbols] | (self.calls >= since))
         lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for symbol, when in zip(symbols[here].tolist(), self.when[here].tolist(), strict=True):
+        for symbol, when in zip(symbols[chosen].tolist(), self.when[chosen].tolist(), strict=True):
             lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))
-        for (lane, kind), some in lanes.items():
-            made += [
+        for (lane, kind), intervals in lanes.items():
+            boxes += [
                 Box(self.pp, lane, kind, start, end, (end - start) * (kind != "comm"))
-                for start, end in union(some)
+                for start, end in union(intervals)
                 if end - start > short
             ]
-        return made
+        return boxes
 
     # ---- calls and copies ------------------------------------------------------------------------
     @cached_property
     def in_flight(self) -> tuple[np.ndarray, np.ndarray]:
-        """When calls are, bookkeeping apart; and when copies between tiers         (c, 2) each"""
+        """(start, end) of the calls, bookkeeping left out, and of the copies between tiers."""
         flight = self.table.flight[self.symbol[self.calls]]
         return self.when[flight == 1], self.when[flight == 2]
 
     def moving(self, turns: Turns) -> np.ndarray:
-        """Seconds that calls are in flight, and of these while the rank works; that copies between
-        tiers are, and of these while it works. Calls within CALLs count once, next to others in
-        flight.                                                                                 (4,)
+        """(seconds with calls in flight, of these while the rank works, seconds with copies between
+        tiers in flight, of these while it works), (4,).
         """
         calls, jobs = self.in_flight
-        work = self.worked(self.waits & in_actions(turns.first, turns.last, len(self.left)))
-        found = beside(calls, *work)
-        several = self.table.seconds[self.symbol] > 0.0
-        if several.any():
-            symbol, end = self.symbol[several], self.left[several]
+        work = self.work(self.waits & in_actions(turns.first, turns.last, len(self.left)))
+        moved = overlap(calls, *work)
+        composite = self.table.seconds[self.symbol] > 0.0
+        if composite.any():  # their own calls, but for the time in which others are in flight
+            symbol, end = self.symbol[composite], self.left[composite]
             own = self.table.inner[symbol], self.table.hidden[symbol]
-            _, *within = beside(calls, end - self.table.seconds[symbol], end, *own)
-            found = found + np.sum(own, 1) - within
-        return np.r_[found, beside(jobs, *work) if len(jobs) else np.zeros(2)]
+            _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
+            moved = moved + np.sum(own, 1) - twice
+        return np.r_[moved, overlap(jobs, *work) if len(jobs) else np.zeros(2)]
 
     def sums(self, costs: Costs) -> dict[tuple, list]:
-        """{(pipeline rank, what a row of a table says): [payload, bytes sent, seconds, begin]} of
-        all calls of the rank that a table has in one row, or copies.
+        """{(pipeline rank, columns of a row): [payload, bytes sent, seconds, begin of the first]}.
+
+        One row of the table of collectives, or of copies, sums all calls or copies of the rank that
+        agree in its columns.
         """
         plan, table = costs.plan, self.table
         member = Member(costs.program, self.pp * plan.dp * plan.tp, costs.cluster.node_of)
         count = np.bincount(self.symbol, minlength=len(table.code)).tolist()
         first = np.zeros(len(count), int)
         first[self.symbol[::-1]] = np.arange(len(self.symbol))[::-1]
-        found: dict[tuple, list] = {}
-        for symbol in sorted(table.said, key=first.__getitem__):
-            for (what, seconds), each in table.said[symbol].items() if count[symbol] else ():
+        sums: dict[tuple, list] = {}
+        for symbol in sorted(table.transfers, key=first.__getitem__):
+            for (what, seconds), each in table.transfers[symbol].items() if count[symbol] else ():
                 *row, payload, wire = member.row(what) if type(what) is Call else (*what, 0)
                 times, start = each * count[symbol], float(self.entered[first[symbol]])
-                one = found.setdefault((self.pp, *row), [0, 0, 0.0, start])
-                for at, more in enumerate((payload, wire, seconds)):
-                    one[at] += times * more
-        return found
+                sums_of_row = sums.setdefault((self.pp, *row), [0, 0, 0.0, start])
+                for at, amount in enumerate((payload, wire, seconds)):
+                    sums_of_row[at] += times * amount
+        return sums
 
 
-def said(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[Said]:
-    """The calls that instructions make, and the copies that they are, and how many of each."""
-    found: Counter[Said] = Counter()
+def transfers(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[Transfer]:
+    """The calls and the copies between tiers that these instructions make, with their counts."""
+    counts: Counter[Transfer] = Counter()
     for ins, cost in code:
         if type(cost) is Posted:
             for call in costs.calls.of(pp, ins):
-                found[call, cost.seconds] += 1
+                counts[call, cost.seconds] += 1
         elif type(cost) is Job and kind_of(ins) == "copy":
-            found[(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
-    return found
+            counts[(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
+    return counts
 
 
 def in_actions(first: np.ndarray, last: np.ndarray, n: int) -> np.ndarray:
-    """Which of n instructions are in an action that others of it follow                    (n,)"""
+    """Which of n instructions lie inside an action, before its last one, (n,)."""
     edges = np.zeros(n, int)
     np.add.at(edges, first, 1)
     np.add.at(edges, last, -1)
     return edges.cumsum() > 0
 
 
-def beside(some: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndarray) -> np.ndarray:
-    """Seconds of a union of intervals, and of each kind of work in it, which is spread evenly from
-    start to end                                                                    (1 + kinds,)
+def overlap(
+    intervals: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndarray
+) -> np.ndarray:
+    """(seconds that the union of the intervals covers, seconds of each kind of work done in it).
+
+    intervals   (start, end) of each, (c, 2); they may overlap
+    start, end  of pieces of work, one after the other, (n,)
+    works       per kind the seconds of work in each piece, (n,), spread evenly from start to end
     """
-    if not len(some) or not len(start):
+    if not len(intervals) or not len(start):
         return np.zeros(1 + len(works))
-    low, high = some[np.argsort(some[:, 0], kind="stable")].T
+    low, high = intervals[np.argsort(intervals[:, 0], kind="stable")].T
     high = np.maximum.accumulate(high)
     first = np.r_[True, low[1:] > high[:-1]]
     begins, ends = low[first], high[np.r_[first[1:], True]]
@@ -294,12 +314,12 @@ def beside(some: np.ndarray, start: np.ndarray, end: np.ndarray, *works: np.ndar
 
 
 class Step(NamedTuple):
-    """A timed step, rank after rank.
+    """A timed step of all pipeline ranks.
 
-    lines, turns  every rank's list, and its actions
-    kinds         (tier, category) of bytes
-    held          per rank (moment, bytes of every kind), the peaks among them
-    costs         of what is in the lists
+    lines, turns  per rank its list of instructions, and the actions in it
+    kinds         the kinds of memory, (tier, category)
+    held          per rank samples (moment, bytes of every kind), the peaks among them
+    costs         the costs with which the lists were timed
     """
 
     lines: list[Line]
@@ -310,7 +330,7 @@ class Step(NamedTuple):
 
     @property
     def ends(self) -> np.ndarray:
-        """Of every rank's step."""
+        """When each rank's step ends, in seconds."""
         return np.array([line.end for line in self.lines])
 
     @property

@@ -1,8 +1,8 @@
-"""The lists of all ranks of a deep pipeline, as arrays: for the graph of its moments (pipeline.py).
+"""The instruction lists of all ranks of a deep pipeline, as arrays; pipeline.py times them.
 
-A list is the actions and messages of a schedule, in order. Each of these is a few instructions, and
-the same ones in every micro-batch but the first and the last: a piece. NumPy puts all lists
-together from pieces at once, and finds which call every WAIT is for.
+A list consists of the actions and messages of a schedule, in order. Each is a *piece*: a few
+instructions, which are the same in every micro-batch but the first two and the last. NumPy
+assembles all lists from their pieces at once, and finds the call that each WAIT is for.
 """
 
 from __future__ import annotations
@@ -20,38 +20,42 @@ from paralab.programs.fold import END, FEW, LIKE_ALL
 from paralab.programs.instructions import RECEIVE
 from paralab.theory.order import CODE, B, F
 
-# What stands between actions: messages, and WAITs for those that were sent. The WAIT for an
-# ARRIVAL, of what was received, stands inside an action.
+# The WAITs of messages: for a SEND between actions, for a RECEIVE inside the action that needs it.
 SENT, ARRIVAL = "SENT", "ARRIVAL"
-WAYS = (instructions.SEND, RECEIVE, SENT, ARRIVAL)
+MESSAGE_OPS = (instructions.SEND, RECEIVE, SENT, ARRIVAL)
 OP = {WORK: 0, WAIT: 1, CALL: 2, JOB: 3}
-RECEIVED, LEFT = -1, -2  # in place of names: that of the message, that of where it is sent to
+# Stand for the name of a call until `Lists` knows the message: RECEIVED for the message itself,
+# LEFT for the rank that it is sent to.
+RECEIVED, LEFT = -1, -2
 
-Shape = tuple[tuple[Any, tuple[Item, ...]], ...]  # what a kind of rank does in its actions
+Shape = tuple[tuple[Any, tuple[Item, ...]], ...]  # per action of a kind of rank, and END, its items
 
 
-def way(op: str, state: str, chunk: int, v: int) -> int:
-    """The number in a rank's table of one of `WAYS`: of "x" or "g", of one of its v stages."""
-    return (2 * WAYS.index(op) + (state == "g")) * v + chunk
+def message_index(op: str, state: str, chunk: int, v: int) -> int:
+    """Index in a rank's table of one of `MESSAGE_OPS`, for an activation "x" or a gradient "g" of
+    one of the rank's v stages.
+    """
+    return (2 * MESSAGE_OPS.index(op) + (state == "g")) * v + chunk
 
 
 class Lists:
-    """n instructions, rank after rank.
+    """The lists of all ranks, one after the other: n instructions.
 
-    first      where each rank's begin, and at last n                               (ranks + 1,)
-    rank, op, takes, before, members, lane  of each, as in `Item`: ``takes`` and ``before`` numbers
-               in the rank's table, -1 being none; of lanes no other rank has the same number (n,)
-    waits, of  every WAIT, and the call or job that it is for
-    sends, receives  the two calls of every message
-    met        the calls of several ranks: per lane, one after the other, its members' calls
-    actions    per rank letter, chunk, which of FEW, micro-batch and first instruction of each
+    first      position of each rank's first instruction, and n at the end           (ranks + 1,)
+    rank, op, takes, before, members, lane  as in `Item`, but ``takes`` and ``before`` are indices
+               in the rank's table (-1: none), and each rank numbers its lanes apart        (n,)
+    waits, of  positions of the WAITs, and of the call or job that each is for
+    sends, receives  positions of the two ends of each message, in the same order
+    met        collectives of several pipeline ranks: per lane, in order, the members' calls
+    actions    per rank the rows letter, chunk, number among the FEW micro-batches, micro-batch and
+               first instruction, with a column per action
     sizes      of the ranks' tables
     """
 
     def __init__(
         self, rows: Lowered, m: int, v: int, shapes: Sequence[Shape], kinds: Sequence[int]
     ) -> None:
-        # Which instruction of which piece stands where.
+        # Expand every step of the schedule into the instructions of its piece.
         pp, pieces = len(kinds), _Pieces(shapes, len(kinds), v)
         ranks, ends = np.repeat(np.arange(pp), np.diff(rows.first)), rows.first[1:]
         number = pieces.number(rows, ranks, m)
@@ -68,34 +72,35 @@ class Lists:
         self.lane, self.sizes = self.rank * pieces.lanes + lane, pieces.tables[list(kinds)]
         self._items = pieces.items, at
 
-        # A message has the name that it has where it arrives; what was sent, that of its direction.
+        # A RECEIVE is named by its message. A SEND is named by the rank that it is sent to, because
+        # at most one message to each rank is in flight.
         calls, into, out = self.op == OP[CALL], name == RECEIVED, name == LEFT
         back = np.where(rows.kind < SEND, rows.kind != F, rows.what == B)[step]
         stage = rows.stage[step] + (out & calls) * (1 - 2 * back)
         message = (back * pp * v + stage) * m + rows.microbatch[step]
-        ends = (np.flatnonzero(calls & some) for some in (out, into))
-        self.sends, self.receives = (some[np.argsort(message[some])] for some in ends)
+        ends = (np.flatnonzero(calls & side) for side in (out, into))
+        self.sends, self.receives = (end[np.argsort(message[end])] for end in ends)
         self.met = self._met(np.flatnonzero(calls & (self.members > 0) & ~out & ~into), lane)
         name = np.where(out, (rows.peer[step] - self.rank) % pp, name) + self.rank * pieces.names
         name[into] = pp * pieces.names + message[into]
         self._match(name)
-        late = (calls & out)[self.of]
-        self.takes[self.waits[late]] = self.takes[self.of[late]] + way(SENT, "x", 0, v)
+        sent = (calls & out)[self.of]
+        self.takes[self.waits[sent]] = self.takes[self.of[sent]] + message_index(SENT, "x", 0, v)
 
         action = np.flatnonzero(np.insert(rows.kind < SEND, rows.first[1:], False))
-        told = np.stack([number // (FEW * v), number // FEW % v, number % FEW, rows.microbatch])
-        told = np.vstack([told[:, steps[action]], (begin - self.first[ranks])[action]])
-        self.actions = [told[:, ranks[action] == r] for r in range(pp)]
+        fields = np.stack([number // (FEW * v), number // FEW % v, number % FEW, rows.microbatch])
+        fields = np.vstack([fields[:, steps[action]], (begin - self.first[ranks])[action]])
+        self.actions = [fields[:, ranks[action] == r] for r in range(pp)]
 
     def of_rank(self, r: int, ops: Iterable[str]) -> Iterator[tuple[int, Item]]:
-        """What a rank's list has of these ops: where, and what."""
+        """(position, item) of every instruction of a rank's list that is one of these ops."""
         items, at = self._items
         mine = np.arange(self.first[r], self.first[r + 1])
-        for here in mine[np.isin(self.op[mine], [OP[op] for op in ops])].tolist():
-            yield here, items[at[here]]
+        for position in mine[np.isin(self.op[mine], [OP[op] for op in ops])].tolist():
+            yield position, items[at[position]]
 
     def _match(self, name: np.ndarray) -> None:
-        """A WAIT is for the latest call or job that has its name."""
+        """Set `waits` and `of`: a WAIT is for the latest call or job that has its name."""
         named = np.flatnonzero(self.op != OP[WORK])
         named = named[np.argsort(name[named], kind="stable")]
         waits = self.op[named] == OP[WAIT]
@@ -103,22 +108,22 @@ class Lists:
         self.waits, self.of = named[waits], begun[waits]
 
     def _met(self, calls: np.ndarray, lane: np.ndarray) -> list[list[list[int]]]:
-        count, met = Counter(), defaultdict(lambda: defaultdict(list))
-        for call, at, rank in np.stack([calls, lane[calls], self.rank[calls]], 1).tolist():
-            met[at][count[at, rank]].append(call)
-            count[at, rank] += 1
-        return [list(turns.values()) for turns in met.values()]
+        count, calls_of = Counter(), defaultdict(lambda: defaultdict(list))
+        for call, lane_number, rank in np.stack([calls, lane[calls], self.rank[calls]], 1).tolist():
+            calls_of[lane_number][count[lane_number, rank]].append(call)
+            count[lane_number, rank] += 1
+        return [list(turns.values()) for turns in calls_of.values()]
 
 
 class _Pieces:
-    """What lists are put together from: of every kind of rank each action, message, and `END`. The
-    WAIT for what was sent before is a part of the message that has its place.
+    """The pieces of all kinds of ranks: their actions, their messages, and `END`. A message that
+    is sent begins with the WAIT for the one before it to the same rank, if there was one.
 
-    items, columns  the instructions, piece after piece; op, takes, before, members, name and lane
-                    of each
-    begin, size     of each piece; ``each``: how many a kind of rank has
-    names, lanes    how many there are; numbers of what is SENT come first, by distance
-    tables          size of each kind's
+    items, columns  the instructions, piece after piece, as `Item`s; and the rows op, takes, before,
+                    members, name and lane
+    begin, size     first instruction and length of each piece; ``each``: pieces of a kind of rank
+    names, lanes    how many there are; the first names are those of SENT, by distance of the rank
+    tables          size of the table of each kind
     """
 
     def __init__(self, shapes: Sequence[Shape], pp: int, v: int) -> None:
@@ -148,34 +153,39 @@ class _Pieces:
         self.names, self.lanes = pp + len(names), len(lanes)
         most = self.columns[1:3].max(0)
         ends = np.cumsum([sum(map(len, kind)) for kind in kinds])
-        self.tables = 1 + np.array([some.max() for some in np.split(most, ends[:-1])])
+        self.tables = 1 + np.array([indices.max() for indices in np.split(most, ends[:-1])])
 
     def _of(self, shape: dict[Any, tuple[Item, ...]]) -> list[tuple[Item, ...]]:
-        """A kind of rank's: actions, what is received, sent first, sent later, the `END`."""
+        """The pieces of a kind of rank: actions, receives, each first send to a rank, later sends,
+        `END`.
+        """
         v, few = range(self.v), range(FEW)
         actions = [shape.get((kind, chunk, n), ()) for kind in CODE for chunk in v for n in few]
-        ways = [(state, chunk) for state in "xg" for chunk in v]
-        into = [Item(CALL, way(RECEIVE, *one, self.v), RECEIVED, members=2) for one in ways]
-        out = [Item(CALL, way(instructions.SEND, *one, self.v), LEFT, members=2) for one in ways]
+        receive, send = (
+            [message_index(op, state, chunk, self.v) for state in "xg" for chunk in v]
+            for op in (RECEIVE, instructions.SEND)
+        )
+        into = [Item(CALL, index, RECEIVED, members=2) for index in receive]
+        out = [Item(CALL, index, LEFT, members=2) for index in send]
         wait = Item(WAIT, 0, LEFT)
         messages = [(call,) for call in (*into, *out)] + [(wait, call) for call in out]
         return [*actions, *messages, shape[END]]
 
     def number(self, rows: Lowered, ranks: np.ndarray, m: int) -> np.ndarray:
-        """Of the piece that each step is, among those of its kind of rank."""
+        """Per step of the schedule the number of its piece, among those of its kind of rank."""
         v, pp = self.v, len(rows.first) - 1
-        chunk, found = rows.stage // pp, np.empty(len(ranks), int)
+        chunk, piece = rows.stage // pp, np.empty(len(ranks), int)
         action = rows.kind < SEND
-        alike = (rows.kind * pp * v + rows.stage)[action]  # micro-batches of the same
+        alike = (rows.kind * pp * v + rows.stage)[action]  # equal but for the micro-batch
         order = np.argsort(alike, kind="stable")
         turn = np.empty(len(order), int)
         turn[order] = np.arange(len(order)) - np.searchsorted(alike[order], alike[order])
         few = np.where(turn == m - 1, FEW - 1, np.minimum(turn, LIKE_ALL))
-        found[action] = (rows.kind * v + chunk)[action] * FEW + few
+        piece[action] = (rows.kind * v + chunk)[action] * FEW + few
         to = ranks * pp + (rows.peer - ranks) % pp
         sends = np.flatnonzero(rows.kind == SEND)
         later = np.ones(len(ranks), int)
         later[sends[np.unique(to[sends], return_index=True)[1]]] = 0
-        which = np.where(rows.kind == SEND, 1 + later, 0)
+        which = np.where(rows.kind == SEND, 1 + later, 0)  # 0 receive, 1 first send, 2 later send
         message = len(CODE) * v * FEW + (2 * which + (rows.what == B)) * v + chunk
-        return np.where(action, found, message)
+        return np.where(action, piece, message)

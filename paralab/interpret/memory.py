@@ -1,16 +1,17 @@
-"""Weigh a program: what is alive on a rank, and what for, instruction by instruction. Torch-free.
+"""Weigh a program: the bytes alive on a rank, by category, instruction by instruction. Torch-free.
 
-A value is alive from the instruction that writes it to the one that frees it, and the program says
-how many bytes of what it has. So between two instructions memory is a sum over names, exact to the
-byte; of storages that several values share programs/storages.py knows. *Inside* an instruction
-there is more, and that is mostly where the peak is: ops one after the other (inside.py), gradients
-once more in fp32, and until its WAIT what a call brings together or receives into. Over gloo a
-reduce-scatter is an all-to-all and a sum, and receives n parts of S/n, another S.
+A value is alive from the instruction that writes it to the one that frees it, and the program knows
+its category and size. So the memory between two instructions is a sum over values, exact to the
+byte; programs/storages.py says which values share a storage. *Inside* an instruction there is more,
+and mostly the peak is there: the temporary tensors of ops (inside.py), fp32 copies of gradients,
+and, until its WAIT, the buffers of a call. Over gloo a reduce-scatter of S bytes is an all-to-all
+and a sum: it receives n parts of S/n, another S.
 
-    peak = max over instructions of (what is alive before + what is there inside)
+    peak = max over instructions of (bytes alive before it + bytes that it needs in addition)
 
-ZeRO's table (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5) is the sum of what lasts; what ops keep
-is Korthikanti+ 2022 (arXiv:2205.05198), sec. 4, as they really do. Labs 05, 06, 09.
+ZeRO's table (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5) is the sum of the values that last from
+step to step. What ops keep for backward is that of Korthikanti+ 2022 (arXiv:2205.05198), sec. 4,
+as these kernels really keep it. Labs 05, 06, 09.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Kind = tuple[str, str]  # (tier, category)
 ACTIVATIONS, WORKSPACE = ("device", "activations"), ("device", "workspace")
 BUFFERS, GRADIENTS = ("device", "buffers"), ("device", "gradients")
 NOTHING = Inside()
-POPPED = frozenset(("saved", "deferred", "g"))  # a backward lets go of these itself
+POPPED = frozenset(("saved", "deferred", "g"))  # a backward frees these while it runs
 
 
 class Memory(NamedTuple):
@@ -50,7 +51,7 @@ class Memory(NamedTuple):
 
     peak    most bytes on the device at once
     held    {(tier, category): bytes} at that moment
-    most    {(tier, category): bytes}, of each its own most
+    most    {(tier, category): bytes} at each category's own peak
     before  {(tier, category): bytes} before the first instruction
     """
 
@@ -61,21 +62,21 @@ class Memory(NamedTuple):
 
 
 def memory(program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True) -> Memory:
-    """Follow the list of pipeline rank ``rank``.
+    """The memory of pipeline rank ``rank`` in a step.
 
     index  of the data-parallel rank among those that share the states
-    gloo   messages are gloo's, as on processors; NCCL needs no buffers of its own
+    gloo   whether calls are gloo's, as on processors; NCCL's need no buffers here
     """
-    found = _Rank(program, rank, index, gloo)
-    found.most, before = {}, dict(found.here)
-    return Memory(found.whole(), found.held, found.most, before)
+    weighed = _Rank(program, rank, index, gloo)
+    weighed.most, before = {}, dict(weighed.now)
+    return Memory(weighed.whole(), weighed.held, weighed.most, before)
 
 
 def peak(program: Program, rank: int = 0, *, gloo: bool = True) -> int:
     """`memory`'s ``peak`` alone, in less time."""
-    found = _Rank(program, rank, 0, gloo)
-    found.held = None
-    return found.whole()
+    weighed = _Rank(program, rank, 0, gloo)
+    weighed.held = None
+    return weighed.whole()
 
 
 def moments(
@@ -86,39 +87,39 @@ def moments(
     gloo: bool = True,
     ends: Iterable[bool] | None = None,
 ) -> Iterator[tuple[int, dict[Kind, int], dict[Kind, int]]]:
-    """Yields (bytes on the device at the peak, {(tier, category): bytes} then, the same behind the
-    instruction), first of the begin of the step, then of each instruction of a pipeline rank.
+    """Yields (bytes on the device at the peak, {(tier, category): bytes} at that moment, the same
+    after the instruction): first for the begin of the step, then for each instruction.
 
-    ends  of every instruction whether it is the last of several that are taken together
+    ends  per instruction whether it is the last of a group; yields once per group
     """
-    found = _Rank(program, rank, index, gloo)
-    yield found.total, dict(found.here), dict(found.here)
-    for _, last in zip(found.walk(), repeat(True) if ends is None else ends, strict=False):
+    weighed = _Rank(program, rank, index, gloo)
+    yield weighed.total, dict(weighed.now), dict(weighed.now)
+    for _, last in zip(weighed.walk(), repeat(True) if ends is None else ends, strict=False):
         if last:
-            yield found.peak, found.held, dict(found.here)
-            found.peak = -1
+            yield weighed.peak, weighed.held, dict(weighed.now)
+            weighed.peak = -1
 
 
 def on_device(held: dict[Kind, int]) -> int:
-    """Bytes, of all categories."""
+    """Bytes on the device, summed over categories."""
     return sum(size for (tier, _), size in held.items() if tier == "device")
 
 
 class _Rank:
-    """What is alive on a rank at the moment, and what there was at the peak.
+    """The memory of a rank while its list is followed, and at the peak so far.
 
-    here   {(tier, category): bytes}; ``total``: of them on the device
-    held   {(tier, category): bytes} at the peak; None: not asked for
-    most   {(tier, category): bytes}, of each its own most; None: not asked for
-    alive  {value: what it holds}
-    refs   {(name, micro-batch): [holders, bytes, category]} of storages that values share
+    now    {(tier, category): bytes}; ``total``: bytes of these on the device
+    held   {(tier, category): bytes} at the peak; None: not recorded
+    most   {(tier, category): bytes} at each category's own peak; None: not recorded
+    alive  {value: (kind, bytes of its own, names and bytes of the storages that it shares)}
+    refs   {(name, micro-batch): [holders, bytes, kind]} of the shared storages
     """
 
     def __init__(self, program: Program, rank: int, index: int, gloo: bool) -> None:
         self.program, self.rank, self.index, self.gloo = program, rank, index, gloo
         self.item, self.storages = program.model.item, program.storages(rank)
         self.insides = insides(program.model, cuts(program.plan), gloo)
-        self.here: dict[Kind, int] = {}
+        self.now: dict[Kind, int] = {}
         self.total, self.peak = 0, -1
         self.held: dict[Kind, int] | None = {}
         self.most: dict[Kind, int] | None = None
@@ -132,12 +133,12 @@ class _Rank:
     def add(self, kind: Kind, size: int) -> None:
         if not size:
             return
-        self.here[kind] = self.here.get(kind, 0) + size
+        self.now[kind] = self.now.get(kind, 0) + size
         if kind[0] == "device":
             self.total += size
 
     def born(self, value: Value) -> None:
-        if value in self.alive:  # it is written over
+        if value in self.alive:  # overwritten in place
             return
         if value[0] not in SHARING:
             tier, category, size = self.program.size(value, self.rank)
@@ -172,14 +173,14 @@ class _Rank:
 
     # ---- instructions ----------------------------------------------------------------------------
     def whole(self) -> int:
-        """The peak of the step, its begin included."""
+        """Go through the step. Returns its peak, which may be at its begin."""
         self.look(NOTHING)
         for _ in self.walk():
             pass
         return self.peak
 
     def walk(self) -> Iterator[None]:
-        """To behind one instruction after the other."""
+        """Yields after each instruction."""
         for ins in self.program.codes[self.rank]:
             self.step(ins)
             for value in ins.frees:
@@ -187,7 +188,7 @@ class _Rank:
             yield
 
     def step(self, ins: Instr) -> None:
-        """What an instruction does, but for what it frees."""
+        """Everything that an instruction does, except for its frees."""
         op = ins.op
         if op in COMPUTE:
             for value in ins.writes:
@@ -203,15 +204,15 @@ class _Rank:
                     self.died(value)
             return
         inside = NOTHING
-        if op == KEEP:  # a new name
+        if op == KEEP:  # gives the same memory a new name
             self.died(ins.reads[0])
         for value in ins.writes:
             self.born(value)
         if op == WAIT:
             inside = Inside(buffers=self.reordered(ins))
         elif ins.lane:
-            more = self.in_flight[ins.writes] = self.carried(ins)
-            self.add(BUFFERS, more)
+            extra = self.in_flight[ins.writes] = self.carried(ins)
+            self.add(BUFFERS, extra)
         elif op == UPDATE:
             inside = Inside(workspace=self.widened(ins.unit))
         elif op == NORM:
@@ -221,7 +222,7 @@ class _Rank:
             self.add(BUFFERS, -self.in_flight.pop(ins.reads, 0))
 
     def stays(self, ins: Instr) -> tuple[Name, ...]:
-        """Storages of what a backward lets go of, and others still hold."""
+        """Storages of values that a backward frees, but which other values still hold."""
         if ins.op not in BACKWARDS:
             return ()
         return tuple(
@@ -233,50 +234,50 @@ class _Rank:
         )
 
     def look(self, inside: Inside) -> None:
-        """Is this the most there was? With what an instruction has besides."""
-        here, most = self.here, self.most
+        """Update the peaks with the memory of now and what an instruction needs in addition."""
+        now, most = self.now, self.most
         top = self.total + inside.activations + inside.workspace + inside.buffers
         if top > self.peak:
             self.peak = top
             if self.held is not None:
-                self.held = dict(here)
+                self.held = dict(now)
                 for kind, size in zip((ACTIVATIONS, WORKSPACE, BUFFERS), inside, strict=False):
-                    self.held[kind] = here.get(kind, 0) + size
+                    self.held[kind] = now.get(kind, 0) + size
         if most is None:
             return
-        for kind, size in here.items():
+        for kind, size in now.items():
             if size > most.get(kind, 0):
                 most[kind] = size
         if inside is not NOTHING:
-            for kind, more in zip((ACTIVATIONS, WORKSPACE), inside.most, strict=True):
-                size = here.get(kind, 0) + more
+            for kind, extra in zip((ACTIVATIONS, WORKSPACE), inside.most, strict=True):
+                size = now.get(kind, 0) + extra
                 if size > most.get(kind, 0):
                     most[kind] = size
 
     def widened(self, unit: int) -> int:
-        """fp32 copies of 16-bit gradients."""
+        """Bytes of the fp32 copies that an UPDATE makes of 16-bit gradients."""
         program = self.program
         if not program.widens:
             return 0
         return 4 * program.elements(program.units[self.rank][unit]) // program.shards
 
     def measured(self) -> int:
-        """A norm of each slice that is counted, these and a zero in one tensor, and its squares. Of
-        the tp ranks the first or the last has most slices.
+        """Bytes that a NORM needs: the norm of each slice, a tensor of these and a zero, and its
+        squares. The first or the last tp rank has most slices.
         """
         program, ends = self.program, {0, self.program.plan.tp - 1}
         counted = [program.counted(self.rank, self.index, tp).values() for tp in ends]
         return 4 * (3 * max(sum(map(len, slices)) for slices in counted) + 2)
 
     def reordered(self, ins: Instr) -> int:
-        """A sequence that came in parts, of more than one sample: a copy of it in order."""
+        """Bytes of a copy in order, of a gathered sequence of more than one sample."""
         value, several = ins.reads[0], self.program.plan.microbatch_size > 1
         gathered = ins.at == ALL_GATHER and value[0] in SHARING
         return self.state(value) if gathered and several else 0
 
     def carried(self, ins: Instr) -> int:
-        """Bytes that a call needs until its WAIT besides what it reads and writes."""
-        if sums_shared(ins):  # copied together
+        """Bytes that a call needs until its WAIT, in addition to the values it reads and writes."""
+        if sums_shared(ins):  # packed into one buffer
             shares: Iterable = self.program.shared(self.rank, self.index).get(ins.at, ())
             return self.program.item_of("grad") * sum(share.count for share in shares)
         if ins.op != REDUCE_SCATTER:
@@ -288,5 +289,5 @@ class _Rank:
         return self.state(value) * (self.gloo + by_rank)
 
     def state(self, value: Value) -> int:
-        """The last entry of a state."""
+        """Bytes of the last entry of a state."""
         return self.item * self.program.state_elements(value[1])

@@ -1,11 +1,11 @@
 """A step in outline: one rank per pipeline stage, one box per action, at any scale.
 
-`predict` in full writes down every call of every rank, rows that grow with world size times
-micro-batches times layers. But the ranks of a stage do the same, stages that hold as many blocks
-do the same, and all micro-batches but the first and the last repeat each other. So a plan's program
-is folded where it can be (programs/fold.py, deep.py); where every micro-batch has copies between
-tiers, or a learner's pass has been at work, it is interpreted whole. Either way one pipeline's
-ranks are looked at, and their actions are the rows.
+`predict` in full writes down every call of every rank: its rows grow with world size times
+micro-batches times layers. But the ranks of a stage do the same, so do stages with equally many
+blocks, and all micro-batches but the first and the last few repeat each other. So a plan's program
+is folded where that is possible (programs/fold.py, deep.py). Where every micro-batch has copies
+between tiers, or a learner's pass has changed the program, it is interpreted whole. Either way the
+rows are the actions of one pipeline's ranks.
 
 Times, bytes and the peak are those of the program in full.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
 from paralab.interpret.held import samples
-from paralab.interpret.lines import Line, Step, said
+from paralab.interpret.lines import Line, Step, transfers
 from paralab.interpret.memory import moments
 from paralab.interpret.outline_tables import tables
 from paralab.interpret.spans import spans
@@ -37,8 +37,8 @@ from paralab.theory.order import CODE
 def outline(
     spec: ModelSpec, plan: Plan, cluster: Cluster, *, optimizer: str, steps: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """The tables of ``steps`` steps; and what is in flight in one, seconds per rank: of calls, of
-    these hidden behind work of the rank, and the same of copies.
+    """(the report's tables for ``steps`` steps; seconds per step, averaged over ranks, in which
+    calls are in flight, in which they are hidden behind work of the rank, and the same for copies).
     """
     if folds(plan):
         step = Deep(spec, plan, cluster, optimizer).step()
@@ -55,17 +55,18 @@ def whole(program: Program, cluster: Cluster) -> Step:
     times = walked(program, costs)
     lines, turns, held = [Line.of(times, pp) for pp in ranks], [], []
     walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
-    kinds = sorted({kind for walk in walks for _, *both in walk for one in both for kind in one})
+    memories = (held for walk in walks for _, *both in walk for held in both)
+    kinds = sorted({kind for held in memories for kind in held})
     device = np.array([tier == "device" for tier, _ in kinds])
     for line, walk in zip(lines, walks, strict=True):
         mine, last = turns_of(program, line.pp), np.array(times.last[line.pp])
         first = np.r_[0, last[:-1] + 1]
         turns.append(mine._replace(first=first[mine.first], last=last[mine.last]))
-        calls = ((at, one) for at, one in enumerate(line.table.code) if one[0].lane)
-        line.table.said = {at: said(costs, line.pp, [one]) for at, one in calls}
+        calls = ((at, pair) for at, pair in enumerate(line.table.code) if pair[0].lane)
+        line.table.transfers = {at: transfers(costs, line.pp, [pair]) for at, pair in calls}
         peaks, *both = zip(*walk, strict=True)
         tops, behind = (
-            np.array([[one.get(kind, 0) for kind in kinds] for one in some]) for some in both
+            np.array([[held.get(kind, 0) for kind in kinds] for held in helds]) for helds in both
         )
         most, top, left = np.array(peaks[1:]), tops[1:].__getitem__, line.left[last]
         held.append(samples(behind, most, top, left, mine.last, device))
@@ -73,16 +74,16 @@ def whole(program: Program, cluster: Cluster) -> Step:
 
 
 def turns_of(program: Program, pp: int) -> Turns:
-    """The actions in a rank's list; of a relay with parts of the model in place of stages."""
+    """The actions in a rank's list; in a relay, parts of the model stand in place of stages."""
     code, part_of = program.codes[pp], {}
     if program.plan.relays:
         parts = enumerate(program.model.parts)
         part_of = {op: number for number, (_, i, j) in parts for op in range(i, j)}
-    found: dict[tuple, list[int]] = {}
+    ends_of: dict[tuple, list[int]] = {}
     for position, span in enumerate(spans(program, code)):
         ins = code[position]
         if span and span[0] in LETTER and ins.op in COMPUTE:
             stage = part_of.get(ins.at[0], span[2])
-            what = stage, CODE[LETTER[span[0]]], span[1]
-            found.setdefault(what, [position, 0])[1] = position
-    return Turns(*np.array([(*what, *ends) for what, ends in found.items()]).T)
+            action = stage, CODE[LETTER[span[0]]], span[1]
+            ends_of.setdefault(action, [position, 0])[1] = position
+    return Turns(*np.array([(*action, *ends) for action, ends in ends_of.items()]).T)

@@ -1,7 +1,7 @@
-"""What a rank keeps of a training, piece by piece: the map from its units to boxes of parameters.
+"""The pieces of a training's state that a rank keeps: from its units to boxes of parameters.
 
-A training's state belongs to the model, not to the plan: under any plan a rank keeps, of some
-parameters, some consecutive elements, and a checkpoint stores them as boxes of the whole parameter.
+A training's state belongs to the model, not to the plan. Under any plan a rank keeps consecutive
+elements of some parameters, and a checkpoint stores them as boxes of the whole parameter.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Piece(NamedTuple):
 
     name     the parameter's in the single-device model
     offsets  of the box in the whole parameter (qkv's three parts are a dimension of their own)
-    weight   (...) a view of the box's shape: filling it changes what the rank trains
-    state    {"exp_avg", "exp_avg_sq"}, such views too; with "master", the weight in fp32 that
-             ``weight`` is rounded from
+    weight   (...) a view in the box's shape: filling it changes what the rank trains
+    state    {"exp_avg", "exp_avg_sq"}, likewise views; with "master", the weight in fp32, where
+             ``weight`` is rounded from it
     """
 
     name: str
@@ -36,8 +36,8 @@ class Piece(NamedTuple):
 def boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the boxes that elements start to stop of a flattened tensor fill, in
-    order: the end of a row, whole rows, the beginning of a row.
+    """(offsets, sizes) of the boxes that elements start to stop of a flattened tensor consist of,
+    in order: the end of a row, whole rows, the beginning of a row.
     """
     if len(shape) == 1:
         yield (start,), (stop - start,)
@@ -63,7 +63,7 @@ def boxes(
 
 
 def pieces(state: State) -> Iterator[Piece]:
-    """The training's state as far as a rank keeps it, to be read or filled."""
+    """The pieces of the training's state that a rank keeps, to be read or filled."""
     program = state.program
     for u, name, start, count, first in program.places(state.pp, state.index):
         real = TIED[0] if program.spec.tied and name == TIED[1] else name

@@ -1,11 +1,11 @@
-"""When everything in a deep pipeline happens: the longest paths through its lists, found once.
+"""When everything in a deep pipeline happens: a graph of moments, built once for any costs.
 
-Which moment follows from which does not depend on the clock, but on the schedule and on what every
-action consists of. So the moments of all ranks are the nodes of a graph, by the rules of walk.py:
-each is the later of two others, and what something takes after it. NumPy lays all lists out at
-once and numbers their nodes: of 65,000 actions in 0.3 s. The graph is evaluated for any costs, a
-comparison and a sum per node, in 12 ms: a slider that moves nothing of this asks for no more of it.
-That this is what time.py says of the program as a whole is tested.
+Which moment depends on which others follows from the schedule and from the instructions of each
+action, not from the clock. So the moments of all ranks are the nodes of a graph, by the rules of
+walk.py: each is the later of two others, plus the duration of something. NumPy lays out all lists
+and numbers their nodes, those of 65,000 actions in 0.3 s. To evaluate the graph for given costs is
+a comparison and a sum per node, 12 ms: all that a slider takes that leaves schedule and actions as
+they are. Tests compare the moments with those of the whole program (time.py).
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from paralab.spec import Plan
 from paralab.spec.forms import make_schedule
 from paralab.theory.schedule_check import checked
 
-NARROW = 8  # nodes on a level: of fewer, they are gone through one by one
-POSTING = 1  # the weight of posting a call; number 0 is nothing, and behind come the ranks'
+NARROW = 8  # with fewer nodes per level, a loop over nodes is quicker than one over levels
+POSTING = 1  # index of the weight of posting a call; weight 0 is zero, the ranks' follow from 2 on
 
 
 class Graph(NamedTuple):
-    """Node i > 0 is the later of two others plus a weight; node 0 is the start.
+    """Node i > 0 is the later of two earlier nodes plus a weight; node 0 is the start of the step.
 
-    one, other, added   of every node but the first: the two, and the number of the weight; those
-             of a level after those of the one before, which no node of their own comes before
-    edges    where the levels begin, and at last how many nodes there are
-    symbol, left, over  per rank of every instruction its number in the rank's table, the node
-             behind it, and of a WAIT the node of what it waits for, or 0
-    actions  per rank letter, chunk, which of FEW, micro-batch and first instruction of each
-    calls    per rank the position of every call, message and job, and the node when it is over
+    A level's nodes depend on earlier levels only.
+
+    source, other, weight  per node but the first the two nodes, and the index of the weight; sorted
+             by level
+    edges    the first node of each level, and at the end the number of nodes
+    symbol, left, over  per rank and instruction: its index in the rank's table; the node when the
+             rank goes on to the next; for a WAIT the end of what it waits for, else 0
+    actions  as in `listed.Lists`
+    calls    per rank two rows: positions of the calls, messages and jobs; the nodes of their ends
     """
 
-    one: np.ndarray
+    source: np.ndarray
     other: np.ndarray
-    added: np.ndarray
+    weight: np.ndarray
     edges: list[int]
     symbol: list[np.ndarray]
     left: list[np.ndarray]
@@ -53,30 +55,31 @@ class Graph(NamedTuple):
     calls: list[np.ndarray]
 
     def moments(self, weights: np.ndarray) -> np.ndarray:
-        """Of every node, in seconds."""
-        more = weights[self.added]
-        if len(more) < NARROW * len(self.edges):  # one by one
-            made = [0.0]
-            columns = zip(self.one.tolist(), self.other.tolist(), more.tolist(), strict=True)
+        """When each node happens, in seconds."""
+        takes = weights[self.weight]
+        if len(takes) < NARROW * len(self.edges):
+            by_node = [0.0]
+            columns = zip(self.source.tolist(), self.other.tolist(), takes.tolist(), strict=True)
             for a, b, seconds in columns:
-                x, y = made[a], made[b]
-                made.append((x if x > y else y) + seconds)
-            return np.array(made)
-        now = np.zeros(len(more) + 1)
+                x, y = by_node[a], by_node[b]
+                by_node.append((x if x > y else y) + seconds)
+            return np.array(by_node)
+        moments = np.zeros(len(takes) + 1)
         for low, high in pairwise(self.edges):
-            here = slice(low - 1, high - 1)
-            now[low:high] = np.maximum(now[self.one[here]], now[self.other[here]]) + more[here]
-        return now
+            rows = slice(low - 1, high - 1)
+            latest = np.maximum(moments[self.source[rows]], moments[self.other[rows]])
+            moments[low:high] = latest + takes[rows]
+        return moments
 
 
 def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: bool) -> Graph:
-    """Of a plan's schedule.
+    """The graph of a plan's schedule.
 
-    shapes, kinds  per pipeline rank the number of its shape: `Item`s whose ``takes`` and ``before``
-                   are numbers in the rank's table
-    posts          whether posting a call takes time
+    shapes  `Item`s whose ``takes`` and ``before`` are indices in the table of the rank
+    kinds   per pipeline rank the index of its shape
+    posts   whether posting a call takes time
     """
-    own = callable(plan.schedule)  # it may change its mind
+    own = callable(plan.schedule)  # a function may return another schedule each time
     sizes = plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages
     make = _graph.__wrapped__ if own else _graph
     return make(sizes, shapes, kinds, posts, plan if plan.tiers else None)
@@ -84,7 +87,7 @@ def graph(plan: Plan, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: 
 
 @lru_cache(maxsize=2)
 def _rows(*sizes: Any) -> Lowered:
-    """What every rank does: the same, whatever its actions consist of."""
+    """The schedule with its messages, which depends on no costs; cached."""
     return lowered(checked(make_schedule(*sizes))[1])
 
 
@@ -92,24 +95,23 @@ def _rows(*sizes: Any) -> Lowered:
 def _graph(
     sizes: tuple, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: bool, plan: Plan | None
 ) -> Graph:
-    """sizes: schedule, ranks, micro-batches, stages of a rank; plan: of one that offloads."""
+    """sizes: schedule, ranks, micro-batches, stages per rank; plan: given if it offloads."""
     rows = _rows.__wrapped__ if callable(sizes[0]) else _rows
     lists = Lists(rows(*sizes), *sizes[2:], shapes, kinds)
     nodes = _Nodes(lists, posts, plan)
-    one, other, added = nodes.made()
+    source, other, weight = nodes.made()
     starts = lists.first[:-1]
-    level = np.array(_levels(one.tolist(), other.tolist(), nodes.first[starts].tolist(), nodes.n))
+    begins = nodes.first[starts].tolist()
+    level = np.array(_levels(source.tolist(), other.tolist(), begins, nodes.n))
     order, place = np.argsort(level, kind="stable")[1:], np.zeros(len(level), int)
     place[order] = np.arange(1, len(level))
-    symbol, left, over, end, begun = (
-        np.split(of, starts[1:])
-        for of in (lists.takes, place[nodes.left], place[nodes.over], place[nodes.end], nodes.begun)
-    )
-    calls = [np.flatnonzero(some) for some in begun]
+    columns = lists.takes, place[nodes.left], place[nodes.over], place[nodes.end], nodes.begun
+    symbol, left, over, end, begun = (np.split(column, starts[1:]) for column in columns)
+    calls = [np.flatnonzero(is_call) for is_call in begun]
     return Graph(
-        place[one[order]],
+        place[source[order]],
         place[other[order]],
-        added[order],
+        weight[order],
         (1 + np.searchsorted(level[order], np.arange(1, level.max() + 2))).tolist(),
         symbol,
         left,
@@ -120,16 +122,19 @@ def _graph(
 
 
 class _Nodes:
-    """Where in the graph each instruction has its moments. Those of an instruction follow one
-    another: what comes before its call, the call or the jobs that it comes behind, the posting.
-    Ranks follow one another too; behind them, from number n on, come the nodes at which they meet.
+    """The nodes of each instruction, by number, before they are sorted by level.
 
-    first, last  an instruction's nodes
-    left, now    behind it, and in front of it; ``front``: of its call                      (n,)
-    begun, end   whether it is a call or a job, and when that is over
-    free         when the lane of a rank's own call or job is
-    over         of a WAIT when what it is for is, or 0
-    base, takes  where in all weights the rank's begin, and which one the instruction has
+    An instruction's nodes are consecutive: the end of what it does before its call, the end of the
+    call or the waits for the jobs before it, the end of posting. So are a rank's. From number n on
+    follow the nodes at which ranks meet: the ends of messages and of calls of several ranks.
+
+    first, last  an instruction's first and last node, (instructions,) as all that follow
+    left, now    the nodes when the rank goes on to the next instruction, and when it came to this
+                 one; ``front``: when it launches the call
+    begun, end   whether it is a call or a job; the node when that is over
+    free         for a rank's own call or job the node when its lane is free
+    over         for a WAIT the node when what it waits for is over, else 0
+    base, takes  index of the first of the rank's weights; index of the instruction's weight
     """
 
     def __init__(self, lists: Lists, posts: bool, plan: Plan | None) -> None:
@@ -149,7 +154,7 @@ class _Nodes:
         clock = np.where(works | waits | (calls & posts), self.last, self.first * before)
         starts = lists.first[:-1]
         self.left = np.maximum.accumulate(clock)
-        self.left[self.left < self.first[starts][lists.rank]] = 0  # of the rank before
+        self.left[self.left < self.first[starts][lists.rank]] = 0  # a node of the rank before
         self.now = np.r_[0, self.left[:-1]]
         self.now[starts] = 0
         self.front = np.where(before, self.first, self.now)
@@ -171,98 +176,98 @@ class _Nodes:
         return free
 
     def _meet(self) -> list[tuple[int, int, int]]:
-        """The nodes of messages have their numbers now, and those of calls of several ranks, behind
-        them, are these.
-        """
-        lists, found = self.lists, []
-        behind = self.n + len(lists.sends)
-        self.end[lists.sends] = self.end[lists.receives] = np.arange(self.n, behind)
+        """Number the ends of messages, then the nodes of calls of several ranks; returns these."""
+        lists, nodes = self.lists, []
+        first = self.n + len(lists.sends)
+        self.end[lists.sends] = self.end[lists.receives] = np.arange(self.n, first)
         for lane in lists.met:
             free: list[int] = []
             for members in lane:
                 moments = [*self.front[members], *free]
-                found += _chain(moments, self.takes[members[-1]], behind + len(found))
-                free = [behind + len(found) - 1]
+                nodes += _chain(moments, self.takes[members[-1]], first + len(nodes))
+                free = [first + len(nodes) - 1]
                 self.end[members] = free
-        return found
+        return nodes
 
     def made(self) -> np.ndarray:
-        """All nodes, as in `Graph`, with the first: one, other, added."""
+        """All nodes, the first included; the rows source, other and weight of `Graph`."""
         lists, now, front, end, takes = self.lists, self.now, self.front, self.end, self.takes
         sends, receives = lists.sends, lists.receives
-        found = np.zeros((3, self.n + len(sends) + len(self.met)), int)
+        nodes = np.zeros((3, self.n + len(sends) + len(self.met)), int)
 
         def put(at: np.ndarray, *node: np.ndarray | int) -> None:
-            for column, some in zip(found, node, strict=True):
-                column[at] = some
+            for row, values in zip(nodes, node, strict=True):
+                row[at] = values
 
-        some = self.works
-        put(self.first[some], now[some], now[some], takes[some])
-        some = self.waits
-        put(self.first[some], now[some], self.over[some], takes[some])
-        some = self.before
-        put(self.first[some], now[some], now[some], (lists.before + self.base)[some])
-        some = self.own
-        put(end[some], front[some], self.free[some], takes[some])
+        these = self.works
+        put(self.first[these], now[these], now[these], takes[these])
+        these = self.waits
+        put(self.first[these], now[these], self.over[these], takes[these])
+        these = self.before
+        put(self.first[these], now[these], now[these], (lists.before + self.base)[these])
+        these = self.own
+        put(end[these], front[these], self.free[these], takes[these])
         put(end[sends], front[sends], front[receives], takes[sends])
-        some = self.calls & self.posts
-        put(self.last[some], front[some], front[some], POSTING)
+        these = self.calls & self.posts
+        put(self.last[these], front[these], front[these], POSTING)
         for job, others in self.behind.items():
             moments, at = [now[job], self.free[job], *end[others]], self.first[job]
             put(slice(at, self.last[job] + 1), *zip(*_chain(moments, takes[job], at), strict=True))
         put(slice(self.n + len(sends), None), *np.reshape(self.met, (-1, 3)).T)
-        return found
+        return nodes
 
 
 def _chain(moments: Sequence[int], takes: int, first: int) -> list[tuple[int, int, int]]:
-    """Nodes from number ``first`` on: the last one is when something is over that begins at the
-    latest of these moments.
+    """Nodes from number ``first`` on. The last one is the end of something that begins at the
+    latest of these moments and has the weight ``takes``.
     """
-    start, found = moments[0], []
+    start, nodes = moments[0], []
     others = moments[1:] or moments
     for number, moment in enumerate(others, 1):
-        found.append((start, moment, takes if number == len(others) else 0))
+        nodes.append((start, moment, takes if number == len(others) else 0))
         start = first + number - 1
-    return found
+    return nodes
 
 
 def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[int]]:
-    """Of every job those that it comes behind; and the WAITs for what is over by then."""
-    behind, over, of = {}, [], dict(zip(lists.waits.tolist(), lists.of.tolist(), strict=True))
+    """({job: the jobs before it}, the WAITs whose job an earlier WAIT has shown to be over)."""
+    before, over, awaited = {}, [], dict(zip(lists.waits.tolist(), lists.of.tolist(), strict=True))
     for r in range(len(lists.sizes)):
-        order, made = Order(plan), {}
+        order, begun = Order(plan), {}
         for at, item in lists.of_rank(r, (JOB, WAIT)):
             if item.op == JOB:
-                made[at] = Begun(at, None, order.behind(item.name))
-                behind[at] = [other.position for other in made[at].behind]
-                order.add(item.name, made[at])
+                begun[at] = Begun(at, None, order.behind(item.name))
+                before[at] = [other.position for other in begun[at].behind]
+                order.add(item.name, begun[at])
                 continue
-            job = made.get(of[at])
+            job = begun.get(awaited[at])
             if job and job.over:
                 over.append(at)
             elif job:
                 job.settled()
             order.end(item.frees)
-    return behind, over
+    return before, over
 
 
-def _levels(one: list[int], other: list[int], begins: list[int], n: int) -> list[int]:
-    """How many nodes come before each at least, one behind the other.
+def _levels(source: list[int], other: list[int], begins: list[int], n: int) -> list[int]:
+    """Per node the length of the longest chain of nodes before it: its level.
 
-    begins  where the ranks' nodes begin, each after those that it needs, but for those from number
-            ``n`` on, at which ranks meet
+    begins  the first node of each rank. A rank's nodes depend on earlier ones of the rank, and on
+            nodes from number ``n`` on, at which ranks meet
     """
-    level = [0] + [-1] * (len(one) - 1)
+    level = [0] + [-1] * (len(source) - 1)
     todo, waiting = [*pairwise([*begins, n])], defaultdict(list)
 
     def lacks(node: int) -> int:
-        """The node of a rank that is to be known before; 0 if its level is known now."""
+        """Find the level of a node at which ranks meet. Returns 0, or the node of a rank whose
+        level has to be known first.
+        """
         rest = []
         while node >= n:
-            x, y = level[one[node]], level[other[node]]
+            x, y = level[source[node]], level[other[node]]
             if x < 0 or y < 0:
                 rest.append(node)
-                node = one[node] if x < 0 else other[node]
+                node = source[node] if x < 0 else other[node]
                 continue
             level[node] = (x if x > y else y) + 1
             if not rest:
@@ -273,18 +278,18 @@ def _levels(one: list[int], other: list[int], begins: list[int], n: int) -> list
     while todo:
         at, stop = todo.pop()
         for node in range(at, stop):
-            than = other[node]
-            y = level[than]
+            needed = other[node]
+            y = level[needed]
             if y < 0:
-                if lack := lacks(than):
+                if lack := lacks(needed):
                     waiting[lack].append((node, stop))
                     break
-                y = level[than]
-            x = level[one[node]]
+                y = level[needed]
+            x = level[source[node]]
             level[node] = (x if x > y else y) + 1
             if node in waiting:
                 todo += waiting.pop(node)
-    for node in range(n, len(one)):  # what no rank waits for
+    for node in range(n, len(source)):  # meetings that no rank waits for
         if level[node] < 0:
             lacks(node)
     return level

@@ -1,8 +1,9 @@
 """What a run would measure, from model, plan and machine: the same report, no process started.
 
-The program is compiled once and read three times: when everything happens (time.py), what is alive
-meanwhile (memory.py), what every call sends (traffic.py). boxes.py writes that down as the recorder
-of a run does. No paradigm has a formula here: what it takes follows from its list of instructions.
+The program is compiled once and interpreted three times: when everything happens (time.py), which
+memory is alive meanwhile (memory.py), and what every call sends (traffic.py). boxes.py turns this
+into the rows that the recorder of a run would have written. No paradigm has a formula of its own
+here: its cost follows from its list of instructions.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
 DETAILS = ("calls", "actions")
-MANY = 40_000  # rows of a report, at about 40 microseconds each
-MOST = 2_000_000  # rows: beyond, a report takes minutes and gigabytes
-STATED = {  # how a cluster says what a plan that offloads needs to know
+MANY = 40_000  # rows, at about 40 microseconds each, from which on calls are summed up
+MOST = 2_000_000  # rows: a larger report takes minutes and gigabytes
+STATED = {  # what to write, for an error, if a plan offloads and the cluster lacks it
     "host": "pl.Link(alpha=10e-6, bandwidth=25e9)",
     "host_bandwidth": "20e9",
     "disk": "pl.Link(alpha=1e-4, bandwidth=2e9)",
@@ -75,11 +76,11 @@ def predict(
         detail = "calls" if rows * (steps + 1) <= MANY else "actions"
     choice("detail", detail, DETAILS)
     check_steps(steps, rows if detail == "calls" else _actions(plan))
-    said: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
+    meta: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
     if detail == "actions":
         from paralab.interpret.outline import outline
 
-        tables, said["in flight"] = outline(model, plan, cluster, optimizer=optimizer, steps=steps)
+        tables, meta["in flight"] = outline(model, plan, cluster, optimizer=optimizer, steps=steps)
     else:
         program = compiled(model, plan, optimizer=optimizer)
         tables = in_full(program, time(program, cluster), cluster, steps)
@@ -88,7 +89,7 @@ def predict(
         model=model,
         plan=plan,
         cluster=cluster,
-        meta={**said, "nodes": [cluster.node_of(rank) for rank in range(plan.world_size)]},
+        meta={**meta, "nodes": [cluster.node_of(rank) for rank in range(plan.world_size)]},
         **tables,
     )
 
@@ -102,22 +103,20 @@ def check_steps(steps: int, rows: int) -> None:
 
 
 def _actions(plan: Plan) -> int:
-    """Of a step of all pipeline ranks, each with what it sends and waits for."""
+    """Rows of a step in outline: the actions of all pipeline ranks, their messages and waits."""
     return 2 * plan.microbatches * plan.stages * 3
 
 
 def rows_of_a_pipeline(model: ModelSpec, plan: Plan) -> int:
-    """Roughly how many rows a step in full has, of one pipeline's ranks; known before anything is
-    compiled.
-    """
+    """Roughly how many rows one pipeline's ranks have per step in full, without compiling."""
     per_block = 1 + 12 * (plan.tp > 1) + 3 * (plan.zero_stage > 1) + 3 * (plan.tiers is not None)
     blocks = 2 * plan.microbatches * model.layers * (per_block if per_block > 1 else 0)
     return _actions(plan) + blocks
 
 
 def check_cluster(plan: Plan, cluster: Cluster) -> None:
-    """Raise ``ValueError`` if the cluster lacks devices for the plan, or does not say how fast the
-    links are that it uses.
+    """Raise ``ValueError`` if the cluster has too few devices for the plan, or does not state how
+    fast the links are that the plan uses.
     """
     instance("cluster", cluster, Cluster, "a pl.Cluster(...), as pl.Cluster.local() measures one")
     if plan.world_size > cluster.num_devices:
@@ -128,52 +127,52 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
         raise illegal(largest, getattr(plan, largest), why, legal)
     if plan.tiers is None:
         return
-    asked = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
-    if missing := [name for name in asked if getattr(cluster, name) is None]:
+    needed = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
+    if missing := [name for name in needed if getattr(cluster, name) is None]:
         why = f"the plan offloads, and {cluster.name!r} does not state it"
         legal = ", ".join(f"{name}={STATED[name]}" for name in missing)
         raise illegal(missing[0], None, why, f"cluster.replace({legal})")
 
 
 def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tables:
-    """The rows that every rank's recorder would have written, every step like the first."""
+    """The rows that every rank's recorder would have written; all steps are like the first."""
     plan, calls, rows = program.plan, Calls(program), Rows(program.plan.world_size)
     held = [samples(program, times, pp, gloo=not cluster.gpus) for pp in range(plan.pp)]
-    known: dict[tuple, list[Box]] = {}  # of ranks that do the same at the same moments
+    known: dict[tuple, list[Box]] = {}  # shared by ranks that do the same at the same moments
     for rank in range(plan.world_size):
         member = Member(program, rank, cluster.node_of)
         pp = member.at.pp
         alike = pp, member.index, member.at.tp if plan.tp_mode != "1d" else 0
         if alike not in known:
             known[alike] = boxes(times, member, calls)
-        for step in range(steps):  # memory as in a run, which looks in its first step
+        for step in range(steps):
             start = step * times.seconds
-            here = held[pp] * (step == 0)
-            rows.add(member, known[alike], here, step, start, start + times.ends[pp])
+            sampled = held[pp] * (step == 0)  # a run records memory in its first step only
+            rows.add(member, known[alike], sampled, step, start, start + times.ends[pp])
     return rows.tables()
 
 
 def samples(program: Program, times: Times, pp: int, *, gloo: bool = True) -> Samples:
-    """(seconds from the start of the step, bytes) where an instruction ends, and at the highest
-    peak; of several at once the largest.
+    """(seconds from the start of the step, bytes by kind) at the end of each instruction and at the
+    highest peak; of several at one moment the largest.
     """
-    (_, _, before), *found = moments(program, pp, gloo=gloo)
-    made = [(0.0, before)]
+    (_, _, before), *weighed = moments(program, pp, gloo=gloo)
+    taken = [(0.0, before)]
 
-    def add(moment: float, here: dict[Kind, int]) -> None:
-        if moment > made[-1][0]:
-            made.append((moment, here))
-        elif sum(here.values()) > sum(made[-1][1].values()):
-            made[-1] = (moment, here)
+    def add(moment: float, held: dict[Kind, int]) -> None:
+        if moment > taken[-1][0]:
+            taken.append((moment, held))
+        elif sum(held.values()) > sum(taken[-1][1].values()):
+            taken[-1] = (moment, held)
 
-    peaks = [peak for peak, *_ in found]
-    where, (entered, left) = peaks.index(max(peaks)), times.of_program(pp)
-    for position, (_, top, here) in enumerate(found):
+    peaks = [peak for peak, *_ in weighed]
+    highest, (entered, left) = peaks.index(max(peaks)), times.of_program(pp)
+    for position, (_, top, behind) in enumerate(weighed):
         moment = left[position]
-        if position == where:
+        if position == highest:
             add((entered[position] + moment) / 2, top)
-        add(moment, here)
-    return made
+        add(moment, behind)
+    return taken
 
 
 class Rows:
@@ -182,21 +181,21 @@ class Rows:
     def __init__(self, world: int) -> None:
         self.world = world
         self.rows: dict[str, list[tuple]] = {name: [] for name in COLUMNS}
-        self.calls: Counter[tuple[int, str]] = Counter()  # so far, of each rank and phase
+        self.calls: Counter[tuple[int, str]] = Counter()  # calls so far, by rank and phase
 
     def add(
         self, member: Member, mine: list[Box], held: Samples, step: int, start: float, end: float
     ) -> None:
-        """A rank's step from ``start`` to ``end``: its boxes, and what it holds at which moment."""
+        """A rank's step from ``start`` to ``end``: its boxes, and samples of its memory."""
         rank, world = member.rank, self.world
-        first = step * len(mine) * world + rank  # id of the first box
+        first = step * len(mine) * world + rank  # id of the step's first box
         spans, collectives, copies, memory, steps, _ = self.rows.values()
         for number, box in enumerate(mine):
             name, when = first + number * world, (start + box.start, start + box.end)
             kind, microbatch, stage, chunk = box.span
             after = tuple([first + at * world for at in box.after if step or at >= 0])
-            what = box.lane, kind, stage, chunk, microbatch
-            spans.append((name, rank, step, *what, *when, box.cost, after))
+            action = box.lane, kind, stage, chunk, microbatch
+            spans.append((name, rank, step, *action, *when, box.cost, after))
             if box.call is not None:
                 call = rank, box.call.phase
                 row = member.row(box.call)
@@ -205,9 +204,9 @@ class Rows:
             elif box.moved is not None:
                 copies.append((rank, step, box.lane, *box.moved, *when, name))
         memory += [
-            (rank, step, start + now, *kind, size)
-            for now, here in held
-            for kind, size in here.items()
+            (rank, step, start + moment, *kind, size)
+            for moment, sizes in held
+            for kind, size in sizes.items()
         ]
         steps.append((rank, step, start, end, 0.0))
 

@@ -1,7 +1,7 @@
-"""What sliders, messages and checkers ask of a plan, as numbers: a program compiled and read once.
+"""Single figures of a plan, for sliders, error messages and checkers. Torch-free.
 
-Each answer is that of the interpreters (memory.py, traffic.py), and is kept for the plans that were
-asked about last. Torch-free.
+Each figure comes from the interpreters of a compiled program (memory.py, traffic.py). Those of the
+latest plans are cached.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def weighed(
 def _weighed(
     model: ModelSpec, plan: Plan, optimizer: str, pp: int, index: int, gloo: bool
 ) -> Memory:
-    """The same of all ranks that share a stage and have the same part of its states."""
+    """The same for all ranks that share a stage and have the same shard of its states."""
     return memory(program_of(model, plan, optimizer, pp), pp, index=index, gloo=gloo)
 
 
 def peak(
     model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
 ) -> dict[str, int]:
-    """{category: bytes} on a rank's device where most is alive, workspace included; ``gloo``'s
-    buffers too, where messages are its own, as on processors.
+    """{category: bytes} on a rank's device at its peak, workspace included; ``gloo``: with the
+    buffers of gloo's calls, as on processors.
     """
     return on("device", weighed(model, plan, optimizer, rank, gloo).held)
 
@@ -57,18 +57,18 @@ def peak(
 def most(
     model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0, tier: str = "device"
 ) -> dict[str, int]:
-    """{category: bytes}: of each category on a tier the most that is alive at any moment."""
+    """{category: bytes} on a tier, each category at its own peak."""
     return on(tier, weighed(model, plan, optimizer, rank).most)
 
 
 def on(tier: str, found: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Of {(tier, category): bytes} those of one tier."""
+    """{category: bytes} of one tier, from {(tier, category): bytes}."""
     return {category: size for (where, category), size in found.items() if where == tier}
 
 
 def states(program: Program, pp: int) -> dict[str, int]:
-    """{category: bytes} of a pipeline rank's parameters, of their gradients as they are kept until
-    the update, and of the optimizer's states, wherever they lie.
+    """{category: bytes} of a pipeline rank's parameters, gradients (as kept until the update) and
+    optimizer states, on all tiers together.
     """
     plan, units = program.plan, range(len(program.units[pp]))
     kinds = {
@@ -77,27 +77,27 @@ def states(program: Program, pp: int) -> dict[str, int]:
         "optimizer": ["opt"] + ["master"] * (program.model.item < 4),
     }
     return {
-        category: sum(program.size((kind, u, 0), pp).bytes for kind in some for u in units)
-        for category, some in kinds.items()
+        category: sum(program.size((kind, u, 0), pp).bytes for kind in of_category for u in units)
+        for category, of_category in kinds.items()
     }
 
 
 @lru_cache(maxsize=512)
 def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
-    """Bytes that a rank sends in a step, bookkeeping left out: the mean over these ranks, which
-    share a pipeline rank; default: rank 0.
+    """Bytes that a rank sends in a step, bookkeeping left out. ranks: take the mean over these
+    global ranks of one pipeline rank; default: rank 0.
     """
     plan.validate(model)
     ranks = ranks or (0,)
     at = plan.place(ranks[0]).pp
     program, total = program_of(model, plan, "adamw", at), 0
-    calls, known = Calls(program), {}
+    calls, counts = Calls(program), {}
     for rank in ranks:
         member = Member(program, rank)
-        if member.index not in known:
+        if member.index not in counts:
             made = (call for ins in program.codes[at] for call in calls.of(at, ins, member.index))
-            known[member.index] = Counter(made)
-        for call, count in known[member.index].items():
+            counts[member.index] = Counter(made)
+        for call, count in counts[member.index].items():
             total += count * member.row(call).wire * (call.phase not in BOOKKEEPING)
     return Fraction(total, len(ranks))
 
@@ -105,17 +105,15 @@ def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
 def fullest(
     model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True
 ) -> tuple[int, dict[str, int]]:
-    """(a rank that holds most at its peak, {category: bytes} there); ranks of a stage are alike."""
+    """(the rank with the highest peak, {category: bytes} then), of one rank per stage."""
     ranks = range(0, plan.world_size, plan.dp * plan.tp)
     how = {"optimizer": optimizer, "gloo": gloo}
-    found = {rank: peak(model, plan, rank=rank, **how) for rank in ranks}
-    return max(found.items(), key=lambda one: sum(one[1].values()))
+    peaks = {rank: peak(model, plan, rank=rank, **how) for rank in ranks}
+    return max(peaks.items(), key=lambda rank_and_peak: sum(rank_and_peak[1].values()))
 
 
 def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True) -> str:
-    """The categories of the rank with the highest peak as text, largest first, for an error's
-    message.
-    """
+    """The categories of the rank with the highest peak, largest first, as text for an error."""
     rank, parts = fullest(model, plan, optimizer=optimizer, gloo=gloo)
     rows = sorted(parts.items(), key=lambda part: -part[1])
     rows = [(name, size) for name, size in [*rows, ("in all", sum(parts.values()))] if size]

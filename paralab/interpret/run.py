@@ -1,8 +1,9 @@
-"""Run a program: what every instruction does on one rank, with torch. A method each.
+"""Run a program on one rank, with torch: one method per kind of instruction.
 
-Values live in ``store``: a state is a tuple of tensors, a unit's parameters or gradient a `Flat`, a
-share a flat tensor, what is kept for backward a list with an entry per op. An instruction with a
-lane is begun here and its result may be used behind its WAIT, placed by programs/derive.py.
+Values are kept in ``store``. A state is a tuple of tensors, a unit's parameters or gradient a
+`Flat`, a shard a flat tensor, and what is saved for backward a list with an entry per op. An
+instruction with a lane is only begun; its result may be used after its WAIT, which
+programs/derive.py has placed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Groups = dict[str, Any]  # {axis: comm.Group}
 
 
 class Env:
-    """What ops ask for in addition to weights and states: targets, masks, messages of their own."""
+    """What ops need in addition to weights and states: targets, masks, messages of their own."""
 
     def __init__(self, state: State, groups: Groups) -> None:
         spec, plan, tp = state.program.spec, state.program.plan, state.tp
@@ -58,9 +59,9 @@ class Env:
         self.step = self.sample = 0
         self.share: Any = loss_share(plan)
         self.targets = self.regathered = None
-        self.keeping = True  # whether what forward leaves for backward is kept
+        self.keeping = True  # whether forward saves anything for backward
         self.modules: dict[str, Any] = {}  # of the user's own ops
-        self.boxes = {  # slices of a micro-batch's whole activations that this tp rank has
+        self.boxes = {  # this tp rank's slices of a micro-batch's whole activations
             what: activation_box(spec, plan, what, tp) for what in ("residual", "scores", "logits")
         }
         self.boxes["token samples"] = looked_up(plan, tp)
@@ -71,39 +72,39 @@ class Env:
             ones = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool, device=self.device)
             self.future_mask = ones.triu(1)
             self.recorder.owns("buffers", self.future_mask)
-        self.in_flight: list[Any] = []  # calls during which an op's weight half is computed
+        self.in_flight: list[Any] = []  # calls begun with `beside`
 
     def mask(self, name: str, p: float, what: str) -> Tensor:
         """Which elements of this rank's part dropout keeps: "residual" (T, width), "scores"
-        (b, a, s, s). It is drawn whole, as one device would, and cut.
+        (b, a, s, s). The mask is drawn for the whole activation, as on one device, and then sliced.
         """
         spec, batch = self.spec, self.plan.microbatch_size
         s = spec.seq_len
         whole = (batch, s, spec.hidden) if what == "residual" else (batch, spec.heads, s, s)
         seed = draws.mask_seed(self.seed, self.step, self.sample, name)
-        found = draws.mask(whole, p, seed=seed, device=self.device)
-        part = found[self.boxes[what]]
-        if part.shape != found.shape:
-            found = part.clone()
-        return found.flatten(0, 1) if what == "residual" else found
+        mask = draws.mask(whole, p, seed=seed, device=self.device)
+        part = mask[self.boxes[what]]
+        if part.shape != mask.shape:
+            mask = part.clone()
+        return mask.flatten(0, 1) if what == "residual" else mask
 
     def drawing(self, name: str, p: float) -> contextlib.AbstractContextManager:
-        """torch's own generator draws from this op's seed in here, if anything is dropped."""
+        """A context in which torch's generator has this op's seed, if anything is dropped."""
         if not p:
             return contextlib.nullcontext()
         seed = draws.mask_seed(self.seed, self.step, self.sample, name)
         return draws.drawing(seed, self.device)
 
     def buffers(self, *tensors: Tensor) -> None:
-        """These are what a message works on."""
+        """Count these tensors as communication buffers."""
         self.recorder.owns("buffers", *tensors)
 
     def call(self, op: Op, method: str, number: int, *tensors: Tensor) -> None:
-        """Make message ``number`` of those that ``op`` lists for ``method``, and wait for it."""
+        """Make call ``number`` of those that ``op`` lists for ``method``, and wait for it."""
         self.start(op, method, number, *tensors).wait()
 
     def start(self, op: Op, method: str, number: int, *tensors: Tensor) -> Any:
-        """The same without waiting. tensors: as the group's method takes them, contiguous."""
+        """Begin the call. tensors: as the group's method takes them, contiguous."""
         call = op.calls[method][number]
         group = self.groups[call.axis]
         flat = [t.view(-1) for t in tensors]
@@ -112,11 +113,11 @@ class Env:
         return getattr(group, call.op)(*flat, phase=call.phase)
 
     def beside(self, op: Op, method: str, number: int, *tensors: Tensor) -> None:
-        """Begin it; `settle` waits, when the op's weight half is computed or deferred."""
+        """Begin the call; `settle` waits once the op's weight half is computed or deferred."""
         self.in_flight.append(self.start(op, method, number, *tensors))
 
     def settle(self) -> None:
-        """Wait for what was begun."""
+        """Wait for the calls begun with `beside`."""
         while self.in_flight:
             self.in_flight.pop(0).wait()
 
@@ -129,7 +130,9 @@ class Env:
 class Rank:
     """One rank of a program: its values, and a method per kind of instruction.
 
-    env  what its ops ask for
+    pending        {values that a call writes: (its handle, what to do after the wait, or None)}
+    before_update  if set, called with a unit's number once its gradient is final
+    steps          (method, instruction, span of the timeline) of each instruction
     """
 
     def __init__(self, state: State, groups: Groups) -> None:
@@ -145,49 +148,51 @@ class Rank:
         self.first_sample = 0
         self.before_update: Callable[[int], None] | None = None
         self.named = [(op, _names(op)) for op in self.model.ops]
-        self._lasting: dict[tuple[int, int], list] = {}
+        self._bound: dict[tuple[int, int], list] = {}
         self.steps = [
             (self._method(ins), ins, span)
             for ins, span in zip(self.code, spans(program, self.code), strict=True)
         ]
 
     def _method(self, ins: Instr) -> Callable[[Instr], None]:
-        """The function to call with this instruction; ops are bound to weights that last."""
+        """The function to call with this instruction; ops are bound to weights here, once, where
+        the weights last from step to step.
+        """
         if ins.lane in WORKERS and ins.op != WAIT:
             return self._begin
         method = getattr(self, ins.op)
         own_weights = any(v[0] == "w" and not lasts(v) for v in ins.reads)
         if ins.op not in COMPUTE or ins.op == BACKWARD_WEIGHT or own_weights:
             return method
-        if ins.at not in self._lasting:
-            self._lasting[ins.at] = self._ops(ins)
-        return partial(method, ops=self._lasting[ins.at])
+        if ins.at not in self._bound:
+            self._bound[ins.at] = self._ops(ins)
+        return partial(method, ops=self._bound[ins.at])
 
     # ---- a step ----------------------------------------------------------------------------------
     def step(self, batches: Callable[[int], Tensor]) -> list[Tensor]:
         """Go through the list once. batches(k): the text of micro-batch k, (b, s + 1).
 
-        Returns the losses in the order of the micro-batches, where the model ends here.
+        Returns the losses by micro-batch on a rank with the model's last stage, else [].
         """
         self.batches, self.losses = batches, {}
         self.state.begin()
-        store, recorder, workers, here = self.store, self.recorder, self.workers, None
+        store, recorder, workers, entered = self.store, self.recorder, self.workers, None
         for position, (method, ins, span) in enumerate(self.steps):
             self.position = position
-            if span is not here:
-                if span != here:
-                    if here is not None:
+            if span is not entered:
+                if span != entered:
+                    if entered is not None:
                         recorder.leave()
                     if span is not None:
                         recorder.enter(*span)
-                here = span
+                entered = span
             method(ins)
             for value in ins.frees:
                 held = store.pop(value, None)
                 if workers is not None:
                     workers.free(value, held)
                 held = None
-        if here is not None:
+        if entered is not None:
             recorder.leave()
         return [self.losses[k] for k in sorted(self.losses)]
 
@@ -205,26 +210,26 @@ class Rank:
         env.keeping = keep = ins.op == RECOMPUTE or keeps(ins)
         kept, last = [], j == len(self.model.ops)
         counted = self.recorder.ledger is not None
-        if last:  # each token's target is the one behind it, (T,)
+        if last:  # each token's target is the next token, (T,)
             env.targets = self.batches(k)[env.boxes["logits"][0], 1:].long().flatten()
         if i:
             state = store[ins.reads[0]]
-        else:  # what the first op is given, (b, s): nothing else holds it
+        else:  # the tokens, (b, s), which nothing else holds
             state = (self.batches(k)[env.boxes["token samples"], :-1].long(),)
         for op, _, weights in ops or self._ops(ins):
-            state, more = op.forward(weights, state, env)
+            state, saved = op.forward(weights, state, env)
             if keep:
-                kept.append(more)
+                kept.append(saved)
                 if counted:
-                    self._owns("activations", more)
-            more = None
-        env.targets, made = None, ins.writes[0]
+                    self._owns("activations", saved)
+            saved = None
+        env.targets, output = None, ins.writes[0]
         if last:
             if ins.op == FORWARD:
                 self.losses[k] = state[-1].detach()
-        elif made[0] in ("x", "r"):
-            store[made] = state
-            self._owns(made, state[-1])
+        elif output[0] in ("x", "r"):
+            store[output] = state
+            self._owns(output, state[-1])
         if keep:
             store[ins.writes[-1]] = kept
             self._owns("activations", kept)
@@ -260,13 +265,13 @@ class Rank:
     def BACKWARD_WEIGHT(self, ins: Instr) -> None:
         flats, deferred, env = self._gradients(ins), self.store.pop(ins.reads[0]), self.env
         env.regathered = next((self.store[v] for v in ins.reads if v[0] == "again"), None)
-        while deferred:  # each is let go as soon as it is used
+        while deferred:  # the tensors of each op are freed as soon as they are used
             op, names, rest = deferred.pop(0)
             op.weight_grad(rest, Into(names, flats), env)
         env.regathered = None
 
     def _ops(self, ins: Instr) -> list[tuple[Op, dict[str, str], dict[str, Tensor]]]:
-        """The ops of the range, each with its names and with its weights, by local name."""
+        """(op, {local: full name}, {local name: weight}) of the ops that an instruction runs."""
         views: dict[str, Tensor] = {}
         for v in ins.reads:
             if v[0] == "w":
@@ -277,7 +282,7 @@ class Rank:
         ]
 
     def _gradients(self, ins: Instr) -> list[Flat]:
-        """What gradients are written to, or added to."""
+        """The units' gradients that the instruction adds to."""
         return [self._made(v) for v in ins.writes if v[0] == "grad"]
 
     def KEEP(self, ins: Instr) -> None:
@@ -288,26 +293,27 @@ class Rank:
         flat_of(self.store[ins.writes[0]]).add_(flat_of(self.store[ins.reads[0]]))
 
     def COPY(self, ins: Instr) -> None:
-        """Without a lane. By what is written: "wide", a gradient in fp32; "host.verdict", what the
-        norm says about the gradients, which the host reads and the next step may not change;
-        "second", a shard for hpZ; else this tp rank's part of a state, along the sequence.
+        """A copy by the rank itself. What is copied follows from the kind that is written: "wide",
+        a gradient in fp32; "host.verdict", the verdict on the gradients, for the host's jobs, as
+        the next step may change the device's; "second", a secondary shard (hpZ); else this tp
+        rank's part of a state, along the sequence.
         """
-        held, made = self.store[ins.reads[0]], ins.writes[0]
-        if made[0] == "wide":
+        value, target = self.store[ins.reads[0]], ins.writes[0]
+        if target[0] == "wide":
             with self.recorder.making("gradients"):
-                self.store[made] = flat_of(held).float()
-        elif made[0] == "host.verdict":
-            self.store[made] = self.workers.copied(self.state.decided(held))
-        elif made[0] == "second":  # this rank's part of a unit, as long as backward needs it
+                self.store[target] = flat_of(value).float()
+        elif target[0] == "host.verdict":
+            self.store[target] = self.workers.copied(self.state.decided(value))
+        elif target[0] == "second":
             group = self.groups["secondary"]
-            self.store[made] = part = held.flat.chunk(group.size)[group.index].clone()
+            self.store[target] = part = value.flat.chunk(group.size)[group.index].clone()
             self.recorder.owns("parameters", part)
         else:
-            source, group, samples = held[0], self.groups["tp"], self.plan.microbatch_size
+            source, group, samples = value[0], self.groups["tp"], self.plan.microbatch_size
             part = source.view(samples, group.size, -1, source.shape[1])[:, group.index]
             part = part.clone(memory_format=torch.contiguous_format).view(-1, source.shape[1])
-            self.store[made] = (part,)
-            self._owns(made, part)
+            self.store[target] = (part,)
+            self._owns(target, part)
 
     # ---- the optimizer ---------------------------------------------------------------------------
     def NORM(self, ins: Instr) -> None:
@@ -326,20 +332,19 @@ class Rank:
         self.state.rescale()
 
     def _update_begins(self, unit: int) -> None:
-        """Tell `before_update`, if it is set, that the gradient of this unit is final."""
         if self.before_update is not None:
             with self.recorder.unwatched():
                 self.before_update(unit)
 
     # ---- other memory ----------------------------------------------------------------------------
     def _begin(self, ins: Instr) -> None:
-        """An instruction that another thread works on."""
+        """Hand an instruction to the thread of its lane."""
         if ins.op == UPDATE:
             self._update_begins(ins.unit)
         self._call(ins, self.workers.begin(ins))
 
     def settle(self) -> None:
-        """After a step: bring a delayed update's result to where the next step would bring it, and
+        """After a step: make the copies of a delayed update that would belong to the next step, and
         wait until nothing is in flight.
         """
         if self.workers is None:
@@ -373,23 +378,23 @@ class Rank:
             self._call(ins, group.all_reduce(flat, phase=ins.phase), put_back)
 
     def REDUCE_SCATTER(self, ins: Instr) -> None:
-        group, made, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
+        group, target, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
         if isinstance(value, Flat):
-            part, parts = self._made(made), value.flat
+            part, parts = self._made(target), value.flat
         else:
             *others, whole = value
             parts = _by_rank(whole, self.plan.microbatch_size, group.size)
             part = whole.new_empty((whole.shape[0] // group.size, whole.shape[1]))
-            self.store[made] = (*others, part)
-            self._owns(made, part)
+            self.store[target] = (*others, part)
+            self._owns(target, part)
             if parts is not whole:
                 self.recorder.owns("buffers", parts)
         self._call(ins, group.reduce_scatter(part.view(-1), parts.view(-1), phase=ins.phase))
 
     def ALL_GATHER(self, ins: Instr) -> None:
-        group, made, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
-        if made[0] in ("w", "grad"):
-            flat = self._made(made).flat
+        group, target, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
+        if target[0] in ("w", "grad"):
+            flat = self._made(target).flat
             self._call(ins, group.all_gather(flat, flat_of(value), phase=ins.phase))
             return
         *others, part = value if isinstance(value, (tuple, list)) else (value,)
@@ -397,12 +402,12 @@ class Rank:
             self.store[ins.writes[1]] = (part,)
             self._owns("activations", part)
         whole = part.new_empty((group.size * part.shape[0], part.shape[1]))
-        self._owns(made, whole)
+        self._owns(target, whole)
 
         def arrived() -> None:
-            found = _by_sample(whole, self.plan.microbatch_size, group.size)
-            self._owns(made, found)
-            self.store[made] = found if made[0] == "again" else (*others, found)
+            ordered = _by_sample(whole, self.plan.microbatch_size, group.size)
+            self._owns(target, ordered)
+            self.store[target] = ordered if target[0] == "again" else (*others, ordered)
 
         parts = part.contiguous().view(-1)
         self._call(ins, group.all_gather(whole.view(-1), parts, phase=ins.phase), arrived)
@@ -419,42 +424,42 @@ class Rank:
         self.pending[ins.writes] = (pending, finish)
 
     def WAIT(self, ins: Instr) -> None:
-        found = self.pending.pop(ins.reads, None)
-        if found is not None:
-            pending, finish = found
+        call = self.pending.pop(ins.reads, None)
+        if call is not None:
+            pending, finish = call
             pending.wait()
             if finish is not None:
                 finish()
 
     # ---- memory ----------------------------------------------------------------------------------
     def _made(self, v: Value) -> Any:
-        """A value, for which there is room on the device from now on."""
+        """The value, allocated on the device if it does not exist yet."""
         if v not in self.store:
             self.store[v] = self._room(v)
         return self.store[v]
 
     def _room(self, v: Value) -> Any:
-        """Room on the device for a state between two ops, for a unit, or for a share of one."""
+        """Allocate a state between two ops, a unit, or a shard of one on the device."""
         _, category, size = self.program.size(v, self.pp)
         of_state, dtype = v[0] in STATES, DTYPES[self.program.precision_of(v[0])]
         shape = (size // dtype.itemsize,)
         if of_state:
             shape = (self.model.tokens // (self.plan.tp if v[0] in PARTS else 1), self.model.width)
-        made = torch.empty(shape, dtype=dtype, device=self.env.device)
-        self.recorder.owns(category, made)
+        tensor = torch.empty(shape, dtype=dtype, device=self.env.device)
+        self.recorder.owns(category, tensor)
         if v[0] in ("w", "grad"):
-            return Flat(self.units[v[1]], made, self.model)
-        return (made,) if of_state else made
+            return Flat(self.units[v[1]], tensor, self.model)
+        return (tensor,) if of_state else tensor
 
     def _owns(self, what: str | Value, kept: Any) -> None:
-        """What is kept counts as this category, or as the program says that this value does."""
+        """Count the tensors of ``kept`` in a category, or in that of a value of the program."""
         if self.recorder.ledger is not None:
             category = what if isinstance(what, str) else self.program.size(what, self.pp).category
             self.recorder.owns(category, *_tensors(kept))
 
 
 def _names(op: Op) -> dict[str, str]:
-    """{local name: full name} of everything that an op reads or adds to."""
+    """{local name: full name} of the parameters that an op reads or adds a gradient to."""
     return {local: f"{op.name}.{local}" for local in op.params} | op.borrows | op.reads
 
 
@@ -462,19 +467,19 @@ def _tensors(kept: Any) -> Iterator[Tensor]:
     if isinstance(kept, Tensor):
         yield kept
     elif isinstance(kept, (tuple, list)):
-        for more in kept:
-            yield from _tensors(more)
+        for entry in kept:
+            yield from _tensors(entry)
 
 
 def _by_rank(whole: Tensor, samples: int, n: int) -> Tensor:
-    """(samples * s, h), the sequence of each sample in n parts, as (n, samples, s / n, h)."""
+    """(samples * s, h), with each sample's sequence cut in n parts, to (n, samples, s / n, h)."""
     if samples == 1:
         return whole
     return whole.view(samples, n, -1, whole.shape[1]).transpose(0, 1).contiguous()
 
 
 def _by_sample(whole: Tensor, samples: int, n: int) -> Tensor:
-    """The way back, from what the ranks sent one after the other."""
+    """The inverse of `_by_rank`: the gathered parts, rank after rank, to (samples * s, h)."""
     if samples == 1:
         return whole
     parts = whole.view(n, samples, -1, whole.shape[1])

@@ -1,8 +1,8 @@
-"""Which box of a timeline an instruction belongs to. One rule for what runs and what predicts.
+"""Which box of a timeline an instruction belongs to: one rule for runs and for predictions.
 
-An action of the schedule is one box from its first instruction to its last: all that the rank does
-in between, waits and additions of gradients included, belongs to it. Where a call is begun or
-waited for, the box is cut.
+An action of the schedule is one box from its first compute to its last. Everything that the rank
+does in between belongs to it, waits and additions of gradients included. Where a call is begun or
+waited for, the box is cut in parts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Span = tuple[str, int, int, int]  # kind, micro-batch, stage, chunk
 
 
 def spans(program: Program, code: Code) -> list[Span | None]:
-    """Per instruction the box that it belongs to, or None: it is part of none."""
+    """Per instruction the box that it belongs to, or None."""
     stage_of = {op: s for s, (i, j) in enumerate(program.stages) for op in range(i, j)}
-    found: list[Span | None] = []
+    boxes: list[Span | None] = []
     before, between = None, 0
     for position, ins in enumerate(code):
         kind, span = KINDS.get(ins.op) if ins.lane == "" else None, None
@@ -26,9 +26,9 @@ def spans(program: Program, code: Code) -> list[Span | None]:
             span = kind, ins.mb, stage, stage // program.plan.pp
         elif kind is not None:
             span = kind, -1, 0, 0
-        found.append(span)
+        boxes.append(span)
         if span is not None and kind != "copy":
             if span == before:
-                found[between:position] = [span] * (position - between)
+                boxes[between:position] = [span] * (position - between)
             before, between = span, position + 1
-    return found
+    return boxes

@@ -1,10 +1,10 @@
 """What a rank keeps from step to step: parameters, optimizer states, loss scale; and the update.
 
-Every value of the program that lasts is made here, and the optimizer's arithmetic is here and
-nowhere else. AdamW has torch's defaults; plain SGD, w <- w - lr g, hides no wrong factor. bf16 has
-8 bits of precision, fp16 has 11: an update below a 256th of the weight, or a 2048th, may be rounded
-away, so the optimizer updates master weights in fp32, and the model computes with their rounded
-values (Micikevicius+ 2018, arXiv:1710.03740, sec. 3.1).
+All values that last from step to step are made here, and all of the optimizer's arithmetic is here.
+AdamW has torch's defaults; plain SGD, w <- w - lr g, hides no wrong factor in a gradient. bf16 has
+8 bits of precision and fp16 has 11, so an update below a 256th, or a 2048th, of the weight may be
+rounded away. Therefore the optimizer updates master weights in fp32, and the model computes with
+their rounded values (Micikevicius+ 2018, arXiv:1710.03740, sec. 3.1).
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from paralab.parallel.layouts import holding
 from paralab.programs.instructions import Value
 from paralab.programs.program import Program
 
-# What torch.optim hands to its fused kernels. They are called directly: it would sort each unit's
-# tensors by device and type, which are all the same, and that takes half as long as the update.
+# The arguments that torch.optim passes to its fused kernels. They are called directly, because
+# torch.optim first groups the tensors by device and type: half as long as the update itself takes,
+# and all tensors of a unit are alike.
 _SGD = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
 _SGD |= {"is_first_step": False, "maximize": False}
 _ADAMW = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 _ADAMW |= {"amsgrad": False, "maximize": False}
-# Of fp16's loss scale. Below 1 it would divide gradients that nothing scaled up; a training that
-# overflows even there has diverged. Above 2^24 it only finds the next overflow.
+# The loss scale of fp16. At 1 nothing is scaled up, and a training that still overflows has
+# diverged; above 2^24 doubling only finds the next overflow.
 DOUBLE_AFTER, FIRST_SCALE, FLOOR, CEILING = 2000, 2.0**16, 1.0, 2.0**24
 
 Tensors = list[Tensor]
 States = dict[str, Tensors]
-# What to divide the gradients by; 1.0 where one of them is not finite and the step is left out.
+# (what to divide the gradients by; 1.0 if one is not finite and the step is skipped, else 0.0).
 Verdict = tuple[Tensor | None, Tensor | None]
 
 
 class Optimizer:
-    """One fused optimizer step of some tensors."""
+    """AdamW or SGD, as torch's fused kernels, on lists of tensors."""
 
     def __init__(self, name: str, lr: float) -> None:
         self.name, self.lr = name, lr
 
     def states(self, tensors: Tensors) -> States:
-        """{"exp_avg", "exp_avg_sq", "step"}: a tensor each for every one that is updated."""
+        """{"exp_avg", "exp_avg_sq", "step"}: for each a tensor per tensor that is updated."""
         if self.name == "sgd":
             return {}
         device = tensors[0].device
@@ -72,11 +73,11 @@ class Optimizer:
 
 
 class State:
-    """The lasting values of one rank.
+    """The values of one rank that last from step to step.
 
-    rank   the global rank
-    index  among the ranks that share the states; ``tp``: in its tensor-parallel group
-    host   its memory outside the device, where the plan uses it
+    rank    the global rank
+    index   of the rank among those that share the states; ``tp``: in its tensor-parallel group
+    host    its memory outside the device, if the plan offloads
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class State:
         self.units, self.zero = program.units[at.pp], plan.zero_stage
         self.seed, self.host = seed, host
         self.store: dict[Value, Any] = {}
-        self.targets: list[list[Tensor]] = []  # fp32 tensors that the optimizer updates, by unit
-        self.counted = program.counted(at.pp, self.index, at.tp)  # in the gradients' norm, by unit
+        self.targets: list[list[Tensor]] = []  # by unit the fp32 tensors that the optimizer updates
+        self.counted = program.counted(at.pp, self.index, at.tp)  # {unit: slices in the norm}
         self.away: Away | None = None
         if host is not None and plan.tiers.states:
             self.away = Away(program, host, self.store)
@@ -109,7 +110,7 @@ class State:
         self.loss_scale = self.good_steps = self._share = divisor = overflow = None
         if plan.precision == "fp16":
             self.loss_scale = divisor = torch.full((), FIRST_SCALE, device=device)
-            self.good_steps = torch.zeros((), device=device)  # since the scale last changed
+            self.good_steps = torch.zeros((), device=device)  # steps since the scale last changed
             self._share, overflow = torch.zeros(2, device=device).unbind()
         if program.clips:
             divisor = torch.ones((), device=device)
@@ -123,11 +124,11 @@ class State:
             self._lay_out(u, fill)
 
     def _lay_out(self, u: int, fill: Any) -> None:
-        """The unit's first weights, this rank's share of them, and its optimizer's states."""
+        """Make the unit's initial weights, this rank's shard, and its optimizer states."""
         unit, model, recorder = self.units[u], self.program.model, self.recorder
         whole = torch.zeros(self.program.elements(unit), device=self.device)
         recorder.owns("parameters", whole)
-        with recorder.unwatched():  # a block is cut out of the whole, which is drawn on the host
+        with recorder.unwatched():  # a parameter is drawn whole, on the host, and then sliced
             for name, view in Flat(unit, whole, model).views.items():
                 fill(view, name=name)
         n = self.program.shards
@@ -151,20 +152,20 @@ class State:
             with recorder.making("optimizer"):
                 self.store["opt", u, 0] = self.optimizer.states(self.targets[u])
 
-    def tensors(self, u: int, found: Any) -> list[Tensor]:
-        """A whole unit as its parameters, in their shapes; a share of one as it is."""
+    def tensors(self, u: int, value: Any) -> list[Tensor]:
+        """A unit's value as tensors: its parameters in their shapes; with ZeRO the flat shard."""
         if self.zero:
-            return [flat_of(found)]
-        if not isinstance(found, Flat):
-            found = Flat(self.units[u], found, self.program.model)
-        return list(found.views.values())
+            return [flat_of(value)]
+        if not isinstance(value, Flat):
+            value = Flat(self.units[u], value, self.program.model)
+        return list(value.views.values())
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: there is no verdict on its gradients yet."""
         self._decided = False
 
     def scaled(self, share: float) -> Any:
-        """What the loss of a micro-batch counts: in fp16 times the loss scale."""
+        """The factor of a micro-batch's loss: ``share``, in fp16 times the loss scale."""
         if self.loss_scale is None:
             return share
         return torch.mul(self.loss_scale, share, out=self._share)
@@ -180,14 +181,14 @@ class State:
             self.refresh(u)
 
     def refresh(self, u: int) -> None:
-        """What the model computes with is the master, rounded."""
+        """Round the master weights to the weights that the model computes with."""
         target = flat_of(self.store["shard" if self.zero else "w", u, 0])
         target.copy_(self.store["master", u, 0])
 
     def squares(self, grads: dict[int, Tensor], *, away: bool = False) -> Tensor:
-        """Sum of the squares of what this rank counts of the gradients, in fp32, (1,).
+        """Sum of the squares of the gradients that this rank counts in the norm, in fp32, (1,).
 
-        away  instead of gradients there are the norms that the host has taken of them
+        away  ``grads`` are norms that the host has computed, not gradients
         """
         if away:
             norms = [grads[u].to(self.device, non_blocking=True) for u in self.counted]
@@ -197,12 +198,12 @@ class State:
         return torch.stack([zero, *norms]).square().sum().view(1)
 
     def norms(self, u: int, gradient: Tensor) -> list[Tensor]:
-        """Of what this rank counts of a unit's gradient, in fp32, 0-d each."""
+        """The norms of the slices of a unit's gradient that this rank counts, in fp32, 0-d each."""
         slices = self.counted.get(u, ())
         return [torch.linalg.vector_norm(gradient[at], dtype=torch.float32) for at in slices]
 
     def norm_of(self, u: int, gradient: Tensor) -> Tensor:
-        """The norm of these together, on the host's own thread."""
+        """The norm of all these slices together; the host's own thread computes it."""
         norms = self.norms(u, gradient)
         if len(norms) == 1:
             return norms[0]
@@ -210,15 +211,16 @@ class State:
         return torch.linalg.vector_norm(torch.stack([zero, *norms]))
 
     def decided(self, norm: Tensor | None) -> Verdict:
-        """The verdict on this step's gradients, kept until the next."""
+        """The verdict on this step's gradients, decided once per step from `squares`' sum."""
         if norm is not None and not self._decided:
             self._decided = True
-            for kept, found in zip(self._verdict, self.verdict(norm), strict=True):
-                if kept is not found:
-                    kept.copy_(found)
+            for kept, new in zip(self._verdict, self.verdict(norm), strict=True):
+                if kept is not new:
+                    kept.copy_(new)
         return self._verdict
 
     def verdict(self, squares: Tensor) -> Verdict:
+        """squares: the sum of the squares of all gradients, in fp16 of the scaled ones."""
         norm, divisor, overflow = squares.view(()).sqrt(), None, None
         if self.loss_scale is not None:
             overflow = 1.0 - torch.isfinite(norm).float()
@@ -240,45 +242,46 @@ class State:
         self.good_steps.copy_(torch.where(double, torch.zeros_like(good), good))
 
     def scaling(self) -> list[Tensor]:
-        """fp16: 1.0 if this step was left out, and the scale of the next; else nothing."""
+        """In fp16 [1.0 if this step was skipped, the loss scale of the next step]; else []."""
         return [] if self.loss_scale is None else [self._verdict[1], self.loss_scale]
 
     def shared_parts(self, key: tuple[str, str]) -> list[Tensor]:
-        """What an axis of the tp group adds up: views of this rank's gradients."""
-        kind, found = ("gshard" if self.zero else "grad"), []
+        """The views of this rank's gradients to be summed for ``key``: (axis, phase)."""
+        kind, views = ("gshard" if self.zero else "grad"), []
         for share in self.shared.get(key, ()):
             flat = flat_of(self.store[kind, share.unit, 0])
-            found.append(flat[share.start : share.start + share.count])
-        return found
+            views.append(flat[share.start : share.start + share.count])
+        return views
 
     # ---- for checkpoints -------------------------------------------------------------------------
     def kept(self, u: int, name: str, where: slice) -> dict[str, Tensor]:
-        """{"weight", the optimizer's "exp_avg" and "exp_avg_sq", "master" in 16 bits}: views of
-        what this rank keeps of a parameter. Filling them changes the training.
+        """{"weight", "exp_avg", "exp_avg_sq", "master" with 16-bit weights}: views of the part of
+        a parameter that this rank keeps. Filling them changes the training.
 
-        where  its elements, in what the rank keeps of the unit
+        where  the elements, in the rank's part of the unit
         """
-        found = {"weight": self.look("shard" if self.zero else "w", u)}
+        views = {"weight": self.look("shard" if self.zero else "w", u)}
         if self.away is not None:
-            found |= self.away.states(u)
+            views |= self.away.states(u)
         elif ("master", u, 0) in self.store:
-            found["master"] = self.store["master", u, 0]
-        found = {kind: flat_of(value)[where] for kind, value in found.items()}
+            views["master"] = self.store["master", u, 0]
+        views = {kind: flat_of(value)[where] for kind, value in views.items()}
         if self.away is None:
             number = 0 if self.zero else self.units[u].names.index(name)
             for kind, tensors in self.store["opt", u, 0].items():
                 if kind != "step":
-                    found[kind] = tensors[number].view(-1)[where if self.zero else slice(None)]
-        return found
+                    views[kind] = tensors[number].view(-1)[where if self.zero else slice(None)]
+        return views
 
     def counters(self) -> dict[str, float]:
-        """What the optimizer counts, the same for every parameter and on every rank."""
+        """The optimizer's counters, which are the same for every parameter and on every rank."""
         counts = {count.item() for count in self._steps()}
-        found = {"optimizer_steps": counts.pop()} if counts else {}
-        return found | {f"loss_scale.{name}": kept.item() for name, kept in self._scale().items()}
+        counters = {"optimizer_steps": counts.pop()} if counts else {}
+        scale = {f"loss_scale.{name}": value.item() for name, value in self._scale().items()}
+        return counters | scale
 
     def restored(self, counters: Mapping[str, float]) -> None:
-        """The states were filled from elsewhere: so are counters, and weights are rounded again."""
+        """After the views of `kept` were filled: set the counters, and round the weights again."""
         for count in self._steps():
             count.fill_(counters["optimizer_steps"])
         for name, kept in self._scale().items():
@@ -291,20 +294,20 @@ class State:
                 self.refresh(u)
 
     def _steps(self) -> list[Tensor]:
-        """Steps done, for each tensor that the optimizer updates, 0-d."""
+        """The step counts, 0-d, one for each tensor that the optimizer updates."""
         units = range(len(self.units))
         if self.away is None:
             return [count for u in units for count in self.store["opt", u, 0].get("step", ())]
         return [self.store["host.count", u, 0] for u in units if self.optimizer.name == "adamw"]
 
     def _scale(self) -> dict[str, Tensor]:
-        """fp16's loss scale, and since when it is as it is."""
+        """fp16's loss scale, and the steps since it last changed."""
         if self.loss_scale is None:
             return {}
         return {"value": self.loss_scale, "good_steps": self.good_steps}
 
     def look(self, kind: str, u: int) -> Any:
-        """A state of a unit wherever it lies; nothing is in flight."""
+        """A state of a unit, on whatever tier; nothing may be in flight."""
         held = self.store.get((kind, u, 0))
         return self.away.look(kind, u) if held is None else held
 

@@ -1,4 +1,4 @@
-"""Read a program: one line per instruction, in the model's terms; what repeats is folded.
+"""Print a program: one line per instruction, in the model's terms; repetitions are folded.
 
     pl.program(model, pl.Plan(dp=4, zero_stage=3))
 
@@ -7,9 +7,9 @@
        5    WAIT             w blocks.i mb 0
        6    FORWARD          blocks.i mb 0                               frees w, x
 
-A line has the position, what is done, what to (a value by its kind and its place in the model), the
-group and the bytes of a message, and the values whose memory ends there. `instructions.py` says
-what the kinds are. Nothing runs, and no torch is needed. Lab 05 reads ZeRO this way.
+A line has the position, the operation, its value (by its kind and its place in the model), the
+group and the bytes of a call, and the values whose memory ends there. `instructions.py` explains
+the kinds. Nothing runs, and no torch is needed. Lab 05 reads ZeRO this way.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from paralab.report.tables import TIERS
 from paralab.spec import ModelSpec, Plan
 from paralab.view.theme import scaled
 
-BUCKETS = 4  # that are said what lies in them
-WIDTH = 60  # of what an instruction is about, before what it frees
+BUCKETS = 4  # how many buckets the notes list the parameters of
+WIDTH = 60  # the most columns of ``what``, before what an instruction frees
 
 
 class Row(NamedTuple):
-    """One line as it is printed: of a fold its headline, in ``what``, with no instruction."""
+    """One printed line. A fold has a headline, in ``what``, and no instruction."""
 
     depth: int
     position: int
@@ -56,9 +56,10 @@ class Row(NamedTuple):
 class ProgramText(RankProgram):
     """One rank's program to read; printed, it shows itself.
 
-    code   what passes see: `replace` it, and the result is shown with its own waits and frees
+    code   the instructions as passes see them, without waits and frees; `replace` derives these
+           again
     lines  the instructions in order, with waits and frees
-    shown  (position, instruction) of those that are printed: all of them, or what a filter chose
+    shown  (position, instruction) of the printed lines: all of them, or those that a filter chose
     """
 
     @cached_property
@@ -81,10 +82,11 @@ class ProgramText(RankProgram):
         lane: str | Iterable[str] | None = None,
         microbatch: int | Iterable[int] | None = None,
     ) -> ProgramText:
-        """Only some lines: those with one of these ops, lanes and micro-batches.
+        """The program with only those lines that have one of these ops, lanes and micro-batches.
 
-        op    "all_gather", or several; lane: "compute" for the rank's own thread, else the axis of
-              a group, or "h2d", "d2h", "disk", "host"
+        op    such as "all_gather"
+        lane  "compute" for the rank's own thread, else the axis of a group, or "h2d", "d2h",
+              "disk", "host"
         """
         ops = {choice("op", str(name).upper(), tuple(sorted(OPS))) for name in _several(op)}
         lanes, known = set(_several(lane)), {ins.lane or "compute" for ins in self.lines}
@@ -92,15 +94,15 @@ class ProgramText(RankProgram):
             raise illegal("lane", name, "no instruction runs there", ", ".join(sorted(known)))
         last = self.plan.microbatches - 1
         batches = {whole("microbatch", k, at_least=0, at_most=last) for k in _several(microbatch)}
-        found = copy(self)
-        found.shown = [
+        chosen = copy(self)
+        chosen.shown = [
             (position, ins)
             for position, ins in self
             if (op is None or ins.op in ops)
             and (lane is None or (ins.lane or "compute") in lanes)
             and (microbatch is None or ins.mb in batches)
         ]
-        return found
+        return chosen
 
     def __iter__(self) -> Iterator[tuple[int, Instr]]:
         """(position, instruction) of every line."""
@@ -110,7 +112,7 @@ class ProgramText(RankProgram):
         return len(self.shown)
 
     def count(self) -> Counter[tuple[str, str]]:
-        """{(op, lane): lines}."""
+        """{(op, lane): number of lines}."""
         return Counter((ins.op, ins.lane or "compute") for _, ins in self)
 
     def diff(self, other: ProgramText) -> Difference:
@@ -121,17 +123,17 @@ class ProgramText(RankProgram):
     # ---- what it holds ---------------------------------------------------------------------------
     def peak(self, tier: str = "device") -> dict[str, int]:
         """{category: bytes} that the rank holds on a tier at the peak of its device; on a 2D or
-        2.5D grid, that of the rank that holds most.
+        2.5D grid, the bytes of the rank with the highest peak.
         """
         return on(choice("tier", tier, TIERS), self._weighed.held)
 
     def most(self, tier: str = "device") -> dict[str, int]:
-        """{category: bytes}: of each category on a tier the most that is alive at any moment."""
+        """{category: bytes} on a tier, each category at its own peak."""
         return on(choice("tier", tier, TIERS), self._weighed.most)
 
     def states(self) -> dict[str, int]:
-        """{category: bytes} of the rank's parameters, of their gradients as they are kept until the
-        update, and of the optimizer's states, wherever they lie.
+        """{category: bytes} of the rank's parameters, gradients (as kept until the update) and
+        optimizer states, on all tiers together.
         """
         return states(self.program, self.pp)
 
@@ -148,7 +150,7 @@ class ProgramText(RankProgram):
 
     # ---- as text ---------------------------------------------------------------------------------
     def bytes_of(self, ins: Instr) -> int:
-        """Of the full buffer of a message, else 0."""
+        """Bytes of the full buffer of a call; 0 for other instructions."""
         if ins.op in COLLECTIVES or ins.op in MESSAGES:
             return self._calls.payload(self.pp, ins) or 0
         return 0
@@ -173,7 +175,7 @@ class ProgramText(RankProgram):
                 yield Row(depth, item.position, item.head)
                 yield from self._rows(item.body, depth + 1, letters | item.letters)
             else:
-                _, what, frees = item.said(letters).split("\t")
+                _, what, frees = item.lettered(letters).split("\t")
                 yield Row(depth, item.position, what, frees, self.lines[item.position])
 
     @property
@@ -181,22 +183,22 @@ class ProgramText(RankProgram):
         """Whose program this is."""
         part = f"{len(self)} of " * (len(self) < len(self.lines))
         size = f"{part}{len(self.lines)} instructions"
-        return f"rank {self.rank} of {self.plan.world_size}: {said(self.plan)}, {size}"
+        return f"rank {self.rank} of {self.plan.world_size}: {changed_fields(self.plan)}, {size}"
 
     @cached_property
     def notes(self) -> list[str]:
-        """What the lines do not say: what lies in a bucket, and why the program is refused."""
+        """What the lines do not say: the parameters of buckets, and why the program is refused."""
         buckets = [
             f"{name}: {unit.names[0]} … {unit.names[-1]}, {len(unit.names)} parameters"
             for name, unit in zip(self.names.units, self.units, strict=True)
             if name.startswith("bucket")
         ]
-        found = buckets[:BUCKETS] + [f"… {len(buckets)} buckets"] * (len(buckets) > BUCKETS)
-        return found + [f"refused: {self.refusal}"] * bool(self.refusal)
+        notes = buckets[:BUCKETS] + [f"… {len(buckets)} buckets"] * (len(buckets) > BUCKETS)
+        return notes + [f"refused: {self.refusal}"] * bool(self.refusal)
 
     @cached_property
     def refusal(self) -> str:
-        """Why this cannot run, or ""."""
+        """Why the program cannot run, or ""."""
         try:
             check(self._alone)
         except ValueError as error:
@@ -205,14 +207,14 @@ class ProgramText(RankProgram):
 
     def text(self, *, folded: bool = True) -> str:
         """As text; ``folded=False`` shows every instruction."""
-        found, rows = [self.title], list(self.rows(folded=folded))
+        text_lines, rows = [self.title], list(self.rows(folded=folded))
         width = min(max((len(row.what) + 2 * row.depth for row in rows), default=0), WIDTH) + 17
         for row in rows:
             indent = "  " * row.depth
             line = f"{indent}{row.ins.op:<15}  {row.what}" if row.ins else indent + row.what
             frees = f"{line:<{width}}  frees {row.frees}" if row.frees else line
-            found.append(f"{row.position:>5}  {frees}")
-        return "\n".join(found + self.notes)
+            text_lines.append(f"{row.position:>5}  {frees}")
+        return "\n".join(text_lines + self.notes)
 
     def __repr__(self) -> str:
         return self.text()
@@ -248,15 +250,15 @@ def program(
     if clip_norm is not None:
         real("clip_norm", clip_norm, above=0.0)
     at, clips = plan.place(rank).pp, clip_norm is not None
-    made = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
-    return ProgramText(made, rank, made.codes[at])
+    step = compiled(model, plan, optimizer=optimizer, clips=clips, only=at, final=False)
+    return ProgramText(step, rank, step.codes[at])
 
 
-def said(plan: Plan) -> str:
-    """A plan by what is not as ever: "dp=4, zero_stage=3"."""
-    usual, mine = Plan().to_dict(), plan.to_dict()
-    found = [f"{name}={value}" for name, value in mine.items() if value != usual[name]]
-    return ", ".join(found) or "one device"
+def changed_fields(plan: Plan) -> str:
+    """A plan by the fields that differ from the defaults: "dp=4, zero_stage=3"."""
+    defaults, fields = Plan().to_dict(), plan.to_dict()
+    changed = [f"{name}={value}" for name, value in fields.items() if value != defaults[name]]
+    return ", ".join(changed) or "one device"
 
 
 def _several(value: Any) -> list:

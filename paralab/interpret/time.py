@@ -1,10 +1,10 @@
 """Time a program: when every instruction begins and ends, if each rank had a device of its own.
 
-walk.py goes through the lists, costs.py has the seconds of each instruction. Data-parallel and
-tensor-parallel ranks do the same at the same moments, so one pipeline is walked for all of them;
-the walk itself takes about a microsecond for an instruction. What an op sends inside its methods is
-timed, drawn and counted like a program's own calls (`spelled`). The model of a link is Hockney's
-(1994): alpha + bytes / bandwidth. Labs 02 to 05.
+walk.py goes through the ranks' lists, costs.py has the seconds of each instruction. Data-parallel
+and tensor-parallel ranks do the same at the same moments, so one pipeline is walked for all of
+them, in about a microsecond per instruction. Calls that an op makes inside its methods are timed,
+drawn and counted like the program's own (`spelled_out`). A link follows Hockney's model (1994):
+alpha + bytes / bandwidth. Labs 02 to 05.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from paralab.interpret.costs import Awaited, Compute, Cost, Costs
 from paralab.interpret.jobs import Order
-from paralab.interpret.resumed import share, until
+from paralab.interpret.resumed import share, work_until_wait
 from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Item, Rank, Walk, item
 from paralab.programs.instructions import Code, Instr
@@ -28,12 +28,12 @@ Timed = list[tuple[Instr, Cost]]
 
 
 class Times(NamedTuple):
-    """Seconds from the start of the step, for every pipeline rank.
+    """When everything happens, in seconds from the start of the step; one entry per pipeline rank.
 
-    lists   its list as it is timed, of each instruction what was counted, too: see `spelled`
-    last    per instruction of the program where its last is
-    left    per instruction of the list when the rank goes on behind it
-    calls, waits, behind  by position: see `walk.Rank`
+    lists   the list as it was timed, each instruction with its cost: see `spelled_out`
+    last    per instruction of the program the position of its last part in that list
+    left    per instruction of that list when the rank goes on to the next
+    calls, waits, behind  by position in that list: see `walk.Rank`
     """
 
     lists: list[Timed]
@@ -44,7 +44,7 @@ class Times(NamedTuple):
     behind: list[dict[int, list[int]]]
 
     def of_program(self, pp: int) -> tuple[list[float], list[float]]:
-        """When a rank comes to each instruction of its program, and goes on behind it."""
+        """(when the rank comes to each instruction of its program, when it goes on to the next)."""
         left = [self.left[pp][at] for at in self.last[pp]]
         return [0.0, *left[:-1]], left
 
@@ -55,80 +55,83 @@ class Times(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the step: its slowest rank's."""
+        """How long the step takes: the time of its slowest rank."""
         return max(self.ends)
 
 
 def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
-    """When everything happens in one step; without ``overlap`` see serial.py.
+    """When everything happens in one step; ``overlap=False``: as in serial.py.
 
-    Raises ValueError naming where each rank stands, if no rank can go on.
+    Raises ValueError, which names the instruction that each rank waits at, if no rank can go on.
     """
     costs = Costs(program, cluster)
     return walked(program, costs if overlap else Serial(costs))
 
 
-def spelled(
+def spelled_out(
     costs: Costs, r: int, code: Code, after: float = inf
 ) -> tuple[Timed, list[Item], list[int]]:
-    """A rank's list as it is timed, with what each instruction takes; the same as the walk reads
-    it; and where in it the last is of each of the program's. Calls that ops make themselves are
-    instructions of their own there (a CALL of the `Call`, and its WAIT), with parts of the compute
-    in between.
+    """A rank's list, in which every call that an op makes itself is spelled out as a CALL and its
+    WAIT, with parts of the op's compute in between.
 
-    after  see `resumed.until`, of a part of an action
+    after  seconds of work that follow the list, if it is a part of an action (resumed.py)
+
+    Returns (the list, each instruction with its cost; the same as `Item`s for the walk; per
+    instruction of ``code`` the position of its last part).
     """
-    made, read, last = [], [], []
+    timed, items, last = [], [], []
     begun: dict[tuple, Cost] = {}
-    known: dict[int, tuple[Compute, list[Item]]] = {}  # of blocks alike the same
-    cluster, timed = costs.cluster, [(ins, costs.of(r, ins)) for ins in code]
-    behind: Iterable[float] = repeat(inf)
+    known: dict[int, tuple[Compute, list[Item]]] = {}  # equal blocks share a `Compute`
+    cluster, costed = costs.cluster, [(ins, costs.of(r, ins)) for ins in code]
+    works: Iterable[float] = repeat(inf)
     if cluster.wait_work:
-        behind, _ = until(cluster, timed, after=after, within=after < inf)
-    for (ins, cost), work in zip(timed, behind, strict=False):
+        works, _ = work_until_wait(cluster, costed, after=after, within=after < inf)
+    for (ins, cost), work in zip(costed, works, strict=False):
         if type(cost) is Compute:
             if id(cost) not in known:
                 parts = cost.inside or ((ins, cost),)
-                calls = {one.writes: takes for one, takes in parts}
+                calls = {part.writes: takes for part, takes in parts}
                 known[id(cost)] = cost, [item(r, *part, calls.get(part[0].reads)) for part in parts]
             if cost.inside:
-                made += [(ins if type(own) is Compute else one, own) for one, own in cost.inside]
+                timed += [
+                    (ins if type(takes) is Compute else part, takes) for part, takes in cost.inside
+                ]
             else:
-                made.append((ins, cost))
-            read += known[id(cost)][1]
+                timed.append((ins, cost))
+            items += known[id(cost)][1]
         else:
-            made.append((ins, cost))
+            timed.append((ins, cost))
             call = begun.get(ins.reads) if type(cost) is Awaited else None
-            read.append(item(r, ins, cost, call, share(cluster, work) if call else 1.0))
+            items.append(item(r, ins, cost, call, share(cluster, work) if call else 1.0))
             if ins.lane:
                 begun[ins.writes] = cost
-        last.append(len(made) - 1)
-    return made, read, last
+        last.append(len(timed) - 1)
+    return timed, items, last
 
 
 def walked(program: Program, costs: Costs, after: float = inf) -> Times:
-    """When everything happens, if instructions take what ``costs`` says. after: see `spelled`."""
+    """When everything happens in a step at these costs. after: see `spelled_out`."""
     posting = costs.cluster.call_overhead
-    spelt = [spelled(costs, r, code, after) for r, code in enumerate(program.codes)]
-    lists, items, last = map(list, zip(*spelt, strict=True))
+    spelled = [spelled_out(costs, r, code, after) for r, code in enumerate(program.codes)]
+    lists, items, last = map(list, zip(*spelled, strict=True))
     walk = Walk(posting)
-    ranks = [Rank(walk, some, Order(program.plan)) for some in items]
+    ranks = [Rank(walk, mine, Order(program.plan)) for mine in items]
     walk.go(ranks)
-    over = max((rank.left[-1] for rank in ranks if rank.left), default=0.0)
-    if any(job.end > over for rank in ranks for job in rank.jobs.values()):
-        # A worker goes on during the next step, which is like all that follow.
+    end = max((rank.left[-1] for rank in ranks if rank.left), default=0.0)
+    if any(job.end > end for rank in ranks for job in rank.jobs.values()):
+        # A worker's job goes on during the next step, which is timed instead: all later are alike.
         walk, before = Walk(posting), ranks
         for job in (job for rank in before for job in rank.jobs.values()):
-            job.next_step(over)
+            job.next_step(end)
         ranks = [
-            Rank(walk, some, rank.order, {at: t - over for at, t in rank.lanes.items()})
-            for some, rank in zip(items, before, strict=True)
+            Rank(walk, mine, rank.order, {lane: t - end for lane, t in rank.lanes.items()})
+            for mine, rank in zip(items, before, strict=True)
         ]
         walk.go(ranks)
     stuck = [
-        f"pipeline rank {r} waits at {Names(program, r).instruction(some[len(rank.left)][0])}"
-        for r, (rank, some) in enumerate(zip(ranks, lists, strict=True))
-        if len(rank.left) < len(some)
+        f"pipeline rank {r} waits at {Names(program, r).instruction(timed[len(rank.left)][0])}"
+        for r, (rank, timed) in enumerate(zip(ranks, lists, strict=True))
+        if len(rank.left) < len(timed)
     ]
     if stuck:  # what a learner writes is checked before (programs/checks.py)
         raise ValueError(f"no rank can go on: {'; '.join(stuck)}")

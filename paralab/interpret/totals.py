@@ -1,8 +1,8 @@
-"""A plan's step in two numbers, seconds and the highest peak: without a report's tables.
+"""A plan's step in two numbers, seconds and the highest peak, without a report's tables.
 
-The plan is compiled once, and then timed on any cluster with the same kind of devices; the peak is
-that on the first one. It is folded (deep.py) where that is quicker, and where one program is to
-serve many clusters; the numbers are the same.
+The plan is compiled once and can then be timed on any cluster with the same kind of devices; the
+peak is that on the first cluster. The program is folded (deep.py) where that is quicker, and where
+many clusters are to be timed; the numbers are the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.spec import Cluster, ModelSpec, Plan
 
-MANY = 30  # micro-batches times pipeline ranks, or `AT_LEAST`, from which folding is quicker
-AT_LEAST = 5
+MANY = 30  # micro-batches times pipeline ranks beyond which folding is quicker
+AT_LEAST = 5  # fewer pipeline ranks than this count as so many
 
 
 class Totals:
-    """A plan's step, compiled. many: whether it is to be timed on many clusters."""
+    """A plan's compiled step. many: whether it will be timed on many clusters."""
 
     def __init__(
         self, spec: ModelSpec, plan: Plan, cluster: Cluster, optimizer: str, *, many: bool = False
@@ -35,7 +35,7 @@ class Totals:
             self._costs = Costs(compiled(spec, plan, optimizer=optimizer), cluster)
 
     def seconds(self, cluster: Cluster | None = None, *, overlap: bool = True) -> float:
-        """Of the step, on another cluster if one is named; without ``overlap`` see serial.py."""
+        """How long the step takes, by default on the first cluster; overlap: see serial.py."""
         same = cluster in (None, self.cluster)
         costs = self._costs if same else Costs(self._costs.program, cluster)
         costs = costs if overlap else Serial(costs)
@@ -45,7 +45,7 @@ class Totals:
 
     @property
     def peak(self) -> int:
-        """Bytes of the device that holds most at its peak."""
+        """Bytes on the device with the highest peak."""
         if self._deep is not None:
             return self._deep.peak
         ranks, gloo = range(self.plan.pp), not self.cluster.gpus

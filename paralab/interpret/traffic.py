@@ -1,14 +1,14 @@
-"""Count a program's bytes: every call that a rank makes, in order, and what it sends.
+"""Count a program's bytes: every call that a rank makes, in order, and how much it sends.
 
-An instruction whose lane is a group's axis is one call; an op may make calls of its own inside an
-instruction of compute, which it lists as data (`model.ops.Call`). What travels follows from the
-sizes of values, S bytes of the full buffer (`Calls.payload`), and how many of them a rank sends
-from theory/traffic.py.
+An instruction whose lane is a group's axis is one call. An op may make calls of its own inside an
+instruction of compute; it lists them as data (`model.ops.Call`). The payload of a call, S bytes of
+the full buffer, follows from the sizes of values (`Calls.payload`); theory/traffic.py says how many
+of these bytes a rank sends.
 
-A pipeline rank's data-parallel and tensor-parallel ranks make the same calls, each in groups of its
-own, which may lie inside a node or reach over several: the *level*. Bytes inside and between nodes
-are never added up as if they were alike (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3 argues by
-the two levels).
+The data-parallel and tensor-parallel ranks of a pipeline rank make the same calls, each in its own
+groups. A group may lie inside a node or reach over several: the *level* of its calls. Bytes inside
+nodes and bytes between nodes are never added up (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3
+argues by the two levels).
 
 `rows` equals what a run records, row by row. Labs 01, 02, 05, 07.
 """
@@ -52,10 +52,10 @@ def rows(
 
 
 class Calls:
-    """The calls of a program's instructions, without saying which group's; each worked out once.
+    """The calls of a program's instructions, the same for all groups on a lane; cached.
 
-    ``axis`` of such a `Call` is the instruction's lane, and ``root`` the position in its group of a
-    message's other end, too.
+    The ``axis`` of such a `Call` is the instruction's lane. Its ``root`` is the position in the
+    group of the root or, for a message, of the other end.
     """
 
     def __init__(self, program: Program) -> None:
@@ -63,30 +63,30 @@ class Calls:
         self._known: dict[tuple, tuple[Call, ...]] = {}
 
     def of(self, pp: int, ins: Instr, index: int = 0) -> tuple[Call, ...]:
-        """Of an instruction of pipeline rank ``pp``, on the rank with this index among those that
-        share the states.
+        """The calls of an instruction of pipeline rank ``pp``, on the rank with this index among
+        those that share the states.
         """
         if ins.op in COMPUTE:
             key: tuple = (ins.op, ins.at)
         elif ins.op in OPS:
             key = (*alike(pp, ins), index if sums_shared(ins) else 0)
-        else:  # what a prediction has of an op's own call
+        else:  # in predictions a CALL is an op's own call; other instructions make none
             return (ins.at,) * (ins.op == CALL)
-        found = self._known.get(key)
-        if found is not None:
-            return found
-        made: list[Call] = []
-        if ins.op in COMPUTE:  # ops send inside their methods; a whole backward is both, op by op
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        calls: list[Call] = []
+        if ins.op in COMPUTE:  # calls of ops' methods; a BACKWARD runs two of each op
             ops = self.program.model.ops[slice(*ins.at)]
             for op in reversed(ops) if ins.op in BACKWARDS else ops:
-                made += (call for method in METHODS[ins.op] for call in op.calls.get(method, ()))
+                calls += (call for method in METHODS[ins.op] for call in op.calls.get(method, ()))
         elif (payload := self.payload(pp, ins, index)) is not None:
-            made.append(Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer))
-        return self._known.setdefault(key, tuple(made))
+            calls.append(Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer))
+        return self._known.setdefault(key, tuple(calls))
 
     def payload(self, pp: int, ins: Instr, index: int = 0) -> int | None:
-        """Bytes of the full buffer: of what is gathered or received, else of what it reads. Of a
-        state the last entry, or a tp rank's part; None where this rank has nothing to say.
+        """Bytes of the full buffer: of the value that is gathered or received, else of the one that
+        is read; of a state its last entry, or a tp rank's part. None if the rank makes no call.
         """
         program, model = self.program, self.program.model
         if sums_shared(ins):
@@ -99,16 +99,16 @@ class Calls:
 
 
 def alike(pp: int, ins: Instr) -> tuple:
-    """Equal for instructions, but of compute, that move and take the same on a pipeline rank."""
+    """A key: equal for instructions, other than compute, with equal bytes and costs."""
     values = ins.reads or ins.writes
     kind = values[0][0] if values else ""
     return pp, ins.op, ins.at, ins.unit, ins.lane, ins.peer, ins.phase, kind
 
 
 class Member:
-    """A global rank, and where it stands in each of its groups.
+    """A global rank as a member of its groups.
 
-    at     its place in the plan
+    at     its coordinates in the plan
     index  among the ranks that share a copy of the states
     """
 
@@ -123,21 +123,21 @@ class Member:
 
     def group(self, lane: str) -> tuple[int, ...]:
         """Global ranks of the group whose calls are made on this lane."""
-        found = self._groups.get(lane)
-        if found is None:
-            found = self.plan.ranks({"ends": "pp", "dp": "shard"}.get(lane, lane), self.rank)
+        ranks = self._groups.get(lane)
+        if ranks is None:
+            ranks = self.plan.ranks({"ends": "pp", "dp": "shard"}.get(lane, lane), self.rank)
             if lane == "ends":
-                found = (found[0], found[-1])
-            self._groups[lane] = found
-        return found
+                ranks = (ranks[0], ranks[-1])
+            self._groups[lane] = ranks
+        return ranks
 
     def row(self, call: Call) -> Row:
-        """The call as this rank makes it."""
+        """The row of traffic that this rank records for the call."""
         if call in self._rows:
             return self._rows[call]
         ranks = self.group(call.axis)
         axis = "pp" if call.axis == "ends" else call.axis
         peer = ranks[call.root] if call.root >= 0 else -1
         about = {"peer": peer, "phase": call.phase, "payload": call.payload}
-        made = row(call.op, axis, ranks, self.rank, **about, node_of=self.node_of)
-        return self._rows.setdefault(call, made)
+        recorded = row(call.op, axis, ranks, self.rank, **about, node_of=self.node_of)
+        return self._rows.setdefault(call, recorded)

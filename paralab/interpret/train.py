@@ -1,7 +1,7 @@
-"""The rank program: training steps of a compiled program, each of them written down.
+"""What every rank of `pl.run` executes: the training steps of a compiled program, recorded.
 
-Every rank runs `train`. Scalars are read once, at the end of a step; nothing inside a step asks the
-device for a number.
+Losses and other scalars are read once, at the end of a step: inside a step the host never waits
+for a number from the device.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from paralab.spec import ModelSpec, Plan
 class Trainer:
     """One rank of a program, its state and its groups.
 
-    context   who this rank is: rank, world_size, nodes, device, backend, store, strict, note,
-              progress
-    The other arguments are those of `pl.run`, checked.
+    context  who this rank is: rank, world_size, nodes, device, backend, store, strict, note,
+             progress. The other arguments are those of `pl.run`, checked.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class Trainer:
     ) -> None:
         self.context, self.model, self.plan, self.seed = context, model, plan, seed
         self.clip_norm, self.optimizer_name = clip_norm, optimizer
-        self.scaling: dict[str, float] = {}  # fp16: steps left out so far, and the loss scale now
-        self.first_step = 0  # steps that a checkpoint had done: batches go on from there
+        self.scaling: dict[str, float] = {}  # fp16: steps skipped so far, and the loss scale now
+        self.first_step = 0  # steps done before the checkpoint; batches go on from there
         self.recorder = recorder or Recorder(
             rank=context.rank, world_size=context.world_size, device=context.device
         )
@@ -69,7 +68,7 @@ class Trainer:
             torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         at = plan.place(context.rank)
         self.corpus = Corpus(data)
-        self.says_loss = says_loss(plan, at.tp)  # one rank for all that have the same tokens
+        self.says_loss = says_loss(plan, at.tp)  # true on one of the ranks with the same tokens
         self.program = compiled(
             model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
         )
@@ -96,7 +95,7 @@ class Trainer:
             host=self.host,
         )
         self.rank = Rank(self.state, self.groups)
-        self.gradients: dict[str, np.ndarray] | None = None  # on the first data-parallel rank
+        self.gradients: dict[str, np.ndarray] | None = None  # set on the first data-parallel rank
 
     @torch.no_grad()
     def step(self, step: int, *, keep_gradients: bool = False) -> list[float]:
@@ -116,7 +115,8 @@ class Trainer:
         def batch(k: int) -> Tensor:
             return batches[k].to(self.context.device, non_blocking=True)
 
-        # One division makes the mean over the global batch: micro-batches and ranks add up.
+        # The loss is divided once, so that the sum over micro-batches and ranks is the mean over
+        # the global batch.
         rank.env.share = self.state.scaled(loss_share(plan))
         rank.env.step, rank.first_sample = number, self.grid.dp.index * plan.microbatches
         if keep_gradients:
@@ -134,7 +134,7 @@ class Trainer:
         return values[: len(losses)]
 
     def settle(self) -> None:
-        """What is in flight between two steps is done: the training's state is one."""
+        """Finish what is in flight between two steps, so that all states are of the same step."""
         self.rank.settle()
 
     # ---- for checkpoints -------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Trainer:
         return self.state.counters()
 
     def restored(self, step: int, counters: dict[str, float]) -> None:
-        """Go on after ``step`` steps, whose state the pieces were filled with."""
+        """Go on after ``step`` steps; the pieces have been filled with the state of that step."""
         self.first_step = step
         self.state.restored(counters)
         if self.plan.zero_stage in (1, 2):
@@ -156,17 +156,15 @@ class Trainer:
     def _look_at_gradients(self, unit: int) -> None:
         if self.host is not None:
             self.host.settle()
-        found = self.whole(unit, gradients=True)
-        self.gradients = None if found is None else self._ordered(self.gradients | found)
+        of_unit = self.whole(unit, gradients=True)
+        self.gradients = None if of_unit is None else self._ordered(self.gradients | of_unit)
 
     def whole(self, *units: int, gradients: bool = False) -> dict[str, np.ndarray] | None:
-        """Weights, or gradients, of this rank's units (default: of all) under their names in the
-        single-device model; a tied copy is none of them. None on all data-parallel ranks but the
-        first.
-
-        With ZeRO every rank has to call it: each has a share.
+        """{name in the single-device model: weight, or gradient} of these units of the rank
+        (default: all of them), without a tied embedding's copy; None on all data-parallel ranks but
+        the first. With ZeRO it is a collective: each rank has a shard.
         """
-        found: dict[str, Tensor] = {}
+        views: dict[str, Tensor] = {}
         if gradients:
             kind = "gshard" if self.plan.zero_stage else "grad"
         else:
@@ -179,15 +177,15 @@ class Trainer:
                 flat = value.new_empty(unit.numel)
                 self.grid.shard.all_gather(flat, value, phase="control").wait()
                 value = Flat(unit, flat, self.program.model)
-            found |= value.views
+            views |= value.views
         if self.grid.dp.index > 0:
             return None
         read = self.state.unscaled if gradients else Tensor.float
-        return self._ordered({name: as_numpy(read(view)) for name, view in found.items()})
+        return self._ordered({name: as_numpy(read(view)) for name, view in views.items()})
 
-    def _ordered(self, found: dict[str, Any]) -> dict[str, Any]:
-        """By the order in which the model registers its parameters."""
-        return {name: found[name] for name in self.model.parameter_shapes() if name in found}
+    def _ordered(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The same in the order in which the model registers its parameters."""
+        return {name: arrays[name] for name in self.model.parameter_shapes() if name in arrays}
 
 
 def train(
@@ -203,17 +201,16 @@ def train(
     resume: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train ``steps`` steps on this rank; returns the rank's part of the report, plain columns.
+    """Train ``steps`` steps on this rank; returns the rank's part of the report as plain columns.
 
-    With ``keep_state`` the ranks of the first data-parallel group add their stages' weights after
-    the last step and the last step's gradients (mean over the global batch, before clipping) under
-    the names of the single-device model.
-
-    The memory ledger is on while the model is built and in step 0; with ``memory_limit``, in bytes,
-    it is on throughout and enforces it.
-
-    ``resume`` is the checkpoint to go on from, ``save`` the folder to write checkpoints into: after
-    the last step, and whenever ``save_every`` divides the number of steps the training has done.
+    keep_state    ranks with data-parallel index 0 add their weights after the last step, and the
+                  gradients of the last step (mean over the global batch, before clipping), under
+                  the names of the single-device model
+    memory_limit  bytes; the memory ledger is then on throughout and enforces them. Without a limit
+                  it is on while the model is built and in step 0
+    resume        the checkpoint to go on from
+    save          folder for checkpoints: written after the last step, and whenever ``save_every``
+                  divides the number of steps that the training has done
     """
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
     help_with = functools.partial(
@@ -225,7 +222,7 @@ def train(
         optimizer=settings.get("optimizer", "adamw"),
         gloo=context.backend != "nccl",
     )
-    asked = {  # paths may differ, what lies there may not
+    settings_of_all = {  # equal on all ranks; paths may differ, but not the files' contents
         **settings,
         "memory_limit": memory_limit,
         "steps": steps,
@@ -234,13 +231,13 @@ def train(
         "save": (save is None, save_every),
         "resume": resume and Path(resume).name,
     }
-    what = f"{model} {plan.to_dict()} {sorted(asked.items())} {plan.actions()}"
+    fingerprint = f"{model} {plan.to_dict()} {sorted(settings_of_all.items())} {plan.actions()}"
     losses = []
     ledger = Ledger(recorder, device=context.device, limit=memory_limit, advise=help_with)
-    with contextlib.ExitStack() as watched:
-        watched.enter_context(ledger)
+    with contextlib.ExitStack() as ledger_on:
+        ledger_on.enter_context(ledger)
         trainer = Trainer(context, model, plan, recorder=recorder, **settings)
-        agree(trainer.grid.world, what=what, corpus=trainer.corpus, program=trainer.program)
+        agree(trainer.grid.world, what=fingerprint, corpus=trainer.corpus, program=trainer.program)
         offset, uncertainty = measure_offset(trainer.grid.world)
         if resume is not None:
             checkpoint.load(trainer, resume)
@@ -248,7 +245,7 @@ def train(
             for step in range(steps):
                 losses.append(trainer.step(step, keep_gradients=keep_state and step == steps - 1))
                 if memory_limit is None:
-                    watched.close()
+                    ledger_on.close()
                 with recorder.unwatched():
                     save_if_due(step + 1)
                 context.progress(step + 1, steps)

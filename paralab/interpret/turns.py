@@ -1,4 +1,4 @@
-"""The actions in a rank's list, of which a step in outline consists, and what belongs to none."""
+"""What a step in outline consists of: the actions in a rank's list, and boxes outside them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from paralab.theory.order import CODE
 
 
 class Turns(NamedTuple):
-    """The actions in a rank's list, in order; letter: as in `CODE`; first and last
-    instruction of compute. (n,) each.
+    """The actions in a rank's list, in order, (n,) each. letter: as in `CODE`; first, last:
+    positions of the first and the last compute.
     """
 
     stage: np.ndarray
@@ -22,18 +22,18 @@ class Turns(NamedTuple):
 
     @property
     def since(self) -> int:
-        """Where the first action of a stage's last micro-batch begins."""
+        """Where the earliest of the last actions begins; each stage has a last one per letter."""
         _, at = np.unique((self.stage * len(CODE) + self.letter)[::-1], return_index=True)
         return int(self.first[::-1][at].min())
 
     @property
     def behind(self) -> int:
-        """What is behind all actions."""
+        """Position of the first instruction after all actions."""
         return int(self.last.max()) + 1
 
 
 class Box(NamedTuple):
-    """What is drawn and belongs to no action."""
+    """What is drawn, and belongs to no action."""
 
     pp: int
     lane: str

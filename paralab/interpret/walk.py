@@ -1,17 +1,17 @@
-"""One walk through the lists of all pipeline ranks, each going on as far as it can.
+"""One walk through the lists of all pipeline ranks: each rank goes on as far as it can.
 
     compute   one lane per rank, in the order of its list
     calls     one lane per group. A call begins when all members have launched it and the lane is
               free, and lasts as long as the bytes of its slowest member take
-    messages  one lane per pair and direction; one moves when both its ends are posted
+    messages  one lane per pair and direction; a message moves once both its ends are posted
     jobs      lanes of workers (h2d, d2h, disk, host). A job begins when it is launched, the lane is
               free, and the jobs that it depends on are over (jobs.py)
     WAIT      ends at max(now, the end of what it waits for)
 
-Nothing in a program is decided by the clock, so every moment is a longest path through what must
-come before it, and the answer does not depend on which rank goes first. What is predicted (time.py)
-and what was recorded (theory/replay.py) is walked through here. Of a deep pipeline the paths are
-found before what anything takes is known, by the same rules (pipeline.py).
+Nothing in a program is decided by the clock. So each moment is the longest path through everything
+that must come before it, and the result does not depend on which rank goes first. Predictions
+(time.py) and recorded runs (theory/replay.py) both use this walk. For a deep pipeline pipeline.py
+finds the paths by the same rules before any duration is known.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ WORK, CALL, JOB, WAIT = "work", "call", "job", "wait"
 
 
 class Item(NamedTuple):
-    """An instruction, as far as the walk knows it.
+    """An instruction, as far as the walk needs to know it.
 
     op       WORK, CALL, JOB or WAIT
-    takes    seconds: of compute; of a call or a job on its lane, as all members of a call say; of a
-             WAIT what goes with it behind it
-    name     what a call writes, and what a WAIT is for; of a JOB the instruction
+    takes    seconds: of compute; of a call or a job on its lane, the same for all members of a
+             call; for a WAIT of the work that follows once it is over
+    name     of a call the values that it writes, which a WAIT for it has as its name, too; of a JOB
+             the instruction
     lane     of a call or a job
-    members  pipeline ranks that make the call, if these are its members; else 0
-    before   what the rank does in front of a call, or None
-    frees    of a WAIT the values whose memory ends behind it
+    members  how many pipeline ranks make the call together; 0: this one alone
+    before   seconds of work that the rank does just before it launches a call, or None
+    frees    the values whose memory ends after a WAIT
     """
 
     op: str
@@ -51,8 +52,8 @@ class Item(NamedTuple):
 
 
 def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: float = 1.0) -> Item:
-    """Of an instruction of rank ``r``. awaited: what the call takes that a WAIT is for; ``share``:
-    see `Posted.after`.
+    """An instruction of rank ``r``. awaited: for a WAIT the cost of its call; ``share``: see
+    `Posted.after`.
     """
     kind = type(cost)
     if kind is Awaited:
@@ -69,51 +70,55 @@ def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: floa
 
 
 class Walk:
-    """What the ranks have in common; moments are seconds.
+    """What the ranks share: the lanes and the calls of several ranks. Moments are in seconds.
 
-    posting  what posting a call takes
+    posting  seconds that posting a call takes
+    free     {lane of several pipeline ranks: when it is free}
+    launched {(lane, number of a call): the members that have launched it}; complete calls are gone
     """
 
     def __init__(self, posting: float) -> None:
         self.posting = posting
-        self.free: dict[Any, float] = {}  # when each lane of several pipeline ranks is
-        self.there: dict[Any, list[tuple]] = {}  # of a call that is not complete: who is at it
+        self.free: dict[Any, float] = {}
+        self.launched: dict[Any, list[tuple]] = {}
         self.ready: deque[Iterator] = deque()
 
     def go(self, ranks: Sequence[Rank]) -> None:
-        """As far as they come."""
+        """Let all ranks go on until each is through its list, or none can go on."""
         self.ready.extend(rank.walk for rank in ranks)
         while self.ready:
             next(self.ready.popleft(), None)
 
     def meet(self, rank: Rank, item: Item, moment: float) -> None:
-        """A rank is at a call of several; with the last of them it goes."""
+        """A rank has launched a call of several; when the last of them has, the call is timed."""
         lane = item.lane
         number = rank.count[lane] = rank.count[lane] + 1
-        there = self.there.setdefault((lane, number), [])
-        there.append((rank, len(rank.left), moment))
-        if len(there) < item.members:
+        launched = self.launched.setdefault((lane, number), [])
+        launched.append((rank, len(rank.left), moment))
+        if len(launched) < item.members:
             return
-        del self.there[lane, number]
-        start = max(self.free.get(lane, 0.0), *(moment for _, _, moment in there))
+        del self.launched[lane, number]
+        start = max(self.free.get(lane, 0.0), *(moment for _, _, moment in launched))
         end = self.free[lane] = start + item.takes
-        for member, position, _ in there:
+        for member, position, _ in launched:
             member.calls[position] = start, end
-            if member.stands == position:
-                member.stands = None
+            if member.blocked_on == position:
+                member.blocked_on = None
                 self.ready.append(member.walk)
 
 
 class Rank:
-    """Goes through one rank's list.
+    """One rank on its way through its list.
 
-    left     behind every instruction
-    calls    {position: (start, end)} of calls and jobs, on their lanes
-    waits    {position of a WAIT: (position of its call or job, the end of that)}, but for jobs that
-             are over because an earlier WAIT was for one that comes after it
-    jobs     {position: `Begun`}; ``behind``: {position: positions of the jobs that it came after}
-    flights  {what a call in flight writes: its position}
-    stands   position of the call that it cannot go on without
+    left        per instruction when the rank goes on to the next
+    calls       {position: (start, end)} of calls and jobs, on their lanes
+    waits       {position of a WAIT: (position of its call or job, the end of that)}; left out are
+                jobs known to be over, because an earlier WAIT was for a job that came after them
+    jobs        {position: `Begun`}; ``behind``: {position of a job: positions of those before it}
+    flights     {name of a call in flight: its position}
+    count       {lane of several pipeline ranks: calls launched on it}
+    lanes       {lane of its own: when it is free}
+    blocked_on  position of the call that the rank waits for, or None
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class Rank:
         self.behind: dict[int, list[int]] = {}
         self.flights: dict[tuple[Value, ...], int] = {}
         self.count: Counter[Any] = Counter()
-        self.stands: int | None = None
+        self.blocked_on: int | None = None
         self.walk = self._go()
 
     def _go(self) -> Iterator[None]:
@@ -145,7 +150,7 @@ class Rank:
                 if call in jobs and lasted:
                     jobs[call].settled()
                 while lasted and call not in calls:
-                    self.stands = call
+                    self.blocked_on = call
                     yield
                 if lasted:
                     end = calls[call][1]
@@ -178,11 +183,11 @@ class Rank:
 
 # ---- lists whose calls have names ----------------------------------------------------------------
 def moments(lists: Sequence[Sequence[Item]]) -> list[list[tuple[float, float]]]:
-    """When each item of each rank begins and ends, in seconds. A call has the name that all its
-    members give it, and its lane ends with their ranks. Replay times so what was recorded.
+    """When each item of each rank begins and ends, in seconds. Replay times recorded runs so.
 
-    Raises ValueError if no rank can go on: members of a group launch other calls, or wait for each
-    other's.
+    All members give a call the same name; the last entry of its lane is the tuple of their ranks.
+    Raises ValueError if no rank can go on: members of a group launch different calls, or wait for
+    each other's.
     """
     launched: dict[Any, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for number, items in enumerate(lists):
@@ -193,12 +198,12 @@ def moments(lists: Sequence[Sequence[Item]]) -> list[list[tuple[float, float]]]:
         for calls in zip_longest(*(names[member] for member in members), fillvalue="nothing more"):
             if len(set(calls)) > 1:
                 pairs = zip(members, calls, strict=True)
-                said = ", ".join(f"rank {member} launches {call}" for member, call in pairs)
-                raise ValueError(f"no rank can go on: {said}")
+                launches = ", ".join(f"rank {member} launches {call}" for member, call in pairs)
+                raise ValueError(f"no rank can go on: {launches}")
     walk = Walk(0.0)
     ranks = [Rank(walk, items, Order(None)) for items in lists]
     walk.go(ranks)
-    if walk.there:
+    if walk.launched:
         raise ValueError("no rank can go on: ranks wait for each other's calls in a circle")
     return [
         [rank.calls.get(at, work) for at, work in enumerate(pairwise([0.0, *rank.left]))]

@@ -1,8 +1,8 @@
 """Instructions on the lanes "h2d", "d2h", "disk" and "host": each becomes a job for another thread.
 
-The rank's own thread makes room for what the instruction writes, on the device too, where the
-ledger sees it; the job then only moves bytes, or computes on what lies on the host. jobs.py says
-which jobs it comes after.
+The rank's own thread allocates what the instruction writes, on the device too, where the ledger
+sees it. The job then only moves bytes, or computes on tensors on the host. jobs.py says which jobs
+it comes after.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Work = Callable[[], Any]
 class Workers:
     """One rank's jobs.
 
-    new  makes room on the device for a value: called as new(value)
+    new      function that allocates a value on the device
+    arrived  the event after which the verdict on the gradients is on the host, or None
     """
 
     def __init__(self, state: State, new: Callable[[Value], Any]) -> None:
@@ -33,13 +34,13 @@ class Workers:
         self.program, self.pp, self.store = state.program, state.pp, state.store
         self.order = Order(self.program.plan)
         self.arrived: Any = None
-        self.buffers = {  # of the rings
+        self.buffers = {  # of the rings, by name
             name: [self.host.empty((size,), uint8, "buffers") for _ in range(BUFFERS)]
             for name, size in rings(self.program, self.pp).items()
         }
 
     def begin(self, ins: Instr) -> Job:
-        """Hand an instruction over to its lane."""
+        """Hand an instruction over to its lane as a job."""
         after = self.order.behind(ins)
         for v in ins.writes:
             if v not in self.store:
@@ -52,27 +53,27 @@ class Workers:
 
     def free(self, value: Value, held: Any) -> None:
         """The value's memory ends: no call or job in flight uses it."""
-        lent = value[0] in ("host.x", "file.x") and value not in self.order.slots
+        borrowed = value[0] in ("host.x", "file.x") and value not in self.order.slots
         self.order.end((value,))
-        if lent:
+        if borrowed:
             self.host.give_back(held)
 
     def copied(self, numbers: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Numbers of the device's, for jobs: the rank may change its own meanwhile.
+        """Copies of numbers on the device for jobs to read, as the rank may change its own.
 
-        On a GPU they are still on their way; who reads them waits for `arrived` on its own thread.
+        From a GPU they are still in flight: a job that reads them first waits for `arrived`.
         """
         with self.host.recorder.unwatched():
-            found = tuple(
+            copies = tuple(
                 n if n is None else self.host.room((), float32).copy_(n, non_blocking=True)
                 for n in numbers
             )
         self.arrived = self.host.mark()
-        return found
+        return copies
 
     # ---- what a job works on ---------------------------------------------------------------------
     def _room(self, v: Value) -> Any:
-        """For a value that is not there."""
+        """Allocate a value on its tier, or take its buffer of a ring."""
         kind, name = v[0], ring(self.program.plan, v)
         if "." not in kind:
             return self.new(v)
