@@ -41,7 +41,7 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         served += [theme.text(name)] * (max(gaps) >= request)
         said = f"<b>{theme.text(name)}</b>: at the line {theme.scaled(sum(gaps), 'B')} are free, "
         said += f"the largest piece has {theme.scaled(max(gaps), 'B')}"
-        notes.append(note(said, 0, top, axes=("paper", "paper"), hold="left top"))
+        notes.append(note(said, 0, top, axes=("paper", "paper"), anchor="left top"))
         shapes.append(upright(event, axis=f"{axis} domain", dash="dash"))
         for kind in dict.fromkeys(one.category for *_, one in space.blocks):
             placed = [block for block in space.blocks if block[2].category == kind]

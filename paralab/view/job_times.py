@@ -48,7 +48,9 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
         y = ("disk", "host").index(lane)
         shown[what].append((1e3 * start, 1e3 * (end - start), y, 0.8, str(unit), said))
     traces = [mark.boxes(shown[what], mark.look(what, hue)) for what, hue in hues.items()]
-    side = {"hold": "right", "xshift": -4} if least > took / 2 else {"hold": "left", "xshift": 4}
+    side = (
+        {"anchor": "right", "xshift": -4} if least > took / 2 else {"anchor": "left", "xshift": 4}
+    )
     named = note("the least possible", 1e3 * least, -0.7, **side)
     fig.draw(traces, [named], [upright(1e3 * least, dash="dash")])
     return fig.explained(

@@ -178,7 +178,7 @@ def algorithms(
 
 def _word(said: str, size: float, seconds: float, *, below: bool = False) -> dict:
     """At a line, above it on the left or below it on the right."""
-    at = {"hold": "left top", "xshift": 6} if below else {"hold": "right bottom", "xshift": -4}
+    at = {"anchor": "left top", "xshift": 6} if below else {"anchor": "right bottom", "xshift": -4}
     return note(said, math.log10(size), math.log10(seconds), ink=theme.look().faint, **at)
 
 

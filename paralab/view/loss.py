@@ -60,7 +60,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     for vocab in vocabularies:
         guess = math.log(vocab)
         said = f"every token equally likely: ln {vocab} = {guess:.3f}"
-        at = {"axes": ("paper", "y"), "hold": "right bottom"}
+        at = {"axes": ("paper", "y"), "anchor": "right bottom"}
         notes.append(note(said, 1, guess, ink=faint, **at))
         shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
     count = max(map(len, curves.values()))

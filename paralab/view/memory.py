@@ -92,7 +92,7 @@ def _capacity_names(
         width = letter * (theme.letters(named) + 2) * end
         left = count > 0.6 * end or count + 1.1 * width > end  # bold letters are wider
         places.append((count - width, count) if left else (count, count + width))
-        side = {"hold": "right", "xshift": -4} if left else {"hold": "left", "xshift": 4}
+        side = {"anchor": "right", "xshift": -4} if left else {"anchor": "left", "xshift": 4}
         words.append((named, count / per, side))
     levels = tracks(places, at_most=len(places))
     notes = [

@@ -107,11 +107,11 @@ def drawn(
             shapes.append(line((0, width), (first, first), **at, **faint))
             left = scales.x(curve, curve.times[curve.peak_at]) > width / 2  # away from its own peak
             at = {"size": 12, "axes": ("paper", panel)}
-            at |= {"hold": f"{'left' if left else 'right'} bottom"}
+            at |= {"anchor": f"{'left' if left else 'right'} bottom"}
             said = f"peak of {theme.text(against)}"
             notes.append(note(said, int(not left), first, **at, **faint))
         if heads[i]:
-            at = {"size": 14, "axes": ("paper", "paper"), "hold": "left bottom"}
+            at = {"size": 14, "axes": ("paper", "paper"), "anchor": "left bottom"}
             notes.append(note(heads[i], 0, (top - scales.head) / plot, **at))
     fig = figure(
         finding,
@@ -171,7 +171,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     dot, at = points("peak", [(x, y / per)], said, **style), {"axes": ("x", axis), "yshift": 5}
     at |= {"above": True}  # of the line of the first run's peak
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
-    notes, shapes = [note(head, x, y / per, hold="bottom", xanchor=side, **at)], []
+    notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
     held = scales.held.keys() & capacity(curve.report).keys()
     lines = [(label, scales.held[label], "dash", "right") for label in held]
     lines += [
@@ -181,7 +181,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     for label, size, dash, side in lines:
         height = size / per
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
-        at = {"axes": ("paper", axis), "hold": f"{side} bottom"}
+        at = {"axes": ("paper", axis), "anchor": f"{side} bottom"}
         said = f"{theme.text(label)} {theme.scaled(size, 'B')}"
         notes.append(note(said, float(side == "right"), height, **at))
     return [dot], notes, shapes

@@ -146,7 +146,7 @@ class Grid:
             pieces = [piece for piece in pieces if piece[3] == highest]
         wide = min((right - left for _, left, right, _, _ in pieces), default=0.0)
         word = "node " if wide >= 0.075 * self.right else ""
-        style = {"size": 10, "ink": theme.look().faint, "hold": "left bottom", "borderpad": 0}
+        style = {"size": 10, "ink": theme.look().faint, "anchor": "left bottom", "borderpad": 0}
         names = [
             note(f"{word}{node}", left, upper - 0.07, **style) for node, left, _, upper, _ in pieces
         ]

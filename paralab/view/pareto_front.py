@@ -63,7 +63,7 @@ def pareto(search: Search) -> Chart:
     notes, shapes = [note_best], []
     if near:
         shapes.append(upright(search.memory_limit, dash="dash", ink=now.faint))
-        at = {"axes": ("x", "paper"), "hold": "left top", "xshift": 6, "ink": now.faint}
+        at = {"axes": ("x", "paper"), "anchor": "left top", "xshift": 6, "ink": now.faint}
         said = f"does not fit in {size(search.memory_limit)}"
         notes.append(note(said, math.log10(search.memory_limit), 1, **at))
     fig = figure(

@@ -129,9 +129,9 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
             for kind, n in parts.items()
         )
         near, far = ("bottom", "top") if out else ("top", "bottom")
-        notes.append(note(said, (x0 + x1) / 2, y, hold=near, yshift=-6 * way))
+        notes.append(note(said, (x0 + x1) / 2, y, anchor=near, yshift=-6 * way))
         name = {"size": 11, "ink": look.faint, "yshift": 3 * way}
-        notes.append(note(lanes.ROW_NAME[link], (x0 + x1) / 2, y, hold=far, **name))
+        notes.append(note(lanes.ROW_NAME[link], (x0 + x1) / 2, y, anchor=far, **name))
     most = [link for link, n in sums.items() if n == max(sums.values())]
     said = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between its tiers"
     if len(most) == 1:

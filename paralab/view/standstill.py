@@ -48,7 +48,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     chart.retitled(said, below)
     chart.layout.annotations, chart.layout.shapes = (), ()
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
-    box = {"hold": "left", "xshift": 4, "above": True, "borderpad": 2}
+    box = {"anchor": "left", "xshift": 4, "above": True, "borderpad": 2}
     notes = []
     for rank, (_, action, need, other) in stand.items():
         said = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"

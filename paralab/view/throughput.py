@@ -60,7 +60,7 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     notes = []
     for n, y, word, ink in sorted(ends):
         last = max(y, last + gap)
-        notes.append(note(f"<b>{word}</b>", n, last, hold="left", xshift=10, ink=ink, size=14))
+        notes.append(note(f"<b>{word}</b>", n, last, anchor="left", xshift=10, ink=ink, size=14))
     room = 0.03 * (ranks[-1] - ranks[0]) or 0.5
     fig = figure(
         _finding(table),

@@ -80,12 +80,12 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
         ends = (one.seconds, one.duration) if one.mark is None else (one.mark, one.mark)
         end, took = (1e3 * seconds for seconds in ends)
         inside = end > 0.85 * window * 1e3
-        side = {"hold": "right", "xshift": -5} if inside else {"hold": "left", "xshift": 5}
+        side = {"anchor": "right", "xshift": -5} if inside else {"anchor": "left", "xshift": 5}
         said, took = one.head or name, f"<b>{f'{one.until} {took:.1f} ms'.lstrip()}</b>"
         free = end > share * (theme.letters(said) + 1) * window * 1e3
         if free:
             notes.append(note(took, end, middle, size=14, **side))
         said = said if free else f"{said}  {took}"
-        notes.append(note(said, 0, middle, size=14, axes=("paper", "y"), hold="left"))
+        notes.append(note(said, 0, middle, size=14, axes=("paper", "y"), anchor="left"))
         shapes.append(line((end, end), (one.top + (0.35 if free else boxes.HEAD), one.bottom)))
     return notes, shapes

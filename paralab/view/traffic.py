@@ -81,7 +81,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
         said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
-        at = {"axes": ("x2", "y2 domain"), "hold": "right top", "xshift": -4}
+        at = {"axes": ("x2", "y2 domain"), "anchor": "right top", "xshift": -4}
         notes.append(note(said, optimum / per, 1, **at))
     return fig.draw([*traces, *bars], notes, shapes).explained(
         f"traffic of {naming.subject(report)}, {report.clock}: {len(flows)} parts of "

@@ -41,7 +41,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     plans = [Plan(dp=dp, zero_stage=stage, microbatches=2) for stage in range(4)]
     kept = [quick.states(quick.program_of(model, plan, "adamw", 0), 0) for plan in plans]
     faint = theme.look().faint
-    cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, hold="left", ink=faint)]
+    cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, anchor="left", ink=faint)]
     every, tops, top = sum(kept[0].values()), {}, 0.1  # where a state's bar begins, and how high
     for category, size in kept[0].items():
         tops[category] = top, HIGH * size / every
@@ -49,8 +49,8 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     notes += [note(f"rank {rank}", rank + 0.5, -0.12) for rank in range(dp)]
     for stage, held in enumerate(kept):
         name, total = f"ZeRO-{stage}" if stage else "data parallelism", sum(held.values())
-        notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, hold="right"))
-        notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, hold="left"))
+        notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, anchor="right"))
+        notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, anchor="left"))
         for rank, (category, size) in product(range(dp), held.items()):
             parts = round(kept[0][category] / size)
             shard = rank if parts > 1 else 0
