@@ -70,7 +70,7 @@ def traces(
         elif kind == "comm" and framed:
             between_nodes = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
             edge = _edges(between_nodes, 2.5, theme.look().ink)
-        elif kind in ("optimizer", "compute") and len(rows) > MANY:  # an edge would hide the other
+        elif kind in ("optimizer", "compute") and len(rows) > MANY:  # an edge would hide neighbours
             edge = _edges([_duration(b) < MANY_THIN * window for b in flat], 0, fill)
         style = mark.look(name, fill, hatched=kind == "wait", edge=edge)
         if tiers or len(alike) > 1 or (computes and chunks > 1):

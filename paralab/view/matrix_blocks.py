@@ -78,12 +78,12 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     found = splits(plan, role)
     cells = [cell for name in NAMES for cell in held(plan, name, found[name])]
     parallel = ", sequence parallel," * plan.sequence_parallel
-    said = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
+    title = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
     below = f"layer “{role}”: X before its messages, Y after them · a rank has one colour"
     below += GREY * any(len(cell.ranks) > 1 for cell in cells)
-    fig = picture(cells, f"{said}: {finding(cells)}", below)
+    fig = picture(cells, f"{title}: {finding(cells)}", below)
     return fig.explained(
-        f"blocks of X, W, Y of “{role}”, {said}: their ranks", (COLUMNS, table(cells))
+        f"blocks of X, W, Y of “{role}”, {title}: their ranks", (COLUMNS, table(cells))
     )
 
 
@@ -101,7 +101,7 @@ def splits(plan: Plan, role: str) -> dict[str, tuple[Split, Split]]:
     mode = mode_of(plan)
     batch, sequence, features = mode.residual
     stream, between = (batch + sequence, features), mode.scores[:2]
-    out, inner = mode.weights[kind_of(f"{role}.weight")][-2:]  # as torch stores it
+    out, inner = mode.weights[kind_of(f"{role}.weight")][-2:]  # torch stores weights as (out, in)
     x, y = (between, stream) if role in OUTWARD else (stream, between)
     return {"X": x, "W": (inner, out), "Y": y}
 

@@ -49,7 +49,7 @@ def bytes_bars(
     end = most * max(1.14, 1 / (1 - total_share))
     # A line through a total looks like the bar's end: then all totals stand in a column instead.
     crossed = any(n < at < n + total_share * end for n in totals.values() for at in drawn.values())
-    names, lines = _capacity_names(drawn, per, end, 0.85 * letter)  # in smaller letters
+    names, lines = _capacity_names(drawn, per, end, 0.85 * letter)  # the names have smaller letters
     above = ROW * lines
     far = [
         f"{theme.text(n)}: {theme.scaled(size[n], 'B')}, far beyond this axis"
@@ -66,7 +66,7 @@ def bytes_bars(
         **mark.FITTING,
     )
     notes = [*mark.ends(totals, per, column=end if crossed else None), *names]
-    edge, dashes = {"width": 5, "ink": theme.look().paper}, {"dash": "dash"}  # seen on a dark bar
+    edge, dashes = {"width": 5, "ink": theme.look().paper}, {"dash": "dash"}  # visible on dark bars
     shapes = [upright(n / per, axis="paper", **s) for n in drawn.values() for s in (edge, dashes)]
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)

@@ -116,13 +116,13 @@ def curves(
     table = _chosen(table, "step", None if step is None else [step])
     steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
     edges = {key: (start, end) for key, start, end in steps.itertuples()}
-    found = {
+    by_key = {
         key: _curve(report, *map(int, key), rows, edges.get(key))
         for key, rows in table.groupby(["rank", "step"])
     }
     if step is None:
-        step = max(found, key=lambda key: (found[key].peak, key[1]))[1]
-    return [curve for (_, key), curve in found.items() if key == step]
+        step = max(by_key, key=lambda key: (by_key[key].peak, key[1]))[1]
+    return [curve for (_, key), curve in by_key.items() if key == step]
 
 
 def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:

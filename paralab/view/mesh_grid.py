@@ -80,11 +80,11 @@ class Grid:
         return (pp * self.plan.dp + dp) * self.plan.tp + tp
 
     def cells(
-        self, colours: dict[str, str], of: dict[int, str], cluster: Cluster | None
+        self, colours: dict[str, str], axis_of: dict[int, str], cluster: Cluster | None
     ) -> dict[str, Any]:
         """All cells as one heat map with holes in between; its values are indices of ``colours``.
 
-        of  {rank: axis of the group that it shares with ``own``}
+        axis_of  {rank: axis of the group that it shares with ``own``}
         """
         codes = {name: code for code, name in enumerate(colours)}
         (across, columns), (down, rows) = edges(self.x), edges(self.y)
@@ -93,7 +93,7 @@ class Grid:
             if p is None or place is None:
                 return None, "", ""
             r = self.rank(p, *place)
-            axis, said = of.get(r, "other"), f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
+            axis, said = axis_of.get(r, "other"), f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
             said += f", node {cluster.node_of(r)}" if cluster is not None else ""
             if axis not in ("other", "rank"):
                 said += f"<br>in the {axis} group of rank {self.own}"

@@ -26,9 +26,7 @@ from paralab.view.marks.curves import curve, log_axis
 MOST = 3000  # points: few enough for a browser, enough that no region becomes empty
 SLOWER, LARGER = 20, 10  # drawn are plans up to so many times the best time, and the memory limit
 SYMBOLS = ("circle", "diamond", "x")
-CELLS = (
-    60  # per axis, of a grid: thinning keeps about the same number of plans in each of its cells
-)
+CELLS = 60  # per axis, of a grid: thinning keeps about as many plans in each of its cells
 
 
 def pareto(search: Search) -> Chart:
@@ -102,9 +100,10 @@ def _drawn(search: Search) -> np.ndarray:
         cell = cell * CELLS + np.minimum(scaled / scaled.max() * CELLS, CELLS - 1).astype(int)
     cell = cell * 2 + search.fits[which]
     order, places = np.argsort(cell, kind="stable"), np.arange(len(which))
-    starts = np.r_[True, np.diff(cell[order]) > 0]
-    turn = places - np.maximum.accumulate(np.where(starts, places, 0))
-    chosen = order[np.argsort(turn, kind="stable")][: MOST - len(always)]
+    is_first = np.r_[True, np.diff(cell[order]) > 0]
+    index_in_cell = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    # The first plan of every cell, then the second of every cell, and so on.
+    chosen = order[np.argsort(index_in_cell, kind="stable")][: MOST - len(always)]
     return np.union1d(which[chosen], always)
 
 
@@ -137,7 +136,7 @@ def _costs(memory: float, seconds: float) -> str:
 
 def _simulated(search: Search) -> list[dict[str, Any]]:
     """Simulated plans: a ring at the simulated time, a line to it from the estimate."""
-    now, positions = theme.look(), np.flatnonzero(np.isfinite(search.simulated) & search.fits)
+    look, positions = theme.look(), np.flatnonzero(np.isfinite(search.simulated) & search.fits)
     ends, pairs, hover_texts = [], [], []
     for at in positions:
         x, estimate, y = (float(v[at]) for v in (search.memory, search.closed, search.simulated))
@@ -149,9 +148,10 @@ def _simulated(search: Search) -> list[dict[str, Any]]:
             f"{plan}<br>simulated {_costs(x, y)}<br>estimated {theme.scaled(estimate, 's')}"
             f"<br>without overlap {serial}"
         )
-    look = {"ink": now.ink, "symbol": "circle-open", "size": 9, "marker": {"line": {"width": 1.5}}}
-    line = curve("", ends, ink=now.faint, width=1, showlegend=False)
-    return [line, curve("simulated", pairs, hover_texts, mode="markers", **look)]
+    ring = {"ink": look.ink, "symbol": "circle-open", "size": 9}
+    ring |= {"marker": {"line": {"width": 1.5}}}
+    line = curve("", ends, ink=look.faint, width=1, showlegend=False)
+    return [line, curve("simulated", pairs, hover_texts, mode="markers", **ring)]
 
 
 def _best(search: Search) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -142,7 +142,7 @@ def fill(
         for start, end in zip(gap_starts, gap_ends, strict=True):
             start, end = max(start, low), min(end, high)
             why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
-            long = end - start > 1e-9 * (high - low)  # sums of floats leave cracks
+            long = end - start > 1e-9 * (high - low)  # else a rounding error
             if long and (busy is None or why != WAITING):
                 waits.append({**blank, "rank": rank, "start": start, "end": end, "why": why})
     section.boxes += waits
@@ -168,25 +168,25 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         raise illegal("named", named, "nothing to draw", "{name: a schedule}")
     for name in seconds:
         choice("seconds of", name, ("forward", "backward", "weight_grad"))
-    made = {
+    by_name = {
         str(name): schedule if hasattr(schedule, "makespan") else _timed(schedule, seconds)
         for name, schedule in named.items()
     }
-    best, worst = (best_of(made, key=lambda name: made[name].makespan) for best_of in (min, max))
-    if not made[best].makespan:
+    best, worst = (pick(by_name, key=lambda name: by_name[name].makespan) for pick in (min, max))
+    if not by_name[best].makespan:
         raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
-    sections = [simulated(schedule, name, label=name) for name, schedule in made.items()]
-    times = made[worst].makespan / made[best].makespan
+    sections = [simulated(schedule, name, label=name) for name, schedule in by_name.items()]
+    times = by_name[worst].makespan / by_name[best].makespan
     longer = (
         f"{theme.times(times)} as long as" if times >= 2 else f"{percent(times - 1)} longer than"
     )
     finding = f"{theme.text(worst)} takes {longer} {theme.text(best)}"
-    if len(made) > 1 and math.isclose(times, 1.0):
-        *others, last = map(theme.text, made)
+    if len(by_name) > 1 and math.isclose(times, 1.0):
+        *others, last = map(theme.text, by_name)
         finding = f"{', '.join(others)} and {last} take the same time"
     if len(sections) == 1:
-        finding = _bubble_of(best, made[best].bubble_rate)
-    summary = f"schedules on one axis: {' | '.join(made)}"
+        finding = _bubble_of(best, by_name[best].bubble_rate)
+    summary = f"schedules on one axis: {' | '.join(by_name)}"
     return timeline_rows.drawn(sections, finding, [], summary).titled(title)
 
 

@@ -44,7 +44,7 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
             raise illegal("found", clock, why, "reports replayed or measured, expected predicted")
         times[clock] = [reports[name].step_time for name in names]
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
-    clocks, now = list(times), theme.look()
+    clocks, look = list(times), theme.look()
     favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
     right, favourite_text = favourite == names[0], theme.text(favourite)
     finding = f"The fastest plan is {rows[0]}"
@@ -56,13 +56,13 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
         for row, *both in zip(rows, *times.values(), strict=True)
         for time in (*both, None)
     ]
-    traces = [curve("", ends, ink=now.grid, width=6, showlegend=False)]
+    traces = [curve("", ends, ink=look.grid, width=6, showlegend=False)]
     for clock, hollow in zip(clocks, (HOLLOW, ""), strict=True):
         points = [(1e3 * time, row) for time, row in zip(times[clock], rows, strict=True)]
-        favourite_text = [f"{row}, {clock}: {ms:.2f} ms" for ms, row in points]
-        ink = now.series[bool(hollow) ^ 1]
-        look = {"ink": ink, "symbol": "circle" + hollow, "size": 13, "mode": "markers"}
-        traces.append(curve(clock, points, favourite_text, **look))
+        texts = [f"{row}, {clock}: {ms:.2f} ms" for ms, row in points]
+        ink = look.series[bool(hollow) ^ 1]
+        style = {"ink": ink, "symbol": "circle" + hollow, "size": 13, "mode": "markers"}
+        traces.append(curve(clock, points, texts, **style))
     fig = figure(
         finding,
         " · ".join(below),

@@ -23,11 +23,11 @@ def program_table(shown: Any) -> str:
     """The table of an `interpret.text.ProgramText`: title, legend, lines and notes."""
     rows, lines = list(shown.rows()), []
     for row in rows:
-        indent, what = f' style="padding-left:{22 * row.depth}px"', theme.text(row.what)
-        cells, kind = f"<td colspan=3{indent}><b>{what}</b></td>", ""
+        indent, text = f' style="padding-left:{22 * row.depth}px"', theme.text(row.what)
+        cells, kind = f"<td colspan=3{indent}><b>{text}</b></td>", ""
         if row.ins is not None:
             frees = f"frees {theme.text(row.frees)}" if row.frees else ""
-            cells = f'<td{indent}>{_op(row.ins)}</td><td>{what}</td><td class="faint">{frees}</td>'
+            cells = f'<td{indent}>{_op(row.ins)}</td><td>{text}</td><td class="faint">{frees}</td>'
             kind = ' class="wait"' if row.ins.op == WAIT else ""
         lines.append(f'<tr{kind}><td class="number">{row.position}</td>{cells}')
     return _framed([shown.title], lines, [row.ins for row in rows if row.ins], shown.notes)

@@ -24,7 +24,7 @@ from paralab.view.chart import Chart
 from paralab.view.marks import note
 
 SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
-ROOM = 0.8  # room for the labels of stuck ranks, as a share of the time until then
+ROOM = 0.8  # room for the labels of stuck ranks, as a share of the time that ranks worked
 
 
 def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule") -> Chart:

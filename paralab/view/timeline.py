@@ -110,11 +110,11 @@ def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
 
 
 # ---- the finding ---------------------------------------------------------------------------------
-def finding(one: Section) -> str:
+def finding(section: Section) -> str:
     """What the picture of one report proves, in one sentence."""
-    report, step = one.report, one.step
+    report, step = section.report, section.step
     shares, name = metrics.shares(report, step), theme.text(naming.subject(report))
-    if one.duration <= 0:
+    if section.duration <= 0:
         return name
     if report.model is None:
         return f"{name}: {_sent(report, step)}"
@@ -129,7 +129,7 @@ def finding(one: Section) -> str:
         verb = "are" if copied["copies"] else "is"
         waiting = f", ranks wait {of_step(report, step, 'wait')}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
-    work = theme.percent(shares["work"] / one.duration)
+    work = theme.percent(shares["work"] / section.duration)
     return f"{name}: {work} of the step is forward and backward"
 
 

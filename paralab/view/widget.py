@@ -496,7 +496,7 @@ class Widget(ipw.VBox):
         """Whether the settings are impossible and the pictures, greyed, are those of others."""
         return STALE in self._views._dom_classes
 
-    def _enter(self, state: str, said: str = "", error: BaseException | None = None) -> None:
+    def _enter(self, state: str, status: str = "", error: BaseException | None = None) -> None:
         running, at = state == "running", self.values
         blocked = self._blocked(at) if state in ("idle", "done") else ""
         self.state, self.error = state, error
@@ -511,8 +511,8 @@ class Widget(ipw.VBox):
         self._trouble.value = parts.noted(*notes) if state != "error" else ""
         if state == "idle":
             hint = f"{blocked}." if blocked else self._hint(at)
-            said = said or f"Move a slider: the prediction follows. {hint}"
-        self._show_status(said or self._outcome_text)
+            status = status or f"Move a slider: the prediction follows. {hint}"
+        self._show_status(status or self._outcome_text)
 
     def _show_status(self, said: str) -> None:
         self._status.value = f'<div style="line-height:1.4">{html.escape(said)}</div>'

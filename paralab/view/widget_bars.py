@@ -159,9 +159,7 @@ class Zero(Alternatives):
 
     name, steps = "zero", 4
     among, called, axis, each = "stage", STAGES, "dp", "device"
-    model = ModelSpec(
-        layers=8, hidden=128, heads=4, seq_len=64
-    )  # so ZeRO-3 gathers one block of eight
+    model = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # ZeRO-3 gathers one block of 8
     plan = Plan(dp=4, zero_stage=2, microbatches=2, microbatch_size=1, bucket_bytes=2**18)
     board = {
         "stage": buttons("stage", {name: n for n, name in STAGES.items()}, sets="zero_stage"),

@@ -75,16 +75,19 @@ class Collective(Widget):
             if ranks == n:
                 replayed = At(self, at, run).replayed.step_time
                 runs.setdefault(form, []).append((nbytes, replayed))
-        took = {form: self._seconds(at, form, size) for form in FORMS}
-        fast, slow = sorted(FORMS, key=took.__getitem__)
-        times, finding = took[slow] / took[fast], "ring and tree take the same time within 5 %"
+        time_of = {form: self._seconds(at, form, size) for form in FORMS}
+        fast, slow = sorted(FORMS, key=time_of.__getitem__)
+        times, finding = (
+            time_of[slow] / time_of[fast],
+            "ring and tree take the same time within 5 %",
+        )
         if times >= 1.05:
             finding = f"{fast} is {times:.1f} times as fast as {slow}"
         chart = algorithms(curves, runs, title=f"{n} ranks, {in_bytes(size)}: {finding}")
-        chosen_texts = f"chosen: {chosen}, {in_bytes(size)}", [in_seconds(took[chosen])]
+        chosen_texts = f"chosen: {chosen}, {in_bytes(size)}", [in_seconds(time_of[chosen])]
         ring = {"ink": theme.axis_colour("dp"), "symbol": "circle-open", "size": 18}
         ring |= {"mode": "markers", "marker": {"line": {"width": 3}}}
-        chart.add_trace(curve(chosen_texts[0], [(size, took[chosen])], chosen_texts[1], **ring))
+        chart.add_trace(curve(chosen_texts[0], [(size, time_of[chosen])], chosen_texts[1], **ring))
         return [chart]
 
     def _rows(self, at: At) -> list[dict[str, str]]:

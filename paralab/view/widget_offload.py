@@ -154,9 +154,8 @@ class Offload(Steps):
 
     def _over_disks(self, at: At) -> Chart:
         (work, moved), disk, predicted = self._parts(at), at["bandwidth"], self._seconds(at)
-        corner = min(
-            max(moved / work, min(predicted)), max(predicted)
-        )  # copies take as long as compute
+        equal = moved / work  # the bandwidth at which copies take as long as compute
+        corner = min(max(equal, min(predicted)), max(predicted))
         every = [*predicted, corner]
         curves = {
             "all overlaps": {b: max(work, moved / b) for b in every},

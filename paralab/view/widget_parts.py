@@ -56,14 +56,14 @@ class Knob:
 
     def at(self, link: Link) -> Knob:
         """This knob of bandwidths, starting with that of ``link``, without values close to it."""
-        own = link.bandwidth
+        bandwidth = link.bandwidth
         return replace(
             self,
-            start=own,
-            offers=[b for b in self.offers if not 0.7 < b / own < 1.4],
-            says=lambda b: in_speed(b) + " (own)" * (b == own),
+            start=bandwidth,
+            offers=[b for b in self.offers if not 0.7 < b / bandwidth < 1.4],
+            says=lambda b: in_speed(b) + " (own)" * (b == bandwidth),
             tip=f"a call also costs {in_seconds(link.alpha)}",
-            brief={own: f"own {self.label.split()[0].replace('host', 'link')}"},
+            brief={bandwidth: f"own {self.label.split()[0].replace('host', 'link')}"},
         )
 
     @property
