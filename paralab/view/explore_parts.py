@@ -89,7 +89,7 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
 def step_chart(report: Tables) -> Chart:
     """A step box by box, or as stretches if boxes would be too many."""
     ranks, stages = shown_ranks(report, BOXES), report.plan.pp
-    if len(ranks) < min(stages, FEW) or _boxes(report) > BOXES:
+    if len(ranks) < min(stages, FEW) or _boxes_per_rank(report) > BOXES:
         return stage_time(report)
     chart = timeline(report, ranks=ranks, ideal=False if stages > 1 else None)
     if report.plan.tp > 1:
@@ -104,7 +104,7 @@ def shown_ranks(report: Tables, boxes: int) -> list[int]:
     ranks, plan = reported_ranks(report), report.plan
     if plan.pp > 1:
         ranks = [r for r in ranks if plan.place(r)[1:] == (0, 0)]
-    most = min(8 if plan.pp > 1 else 4, int(boxes / _boxes(report)))
+    most = min(8 if plan.pp > 1 else 4, int(boxes / _boxes_per_rank(report)))
     return spread(ranks, max(1, most))
 
 
@@ -120,7 +120,7 @@ def fits(report: Tables) -> str | None:
     return f"{text}; most of it, {part}, is {most}"
 
 
-def _boxes(report: Tables) -> float:
+def _boxes_per_rank(report: Tables) -> float:
     """Boxes per rank, on average."""
     return max(1.0, len(report.spans) / len(reported_ranks(report)))
 

@@ -100,9 +100,9 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         rings("half is latency", [(knee, link.seconds(knee))] if inside else []),
     ]
     middle = math.sqrt(max(knee, grid[0]) * grid[-1])
-    notes, shapes = [_word(slope, middle, middle / link.bandwidth, below=True)], []
+    notes, shapes = [_line_label(slope, middle, middle / link.bandwidth, below=True)], []
     if link.alpha > 0:
-        notes.append(_word(f"{times} = {latency}", grid[-1], link.alpha))
+        notes.append(_line_label(f"{times} = {latency}", grid[-1], link.alpha))
     if inside:
         label = f"{theme.scaled(knee, 'B', digits=2)}: half is latency"
         knee_mark = drop(knee, low, link.seconds(knee), label)
@@ -143,7 +143,7 @@ def algorithms(
     marks = {str(name): _pairs(str(name), line) for name, line in (points or {}).items()}
     if not lines:
         raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
-    changes, traces, rows = _changes(lines), [], []
+    changes, traces, rows = _crossovers(lines), [], []
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for by_name, clock in ((lines, "predicted"), (marks, "replayed")):
         for name, pairs in by_name.items():
@@ -177,7 +177,7 @@ def algorithms(
     )
 
 
-def _word(said: str, size: float, seconds: float, *, below: bool = False) -> dict:
+def _line_label(said: str, size: float, seconds: float, *, below: bool = False) -> dict:
     """A word at a point of a line: above the line and to the left, or below it and to the right."""
     at = {"anchor": "left top", "xshift": 6} if below else {"anchor": "right bottom", "xshift": -4}
     return note(said, math.log10(size), math.log10(seconds), ink=theme.look().faint, **at)
@@ -197,31 +197,33 @@ def _pairs(name: str, curve: Any) -> Pairs:
     return pairs
 
 
-def _at(pairs: Pairs, size: float) -> float:
+def _log_seconds(pairs: Pairs, size: float) -> float:
     """The logarithm of the seconds at ``size``, interpolated linearly on the logarithmic axes."""
     return float(np.interp(math.log(size), *np.log(pairs).T))
 
 
-def _common(lines: Mapping[str, Pairs]) -> tuple[float, float]:
+def _common_range(lines: Mapping[str, Pairs]) -> tuple[float, float]:
     """The range of sizes that all lines have: (first, last), with first > last if there is none."""
     firsts, lasts = zip(*((pairs[0][0], pairs[-1][0]) for pairs in lines.values()), strict=True)
     return max(firsts), min(lasts)
 
 
-def _changes(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
+def _crossovers(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
     """(bytes, seconds, fastest below, fastest above) wherever another line becomes the fastest."""
-    low, high = _common(lines)
+    low, high = _common_range(lines)
     sizes = sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
     changes = []
     for n0, n1 in zip(sizes, sizes[1:], strict=False):
-        best_before = min(lines, key=lambda name, n=n0: _at(lines[name], n))
-        best_after = min(lines, key=lambda name, n=n1: _at(lines[name], n))
+        best_before = min(lines, key=lambda name, n=n0: _log_seconds(lines[name], n))
+        best_after = min(lines, key=lambda name, n=n1: _log_seconds(lines[name], n))
         if best_before != best_after:
-            before = _at(lines[best_before], n0) - _at(lines[best_after], n0)
-            after = _at(lines[best_before], n1) - _at(lines[best_after], n1)
+            before = _log_seconds(lines[best_before], n0) - _log_seconds(lines[best_after], n0)
+            after = _log_seconds(lines[best_before], n1) - _log_seconds(lines[best_after], n1)
             share = before / (before - after) if before != after else 0.0
             size = n0 * (n1 / n0) ** share
-            changes.append((size, math.exp(_at(lines[best_before], size)), best_before, best_after))
+            changes.append(
+                (size, math.exp(_log_seconds(lines[best_before], size)), best_before, best_after)
+            )
     return changes
 
 
@@ -240,14 +242,14 @@ def _finding(
             for (_, _, _, there), until in zip(changes, sizes[1:], strict=False)
         ]
         return f"{', '.join(parts)}, {names[changes[-1][3]]} above"
-    begin, end = _common(lines)
+    begin, end = _common_range(lines)
     if begin > end:
         return "The lines have no size in common, so they cannot be compared"
     where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
     if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
         where = "everywhere"
-    ranked = sorted(lines, key=lambda name: _at(lines[name], end))
-    times = math.exp(_at(lines[ranked[-1]], end) - _at(lines[ranked[0]], end))
+    ranked = sorted(lines, key=lambda name: _log_seconds(lines[name], end))
+    times = math.exp(_log_seconds(lines[ranked[-1]], end) - _log_seconds(lines[ranked[0]], end))
     return (
         f"{names[ranked[0]]} {axes.best} {where}: at {_worded(end, axes.x_unit)} "
         f"{names[ranked[-1]]} needs {times:.1f} times as much"

@@ -127,13 +127,13 @@ def finding(cells: Sequence[Block]) -> str:
         size = (cell.rows[1] - cell.rows[0]) * (cell.columns[1] - cell.columns[0])
         parts.setdefault(size, []).append(name)
     texts = [
-        f"{'all' if size == 1 else f'1/{size.denominator}'} of {_and(names)}"
+        f"{'all' if size == 1 else f'1/{size.denominator}'} of {_joined(names)}"
         for size, names in sorted(parts.items(), reverse=True)
     ]
-    return f"every rank holds {_and(texts)}"
+    return f"every rank holds {_joined(texts)}"
 
 
-def _and(words: Sequence[str]) -> str:
+def _joined(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
@@ -148,7 +148,7 @@ def table(cells: Iterable[Block]) -> list[tuple]:
 
 # ---- drawing ------------------------------------------------------------------------------------
 def picture(cells: Sequence[Block], title: str, below: str, arrows: Sequence = ()) -> Chart:
-    """The three matrices side by side. arrows: ((x, y) from, (x, y) to) in the figure."""
+    """The three matrices side by side; ``arrows``: pairs of (x, y), from and to, in the figure."""
     marks, notes = [], []
     for number, (name, side) in enumerate(zip(NAMES, SIDES, strict=True)):
         x = number * PITCH

@@ -92,7 +92,7 @@ def summa(plan: Plan) -> list[Step]:
                 sent = place[axis] == step
                 cells.append(cell._replace(label=label, strong=sent))
                 if sent:
-                    arrows += _along(cell, axis, q, depth if name == "X" else 1)
+                    arrows += _arrows_along(cell, axis, q, depth if name == "X" else 1)
         for cell in parts["Y"]:
             place = coordinates(plan, cell.ranks[0])
             i, j, z = place["i"], place["j"], place.get("z", 0)
@@ -110,7 +110,7 @@ def _block(name: str, i: int, j: int, z: int = 0, depth: int = 1) -> str:
     return f"{name}{LOW[i]}{LOW[j]}" + "′" * (z if depth > 1 and name == "X" else 0)
 
 
-def _along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
+def _arrows_along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
     """Arrows from a block to both ends of its row (axis j) or column (axis i)."""
     (x, y), first, side = cell.centre, 0.5 / q, 0.26 / q
     home = (x, y + side / depth) if axis == "j" else (x + side, y)

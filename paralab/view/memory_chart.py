@@ -66,7 +66,7 @@ def memory_charts(
     Raises ValueError without runs, and on a run without memory samples of that rank or step, which
     it names.
     """
-    by_run = _each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
+    by_run = _curve_of_each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
     peaks = {label: curve.peak for label, curve in by_run.items()}
     several, first = len({report.clock for report in runs.values()}) > 1, next(iter(by_run))
     heads = [f"<b>{theme.text(n)}</b>{f' ({c.report.clock})' * several}" for n, c in by_run.items()]
@@ -86,7 +86,7 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     """The peaks of several runs, {label: report}, by category: for each run a bar of the rank with
     the highest peak. ``title`` replaces the finding. Raises ValueError as `memory_charts` does.
     """
-    by_run = _each(runs, lambda report: fullest(curves(report)))
+    by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
     bars = {label: curve.held for label, curve in by_run.items()}
     finding = title or _verdict({label: curve.peak for label, curve in by_run.items()})
     chart = bytes_bars(bars, limits(by_run.values()), title=finding)
@@ -116,7 +116,7 @@ def stage_of(report: Tables, rank: int) -> str:
     return row_name(plan, plan.place(rank).pp) if plan.pp > 1 else "one rank"
 
 
-def _each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
+def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
     """{label: the curve that ``read`` makes of the run}; an error names the run."""
     if not isinstance(runs, Mapping) or not runs:
         raise illegal("runs", runs, "nothing to draw", "{label: report}")

@@ -112,8 +112,8 @@ def curves(
     if table.empty:
         legal = "what pl.run(...) or pl.predict(...) returned for a model"
         raise illegal("report", report, "no memory was sampled in it", legal)
-    table = _chosen(table, "rank", ranks)
-    table = _chosen(table, "step", None if step is None else [step])
+    table = _rows_with(table, "rank", ranks)
+    table = _rows_with(table, "step", None if step is None else [step])
     steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
     edges = {key: (start, end) for key, start, end in steps.itertuples()}
     by_key = {
@@ -125,7 +125,7 @@ def curves(
     return [curve for (_, key), curve in by_key.items() if key == step]
 
 
-def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
+def _rows_with(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
     if wanted is None:
         return table
     known = sorted(set(table[column].tolist()))

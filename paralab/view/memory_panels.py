@@ -44,7 +44,7 @@ class _Scales:
     share   whether the time axis is in per cent of each curve's own step
     """
 
-    def __init__(self, shown: Sequence[Curve], share: bool, heads: bool) -> None:
+    def __init__(self, shown: Sequence[Curve], *, share: bool, heads: bool) -> None:
         self.held = limits(shown)
         reserved = [size for curve in shown for size in curve.reserved.values()]
         self.highest = max([*(curve.peak for curve in shown), *self.held.values(), *reserved, 1])
@@ -83,7 +83,7 @@ def drawn(
     against  the name of the first curve, if others are compared with it: then the time axis is in
              per cent of each curve's own step, and the other panels have a line at its peak
     """
-    scales = _Scales(shown, against is not None, any(heads))
+    scales = _Scales(shown, share=against is not None, heads=any(heads))
     plot, per, width = scales.plot, scales.per, scales.width
     traces, notes, shapes, axes = [], [], [], {}
     for i, curve in enumerate(shown):

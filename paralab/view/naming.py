@@ -55,13 +55,13 @@ def plan_name(plan: Plan) -> str:
     if plan.relays:
         copies += [schedule_name(plan), f"m={plan.microbatches}"]
     if plan.pp == 1:
-        return ", ".join(copies + _away(plan))
+        return ", ".join(copies + _off_device(plan))
     name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
     name += [f"v={plan.virtual_stages}"] * (plan.virtual_stages > 1)
-    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1) + _away(plan))
+    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1) + _off_device(plan))
 
 
-def _away(plan: Plan) -> list[str]:
+def _off_device(plan: Plan) -> list[str]:
     """["offload to nvme"], ["activations to cpu"]: what is off the device; [] if nothing is."""
     tiers = plan.tiers
     place_of = {name: getattr(tiers, name, "device") for name in CATEGORY_COLOUR}

@@ -69,7 +69,7 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         extra=extra,
         drawn=panels,
         numbers=numbers.to_html(header=False, index_names=False, border=0, classes="narrow"),
-        described=_described(report),
+        described=_descriptions(report),
         plotly=get_plotlyjs(),
         figures=_for_script(data),
     )
@@ -100,11 +100,11 @@ def _for_script(value: Any) -> str:
     return dumped
 
 
-def _described(report: Tables) -> str:
+def _descriptions(report: Tables) -> str:
     always = dict.fromkeys(("dp", "microbatches", "microbatch_size", "precision", "grad_sync"))
-    plan = _unusual(report.plan, {**Plan().to_dict(), **always})
+    plan = _changed_fields(report.plan, {**Plan().to_dict(), **always})
     if isinstance(report.plan.offload, Offload):
-        plan["offload"] = _unusual(report.plan.offload, Offload().to_dict())
+        plan["offload"] = _changed_fields(report.plan.offload, Offload().to_dict())
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: dict[str, Any] = {"Function": {"ranks": report.world_size}}
@@ -113,15 +113,17 @@ def _described(report: Tables) -> str:
         groups = {"Model": report.model.to_dict() | size, "Plan": plan}
     groups |= {"Cluster": report.cluster and report.cluster.to_dict(), "Run": report.meta}
     return "\n".join(
-        f"<div><h3>{name}</h3>{_pairs(values)}</div>" for name, values in groups.items() if values
+        f"<div><h3>{name}</h3>{_pairs_table(values)}</div>"
+        for name, values in groups.items()
+        if values
     )
 
 
-def _unusual(described: Plan | Offload, usual: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_fields(described: Plan | Offload, usual: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in described.to_dict().items() if value != usual[name]}
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
+def _pairs_table(values: Mapping[str, Any]) -> str:
     import pandas as pd
 
     def said(value: Any) -> str:

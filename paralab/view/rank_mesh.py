@@ -128,7 +128,7 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
 
 
 def row_name(plan: Plan, index: int) -> str:
-    """ "stage 2", or of a rank with several chunks "stages 2, 6"."""
+    """ "stage 2", or "stages 2, 6" for a pipeline rank with several chunks."""
     stages = range(index, plan.stages, plan.pp)
     if len(stages) == 1:
         return f"stage {index}"

@@ -134,7 +134,7 @@ def _read(
     computed = np.minimum(metrics.seconds_of(report, work), length)
     work = work.assign(start=work["start"] - zero, length=length, own=computed)
     work = work.sort_values("start", kind="stable")
-    stretches = [s for r in ranks for s in _of_rank(r, work[work["rank"] == r], end - zero)]
+    stretches = [s for r in ranks for s in _stretches_of(r, work[work["rank"] == r], end - zero)]
     calls = {
         rank: metrics.union((group[["start", "end"]] - zero).itertuples(index=False, name=None))
         for rank, group in spans[spans["lane"].isin(LANES)].groupby("rank")
@@ -142,7 +142,7 @@ def _read(
     return stretches, calls, end - zero
 
 
-def _of_rank(rank: int, work: Any, seconds: float) -> list[Stretch]:
+def _stretches_of(rank: int, work: Any, seconds: float) -> list[Stretch]:
     """The stretches of one rank, including those in which it is idle.
 
     work     its spans by start, with the columns length and own, the seconds that it computes

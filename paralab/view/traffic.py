@@ -52,7 +52,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     links = list(dict.fromkeys(link for link, *_ in flows))
     rows = [(NAMES[link], kind, size) for link, kind, size in flows] or [("nothing sent", "", 0.0)]
     tops, kinds = mark.totals(rows), list(dict.fromkeys(kind for _, kind, _ in rows))
-    words = {NAMES[link]: _took(link, flows, report.cluster) for link in links}
+    words = {NAMES[link]: _bar_label(link, flows, report.cluster) for link in links}
     timed = report.cluster is not None and bool(links)
     most = max(*tops.values(), optimum or 0.0, 1.0)
     (name, per), end = theme.unit_of(most), (1.42 if alone else 1.7 if timed else 1.3) * most
@@ -97,7 +97,7 @@ def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
     return theme.text(", ".join(kind)), theme.axis_colour(kind[0])
 
 
-def _took(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
+def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
     """The words behind a bar: its bytes and, if the cluster states the link, their seconds. The
     cluster may state another link for a single operation.
     """
@@ -159,7 +159,7 @@ def _matrix(
 
 
 def _finding(
-    report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame, often: str
+    report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame, per_step: str
 ) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
@@ -172,7 +172,7 @@ def _finding(
     who = "a rank" if alike else "a rank, on average,"  # equal but for a remainder
     if report.clock == DRY:
         who = f"rank {report.meta.get('rank')}"
-    text = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}{often}"
+    text = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}{per_step}"
     if optimum is not None and total:
         off = total / n / optimum - 1
         side = f"{abs(100 * off):.2f} % {'above' if off > 0 else 'below'}" if off else "exactly"

@@ -378,7 +378,7 @@ class Widget(ipw.VBox):
             if self._stale:
                 raise self.error
             run = self._current_run = _Run(self.values)
-            run.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+            run.thread = threading.Thread(target=self._execute, args=(run,), daemon=True)
             self._progress.value, self._progress.max = 0, 1
             self._enter("running", "starting real processes …")
             run.thread.start()
@@ -467,7 +467,7 @@ class Widget(ipw.VBox):
         return chart
 
     # ---- the real run ------------------------------------------------------------------------
-    def _work(self, run: _Run) -> None:
+    def _execute(self, run: _Run) -> None:
         def progress(rank: int, done: int, total: int) -> None:
             run.done[rank] = done
             least = min(run.done.values()) if len(run.done) == self._ranks(run.at) else 0

@@ -150,7 +150,7 @@ USED += ("bucket_bytes", "prefetch")
 
 
 class Zero(Alternatives):
-    """Stage, devices N, micro-batches m, hidden size, precision, recomputation.
+    """Knobs: stage, devices N, micro-batches m, hidden size, precision, recomputation.
 
     model  the model, whose hidden size a knob changes; default: 8 layers
     plan   where the other knobs start; of its other settings bucket_bytes, prefetch and
@@ -203,7 +203,7 @@ class Zero(Alternatives):
 
 
 class Tensor(Alternatives):
-    """Mode, tokens per step, hidden size, ranks.
+    """Knobs: mode, tokens per step, hidden size, ranks.
 
     model  the model, whose hidden size a knob changes; default: 2 layers, 32 tokens per sample
     plan   where mode, ranks and micro-batch size start; default: 2D on 4 ranks, 4 samples

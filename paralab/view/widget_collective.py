@@ -33,7 +33,7 @@ WAITING = "seconds before the first byte"
 
 
 class Collective(Widget):
-    """Algorithm, ranks, bytes of the tensor, latency and bandwidth of the link."""
+    """Knobs: algorithm, ranks, bytes of the tensor, latency and bandwidth of the link."""
 
     name, replays = "collective", {"compute": 0.0}
     board = {
@@ -48,7 +48,7 @@ class Collective(Widget):
     def _measure(self, at: At, *, stop: threading.Event, **_: Any) -> Tables:
         from paralab.trace import trace
 
-        function = _sender(FORMS[at["algorithm"]])
+        function = _traced_function(FORMS[at["algorithm"]])
         return trace(function, ranks=at["ranks"], args=(at["nbytes"],), stop=stop)
 
     def _depends_on(self, at: At) -> Any:
@@ -136,7 +136,7 @@ class Collective(Widget):
         return chart
 
 
-def _sender(name: str) -> Callable[..., list[float]]:
+def _traced_function(name: str) -> Callable[..., list[float]]:
     """The algorithm as a function for `pl.trace`; pickled by value, so ranks import no widgets."""
 
     def all_reduce(group: Any, nbytes: int) -> list[float]:

@@ -41,7 +41,7 @@ WARNING = "zero_stage=3 with pp="  # the start of a plan's warning that it is le
 
 
 class Explore(Steps):
-    """Degrees, schedule, micro-batches, ZeRO, offload, recomputation, precision, cluster.
+    """Knobs: degrees, schedule, micro-batches, ZeRO, offload, recomputation, precision, cluster.
 
     model    what is trained; default: eight small layers. A slider offers published models
     plan     where the sliders start; settings without a slider (tp_mode, bucket_bytes, ...) stay.

@@ -74,7 +74,7 @@ class View(ipw.VBox):
         self.head = ipw.HTML(layout={"margin": "0", "height": "auto"})
         self.head.add_class(HEAD)
         self.figure = _Whole(chart, _plotly() if first else "")
-        self.figure.on_msg(lambda *_: self._listens())
+        self.figure.on_msg(lambda *_: self._page_listens())
         self._first = chart
         self._remember(chart, _plain(chart))
         # Without min_width a grid's column is never narrower than its widest content.
@@ -90,7 +90,7 @@ class View(ipw.VBox):
             f'<div style="{below}">{chart.below}</div></div>'
         )
 
-    def _listens(self) -> None:
+    def _page_listens(self) -> None:
         """A page has begun to listen: send all again, as earlier messages may be lost."""
         if self.chart is not self._first:
             self.figure.data = []

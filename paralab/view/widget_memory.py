@@ -32,7 +32,7 @@ KEEPS: dict[str, dict[str, Any]] = {  # by recipe: settings of a plan that keeps
 
 
 class Memory(Widget):
-    """Layers, hidden size, sequence length, micro-batch size, recipe of bytes per parameter.
+    """Knobs: layers, hidden size, sequence length, micro-batch size, recipe of model states.
 
     model    where the sliders start; default: the "laptop" preset
     device   {name: bytes} of one device, whose memory is drawn as a line

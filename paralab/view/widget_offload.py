@@ -52,8 +52,8 @@ AXES = Axes(
 
 
 class Offload(Steps):
-    """Disk, link to the host, micro-batch size and count, where parameters and optimizer states
-    are, devices. Gradients are always on the host (ZeRO-3). Training is in fp32, as 16 bits are
+    """Knobs: disk, link to the host, micro-batch size and count, places of parameters and optimizer
+    states, devices. Gradients are always on the host (ZeRO-3). Training is in fp32, as 16 bits are
     slow on most processors.
 
     model    what is trained; default: 4 layers of width 256
@@ -177,7 +177,7 @@ class Offload(Steps):
         return chart.draw([rings("chosen", [(disk, predicted[disk])])], [word], [line])
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        """Both formulas, and every clock."""
+        """A row for each of the formulas and each clock."""
         work, moved = self._parts(at)
         copy = moved / at["bandwidth"]
         formulas = {"nothing overlaps": work + copy, "all overlaps": max(work, copy)}

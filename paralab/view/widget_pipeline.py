@@ -33,7 +33,7 @@ KINDS = ("forward", "backward", "weight_grad")
 
 
 class Pipeline(Widget):
-    """Schedule, ranks p, micro-batches m, chunks per rank v, a slower stage, link speed.
+    """Knobs: schedule, ranks p, micro-batches m, chunks per rank v, a slower stage, link speed.
 
     model  what a real run trains; default: 24 small layers
     """

@@ -100,7 +100,7 @@ USED = ("dp", "grad_sync", "bucket_bytes", "microbatches", "microbatch_size", "p
 
 
 class DataParallel(Steps):
-    """Ranks, form of gradient sync, bucket size, micro-batch size, link speed.
+    """Knobs: ranks, form of gradient sync, bucket size, micro-batch size, link speed.
 
     model    what is trained; default: the "laptop" preset
     plan     where the sliders start; only the settings in `USED` are used
@@ -135,7 +135,7 @@ class DataParallel(Steps):
 
 
 class Tensor1D(Steps):
-    """Ranks t, how the residual stream is held, micro-batch size, link speed.
+    """Knobs: ranks t, layout of the residual stream, micro-batch size, link speed.
 
     In every gap in the row of a rank it waits for a sum that the next layer needs. The table
     compares one device with t ranks: parameters, activations, bytes sent and time spent waiting.

@@ -103,7 +103,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     ]
     fills = {name: theme.category_colour(category) for name, category in KINDS.values()}
     names, words = list(dict.fromkeys(name for name, *_ in rows)), []
-    traces = _work(code, unit)
+    traces = _instructions(code, unit)
     for i, name in enumerate(names):
         boxes = []
         for start, end, size in (row[1:] for row in rows if row[0] == name):
@@ -145,7 +145,7 @@ def _lives(code: Any, unit: int, end: int) -> list[tuple[str, int, int, int]]:
     return sorted(lives, key=lambda life: (list(KINDS).index(life[0]), life[2]))
 
 
-def _work(code: Any, unit: int) -> list[dict[str, Any]]:
+def _instructions(code: Any, unit: int) -> list[dict[str, Any]]:
     """The instructions that use a unit, a box for each, in the colours of program tables."""
     from paralab.view.program_table import meaning_of
 

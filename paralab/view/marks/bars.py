@@ -163,14 +163,14 @@ def ends(
         note(
             f" {texts[label]}",
             (total if column is None else column) / per,
-            _place(theme.text(label), number),
+            _note_position(theme.text(label), number),
             **style,
         )
         for number, (label, total) in enumerate(tops.items())
     ]
 
 
-def _place(label: str, number: int) -> str | int:
+def _note_position(label: str, number: int) -> str | int:
     """A note's place on the axis of labels: a label like "46" plotly would read as the 46th bar."""
     try:
         float(label)
