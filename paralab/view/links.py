@@ -36,7 +36,7 @@ class Axes(NamedTuple):
     y_unit: str
     best: str
 
-    def said(self, x: float, y: float) -> str:
+    def describe(self, x: float, y: float) -> str:
         return f"{_worded(y, self.y_unit)} at {_worded(x, self.x_unit)}"
 
 
@@ -147,7 +147,7 @@ def algorithms(
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for by_name, clock in ((lines, "predicted"), (marks, "replayed")):
         for name, pairs in by_name.items():
-            texts = [f"{theme.text(name)}, {clock}: {axes.said(*pair)}" for pair in pairs]
+            texts = [f"{theme.text(name)}, {clock}: {axes.describe(*pair)}" for pair in pairs]
             look = style[name]
             rows += [(name, clock, *pair) for pair in pairs]
             if by_name is lines:
@@ -233,7 +233,7 @@ def _finding(
     names = {name: theme.text(name) for name in lines}
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
-        return f"{names[name]}: {axes.said(*pairs[0])}, {axes.said(*pairs[-1])}"
+        return f"{names[name]}: {axes.describe(*pairs[0])}, {axes.describe(*pairs[-1])}"
     if changes:
         sizes = [_worded(size, axes.x_unit, digits=2) for size, *_ in changes]
         parts = [f"{names[changes[0][2]]} {axes.best} below {sizes[0]}"]

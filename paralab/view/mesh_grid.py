@@ -179,7 +179,7 @@ def placed(
 ) -> tuple[dict[int, float], list[float], float]:
     """{index: its start}, the middles of the gaps where indices are left out, and the end.
 
-    each            length of an index
+    each             length of an index
     apart, left_out  gap to the next index, and gap where indices are left out in between
     """
     starts, gaps, position = {}, [], 0.0

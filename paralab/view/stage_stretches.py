@@ -157,8 +157,8 @@ def _stretches_of(rank: int, work: Any, seconds: float) -> list[Stretch]:
     if len(forward) and len(backward):
         train = slice(forward[0], max(forward[-1], backward[-1]) + 1)
         place = np.arange(n)
-        index = (place >= backward[0]).astype(int) + (place > forward[-1])
-        phase[train] = index[train]
+        phase_index = (place >= backward[0]).astype(int) + (place > forward[-1])
+        phase[train] = phase_index[train]
     idle = start - np.r_[0.0, end[:-1]]
     idle[np.abs(idle) < 1e-9 * seconds] = 0.0  # rounding errors of sums
     cut = (idle > LONG * seconds) | (np.diff(phase, prepend=-1) != 0)

@@ -77,7 +77,7 @@ class _Run:
     at: At
     stop: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
-    done: dict[int, int] = field(default_factory=dict)  # steps by rank
+    done: dict[int, int] = field(default_factory=dict)  # {rank: steps that it has done}
     error: Exception | None = None
 
 
@@ -266,7 +266,7 @@ class Widget(ipw.VBox):
         return cluster.replace(intra=link, inter=inter, collectives={})
 
     def _prediction(self, at: At, what: str = "chosen") -> Tables:
-        """The predicted step, which is kept as ``what`` until that is predicted for others."""
+        """The predicted step; the last one of each name ``what`` is kept."""
         inputs = at.model, at.plan, at.cluster
 
         def predicted() -> tuple[Tables, list[str]]:
@@ -284,7 +284,7 @@ class Widget(ipw.VBox):
         return self._cached("replay", inputs, lambda: run.replay(cluster, **self.replays))
 
     def _cached(self, what: Any, key: Any, make: Callable[[], Any]) -> Any:
-        """What is kept as ``what`` if it was made for the same ``key``, else a new result."""
+        """The result kept as ``what`` if it was made for this ``key``; else a new one, now kept."""
         if what not in self._cache or self._cache[what][0] != key:
             self._cache[what] = key, make()
         return self._cache[what][1]
@@ -442,6 +442,7 @@ class Widget(ipw.VBox):
                 self._enter("done" if self.result is not None else "idle")
 
     def _sketch(self) -> list[Chart]:
+        """Make charts, table and the text of the outcome for the current settings."""
         at, self._notes = self.values, []
         first, *others = self._charts(at)
         self._numbers.value = parts.table(self._rows(at))
@@ -514,8 +515,8 @@ class Widget(ipw.VBox):
             status = status or f"Move a slider: the prediction follows. {hint}"
         self._show_status(status or self._outcome_text)
 
-    def _show_status(self, said: str) -> None:
-        self._status.value = f'<div style="line-height:1.4">{html.escape(said)}</div>'
+    def _show_status(self, text: str) -> None:
+        self._status.value = f'<div style="line-height:1.4">{html.escape(text)}</div>'
 
     def _refuse(self, error: Exception) -> None:
         """Show why the settings are impossible; the old views stay, greyed, and nothing can run."""

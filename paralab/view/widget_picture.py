@@ -23,12 +23,12 @@ FIGURES = "application/vnd.paralab.figures+json"
 WIDTH = {1: 830, 2: 560}
 
 
-def bundle(charts: Sequence[Chart], said: str) -> dict[str, Any]:
+def bundle(charts: Sequence[Chart], settings: str) -> dict[str, Any]:
     """What a widget adds to its output, by MIME type: {} unless notebooks are built.
 
-    said  the widget's settings, which are written below its picture
+    settings  the widget's repr, which is written below its picture
     """
     if not os.environ.get(VARIABLE):
         return {}
     narrow = [copy.copy(chart).narrowed(WIDTH[min(2, len(charts))]) for chart in charts]
-    return {FIGURES: {"figures": [json.loads(one.to_json()) for one in narrow], "said": said}}
+    return {FIGURES: {"figures": [json.loads(one.to_json()) for one in narrow], "said": settings}}

@@ -62,7 +62,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
             fill = theme.category_colour(category)
             cells.append(Cell((x, x + wide * parts), y, theme.look().wait))
             x_range = (x + wide * shard, x + wide * (shard + 1))
-            cells.append(Cell(x_range, y, fill, said=text))
+            cells.append(Cell(x_range, y, fill, hover_text=text))
             rows.append((stage, rank, category, size))
     share = sum(kept[3].values()) / sum(kept[0].values())
     look = [mark.look(name, theme.category_colour(name)) for name in STATES]

@@ -42,13 +42,13 @@ def heat(
 
 
 class Cell(NamedTuple):
-    """A rectangle with a word in it. x, y: (from, to), y grows downwards; said: its hover text."""
+    """A rectangle with a word in it. x, y: (from, to); y grows downwards."""
 
     x: tuple[float, float]
     y: tuple[float, float]
     fill: str
     word: str = ""
-    said: str = ""
+    hover_text: str = ""
     size: int = 13
     ink: str = ""
     edge: str = ""
@@ -66,8 +66,8 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         if cell.word:  # without an ink of its own: black or white, as reads better on the fill
             ink = cell.ink or (theme.on(cell.fill) if cell.fill.startswith("#") else "")
             notes.append(note(cell.word, *middle, size=cell.size, ink=ink))
-        if cell.said:
-            points.append((*middle, cell.said))
+        if cell.hover_text:
+            points.append((*middle, cell.hover_text))
     marks = {
         "type": "scatter",
         "mode": "markers",
