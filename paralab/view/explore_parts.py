@@ -121,7 +121,7 @@ def fits(report: Tables) -> str | None:
 
 
 def _boxes_per_rank(report: Tables) -> float:
-    """Boxes per rank, on average."""
+    """The mean over the report's ranks."""
     return max(1.0, len(report.spans) / len(reported_ranks(report)))
 
 

@@ -84,11 +84,11 @@ def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dic
         end, took = 1e3 * end, 1e3 * took
         inside = end > 0.85 * window * 1e3
         side = {"anchor": "right", "xshift": -5} if inside else {"anchor": "left", "xshift": 5}
-        heading, took = section.head or name, f"<b>{f'{section.until} {took:.1f} ms'.lstrip()}</b>"
+        heading, label = section.head or name, f"<b>{f'{section.until} {took:.1f} ms'.lstrip()}</b>"
         room_at_line = end > letter * (theme.letters(heading) + 1) * window * 1e3
         if room_at_line:
-            notes.append(note(took, end, middle, size=14, **side))
-        heading = heading if room_at_line else f"{heading}  {took}"
+            notes.append(note(label, end, middle, size=14, **side))
+        heading = heading if room_at_line else f"{heading}  {label}"
         notes.append(note(heading, 0, middle, size=14, axes=("paper", "y"), anchor="left"))
         top = section.top + (0.35 if room_at_line else boxes.HEAD)
         shapes.append(line((end, end), (top, section.bottom)))
