@@ -140,7 +140,7 @@ def test_ranks_by_the_thousand_are_drawn_in_part_and_a_step_of_too_many_boxes_as
     assert repr(timeline).startswith("Chart(timeline of") and repr(bench.chart) == repr(timeline)
     assert "8 of 3072 ranks drawn" in timeline.below and timeline.table["rank"].nunique() == 8
     assert " stages drawn" in mesh.below and "4 of 64 stages drawn" in memory.below
-    assert "this is a prediction for dgx-a100" in bench._status.value and bench._go.disabled
+    assert "this is a prediction for dgx-a100" in bench._status.value and bench._run_button.disabled
     assert "boxes with their waits for tp" in timeline.below
 
 
@@ -170,7 +170,7 @@ def test_an_impossible_combination_says_why_in_place_of_its_views(bench, knobs, 
     said = bench._trouble.value
     assert bench.state == "error" and why in said and "What would work: " in said
     assert legal in said.partition("What would work: ")[2]
-    assert bench._go.disabled and STALE in bench._views._dom_classes
+    assert bench._run_button.disabled and STALE in bench._views._dom_classes
     assert on_screen(bench) == before and not bench._numbers.value
     assert f".{STALE} {{ opacity: 0.2" in said
     for call in (bench.predict, bench.views):
@@ -181,7 +181,7 @@ def test_an_impossible_combination_says_why_in_place_of_its_views(bench, knobs, 
     for name in knobs:  # and back again
         bench.knobs[name].value = getattr(PLAN, name) if name != "offload" else "none"
     assert bench.state == "idle" and bench.error is None and not bench._trouble.value
-    assert not bench._go.disabled and STALE not in bench._views._dom_classes
+    assert not bench._run_button.disabled and STALE not in bench._views._dom_classes
     assert on_screen(bench) == before and numbers(bench)
 
 
@@ -200,7 +200,7 @@ def test_code_that_fails_leaves_no_picture_of_other_settings(monkeypatch):
         bench.set(microbatches=microbatches)
         assert bench.state == "error" and STALE in bench._views._dom_classes
         assert why in bench._trouble.value and "cannot be: " not in bench._trouble.value
-        assert bench._go.disabled and not bench._numbers.value and not bench._code.value
+        assert bench._run_button.disabled and not bench._numbers.value and not bench._code.value
         assert widget_picture.FIGURES not in bench._repr_mimebundle_()
         with pytest.raises((KeyError, ValueError)):
             bench.run()
@@ -217,7 +217,7 @@ def test_settings_that_became_impossible_during_a_run_stay_grey_behind_it(bench,
     monkeypatch.setattr(bench, "_measure", measured)
     with pytest.raises(RuntimeError, match="own trouble"):
         bench.run().wait(PATIENCE)
-    assert STALE in bench._views._dom_classes and bench._go.disabled
+    assert STALE in bench._views._dom_classes and bench._run_button.disabled
     assert "tp=8 partitions" in bench._trouble.value
 
 
@@ -274,12 +274,12 @@ def test_what_can_be_and_should_not_is_said_in_the_widget_and_not_printed(bench,
 
 def test_a_plan_that_does_not_fit_says_so_with_the_numbers():
     bench = pl.explore(MODEL, PLAN, CLUSTER.replace(memory=300_000))
-    peak = bench.values.expect.peak_memory
+    peak = bench.values.predicted.peak_memory
     assert peak > 300_000
     need = view.theme.scaled(peak, "B")
     said = f"It does not fit: stage 0 needs {need} on a device that has 300 kB"
     assert said in bench._trouble.value and " times the 300 kB of " in bench.charts[2].finding
-    assert bench._go.disabled and "“Run it” would need" in bench._status.value
+    assert bench._run_button.disabled and "“Run it” would need" in bench._status.value
 
 
 @pytest.mark.parametrize(
@@ -291,12 +291,12 @@ def test_a_plan_that_does_not_fit_says_so_with_the_numbers():
 )  # fmt: skip
 def test_what_cannot_run_here_says_why_and_is_predicted_all_the_same(bench, knobs, why):
     bench.set(**knobs)
-    assert bench.state == "idle" and why in bench._status.value and bench._go.disabled
+    assert bench.state == "idle" and why in bench._status.value and bench._run_button.disabled
     assert numbers(bench) and STALE not in bench._views._dom_classes
     with pytest.raises(ValueError, match=why):
         bench.run().wait(PATIENCE)
     bench.set(**{name: "given" if isinstance(value, str) else 2 for name, value in knobs.items()})
-    assert not bench._go.disabled
+    assert not bench._run_button.disabled
 
 
 def test_wrong_arguments_are_refused():
@@ -327,12 +327,14 @@ def test_what_has_no_slider_stays_as_given():
 # ---- the real run --------------------------------------------------------------------------------
 def test_run_it_draws_the_replay_below_the_prediction_and_what_was_measured(bench, capfd):
     seen = []
-    bench._bar.observe(lambda change: seen.append(change["new"]), names="value")
-    bench._go.click()
-    assert bench.state == "running" and bench._go.disabled and not bench._halt.disabled
+    bench._progress.observe(lambda change: seen.append(change["new"]), names="value")
+    bench._run_button.click()
+    assert (
+        bench.state == "running" and bench._run_button.disabled and not bench._stop_button.disabled
+    )
     assert all(knob.disabled for knob in bench.knobs.values())
     chart = bench.wait(PATIENCE)
-    assert bench.state == "done" and not bench._go.disabled and seen[-1] == 3
+    assert bench.state == "done" and not bench._run_button.disabled and seen[-1] == 3
     assert "4 real processes" in bench._status.value
     assert list(dict.fromkeys(chart.table["clock"])) == ["predicted", "replayed"]
     found, replayed = bench.result, bench.values.replayed

@@ -62,8 +62,8 @@ def test_a_part_of_a_step_is_never_more_than_the_step_it_is_of():
 def test_a_prediction_and_its_replay_are_equal_in_the_message_where_they_are_in_the_title():
     one = synthetic.report(2)
     reports = [dataclasses.replace(one, clock=clock) for clock in ("predicted", "replayed")]
-    at = SimpleNamespace(expect=reports[0], replayed=reports[1])
-    assert Steps._done(None, at) == "the predicted step equals its replay"
+    at = SimpleNamespace(predicted=reports[0], replayed=reports[1])
+    assert Steps._outcome(None, at) == "the predicted step equals its replay"
     assert pl.view.timelines(*reports).finding.endswith("(prediction equal)")
 
 
@@ -158,7 +158,7 @@ def test_pipeline_simulation_and_replay_agree_and_need_no_new_run(widget):
     ran, even = widget.result, widget.values
     for knob in ({"comm": 1.0}, {"imbalance": 3.0}, {"comm": 0.3, "imbalance": 2.0}):
         at = widget.set(**knob).values
-        assert widget.state == "done" and at.found is ran
+        assert widget.state == "done" and at.measured is ran
         simulated = widget.simulation(at)
         assert at.replayed.step_time > 1.1 * even.replayed.step_time
         assert simulated.makespan > 1.1 * widget.simulation(even).makespan

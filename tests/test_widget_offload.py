@@ -59,7 +59,7 @@ def test_the_predicted_curve_is_the_very_prediction_at_every_bandwidth(widget, k
 
 def test_the_formulas_are_of_what_is_computed_and_what_files_are_read_and_written(widget):
     at = widget.values
-    compute, moved = working(at.expect), link_bytes(MODEL, at.plan)
+    compute, moved = working(at.predicted), link_bytes(MODEL, at.plan)
     files = sum(moved["disk read"].values()) + sum(moved["disk write"].values())
     hidden, nothing = curve(widget, "all overlaps"), curve(widget, "nothing overlaps")
     for bandwidth in nothing:

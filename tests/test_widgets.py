@@ -116,7 +116,7 @@ def test_the_picture_follows_each_knob_and_is_that_of_the_plain_call(make, name)
     for knob, control in widget.knobs.items():
         before, start = [chart.to_json() for chart in widget.charts], control.value
         table = widget.chart.table
-        for _, value in widget._kinds[knob].options:
+        for _, value in widget._declared[knob].options:
             control.value = value
             if value != start and widget.error is None:
                 break
@@ -135,7 +135,7 @@ def test_the_picture_follows_each_knob_and_is_that_of_the_plain_call(make, name)
 def test_the_plain_twin_draws_the_same_and_moves_no_slider(make, name):
     widget = make(name)
     knob, before = next(iter(widget.knobs)), dict(widget.values)
-    _, value = next(o for o in widget._kinds[knob].options if o[1] != before[knob])
+    _, value = next(o for o in widget._declared[knob].options if o[1] != before[knob])
     chart = widget.predict(**{knob: value})
     assert dict(widget.values) == before
     widget.set(**{knob: value})
@@ -226,7 +226,7 @@ def test_ranks_that_model_or_cluster_have_no_room_for_are_not_on_the_slider(name
     model = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=16)
     plan = {"data_parallel": {"plan": pl.Plan(dp=2)}, "tensor1d": {"plan": pl.Plan(tp=2)}}
     made = getattr(widgets, name)(model, cluster=cluster, **plan.get(name, {}))
-    assert [value for _, value in made._kinds["ranks"].options] == ranks
+    assert [value for _, value in made._declared["ranks"].options] == ranks
 
 
 def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make, capfd):
@@ -240,7 +240,11 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     assert pipeline.state == "idle" and not pipeline._trouble.value
     tensor.set(ranks=64)
     assert "no mode can shard 8 heads and 128 tokens over so many" in tensor._trouble.value
-    assert tensor._go.disabled and tensor.set(ranks=4).error is None and not tensor._go.disabled
+    assert (
+        tensor._run_button.disabled
+        and tensor.set(ranks=4).error is None
+        and not tensor._run_button.disabled
+    )
     tensor.set(mode="3d")  # the other modes are there: it is a note, and the picture stays
     first, second = re.findall(r"[^<>]+(?=<br>|</div>)", tensor._trouble.value)
     assert first.startswith("There is no 3D, as tp=4 cannot be: ") and "q x q x q" in first
@@ -252,15 +256,17 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
 # ---- the real run --------------------------------------------------------------------------------
 def test_run_it_returns_at_once_and_shows_the_run_below_its_prediction(widget):
     seen = []
-    widget._bar.observe(lambda change: seen.append(change["new"]), names="value")
-    widget._go.click()
+    widget._progress.observe(lambda change: seen.append(change["new"]), names="value")
+    widget._run_button.click()
     assert widget.state == "running"
-    assert widget._go.disabled and not widget._halt.disabled
+    assert widget._run_button.disabled and not widget._stop_button.disabled
     assert all(knob.disabled for knob in widget.knobs.values())
     with pytest.raises(RuntimeError, match="in progress"):
         widget.run()
     chart = widget.wait(PATIENCE)
-    assert widget.state == "done" and not widget._go.disabled and widget._halt.disabled
+    assert (
+        widget.state == "done" and not widget._run_button.disabled and widget._stop_button.disabled
+    )
     assert not any(knob.disabled for knob in widget.knobs.values())
     assert set(chart.table["clock"]) == {"predicted", "replayed"}
     assert widget.result.clock == "measured" and widget.result.plan.dp == 2
@@ -281,13 +287,15 @@ def test_run_it_returns_at_once_and_shows_the_run_below_its_prediction(widget):
 def test_stop_ends_the_run_and_the_next_one_works(widget, monkeypatch):
     monkeypatch.setattr(type(widget), "steps", 100_000)
     began = threading.Event()
-    widget._bar.observe(lambda change: change["new"] and began.set(), names="value")
+    widget._progress.observe(lambda change: change["new"] and began.set(), names="value")
     widget.run()
     assert began.wait(PATIENCE)
-    widget._halt.click()
+    widget._stop_button.click()
     widget.wait(PATIENCE)  # being stopped is no error
     assert widget.state == "stopped" and "Stopped in the middle of its work on 2" in said(widget)
-    assert not widget._go.disabled and widget._halt.disabled and widget.result is None
+    assert (
+        not widget._run_button.disabled and widget._stop_button.disabled and widget.result is None
+    )
     widget.stop()  # nothing to stop: nothing happens
     monkeypatch.setattr(type(widget), "steps", 2)
     assert widget.run().wait(PATIENCE) and widget.state == "done"
@@ -301,7 +309,7 @@ def test_an_error_is_text_in_the_widget_and_nothing_is_printed(widget, monkeypat
     widget.run()
     with pytest.raises(pl.RankError, match="<mine>"):
         widget.wait(PATIENCE)
-    assert widget.state == "error" and not widget._go.disabled
+    assert widget.state == "error" and not widget._run_button.disabled
     assert "RankError" in widget._trouble.value and "&lt;mine&gt;" in widget._trouble.value
     assert "<mine>" not in widget._trouble.value and "Traceback" in widget._trouble.value
     widget.set(ranks=1)
@@ -316,7 +324,9 @@ def test_what_would_end_the_thread_ends_the_run(widget, monkeypatch):
     monkeypatch.setattr(widget, "_measure", leaves)
     with pytest.raises(SystemExit):
         widget.run().wait(PATIENCE)
-    assert widget.state == "error" and not widget._go.disabled and widget._halt.disabled
+    assert (
+        widget.state == "error" and not widget._run_button.disabled and widget._stop_button.disabled
+    )
 
 
 def test_widgets_take_of_a_plan_what_they_are_about():
@@ -336,7 +346,7 @@ def test_closing_a_widget_ends_its_run(widget, monkeypatch):
     monkeypatch.setattr(type(widget), "steps", 100_000)
     widget.run()
     widget.close()
-    widget._now.thread.join(PATIENCE)
+    widget._current_run.thread.join(PATIENCE)
     assert widget.state == "stopped" and _house.lock.acquire(timeout=PATIENCE)
     _house.lock.release()
 
@@ -369,7 +379,7 @@ def test_what_cannot_run_here_is_refused_in_words(
     if machine is not None:
         monkeypatch.setattr(pl.Cluster, "local", lambda **_: machine)
     widget = make(name).set(**knobs)
-    assert widget.state == "idle" and widget._go.disabled is blocked
+    assert widget.state == "idle" and widget._run_button.disabled is blocked
     assert not blocked or why in said(widget)
     with pytest.raises(ValueError, match=why):
         widget.run().wait(PATIENCE)
@@ -407,7 +417,7 @@ def test_the_machine_is_the_one_that_a_run_would_take(monkeypatch):
         widget = getattr(widgets, name)()
         assert widget.at(**few).cluster.flops == gpus.flops, name
         assert widget.at(**many).cluster.flops == CLUSTER.flops, name
-        assert widget.set(**few).state == "idle" and not widget._go.disabled, name
+        assert widget.set(**few).state == "idle" and not widget._run_button.disabled, name
     assert widgets.memory().values.cluster == gpus and set(asked) == {"cuda", "cpu"}
     asked.clear()
     assert widgets.zero(plan=ZERO).state == widgets.pipeline().state == "idle" and not asked

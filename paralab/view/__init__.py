@@ -9,16 +9,16 @@ line of text (its repr). Names are imported on first use, for plotly is slow to 
     seconds_bars   what the time of steps goes to, part by part
     memory_charts   memory of several runs over a step   memory_bars   their peaks by category
     stage_memory   the peaks of a pipeline's stages
-    live_activations   micro-batches that a pipeline's ranks keep, over time
+    live_activations   how many micro-batches' activations a pipeline's ranks keep, over time
     blocks       which tp rank holds which block of X, W and Y in Y = X W: columns, rows, cubes
     multiplication   one such product step by step
-    mesh         ranks as a grid, nodes as frames, the groups of one rank and what flows in them
-    stage_time   what each stage does with a step of more boxes than a screen has pixels
-    crossover    what 1D, 2D, 2.5D and 3D send, over the tokens
-    stuck        how far a schedule gets that deadlocks
-    contest      several plans by the time of a step, predicted and found
+    mesh         ranks as a grid, nodes as frames, the groups of one rank and what they send
+    stage_time   how each stage spends a step that has more boxes than a screen has pixels
+    crossover    what tensor parallelism in 1D, 2D, 2.5D and 3D sends, over the tokens
+    stuck        how far a schedule that deadlocks gets
+    contest      step times of several plans, predicted next to replayed or measured
     pareto       time against memory of every plan of a search
-    jobs         a streamed update on the lanes disk and host
+    jobs         a streamed optimizer update on its two lanes, the disk and the host
     simulated_timeline   a schedule as `theory.pipeline.simulate` timed it
     schedules    naive, GPipe, 1F1B, interleaved, ZB, or your own, on one axis
     zero_shards, zero_unit   what each rank keeps under ZeRO 0-3; the life of one of ZeRO-3's units
@@ -33,7 +33,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# What each module has. No module has a function's name, or importing one would hide the other.
+# The public names of each module. No module is named like a function: importing it would hide that.
 _NAMES = {
     "address_map": "addresses",
     "chart": "Chart",
@@ -59,19 +59,19 @@ _NAMES = {
     "timeline": "timelines",
     "zero_schematics": "zero_shards zero_unit",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("theme", "widgets")
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*_HOME, *_MODULES})
+    return sorted({*_MODULE_OF, *_MODULES})

@@ -1,6 +1,6 @@
 """An address space over a step: which storage has which addresses, and where a request would fail.
 
-From instruments/heap.py: storages of a real training step, placed one after the other.
+The storages are those of a real training step, placed one after the other (instruments/heap.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ HEIGHT = 260  # pixels of a panel
 
 def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
     """One panel per address space: events to the right, addresses upwards, a box per storage, and a
-    line at ``event``, with the free bytes there and the largest free piece of them. The title says
-    in which spaces a request of so many bytes is served there.
+    line at ``event``, with the free bytes at that event and the largest contiguous piece of them.
+    The title says in which spaces a ``request``, in bytes, would be served at that event.
 
     ``table``: space, category, born, died, address, bytes. Raises ValueError without a space.
     """
@@ -28,35 +28,35 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         raise illegal("spaces", spaces, "nothing to draw", "{name: heap.first_fit(...)}")
     unit, per = theme.unit_of(max(space.extent for space in spaces.values()))
     traces, notes, shapes, rows, layout, served = [], [], [], [], {}, []
-    room = 1 / len(spaces)
-    for i, (name, space) in enumerate(spaces.items()):
-        axis = f"y{i + 1}" if i else "y"
-        top = 1 - i * room
+    share = 1 / len(spaces)
+    for number, (name, space) in enumerate(spaces.items()):
+        axis = f"y{number + 1}" if number else "y"
+        top = 1 - number * share
         layout[axis.replace("y", "yaxis")] = {
-            "domain": [top - room * 0.86, top - room * 0.08],
+            "domain": [top - share * 0.86, top - share * 0.08],
             "range": [0, space.extent / per],
             "title": {"text": f"address ({unit})"},
         }
         gaps = space.gaps(event)
         served += [theme.text(name)] * (max(gaps) >= request)
-        said = f"<b>{theme.text(name)}</b>: at the line {theme.scaled(sum(gaps), 'B')} are free, "
-        said += f"the largest piece has {theme.scaled(max(gaps), 'B')}"
-        notes.append(note(said, 0, top, axes=("paper", "paper"), hold="left top"))
+        text = f"<b>{theme.text(name)}</b>: at the line {theme.scaled(sum(gaps), 'B')} are free, "
+        text += f"the largest piece has {theme.scaled(max(gaps), 'B')}"
+        notes.append(note(text, 0, top, axes=("paper", "paper"), anchor="left top"))
         shapes.append(upright(event, axis=f"{axis} domain", dash="dash"))
         for kind in dict.fromkeys(one.category for *_, one in space.blocks):
             placed = [block for block in space.blocks if block[2].category == kind]
-            rows += [(name, kind, s.born, s.died, at, end - at) for at, end, s in placed]
+            rows += [(name, kind, s.born, s.died, start, end - start) for start, end, s in placed]
             look = mark.look(kind, theme.category_colour(kind), edge=0, axes=("x", axis))
             boxed = []
-            for at, end, s in placed:
-                middle, said = (at + end) / 2 / per, f"{kind}, {theme.scaled(s.bytes, 'B')}"
-                boxed.append((s.born, s.died - s.born, middle, (end - at) / per, "", said))
-            traces.append(mark.boxes(boxed, look, legendgroup=kind, showlegend=not i))
+            for start, end, s in placed:
+                middle, text = (start + end) / 2 / per, f"{kind}, {theme.scaled(s.bytes, 'B')}"
+                boxed.append((s.born, s.died - s.born, middle, (end - start) / per, "", text))
+            traces.append(mark.boxes(boxed, look, legendgroup=kind, showlegend=not number))
     last = max(one.died for space in spaces.values() for *_, one in space.blocks)
-    said = f"A request of {theme.scaled(request, 'B')} at the line is served in {len(served)} of "
-    said += f"{len(spaces)} address spaces" + f": {', '.join(served)}" * bool(served)
+    text = f"A request of {theme.scaled(request, 'B')} at the line is served in {len(served)} of "
+    text += f"{len(spaces)} address spaces" + f": {', '.join(served)}" * bool(served)
     fig = figure(
-        said,
+        text,
         "white: free addresses · a box: one storage, from its first to its last event",
         height=110 + HEIGHT * len(spaces),
         bargap=0,

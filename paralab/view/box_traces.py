@@ -1,4 +1,4 @@
-"""The traces of a timeline: what boxes are called, their colours, edges and words."""
+"""The traces of a timeline: the names, colours, edges and words of its boxes."""
 
 from __future__ import annotations
 
@@ -10,75 +10,78 @@ from paralab.view import lanes, theme
 from paralab.view.boxes import Box, Section
 from paralab.view.marks import boxes as mark
 
-THIN, MANY_THIN = 2e-3, 8e-3  # of the time axis: a box below that has its own colour as its edge,
-MANY = 100  # the second share from so many boxes of a trace on: edges would hide them
-LETTER_SHARE = 0.010  # of the time axis that one letter takes
-FILLED = 0.92  # of a row's height
+# Boxes that are thinner than this share of the time axis have no paper-coloured edge, which would
+# hide them; the second share is for traces of more than MANY boxes.
+THIN, MANY_THIN = 2e-3, 8e-3
+MANY = 100
+LETTER_SHARE = 0.010  # share of the time axis that one letter takes
+FILLED = 0.92  # share of a row's height that boxes take
 HALVES = {"backward": "backward, or its input half", "weight_grad": "backward, weight half"}
 
 
 def traces(
     sections: Sequence[Section], shown: Sequence[Sequence[Box]], window: float
 ) -> list[dict[str, Any]]:
-    """One per kind, row, chunk and what is copied, whatever the times; one legend entry for all
-    chunks, for what is copied on any row, and for axes of one colour.
+    """One trace per kind, row, chunk and copied category, even where no box has a length; ``shown``
+    are the boxes drawn of each section, ``window`` the seconds of the time axis. Chunks share one
+    legend entry, as do copies of a category on all rows and axes of one colour.
     """
-    found = {_group(b) for one in sections for b in one.boxes}
-    chunks = 1 + max((chunk for _, _, chunk, _ in found), default=0)
-    tiers = any(category for *_, category in found)
-    halves = any(kind == "weight_grad" for kind, *_ in found)
-    framed = any(one.two_levels for one in sections)
-    axes: dict[str, set[str]] = {}  # by colour: dp and the group of all ranks look alike
-    for kind, row, *_ in found:
+    all_groups = {_group(b) for section in sections for b in section.boxes}
+    chunks = 1 + max((chunk for _, _, chunk, _ in all_groups), default=0)
+    tiers = any(category for *_, category in all_groups)
+    split_backward = any(kind == "weight_grad" for kind, *_ in all_groups)
+    framed = any(section.two_levels for section in sections)
+    axes: dict[str, set[str]] = {}  # by colour, as dp and the group of all ranks have the same
+    for kind, row, *_ in all_groups:
         if kind == "comm":
             axes.setdefault(theme.colour(kind, row), set()).add(theme.text(theme.axis_of(row)))
-    of_group: list[dict[Any, list[Box]]] = [{} for _ in shown]
-    for groups, boxes in zip(of_group, shown, strict=True):
+    boxes_by_group: list[dict[Any, list[Box]]] = [{} for _ in shown]
+    for groups, boxes in zip(boxes_by_group, shown, strict=True):
         for b in boxes:
             groups.setdefault(_group(b), []).append(b)
-    named: set[str] = set()
-    made = []
-    for group in sorted(found, key=lambda group: (KINDS.index(group[0]), *group[1:])):
+    in_legend: set[str] = set()
+    result = []
+    for group in sorted(all_groups, key=lambda group: (KINDS.index(group[0]), *group[1:])):
         kind, row, chunk, category = group
-        mine = [groups.get(group, []) for groups in of_group]
-        flat = [b for own in mine for b in own]
+        per_section = [groups.get(group, []) for groups in boxes_by_group]
+        flat = [b for own in per_section for b in own]
         rows = [
             bar
-            for one, own in zip(sections, mine, strict=True)
-            for bar in _bars(kind, own, one, window)
+            for section, own in zip(sections, per_section, strict=True)
+            for bar in _bars(kind, own, section, window)
         ]
         name, fill = name_and_fill(kind, row)
-        works = kind in COMPUTE_KINDS
+        computes = kind in COMPUTE_KINDS
         alike = sorted(axes[fill]) if kind == "comm" else ()
         if len(alike) > 1:
-            said = alike if len(alike) < 4 else [alike[0], f"{len(alike) - 1} other groups"]
-            name = f"communication, {' and '.join(said)}"
+            axis_names = alike if len(alike) < 4 else [alike[0], f"{len(alike) - 1} other groups"]
+            name = f"communication, {' and '.join(axis_names)}"
         if tiers and kind not in ("comm", "wait"):
             name, fill = lanes.style(kind, row, category)
-        if halves and kind in HALVES:
+        if split_backward and kind in HALVES:
             name = HALVES[kind]
-        if works and chunks > 1:  # a rank's later chunks are paler
+        if computes and chunks > 1:  # a rank's later chunks are paler
             fill = theme.shade(theme.colour(kind), chunk, chunks)
         edge: Any = 0.5
-        if works and len(rows) > MANY:
+        if computes and len(rows) > MANY:
             edge = _edges([_duration(b) < MANY_THIN * window for b in flat], 1, fill)
         elif tiers and row in lanes.ROW_NAME:
             edge = _edges([_duration(b) < THIN * window for b in flat], 1, fill)
         elif kind == "comm" and framed:
-            far = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
-            edge = _edges(far, 2.5, theme.look().ink)
-        elif kind in ("optimizer", "compute") and len(rows) > MANY:  # an edge would hide the other
+            between_nodes = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
+            edge = _edges(between_nodes, 2.5, theme.look().ink)
+        elif kind in ("optimizer", "compute") and len(rows) > MANY:  # an edge would hide neighbours
             edge = _edges([_duration(b) < MANY_THIN * window for b in flat], 0, fill)
         style = mark.look(name, fill, hatched=kind == "wait", edge=edge)
-        if tiers or len(alike) > 1 or (works and chunks > 1):
-            style |= {"legendgroup": name, "showlegend": name not in named}
-            named.add(name)
-        made.append(mark.boxes(rows, style))
-    return made
+        if tiers or len(alike) > 1 or (computes and chunks > 1):
+            style |= {"legendgroup": name, "showlegend": name not in in_legend}
+            in_legend.add(name)
+        result.append(mark.boxes(rows, style))
+    return result
 
 
 def name_and_fill(kind: str, lane: str) -> tuple[str, str]:
-    """What spans are called in the legend, and their colour."""
+    """The name of spans in the legend, and their colour."""
     name = kind.replace("_", " ").replace("wait", "waiting")
     if kind == "comm":
         name = f"communication, {theme.text(theme.axis_of(lane))}"
@@ -87,58 +90,59 @@ def name_and_fill(kind: str, lane: str) -> tuple[str, str]:
     return name, theme.colour(kind, lane)
 
 
-def _edges(meant: Sequence[bool], width: float, ink: str) -> dict[str, list[Any]]:
-    """Lines of this width and colour around the boxes that are meant, of paper around others."""
+def _edges(highlighted: Sequence[bool], width: float, ink: str) -> dict[str, list[Any]]:
+    """Edges of this width and colour for highlighted boxes; paper-coloured ones for the others."""
     paper = theme.look().paper
-    return {"width": [width if m else 0.5 for m in meant]} | {
-        "color": [ink if m else paper for m in meant]
+    return {"width": [width if bright else 0.5 for bright in highlighted]} | {
+        "color": [ink if bright else paper for bright in highlighted]
     }
 
 
 def _group(box: Box) -> tuple[str, str, int, str]:
-    """Boxes of one trace: kind, row, chunk of a rank, what is copied between tiers."""
+    """The trace to which a box belongs: kind, row, chunk of a rank, copied category."""
     chunk = box["chunk"] if box["kind"] in COMPUTE_KINDS else 0
     return box["kind"], lanes.row(box), chunk, lanes.category(box)
 
 
-def _bars(kind: str, boxes: list[Box], one: Section, window: float) -> list[tuple]:
-    """Rows of the mark: tracks in use on a row share its height."""
-    deepest = max((b["track"] + 1 for b in boxes), default=1)
+def _bars(kind: str, boxes: list[Box], section: Section, window: float) -> list[tuple]:
+    """Rows for `marks.boxes`: the tracks of a row share its height."""
+    depth = max((b["track"] + 1 for b in boxes), default=1)
     rows = []
-    for b, word in zip(boxes, _labels(kind, boxes, window, deepest), strict=True):
-        middle, height = one.rows[b["rank"], lanes.row(b)]
-        y = middle + height * FILLED * ((b["track"] + 0.5) / deepest - 0.5)
+    for b, label in zip(boxes, _labels(kind, boxes, window, depth), strict=True):
+        middle, height = section.rows[b["rank"], lanes.row(b)]
+        y = middle + height * FILLED * ((b["track"] + 0.5) / depth - 0.5)
         start, length = round(b["start"] * 1e3, 6), round(_duration(b) * 1e3, 6)
-        thick = height * FILLED / deepest * (0.9 if deepest > 1 else 1.0)
-        rows.append((start, length, y, thick, word, lanes.hover(b)))
+        box_height = height * FILLED / depth * (0.9 if depth > 1 else 1.0)
+        rows.append((start, length, y, box_height, label, lanes.hover(b)))
     return rows
 
 
-def _labels(kind: str, boxes: list[Box], window: float, deepest: int) -> list[str]:
-    """What stands on a box, if it is wide enough.
+def _labels(kind: str, boxes: list[Box], window: float, depth: int) -> list[str]:
+    """The words on the boxes that are wide enough for them, "" for the others.
 
-    Work: the micro-batch number, once per micro-batch, on its widest piece. Point-to-point calls:
-    to whom (→1) and from whom (←3). Collectives of a traced function: their name.
+    Work has the number of its micro-batch, once per action, on its widest piece; point-to-point
+    calls have their peers (→1: to rank 1, ←3: from rank 3); collectives of a traced function have
+    their name.
     """
     if kind == "comm":
-        said = [_partners(b) if deepest == 1 else "" for b in boxes]
+        labels = [_partners(b) if depth == 1 else "" for b in boxes]
     else:
         widest: dict[tuple[int, ...], Box] = {}
         for b in boxes if kind in COMPUTE_KINDS else ():
             key = (b["rank"], b["stage"], b["chunk"], b["microbatch"])
             widest[key] = max(widest.get(key, b), b, key=_duration)
-        named = {id(b) for b in widest.values() if b["microbatch"] >= 0}
-        said = [str(b["microbatch"]) if id(b) in named else "" for b in boxes]
+        labelled = {id(b) for b in widest.values() if b["microbatch"] >= 0}
+        labels = [str(b["microbatch"]) if id(b) in labelled else "" for b in boxes]
     return [
-        word if _duration(b) >= LETTER_SHARE * max(len(word), 1.2) * window else ""
-        for word, b in zip(said, boxes, strict=True)
+        label if _duration(b) >= LETTER_SHARE * max(len(label), 1.2) * window else ""
+        for label, b in zip(labels, boxes, strict=True)
     ]
 
 
-def _partners(b: Box) -> str:
+def _partners(box: Box) -> str:
     arrows = {"send": "→", "recv": "←"}
-    said = [f"{arrows[c['op']]}{c['peer']}" for c in b["calls"] if c["op"] in arrows]
-    return " ".join(said) or (b["calls"][0]["op"] if b["traced"] and b["calls"] else "")
+    partners = [f"{arrows[c['op']]}{c['peer']}" for c in box["calls"] if c["op"] in arrows]
+    return " ".join(partners) or (box["calls"][0]["op"] if box["traced"] and box["calls"] else "")
 
 
 def _duration(box: Box) -> float:

@@ -1,7 +1,7 @@
-"""The boxes of a timeline: which spans, and on which row; box_traces.py draws them.
+"""The boxes of a timeline: which spans are drawn, and on which row; box_traces.py draws them.
 
-A `Section` is one report's step, ready to draw: its boxes with times from the step's start. The
-timeline of one report has one section; several reports stand under one another, on one time scale.
+A `Section` is one step of one report, ready to draw: its boxes have times from the step's start.
+The timeline of several reports has one section for each, under one another on one time scale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TRACKS = 4
 LANE_HEIGHT = {"compute": 1.0, **dict.fromkeys(lanes.ROW_NAME, 0.55)}
 OTHER_HEIGHT = 0.7
 RANK_GAP = 0.45
-HEAD = 1.15  # rows of room for the line above a section
+HEAD = 1.15  # height of the heading above a section, in rows
 
 
 @dataclass
@@ -34,26 +34,26 @@ class Section:
     step: int
     ranks: list[int]
     boxes: list[Box]
-    seconds: float
-    lanes: tuple[str, ...] | None = None  # what is drawn; None: every lane that has a box
+    seconds: float  # from the first rank's start of the step to the last rank's end of it
+    lanes: tuple[str, ...] | None = None  # the lanes that are drawn; None: all that have a box
     gap: float = RANK_GAP
-    mark: float | None = None  # where a pipeline ends, if that is not where the step does
-    until: str = ""  # what ends there, where a number next to the picture is of the whole step
-    total: int = 0  # boxes there are; maybe not all of them are here
-    idle: dict[int, float] = field(default_factory=dict)  # share of a rank's time, for the margin
-    head: str = ""  # in place of label and clock
-    rows: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
+    mark: float | None = None  # where the line at the end stands; None: at the step's end
+    until: str = ""  # what ends at ``mark``, written before its time; "": the time alone
+    total: int = 0  # boxes that the step has; ``boxes`` may be only the first of them
+    idle: dict[int, float] = field(default_factory=dict)  # {rank: idle share}, for the margin
+    head: str = ""  # the heading; "": label and clock
+    rows: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)  # y and height
     top: float = 0.0
     bottom: float = 0.0
 
     @property
     def duration(self) -> float:
-        """Of the step: that of the rank that takes longest, which may begin after another one."""
+        """Seconds of the step on the rank that takes longest; ranks may begin it at other times."""
         return metrics.step_durations(self.report, warmup=True)[self.step]
 
     @property
     def two_levels(self) -> bool:
-        """Whether some of its messages cross nodes and others do not: then it shows which."""
+        """Whether some calls cross nodes and others do not: then those that do are framed."""
         return len({call["level"] for b in self.boxes for call in b["calls"]}) > 1
 
 
@@ -66,11 +66,14 @@ def section(
     only: tuple[str, ...] | None = None,
     most: int | None = None,
 ) -> Section:
-    """The step that was asked for, of the lanes ``only`` (None: all), the first ``most`` boxes.
+    """One step (default: the typical one) as a section.
 
-    What links between memory tiers and the host do meanwhile for another step belongs to it too.
-    Every box is a span, with times from the step's start and a track. Raises ValueError if the
-    report has no such step or rank.
+    only  the lanes whose boxes are drawn; None: all
+    most  the number of boxes, taken from the step's start; None: all
+
+    The section also has what the links between memory tiers and the host's CPU do for another step
+    during this one. A box is a span with times from the step's start and a track. Raises ValueError
+    if the report has no such step or rank.
     """
     step, shown = chosen(report, step, ranks)
     steps, spans = report.steps[report.steps["step"] == step], report.spans
@@ -80,12 +83,12 @@ def section(
     spans = spans[(spans["step"] == step) & (spans["end"] >= zero) | meanwhile]
     if only is not None:
         spans = spans[spans["lane"].isin(only)]
-    one = Section(report, label, step, shown, [], end - zero, lanes=only, total=len(spans))
-    if most is not None and one.total > most:
+    result = Section(report, label, step, shown, [], end - zero, lanes=only, total=len(spans))
+    if most is not None and result.total > most:
         spans = spans.sort_values(["start", "id"]).head(most)
     calls, copies = (of_span(t[t["rank"].isin(shown)]) for t in (report.collectives, report.copies))
-    one.boxes, rows = spans.to_dict("records"), defaultdict(list)
-    for box in one.boxes:
+    result.boxes, rows = spans.to_dict("records"), defaultdict(list)
+    for box in result.boxes:
         box |= {
             "calls": [c for c in calls[box["id"]] if c["step"] == step],
             "copies": copies[box["id"]],
@@ -96,74 +99,74 @@ def section(
             "end": box["end"] - zero,
         }
         rows[box["rank"], lanes.row(box)].append(box)
-    for own in rows.values():
-        found = lanes.tracks([(b["start"], b["end"]) for b in own], at_most=MAX_TRACKS)
-        for box, track in zip(own, found, strict=True):
+    for row_boxes in rows.values():
+        tracks = lanes.tracks([(b["start"], b["end"]) for b in row_boxes], at_most=MAX_TRACKS)
+        for box, track in zip(row_boxes, tracks, strict=True):
             box["track"] = track
-    return one
+    return result
 
 
 def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tuple[int, list[int]]:
-    """The step and the ranks that were asked for, or the typical step and all ranks there are.
+    """The given step and ranks, sorted; for None the typical step and all ranks of the report.
 
     Raises ValueError if the report has no such step or rank, or no step at all.
     """
     step = metrics.chosen_step(report, step)
-    known = metrics.reported_ranks(report)
+    reported = metrics.reported_ranks(report)
     if ranks is not None and not (isinstance(ranks, Collection) and len(ranks)):
-        raise illegal("ranks", ranks, "not a list of ranks", ", ".join(map(str, known)))
-    asked = known if ranks is None else [choice("ranks", r, tuple(known)) for r in ranks]
-    return step, sorted(set(asked))
+        raise illegal("ranks", ranks, "not a list of ranks", ", ".join(map(str, reported)))
+    wanted = reported if ranks is None else [choice("ranks", r, tuple(reported)) for r in ranks]
+    return step, sorted(set(wanted))
 
 
 def of_span(table: Any) -> dict[int, list[dict[str, Any]]]:
-    """The rows of collectives or copies by the span that carried them; none for any other."""
-    found = defaultdict(list)
+    """{id of a span: the rows of the table, collectives or copies, that belong to it, or []}."""
+    rows_of = defaultdict(list)
     for row in table.to_dict("records"):
-        found[row["span"]].append(row)
-    return found
+        rows_of[row["span"]].append(row)
+    return rows_of
 
 
 def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float, str]], float]:
-    """Give every (rank, lane) of every section its row. Tick labels, and where the last row ends.
+    """Give every (rank, row) of every section its place in the picture; ``heads``: whether sections
+    have headings. Returns (y, label) ticks and the y at which the last row ends.
 
-    Every rank shows every lane, and track heights are the same, so that ranks compare at a glance.
+    Every rank has a row for every lane, of the same height, so that ranks are easy to compare.
     """
     ticks, y = [], 0.0
-    for one in sections:
-        one.top = y
+    for section in sections:
+        section.top = y
         y += HEAD if heads else 0.0
-        found = {lanes.row(b) for b in one.boxes} | {"compute"}
-        rows = one.lanes or sorted(found, key=lanes.order)
-        for rank in one.ranks:
+        present = {lanes.row(b) for b in section.boxes} | {"compute"}
+        rows = section.lanes or sorted(present, key=lanes.order)
+        for rank in section.ranks:
             for row in rows:
                 height = LANE_HEIGHT.get(row, OTHER_HEIGHT)
-                one.rows[rank, row] = (y + height / 2, height)
+                section.rows[rank, row] = (y + height / 2, height)
                 name = lanes.ROW_NAME.get(row) or theme.text(theme.axis_of(row))
                 ticks.append((y + height / 2, f"<b>rank {rank}</b>" if row == "compute" else name))
                 y += height
-            y += one.gap
-        one.bottom = y - one.gap
-        y = one.bottom + RANK_GAP
+            y += section.gap
+        section.bottom = y - section.gap
+        y = section.bottom + RANK_GAP
     return ticks, y - RANK_GAP + 0.2
 
 
 def table(sections: Sequence[Section]) -> tuple[str, list[Box]]:
-    """Every box: report, clock, rank, lane, kind, microbatch, start, end (seconds), wire_bytes.
-
-    Of pipelines the stage too; with copies between tiers op, category and bytes of each.
+    """(columns, rows) of all boxes: report, clock, rank, lane, kind, microbatch, start, end
+    (seconds), wire_bytes; for pipelines also stage; with copies between tiers op, category, bytes.
     """
-    staged = ("stage",) if any(one.report.plan.pp > 1 for one in sections) else ()
-    copied = any(b["copies"] for one in sections for b in one.boxes)
-    columns = ["report", "clock", "rank", "lane", "kind", *staged, "microbatch", "start", "end"]
-    columns += ["wire_bytes", *["op", "category", "bytes"] * copied]
+    stage = ("stage",) if any(section.report.plan.pp > 1 for section in sections) else ()
+    with_copies = any(box["copies"] for section in sections for box in section.boxes)
+    columns = ["report", "clock", "rank", "lane", "kind", *stage, "microbatch", "start", "end"]
+    columns += ["wire_bytes", *["op", "category", "bytes"] * with_copies]
     rows = []
-    for one in sections:
-        label = one.label or naming.subject(one.report)
-        for b in one.boxes:
-            copies = b["copies"] or [{"op": "", "category": "", "bytes": 0}]
-            sent = sum(c["wire_bytes"] for c in b["calls"])
+    for section in sections:
+        label = section.label or naming.subject(section.report)
+        for box in section.boxes:
+            copies = box["copies"] or [{"op": "", "category": "", "bytes": 0}]
+            sent = sum(c["wire_bytes"] for c in box["calls"])
             more = {"op": copies[0]["op"], "category": copies[0]["category"]}
-            more |= {"report": label, "clock": one.report.clock, "wire_bytes": sent}
-            rows.append({**b, **more, "bytes": sum(copy["bytes"] for copy in copies)})
+            more |= {"report": label, "clock": section.report.clock, "wire_bytes": sent}
+            rows.append({**box, **more, "bytes": sum(copy["bytes"] for copy in copies)})
     return " ".join(columns), rows

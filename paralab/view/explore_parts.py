@@ -1,6 +1,6 @@
-"""What the explorer is declared with: its knobs, its table's columns, its timeline, its code line.
+"""The parts of `pl.explore`: its knobs, its table's columns, its timeline, its line of code.
 
-Nothing here predicts or runs anything; see widget_explore.py.
+widget_explore.py puts them together; nothing in this file predicts or runs anything.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from paralab.view.widget_parts import (
     Knob,
     buttons,
     count,
-    few,
+    counted,
     in_bytes,
     in_seconds,
-    is_here,
+    is_local,
     slider,
 )
 from paralab.view.widget_steps import Says
 
-EACH, TALL, LOW = 520, 424, 340  # pixels of one picture: width at least; height above and below
-BOXES = 320  # of a timeline, at most
-FEW = 4  # stages whose boxes must fit among those
-COUNTS = {  # knob: its label, which ends with its symbol, and what it offers
+EACH, TALL, LOW = 520, 424, 340  # pixels of a view: width; height in the upper and the lower row
+BOXES = 320  # of a timeline, about
+FEW = 4  # stages whose boxes must be among those, or stretches are drawn instead
+COUNTS = {  # {knob: (label, which ends with the knob's symbol; offered values)}
     "dp": ("data, dp", (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512)),
     "tp": ("tensor, tp", (1, 2, 4, 8, 16)),
     "pp": ("pipeline, pp", (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)),
@@ -50,11 +50,11 @@ COUNTS = {  # knob: its label, which ends with its symbol, and what it offers
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 MODELS = ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t")
 HERE, GIVEN = "this machine", "given"
-NOWHERE = "none"  # buttons cannot have None for a value
+NOWHERE = "none"  # for Plan's None, which buttons cannot have as a value
 
 
 def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Knob]:
-    """Every setting of a plan that has a slider, and what it runs on; they start at ``plan``."""
+    """The knobs for the settings of a plan, for model and cluster; they start at ``plan``."""
     schedules = {naming.SCHEDULE_NAME.get(name, name): name for name in SCHEDULES}
     if callable(plan.schedule) or plan.schedule not in SCHEDULES:
         schedules[naming.schedule_name(plan)] = plan.schedule
@@ -63,7 +63,7 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         places["as given"] = plan.offload
     models = {f"{count(model.layers, 'layer')}, h={model.hidden}": GIVEN}
     models |= {name: name for name in MODELS if ModelSpec.preset(name) != model}
-    name = HERE if cluster is None or is_here(cluster) else cluster.name
+    name = HERE if cluster is None or is_local(cluster) else cluster.name
     clusters = {name: GIVEN} | {n: n for n in (HERE, *CLUSTER_PRESETS) if n != name}
     recompute = {"none": "none", "attention": "selective", "blocks": "full"}
     sequence = {"whole": False, "parallel": True}
@@ -87,41 +87,41 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
 
 # ---- pictures ------------------------------------------------------------------------------------
 def step_chart(report: Tables) -> Chart:
-    """A step box by box, or as stretches where few of its ranks could be drawn that way."""
+    """A step box by box, or as stretches if boxes would be too many."""
     ranks, stages = shown_ranks(report, BOXES), report.plan.pp
-    if len(ranks) < min(stages, FEW) or _boxes(report) > BOXES:
+    if len(ranks) < min(stages, FEW) or _boxes_per_rank(report) > BOXES:
         return stage_time(report)
-    drawn = timeline(report, ranks=ranks, ideal=False if stages > 1 else None)
+    chart = timeline(report, ranks=ranks, ideal=False if stages > 1 else None)
     if report.plan.tp > 1:
-        drawn.said_below("boxes with their waits for tp")
-    return few(drawn, len(ranks), report.world_size)
+        chart.said_below("boxes with their waits for tp")
+    return counted(chart, len(ranks), report.world_size)
 
 
 def shown_ranks(report: Tables, boxes: int) -> list[int]:
-    """Ranks whose timeline is drawn, evenly spaced, so that there are about ``boxes`` in all; of
-    a pipeline one per stage, of one stage at most four.
+    """The ranks whose timeline is drawn, evenly spaced, so that there are about ``boxes`` in all:
+    of a pipeline at most eight, one per stage; of one stage at most four.
     """
-    known, plan = reported_ranks(report), report.plan
+    ranks, plan = reported_ranks(report), report.plan
     if plan.pp > 1:
-        known = [r for r in known if plan.place(r)[1:] == (0, 0)]
-    most = min(8 if plan.pp > 1 else 4, int(boxes / _boxes(report)))
-    return spread(known, max(1, most))
+        ranks = [r for r in ranks if plan.place(r)[1:] == (0, 0)]
+    most = min(8 if plan.pp > 1 else 4, int(boxes / _boxes_per_rank(report)))
+    return spread(ranks, max(1, most))
 
 
 def fits(report: Tables) -> str | None:
-    """What stands in the way of a plan in terms of memory, with the numbers; None if it fits."""
+    """Why a plan does not fit into the memory of a device, with the numbers; None if it fits."""
     worst, room = peak(report), max(capacity(report).values(), default=math.inf)
     if worst is None or worst.total <= room:
         return None
     most = max(worst.held, key=worst.held.__getitem__)
-    need, has, part = (theme.scaled(n, "B") for n in (worst.total, room, worst.held[most]))
-    who = stage_of(report, worst.rank)
-    said = f"It does not fit: {who} needs {need} on a device that has {has}"
-    return f"{said}; most of it, {part}, is {most}"
+    need, available, part = (theme.scaled(n, "B") for n in (worst.total, room, worst.held[most]))
+    stage = stage_of(report, worst.rank)
+    text = f"It does not fit: {stage} needs {need} on a device that has {available}"
+    return f"{text}; most of it, {part}, is {most}"
 
 
-def _boxes(report: Tables) -> float:
-    """Of a rank, on average."""
+def _boxes_per_rank(report: Tables) -> float:
+    """The mean over the report's ranks."""
     return max(1.0, len(report.spans) / len(reported_ranks(report)))
 
 
@@ -132,7 +132,7 @@ def _used(report: Tables) -> str:
 
 
 def _sent(report: Tables, level: str) -> str:
-    """By a rank, on average."""
+    """Bytes that a rank sends, on average, over links of this level."""
     sent = traffic(report, by="level").set_index("level")["bytes"]
     return in_bytes(float(sent.get(level, 0)) / len(reported_ranks(report)))
 
@@ -152,19 +152,19 @@ COLUMNS: dict[str, Says] = {
 }
 
 
-def _set(one: Any, usual: Any) -> dict[str, Any]:
-    """{field: value} of what differs from ``usual``."""
-    values = {field.name: getattr(one, field.name) for field in fields(one)}
+def _changed(described: Any, usual: Any) -> dict[str, Any]:
+    """{field: value} of the fields that differ from those of ``usual``."""
+    values = {field.name: getattr(described, field.name) for field in fields(described)}
     return {name: value for name, value in values.items() if value != getattr(usual, name)}
 
 
 def _written(value: Any) -> str:
-    """A setting as code; of code of one's own the name, or what stands for one that has none."""
+    """A setting as code; a user's function by its name, or "your_own" if it has none."""
     if isinstance(value, Offload):
-        placed = _set(value, Offload())
-        return repr(placed | ({"bandwidth": value.limits} if value.limits else {}))
+        offload = _changed(value, Offload())
+        return repr(offload | ({"bandwidth": value.limits} if value.limits else {}))
     if isinstance(value, tuple):
-        return f"({' '.join(f'{_written(one)},' for one in value)})"
+        return f"({' '.join(f'{_written(item)},' for item in value)})"
     if callable(value):
         name = getattr(value, "__name__", "")
         return name if name.isidentifier() else "your_own"
@@ -173,8 +173,8 @@ def _written(value: Any) -> str:
 
 # ---- the code line -------------------------------------------------------------------------------
 def as_code(plan: Plan) -> str:
-    """Beneath the table: the plan as one would write it, what differs from the default."""
-    said = [f"{name}={_written(value)}" for name, value in _set(plan, Plan()).items()]
+    """The plan as the code that makes it, with what differs from the default, as HTML."""
+    settings = [f"{name}={_written(value)}" for name, value in _changed(plan, Plan()).items()]
     style = f"color:{MUTED};font-family:monospace;font-size:12px;line-height:1.5"
-    code = html.escape(f"plan = pl.Plan({', '.join(said)})")
+    code = html.escape(f"plan = pl.Plan({', '.join(settings)})")
     return f'<div style="{style};overflow-wrap:anywhere">{code}</div>'

@@ -1,10 +1,10 @@
-"""Saves a kernel's first picture two to four seconds: a grammar is built when it is first used.
+"""Saves a kernel's first picture two to four seconds: a grammar is built only if it is used.
 
-plotly imports nbformat, which imports jsonschema, which imports rfc3987_syntax where JupyterLab has
-brought it along, for schemas that want an IRI. That package parses a grammar as it is imported
-(2.2 s in python-jsonschema/jsonschema#1521, where a successor that does not is proposed), and no
-notebook has an IRI to check. So a stand-in is imported in its place, which becomes the real one
-with the first question that it is asked.
+plotly imports nbformat, which imports jsonschema, which imports rfc3987_syntax if it is installed,
+as it is with JupyterLab: it checks IRIs. That package parses a grammar when it is imported (2.2 s
+in python-jsonschema/jsonschema#1521, which proposes a successor that does not), and no notebook
+has an IRI to check. So this module puts a stand-in into sys.modules, which imports the real package
+when something of it is first used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NAME = "rfc3987_syntax"
 
 
 def _real(name: str) -> Any:
-    """What the package has of this name; it is loaded now."""
-    if name.startswith("__"):  # code that goes through all modules asks for these
+    """An attribute of the real package, which is imported now."""
+    if name.startswith("__"):  # code that inspects all modules reads these
         raise AttributeError(name)
     if sys.modules.get(NAME) is late:
         del sys.modules[NAME]

@@ -1,7 +1,8 @@
-"""Time over message size: the alpha-beta model of one link, and algorithms against each other.
+"""Time over message size: the alpha-beta model of one link, and algorithms compared.
 
-Both axes are logarithmic. The model t = alpha + n / bandwidth (Hockney 1994) is a floor on the left
-and a slope on the right; they meet at alpha * bandwidth bytes, where half of the time is latency.
+Both axes are logarithmic. The model t = alpha + n / bandwidth (Hockney 1994) is flat on the left
+and a slope on the right; the two lines meet at alpha * bandwidth bytes, where half of the time is
+latency.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, PREFIXED, curve, drop, log_axis, rings
 
-Pairs = list[tuple[float, float]]  # (bytes, seconds), by size, or what else is on the axes
+Pairs = list[tuple[float, float]]  # (x, y) by x: (bytes, seconds), unless `Axes` says otherwise
 STEPS = 60  # points of the fitted line
 
 
 class Axes(NamedTuple):
-    """What curves are drawn over: titles of the axes, units ("B", "B/s", "s" or what is counted),
-    and what the lowest curve does.
+    """The axes of curves: titles, units ("B", "B/s", "s" or the noun of what is counted), and in
+    ``best`` what the finding says of the lowest curve.
     """
 
     x: str
@@ -35,7 +36,7 @@ class Axes(NamedTuple):
     y_unit: str
     best: str
 
-    def said(self, x: float, y: float) -> str:
+    def describe(self, x: float, y: float) -> str:
         return f"{_worded(y, self.y_unit)} at {_worded(x, self.x_unit)}"
 
 
@@ -45,8 +46,8 @@ TIME = Axes("bytes of the tensor", "B", "time", "s", "is fastest")
 def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_reduce") -> Chart:
     """Measured seconds of one operation over the bytes a rank sends, and the line fitted to them.
 
-    points  rows with op, ranks, wire_bytes, seconds; by default those that this machine's
-            links were calibrated with, measured now if they never were
+    points  rows with op, ranks, wire_bytes, seconds; default: those of this machine's calibration,
+            which is done now if there is none yet
 
     Raises ValueError if there are fewer than two points of ``op``.
     """
@@ -65,8 +66,8 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         raise illegal("points", rows, "a line needs two", f"at least two sizes of {op}")
     link, accuracy = fit_link(rows)
     ranks = rows[0].get("ranks")
-    often = messages(op, ranks) if ranks else 1
-    link = link.replace(alpha=often * link.alpha)  # of a whole call
+    rounds = messages(op, ranks) if ranks else 1
+    link = link.replace(alpha=rounds * link.alpha)  # the latency of a whole call
     pairs = [(row["wire_bytes"], row["seconds"]) for row in rows]
     sizes, seconds = zip(*pairs, strict=True)
     slope, latency = theme.scaled(link.bandwidth, "B/s"), theme.scaled(link.alpha, "s")
@@ -75,37 +76,37 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     title = f"{theme.text(op)}{f' on {ranks} ranks' if ranks else ''}: {latency} of latency"
     title += f" and {slope}; below {theme.scaled(knee, 'B', digits=2)} latency costs most" * inside
     title += f" and a bandwidth of {slope}" * (not inside)
-    times = f"{often} α" if often > 1 else "α"  # one for each message that comes after another
+    times = f"{rounds} α" if rounds > 1 else "α"  # one per message in a row
     below = f"measured (wall clock) · line: {times} + bytes / bandwidth, fitted; the points are "
     below += f"{theme.percent(accuracy['median'])} off in the median, "
     below += f"{theme.percent(accuracy['worst'])} at worst"
     low, span = 0.6 * min(min(seconds), link.alpha or math.inf), 2.25 * sizes[-1] / sizes[0]
     grid = [sizes[0] / 1.5 * span ** (i / (STEPS - 1)) for i in range(STEPS)]
     high = 1.4 * max(link.seconds(grid[-1]), *seconds)
-    now, floor = theme.look(), {"ink": theme.look().faint, "width": 1.5}
+    look, floor = theme.look(), {"ink": theme.look().faint, "width": 1.5}
     slanted = [(n, n / link.bandwidth) for n in grid if n / link.bandwidth >= low]
     flat = [(n, link.alpha or None) for n in (grid[0], grid[-1])]
-    said = [
+    hover_texts = [
         f"{theme.scaled(n, 'B')}: {theme.scaled(s, 's')}, fit {theme.scaled(link.seconds(n), 's')}"
         for n, s in pairs
     ]
     fitted = [(n, link.seconds(n)) for n in grid]
-    edge = {"line": {"width": 1.5, "color": now.paper}}
+    dots = {"ink": look.series[0], "marker": {"line": {"width": 1.5, "color": look.paper}}}
     traces = [
         curve(f"latency alone: {times}", flat, dash="dot", **floor),
         curve("bytes alone: bytes / bandwidth", slanted, dash="dash", **floor),
-        curve(f"fit: {times} + bytes / bandwidth", fitted, ink=now.series[1], width=3),
-        curve("measured", pairs, said, mode="markers", ink=now.series[0], size=11, marker=edge),
+        curve(f"fit: {times} + bytes / bandwidth", fitted, ink=look.series[1], width=3),
+        curve("measured", pairs, hover_texts, mode="markers", size=11, **dots),
         rings("half is latency", [(knee, link.seconds(knee))] if inside else []),
     ]
     middle = math.sqrt(max(knee, grid[0]) * grid[-1])
-    notes, shapes = [_word(slope, middle, middle / link.bandwidth, below=True)], []
+    notes, shapes = [_line_label(slope, middle, middle / link.bandwidth, below=True)], []
     if link.alpha > 0:
-        notes.append(_word(f"{times} = {latency}", grid[-1], link.alpha))
+        notes.append(_line_label(f"{times} = {latency}", grid[-1], link.alpha))
     if inside:
         label = f"{theme.scaled(knee, 'B', digits=2)}: half is latency"
-        made = drop(knee, low, link.seconds(knee), label)
-        notes, shapes = [*notes, made[0]], [made[1]]
+        knee_mark = drop(knee, low, link.seconds(knee), label)
+        notes, shapes = [*notes, knee_mark[0]], [knee_mark[1]]
     fig = figure(
         title,
         below,
@@ -129,37 +130,37 @@ def algorithms(
 ) -> Chart:
     """Time over tensor size for several algorithms, and where the fastest changes.
 
-    curves   {algorithm: {bytes: seconds} or [(bytes, seconds), ...]} as predicted, drawn as lines
-    points   the same for runs, replayed, drawn as markers in the algorithm's colour
-    title    in place of the finding
-    axes     what is on them, if it is neither bytes nor time
+    curves   {algorithm: {bytes: seconds} or [(bytes, seconds), ...]}, predicted, drawn as lines
+    points   the same for replayed runs, drawn as markers in the algorithm's colour
+    title    replaces the finding
+    axes     titles and units, if the curves are not seconds over bytes
 
-    Raises ValueError if there is nothing to draw or a size or time is not above 0.
+    Raises ValueError if there is nothing to draw, or if a size or time is not above 0.
     """
     for what, given in (("curves", curves), ("points", points or {})):
         instance(what, given, Mapping, "{algorithm: {bytes: seconds}}", "mapping")
-    lines = {str(name): _pairs(str(name), found) for name, found in curves.items()}
-    marks = {str(name): _pairs(str(name), found) for name, found in (points or {}).items()}
+    lines = {str(name): _pairs(str(name), line) for name, line in curves.items()}
+    marks = {str(name): _pairs(str(name), line) for name, line in (points or {}).items()}
     if not lines:
         raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
-    changes, traces, rows = _changes(lines), [], []
+    changes, traces, rows = _crossovers(lines), [], []
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
-    for found, which in ((lines, "predicted"), (marks, "replayed")):
-        for name, pairs in found.items():
-            said = [f"{theme.text(name)}, {which}: {axes.said(*pair)}" for pair in pairs]
+    for by_name, clock in ((lines, "predicted"), (marks, "replayed")):
+        for name, pairs in by_name.items():
+            texts = [f"{theme.text(name)}, {clock}: {axes.describe(*pair)}" for pair in pairs]
             look = style[name]
-            rows += [(name, which, *pair) for pair in pairs]
-            if found is lines:
-                traces.append(curve(name, pairs, said, width=3, **look))
+            rows += [(name, clock, *pair) for pair in pairs]
+            if by_name is lines:
+                traces.append(curve(name, pairs, texts, width=3, **look))
             else:
                 look = {"ink": look["ink"], "symbol": look["symbol"] + HOLLOW}
-                traces.append(curve(f"{name}, replayed", pairs, said, mode="markers", **look))
+                traces.append(curve(f"{name}, replayed", pairs, texts, mode="markers", **look))
     traces.append(rings("crossover", [(size, at) for size, at, _, _ in changes]))
     sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
-    # A ring where lines cross is like a marker of a run: next to those it is said what it is.
+    # A ring at a crossover looks like a marker of a run; next to markers its label explains it.
     equal = "equal at " * bool(marks)
-    made = [drop(n, low, s, equal + _worded(n, axes.x_unit, digits=2)) for n, s, _, _ in changes]
+    drops = [drop(n, low, s, equal + _worded(n, axes.x_unit, digits=2)) for n, s, _, _ in changes]
     fig = figure(
         _finding(lines, changes, axes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
@@ -167,60 +168,62 @@ def algorithms(
         xaxis=log_axis(axes.x, min(sizes) / 1.3, max(sizes) * 1.3, axes.x_unit),
         yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
-    said = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
-    said = f"predicted: {sum(map(len, lines.values()))} sizes, {said}"
-    fig.titled(title).draw(traces, [m for m, _ in made], [shape for _, shape in made])
+    counts = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
+    counts = f"predicted: {sum(map(len, lines.values()))} sizes, {counts}"
+    fig.titled(title).draw(traces, [m for m, _ in drops], [shape for _, shape in drops])
     return fig.explained(
-        f"time over tensor size of {' | '.join(lines)}, {said}",
+        f"time over tensor size of {' | '.join(lines)}, {counts}",
         ("algorithm clock bytes seconds", rows),
     )
 
 
-def _word(said: str, size: float, seconds: float, *, below: bool = False) -> dict:
-    """At a line, above it on the left or below it on the right."""
-    at = {"hold": "left top", "xshift": 6} if below else {"hold": "right bottom", "xshift": -4}
+def _line_label(said: str, size: float, seconds: float, *, below: bool = False) -> dict:
+    """A word at a point of a line: above the line and to the left, or below it and to the right."""
+    at = {"anchor": "left top", "xshift": 6} if below else {"anchor": "right bottom", "xshift": -4}
     return note(said, math.log10(size), math.log10(seconds), ink=theme.look().faint, **at)
 
 
 # ---- crossovers ----------------------------------------------------------------------------------
 def _pairs(name: str, curve: Any) -> Pairs:
-    found = curve.items() if isinstance(curve, Mapping) else curve
-    if not isinstance(found, Iterable):
+    items = curve.items() if isinstance(curve, Mapping) else curve
+    if not isinstance(items, Iterable):
         raise illegal(f"curves[{name!r}]", curve, "not a curve", "{bytes: seconds}")
     pairs = sorted(
         (real(f"bytes of {name}", n, above=0.0), real(f"seconds of {name}", s, above=0.0))
-        for n, s in found
+        for n, s in items
     )
     if not pairs:
         raise illegal(f"curves[{name!r}]", curve, "no sizes", "{bytes: seconds}")
     return pairs
 
 
-def _at(pairs: Pairs, size: float) -> float:
-    """log seconds at ``size``, between the neighbours on log-log paper."""
+def _log_seconds(pairs: Pairs, size: float) -> float:
+    """The logarithm of the seconds at ``size``, interpolated linearly on the logarithmic axes."""
     return float(np.interp(math.log(size), *np.log(pairs).T))
 
 
-def _common(lines: Mapping[str, Pairs]) -> tuple[float, float]:
-    """The first and the last size that all lines reach; the last is smaller where there is none."""
+def _common_range(lines: Mapping[str, Pairs]) -> tuple[float, float]:
+    """The range of sizes that all lines have: (first, last), with first > last if there is none."""
     firsts, lasts = zip(*((pairs[0][0], pairs[-1][0]) for pairs in lines.values()), strict=True)
     return max(firsts), min(lasts)
 
 
-def _changes(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
+def _crossovers(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
     """(bytes, seconds, fastest below, fastest above) wherever another line becomes the fastest."""
-    low, high = _common(lines)
+    low, high = _common_range(lines)
     sizes = sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
     changes = []
     for n0, n1 in zip(sizes, sizes[1:], strict=False):
-        here = min(lines, key=lambda name, n=n0: _at(lines[name], n))
-        there = min(lines, key=lambda name, n=n1: _at(lines[name], n))
-        if here != there:
-            before = _at(lines[here], n0) - _at(lines[there], n0)
-            after = _at(lines[here], n1) - _at(lines[there], n1)
+        best_before = min(lines, key=lambda name, n=n0: _log_seconds(lines[name], n))
+        best_after = min(lines, key=lambda name, n=n1: _log_seconds(lines[name], n))
+        if best_before != best_after:
+            before = _log_seconds(lines[best_before], n0) - _log_seconds(lines[best_after], n0)
+            after = _log_seconds(lines[best_before], n1) - _log_seconds(lines[best_after], n1)
             share = before / (before - after) if before != after else 0.0
             size = n0 * (n1 / n0) ** share
-            changes.append((size, math.exp(_at(lines[here], size)), here, there))
+            changes.append(
+                (size, math.exp(_log_seconds(lines[best_before], size)), best_before, best_after)
+            )
     return changes
 
 
@@ -230,7 +233,7 @@ def _finding(
     names = {name: theme.text(name) for name in lines}
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
-        return f"{names[name]}: {axes.said(*pairs[0])}, {axes.said(*pairs[-1])}"
+        return f"{names[name]}: {axes.describe(*pairs[0])}, {axes.describe(*pairs[-1])}"
     if changes:
         sizes = [_worded(size, axes.x_unit, digits=2) for size, *_ in changes]
         parts = [f"{names[changes[0][2]]} {axes.best} below {sizes[0]}"]
@@ -239,14 +242,14 @@ def _finding(
             for (_, _, _, there), until in zip(changes, sizes[1:], strict=False)
         ]
         return f"{', '.join(parts)}, {names[changes[-1][3]]} above"
-    begin, end = _common(lines)
+    begin, end = _common_range(lines)
     if begin > end:
         return "The lines have no size in common, so they cannot be compared"
     where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
     if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
         where = "everywhere"
-    ranked = sorted(lines, key=lambda name: _at(lines[name], end))
-    times = math.exp(_at(lines[ranked[-1]], end) - _at(lines[ranked[0]], end))
+    ranked = sorted(lines, key=lambda name: _log_seconds(lines[name], end))
+    times = math.exp(_log_seconds(lines[ranked[-1]], end) - _log_seconds(lines[ranked[0]], end))
     return (
         f"{names[ranked[0]]} {axes.best} {where}: at {_worded(end, axes.x_unit)} "
         f"{names[ranked[-1]]} needs {times:.1f} times as much"
@@ -254,7 +257,7 @@ def _finding(
 
 
 def _worded(value: float, unit: str, *, digits: int = 3) -> str:
-    """A crossover of times is no sharper than two digits; what is counted has three."""
+    """The value with its unit; counted values have three digits, whatever ``digits`` says."""
     if unit in PREFIXED:
         return theme.scaled(value, unit, digits=digits)
     return f"{float(f'{value:.3g}'):,.7g} {unit}"

@@ -1,7 +1,7 @@
-"""The loss over steps, of one run or of several, with the loss of equally likely tokens.
+"""The loss over steps, of one run or several, with the loss of equally likely tokens as a line.
 
-Several curves that coincide are the best proof a plan can give, and the hardest to draw: they are
-drawn from wide to narrow, so that each still shows behind the next.
+Curves that coincide are the best proof that plans train the same, and the hardest to draw: their
+lines become narrower from the first to the last, so that each is visible behind the next.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import line, note
 from paralab.view.marks.curves import curve
 
-ALIKE = 1e-3  # nats: curves nearer than that everywhere are one curve to the eye
+ALIKE = 1e-3  # nats: curves that are closer than that at every step are said to coincide
 
 
 def loss_chart(report: Tables) -> Chart:
-    """Loss (nats per token, mean over the global batch; of a program of one's own what it returns)
-    against the step.
+    """The loss over the steps: nats per token, mean over the global batch; for an observed program,
+    the loss that it computes.
 
-    Raises ValueError if there are no losses: a prediction or a traced function has none.
+    Raises ValueError on a report without losses, as that of a prediction or a traced function.
     """
     return losses({naming.subject(report): report})
 
@@ -34,9 +34,9 @@ def loss_chart(report: Tables) -> Chart:
 def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = None) -> Chart:
     """The losses of several runs in one figure, {label: report or its losses}.
 
-    title  in place of the finding that the curves themselves give
+    title  replaces the finding, which is made from the curves
 
-    Raises ValueError if there are none, or naming the run that has no losses.
+    Raises ValueError without runs, and on a run that has no losses, which it names.
     """
     if not isinstance(runs, Mapping) or not runs:
         raise illegal("runs", runs, "nothing to draw", "{label: report}")
@@ -45,7 +45,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     vocabularies = {r.model.vocab for r in reports if r.model is not None}
     batches = {None if r.model is None else r.plan.global_batch for r in reports}
     same = len(batches) == 1 and None not in batches and len(reports) == len(runs)
-    nats = not reports or bool(vocabularies)  # else of programs that may return any loss
+    nats = not reports or bool(vocabularies)  # else observed programs, which may have any loss
     several, spread = len(curves) > 1, _spread(list(curves.values()))
     alike = several and spread <= ALIKE
     style, faint = theme.series(list(curves)), theme.look().faint
@@ -54,14 +54,14 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
         width = max(2.0, 2.5 * len(curves) - 3.0 * i) if alike else 2.2
         pairs = [(at, v if math.isfinite(v) else None) for at, v in enumerate(values)]
         name = theme.text(label)
-        said = [f"{name}, step {at}: {v:.4f}{' nats' * nats}" for at, v in enumerate(values)]
+        texts = [f"{name}, step {at}: {v:.4f}{' nats' * nats}" for at, v in enumerate(values)]
         look = {"mode": "lines+markers", "showlegend": several, **style[label]}
-        traces.append(curve(label, pairs, said, width=width, size=4 + 1.5 * width, **look))
+        traces.append(curve(label, pairs, texts, width=width, size=4 + 1.5 * width, **look))
     for vocab in vocabularies:
         guess = math.log(vocab)
-        said = f"every token equally likely: ln {vocab} = {guess:.3f}"
-        at = {"axes": ("paper", "y"), "hold": "right bottom"}
-        notes.append(note(said, 1, guess, ink=faint, **at))
+        label = f"every token equally likely: ln {vocab} = {guess:.3f}"
+        at = {"axes": ("paper", "y"), "anchor": "right bottom"}
+        notes.append(note(label, 1, guess, ink=faint, **at))
         shapes.append(line((0, 1), (guess, guess), dash="dash", width=1.5, ink=faint, xref="paper"))
     count = max(map(len, curves.values()))
     steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
@@ -91,7 +91,9 @@ def _values(label: str, run: Any) -> list[float]:
 
 
 def _spread(curves: Sequence[Sequence[float]]) -> float:
-    """Largest difference between two curves at one step; infinite where one has no number."""
+    """The largest difference between two curves at one step; infinite if their numbers of steps
+    differ or a loss is not finite.
+    """
     if len({len(values) for values in curves}) > 1 or not np.isfinite(curves).all():
         return math.inf
     return float(np.ptp(curves, axis=0).max())
@@ -104,11 +106,11 @@ def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -
         first = next(i for i, v in enumerate(curves[lost[0]]) if not math.isfinite(v))
         return f"{names[lost[0]]} diverged at step {first}"
     if len(curves) == 1:
-        label, values = next(iter(curves.items()))
-        said = f"the loss {'fell' if values[-1] < values[0] else 'went'} from {values[0]:.3f} to "
-        said += f"{values[-1]:.3f} in {len(values)} step{'s' * (len(values) > 1)}"
-        return f"{names[label]}: {said}"
-    if spread <= ALIKE:  # the next power of ten is a bound that two runs of a cell agree on
+        label, v = next(iter(curves.items()))
+        text = f"the loss {'fell' if v[-1] < v[0] else 'went'} from {v[0]:.3f} to "
+        text += f"{v[-1]:.3f} in {len(v)} step{'s' * (len(v) > 1)}"
+        return f"{names[label]}: {text}"
+    if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
         bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}" if spread > 0 else "nothing"
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
         return f"{both} coincide: losses differ by {bound} at most"

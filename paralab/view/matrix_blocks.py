@@ -1,9 +1,9 @@
 """Y = X W, cut into blocks: which rank of a tp group holds which block of X, of W and of Y.
 
-A block that one rank holds has that rank's colour and number; one that several hold is grey, with a
-small square for each of them. A rank has the same colour in every figure: Paul Tol's eight light
-colours (2021, "Colour schemes", SRON/EPS/TN/09-002), made for cells with words in them, and told
-apart with any form of colour blindness; from the ninth rank on they come again.
+A block that one rank holds has that rank's colour and number; a replicated block is grey, with a
+small square for each rank that holds it. A rank has the same colour in every figure: one of Paul
+Tol's eight light colours (2021, "Colour schemes", SRON/EPS/TN/09-002), which are made for cells
+with words in them and differ for any form of colour blindness. From the ninth rank on they repeat.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from paralab.view.schematics import drawn
 RANK_COLOUR = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB")
 RANK_COLOUR += ("#44BB99", "#BBCC33", "#99DDFF", "#C8B6D9")
 NAMES = ("X", "W", "Y")
-SIDES = ("tokens × in", "in × out", "tokens × out")  # what is behind the letters
+SIDES = ("tokens × in", "in × out", "tokens × out")  # rows × columns of X, W and Y
 MOST_RANKS = 64
-PITCH, GAP = 1.36, 0.012  # from one matrix to the next, in sides; between two blocks
+PITCH, GAP = 1.36, 0.012  # from one matrix to the next, between two blocks; in sides of a matrix
 COLUMNS = "matrix rank row_start row_stop column_start column_stop"
 GREY = "; grey: several ranks hold it"
 MODE_NAME = {"1d": "1D", "2d": "2D", "2.5d": "2.5D", "3d": "3D"}
 
 
 class Block(NamedTuple):
-    """A block. rows, columns: (start, stop) as parts of the whole; ranks: those that hold it.
+    """A block of one matrix.
 
-    label  what is written in it; "": the rank's number. strong: in full colour
+    rows, columns  (start, stop) as parts of the matrix, 0 to 1
+    ranks          the ranks that hold it
+    label          the word in it; "": the rank's number
+    strong         whether it is drawn in full colour, not pale
     """
 
     matrix: str
@@ -49,7 +52,7 @@ class Block(NamedTuple):
 
     @property
     def left(self) -> float:
-        """Of its matrix, in the figure."""
+        """The left edge of its matrix in the figure."""
         return NAMES.index(self.matrix) * PITCH
 
     @property
@@ -63,30 +66,30 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     parallelism.
 
     role  the layer: "qkv" and "up" lead out of the residual stream (1D: column-parallel), "proj"
-          and "down" back into it (1D: row-parallel)
+          and "down" lead back into it (1D: row-parallel)
 
-    X (tokens, features in), W (features in, features out), Y (tokens, features out), before and
-    after the layer; what comes and goes in between is `view.multiplication`. ``table`` has a row
-    for every block and rank: matrix, rank, and its ranges as parts of the whole. Raises ValueError
-    on another role, on tp=1 and on more than 64 ranks.
+    X (tokens, features in) and W (features in, features out) are drawn as they are before the
+    layer, Y (tokens, features out) as it is after it; `view.multiplication` has the messages in
+    between. ``table`` has a row for every block and rank: matrix, rank, and ranges as parts of the
+    matrix. Raises ValueError on another role, on tp=1 and on more than 64 ranks.
     """
     check(plan)
     choice("role", role, tuple(ROLES))
     found = splits(plan, role)
     cells = [cell for name in NAMES for cell in held(plan, name, found[name])]
     parallel = ", sequence parallel," * plan.sequence_parallel
-    said = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
+    title = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
     below = f"layer “{role}”: X before its messages, Y after them · a rank has one colour"
     below += GREY * any(len(cell.ranks) > 1 for cell in cells)
-    fig = picture(cells, f"{said}: {finding(cells)}", below)
+    fig = picture(cells, f"{title}: {finding(cells)}", below)
     return fig.explained(
-        f"blocks of X, W, Y of “{role}”, {said}: their ranks", (COLUMNS, table(cells))
+        f"blocks of X, W, Y of “{role}”, {title}: their ranks", (COLUMNS, table(cells))
     )
 
 
 # ---- which rank holds what ----------------------------------------------------------------------
 def check(plan: Any) -> None:
-    """Refuse what has no blocks, and more of them than one can tell apart."""
+    """Raise ValueError if the plan has no tp, or more ranks in it than can be told apart."""
     instance("plan", plan, Plan, "a pl.Plan(tp=...)")
     if not 1 < plan.tp <= MOST_RANKS:
         why = "nothing is cut, or too much to be drawn"
@@ -94,48 +97,48 @@ def check(plan: Any) -> None:
 
 
 def splits(plan: Plan, role: str) -> dict[str, tuple[Split, Split]]:
-    """{matrix: (coordinates that its rows are sharded over, its columns)}."""
+    """{matrix: (coordinates over which its rows are sharded, those of its columns)}."""
     mode = mode_of(plan)
     batch, sequence, features = mode.residual
     stream, between = (batch + sequence, features), mode.scores[:2]
-    out, inner = mode.weights[kind_of(f"{role}.weight")][-2:]  # as torch stores it
+    out, inner = mode.weights[kind_of(f"{role}.weight")][-2:]  # torch stores weights as (out, in)
     x, y = (between, stream) if role in OUTWARD else (stream, between)
     return {"X": x, "W": (inner, out), "Y": y}
 
 
 def held(plan: Plan, matrix: str, cut: tuple[Split, Split]) -> list[Block]:
-    """The blocks of a matrix whose rows and columns are sharded over these coordinates."""
-    whole = math.prod(extents(plan).values())
-    found: dict[tuple, list[int]] = {}
+    """The blocks of a matrix whose rows and columns are sharded over the coordinates ``cut``."""
+    total = math.prod(extents(plan).values())
+    ranks_of: dict[tuple, list[int]] = {}
     for rank in range(plan.tp):
-        rows, columns = box((whole, whole), cut, plan, rank)
+        rows, columns = box((total, total), cut, plan, rank)
         place = tuple(
-            (Fraction(at.start, whole), Fraction(at.stop, whole)) for at in (rows, columns)
+            (Fraction(at.start, total), Fraction(at.stop, total)) for at in (rows, columns)
         )
-        found.setdefault(place, []).append(rank)
-    return [Block(matrix, rows, columns, tuple(ranks)) for (rows, columns), ranks in found.items()]
+        ranks_of.setdefault(place, []).append(rank)
+    return [Block(matrix, *place, tuple(ranks)) for place, ranks in ranks_of.items()]
 
 
 def finding(cells: Sequence[Block]) -> str:
-    """ "every rank holds 1/4 of X, W and Y"; where they differ, the largest part first."""
+    """ "every rank holds 1/4 of X, W and Y"; if the parts differ, the largest comes first."""
     parts: dict[Fraction, list[str]] = {}
     for name in NAMES:
         cell = next(cell for cell in cells if cell.matrix == name)
         size = (cell.rows[1] - cell.rows[0]) * (cell.columns[1] - cell.columns[0])
         parts.setdefault(size, []).append(name)
-    said = [
-        f"{'all' if size == 1 else f'1/{size.denominator}'} of {_and(names)}"
+    texts = [
+        f"{'all' if size == 1 else f'1/{size.denominator}'} of {_joined(names)}"
         for size, names in sorted(parts.items(), reverse=True)
     ]
-    return f"every rank holds {_and(said)}"
+    return f"every rank holds {_joined(texts)}"
 
 
-def _and(words: Sequence[str]) -> str:
+def _joined(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def table(cells: Iterable[Block]) -> list[tuple]:
-    """A row for every block and every rank that holds it; parts of the whole, 0 to 1."""
+    """A row for every block and every rank that holds it; ranges are parts of the matrix."""
     return [
         (cell.matrix, rank, *map(float, (*cell.rows, *cell.columns)))
         for cell in cells
@@ -145,30 +148,30 @@ def table(cells: Iterable[Block]) -> list[tuple]:
 
 # ---- drawing ------------------------------------------------------------------------------------
 def picture(cells: Sequence[Block], title: str, below: str, arrows: Sequence = ()) -> Chart:
-    """The three matrices side by side. arrows: ((x, y) from, (x, y) to) in the figure."""
-    found, notes = [], []
+    """The three matrices side by side; ``arrows``: pairs of (x, y), from and to, in the figure."""
+    marks, notes = [], []
     for number, (name, side) in enumerate(zip(NAMES, SIDES, strict=True)):
         x = number * PITCH
-        found.append(Cell((x, x + 1), (0.0, 1.0), "rgba(0,0,0,0)", edge=theme.look().hatch))
+        marks.append(Cell((x, x + 1), (0.0, 1.0), "rgba(0,0,0,0)", edge=theme.look().hatch))
         head = f"<b>{name}</b>  <span style='font-size:13px'>{side}</span>"
         notes.append(note(head, x + 0.5, -0.09, size=18))
         if number:
             notes.append(note("×="[number - 1], x - (PITCH - 1) / 2, 0.5, size=26))
-    found += [mark for cell in cells for mark in _marks(cell)]
+    marks += [mark for cell in cells for mark in _marks(cell)]
     notes += [arrow(*ends, ink=theme.axis_colour("tp"), arrowsize=1.1) for ends in arrows]
     size = {"height": 410, "x": (-0.04, 2 * PITCH + 1.04), "y": (-0.15, 1.03)}
-    return drawn(theme.text(title), below, found, notes, **size)
+    return drawn(theme.text(title), below, marks, notes, **size)
 
 
 def _marks(cell: Block) -> list[Cell]:
-    """One block: a rectangle and what is in it."""
+    """One block as cells: its rectangle, and the squares of its ranks if it is replicated."""
     x = tuple(
         cell.left + float(at) + gap for at, gap in zip(cell.columns, (GAP, -GAP), strict=True)
     )
     y = tuple(float(at) + gap for at, gap in zip(cell.rows, (GAP, -GAP), strict=True))
-    wide, high, look, several = x[1] - x[0], y[1] - y[0], theme.look(), len(cell.ranks) > 1
+    wide, high, look, replicated = x[1] - x[0], y[1] - y[0], theme.look(), len(cell.ranks) > 1
     size = 15 if min(wide, 2 * high) > 0.2 else 11
-    if not several:
+    if not replicated:
         fill, word = colour(cell.ranks[0], cell.strong), cell.label or str(cell.ranks[0])
         ink = "" if cell.strong else look.faint
         return [Cell(x, y, fill, word, _hover(cell), size, ink)]
@@ -176,21 +179,21 @@ def _marks(cell: Block) -> list[Cell]:
     lines = -(-len(cell.ranks) // per_line)
     side = min(0.1, wide / per_line - GAP)
     tall = min(0.13, high / (lines + 0.8 * bool(cell.label)) - GAP)
-    (middle, first), made = cell.centre, [Cell(x, y, look.wait, "", _hover(cell))]
+    (middle, first), marks = cell.centre, [Cell(x, y, look.wait, "", _hover(cell))]
     first -= lines * (tall + GAP) / 2 - 0.07 * bool(cell.label)
     for n, rank in enumerate(cell.ranks):
         line, at = divmod(n, per_line)
         row = min(per_line, len(cell.ranks) - line * per_line)
         x0, y0 = middle + (at - row / 2) * (side + GAP), first + line * (tall + GAP)
         ink, fill = "" if cell.strong else look.faint, colour(rank, cell.strong)
-        made.append(Cell((x0, x0 + side), (y0, y0 + tall), fill, str(rank), "", 12, ink))
+        marks.append(Cell((x0, x0 + side), (y0, y0 + tall), fill, str(rank), "", 12, ink))
     if cell.label:
-        made.append(Cell((middle, middle), (first - 0.06,) * 2, look.wait, cell.label))
-    return made
+        marks.append(Cell((middle, middle), (first - 0.06,) * 2, look.wait, cell.label))
+    return marks
 
 
 def colour(rank: int, strong: bool = True) -> str:
-    """The rank's, the same in every figure; pale for what is not meant just now."""
+    """The rank's colour, the same in every figure; pale if not ``strong``."""
     fill = RANK_COLOUR[rank % len(RANK_COLOUR)]
     return fill if strong else theme.shade(fill, 1, 2)
 

@@ -1,10 +1,10 @@
-"""Y = X W step by step: what goes where, and what each rank adds; under "2d", "2.5d" and "3d".
+"""Y = X W step by step under "2d", "2.5d" and "3d": which blocks are sent, what each rank adds.
 
-"2d" and "2.5d" are SUMMA (van de Geijn & Watts 1997), q steps: column l of X's blocks goes along
-the rows, row l of W's along the columns, and every rank adds one product to its block of Y. "3d"
-(Agarwal+ 1995; Bian+ 2021, arXiv:2105.14450) gathers X along one side of the cube and W along
-another, multiplies once, and sums Y along the third. The same calls as in
-model/grid_ops.py; blocks and colours as in matrix_blocks.py.
+"2d" and "2.5d" are SUMMA (van de Geijn & Watts 1997) in q steps: in step l, column l of X's blocks
+is broadcast along the rows, row l of W's blocks along the columns, and every rank adds one product
+to its block of Y. "3d" (Agarwal+ 1995; Bian+ 2021, arXiv:2105.14450) gathers X along one side of
+the cube and W along another, multiplies once, and sums Y along the third. The calls are those of
+model/grid_ops.py; blocks and colours are those of matrix_blocks.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from paralab.view.matrix_blocks import (
 
 LOW = "₀₁₂₃₄₅₆₇₈₉"
 COLOUR = f"colour: the rank that holds a block{GREY}"
-MOST_TERMS = 3  # that are written out in a block of Y
+MOST_TERMS = 3  # up to so many products are written out in a block of Y
 
 
 class Step(NamedTuple):
-    """title: what happens; brief: on the slider; arrows: from, to."""
+    """One step. title: what happens in it; brief: its label on the slider; arrows: (from, to)."""
 
     title: str
     brief: str
@@ -47,11 +47,11 @@ class Step(NamedTuple):
 def multiplication(plan: Plan, step: int | None = None) -> Chart:
     """One product Y = X W of a linear layer under "2d", "2.5d" or "3d", step by step.
 
-    step  only this step, from 0: a plain picture. Default: all of them, with a slider and a button,
-          and the first one on show where nothing moves
+    step  only this step, from 0, as a plain picture. Default: all steps, with a slider and a
+          button; a static view shows the first
 
-    ``table`` has the blocks of every step drawn: column step, then those of `view.blocks`. Raises
-    ValueError on "1d", which has one product and one collective, and on a step that there is not.
+    ``table`` has the blocks of every step that is drawn: step, and the columns of `view.blocks`.
+    Raises ValueError on "1d", which has one product and one collective, and on a step out of range.
     """
     check(plan)
     if plan.tp_mode == "1d":
@@ -66,62 +66,61 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     if plan.tp_mode == "3d":
         below = f"a cube of {q} × {q} × {q} ranks · {COLOUR}"
     pictures = [picture(s.cells, s.title, below, s.arrows) for s in steps]
-    fig, shown, said = pictures[step or 0], range(len(steps)), f"{len(steps)} steps"
+    fig, shown, count = pictures[step or 0], range(len(steps)), f"{len(steps)} steps"
     if step is None:
         _animate(fig, steps, pictures)
     else:
-        shown, said = (step,), f"step {step + 1} of {len(steps)}"
+        shown, count = (step,), f"step {step + 1} of {len(steps)}"
     return fig.explained(
-        f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {said}",
+        f"Y = X W under {MODE_NAME[plan.tp_mode]} on {plan.tp} ranks, {count}",
         (f"step {COLUMNS}", [(n, *row) for n in shown for row in table(steps[n].cells)]),
     )
 
 
 # ---- the steps ----------------------------------------------------------------------------------
 def summa(plan: Plan) -> list[Step]:
-    """q steps of broadcasts along rows and columns."""
+    """SUMMA's q steps, each with its broadcasts along rows and columns."""
     q, depth = plan.tp_grid
     parts = {name: held(plan, name, cut) for name, cut in splits(plan, "up").items()}
     steps = []
-    for now in range(q):
+    for step in range(q):
         cells, arrows = [], []
         for name, axis in (("X", "j"), ("W", "i")):
             for cell in parts[name]:
-                at = coordinates(plan, cell.ranks[0])
-                label, sent = _block(name, at["i"], at["j"], at.get("z", 0), depth), at[axis] == now
+                place = coordinates(plan, cell.ranks[0])
+                label = _block(name, place["i"], place["j"], place.get("z", 0), depth)
+                sent = place[axis] == step
                 cells.append(cell._replace(label=label, strong=sent))
                 if sent:
-                    arrows += _along(cell, axis, q, depth if name == "X" else 1)
+                    arrows += _arrows_along(cell, axis, q, depth if name == "X" else 1)
         for cell in parts["Y"]:
-            at = coordinates(plan, cell.ranks[0])
-            terms = [
-                f"{_block('X', at['i'], k, at.get('z', 0), depth)}{_block('W', k, at['j'])}"
-                for k in range(now + 1)
-            ]
-            said = "<br>+ ".join([*terms[:-1], f"<b>{terms[-1]}</b>"])
-            cells.append(cell._replace(label=said if q <= MOST_TERMS else f"{now + 1} of {q}"))
-        title = f"Step {now + 1} of {q}: column {now} of X goes along the rows, row {now} of W "
+            place = coordinates(plan, cell.ranks[0])
+            i, j, z = place["i"], place["j"], place.get("z", 0)
+            terms = [f"{_block('X', i, k, z, depth)}{_block('W', k, j)}" for k in range(step + 1)]
+            text = "<br>+ ".join([*terms[:-1], f"<b>{terms[-1]}</b>"])
+            cells.append(cell._replace(label=text if q <= MOST_TERMS else f"{step + 1} of {q}"))
+        title = f"Step {step + 1} of {q}: column {step} of X goes along the rows, row {step} of W "
         title += "along the columns, each rank adds a product"
-        steps.append(Step(title, f"{now + 1}", cells, arrows))
+        steps.append(Step(title, f"{step + 1}", cells, arrows))
     return steps
 
 
 def _block(name: str, i: int, j: int, z: int = 0, depth: int = 1) -> str:
-    """ "X₀₁", with the grid's number as a mark where there are several."""
+    """ "X₀₁"; if there are several grids, with as many primes as the grid's number."""
     return f"{name}{LOW[i]}{LOW[j]}" + "′" * (z if depth > 1 and name == "X" else 0)
 
 
-def _along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
+def _arrows_along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
     """Arrows from a block to both ends of its row (axis j) or column (axis i)."""
     (x, y), first, side = cell.centre, 0.5 / q, 0.26 / q
     home = (x, y + side / depth) if axis == "j" else (x + side, y)
     ends = (first, 1 - first)
-    found = [(cell.left + end, home[1]) if axis == "j" else (home[0], end) for end in ends]
-    return [(home, to) for to in found if math.dist(home, to) > 1e-6]
+    targets = [(cell.left + end, home[1]) if axis == "j" else (home[0], end) for end in ends]
+    return [(home, to) for to in targets if math.dist(home, to) > 1e-6]
 
 
 def cube(plan: Plan) -> list[Step]:
-    """As it parts, X together, W together, the product, the sum."""
+    """The steps of 3D: the sharded start, X gathered, W gathered, the product, the sum of Y."""
     q, _ = plan.tp_grid
     cuts = splits(plan, "up")
     parts = {name: held(plan, name, cut) for name, cut in cuts.items()}
@@ -135,7 +134,7 @@ def cube(plan: Plan) -> list[Step]:
     gathered = f"X is gathered along {x_rows[1]}, {q} ranks then hold the same block"
     product = f"each rank multiplies once; a block of Y is the sum of {q} such products"
     scattered = f"Y is summed along {y_rows[1]} and scattered, {part} for each rank"
-    told = [  # what happens; in brief; the blocks of X, W, Y; which are meant
+    stages = [  # title; label on the slider; blocks of X, W, Y; matrices in full colour
         (f"every rank has {part} of X and {part} of W", "start", x_part + w_part, "XW"),
         (gathered, "gather X", x + w_part, "X"),
         (f"W is gathered along {w_columns[1]}", "gather W", x + w, "W"),
@@ -143,9 +142,9 @@ def cube(plan: Plan) -> list[Step]:
         (scattered, "sum Y", x_part + w_part + parts["Y"], "Y"),
     ]
     steps = []
-    for number, (title, brief, cells, strong) in enumerate(told, 1):
+    for number, (title, brief, cells, strong) in enumerate(stages, 1):
         cells = [cell._replace(strong=cell.matrix in strong) for cell in cells]
-        steps.append(Step(f"Step {number} of {len(told)}: {title}", brief, cells))
+        steps.append(Step(f"Step {number} of {len(stages)}: {title}", brief, cells))
     return steps
 
 
@@ -155,12 +154,12 @@ def _animate(fig: Chart, steps: Sequence[Step], pictures: Sequence[Chart]) -> No
     fig.frames = [
         {
             "name": str(number),
-            "layout": {name: one.layout[name] for name in ("shapes", "annotations")}
-            | {"title": {"text": one.layout.title.text}},
+            "layout": {name: picture.layout[name] for name in ("shapes", "annotations")}
+            | {"title": {"text": picture.layout.title.text}},
         }
-        for number, one in enumerate(pictures)
+        for number, picture in enumerate(pictures)
     ]
-    top = max(one.layout.margin.t for one in pictures)  # some titles have a line more
+    top = max(picture.layout.margin.t for picture in pictures)  # some titles have a line more
     at_once = {"mode": "immediate", "transition": {"duration": 0}}
     at_once |= {"frame": {"duration": 0, "redraw": True}}
     slow = {**at_once, "frame": {"duration": 1500, "redraw": True}, "fromcurrent": True}

@@ -1,7 +1,7 @@
 """Where the memory goes over one step: bytes by category, stacked, rank by rank or run by run.
 
-What is drawn comes from memory_curves.py, how from memory_panels.py; here is which ranks and runs
-a figure has, and the sentence that it proves.
+memory_curves.py reads the data and memory_panels.py draws it; this file chooses the ranks and runs
+of a figure and writes its finding.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ ALIKE = 0.01  # peaks that differ by less are one peak to the eye
 
 
 def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = None) -> Chart:
-    """Bytes on the device by category over one step, a panel for every rank. What the rank with the
-    highest peak keeps on the host and in files at most, if anything, stands in the second line.
+    """Bytes on the device by category over one step, a panel for every rank. If the rank with the
+    highest peak also keeps data on the host or in files, the title's second line says how much.
 
-    rank  one rank only; default all, of more than four the highest peak and others evenly spaced
-    step  default the one with the highest peak, of equals the last
+    rank  one rank only. Default: all; of more than four, the one with the highest peak and others
+          evenly spaced
+    step  default: the one with the highest peak, the last of several
 
     Raises ValueError if the report has no memory samples, or none of that rank or step.
     """
-    found = curves(report, ranks=None if rank is None else [rank], step=step)
-    shown = _spaced(found)
-    worst = fullest(found)
-    said = [f"step {worst.step}"]
-    if len(shown) < len(found):
-        said.append(f"{len(shown)} of {len(found)} ranks drawn, the highest peak among them")
+    by_rank = curves(report, ranks=None if rank is None else [rank], step=step)
+    shown = _spaced(by_rank)
+    worst = fullest(by_rank)
+    remarks = [f"step {worst.step}"]
+    if len(shown) < len(by_rank):
+        remarks.append(f"{len(shown)} of {len(by_rank)} ranks drawn, the highest peak among them")
     for tier, where in (("host", "on the host"), ("file", "in files")):
         if (away := peak(report, tier=tier, rank=worst.rank)) is not None and away.total:
-            said.append(f"at most {theme.scaled(away.total, 'B')} {where}")
+            remarks.append(f"at most {theme.scaled(away.total, 'B')} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
-    fig = drawn(shown, heads, _finding(found, worst), naming.clock_line(report, *said))
-    ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(found)} ranks"
+    fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
+    ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(by_rank)} ranks"
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
         _table([(f"rank {c.rank}", c) for c in shown]),
@@ -59,118 +60,118 @@ def memory_charts(
 ) -> Chart:
     """One rank of several runs, {label: report}, one above the other on one scale of bytes.
 
-    title  in place of the finding that the peaks give
+    title  replaces the finding, which compares the peaks
 
-    Every run's step is as wide as the figure: what differs is how much, not how long. Raises
-    ValueError without runs, or naming the run that has no memory samples of that rank or step.
+    The step of every run is as wide as the figure, as runs are compared in bytes, not in time.
+    Raises ValueError without runs, and on a run without memory samples of that rank or step, which
+    it names.
     """
-    found = _each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
-    peaks = {label: curve.peak for label, curve in found.items()}
-    several, first = len({report.clock for report in runs.values()}) > 1, next(iter(found))
-    heads = [f"<b>{theme.text(n)}</b>{f' ({c.report.clock})' * several}" for n, c in found.items()]
+    by_run = _curve_of_each(runs, lambda report: curves(report, ranks=[rank], step=step)[0])
+    peaks = {label: curve.peak for label, curve in by_run.items()}
+    several, first = len({report.clock for report in runs.values()}) > 1, next(iter(by_run))
+    heads = [f"<b>{theme.text(n)}</b>{f' ({c.report.clock})' * several}" for n, c in by_run.items()]
     for i, size in enumerate(peaks.values()):
         if i and peaks[first]:
             heads[i] += f": {theme.percent(size / peaks[first])} of {theme.text(first)}"
     many = any(report.world_size > 1 for report in runs.values())
     below = f"{f'rank {rank}, ' * many}one step of each, on one scale of bytes"
-    fig = drawn(list(found.values()), heads, _verdict(peaks), below, against=first)
+    fig = drawn(list(by_run.values()), heads, _verdict(peaks), below, against=first)
     return fig.titled(title).explained(
-        f"memory of {len(found)} runs on rank {rank}, by category: {' | '.join(found)}",
-        _table(list(found.items())),
+        f"memory of {len(by_run)} runs on rank {rank}, by category: {' | '.join(by_run)}",
+        _table(list(by_run.items())),
     )
 
 
 def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Chart:
-    """The peaks of several runs, {label: report}, by category: a bar for the highest rank of each.
-
-    title  in place of the finding that the peaks give. Raises ValueError as `memory_charts`
+    """The peaks of several runs, {label: report}, by category: for each run a bar of the rank with
+    the highest peak. ``title`` replaces the finding. Raises ValueError as `memory_charts` does.
     """
-    found = _each(runs, lambda report: fullest(curves(report)))
-    bars = {label: curve.held for label, curve in found.items()}
-    finding = title or _verdict({label: curve.peak for label, curve in found.items()})
-    chart = bytes_bars(bars, limits(found.values()), title=finding)
+    by_run = _curve_of_each(runs, lambda report: fullest(curves(report)))
+    bars = {label: curve.held for label, curve in by_run.items()}
+    finding = title or _verdict({label: curve.peak for label, curve in by_run.items()})
+    chart = bytes_bars(bars, limits(by_run.values()), title=finding)
     return chart.said_below("the rank with the highest peak")
 
 
 def stage_memory(report: Tables) -> Chart:
-    """The peaks of a pipeline's stages by category: a bar for the rank of each that has its highest
-    peak; of more than four stages the highest, and others evenly spaced. Without a pipeline there
-    is one bar. Raises ValueError as `memory_chart`.
+    """The peaks of a pipeline's stages by category: for each stage a bar of its rank with the
+    highest peak; of more than four stages, the highest one and others evenly spaced. Without a
+    pipeline there is one bar. Raises ValueError as `memory_chart` does.
     """
     needs_tables(report)
-    worst: dict[int, Curve] = {}  # by stage: ranks of one differ in what a grid does not divide
+    fullest_in: dict[int, Curve] = {}  # by stage, whose ranks may have unequal shards on a grid
     for curve in curves(report):
         stage = report.plan.place(curve.rank).pp
-        worst[stage] = fullest([worst.get(stage, curve), curve])
-    shown = _spaced([worst[stage] for stage in sorted(worst)])
+        fullest_in[stage] = fullest([fullest_in.get(stage, curve), curve])
+    shown = _spaced([fullest_in[stage] for stage in sorted(fullest_in)])
     bars = {stage_of(report, c.rank): c.held for c in shown}
     chart = bytes_bars(bars, capacity(report))
-    some = f"{len(shown)} of {len(worst)} stages drawn" * (len(shown) < len(worst))
-    return chart.said_below(some).explained(f"{chart.summary} ({report.clock})", chart.table)
+    remark = f"{len(shown)} of {len(fullest_in)} stages drawn" * (len(shown) < len(fullest_in))
+    return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart.table)
 
 
 def stage_of(report: Tables, rank: int) -> str:
-    """What stands for a rank among stages; "one rank" where there is no pipeline."""
+    """The name of a rank's stage or stages; "one rank" if there is no pipeline."""
     plan = report.plan
     return row_name(plan, plan.place(rank).pp) if plan.pp > 1 else "one rank"
 
 
-def _each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
-    """{label: curve} of all runs; an error names the run."""
+def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
+    """{label: the curve that ``read`` makes of the run}; an error names the run."""
     if not isinstance(runs, Mapping) or not runs:
         raise illegal("runs", runs, "nothing to draw", "{label: report}")
-    found = {}
+    by_run = {}
     for label, report in runs.items():
         if not hasattr(report, "memory"):
             raise illegal(f"runs[{label!r}]", report, "not a report", "{label: report}")
         try:
-            found[str(label)] = read(report)
+            by_run[str(label)] = read(report)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
-    return found
+    return by_run
 
 
 # ---- words ---------------------------------------------------------------------------------------
-def _finding(found: Sequence[Curve], worst: Curve) -> str:
+def _finding(curves: Sequence[Curve], worst: Curve) -> str:
     report, category = worst.report, max(worst.held, key=worst.held.__getitem__)
     share = worst.held[category] / worst.peak if worst.peak else 0.0
-    said = f"{theme.text(naming.subject(report))}: memory peaks at {theme.scaled(worst.peak, 'B')}"
+    text = f"{theme.text(naming.subject(report))}: memory peaks at {theme.scaled(worst.peak, 'B')}"
     if limit := report.meta.get("memory_limit"):
-        said += f" of {theme.scaled(limit, 'B')}"
-    said += f" {worst.phase(worst.peak_at)}"
-    if len(found) > 1 and worst.peak - min(c.peak for c in found) <= ALIKE * worst.peak:
-        said += " on every rank"
+        text += f" of {theme.scaled(limit, 'B')}"
+    text += f" {worst.phase(worst.peak_at)}"
+    if len(curves) > 1 and worst.peak - min(c.peak for c in curves) <= ALIKE * worst.peak:
+        text += " on every rank"
     elif report.world_size > 1:
-        said += f" on rank {worst.rank}"
-    return f"{said}; {theme.percent(share)} is {theme.text(category)}"
+        text += f" on rank {worst.rank}"
+    return f"{text}; {theme.percent(share)} is {theme.text(category)}"
 
 
 def _verdict(peaks: Mapping[str, float]) -> str:
-    """Which run needs least, which most, and how far apart they are."""
+    """Which run needs the least memory, which the most, and their ratio."""
     least, most = min(peaks, key=peaks.__getitem__), max(peaks, key=peaks.__getitem__)
     low, high = theme.scaled(peaks[least], "B"), theme.scaled(peaks[most], "B")
     if len(peaks) == 1:
         return f"{theme.text(most)}: memory peaks at {high}"
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
         return f"All need the same memory, to {theme.percent(ALIKE)}: {high} at the peak"
-    said = f"{theme.percent(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
-    return f"“{theme.text(least)}” needs {low} at its peak, {said}"
+    share = f"{theme.percent(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
+    return f"“{theme.text(least)}” needs {low} at its peak, {share}"
 
 
-def _spaced(found: list[Curve]) -> list[Curve]:
-    """At most ``MAX_PANELS`` of them: the highest peak, and others evenly spaced."""
-    n = len(found)
+def _spaced(curves: list[Curve]) -> list[Curve]:
+    """At most ``MAX_PANELS`` curves: the one with the highest peak, and others evenly spaced."""
+    n = len(curves)
     if n <= MAX_PANELS:
-        return found
+        return curves
     places = spread(range(n), MAX_PANELS)
-    worst = max(range(n), key=lambda i: (found[i].peak, -i))
+    worst = max(range(n), key=lambda i: (curves[i].peak, -i))
     if worst not in places:
         places[min(range(MAX_PANELS), key=lambda i: abs(places[i] - worst))] = worst
-    return [found[i] for i in sorted(places)]
+    return [curves[i] for i in sorted(places)]
 
 
 def _table(shown: Sequence[tuple[str, Curve]]) -> Any:
-    """Every sample drawn."""
+    """(columns, rows) of all samples of these curves."""
     rows = [
         (label, curve.rank, curve.step, curve.times[i], phase, category, size)
         for label, curve in shown

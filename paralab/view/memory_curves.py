@@ -1,7 +1,7 @@
 """The memory table of a report as curves: what a rank had on its device, sample by sample.
 
-A sample is a state of all categories at one moment; it holds until the next one. Phases of the step
-come from the spans. Bytes, and seconds from the start of the step.
+A sample has the bytes of all categories at one moment and holds until the next one. The phases of
+the step come from the spans. Times are seconds from the start of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PHASES = (*COMPUTE_KINDS, "optimizer")
 
 
 class Phase(NamedTuple):
-    """A stretch of the step in which a rank did work of one kind, seconds from the step's start."""
+    """A part of the step in which a rank did work of one kind; seconds from the step's start."""
 
     kind: str
     start: float
@@ -32,9 +32,11 @@ class Phase(NamedTuple):
 class Curve:
     """What one rank had on its device in one step.
 
-    times     seconds from the step's start
-    samples   {category: bytes} at each, every category of the curve in each; totals: their sums
-    length    of the step, seconds; start on the report's clock
+    times     seconds from the step's start, one per sample
+    samples   {category: bytes}; each sample has all categories of the curve
+    totals    the sum of each sample, bytes
+    length    seconds of the step
+    start     of the step, in seconds on the report's clock
     """
 
     report: Tables
@@ -48,12 +50,12 @@ class Curve:
 
     @property
     def numbered(self) -> bool:
-        """Whether times are numbers of what happens, in order, and no seconds."""
+        """Whether times are positions in the order of events, not seconds: in a dry run."""
         return self.report.clock == DRY
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Work of a kind that follows work of its kind is one, whatever was waited between."""
+        """The phases in order; work of one kind is one phase, also with waits in between."""
         spans = self.report.spans
         spans = spans[(spans["rank"] == self.rank) & (spans["step"] == self.step)]
         spans = spans[(spans["lane"] == "compute") & spans["kind"].isin(PHASES)]
@@ -66,7 +68,7 @@ class Curve:
 
     @cached_property
     def peak_at(self) -> int:
-        """The sample with the most bytes, the first of equals."""
+        """The index of the sample with the most bytes, the first of several."""
         return max(range(len(self.samples)), key=lambda i: (self.totals[i], -i))
 
     @property
@@ -75,7 +77,7 @@ class Curve:
 
     @property
     def reserved(self) -> dict[str, int]:
-        """{name: bytes} of the step's peaks that a GPU's allocator says, to be drawn as lines."""
+        """{"allocated", "reserved": bytes}: the step's peaks by a GPU's allocator; {} on CPUs."""
         table = self.report.allocator
         mine = table[(table["rank"] == self.rank) & (table["step"] == self.step)]
         return {name: int(mine[name].iloc[0]) for name in ("allocated", "reserved") if len(mine)}
@@ -86,9 +88,9 @@ class Curve:
         return self.samples[self.peak_at]
 
     def phase(self, index: int) -> str:
-        """ "in backward", "after backward": where a sample lies."""
+        """ "in backward", "after backward": where in the step a sample is."""
         time, before = self.times[index], ""
-        for phase in self.phases:  # a sample at the border of two ends the first
+        for phase in self.phases:  # a sample between two phases belongs to the first
             if phase.start < time <= phase.end:
                 return f"in {phase.kind.replace('_', ' ')}"
             if phase.end < time:
@@ -100,43 +102,43 @@ class Curve:
 def curves(
     report: Tables, *, ranks: Sequence[int] | None = None, step: int | None = None
 ) -> list[Curve]:
-    """The memory of ``ranks`` (default all that were sampled) in ``step``.
+    """The memory of ``ranks`` (default: all that were sampled) in ``step``, a curve per rank.
 
-    The default step is the one with the highest peak, of equals the last: a program's first steps
-    also set things up. Raises ValueError if nothing was sampled, or naming a rank or step that was
-    not.
+    The default step is the one with the highest peak, the last of several, as a program's first
+    steps also set things up. Raises ValueError if nothing was sampled, and on a rank or step that
+    was not, which it names.
     """
     table = report.memory[report.memory["tier"] == "device"]
     if table.empty:
         legal = "what pl.run(...) or pl.predict(...) returned for a model"
         raise illegal("report", report, "no memory was sampled in it", legal)
-    table = _chosen(table, "rank", ranks)
-    table = _chosen(table, "step", None if step is None else [step])
+    table = _rows_with(table, "rank", ranks)
+    table = _rows_with(table, "step", None if step is None else [step])
     steps = report.steps.groupby(["rank", "step"]).agg({"start": "min", "end": "max"})
-    edges = {at: (start, end) for at, start, end in steps.itertuples()}
-    found = {
-        at: _curve(report, *map(int, at), mine, edges.get(at))
-        for at, mine in table.groupby(["rank", "step"])
+    edges = {key: (start, end) for key, start, end in steps.itertuples()}
+    by_key = {
+        key: _curve(report, *map(int, key), rows, edges.get(key))
+        for key, rows in table.groupby(["rank", "step"])
     }
     if step is None:
-        step = max(found, key=lambda at: (found[at].peak, at[1]))[1]
-    return [curve for (_, at), curve in found.items() if at == step]
+        step = max(by_key, key=lambda key: (by_key[key].peak, key[1]))[1]
+    return [curve for (_, key), curve in by_key.items() if key == step]
 
 
-def _chosen(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
+def _rows_with(table: Any, column: str, wanted: Sequence[int] | None) -> Any:
     if wanted is None:
         return table
-    there = sorted(set(table[column].tolist()))
+    known = sorted(set(table[column].tolist()))
     for value in wanted:
-        if whole(column, value, at_least=0) not in there:
-            raise illegal(column, value, "no memory was sampled there", ", ".join(map(str, there)))
+        if whole(column, value, at_least=0) not in known:
+            raise illegal(column, value, "no memory was sampled there", ", ".join(map(str, known)))
     return table[table[column].isin(list(wanted))]
 
 
 def _curve(
     report: Tables, rank: int, step: int, rows: Any, edges: tuple[float, float] | None
 ) -> Curve:
-    """edges: where the step begins and ends, if that is known."""
+    """The curve of one rank and step; ``edges``: start and end of the step, if known."""
     times: list[float] = []
     samples: list[dict[str, int]] = []
     columns = (rows[c].tolist() for c in ("time", "category", "bytes"))
@@ -155,26 +157,26 @@ def _curve(
     return Curve(report, rank, step, at, samples, totals, max(end, times[-1]) - zero, zero)
 
 
-def fullest(found: Sequence[Curve]) -> Curve:
-    """The curve with the highest peak, of equals that of the first rank."""
-    return max(found, key=lambda curve: (curve.peak, -curve.rank))
+def fullest(curves: Sequence[Curve]) -> Curve:
+    """The curve with the highest peak, the one of the lowest rank if several have it."""
+    return max(curves, key=lambda curve: (curve.peak, -curve.rank))
 
 
 def thinned(totals: Sequence[int], most: int) -> list[int]:
-    """Indices of at most about ``most`` samples: of every stretch first, highest and lowest."""
+    """Indices of about ``most`` samples: the first, the highest and the lowest of every stretch."""
     count = len(totals)
     if count <= most:
         return list(range(count))
     size = -(-count // max(1, most // 3))
     kept = {count - 1}
     for low in range(0, count, size):
-        part = range(low, min(low + size, count))
-        kept |= {low, max(part, key=totals.__getitem__), min(part, key=totals.__getitem__)}
+        stretch = range(low, min(low + size, count))
+        kept |= {low, max(stretch, key=totals.__getitem__), min(stretch, key=totals.__getitem__)}
     return sorted(kept)
 
 
 def capacity(report: Tables) -> dict[str, int]:
-    """{label: bytes} of the device: the run's own limit, or what its cluster states, if it does."""
+    """{label: bytes} of the device: the run's memory limit, or what its cluster states; else {}."""
     if limit := report.meta.get("memory_limit"):
         return {"memory limit": int(limit)}
     if report.cluster is not None and report.cluster.memory:

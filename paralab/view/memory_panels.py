@@ -1,8 +1,9 @@
 """Panels of memory over a step, one above the other on one scale of bytes.
 
-What was sampled is drawn as it was sampled: a state holds until the next sample, so steps and no
-slopes. A prediction has a sample behind every instruction, and one inside that which has the peak;
-in outline behind some actions and at the peak. The strip above a panel has the step's phases.
+A sample holds until the next one, so curves have steps, not slopes. A prediction has a sample after
+every instruction and one inside the instruction that has the peak; in an outline
+(detail="actions"), after some actions and at the peak. The strip above a panel has the phases of
+the step.
 """
 
 from __future__ import annotations
@@ -20,30 +21,33 @@ from paralab.view.marks.curves import curve as points
 from paralab.view.memory_curves import Curve, capacity, thinned
 
 MAX_PANELS = 4
-MAX_POINTS = 4000  # of a figure; more are thinned out, and every peak stays
-NEAR = 3  # times the highest peak: a device beyond that is not drawn
-HEAD, STRIP, GAP = 26, 17, 20  # pixels
-WORDS = 28  # pixels above the highest peak, for its bytes
-ROOM = {1: 300, 2: 200, 3: 165, 4: 145}  # pixels that a panel is high
-FRAME = 152  # pixels of a figure that are no panel
-LETTER = 0.0095  # of the step that one letter in the strip takes
+MAX_POINTS = 4000  # of a figure; beyond that samples are left out, but never a peak
+NEAR = 3  # a device with more than so many times the highest peak is not drawn
+HEAD, STRIP, GAP = 26, 17, 20  # pixels: of a heading, of the strip, between two panels
+WORDS = 28  # pixels above the highest peak, for its label
+ROOM = {1: 300, 2: 200, 3: 165, 4: 145}  # {number of panels: pixels that each is high}
+FRAME = 152  # pixels of a figure above and below its panels
+LETTER = 0.0095  # share of the step that one letter in the strip takes
 
 
-def limits(found: Iterable[Curve]) -> dict[str, float]:
-    """{label: bytes} of the devices; far ones left out."""
-    found = list(found)
-    highest = max(curve.peak for curve in found)
-    held = [pair for curve in found for pair in capacity(curve.report).items()]
-    return {label: float(size) for label, size in held if size <= NEAR * highest}
+def limits(curves: Iterable[Curve]) -> dict[str, float]:
+    """{label: bytes} of the devices that are near enough to the highest peak to be drawn."""
+    curves = list(curves)
+    highest = max(curve.peak for curve in curves)
+    capacities = [pair for curve in curves for pair in capacity(curve.report).items()]
+    return {label: float(size) for label, size in capacities if size <= NEAR * highest}
 
 
 class _Scales:
-    """What all panels of a figure share: bytes and times in the units of its axes."""
+    """What all panels of a figure share: the units of the axes, categories, and sizes in pixels.
 
-    def __init__(self, shown: Sequence[Curve], share: bool, heads: bool) -> None:
+    share   whether the time axis is in per cent of each curve's own step
+    """
+
+    def __init__(self, shown: Sequence[Curve], *, share: bool, heads: bool) -> None:
         self.held = limits(shown)
-        told = [size for curve in shown for size in curve.reserved.values()]
-        self.highest = max([*(curve.peak for curve in shown), *self.held.values(), *told, 1])
+        reserved = [size for curve in shown for size in curve.reserved.values()]
+        self.highest = max([*(curve.peak for curve in shown), *self.held.values(), *reserved, 1])
         self.unit, self.per = theme.unit_of(self.highest)
         self.share, self.numbered = share, any(curve.numbered for curve in shown)
         self.seconds = 1.0 if self.numbered else 1e3
@@ -56,7 +60,7 @@ class _Scales:
         self.plot = len(shown) * self.each + (len(shown) - 1) * GAP
 
     def x(self, curve: Curve, seconds: float) -> float:
-        """On the time axis; a tenth of a thousandth is more than is seen."""
+        """A time's place on the time axis, rounded to far less than a pixel."""
         scale = (100.0 / curve.length if self.share else self.seconds) if curve.length > 0 else 1.0
         return round(seconds * scale, 4)
 
@@ -74,20 +78,20 @@ def drawn(
     *,
     against: str | None = None,
 ) -> Chart:
-    """A panel for each curve, its head above it.
+    """A panel for each curve, with its heading above it.
 
-    against  what the first is called: then the time axis is per cent of each curve's own step, not
-             milliseconds, and a faint line in every other panel is the first's peak
+    against  the name of the first curve, if others are compared with it: then the time axis is in
+             per cent of each curve's own step, and the other panels have a line at its peak
     """
-    scales = _Scales(shown, against is not None, any(heads))
+    scales = _Scales(shown, share=against is not None, heads=any(heads))
     plot, per, width = scales.plot, scales.per, scales.width
     traces, notes, shapes, axes = [], [], [], {}
     for i, curve in enumerate(shown):
         top = plot - i * (scales.each + GAP)
         panel, strip = "y" if i == 0 else f"y{2 * i + 1}", f"y{2 * i + 2}"
         traces += [*_strip(curve, strip, scales), *_stack(curve, panel, scales)]
-        for found, made in zip((traces, notes, shapes), _peak(curve, panel, scales), strict=True):
-            found += made
+        for marks, more in zip((traces, notes, shapes), _peak(curve, panel, scales), strict=True):
+            marks += more
         low, high = (top - scales.each) / plot, (top - scales.head - STRIP - 3) / plot
         axes[f"yaxis{panel[1:]}"] = {
             "domain": [max(low, 0.0), high],
@@ -107,11 +111,11 @@ def drawn(
             shapes.append(line((0, width), (first, first), **at, **faint))
             left = scales.x(curve, curve.times[curve.peak_at]) > width / 2  # away from its own peak
             at = {"size": 12, "axes": ("paper", panel)}
-            at |= {"hold": f"{'left' if left else 'right'} bottom"}
-            said = f"peak of {theme.text(against)}"
-            notes.append(note(said, int(not left), first, **at, **faint))
+            at |= {"anchor": f"{'left' if left else 'right'} bottom"}
+            text = f"peak of {theme.text(against)}"
+            notes.append(note(text, int(not left), first, **at, **faint))
         if heads[i]:
-            at = {"size": 14, "axes": ("paper", "paper"), "hold": "left bottom"}
+            at = {"size": 14, "axes": ("paper", "paper"), "anchor": "left bottom"}
             notes.append(note(heads[i], 0, (top - scales.head) / plot, **at))
     fig = figure(
         finding,
@@ -127,7 +131,7 @@ def drawn(
 
 
 def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
-    """The step's phases, with their names where there is room, or their first letters."""
+    """The phases of the step, with their names if there is room, else their first letters."""
     traces = []
     for kind in theme.KIND_COLOUR:
         name, rows = kind.replace("_", " "), []
@@ -137,8 +141,8 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
                 room = (end - start) / (LETTER * scales.width)
                 word = next((w for w in (name, name[:1].upper()) if len(w) + 1 <= room), "")
                 took = theme.scaled(phase.end - phase.start, "s")
-                said = name if curve.numbered else f"{name}: {took}"
-                rows.append((start, round(end - start, 4), 0, 1, word, said))
+                hover_text = name if curve.numbered else f"{name}: {took}"
+                rows.append((start, round(end - start, 4), 0, 1, word, hover_text))
         if rows:
             style = mark.look(name, theme.colour(kind), edge=1, axes=("x", axis))
             traces.append(mark.boxes(rows, style, showlegend=False))
@@ -146,32 +150,32 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
 
 
 def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
-    """The categories, stacked: areas of steps."""
+    """The areas of the categories, stacked."""
     kept = thinned(curve.totals, scales.most)
-    kept += kept[-1:]  # until the end of the step
+    kept += kept[-1:]  # the last sample again, for the end of the step
     times = [scales.x(curve, curve.times[i]) for i in kept[:-1]] + [scales.x(curve, curve.length)]
     traces = []
     for name in scales.names:
         sizes = [curve.samples[i].get(name, 0) for i in kept]
-        said = [f"{theme.text(name)}: {theme.scaled(n, 'B')} ({n:,} bytes)" for n in sizes]
+        hover_texts = [f"{theme.text(name)}: {theme.scaled(n, 'B')} ({n:,} bytes)" for n in sizes]
         place = {"axes": ("x", axis), "showlegend": axis == "y"}
         heights, fill = [n / scales.per for n in sizes], theme.category_colour(name)
-        traces += area(name, fill, times, heights, said, **place)
+        traces += area(name, fill, times, heights, hover_texts, **place)
     return traces
 
 
 def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
-    """Traces, notes, shapes: the peak, what the device holds, what a GPU's allocator says."""
+    """Traces, notes and shapes: the peak, the device's memory, the peaks by a GPU's allocator."""
     look, per = theme.look(), scales.per
     x, y = scales.x(curve, curve.times[curve.peak_at]), curve.peak
     side = "left" if x < 0.08 * scales.width else "right" if x > 0.92 * scales.width else "center"
-    said, style = [f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"], {"mode": "markers"}
+    texts, style = [f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"], {"mode": "markers"}
     style |= {"ink": look.ink, "size": 9, "axes": ("x", axis), "showlegend": False}
     style |= {"marker": {"line": {"width": 1.5, "color": look.paper}}}
-    dot, at = points("peak", [(x, y / per)], said, **style), {"axes": ("x", axis), "yshift": 5}
-    at |= {"above": True}  # of the line of the first run's peak
+    dot, at = points("peak", [(x, y / per)], texts, **style), {"axes": ("x", axis), "yshift": 5}
+    at |= {"above": True}  # above the line at the first run's peak
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
-    notes, shapes = [note(head, x, y / per, hold="bottom", xanchor=side, **at)], []
+    notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
     held = scales.held.keys() & capacity(curve.report).keys()
     lines = [(label, scales.held[label], "dash", "right") for label in held]
     lines += [
@@ -181,13 +185,13 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     for label, size, dash, side in lines:
         height = size / per
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
-        at = {"axes": ("paper", axis), "hold": f"{side} bottom"}
-        said = f"{theme.text(label)} {theme.scaled(size, 'B')}"
-        notes.append(note(said, float(side == "right"), height, **at))
+        at = {"axes": ("paper", axis), "anchor": f"{side} bottom"}
+        name = f"{theme.text(label)} {theme.scaled(size, 'B')}"
+        notes.append(note(name, float(side == "right"), height, **at))
     return [dot], notes, shapes
 
 
 def _dtick(width: float) -> float:
-    """Between two labels of the time axis: 1, 2 or 5 times a power of ten, four to ten of them."""
+    """The distance of ticks on the time axis: 1, 2 or 5 times a power of ten; 4 to 10 ticks."""
     power = 10.0 ** math.floor(math.log10(width / 4)) if width > 0 else 1.0
     return max(step * power for step in (1, 2, 5) if 4 * step * power <= width or step == 1)

@@ -1,7 +1,7 @@
-"""The places of the cells of a mesh: rows of pipeline ranks, blocks of data-parallel indices, which
-of them are drawn if there are too many, and the frames of nodes around them.
+"""The cells of a mesh: the places of pipeline ranks and data-parallel blocks, which of them are
+drawn if there are too many, and the frames of nodes around them.
 
-Lengths are in cells, y grows downwards. See rank_mesh.py for what it means.
+Lengths are in cells, y grows downwards. rank_mesh.py says what the picture means.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from paralab.view import naming, theme
 from paralab.view.marks import note
 from paralab.view.marks.cells import heat
 
-ROWS, COLUMNS = 10, 24  # cells at most: each has to have room for a rank of four digits
+ROWS, COLUMNS = 10, 24  # at most so many cells, as each needs room for a rank of four digits
 TP_CELLS = 12
-BLOCK_GAP, LEFT_OUT = 0.35, 1.0  # in cells: between blocks; where some are left out
-NARROWEST = 6.0  # cells that the picture is wide: of fewer ranks none is a bar
-ROW_GAP = 0.5  # in rows: room for the node's name
+BLOCK_GAP, LEFT_OUT = 0.35, 1.0  # in cells: between two blocks, and where blocks are left out
+NARROWEST = 6.0  # cells: the least width of the picture, so that no cell becomes a wide bar
+ROW_GAP = 0.5  # in rows: between two rows, for the names of nodes
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Group:
     """One group of one rank.
 
     ranks    all of its members, in group order
-    sends    what flows in it
-    level    "intra", or "inter" if a call in it leaves a node; "" where no cluster is stated
+    sends    what its members send each other
+    level    "intra", or "inter" if a call in it leaves a node; "" if no cluster is given
     """
 
     axis: str
@@ -44,7 +44,12 @@ class Group:
 
 
 class Grid:
-    """Which cells are drawn, and where. x, y: left and upper edges, in cells; y grows downwards."""
+    """Which cells are drawn, and where; ``own`` is the rank whose groups are shown.
+
+    x, y      {(dp, tp): left edge of a cell}, {pp: upper edge of a row}
+    blocks    (middle, name) of the data-parallel blocks
+    left_out  texts that say how many indices are drawn
+    """
 
     def __init__(self, plan: Plan, own: int) -> None:
         self.plan, self.own, at = plan, own, plan.place(own)
@@ -64,8 +69,8 @@ class Grid:
         at_dp, self.gaps, self.right = placed(dps, wide, BLOCK_GAP * (plan.tp > 1), LEFT_OUT)
         self.gaps += [start + gap for start in at_dp.values() for gap in gaps]
         self.x = {(d, t): at_dp[d] + at_tp[t] for d in dps for t in tps}  # left edges
-        narrow = plan.tp == 1 and len(dps) > 12  # then "dp" stands before the first number alone
-        self.blocks = [  # middle and name
+        narrow = plan.tp == 1 and len(dps) > 12  # then only the first block's name has "dp" in it
+        self.blocks = [
             (start + wide / 2, f"{'dp ' * (not narrow or i == 0)}{d}")
             for i, (d, start) in enumerate(at_dp.items())
         ]
@@ -75,10 +80,11 @@ class Grid:
         return (pp * self.plan.dp + dp) * self.plan.tp + tp
 
     def cells(
-        self, colours: dict[str, str], of: dict[int, str], cluster: Cluster | None
+        self, colours: dict[str, str], axis_of: dict[int, str], cluster: Cluster | None
     ) -> dict[str, Any]:
-        """All cells as one heat map whose numbers are colours; holes between them. of: the axis of
-        the group that a rank shares with ``own``.
+        """All cells as one heat map with holes in between; its values are indices of ``colours``.
+
+        axis_of  {rank: axis of the group that it shares with ``own``}
         """
         codes = {name: code for code, name in enumerate(colours)}
         (across, columns), (down, rows) = edges(self.x), edges(self.y)
@@ -87,24 +93,27 @@ class Grid:
             if p is None or place is None:
                 return None, "", ""
             r = self.rank(p, *place)
-            axis, said = of.get(r, "other"), f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
-            said += f", node {cluster.node_of(r)}" if cluster is not None else ""
+            axis, hover_text = (
+                axis_of.get(r, "other"),
+                f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}",
+            )
+            hover_text += f", node {cluster.node_of(r)}" if cluster is not None else ""
             if axis not in ("other", "rank"):
-                said += f"<br>in the {axis} group of rank {self.own}"
-            return codes[axis], str(r), said
+                hover_text += f"<br>in the {axis} group of rank {self.own}"
+            return codes[axis], str(r), hover_text
 
-        made = [[cell(p, place) for place in columns] for p in rows]
-        z, text, said = ([[one[i] for one in line] for line in made] for i in range(3))
+        matrix = [[cell(p, place) for place in columns] for p in rows]
+        z, text, hover_text = ([[entry[i] for entry in line] for line in matrix] for i in range(3))
         widest = len(str(self.plan.world_size - 1))
         size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
         size -= 2 * (theme.letter_scale() > 1 and widest > 3)
         look = {"colours": list(colours.values()), "most": len(colours) - 1}
         look |= {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
-        return heat(across, down, z, text, said, **look)
+        return heat(across, down, z, text, hover_text, **look)
 
     def _pieces(self, cluster: Cluster) -> list[list[Any]]:
-        """[node, left, right, upper, lower] of every rectangle that a node's cells make."""
-        made: list[list[Any]] = []
+        """[node, left, right, upper, lower] of every rectangle of cells of one node."""
+        pieces: list[list[Any]] = []
         for p, y in self.y.items():
             runs: list[list[Any]] = []  # [node, left, right] of neighbours in this row
             for (d, t), x in self.x.items():
@@ -114,19 +123,19 @@ class Grid:
                 else:
                     runs.append([node, x, x + 1.0])
             for run in runs:
-                above = [one for one in made if one[:3] == run and y - one[4] < LEFT_OUT]
+                above = [piece for piece in pieces if piece[:3] == run and y - piece[4] < LEFT_OUT]
                 if above:
                     above[0][4] = y + 1.0
                 else:
-                    made.append([*run, y, y + 1.0])
-        return made
+                    pieces.append([*run, y, y + 1.0])
+        return pieces
 
     def nodes(self, cluster: Cluster | None) -> tuple[list[dict], list[dict]]:
         """The nodes' names and the frames around their cells: notes and shapes.
 
-        Nodes side by side share the line between them, for frames that overlap look like a mistake.
-        A name is above a frame's left corner; its number alone where there is no room, and of low
-        rows the first's alone.
+        Nodes side by side share the line between them, as overlapping frames look like a mistake.
+        Names are above the left corners of frames, without the word node if there is no room for
+        it; in a small figure with many rows only the first row has names.
         """
         pieces = [] if cluster is None else self._pieces(cluster)
         begun, ended = {left for _, left, *_ in pieces}, {right for _, _, right, *_ in pieces}
@@ -146,14 +155,14 @@ class Grid:
             pieces = [piece for piece in pieces if piece[3] == highest]
         wide = min((right - left for _, left, right, _, _ in pieces), default=0.0)
         word = "node " if wide >= 0.075 * self.right else ""
-        style = {"size": 10, "ink": theme.look().faint, "hold": "left bottom", "borderpad": 0}
+        style = {"size": 10, "ink": theme.look().faint, "anchor": "left bottom", "borderpad": 0}
         names = [
             note(f"{word}{node}", left, upper - 0.07, **style) for node, left, _, upper, _ in pieces
         ]
         return names, frames
 
     def dots(self) -> list[dict[str, Any]]:
-        """Where cells are left out."""
+        """Dots where cells are left out."""
         style = {"size": 16, "ink": theme.look().faint}
         middle = next(iter(self.y.values())) + 0.5
         dots = [note("⋯", x, middle, **style) for x in self.gaps]
@@ -161,7 +170,7 @@ class Grid:
 
 
 def shown(n: int, own: int, most: int) -> list[int]:
-    """At most ``most`` of n indices: own and its neighbours, the first ones, the last."""
+    """At most ``most`` of n indices: ``own`` and its neighbours, the first ones and the last."""
     if n <= most:
         return list(range(n))
     wanted = dict.fromkeys([own, 0, n - 1, own + 1, own - 1, *range(n)])
@@ -171,26 +180,27 @@ def shown(n: int, own: int, most: int) -> list[int]:
 def placed(
     indices: Sequence[int], each: float, apart: float, left_out: float
 ) -> tuple[dict[int, float], list[float], float]:
-    """{index: where it begins}, the middles of what is left out, and where the last one ends.
+    """{index: its start}, the middles of the gaps where indices are left out, and the end.
 
-    each  how long one is; apart, left_out: from one to its neighbour, and to the next one drawn
+    each             length of an index
+    apart, left_out  gap to the next index, and gap where indices are left out in between
     """
-    starts, gaps, now = {}, [], 0.0
+    starts, gaps, position = {}, [], 0.0
     for index, before in zip(indices, [None, *indices], strict=False):
         if before is not None and index - before > 1:
-            gaps.append(now + LEFT_OUT / 2)
-            now += left_out
+            gaps.append(position + LEFT_OUT / 2)
+            position += left_out
         elif before is not None:
-            now += apart
-        starts[index] = now
-        now += each
-    return starts, gaps, now
+            position += apart
+        starts[index] = position
+        position += each
+    return starts, gaps, position
 
 
 def edges(starts: dict[Any, float]) -> tuple[list[float], list[Any]]:
-    """Edges of cells of width 1 and of the holes between them; what is between two edges: a key of
-    ``starts``, or None for a hole.
+    """The edges of cells of width 1 and of the holes between them, and what is between each two
+    edges: a key of ``starts``, or None for a hole.
     """
-    keys = {round(start, 9): key for key, start in starts.items()}  # sums of floats leave cracks
-    made = sorted({*keys, *(round(start + 1.0, 9) for start in keys)})
-    return made, [keys.get(edge) for edge in made[:-1]]
+    keys = {round(start, 9): key for key, start in starts.items()}  # equal but for rounding errors
+    positions = sorted({*keys, *(round(start + 1.0, 9) for start in keys)})
+    return positions, [keys.get(edge) for edge in positions[:-1]]

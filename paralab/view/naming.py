@@ -1,6 +1,7 @@
-"""What figures call things: a plan, a schedule, the subject of a report, the clock it is on.
+"""Names for figures: of a plan, of a schedule, of the subject of a report and of its clock.
 
-As the papers name them, and as short as tells two plans apart; plain text, for a table too.
+The names are those of the papers, as short as possible while two plans still have different names.
+They are plain text, so tables use them too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SCHEDULE_NAME = {
 
 
 def schedule_name(plan: Plan) -> str:
-    """The plan's schedule as the papers call it; of a function of one's own its name."""
+    """The plan's schedule as the papers call it; if it is the user's function, that one's name."""
     if callable(plan.schedule):
         return getattr(plan.schedule, "__name__", "own schedule")
     return SCHEDULE_NAME.get(plan.schedule, plan.schedule.removeprefix(OWN_FORM))
@@ -45,7 +46,7 @@ def plan_name(plan: Plan) -> str:
     if plan.zero_stage:
         form = f"ZeRO-{plan.zero_stage}"
         form += f" in groups of {plan.shard_degree}" * (plan.shard_degree < plan.dp)
-    sharded = plan.tiers is not None and plan.tiers.states  # ZeRO's states, on one rank too
+    sharded = plan.tiers is not None and plan.tiers.states  # offloaded ZeRO states: on one rank too
     copies = ["one device" if plan.world_size == 1 else f"dp={plan.dp}"] + [form] * (
         plan.dp > 1 or sharded
     )
@@ -54,27 +55,27 @@ def plan_name(plan: Plan) -> str:
     if plan.relays:
         copies += [schedule_name(plan), f"m={plan.microbatches}"]
     if plan.pp == 1:
-        return ", ".join(copies + _away(plan))
+        return ", ".join(copies + _off_device(plan))
     name = [schedule_name(plan), f"p={plan.pp}", f"m={plan.microbatches}"]
     name += [f"v={plan.virtual_stages}"] * (plan.virtual_stages > 1)
-    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1) + _away(plan))
+    return ", ".join(name + copies * (plan.dp > 1 or plan.tp > 1) + _off_device(plan))
 
 
-def _away(plan: Plan) -> list[str]:
-    """ "offload to nvme", "activations to cpu": what left the device; else empty."""
+def _off_device(plan: Plan) -> list[str]:
+    """["offload to nvme"], ["activations to cpu"]: what is off the device; [] if nothing is."""
     tiers = plan.tiers
-    kept = {name: getattr(tiers, name, "device") for name in CATEGORY_COLOUR}
-    found = {name: place for name, place in kept.items() if place != "device"}
-    if not found:
+    place_of = {name: getattr(tiers, name, "device") for name in CATEGORY_COLOUR}
+    moved = {name: place for name, place in place_of.items() if place != "device"}
+    if not moved:
         return []
-    places = " and ".join(place for place in ("cpu", "nvme") if place in found.values())
-    said = next(iter(found)) if len(found) == 1 else "offload"
+    places = " and ".join(place for place in ("cpu", "nvme") if place in moved.values())
+    said = next(iter(moved)) if len(moved) == 1 else "offload"
     said += f" to {plan.offload if isinstance(plan.offload, str) else places}"
     return [said + ", delayed" * tiers.delayed]
 
 
 def subject(report: Tables) -> str:
-    """What a report is about, as plain text: its plan, or the function that was traced."""
+    """The subject of a report, as plain text: its plan, or the function that was traced."""
     if report.model is not None:
         return plan_name(report.plan)
     n = report.world_size
@@ -82,39 +83,39 @@ def subject(report: Tables) -> str:
 
 
 def shared_cores(report: Tables) -> int:
-    """How many cores the ranks of a run had, if they were fewer than the ranks; else 0."""
+    """How many cores the ranks of a run shared, if there were fewer cores than ranks; else 0."""
     cores = report.meta.get("cores")
     few = report.clock == "measured" and isinstance(cores, int) and cores < report.world_size
     return cores if few else 0
 
 
 def clock_line(report: Tables, *more: str) -> str:
-    """The second line of every title: which clock, then what else."""
+    """The second line of a title: the report's clock, then the other remarks."""
     return " · ".join([f"{report.clock} clock ({CLOCK_MEANS[report.clock]})", *more])
 
 
 def clock_lines(clocks: Iterable[str]) -> list[str]:
-    """ "measured: wall clock" of each clock, once."""
+    """ "measured: wall clock" and the like, once for each clock."""
     return [f"{clock}: {CLOCK_BRIEF[clock]}" for clock in dict.fromkeys(clocks)]
 
 
 def told_apart(subjects: list[str]) -> list[str]:
-    """The names without the parts all of them have: "ring" of "ring on 4 ranks"."""
+    """The names without the parts that all share: "ring" for "ring on 4 ranks"."""
     shared = common(subjects)
     shorter = [
-        ", ".join(p for p in _SEPARATORS.split(mine) if p not in shared) for mine in subjects
+        ", ".join(p for p in _SEPARATORS.split(name) if p not in shared) for name in subjects
     ]
     return shorter if all(shorter) else subjects
 
 
 def common(subjects: list[str]) -> list[str]:
-    """The parts that all of the names have."""
+    """The parts that all of the names share."""
     parts = [_SEPARATORS.split(subject) for subject in subjects]
     return [part for part in parts[0] if all(part in other for other in parts[1:])]
 
 
 def apart(reports: Sequence[Tables]) -> list[str]:
-    """The shortest names that tell the reports apart: subject, clock, both, or those numbered."""
+    """The shortest names that differ for all reports: clock, subject, both, or both numbered."""
     subjects = told_apart([subject(report) for report in reports])
     clocks = [report.clock for report in reports]
     both = [f"{s}, {c}" for s, c in zip(subjects, clocks, strict=True)]

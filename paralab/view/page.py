@@ -1,8 +1,8 @@
-"""A report as one HTML file that needs nothing else: no server, no network, no kit.
+"""A report as one HTML file that needs nothing else: no server, no network, not this library.
 
-plotly's JavaScript (4.8 MB) is inside, and a content security policy in the page (page.html)
-forbids the browser to ask any host for anything. Light or dark follows the reader's system.
-Everything that came from outside the kit (names, paths, notes) is escaped.
+The file contains plotly's JavaScript (4.8 MB), and a content security policy (page.html) forbids
+the browser to contact any host. Light or dark follows the reader's system. All text that comes from
+outside the library (names, paths, notes) is escaped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         with theme.drawn(name):
             figures[name] = _figures(report)
     title = f"paralab: {naming.subject(report)}"
-    drawn = "\n".join(
+    panels = "\n".join(
         f'<section><div id="{name}" class="figure" style="height:{fig.layout.height}px"></div>'
         "</section>"
         for name, fig in figures["light"].items()
@@ -67,9 +67,9 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         clock=report.clock,
         means=html.escape(naming.CLOCK_MEANS[report.clock]),
         extra=extra,
-        drawn=drawn,
+        drawn=panels,
         numbers=numbers.to_html(header=False, index_names=False, border=0, classes="narrow"),
-        described=_described(report),
+        described=_descriptions(report),
         plotly=get_plotlyjs(),
         figures=_for_script(data),
     )
@@ -93,35 +93,37 @@ def _figures(report: Tables) -> dict[str, Chart]:
 
 
 def _for_script(value: Any) -> str:
-    """JSON that no text inside it can break out of a script element."""
-    dumped = json.dumps(value)  # ASCII only, so U+2028 and its like are escaped too
+    """The value as JSON in which no text can end the script element that contains it."""
+    dumped = json.dumps(value)  # ASCII only, so U+2028 and the like are escaped too
     for sign in "<>&":
         dumped = dumped.replace(sign, f"\\u{ord(sign):04x}")
     return dumped
 
 
-def _described(report: Tables) -> str:
+def _descriptions(report: Tables) -> str:
     always = dict.fromkeys(("dp", "microbatches", "microbatch_size", "precision", "grad_sync"))
-    plan = _unusual(report.plan, {**Plan().to_dict(), **always})
+    plan = _changed_fields(report.plan, {**Plan().to_dict(), **always})
     if isinstance(report.plan.offload, Offload):
-        plan["offload"] = _unusual(report.plan.offload, Offload().to_dict())
+        plan["offload"] = _changed_fields(report.plan.offload, Offload().to_dict())
     plan["grad_sync"] = report.plan.grad_sync_name
     plan["samples per step"] = report.plan.global_batch
     groups: dict[str, Any] = {"Function": {"ranks": report.world_size}}
-    if report.model is not None:  # of a traced function the plan says no more than how many ranks
+    if report.model is not None:  # a traced function's plan only has the number of ranks
         size = {"parameters Ψ": f"{report.model.num_params:,}"}
         groups = {"Model": report.model.to_dict() | size, "Plan": plan}
     groups |= {"Cluster": report.cluster and report.cluster.to_dict(), "Run": report.meta}
     return "\n".join(
-        f"<div><h3>{name}</h3>{_pairs(values)}</div>" for name, values in groups.items() if values
+        f"<div><h3>{name}</h3>{_pairs_table(values)}</div>"
+        for name, values in groups.items()
+        if values
     )
 
 
-def _unusual(described: Plan | Offload, usual: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_fields(described: Plan | Offload, usual: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in described.to_dict().items() if value != usual[name]}
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
+def _pairs_table(values: Mapping[str, Any]) -> str:
     import pandas as pd
 
     def said(value: Any) -> str:

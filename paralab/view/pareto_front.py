@@ -1,11 +1,11 @@
-"""Time against memory of every plan that a search looked at, and the front that no plan beats.
+"""Time against memory of every plan that a search considered, and their Pareto front.
 
-Both axes are logarithmic. Plans that fit are coloured by their degree of tensor parallelism, from
-one device's to beyond a node; those that do not fit are faint, right of the line where memory ends
-or, being estimates, hardly left of it. Of the simulated plans both times are there, with a line
-from the estimate to the simulation. Many thousand points say no more than a few: what is far slower
-than the best, or far beyond the memory, is left out and the rest thinned evenly, as the title's
-second line says; front and simulated plans are always all there.
+Both axes are logarithmic. Plans that fit are coloured by their degree of tensor parallelism: none,
+within a node, across nodes. Plans that do not fit are faint; they are right of the line at the
+device's memory, or close to it on the left, as their memory is an estimate. A simulated plan has
+both times, with a line from the estimate to the simulation. Plans that are far slower than the best
+or far beyond the memory are left out and the others thinned evenly, as the second line of the title
+says; all simulated plans and, within that range, the whole front are drawn.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import note, upright
 from paralab.view.marks.curves import curve, log_axis
 
-MOST = 3000  # points of plans; a browser stays quick, and no place that has some is left empty
-SLOWER, LARGER = 20, 10  # times the best plan's time, and the memory: what is drawn
+MOST = 3000  # points: few enough for a browser, enough that no region becomes empty
+SLOWER, LARGER = 20, 10  # drawn are plans up to so many times the best time, and the memory limit
 SYMBOLS = ("circle", "diamond", "x")
-CELLS = 60  # of a grid over both axes: thinning takes the same number from each
+CELLS = 60  # per axis, of a grid: thinning keeps about as many plans in each of its cells
 
 
 def pareto(search: Search) -> Chart:
@@ -43,54 +43,54 @@ def pareto(search: Search) -> Chart:
         below[0] += f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
         below[0] += f"{LARGER} times the memory"
     below.append(f"{int(np.isfinite(search.simulated).sum())} simulated")
-    now, near = theme.look(), search.memory_limit < LARGER * search.memory[shown].max()
+    look, limit_shown = theme.look(), search.memory_limit < LARGER * search.memory[shown].max()
     low, high = search.memory[shown].min(), search.memory[shown].max()
-    if near:
+    if limit_shown:
         low, high = min(low, search.memory_limit), max(high, search.memory_limit)
     times = search.closed[shown]
     front = search.front[np.isin(search.front, shown)]
     line = [(search.memory[at], search.closed[at]) for at in front]
-    misses = _points(search, shown[~fits[shown]], "does not fit", theme.shade(now.ink, 8, 8), 0.35)
-    misses["showlegend"] = not near  # else it says so where they are
+    misses = _points(search, shown[~fits[shown]], "does not fit", theme.shade(look.ink, 8, 8), 0.35)
+    misses["showlegend"] = not limit_shown  # otherwise the line at the limit is labelled
     traces = [misses]
     for number, (name, chosen, fill) in enumerate(_groups(search)):
-        mine = shown[fits[shown] & chosen[shown]]
-        traces.append(_points(search, mine, name, fill, 0.55, symbol=SYMBOLS[number]))
+        positions = shown[fits[shown] & chosen[shown]]
+        traces.append(_points(search, positions, name, fill, 0.55, symbol=SYMBOLS[number]))
     traces = [trace for trace in traces if trace["x"]]
-    step = curve("Pareto front", line, ink=now.ink, width=2)
+    step = curve("Pareto front", line, ink=look.ink, width=2)
     step["line"]["shape"] = "vh"
     note_best, star = _best(search)
     notes, shapes = [note_best], []
-    if near:
-        shapes.append(upright(search.memory_limit, dash="dash", ink=now.faint))
-        at = {"axes": ("x", "paper"), "hold": "left top", "xshift": 6, "ink": now.faint}
-        said = f"does not fit in {size(search.memory_limit)}"
-        notes.append(note(said, math.log10(search.memory_limit), 1, **at))
+    if limit_shown:
+        shapes.append(upright(search.memory_limit, dash="dash", ink=look.faint))
+        at = {"axes": ("x", "paper"), "anchor": "left top", "xshift": 6, "ink": look.faint}
+        text = f"does not fit in {size(search.memory_limit)}"
+        notes.append(note(text, math.log10(search.memory_limit), 1, **at))
     fig = figure(
         _finding(search),
         " · ".join(below),
         height=520,
         xaxis=log_axis("peak memory per device", low, high, "B", pad=(0.04, 0.06)),
-        # room below for the name of the best
+        # with room below for the best plan's name
         yaxis=log_axis("step time", times.min(), times.max(), "s", pad=(0.24, 0.06)),
         legend={"itemsizing": "constant"},
     )
 
-    said = f"{total:,} plans, {int(fits.sum()):,} fit, {len(front)} on the front"
+    text = f"{total:,} plans, {int(fits.sum()):,} fit, {len(front)} on the front"
     fig.draw([*traces, step, star, *_simulated(search)], notes, shapes)
     return fig.explained(
-        f"time against memory of {said}",
+        f"time against memory of {text}",
         lambda: search.rows(shown).assign(front=np.isin(shown, front)),
     )
 
 
 def _drawn(search: Search) -> np.ndarray:
-    """Positions of the plans that are drawn: of every cell of a grid the same number, at most."""
-    near = search.closed <= SLOWER * search.closed[0]
-    near &= search.memory <= LARGER * search.memory_limit
-    which = np.flatnonzero(near)
+    """Positions of the plans that are drawn: at most about the same number in each grid cell."""
+    visible = search.closed <= SLOWER * search.closed[0]
+    visible &= search.memory <= LARGER * search.memory_limit
+    which = np.flatnonzero(visible)
     always = np.union1d(
-        search.front[near[search.front]], np.flatnonzero(np.isfinite(search.simulated))
+        search.front[visible[search.front]], np.flatnonzero(np.isfinite(search.simulated))
     )
     if len(which) <= MOST:
         return np.union1d(which, always)
@@ -100,77 +100,79 @@ def _drawn(search: Search) -> np.ndarray:
         cell = cell * CELLS + np.minimum(scaled / scaled.max() * CELLS, CELLS - 1).astype(int)
     cell = cell * 2 + search.fits[which]
     order, places = np.argsort(cell, kind="stable"), np.arange(len(which))
-    starts = np.r_[True, np.diff(cell[order]) > 0]
-    turn = places - np.maximum.accumulate(np.where(starts, places, 0))
-    chosen = order[np.argsort(turn, kind="stable")][: MOST - len(always)]
+    is_first = np.r_[True, np.diff(cell[order]) > 0]
+    index_in_cell = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    # The first plan of every cell, then the second of every cell, and so on.
+    chosen = order[np.argsort(index_in_cell, kind="stable")][: MOST - len(always)]
     return np.union1d(which[chosen], always)
 
 
 def _groups(search: Search) -> list[tuple[str, np.ndarray, str]]:
     """(name, which plans, colour) by degree of tensor parallelism."""
     tp, node, (_, *inks) = search.plans.tp, search.cluster.devices_per_node, theme.look().series
-    found = [
+    groups = [
         ("no tensor parallelism", tp == 1, inks[3]),
         (f"tp within a node of {node}", (tp > 1) & (tp <= node), inks[1]),
         ("tp across nodes", tp > node, inks[0]),
     ]
-    return [group for group in found if (group[1] & search.fits).any()]
+    return [group for group in groups if (group[1] & search.fits).any()]
 
 
 def _points(
     search: Search, which: np.ndarray, name: str, fill: str, opacity: float, symbol: str = "circle"
 ) -> dict[str, Any]:
     pairs = list(zip(search.memory[which].tolist(), search.closed[which].tolist(), strict=True))
-    said = [
-        f"{brief(search.plans[at])}<br>{_said(*pair)}"
+    hover_texts = [
+        f"{brief(search.plans[at])}<br>{_costs(*pair)}"
         for at, pair in zip(which, pairs, strict=True)
     ]
     look = {"ink": fill, "size": 5, "symbol": symbol, "marker": {"opacity": opacity}}
-    return {**curve(name, pairs, said, mode="markers", **look), "type": "scattergl"}
+    return {**curve(name, pairs, hover_texts, mode="markers", **look), "type": "scattergl"}
 
 
-def _said(memory: float, seconds: float) -> str:
+def _costs(memory: float, seconds: float) -> str:
     return f"{theme.scaled(seconds, 's')}, {theme.scaled(memory, 'B')}"
 
 
 def _simulated(search: Search) -> list[dict[str, Any]]:
     """Simulated plans: a ring at the simulated time, a line to it from the estimate."""
-    now, which = theme.look(), np.flatnonzero(np.isfinite(search.simulated) & search.fits)
-    ends, pairs, said = [], [], []
-    for at in which:
+    look, positions = theme.look(), np.flatnonzero(np.isfinite(search.simulated) & search.fits)
+    ends, pairs, hover_texts = [], [], []
+    for at in positions:
         x, estimate, y = (float(v[at]) for v in (search.memory, search.closed, search.simulated))
         ends += [(x, estimate), (x, y), (None, None)]
         pairs.append((x, y))
         plan = brief(search.plans[at])
         serial = theme.scaled(float(search.serial[at]), "s")
-        said.append(
-            f"{plan}<br>simulated {_said(x, y)}<br>estimated {theme.scaled(estimate, 's')}"
+        hover_texts.append(
+            f"{plan}<br>simulated {_costs(x, y)}<br>estimated {theme.scaled(estimate, 's')}"
             f"<br>without overlap {serial}"
         )
-    look = {"ink": now.ink, "symbol": "circle-open", "size": 9, "marker": {"line": {"width": 1.5}}}
-    line = curve("", ends, ink=now.faint, width=1, showlegend=False)
-    return [line, curve("simulated", pairs, said, mode="markers", **look)]
+    ring = {"ink": look.ink, "symbol": "circle-open", "size": 9}
+    ring |= {"marker": {"line": {"width": 1.5}}}
+    line = curve("", ends, ink=look.faint, width=1, showlegend=False)
+    return [line, curve("simulated", pairs, hover_texts, mode="markers", **ring)]
 
 
 def _best(search: Search) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the best plan is called, and a star on it."""
-    now, x, y = theme.look(), float(search.memory[0]), float(search.simulated[0])
-    edge = {"line": {"width": 1, "color": now.paper}}
-    look = {"ink": now.ink, "symbol": "star", "size": 17, "marker": edge}
-    star = curve("best", [(x, y)], mode="markers", showlegend=False, **look)
+    """The best plan's name as a note, and a star at its simulated time."""
+    look, x, y = theme.look(), float(search.memory[0]), float(search.simulated[0])
+    edge = {"line": {"width": 1, "color": look.paper}}
+    style = {"ink": look.ink, "symbol": "star", "size": 17, "marker": edge}
+    star = curve("best", [(x, y)], mode="markers", showlegend=False, **style)
     words = brief(search.plans[0]).split()
     half = (len(words) + 1) // 2
-    name = [theme.text(" ".join(some)) for some in (words[:half], words[half:])]
+    name = [theme.text(" ".join(half_words)) for half_words in (words[:half], words[half:])]
     right = x > math.sqrt(search.memory.min() * min(search.memory_limit, search.memory.max()))
     side = "right" if right else "left"
-    arrow = {"showarrow": True, "arrowcolor": now.faint, "arrowwidth": 1, "ay": 44}
+    arrow = {"showarrow": True, "arrowcolor": look.faint, "arrowwidth": 1, "ay": 44}
     arrow |= {"ax": -24 if right else 24, "xanchor": side, "align": side}
-    said = f"<b>best</b>: {name[0]}<br>{name[1]}"
-    return note(said, math.log10(x), math.log10(y), **arrow), star
+    text = f"<b>best</b>: {name[0]}<br>{name[1]}"
+    return note(text, math.log10(x), math.log10(y), **arrow), star
 
 
 def _finding(search: Search) -> str:
-    """What the front says: what memory buys, or that it buys nothing."""
+    """What the front shows: how much time more memory would save, or that it would save none."""
     first, estimate = search.front[0], theme.scaled(float(search.closed[0]), "s")
     if search.fits[first]:
         seconds = theme.scaled(float(search.simulated[0]), "s")

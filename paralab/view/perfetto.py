@@ -1,9 +1,9 @@
 """A report as a trace for ui.perfetto.dev or chrome://tracing.
 
-The Chrome trace-event format: a process per rank, a thread per lane, an "X" event per span,
-arrows from a span to what waited for it. Overlapping collectives of one lane get threads of their
-own ("comm:dp 2"), because slices of one thread must nest. A copy between memory tiers says what and
-how many bytes it moves.
+The file has the Chrome trace-event format: a process per rank, a thread per lane, an "X" event per
+span, and arrows from a span to the spans that waited for it. Overlapping collectives of one lane
+are on threads of their own ("comm:dp 2"), because slices of one thread must nest. Copies between
+memory tiers have their category and bytes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
 
 
 def _microseconds(seconds: float) -> float:
-    """On a grid of 1/8 us, which binary floats and whole nanoseconds both hold exactly.
-
-    So the end of a slice and the start of the next stay equal however a viewer rounds them.
+    """Microseconds, rounded to 1/8: both binary floats and whole nanoseconds can represent these
+    exactly, so the end of a slice and the start of the next stay equal in every viewer.
     """
     return round(seconds * 8e6) / 8
 
@@ -42,43 +41,43 @@ def _microseconds(seconds: float) -> float:
 def events(report: Tables) -> list[dict[str, Any]]:
     """The list "traceEvents" of the file."""
     spans = report.spans.to_dict("records")
-    zero = min((s["start"] for s in spans), default=0.0)
+    origin = min((s["start"] for s in spans), default=0.0)
     calls, copies = of_span(report.collectives), of_span(report.copies)
     lanes: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for span in spans:
-        span["ts"] = _microseconds(span["start"] - zero)
-        span["dur"] = _microseconds(span["end"] - zero) - span["ts"]
+        span["ts"] = _microseconds(span["start"] - origin)
+        span["dur"] = _microseconds(span["end"] - origin) - span["ts"]
         lanes.setdefault((span["rank"], span["lane"]), []).append(span)
-    made = []
+    result = []
     for rank in sorted({rank for rank, _ in lanes}):
-        made.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
-        made.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
-    made += _threads(lanes)
-    made += [_slice(s, calls[s["id"]], copies[s["id"]]) for s in spans]
+        result.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+        result.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+    result += _threads(lanes)
+    result += [_slice(s, calls[s["id"]], copies[s["id"]]) for s in spans]
     by_id = {span["id"]: span for span in spans}
     arrows = [(by_id[a], span) for span in spans for a in span["after"]]
     for number, (cause, effect) in enumerate(arrows):
         common = {"cat": "after", "name": "after", "id": number}
-        made.append({"ph": "s", **common, **_place(cause)})
-        made.append({"ph": "f", "bp": "e", **common, **_place(effect)})
-    return made
+        result.append({"ph": "s", **common, **_place(cause)})
+        result.append({"ph": "f", "bp": "e", **common, **_place(effect)})
+    return result
 
 
 def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Give every span its thread, "tid"; return the events that name the threads."""
-    made, used = [], Counter()
-    for rank, lane in sorted(lanes, key=lambda at: (order(at[1])[0], at)):
-        own = lanes[rank, lane]
-        boxes = [(s["ts"], s["ts"] + s["dur"]) for s in own]
-        chosen = tracks(boxes, at_most=len(boxes))
-        for span, track in zip(own, chosen, strict=True):
+    result, used = [], Counter()
+    for rank, lane in sorted(lanes, key=lambda thread: (order(thread[1])[0], thread)):
+        lane_spans = lanes[rank, lane]
+        intervals = [(s["ts"], s["ts"] + s["dur"]) for s in lane_spans]
+        tracks_of = tracks(intervals, at_most=len(intervals))
+        for span, track in zip(lane_spans, tracks_of, strict=True):
             span["tid"] = used[rank] + track
-        for track in range(max(chosen) + 1):
-            name, at = ROW_NAME.get(lane, lane) + f" {track + 1}" * (track > 0), used[rank]
-            made.append(_metadata("thread_name", rank, at, name=name))
-            made.append(_metadata("thread_sort_index", rank, at, sort_index=at))
+        for track in range(max(tracks_of) + 1):
+            name, thread = ROW_NAME.get(lane, lane) + f" {track + 1}" * (track > 0), used[rank]
+            result.append(_metadata("thread_name", rank, thread, name=name))
+            result.append(_metadata("thread_sort_index", rank, thread, sort_index=thread))
             used[rank] += 1
-    return made
+    return result
 
 
 def _metadata(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:

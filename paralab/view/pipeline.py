@@ -1,9 +1,10 @@
-"""A pipeline's timeline: the ideal above, the real beneath.
+"""A pipeline's timeline: the ideal schedule above, what the report has beneath.
 
-One row per rank, one box per forward (F), backward (B, or its halves I and W), the micro-batch's
-number on it; later chunks of a rank's model are paler. Where it is hatched a rank waits, has not
-begun, or has nothing left to do while others still work. The margin has every rank's idle share of
-T, the longest time of a rank from its first forward to its last backward (`metrics.idle_shares`).
+There is one row per rank, and one box per forward (F) and backward (B, or its halves I and W) with
+the micro-batch's number on it; later chunks of a rank's model are paler. A hatched box is a rank
+that waits, has not begun, or has nothing left to do while others still work. The margin has every
+rank's idle share of T, the longest time of a rank from its first forward to its last backward
+(`metrics.idle_shares`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from paralab.view.theme import percent
 Interval = tuple[float, float]
 
 LANES = ("compute",)
-GAP = 0.14  # of a row, between two ranks
-ROOM = 16  # ranks that stand above their ideal
+GAP = 0.14  # between two ranks, as a share of a row
+ROOM = 16  # ranks: up to so many are drawn together with their ideal schedule
 NOT_BEGUN, DONE = "nothing has arrived yet", "nothing left to do in this step"
 WAITING = "waits for a neighbour"
 
@@ -37,32 +38,33 @@ def pipeline_timeline(
     report: Tables, *, step: int | None, ranks: Sequence[int] | None, ideal: bool | None
 ) -> Chart:
     """The step's boxes; above them, if ``ideal``, those of the same schedule with free links."""
-    if ideal is None:  # where there is room, and where it is not theory already
+    if ideal is None:  # drawn if there is room, and if the report is not that of a bare schedule
         drawn = len(boxes.chosen(report, step, ranks)[1])
         ideal = drawn <= ROOM and report.model is not None
     real = section(report, step=step, ranks=ranks, only=LANES if ideal else None, marked=True)
-    share, said = metrics.step_bubble(report, real.step), [f"step {real.step}"]
-    sections, alone = [real], None
-    real.label, real.head = report.clock, head(report.clock, share)
+    bubble, remarks = metrics.step_bubble(report, real.step), [f"step {real.step}"]
+    sections, ideal_bubble = [real], None
+    real.label, real.head = report.clock, head(report.clock, bubble)
     if ideal:
-        made, place = make_ideal(report, step=real.step), report.plan.place
-        above = simulated(made, "", label="ideal", ranks=sorted({place(r)[0] for r in real.ranks}))
-        alone, above.report = made.bubble_rate, report  # its clock is the costs'
+        ideal_run, place = make_ideal(report, step=real.step), report.plan.place
+        stages = sorted({place(r)[0] for r in real.ranks})
+        above = simulated(ideal_run, "", label="ideal", ranks=stages)
+        ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
         sections.insert(0, above)
-        said.append("ideal: the same costs, links free")
+        remarks.append("ideal: the same costs, links free")
     summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
-    summary += f"{sum(len(one.boxes) for one in sections)} boxes on {len(real.ranks)} ranks"
-    return timeline_rows.drawn(sections, finding(report, share, alone), said, summary)
+    summary += f"{sum(len(part.boxes) for part in sections)} boxes on {len(real.ranks)} ranks"
+    return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks, summary)
 
 
-def finding(report: Tables, share: float, alone: float | None = None) -> str:
-    """How large the bubble is, and the ideal's (``alone``), if it is drawn."""
-    said = _bubble_of(naming.subject(report), share)
-    if alone is None:
-        return said
-    if percent(alone) == percent(share):
-        return f"{said}, as with free links"
-    return f"{said}, {percent(alone)} with free links"
+def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) -> str:
+    """How large the bubble is, and the ideal schedule's bubble, if that is drawn."""
+    text = _bubble_of(naming.subject(report), bubble)
+    if ideal_bubble is None:
+        return text
+    if percent(ideal_bubble) == percent(bubble):
+        return f"{text}, as with free links"
+    return f"{text}, {percent(ideal_bubble)} with free links"
 
 
 def section(
@@ -73,114 +75,123 @@ def section(
     marked: bool = False,
     **asked: Any,
 ) -> Section:
-    """One step of a pipeline, with what is idle before a rank's first box and after its last.
+    """One step of a pipeline as a section, with a waiting box wherever a rank is idle.
 
-    marked  the line at the end stands where the pipeline ends, not the step
-    asked   step and ranks, as `boxes.section` has them
+    marked  whether the line at the end stands where the pipeline ends instead of the step
+    asked   step and ranks, as `boxes.section` takes them
     """
     most = timeline_rows.MAX_BOXES
-    one = boxes.section(report, label=label, only=only, most=most, **asked)
-    one.gap = GAP if only == LANES else one.gap
-    zero = float(report.steps["start"][report.steps["step"] == one.step].min())
+    result = boxes.section(report, label=label, only=only, most=most, **asked)
+    result.gap = GAP if only == LANES else result.gap
+    zero = float(report.steps["start"][report.steps["step"] == result.step].min())
     parts = {
         rank: (start - zero, end - zero)
-        for rank, (start, end, *_) in metrics.pipeline_parts(report, one.step).items()
+        for rank, (start, end, *_) in metrics.pipeline_parts(report, result.step).items()
     }
     if not parts:
-        return one
-    of: dict[tuple[int, ...], list[Interval]] = {}  # by pipeline
+        return result
+    by_pipeline: dict[tuple[int, ...], list[Interval]] = {}
     for rank, part in parts.items():
-        of.setdefault(report.plan.place(rank)[1:], []).append(part)
-    around = {p: (min(a for a, _ in some), max(b for _, b in some)) for p, some in of.items()}
-    idle = metrics.idle_shares(report, one.step)
-    one.idle = {r: idle[r] for r in one.ranks if r in idle}
+        by_pipeline.setdefault(report.plan.place(rank)[1:], []).append(part)
+    edges_of = {p: (min(a for a, _ in i), max(b for _, b in i)) for p, i in by_pipeline.items()}
+    idle = metrics.idle_shares(report, result.step)
+    result.idle = {r: idle[r] for r in result.ranks if r in idle}
     if label:
-        one.head = head(label, metrics.step_bubble(report, one.step))
-        one.head += "" if report.clock in label else f", {report.clock}"
-    edges = {r: around[report.plan.place(r)[1:]] for r in one.ranks if r in parts}
+        result.head = head(label, metrics.step_bubble(report, result.step))
+        result.head += "" if report.clock in label else f", {report.clock}"
+    edges = {r: edges_of[report.plan.place(r)[1:]] for r in result.ranks if r in parts}
     if marked:
-        one.mark = max(end for _, end in edges.values())
-    if all(b["kind"] != "wait" for b in one.boxes):  # no waits are recorded: gaps are waits
-        low, high = min(a for a, _ in around.values()), max(b for _, b in around.values())
-        if one.total > len(one.boxes):  # later boxes are not here: what they leave is no gap
-            high = max(b["start"] for b in one.boxes)
-        fill(one, dict.fromkeys(one.ranks, (low, high)))
+        result.mark = max(end for _, end in edges.values())
+    if all(b["kind"] != "wait" for b in result.boxes):  # no waits are recorded: every gap is one
+        low, high = min(a for a, _ in edges_of.values()), max(b for _, b in edges_of.values())
+        if result.total > len(result.boxes):  # later boxes are left out: their time is no gap
+            high = max(b["start"] for b in result.boxes)
+        fill(result, dict.fromkeys(result.ranks, (low, high)))
     else:
-        fill(one, edges, parts)
-    return one
+        fill(result, edges, parts)
+    return result
 
 
 def fill(
-    one: Section, edges: Mapping[int, Interval], busy: Mapping[int, Interval] | None = None
+    section: Section, edges: Mapping[int, Interval], busy: Mapping[int, Interval] | None = None
 ) -> None:
-    """Make every gap of a rank between its ``edges`` a box.
+    """Add a waiting box for every gap of a rank between its ``edges``, {rank: (start, end)}.
 
-    busy  from when to when a rank has its own work: gaps in between are recorded then
+    busy  {rank: (start, end)} of its own work, if the waits in between are recorded already: then
+          only gaps before and after it are filled
     """
-    blank = {"id": -1, "step": one.step, "lane": "compute", "kind": "wait", "stage": 0, "chunk": 0}
-    blank |= {"microbatch": -1, "cost": 0.0, "calls": [], "copies": [], "label": one.label}
+    blank = {"step": section.step, "lane": "compute", "kind": "wait", "stage": 0, "chunk": 0}
+    blank |= {
+        "id": -1,
+        "microbatch": -1,
+        "cost": 0.0,
+        "calls": [],
+        "copies": [],
+        "label": section.label,
+    }
     blank |= {"traced": False, "late": False, "track": 0}
-    found = []
+    waits = []
     for rank, (low, high) in edges.items():
-        mine = [b for b in one.boxes if b["rank"] == rank and b["lane"] == "compute"]
-        taken = metrics.union((b["start"], b["end"]) for b in mine)
-        begin, done = (taken[0][0], taken[-1][1]) if taken else (high, low)
+        own_boxes = [b for b in section.boxes if b["rank"] == rank and b["lane"] == "compute"]
+        busy_times = metrics.union((b["start"], b["end"]) for b in own_boxes)
+        begin, done = (busy_times[0][0], busy_times[-1][1]) if busy_times else (high, low)
         if busy is not None:
             begin, done = busy[rank]
-        starts, ends = [start for start, _ in taken] + [high], [low] + [end for _, end in taken]
-        for start, end in zip(ends, starts, strict=True):
+        gap_starts = [low] + [end for _, end in busy_times]
+        gap_ends = [start for start, _ in busy_times] + [high]
+        for start, end in zip(gap_starts, gap_ends, strict=True):
             start, end = max(start, low), min(end, high)
             why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
-            long = end - start > 1e-9 * (high - low)  # sums of floats leave cracks
+            long = end - start > 1e-9 * (high - low)  # else a rounding error
             if long and (busy is None or why != WAITING):
-                found.append({**blank, "rank": rank, "start": start, "end": end, "why": why})
-    one.boxes += found
+                waits.append({**blank, "rank": rank, "start": start, "end": end, "why": why})
+    section.boxes += waits
 
 
-def head(name: str, share: float) -> str:
-    """What stands above a section."""
-    return f"<b>{theme.text(name)}</b> · bubble {percent(share)}"
+def head(name: str, bubble: float) -> str:
+    """The heading of a section."""
+    return f"<b>{theme.text(name)}</b> · bubble {percent(bubble)}"
 
 
 # ---- simulated schedules -------------------------------------------------------------------------
 def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: float) -> Chart:
-    """Several schedules, {name: lists of actions or a simulation}, under one another on one axis:
-    what a bubble costs each of them.
+    """Several schedules, {name: lists of actions or a simulation}, under one another on one time
+    axis: what its bubble costs each of them.
 
-    title    in place of the finding, by how much the slowest takes longer than the fastest
-    seconds  of ``forward``, ``backward`` and ``weight_grad`` of a rank's whole share of the layers;
-             default 1, 2 (or 1 where backward is in halves) and 1 ms. A rank's chunks take a part
-             of them each. Raises ValueError without schedules, on one that is none, and if one
-             takes no time
+    title    replaces the finding, which compares the slowest with the fastest
+    seconds  of ``forward``, ``backward`` and ``weight_grad`` for all of a rank's layers; default 1,
+             2 (1 if backward is split into halves) and 1 ms. Each of v chunks takes 1/v of them
+
+    Raises ValueError without schedules, on something that is no schedule, and if all take no time.
     """
     if not isinstance(named, Mapping) or not named:
         raise illegal("named", named, "nothing to draw", "{name: a schedule}")
     for name in seconds:
         choice("seconds of", name, ("forward", "backward", "weight_grad"))
-    made = {
-        str(name): one if hasattr(one, "makespan") else _timed(one, seconds)
-        for name, one in named.items()
+    by_name = {
+        str(name): schedule if hasattr(schedule, "makespan") else _timed(schedule, seconds)
+        for name, schedule in named.items()
     }
-    best, worst = (f(made, key=lambda name: made[name].makespan) for f in (min, max))
-    if not made[best].makespan:
+    best, worst = (pick(by_name, key=lambda name: by_name[name].makespan) for pick in (min, max))
+    if not by_name[best].makespan:
         raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
-    sections = [simulated(one, name, label=name) for name, one in made.items()]
-    times = made[worst].makespan / made[best].makespan
+    sections = [simulated(schedule, name, label=name) for name, schedule in by_name.items()]
+    times = by_name[worst].makespan / by_name[best].makespan
     longer = (
         f"{theme.times(times)} as long as" if times >= 2 else f"{percent(times - 1)} longer than"
     )
-    said = f"{theme.text(worst)} takes {longer} {theme.text(best)}"
-    if len(made) > 1 and math.isclose(times, 1.0):
-        *others, last = map(theme.text, made)
-        said = f"{', '.join(others)} and {last} take the same time"
+    finding = f"{theme.text(worst)} takes {longer} {theme.text(best)}"
+    if len(by_name) > 1 and math.isclose(times, 1.0):
+        *others, last = map(theme.text, by_name)
+        finding = f"{', '.join(others)} and {last} take the same time"
     if len(sections) == 1:
-        said = _bubble_of(best, made[best].bubble_rate)
-    summary = f"schedules on one axis: {' | '.join(made)}"
-    return timeline_rows.drawn(sections, said, [], summary).titled(title)
+        finding = _bubble_of(best, by_name[best].bubble_rate)
+    summary = f"schedules on one axis: {' | '.join(by_name)}"
+    return timeline_rows.drawn(sections, finding, [], summary).titled(title)
 
 
 def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simulation:
-    """A schedule with the default costs; a chunk of v takes 1/v of the rank's time."""
+    """A schedule simulated with these costs or the default ones of `schedules`."""
     lists, order = checked(lists)
     halves = W in order.kind
     cost = {"forward": 1e-3, "backward": 1e-3 if halves else 2e-3, **seconds}
@@ -188,24 +199,25 @@ def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simu
     return simulate(lists, **{k: t * order.ranks / order.stages for k, t in cost.items()})
 
 
-def _bubble_of(name: str, share: float) -> str:
-    return f"{theme.text(name)}: the bubble is {percent(share)} of device time"
+def _bubble_of(name: str, bubble: float) -> str:
+    return f"{theme.text(name)}: the bubble is {percent(bubble)} of device time"
 
 
 def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
-    """The picture of a schedule that was simulated."""
+    """The timeline of a simulated schedule."""
     instance("simulation", simulation, Simulation, "what theory.pipeline.simulate(...) returned")
-    one, order = simulated(simulation, name), simulation.order
-    said, v = [f"p={order.ranks}, m={order.microbatches}"], one.report.plan.virtual_stages
-    said += [f"v={v}"] * (v > 1)
-    summary = f"timeline of {name}: {one.total} actions on {order.ranks} ranks"
-    return timeline_rows.drawn([one], _bubble_of(name, simulation.bubble_rate), said, summary)
+    section, order = simulated(simulation, name), simulation.order
+    remarks, v = [f"p={order.ranks}, m={order.microbatches}"], section.report.plan.virtual_stages
+    remarks += [f"v={v}"] * (v > 1)
+    summary = f"timeline of {name}: {section.total} actions on {order.ranks} ranks"
+    finding = _bubble_of(name, simulation.bubble_rate)
+    return timeline_rows.drawn([section], finding, remarks, summary)
 
 
 def simulated(
     simulation: Simulation, name: str, *, label: str = "", ranks: Sequence[int] | None = None
 ) -> Section:
-    """A simulated schedule as a section, every gap of it as bubble."""
-    one = section(simulation.report(name), label=label, ranks=ranks)
-    one.head = head(label, simulation.bubble_rate)
-    return one
+    """A simulated schedule as a section, with its bubble in the heading."""
+    result = section(simulation.report(name), label=label, ranks=ranks)
+    result.head = head(label, simulation.bubble_rate)
+    return result

@@ -1,8 +1,9 @@
-"""Several plans for one training, by the time of a step: as predicted, and as found.
+"""Step times of several plans for one training, predicted next to replayed or measured.
 
-To choose a plan, a prediction only has to put the plans in the right order. They are sorted by what
-was found, so the predicted points should move to the right from top to bottom as well. Spearman's
-rank correlation says how far they do: 1 where both orders are the same, 0 where they are unrelated.
+To choose a plan, a prediction only has to put the plans in the right order. The rows are sorted by
+the replayed or measured time, so the predicted points should move to the right from top to bottom
+as well. Spearman's rank correlation says how far they do: it is 1 if both orders are the same, and
+0 if they are unrelated.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from paralab.view.marks.curves import HOLLOW, curve
 
 
 def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Chart:
-    """A row per plan, the fastest on top: predicted and replayed (or measured) time of a step.
+    """A row per plan, the fastest on top: its predicted and its replayed or measured step time.
 
-    expected, found: {name of the plan: report}. Raises ValueError if their names differ or are
-    fewer than two, and unless each has one clock, and not the other's.
+    expected  {name of a plan: its predicted report}
+    found     {name of a plan: its replayed or measured report}
+
+    Raises ValueError if the names differ or are fewer than two, if the reports of one mapping have
+    several clocks, or if both mappings have the same clock.
     """
     if set(expected) != set(found) or len(found) < 2:
         legal = f"at least two, and for each both reports: {sorted(expected)}"
@@ -40,11 +44,11 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
             raise illegal("found", clock, why, "reports replayed or measured, expected predicted")
         times[clock] = [reports[name].step_time for name in names]
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
-    clocks, now = list(times), theme.look()
+    clocks, look = list(times), theme.look()
     favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
-    right, said = favourite == names[0], theme.text(favourite)
+    right, favourite_text = favourite == names[0], theme.text(favourite)
     finding = f"The fastest plan is {rows[0]}"
-    finding += f", as {clocks[0]}" if right else f"; {clocks[0]} was {said}"
+    finding += f", as {clocks[0]}" if right else f"; {clocks[0]} was {favourite_text}"
     order = rank_correlation(*times.values())
     below = [*naming.clock_lines(clocks), f"rank correlation of the two orders: {order:.2f}"]
     ends = [
@@ -52,13 +56,13 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
         for row, *both in zip(rows, *times.values(), strict=True)
         for time in (*both, None)
     ]
-    traces = [curve("", ends, ink=now.grid, width=6, showlegend=False)]
+    traces = [curve("", ends, ink=look.grid, width=6, showlegend=False)]
     for clock, hollow in zip(clocks, (HOLLOW, ""), strict=True):
         points = [(1e3 * time, row) for time, row in zip(times[clock], rows, strict=True)]
-        said = [f"{row}, {clock}: {ms:.2f} ms" for ms, row in points]
-        ink = now.series[bool(hollow) ^ 1]
-        look = {"ink": ink, "symbol": "circle" + hollow, "size": 13, "mode": "markers"}
-        traces.append(curve(clock, points, said, **look))
+        texts = [f"{row}, {clock}: {ms:.2f} ms" for ms, row in points]
+        ink = look.series[bool(hollow) ^ 1]
+        style = {"ink": ink, "symbol": "circle" + hollow, "size": 13, "mode": "markers"}
+        traces.append(curve(clock, points, texts, **style))
     fig = figure(
         finding,
         " · ".join(below),

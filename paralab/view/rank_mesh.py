@@ -4,9 +4,9 @@
 
 A row is a pipeline rank, a block in it a data-parallel index, and the cells of a block are tensor
 parallel to each other: neighbours in rank are side by side (PTD-P, Narayanan+ 2021,
-arXiv:2104.04473, sec. 3.2). So the tp group of a rank is its block, its dp group the row's cells at
-the same place, its pipeline the column. Ranks fill one node after the other: a frame says at once
-which group stays on links inside a node, and which has to leave it.
+arXiv:2104.04473, sec. 3.2). So the tp group of a rank is its block, its dp group the cells of the
+row at the same place in each block, and its pipeline the column. Ranks fill one node after the
+other: the frames show which groups stay inside a node and which have to leave it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ROW, LEGEND_ROW, HEAD = 34, 20, 84  # pixels
 
 
 def groups(plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> list[Group]:
-    """The groups of ``rank`` that have more than one member, from the innermost axis outwards."""
-    axes, found = {"tp": _tp_sends(plan), **_dp_sends(plan)}, []
+    """The groups of ``rank`` with more than one member, from the innermost axis outwards."""
+    axes, result = {"tp": _tp_sends(plan), **_dp_sends(plan)}, []
     axes["pp"] = "activations forward, their gradients back"
     for axis, sends in axes.items():
         ranks = plan.ranks(axis, rank)
         if len(ranks) > 1:
             crosses = "" if cluster is None else level(ranks, cluster.node_of)
-            found.append(Group(axis, ranks, sends, crosses))
-    return found
+            result.append(Group(axis, ranks, sends, crosses))
+    return result
 
 
 def _tp_sends(plan: Plan) -> str:
@@ -48,7 +48,7 @@ def _tp_sends(plan: Plan) -> str:
 
 
 def _dp_sends(plan: Plan) -> dict[str, str]:
-    """{axis: what flows} of data parallelism: one group, or with HSDP two."""
+    """{axis: what its group sends} of data parallelism: one group, or two with HSDP."""
     if not plan.zero_stage:
         return {"dp": f"all-reduce of gradients, {theme.text(plan.grad_sync_name)}"}
     sharded = "reduce-scatter of gradients, all-gather of parameters"
@@ -63,10 +63,11 @@ def _dp_sends(plan: Plan) -> dict[str, str]:
 
 def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None) -> Chart:
     """The ranks of ``plan`` as a grid, the groups of ``rank`` (default 0) in the colours of their
-    axes, with what flows in each, and the nodes of ``cluster`` (default: none stated) as frames.
+    axes, with what each group sends, and the nodes of ``cluster``, if it is given, as frames.
 
-    Of more than ten pipeline ranks, or two dozen ranks in one of them, the rank's neighbourhood.
-    The table has all of them. Raises ValueError if there is no such rank, or too few devices.
+    Of more than ten pipeline ranks, or two dozen ranks in a row, the neighbours of ``rank``, the
+    first and the last are drawn; the table has all. Raises ValueError if there is no such rank, or
+    if the cluster has too few devices.
     """
     instance("plan", plan, Plan, "a pl.Plan(...)")
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
@@ -74,22 +75,22 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     if cluster is not None and world > cluster.num_devices:
         why = f"it has {cluster.num_devices} devices, the plan needs {world}"
         raise illegal("cluster", cluster.name, why, "more nodes, or fewer ranks")
-    own = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
-    found = groups(plan, cluster, own)
-    grid = Grid(plan, own)
+    shown_rank = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
+    own_groups = groups(plan, cluster, shown_rank)
+    grid = Grid(plan, shown_rank)
     below = [f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, ranks side by side in tp"]
     below += grid.left_out
-    names = {"rank": f"rank {own}"} | {group.axis: group.name for group in found}
+    names = {"rank": f"rank {shown_rank}"} | {group.axis: group.name for group in own_groups}
     width = theme.frame().width - 3 * theme.SIDE
-    names = {key: theme.broken(said, width, 12) for key, said in names.items()}
-    lines = sum(1 + said.count("<br>") for said in names.values())  # of the legend
+    names = {key: theme.broken(text, width, 12) for key, text in names.items()}
+    lines = sum(1 + text.count("<br>") for text in names.values())  # of the legend
     across = {"side": "top", "showgrid": False, "showline": False, "fixedrange": True}
     across |= {"tickangle": 0}
     middles, blocks = zip(*grid.blocks, strict=True)
     across |= {"tickvals": middles, "ticktext": blocks, "showticklabels": plan.dp > 1}
     ticks = [(y + 0.5, f"{row_name(plan, index)} ") for index, y in grid.y.items()]
     fig = figure(
-        _finding(plan, cluster, own, found),
+        _finding(plan, cluster, shown_rank, own_groups),
         " · ".join(below),
         height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * lines),
         margin={"t": HEAD, "b": 14 + LEGEND_ROW * lines, "l": 10, "r": 16},
@@ -101,24 +102,25 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     )
     look = theme.look()
     colours = {"other": look.grid, "rank": look.series[3]}
-    colours |= {group.axis: theme.axis_colour(group.axis) for group in found}
+    colours |= {group.axis: theme.axis_colour(group.axis) for group in own_groups}
     square = {"mode": "markers", "symbol": "square", "size": 12}
     keys = [
-        curve("", [(None, None)], ink=colours[name], **square) | {"name": said}
-        for name, said in names.items()
+        curve("", [(None, None)], ink=colours[name], **square) | {"name": text}
+        for name, text in names.items()
     ]
     notes, frames = grid.nodes(cluster)
-    of = {r: group.axis for group in reversed(found) for r in group.ranks} | {own: "rank"}
-    fig.draw([grid.cells(colours, of, cluster), *keys], [*notes, *grid.dots()], frames)
+    axis_of = {r: group.axis for group in reversed(own_groups) for r in group.ranks}
+    axis_of |= {shown_rank: "rank"}
+    fig.draw([grid.cells(colours, axis_of, cluster), *keys], [*notes, *grid.dots()], frames)
     drawn = len(grid.y) * len(grid.x)
-    said = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
+    text = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(
-        f"mesh of pp={plan.pp} x dp={plan.dp} x tp={plan.tp}{said}, "
-        f"{len(found)} group{'s' * (len(found) != 1)} of rank {own}",
+        f"mesh of pp={plan.pp} x dp={plan.dp} x tp={plan.tp}{text}, "
+        f"{len(own_groups)} group{'s' * (len(own_groups) != 1)} of rank {shown_rank}",
         lambda: (
-            "rank pp dp tp node group",  # node -1: none stated
+            "rank pp dp tp node group",  # node is -1 without a cluster
             [
-                (r, *plan.place(r), cluster.node_of(r) if cluster else -1, of.get(r, ""))
+                (r, *plan.place(r), cluster.node_of(r) if cluster else -1, axis_of.get(r, ""))
                 for r in range(world)
             ],
         ),
@@ -126,7 +128,7 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
 
 
 def row_name(plan: Plan, index: int) -> str:
-    """ "stage 2", or of a rank with several chunks "stages 2, 6"."""
+    """ "stage 2", or "stages 2, 6" for a pipeline rank with several chunks."""
     stages = range(index, plan.stages, plan.pp)
     if len(stages) == 1:
         return f"stage {index}"
@@ -134,17 +136,17 @@ def row_name(plan: Plan, index: int) -> str:
     return f"stages {shown}"
 
 
-def _finding(plan: Plan, cluster: Cluster | None, own: int, found: Sequence[Group]) -> str:
-    """How many ranks it shares groups with, and which groups leave their node."""
-    world, others = plan.world_size, {r for group in found for r in group.ranks} - {own}
+def _finding(plan: Plan, cluster: Cluster | None, rank: int, groups: Sequence[Group]) -> str:
+    """How many ranks the rank shares groups with, and which groups leave their node."""
+    world, others = plan.world_size, {r for group in groups for r in group.ranks} - {rank}
     if not others:
         return "One rank, which shares a group with no other"
-    said = f"Rank {own} shares groups with {len(others):,} of {world - 1:,} others"
-    far = [group.axis for group in found if group.level == "inter"]
+    text = f"Rank {rank} shares groups with {len(others):,} of {world - 1:,} others"
+    between = [group.axis for group in groups if group.level == "inter"]
     if cluster is None:
-        return said
-    if not far:
-        return f"{said}, all inside its node"
-    near = [group.axis for group in found if group.level == "intra"]
-    said += f": {' and '.join(far)} between nodes"
-    return said + f", {' and '.join(near)} inside one" * bool(near)
+        return text
+    if not between:
+        return f"{text}, all inside its node"
+    inside = [group.axis for group in groups if group.level == "intra"]
+    text += f": {' and '.join(between)} between nodes"
+    return text + f", {' and '.join(inside)} inside one" * bool(inside)

@@ -1,4 +1,4 @@
-"""Which of many are drawn, where a picture has no room for all."""
+"""Which of many ranks, stages or plans a picture shows if it has no room for all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def spread(many: Sequence[Any], most: int) -> list[Any]:
-    """At most ``most`` of them, evenly spaced, the first and the last among them."""
+    """At most ``most`` of the items, evenly spaced, with the first and the last among them."""
     if len(many) <= most:
         return list(many)
     if most == 1:

@@ -1,5 +1,6 @@
-"""Schematics: how a mechanism works, drawn from the objects that do it: a ring, and what offload
-moves. ZeRO's are in zero_schematics.py.
+"""Schematics of an all-reduce on a ring and of offload's data flow, computed, not drawn by hand.
+
+Those of ZeRO are in zero_schematics.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def drawn(
     y: tuple[float, float],
     keys: Sequence[dict] = (),
 ) -> Chart:
-    """Rectangles and words, without axes. x, y: what is seen; keys: traces for the legend."""
+    """A chart of rectangles and words without axes. x, y: visible range; keys: legend traces."""
     bare: dict[str, Any] = {"visible": False, "fixedrange": True}
     fig = figure(
         finding,
@@ -43,14 +44,14 @@ def drawn(
 
 # ---- a ring --------------------------------------------------------------------------------------
 def ring(n: int = 4) -> Chart:
-    """An all-reduce on a ring of ``n`` ranks: after every step, how many ranks' terms every chunk
-    of every rank holds, and which chunk was sent on (parallel/collectives.py, [Note: chunks]).
+    """An all-reduce on a ring of ``n`` ranks: after every step, of how many ranks' terms each chunk
+    of each rank is the sum, and which chunk is sent next (parallel/collectives.py, [Note: chunks]).
 
-    ``table``: step, rank, chunk, terms, sent (by this rank, in the next step).
+    ``table``: step, rank, chunk, terms, sent (by this rank in the next step).
     """
     whole("n", n, at_least=2, at_most=8)
     steps, half = 2 * (n - 1), n - 1
-    terms = [[1] * n for _ in range(n)]  # of rank r, chunk c
+    terms = [[1] * n for _ in range(n)]  # by rank and chunk
     cells, notes, rows, ink = [], [], [], theme.axis_colour("dp")
     columns = min(steps + 1, 4)
     for step in range(steps + 1):
@@ -64,13 +65,13 @@ def ring(n: int = 4) -> Chart:
             notes.append(note(f"{r}", left - 0.25, top + r + 0.5, ink=theme.look().faint, size=11))
             for c, count in enumerate(terms[r]):
                 sent = step < steps and c == (r - step) % n
-                said = "the sum" if count == n else f"{count} of {n} terms"
-                said = f"rank {r}, chunk {c}: {said}"
-                said += f"<br>sent to rank {(r + 1) % n} next" * sent
+                text = "the sum" if count == n else f"{count} of {n} terms"
+                text = f"rank {r}, chunk {c}: {text}"
+                text += f"<br>sent to rank {(r + 1) % n} next" * sent
                 box = ((left + c + 0.03, left + c + 0.97), (top + r + 0.03, top + r + 0.97))
                 fill, edge = theme.shade(ink, n - count, n + 1), theme.look().ink if sent else ""
                 word = f"<b>{count} ▸</b>" if sent else str(count)
-                cells.append(Cell(*box, fill, word, said, 12, edge=edge))
+                cells.append(Cell(*box, fill, word, text, 12, edge=edge))
                 rows.append((step, r, c, count, sent))
         moved = [(r, (r - step) % n, terms[r][(r - step) % n]) for r in range(n)]
         for r, c, count in moved:
@@ -92,12 +93,12 @@ def ring(n: int = 4) -> Chart:
 # ---- offload -------------------------------------------------------------------------------------
 DOES = {"device": "forward, backward", "host": "optimizer's update", "files": "storage"}
 FROM_TO = {"disk read": "disk to host", "disk write": "host to disk"}  # in a sentence
-ENDS = {"d2h": (0, 1), "h2d": (1, 0), "disk write": (1, 2), "disk read": (2, 1)}  # places
+ENDS = {"d2h": (0, 1), "h2d": (1, 0), "disk write": (1, 2), "disk read": (2, 1)}  # from, to
 
 
 def data_flow(model: ModelSpec, plan: Plan) -> Chart:
-    """What a rank moves between its device, the host and files in a step, as the compiled program
-    has it: bytes by category on arrows (ZeRO-Offload, Ren+ 2021, arXiv:2101.06840, fig. 2).
+    """What a rank moves between its device, the host and files in a step of the compiled program:
+    arrows with bytes by category (after ZeRO-Offload, Ren+ 2021, arXiv:2101.06840, fig. 2).
 
     ``table``: link, category, bytes. Raises ValueError on a plan that does not offload.
     """
@@ -114,32 +115,33 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
     for i, place in enumerate(places):
         word = f"<b>{place}</b><br><span style='font-size:12px'>{DOES[place]}</span>"
         at = (3 * i, 3 * i + 1.2), (0.0, 2.0)
-        gone, come = (sum(n for link, n in sums.items() if ENDS[link][end] == i) for end in (0, 1))
-        moved = f"{theme.scaled(come, 'B')} come in per step, {theme.scaled(gone, 'B')} go out"
+        sent, received = (sum(n for k, n in sums.items() if ENDS[k][end] == i) for end in (0, 1))
+        moved = f"{theme.scaled(received, 'B')} come in per step, {theme.scaled(sent, 'B')} go out"
         cells.append(Cell(*at, look.grid, word, f"{place}: {moved}", 15, edge=look.faint))
     for link, parts in flow.items():
         start, to = ENDS[link]
-        out = to > start  # above; what comes back, below
-        x0, x1 = (3 * start + 1.25, 3 * to - 0.05) if out else (3 * start - 0.05, 3 * to + 1.25)
-        y, way = (0.45, -1) if out else (1.55, 1)
+        outwards = to > start  # these arrows are above, those back to the device below
+        x0, x1 = (1.25, -0.05) if outwards else (-0.05, 1.25)
+        x0, x1 = 3 * start + x0, 3 * to + x1
+        y, way = (0.45, -1) if outwards else (1.55, 1)
         notes.append(arrow((x0, y), (x1, y), ink=look.ink))
-        said = "<br>".join(
+        text = "<br>".join(
             f"<span style='color:{theme.category_colour(kind)}'>■</span> {kind} "
             f"<b>{theme.scaled(n, 'B')}</b>"
             for kind, n in parts.items()
         )
-        near, far = ("bottom", "top") if out else ("top", "bottom")
-        notes.append(note(said, (x0 + x1) / 2, y, hold=near, yshift=-6 * way))
+        near, far = ("bottom", "top") if outwards else ("top", "bottom")
+        notes.append(note(text, (x0 + x1) / 2, y, anchor=near, yshift=-6 * way))
         name = {"size": 11, "ink": look.faint, "yshift": 3 * way}
-        notes.append(note(lanes.ROW_NAME[link], (x0 + x1) / 2, y, hold=far, **name))
-    most = [link for link, n in sums.items() if n == max(sums.values())]
-    said = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between its tiers"
-    if len(most) == 1:
-        said += f"; the most, {theme.scaled(sums[most[0]], 'B')}, goes "
-        said += f"from {FROM_TO.get(most[0]) or lanes.ROW_NAME[most[0]]}"
+        notes.append(note(lanes.ROW_NAME[link], (x0 + x1) / 2, y, anchor=far, **name))
+    largest = [link for link, n in sums.items() if n == max(sums.values())]
+    text = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between its tiers"
+    if len(largest) == 1:
+        text += f"; the most, {theme.scaled(sums[largest[0]], 'B')}, goes "
+        text += f"from {FROM_TO.get(largest[0]) or lanes.ROW_NAME[largest[0]]}"
     rows = [(link, kind, n) for link, parts in flow.items() for kind, n in parts.items()]
     return drawn(
-        said,
+        text,
         f"{naming.plan_name(plan)} · {model.num_params:,} parameters",
         cells,
         notes,

@@ -1,9 +1,9 @@
-"""What each pipeline stage does with its step, where there are more boxes than a screen has pixels.
+"""How each pipeline stage spends a step that has more boxes than a screen has pixels.
 
-A rank's compute is cut into stretches: where it is idle for long, at its first backward, after
-its last forward, and at the optimizer. Inside a stretch actions repeat each other, so it is one
-column, in which the height of each colour is its share of the time: forward, backward, waiting. The
-fill and the drain of a pipeline are then as plain as with eight boxes.
+The compute of a rank is cut into stretches: wherever it is idle for long, at its first backward,
+after its last forward, and at the optimizer. Inside a stretch the same actions repeat, so it is
+drawn as one column, in which the height of each colour is its share of the time: forward, backward,
+waiting. Warm-up and cool-down of a pipeline are then as easy to see as with eight boxes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from paralab.view.sampling import spread
 from paralab.view.timeline import of_step
 
 MAX_ROWS = 8
-LONG = 0.015  # of a step: a rank that is idle that long is seen to be
-SHOWN = 2e-3  # of a stretch or of a step: less than that has no pixel
-HEIGHT = 0.84  # of a row, or less where its messages stand beneath
-MESSAGES = 0.18
-LANES = ("comm:dp", "comm:replica", "comm:secondary")  # whose calls those are
-IN_SECONDS = 10.0  # a step from which on the axis is in seconds
+LONG = 0.015  # share of the step: a rank that is idle for longer starts a new stretch
+SHOWN = 2e-3  # share of a stretch or of the step: anything shorter would be thinner than a pixel
+HEIGHT = 0.84  # of the columns in a row, where no messages are drawn beneath them
+MESSAGES = 0.18  # height of the messages
+LANES = ("comm:dp", "comm:replica", "comm:secondary")  # whose calls are drawn as messages
+IN_SECONDS = 10.0  # the axis of a longer step is in seconds, not milliseconds
 ORDER = (*(kind for kind in KINDS if kind not in ("comm", "wait")), "within", "wait")
-OTHER = 3  # of the phases
+OTHER = 3  # index in PHASE of what comes before the first forward or after the last backward
 WITHIN = (  # what ranks wait for inside a forward or a backward, and under which plans
     ("messages of tp", lambda plan: plan.tp > 1),
     ("gathers of dp", lambda plan: plan.zero_stage == 3 and plan.dp > 1),
     ("loads from other tiers", lambda plan: plan.tiers is not None),
-    # A backward begins with what it computes again, and needs its gradient only after that.
+    # A backward begins with its recomputation and waits for its gradient only after that.
     ("gradients", lambda plan: plan.pp > 1 and plan.recompute == "full"),
 )
 WAITS = {"wait": "waiting between actions", "within": "waiting in actions"}
@@ -44,10 +44,10 @@ PHASE = ("before the first backward", "forward and backward", "after the last fo
 
 
 class Stretch(NamedTuple):
-    """Of one rank. Times in seconds from the step's start; ``parts`` are seconds by kind.
+    """A stretch of one rank's step. Times are seconds from the step's start.
 
-    "within" is the time inside actions in which nothing is computed (`WITHIN`), "wait" that outside
-    actions.
+    parts  {kind: seconds}; "within" is the time inside actions in which nothing is computed
+           (`WITHIN`), "wait" the time between actions
     """
 
     rank: int
@@ -60,34 +60,35 @@ class Stretch(NamedTuple):
 def stage_time(
     report: Tables, *, step: int | None = None, ranks: Sequence[int] | None = None
 ) -> Chart:
-    """A step of every stage as stretches, each divided by what its time went to.
+    """A step of every stage as stretches, each divided into what its time was spent on.
 
     step   default: the step of median duration
-    ranks  default: of each stage the first rank, of one stage all; of many some, evenly spaced
+    ranks  default: the first rank of each stage, or all ranks if there is one stage; if these are
+           more than eight, eight of them, evenly spaced
 
-    Beneath a row are the rank's calls of data parallelism. ``.table`` has a row for every stretch,
-    in seconds. Raises ValueError if the report has no such step or rank, or no step at all.
+    Beneath each row are the rank's calls of data parallelism. ``.table`` has a row for every
+    stretch, in seconds. Raises ValueError if the report has no such step or rank, or no step.
     """
     metrics.needs_tables(report)
     step, shown = boxes.chosen(report, step, ranks)
     if ranks is None:
-        place = report.plan.place
-        first = [r for r in shown if report.plan.pp == 1 or not any(place(r)[1:])]
+        place_of = report.plan.place
+        first = [r for r in shown if report.plan.pp == 1 or not any(place_of(r)[1:])]
         shown = spread(first, MAX_ROWS)
-    found, calls, seconds = _read(report, step, shown)
+    stretches, calls, seconds = _read(report, step, shown)
     plan, rows = report.plan, {rank: float(i) for i, rank in enumerate(shown)}
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
-    said = [f"step {step}", "height of a colour: its share of the time"]
+    remarks = [f"step {step}", "height of a colour: its share of the time"]
     if len(shown) < report.world_size:
-        said.append(f"{len(shown)} of {report.world_size:,} ranks")
-    if any(one.parts.get("within", 0.0) > SHOWN * seconds for one in found):
-        said.append(f"in actions ranks wait for {' and '.join(_causes(report))}")
+        remarks.append(f"{len(shown)} of {report.world_size:,} ranks")
+    if any(stretch.parts.get("within", 0.0) > SHOWN * seconds for stretch in stretches):
+        remarks.append(f"in actions ranks wait for {' and '.join(_causes(report))}")
     high = HEIGHT - MESSAGES if calls else HEIGHT
     names = [row_name(plan, plan.place(r).pp) if plan.pp > 1 else f"rank {r}" for r in shown]
     ticks = [(rows[r] + high / 2, f"<b>{name}</b>") for r, name in zip(shown, names, strict=True)]
     fig = figure(
         _finding(report, step),
-        naming.clock_line(report, *said),
+        naming.clock_line(report, *remarks),
         height=int(220 + 36 * len(shown)),
         barmode="overlay",
         margin={"r": 68},
@@ -95,26 +96,26 @@ def stage_time(
         yaxis=mark.rows_axis(ticks, len(shown), -0.1),
     )
     boxed: dict[str, list[tuple]] = {}
-    for one in found:
-        length, top = one.end - one.start, rows[one.rank]
+    for stretch in stretches:
+        length, top = stretch.end - stretch.start, rows[stretch.rank]
         for kind in ORDER if length >= SHOWN * seconds else ():
-            share = one.parts.get(kind, 0.0) / length
+            share = stretch.parts.get(kind, 0.0) / length
             if share >= SHOWN:
-                at = (round(one.start * per, 6), round(length * per, 6), top + high * share / 2)
-                boxed.setdefault(kind, []).append((*at, high * share, "", _hover(one)))
+                at = round(stretch.start * per, 6), round(length * per, 6), top + high * share / 2
+                boxed.setdefault(kind, []).append((*at, high * share, "", _hover(stretch)))
                 top += high * share
     drawn = [mark.boxes(boxed[kind], _style(report, kind)) for kind in ORDER if kind in boxed]
     if calls:
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     shares = [(rows[r] + high / 2, theme.percent(idle[r])) for r in shown if r in idle]
-    kinds = [kind for kind in ORDER if any(kind in one.parts for one in found)]
-    said = f"{len(found)} stretches on {len(shown)} rank{'s' * (len(shown) != 1)}"
+    kinds = [kind for kind in ORDER if any(kind in stretch.parts for stretch in stretches)]
+    summary = f"{len(stretches)} stretches on {len(shown)} rank{'s' * (len(shown) != 1)}"
     return fig.draw(drawn, column("idle", shares) if idle else ()).explained(
-        f"stage time of {naming.subject(report)}, {report.clock}: {said}",
+        f"stage time of {naming.subject(report)}, {report.clock}: {summary}",
         lambda: (
             " ".join(["rank phase start end", *kinds]),
-            [(*one[:4], *(one.parts.get(kind, 0.0) for kind in kinds)) for one in found],
+            [(*one[:4], *(one.parts.get(kind, 0.0) for kind in kinds)) for one in stretches],
         ),
     )
 
@@ -123,29 +124,31 @@ def stage_time(
 def _read(
     report: Tables, step: int, ranks: Sequence[int]
 ) -> tuple[list[Stretch], dict[int, list[metrics.Interval]], float]:
-    """Stretches, when calls of dp were in flight by rank, and the seconds of the step."""
+    """The stretches; {rank: intervals in which calls of dp were in flight}; seconds of the step."""
     steps = report.steps[report.steps["step"] == step]
     zero, end = float(steps["start"].min()), float(steps["end"].max())
     spans = report.spans
     spans = spans[spans["rank"].isin(ranks) & (spans["step"] == step)]
     work = spans[(spans["lane"] == "compute") & (spans["kind"] != "wait")]
     length = work["end"] - work["start"]
-    own = np.minimum(metrics.seconds_of(report, work), length)
-    work = work.assign(start=work["start"] - zero, length=length, own=own)
+    computed = np.minimum(metrics.seconds_of(report, work), length)
+    work = work.assign(start=work["start"] - zero, length=length, own=computed)
     work = work.sort_values("start", kind="stable")
-    found = [s for r in ranks for s in _of_rank(r, work[work["rank"] == r], end - zero)]
+    stretches = [s for r in ranks for s in _stretches_of(r, work[work["rank"] == r], end - zero)]
     calls = {
-        rank: metrics.union((mine[["start", "end"]] - zero).itertuples(index=False, name=None))
-        for rank, mine in spans[spans["lane"].isin(LANES)].groupby("rank")
+        rank: metrics.union((group[["start", "end"]] - zero).itertuples(index=False, name=None))
+        for rank, group in spans[spans["lane"].isin(LANES)].groupby("rank")
     }
-    return found, calls, end - zero
+    return stretches, calls, end - zero
 
 
-def _of_rank(rank: int, work: Any, seconds: float) -> list[Stretch]:
-    """One rank's stretches, those in which it is idle among them. work: its spans by start, with
-    their lengths, and how much of that it computes.
+def _stretches_of(rank: int, work: Any, seconds: float) -> list[Stretch]:
+    """The stretches of one rank, including those in which it is idle.
+
+    work     its spans by start, with the columns length and own, the seconds that it computes
+    seconds  of the step
     """
-    kind, start, length, own = (work[c].to_numpy() for c in ("kind", "start", "length", "own"))
+    kind, start, length, computed = (work[c].to_numpy() for c in ("kind", "start", "length", "own"))
     n, end = len(kind), start + length
     phase = np.full(n, OTHER)
     trains = np.isin(kind, COMPUTE_KINDS)
@@ -154,26 +157,27 @@ def _of_rank(rank: int, work: Any, seconds: float) -> list[Stretch]:
     if len(forward) and len(backward):
         train = slice(forward[0], max(forward[-1], backward[-1]) + 1)
         place = np.arange(n)
-        among = (place >= backward[0]).astype(int) + (place > forward[-1])
-        phase[train] = among[train]
+        phase_index = (place >= backward[0]).astype(int) + (place > forward[-1])
+        phase[train] = phase_index[train]
     idle = start - np.r_[0.0, end[:-1]]
-    idle[np.abs(idle) < 1e-9 * seconds] = 0.0  # sums of floats leave cracks
+    idle[np.abs(idle) < 1e-9 * seconds] = 0.0  # rounding errors of sums
     cut = (idle > LONG * seconds) | (np.diff(phase, prepend=-1) != 0)
     firsts = np.flatnonzero(cut).tolist()
-    found, now = [], 0.0
+    stretches, until = [], 0.0
     for low, high in zip(firsts, [*firsts[1:], n], strict=True):
         begin, stop = float(start[low]), float(end[high - 1])
-        if begin > now:
-            found.append(Stretch(rank, "wait", now, begin, {"wait": begin - now}))
-        mine = slice(low, high)
-        parts = {k: float(own[mine][kind[mine] == k].sum()) for k in ORDER if k in kind[mine]}
-        parts["within"] = float((length[mine] - own[mine]).sum())
+        if begin > until:
+            stretches.append(Stretch(rank, "wait", until, begin, {"wait": begin - until}))
+        section = slice(low, high)
+        kinds, own = kind[section], computed[section]
+        parts = {k: float(own[kinds == k].sum()) for k in ORDER if k in kinds}
+        parts["within"] = float((length[section] - own).sum())
         parts["wait"] = max(0.0, stop - begin - sum(parts.values()))
-        found.append(Stretch(rank, PHASE[phase[low]], begin, stop, parts))
-        now = stop
-    if seconds > now:
-        found.append(Stretch(rank, "wait", now, seconds, {"wait": seconds - now}))
-    return found
+        stretches.append(Stretch(rank, PHASE[phase[low]], begin, stop, parts))
+        until = stop
+    if seconds > until:
+        stretches.append(Stretch(rank, "wait", until, seconds, {"wait": seconds - until}))
+    return stretches
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -205,20 +209,20 @@ def _messages(
 ) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill("comm", LANES[0])
     flat = []
-    for rank, low, high in ((rank, *one) for rank, some in calls.items() for one in some):
-        said = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
-        at = round(low * per, 6), round((high - low) * per, 6), rows[rank] + HEIGHT - MESSAGES / 2
-        flat.append((*at, MESSAGES * 0.8, "", said))
+    for rank, low, high in ((rank, *one) for rank, intervals in calls.items() for one in intervals):
+        hover_text = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
+        box = round(low * per, 6), round((high - low) * per, 6), rows[rank] + HEIGHT - MESSAGES / 2
+        flat.append((*box, MESSAGES * 0.8, "", hover_text))
     return mark.boxes(flat, mark.look(name, fill, edge=0))
 
 
-def _hover(one: Stretch) -> str:
-    length = one.end - one.start
-    times = [theme.scaled(seconds, "s") for seconds in (length, one.start, one.end)]
-    lines = [f"<b>rank {one.rank}</b>, {one.phase.replace('wait', 'nothing to do')}"]
+def _hover(stretch: Stretch) -> str:
+    length = stretch.end - stretch.start
+    times = [theme.scaled(seconds, "s") for seconds in (length, stretch.start, stretch.end)]
+    lines = [f"<b>rank {stretch.rank}</b>, {stretch.phase.replace('wait', 'nothing to do')}"]
     lines.append(f"{times[0]}, from {times[1]} to {times[2]}")
-    for kind, seconds in one.parts.items():
-        if len(one.parts) > 1 and seconds >= SHOWN * length:
+    for kind, seconds in stretch.parts.items():
+        if len(stretch.parts) > 1 and seconds >= SHOWN * length:
             name = WAITS.get(kind, kind.replace("_", " "))
             lines.append(f"{name}: {theme.percent(seconds / length)}")
     return "<br>".join(lines)

@@ -1,8 +1,9 @@
 """A schedule that deadlocks, drawn as far as it gets: where each rank stops, and what it needs.
 
-Every rank works until what it needs cannot come any more. What was done is drawn as boxes, then
-each rank that is stuck says at which action, and what it waits for. Follow the needs from rank
-to rank: they form a cycle (theory/schedule_check.py names it). Lab 04's clinic.
+Every rank works until something that it needs can never arrive. The actions done until then are
+drawn as boxes; each stuck rank is labelled with the action at which it stopped and what that needs.
+Followed from rank to rank, the needs form a cycle (theory/schedule_check.py names it). Lab 04's
+clinic shows this picture.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from paralab.view.chart import Chart
 from paralab.view.marks import note
 
 SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
-ROOM = 0.8  # of the time that was worked, for the words on what each rank needs
+ROOM = 0.8  # room for the labels of stuck ranks, as a share of the time that ranks worked
 
 
 def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule") -> Chart:
     """How far a schedule gets; F = 10 ms, B = 20 ms, I = W = 10 ms, links free.
 
-    Raises ScheduleError, a ValueError, if the lists are wrong in another way: something is missing,
-    twice, on the wrong rank, or before what it needs on its own rank.
+    Raises ScheduleError, a ValueError, if the lists are wrong in another way: an action is missing,
+    there twice, on the wrong rank, or before one that it needs on its own rank.
     """
     from paralab.view.timeline import timeline
 
@@ -41,18 +42,18 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     start[~done] = end[~done] = 0.0
     report, until = _so_far(Simulation(lists, order, start, end).report(name), done, stand)
     chart = timeline(report, ideal=False)
-    said = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
-    said += f"{len(stand)} of {order.ranks} ranks wait for ever" if stand else "all is done"
+    finding = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
+    finding += f"{len(stand)} of {order.ranks} ranks wait for ever" if stand else "all is done"
     below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links free"
     below += " · a rank's later stages are paler" * (order.stages > order.ranks)
-    chart.retitled(said, below)
+    chart.retitled(finding, below)
     chart.layout.annotations, chart.layout.shapes = (), ()
     rows = dict(zip(chart.layout.yaxis.ticktext, chart.layout.yaxis.tickvals, strict=True))
-    box = {"hold": "left", "xshift": 4, "above": True, "borderpad": 2}
+    box = {"anchor": "left", "xshift": 4, "above": True, "borderpad": 2}
     notes = []
     for rank, (_, action, need, other) in stand.items():
-        said = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
-        notes.append(note(said, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
+        label = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
+        notes.append(note(label, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
         if trace.name.startswith("waiting"):
             trace.name = "waiting; for ever where a need is named"
@@ -67,7 +68,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
 def _so_far(
     report: Tables, done: np.ndarray, standing: Iterable[int]
 ) -> tuple[Tables, dict[int, float]]:
-    """The report of what was done, with the waits of ranks that are stuck; when these begin."""
+    """The report of the actions done, with waits of the stuck ranks; {rank: start of its wait}."""
     spans = report.spans[done]
     until = spans.groupby("rank")["end"].max().reindex(list(standing), fill_value=0.0).to_dict()
     worked = float(spans["end"].max()) if len(spans) else SECONDS[F]

@@ -1,8 +1,8 @@
 """Which tensor parallelism sends least: elements per rank over tokens, in 1D, 2D, 2.5D and 3D.
 
-For the pair of layers of an MLP, forward and backward, by theory/tensor.py. Every curve is a
-straight line a M + b in the tokens M: b is what weights cost on their way, which 1D leaves where
-they are; a is what activations cost, which the grids divide by more. So 1D is best with few tokens.
+The elements are those of an MLP's two layers, forward and backward (theory/tensor.py). Every curve
+is a straight line a M + b in the tokens M: b are the weights that are sent, of which 1D sends none;
+a is for activations, which grids shard over more ranks. So 1D is best with few tokens.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ SENT = Axes(
 
 
 def modes(tp: int) -> list[str]:
-    """Those that so many ranks can make; with one grid 2.5D is 2D, and is left out."""
-    found = []
+    """The modes that are possible with ``tp`` ranks; 2.5D on one grid is 2D and is left out."""
+    possible = []
     for mode in MODE_NAME:
         try:
             _, depth = tensor_grid(tp, mode, None)
         except ValueError:
             continue
-        found += [mode] * (mode != "2.5d" or depth > 1)
-    return found
+        possible += [mode] * (mode != "2.5d" or depth > 1)
+    return possible
 
 
 def crossover(model: ModelSpec, tp: int = 64, *, name: str = "") -> Chart:
-    """Elements a rank sends for an MLP's two layers, forward and backward, over the tokens per
-    micro-batch, in every mode that ``tp`` ranks can make; ``name``: of the model, for the title.
+    """Elements that a rank sends for an MLP's two layers, forward and backward, over the tokens per
+    micro-batch, in every mode possible with ``tp`` ranks; ``name``: the model's, for the title.
 
-    ``table``: a row per mode and tokens, with elements. Raises ValueError on fewer than two ranks.
+    ``table``: tp, mode, tokens, elements. Raises ValueError on fewer than two ranks.
     """
     instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
     whole("tp", tp, at_least=2)
-    rows = [(tp, mode, at, _elements(model, tp, mode, at)) for mode in modes(tp) for at in TOKENS]
+    rows = [(tp, mode, n, _elements(model, tp, mode, n)) for mode in modes(tp) for n in TOKENS]
     curves: dict[str, list[tuple[int, float]]] = {}
-    for _, mode, at, sent in rows:
-        curves.setdefault(MODE_NAME[mode], []).append((at, sent / MILLION))
+    for _, mode, tokens, elements in rows:
+        curves.setdefault(MODE_NAME[mode], []).append((tokens, elements / MILLION))
     chart, name = algorithms(curves, axes=SENT), name or f"h={model.hidden:,}"
     return chart.retitled(
         f"{name}, MLP on {tp} ranks: {chart.finding}",
@@ -65,5 +65,5 @@ def crossover(model: ModelSpec, tp: int = 64, *, name: str = "") -> Chart:
 
 def _elements(model: ModelSpec, tp: int, mode: str, tokens: int) -> float:
     model, plan = model.replace(seq_len=tokens), Plan(tp=tp, tp_mode=mode, microbatch_size=1)
-    each = ((*linear_elements(model, plan, r), depth_elements(model, plan, r)) for r in PAIR)
-    return float(sum((n for some in each for n in some), Fraction(0)))
+    layers = ((*linear_elements(model, plan, r), depth_elements(model, plan, r)) for r in PAIR)
+    return float(sum((n for some in layers for n in some), Fraction(0)))

@@ -1,14 +1,14 @@
-"""One look for every figure: a thing has the same colour everywhere, on light and dark pages.
+"""One look for every figure: a colour means the same thing everywhere, on light and dark pages.
 
-What happens in a step takes Okabe and Ito's eight colours (2008, "Color Universal Design"), which
+The phases of a step have Okabe and Ito's eight colours (2008, "Color Universal Design"), which
 people with any form of colour blindness can tell apart: five for what a rank computes, three for
-communication, one per axis of parallelism. What is held in memory, and moves from tier to tier,
-has seven muted colours of its own (after Paul Tol, 2021), so that a block of forward and the
-activations that it leaves are never mistaken for each other. Waiting is grey and hatched.
+communication, one per axis of parallelism. Categories of memory, also where they are copied between
+tiers, have muted colours of their own (after Paul Tol, 2021), so that a forward and the activations
+that it saves are never mistaken for each other. Waiting is grey and hatched.
 
-Curves that are none of these (a run's losses, an algorithm) come from a third set, `series`, and
-differ in dash and marker too. `use_theme` chooses light or dark for figures made from then on; a
-colour means the same in both, and black, which a dark page would swallow, is white there.
+Curves of anything else (a run's losses, an algorithm) take their colours from a third set,
+`series`, and differ in dash and marker too. `use_theme` chooses light or dark for all figures made
+afterwards; a colour means the same in both, except that black becomes white on a dark page.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ KIND_COLOUR = {
     "weight_grad": "#F0E442",  # yellow
     "optimizer": "#CC79A7",  # reddish purple
     "copy": "#E69F00",  # orange
-    "compute": "#8797A7",  # slate: what a traced function does, of no kind that training has
+    "compute": "#8797A7",  # slate: the work of a traced function, which has no phases of training
     "wait": "#DDE1E5",
 }
 AXIS_COLOUR = {"dp": "#D55E00", "tp": "#0072B2", "pp": "#000000"}  # vermillion, blue, black
-# A traced function has one group of all ranks, as dp mostly has; a copy is shared by some of dp.
+# A traced function's group has all ranks, as dp's mostly has; shard and secondary are parts of dp.
 AXIS_ALIAS = {"world": "dp", "secondary": "dp", "shard": "dp"}
 OTHER_COLOUR = "#7F7F7F"
 CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
     "parameters": "#5B6B7B",  # slate
     "gradients": "#CC6677",  # rose
     "optimizer": "#8C3B6B",  # wine
-    "master": "#C79AB4",  # master weights and moments are the optimizer's: two shades of it
+    "master": "#C79AB4",  # master weights and moments are optimizer states: two shades of wine
     "moments": "#8C3B6B",
     "activations": "#DDCC77",  # sand
     "buffers": "#7A6FB0",  # violet
@@ -59,7 +59,7 @@ OP_PATTERN |= {"broadcast": "|", "reduce": "-"}
 # ---- light and dark ------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What changes between light and dark: paper and ink, never what a colour means."""
+    """What differs between light and dark: paper and ink, never the meaning of a colour."""
 
     name: str
     paper: str
@@ -68,7 +68,7 @@ class Look:
     grid: str
     wait: str
     hatch: str
-    scale: tuple[str, str]  # from no bytes to most; grey, for no axis and no kind has it
+    scale: tuple[str, str]  # of a matrix, from no bytes to the most; grey, which no axis has
     series: tuple[str, ...]
 
 
@@ -103,7 +103,7 @@ _chosen: str | None = None
 
 
 def use_theme(name: str | None) -> None:
-    """Draw figures made from now on "light" or "dark"; None: as PARALAB_THEME says, else light.
+    """Draw all later figures "light" or "dark"; None: as PARALAB_THEME says, else light.
 
     Raises ValueError on another name.
     """
@@ -112,14 +112,14 @@ def use_theme(name: str | None) -> None:
 
 
 def look() -> Look:
-    """The look in force. Raises ValueError if PARALAB_THEME holds another word than light, dark."""
+    """The current look. Raises ValueError if PARALAB_THEME is neither "light" nor "dark"."""
     name = _chosen or os.environ.get("PARALAB_THEME") or "light"
     return LOOKS[choice("PARALAB_THEME", name, tuple(LOOKS))]
 
 
 @contextlib.contextmanager
 def drawn(name: str) -> Iterator[None]:
-    """Inside the block figures are made in this look, whatever was chosen."""
+    """Figures made inside the block have this look, whatever was chosen before."""
     before = _chosen
     use_theme(name)
     try:
@@ -134,7 +134,7 @@ def axis_of(lane: str) -> str:
     return lane.removeprefix("comm:")
 
 
-# Of three shades of tp's blue: the axes of a tp group's grid.
+# Which of three shades of tp's blue an axis of a tp group's grid has.
 TP_SHADE = {"row": 0, "j": 0, "col": 1, "i": 1, "depth": 2, "k": 2, "tokens": 2, "ij": 2, "ik": 2}
 
 
@@ -142,10 +142,10 @@ def axis_colour(axis: str) -> str:
     kind, _, part = axis.partition(":")
     if part:
         return shade(AXIS_COLOUR[kind], TP_SHADE.get(part, 0), 3)
-    if axis == "replica":  # of dp too, but paler than the ranks that share a copy
+    if axis == "replica":  # part of dp too, but paler than the ranks that shard one copy
         return shade(AXIS_COLOUR["dp"], 1, 2)
-    found = AXIS_COLOUR.get(AXIS_ALIAS.get(axis, axis), OTHER_COLOUR)
-    return look().ink if found == "#000000" else found
+    fill = AXIS_COLOUR.get(AXIS_ALIAS.get(axis, axis), OTHER_COLOUR)
+    return look().ink if fill == "#000000" else fill
 
 
 def colour(kind: str, lane: str = "compute") -> str:
@@ -163,7 +163,7 @@ def shade(fill: str, index: int, of: int) -> str:
 
 
 def clear(fill: str, opacity: float) -> str:
-    """The colour, so that what is beneath it shows through."""
+    """The colour with this opacity, so that what is beneath it shows through."""
     red, green, blue = bytes.fromhex(fill[1:])
     return f"rgba({red},{green},{blue},{opacity})"
 
@@ -176,11 +176,11 @@ def on(background: str) -> str:
 
 
 def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
-    """{label: how a curve is drawn}: {"ink", "dash", "symbol"}; ring, tree, naive ... look alike
-    in every figure.
+    """{label: {"ink", "dash", "symbol"}}: how each curve is drawn. Well-known labels (ring, tree,
+    naive, ...) look the same in every figure.
     """
     taken = {label: SERIES_OF[label] for label in labels if label in SERIES_OF}
-    if len(set(taken.values())) < len(taken):  # ring next to overlapped
+    if len(set(taken.values())) < len(taken):  # two have one style, as ring and overlapped have
         taken = {}
     free = (i for i in range(len(labels) + 5) if i not in taken.values())
     place = {label: taken[label] if label in taken else next(free) for label in labels}
@@ -193,13 +193,13 @@ def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
 
 # ---- text and numbers ----------------------------------------------------------------------------
 def text(value: Any) -> str:
-    """Words of a report, safe in a figure: plotly reads <b> and <a> as markup."""
+    """The value as text, escaped: plotly reads <b> and <a> in it as markup."""
     return html.escape(str(value), quote=False)
 
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:
     """ "1.25 MB", "107 µs", "3.4 GB/s": three digits and a decimal prefix. 1 kB = 10^3 bytes."""
-    size = float(f"{abs(value):.{digits}g}")  # 999.9 is 1 k
+    size = float(f"{abs(value):.{digits}g}")  # rounded first: 999.9 becomes 1 k
     if size == 0:
         return f"0 {unit}"
     power = max(-3, min(0 if unit == "s" else 4, math.floor(math.log10(size) / 3)))
@@ -209,12 +209,12 @@ def scaled(value: float, unit: str, *, digits: int = 3) -> str:
 
 
 def unit_of(biggest: float) -> tuple[str, float]:
-    """The unit of an axis of bytes that ends at ``biggest``, and how many bytes it is."""
+    """The unit for an axis of bytes that ends at ``biggest``, and its size in bytes."""
     return next(pair for pair in UNITS.items() if biggest >= pair[1] or pair[1] == 1)
 
 
 def category_colour(category: str) -> str:
-    """The colour of bytes; grey for a category that has none of its own."""
+    """The colour of a category of bytes; grey if it has none of its own."""
     return CATEGORY_COLOUR.get(category, OTHER_COLOUR)
 
 
@@ -229,7 +229,7 @@ def times(ratio: float) -> str:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Where a logarithmic axis from low to high is labelled: decades, and 2 and 5 where few fit."""
+    """Ticks of a logarithmic axis: its decades, with 2 and 5 times each if there are below four."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     decades = [10.0**k for k in range(first, last + 1) if low <= 10.0**k <= high]
     if len(decades) >= 4:
@@ -240,10 +240,10 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 # ---- a frame ------------------------------------------------------------------------------------
 class Frame(NamedTuple):
-    """Pixels that a figure is made for: alone on a page, or one of several, with less room.
+    """The size, in pixels, for which a figure is made: alone on a page, or one of several.
 
-    height        0: as high as the figure would like to be
-    large, small  of the letters of the title's two lines
+    height        0: each figure chooses its own
+    large, small  size of the letters in the title's two lines
     """
 
     width: int = 800
@@ -252,18 +252,18 @@ class Frame(NamedTuple):
     small: int = 13
 
 
-SIDE = 20  # pixels, left and right of the words above a picture
-LETTER_WIDTH, BOLD = 0.54, 1.13  # of its size that a letter is wide, on average; in bold more
-SWATCH, LEGEND_ROW = 50, 20  # pixels: what stands before a name in the legend; a line of it
+SIDE = 20  # pixels of margin on both sides of a title
+LETTER_WIDTH, BOLD = 0.54, 1.13  # average width of a letter over its size; how much wider is bold
+SWATCH, LEGEND_ROW = 50, 20  # pixels: the sample before a name in the legend; a row of the legend
 LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
 ALONE = Frame()
 _frame = contextvars.ContextVar("frame", default=ALONE)
-frame = _frame.get  # the one in force
+frame = _frame.get  # the current one
 
 
 @contextlib.contextmanager
 def framed(width: int, height: int) -> Iterator[None]:
-    """Inside the block every figure is made for a frame of this size, whatever it would like."""
+    """Every figure made inside the block has this size, whatever height it asks for."""
     token = _frame.set(Frame(width, height, large=14, small=11))
     try:
         yield
@@ -272,14 +272,14 @@ def framed(width: int, height: int) -> Iterator[None]:
 
 
 def letter_scale() -> float:
-    """How much more of an axis a letter takes in the frame in force than in a figure alone."""
+    """How much more of an axis a letter takes in the current frame than in a figure alone."""
     return 1.15 * ALONE.width / frame().width if frame().height else 1.0
 
 
-def broken(said: str, width: float, size: float) -> str:
-    """The words on as many lines as a figure of this width needs."""
+def broken(text: str, width: float, size: float) -> str:
+    """The text, broken into lines (<br>) for a figure of this width and letters of this size."""
     lines, most = [""], width / (LETTER_WIDTH * size)
-    for word in said.replace(" ·", "\0·").split(" "):  # a line may end with a dot, not begin
+    for word in text.replace(" ·", "\0·").split(" "):  # a line may end with a dot, not begin
         longer = f"{lines[-1]} {word}".lstrip()
         if lines[-1] and letters(longer) > most:
             lines.append(word)
@@ -288,13 +288,13 @@ def broken(said: str, width: float, size: float) -> str:
     return "<br>".join(lines).replace("\0", " ")
 
 
-def letters(said: str) -> int:
-    """How many letters are seen of a text with markup."""
-    return len(html.unescape(re.sub("<[^>]*>", "", said)))
+def letters(text: str) -> int:
+    """How many letters of a text with markup are visible."""
+    return len(html.unescape(re.sub("<[^>]*>", "", text)))
 
 
 def legend_rows(names: Sequence[str]) -> int:
-    """Lines that a horizontal legend of these names takes in the frame in force."""
+    """Rows that a horizontal legend of these names takes in the current frame."""
     each = [SWATCH + LETTER_WIDTH * frame().small * letters(name) for name in names]
     room = frame().width - 5 * SIDE
     if sum(each) <= room:

@@ -1,7 +1,7 @@
-"""Throughput over ranks, against the line that perfect scaling would follow.
+"""Throughput over ranks, against the line of ideal scaling.
 
-Efficiency is a rank's throughput divided by what a rank of the fewest reaches in the same form,
-mostly one rank alone.
+Efficiency is the throughput per rank, divided by the throughput per rank of the smallest run of the
+same form, which mostly has one rank.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
 from paralab.view.marks.curves import HOLLOW, curve
 
-CLOCK_STYLE = {  # of the one clock that a figure has: dash of its lines, and if markers are hollow
+CLOCK_STYLE = {  # by the figure's clock: dash of its lines, and whether its markers are hollow
     "measured": ("solid", False),
     "replayed": ("dash", True),
     "predicted": ("dot", True),
     "dry run": ("longdash", True),
 }
-NEAR = 0.065  # of the axis: words at the ends of two lines that are nearer are moved apart
+NEAR = 0.065  # share of the axis: least distance of the words at the ends of lines
 
 
 def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     """Samples per second over ranks, by form, with the efficiency at each line's end.
 
     rows   mappings or a DataFrame with form ("weak", "strong", "naive", ...), ranks, step_time
-           (seconds), samples (per step, all ranks together) and clock, which is one in all of them
+           (seconds), samples (per step, all ranks together) and clock, the same in all rows
 
-    Raises ValueError naming what a row lacks.
+    Raises ValueError if there are no rows, and on a row that lacks a value, which it names.
     """
     table = _efficiency(_checked(rows))
     forms, ranks = list(dict.fromkeys(table["form"])), sorted(set(table["ranks"].tolist()))
@@ -41,26 +41,27 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     look = {"mode": "lines+markers", "dash": dash, "symbol": "circle" + HOLLOW * hollow}
     style, traces, ends = theme.series(forms), [], []
     for form in forms:
-        mine = table[table["form"] == form]
-        found = list(mine[["ranks", "throughput", "efficiency"]].itertuples(index=False, name=None))
-        said = [
+        own_rows = table[table["form"] == form]
+        own_rows = own_rows[["ranks", "throughput", "efficiency"]]
+        points = list(own_rows.itertuples(index=False, name=None))
+        texts = [
             f"{theme.text(form)}, {n} rank{'s' * (n > 1)}: {y:,.1f} samples per second, "
             f"{theme.percent(share)} of ideal"
-            for n, y, share in found
+            for n, y, share in points
         ]
-        ink, alone = style[form]["ink"], found[0][1] / found[0][0]
-        ideal = [(n, alone * n) for n in ranks]
+        ink, per_rank = style[form]["ink"], points[0][1] / points[0][0]
+        ideal = [(n, per_rank * n) for n in ranks]
         traces.append(curve("ideal", ideal, ink=ink, width=1.0, showlegend=False))
-        traces.append(curve(form, [pair[:2] for pair in found], said, ink=ink, **look))
-        n, y, share = found[-1]
+        traces.append(curve(form, [pair[:2] for pair in points], texts, ink=ink, **look))
+        n, y, share = points[-1]
         ends.append((n, y, f"{theme.text(form)} {theme.percent(share)}", ink))
-        if all(ideal[-1] != end[:2] for end in ends):  # mostly one alone reaches the same in each
+        if all(ideal[-1] != end[:2] for end in ends):  # once, if forms share it
             ends.append((*ideal[-1], "ideal", ink))
     last, gap = float("-inf"), NEAR * table["throughput"].max()
     notes = []
     for n, y, word, ink in sorted(ends):
         last = max(y, last + gap)
-        notes.append(note(f"<b>{word}</b>", n, last, hold="left", xshift=10, ink=ink, size=14))
+        notes.append(note(f"<b>{word}</b>", n, last, anchor="left", xshift=10, ink=ink, size=14))
     room = 0.03 * (ranks[-1] - ranks[0]) or 0.5
     fig = figure(
         _finding(table),
@@ -71,8 +72,8 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         | {"range": [ranks[0] - room, ranks[-1] + room]},
         yaxis={"title": {"text": "samples per second"}, "rangemode": "tozero", "tickformat": "~s"},
     )
-    said = f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {clock}: {len(table)} points"
-    return fig.draw(traces, notes).explained(said, table)
+    summary = f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {clock}: {len(table)} points"
+    return fig.draw(traces, notes).explained(summary, table)
 
 
 def _checked(rows: Any) -> pd.DataFrame:
@@ -94,7 +95,7 @@ def _checked(rows: Any) -> pd.DataFrame:
 
 
 def _efficiency(points: pd.DataFrame) -> pd.DataFrame:
-    """form, clock, ranks, throughput, efficiency, form by form and from few ranks to many."""
+    """Form, clock, ranks, throughput and efficiency of the points, from few ranks to many."""
     points = points.assign(throughput=points["samples"] / points["step_time"])
     points = points.sort_values("ranks", kind="stable")
     first = points.groupby("form")[["ranks", "throughput"]].transform("first")
@@ -104,12 +105,12 @@ def _efficiency(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _finding(table: pd.DataFrame) -> str:
-    """What is left of ideal at the largest scale."""
+    """The efficiency of each form on the largest number of ranks."""
     most = table[table["ranks"] == table["ranks"].max()]
     ends = most.sort_values("efficiency", ascending=False)
     kinds = {"weak": "weak scaling", "strong": "strong scaling"}
     names = [kinds.get(form) or theme.text(form) for form in ends["form"]]
     shares = [theme.percent(share) for share in ends["efficiency"]]
-    said = [f"{name} {share}" for name, share in zip(names, shares, strict=True)][1:]
+    rest = [f"{name} {share}" for name, share in zip(names, shares, strict=True)][1:]
     keeps = f"{names[0]} keeps {shares[0]} of the ideal throughput"
-    return ", ".join([f"On {int(most['ranks'].iloc[0])} ranks {keeps}", *said])
+    return ", ".join([f"On {int(most['ranks'].iloc[0])} ranks {keeps}", *rest])

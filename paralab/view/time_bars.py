@@ -1,4 +1,4 @@
-"""Seconds as stacked bars: what the time of a step goes to, part by part, on one axis."""
+"""Seconds as stacked bars: the time of steps, divided into its parts, on one axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
 
-ROOM = 1.12  # of the longest bar: its total is written behind it
+ROOM = 1.12  # length of the axis over that of the longest bar, for the total behind it
 
 
 def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Chart:
@@ -18,7 +18,7 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
            "dp", "tp", "pp", have the colours that they have in timelines
     title  the finding
 
-    Raises ValueError naming seconds below 0.
+    Raises ValueError on seconds below 0, which it names.
     """
     rows = mark.rows_of(bars)
     totals = dict.fromkeys(bars, 0.0) | mark.totals(rows)
@@ -27,7 +27,7 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
     kinds, now = list(dict.fromkeys(part for _, part, _ in rows)), theme.look()
     known = theme.KIND_COLOUR | {axis: theme.axis_colour(axis) for axis in theme.AXIS_COLOUR}
     known |= {"wait": now.wait, "bubble": now.wait}
-    known["measured"] = now.faint  # next to parts, and none of them
+    known["measured"] = now.faint  # a whole next to parts
     plain = theme.series([kind for kind in kinds if kind not in known])
 
     def look(kind: str) -> tuple[str, str]:

@@ -1,9 +1,9 @@
 """The timeline: one step, every rank, every span. Compute on top, communication beneath.
 
-Reading it: a coloured box is work; a hatched grey one is a rank that waits for a collective to
-end. Communication under a coloured box is hidden; communication over a hatched box is what
-the step paid for. Where something was offloaded, links between memory tiers are beneath, and what
-the host's CPU does. Several reports stand under one another on one time scale.
+How to read it: a coloured box is work; in a hatched grey box a rank waits for communication or a
+copy to end. Communication under a coloured box is hidden; under a hatched one it costs time. If the
+plan offloads, the links between memory tiers and the host's CPU have rows beneath. Several reports
+stand under one another on one time scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paralab.view.pipeline import pipeline_timeline
 from paralab.view.pipeline import section as pipeline_section
 from paralab.view.timeline_rows import drawn
 
-MAX_RANKS = 12  # rows of ranks that several reports show together before some are left out
+MAX_RANKS = 12  # of several reports together: beyond that, each shows only its first ranks
 SAME = 0.02  # durations closer than this share are called equal
 
 
@@ -32,13 +32,13 @@ def timeline(
     ranks: Sequence[int] | None = None,
     ideal: bool | None = None,
 ) -> Chart:
-    """One bar per span of ``step`` (default: of median duration) on ``ranks`` (default: all).
+    """One box per span of ``step`` (default: of median duration) on ``ranks`` (default: all).
 
-    ideal   of a pipeline: its schedule with free links above, what the report has beneath. Default:
-            where there is room for both
+    ideal   for a pipeline: whether its schedule with free links is drawn above. Default: if there
+            is room for both
 
-    Milliseconds from the step's start. Raises ValueError if the report has no such step or rank, or
-    no ideal.
+    The axis has milliseconds from the step's start. Raises ValueError if the report has no such
+    step or rank, and for ``ideal`` without a pipeline.
     """
     if ideal not in (None, True, False):
         raise illegal("ideal", ideal, "neither yes nor no", "True | False | None")
@@ -46,18 +46,20 @@ def timeline(
         return pipeline_timeline(report, step=step, ranks=ranks, ideal=ideal)
     if ideal:
         raise illegal("ideal", ideal, "one stage has no schedule to idealise", "None, or pp > 1")
-    one = boxes.section(report, step=step, ranks=ranks)
-    several = report.steps["step"].nunique() > 1  # of a program that was observed
-    said = [f"step {one.step}"] if several or report.model is not None else []
-    said.append(f"{one.duration * 1e3:.1f} ms")
-    if report.plan.tiers is not None:  # no room for it in the first line
-        said.append(f"waiting: {of_step(report, one.step, 'wait')}")
-    what = " of the typical step" if step is None else f" of step {step}"
-    own = sum(b["step"] == one.step for b in one.boxes)  # of others there are more or fewer
-    what *= report.model is not None
-    on = f"{len(one.ranks)} rank{'s' * (len(one.ranks) > 1)}"
-    summary = f"timeline of {naming.subject(report)}, {report.clock}: {own} boxes{what} on {on}"
-    return drawn([one], finding(one), said, summary)
+    section = boxes.section(report, step=step, ranks=ranks)
+    several = report.steps["step"].nunique() > 1  # true of an observed program, not of a function
+    remarks = [f"step {section.step}"] if several or report.model is not None else []
+    remarks.append(f"{section.duration * 1e3:.1f} ms")
+    if report.plan.tiers is not None:  # the first line has no room for it, see `finding`
+        remarks.append(f"waiting: {of_step(report, section.step, 'wait')}")
+    which = " of the typical step" if step is None else f" of step {step}"
+    # Without boxes of other steps, whose number differs from run to run.
+    own_boxes = sum(box["step"] == section.step for box in section.boxes)
+    which *= report.model is not None
+    where = f"{len(section.ranks)} rank{'s' * (len(section.ranks) > 1)}"
+    summary = f"timeline of {naming.subject(report)}, {report.clock}: "
+    summary += f"{own_boxes} boxes{which} on {where}"
+    return drawn([section], finding(section), remarks, summary)
 
 
 def timelines(
@@ -67,34 +69,34 @@ def timelines(
     ranks: Sequence[int] | None = None,
     title: str | None = None,
 ) -> Chart:
-    """Several reports under one another on one time scale: who is faster, and where.
+    """Several reports under one another on one time scale: which is faster, and where.
 
-    labels  what to call each; by default what tells them apart (clock, plan or both)
-    step    default: of each report the step of median duration
-    ranks   default: all, or as many of the first as leave the picture readable
-    title   in place of the finding, by how much the slowest takes longer than the fastest
+    labels  names of the reports; default: what tells them apart (clock, plan or both)
+    step    default: the step of median duration of each report
+    ranks   default: all, or as many of the first ones as the picture has room for
+    title   replaces the finding, which compares the slowest with the fastest
 
     Raises ValueError without reports, on a report without that step or rank, or if there are not as
     many labels as reports.
     """
     _check(reports, labels)
     names = [str(label) for label in labels] if labels is not None else naming.apart(reports)
-    known = [metrics.reported_ranks(report) for report in reports]
+    ranks_of = [metrics.reported_ranks(report) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
     sections = [
         (boxes.section if report.plan.pp == 1 else pipeline_section)(
-            report, label=name, step=step, ranks=mine[:most] if ranks is None else ranks
+            report, label=name, step=step, ranks=ranks_there[:most] if ranks is None else ranks
         )
-        for report, name, mine in zip(reports, names, known, strict=True)
+        for report, name, ranks_there in zip(reports, names, ranks_of, strict=True)
     ]
-    said = [theme.text(", ".join(naming.common([naming.subject(r) for r in reports])))]
-    said *= any(report.plan.pp > 1 for report in reports) and bool(said[0])
-    if ranks is None and any(len(mine) > most for mine in known):
-        said.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
+    remarks = [theme.text(", ".join(naming.common([naming.subject(r) for r in reports])))]
+    remarks *= any(report.plan.pp > 1 for report in reports) and bool(remarks[0])
+    if ranks is None and any(len(ranks_there) > most for ranks_there in ranks_of):
+        remarks.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
     clocks = ", ".join(dict.fromkeys(report.clock for report in reports))
     summary = f"timelines of {len(reports)} reports: {' | '.join(names)} ({clocks}): "
-    summary += f"{sum(len(one.boxes) for one in sections)} boxes"
-    return drawn(sections, _verdict(sections), said, summary).titled(title)
+    summary += f"{sum(len(section.boxes) for section in sections)} boxes"
+    return drawn(sections, _verdict(sections), remarks, summary).titled(title)
 
 
 def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
@@ -108,80 +110,80 @@ def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
 
 
 # ---- the finding ---------------------------------------------------------------------------------
-def finding(one: Section) -> str:
-    """The one sentence that the picture of one report proves."""
-    report, step = one.report, one.step
-    part, name = metrics.shares(report, step), theme.text(naming.subject(report))
-    if one.duration <= 0:
+def finding(section: Section) -> str:
+    """What the picture of one report proves, in one sentence."""
+    report, step = section.report, section.step
+    shares, name = metrics.shares(report, step), theme.text(naming.subject(report))
+    if section.duration <= 0:
         return name
     if report.model is None:
         return f"{name}: {_sent(report, step)}"
     hidden = []
     copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
-    if part["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
-        hidden.append(f"{theme.percent(part['hidden'] / part['communication'])} of communication")
+    if shares["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
+        share = shares["hidden"] / shares["communication"]
+        hidden.append(f"{theme.percent(share)} of communication")
     if copied["copies"]:
         hidden.append(f"{theme.percent(copied['hidden'] / copied['copies'])} of copies")
     if hidden:
         verb = "are" if copied["copies"] else "is"
         waiting = f", ranks wait {of_step(report, step, 'wait')}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
-    return (
-        f"{name}: {theme.percent(part['work'] / one.duration)} of the step is forward and backward"
-    )
+    work = theme.percent(shares["work"] / section.duration)
+    return f"{name}: {work} of the step is forward and backward"
 
 
 def _sent(report: Tables, step: int) -> str:
-    """What the rank that sends most sends in this step, and in how many calls."""
+    """What the rank that sends the most bytes in this step sends, and in how many calls."""
     calls = metrics.own_calls(report).query("step == @step and wire_bytes > 0")
     if calls.empty:
         return "no rank sends anything"
     sent = calls.groupby("rank")["wire_bytes"].sum()
     most = sent.idxmax()
-    own = calls[calls["rank"] == most]
-    count = len(own[["axis", "ranks", "call"]].drop_duplicates())
-    said = f"{theme.scaled(float(sent[most]), 'B')} in {count} call{'s' * (count != 1)}"
+    own_calls = calls[calls["rank"] == most]
+    count = len(own_calls[["axis", "ranks", "call"]].drop_duplicates())
+    amount = f"{theme.scaled(float(sent[most]), 'B')} in {count} call{'s' * (count != 1)}"
     if len(sent) == report.world_size and sent.nunique() == 1:
-        return f"each rank sends {said}"
-    return f"rank {most} sends {said}, and no rank sends more"
+        return f"each rank sends {amount}"
+    return f"rank {most} sends {amount}, and no rank sends more"
 
 
 def of_step(report: Tables, step: int, part: str) -> str:
-    """ "31 % of the step": a part of it, mean over ranks."""
+    """ "31 % of the step": a part of `metrics.shares`, which are means over ranks."""
     seconds = metrics.step_durations(report, warmup=True)[step] or 1.0
     return f"{theme.percent(metrics.shares(report, step)[part] / seconds)} of the step"
 
 
 def _verdict(sections: list[Section]) -> str:
-    """Who is faster, by how much; of one run on several clocks, what each clock reads."""
-    subjects = {naming.subject(one.report) for one in sections}
-    clocks = [one.report.clock for one in sections]
+    """Which report is faster, by how much; for one plan on several clocks, the time on each."""
+    subjects = {naming.subject(section.report) for section in sections}
+    clocks = [section.report.clock for section in sections]
     if len(sections) == 1:
         return finding(sections[0])
     if len(subjects) == 1 and len(set(clocks)) == len(sections):
-        read = ", ".join(f"{one.duration * 1e3:.1f} ms {one.report.clock}" for one in sections)
+        read = ", ".join(f"{s.duration * 1e3:.1f} ms {s.report.clock}" for s in sections)
         return f"{theme.text(subjects.pop())}: {read}{_gap(sections)}"
-    fast = min(sections, key=lambda one: one.duration)
-    slow = max(sections, key=lambda one: one.duration)
+    fast = min(sections, key=lambda section: section.duration)
+    slow = max(sections, key=lambda section: section.duration)
     if fast.duration <= 0 or slow.duration / fast.duration - 1 < SAME:
         return f"All take the same time, to {theme.percent(SAME)}: {fast.duration * 1e3:.1f} ms"
-    said = [f"{theme.text(one.label)} takes {one.duration * 1e3:.1f} ms" for one in (fast, slow)]
-    return f"{', '.join(said)}, {slow.duration / fast.duration:.2f} times as long"
+    times = [f"{theme.text(s.label)} takes {s.duration * 1e3:.1f} ms" for s in (fast, slow)]
+    return f"{', '.join(times)}, {slow.duration / fast.duration:.2f} times as long"
 
 
 def _gap(sections: list[Section]) -> str:
-    """Of a prediction and one other clock: by how much it is off."""
-    by_clock = {one.report.clock: one.duration for one in sections}
-    expect = by_clock.pop("predicted", None)
-    if expect is None or len(by_clock) != 1 or not (real := next(iter(by_clock.values()))):
+    """How far a prediction is off, if there are a prediction and one other clock; else ""."""
+    by_clock = {section.report.clock: section.duration for section in sections}
+    predicted = by_clock.pop("predicted", None)
+    if predicted is None or len(by_clock) != 1 or not (other := next(iter(by_clock.values()))):
         return ""
-    apart = gap(expect, real) or "equal"
+    apart = gap(predicted, other) or "equal"
     return f" (prediction {apart}{' that' * apart.endswith('times')})"
 
 
-def gap(expect: float, real: float) -> str:
-    """How far a prediction is off: "10 % below", "2.5 times"; "" where that rounds to 0 %."""
-    if not 0.5 <= expect / real <= 2:
-        return f"{expect / real:.2g} times"
-    off = theme.percent(abs(expect / real - 1))
-    return "" if off == theme.percent(0) else f"{off} {'above' if expect > real else 'below'}"
+def gap(predicted: float, actual: float) -> str:
+    """How far a prediction is off: "10 % below", "2.5 times"; "" if it rounds to 0 %."""
+    if not 0.5 <= predicted / actual <= 2:
+        return f"{predicted / actual:.2g} times"
+    off = theme.percent(abs(predicted / actual - 1))
+    return "" if off == theme.percent(0) else f"{off} {'above' if predicted > actual else 'below'}"

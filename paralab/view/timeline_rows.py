@@ -1,4 +1,4 @@
-"""A timeline's figure: the rows of one section or several, on one time scale."""
+"""The figure of a timeline: the rows of one section or several, on one time scale."""
 
 from __future__ import annotations
 
@@ -9,83 +9,87 @@ from paralab.view.marks import boxes as mark
 from paralab.view.marks import column, line, note
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
-AROUND = 140  # pixels of a figure's width that its rows' names and margins take
+AROUND = 140  # pixels of a figure's width that row names and margins take
 
 
-def drawn(sections: list[Section], finding: str, said: list[str], summary: str) -> Chart:
-    """The figure of one section or several; ``said`` goes to its second line."""
-    many, reports = len(sections) > 1, [one.report for one in sections]
-    counts = [max(len(one.boxes), one.total) for one in sections]
+def drawn(sections: list[Section], finding: str, remarks: list[str], summary: str) -> Chart:
+    """The figure of one section or several; ``remarks`` go into the second line of its title."""
+    many, reports = len(sections) > 1, [section.report for section in sections]
+    counts = [max(len(section.boxes), section.total) for section in sections]
     shown = [
-        sorted(one.boxes, key=lambda b: (b["start"], b["id"]))[: MAX_BOXES // len(sections)]
-        for one in sections
+        sorted(s.boxes, key=lambda b: (b["start"], b["id"]))[: MAX_BOXES // len(sections)]
+        for s in sections
     ]
     window = max(
-        one.seconds if len(some) == count else max((b["start"] for b in some), default=0.0)
-        for one, some, count in zip(sections, shown, counts, strict=True)
+        s.seconds if len(drawn) == count else max((b["start"] for b in drawn), default=0.0)
+        for s, drawn, count in zip(sections, shown, counts, strict=True)
     )
-    if (drawn := sum(map(len, shown))) < sum(counts):
-        said.append(
-            f"the first {drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms); choose ranks="
+    if (n_drawn := sum(map(len, shown))) < sum(counts):
+        remarks.append(
+            f"the first {n_drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms); choose ranks="
         )
-    said += dict.fromkeys(
+    remarks += dict.fromkeys(
         f"{report.world_size} ranks shared {cores} cores, which stretches boxes"
         for report in reports
         if (cores := naming.shared_cores(report))
     )
-    said += ["paler: a rank's later chunks"] * any(b["chunk"] for s in sections for b in s.boxes)
-    said += ["framed: between nodes"] * any(one.two_levels for one in sections)
+    remarks += ["paler: a rank's later chunks"] * any(b["chunk"] for s in sections for b in s.boxes)
+    remarks += ["framed: between nodes"] * any(section.two_levels for section in sections)
     clocks = naming.clock_lines(report.clock for report in reports)
     below = clocks if many else [naming.clock_line(reports[0])]
     ticks, bottom = boxes.place(sections, heads=many)
-    idle = any(one.idle for one in sections)
-    traced = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)
-    rows = 28 if many else 34
-    if idle:  # many ranks with one lane each: they may be lower
-        said.append("idle: of T, the longest time from a rank's first action to its last")
-        rows = max(14.0, min(30.0, 660 / bottom))
-    of_step = ("each" if traced else "its step") if many else f"step {sections[0].step}"
-    if traced and not many:
-        of_step = "the function"
-    if all(one.lanes == ("compute",) for one in sections):
-        of_step = "the step"
+    idle = any(section.idle for section in sections)
+    of_function = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)
+    row_height = 28 if many else 34
+    if idle:  # pipelines may have many ranks, so their rows may be lower
+        remarks.append("idle: of T, the longest time from a rank's first action to its last")
+        row_height = max(14.0, min(30.0, 660 / bottom))
+    origin = ("each" if of_function else "its step") if many else f"step {sections[0].step}"
+    if of_function and not many:
+        origin = "the function"
+    if all(section.lanes == ("compute",) for section in sections):
+        origin = "the step"
     fig = figure(
         finding,
-        " · ".join([*below, *said]),
-        height=int(190 + rows * bottom),
+        " · ".join([*below, *remarks]),
+        height=int(190 + row_height * bottom),
         barmode="overlay",
         margin={"r": 68 if idle else 44},
-        xaxis=mark.time_axis(f"time from the start of {of_step} (ms)", window * 1e3),
+        xaxis=mark.time_axis(f"time from the start of {origin} (ms)", window * 1e3),
         yaxis=mark.rows_axis(ticks, bottom, -0.2),
     )
     notes, shapes = _heads(sections, window) if many else ([], [])
-    for one in sections:
-        if one.idle:  # in the right margin the share of its time that every rank is idle
-            shares = [(one.rows[r, "compute"][0], theme.percent(n)) for r, n in one.idle.items()]
-            notes += column("idle", shares, one.top + boxes.HEAD / 2 if many else None)
+    for section in sections:
+        if section.idle:  # the right margin has the idle share of every rank
+            rows = section.rows
+            shares = [(rows[r, "compute"][0], theme.percent(n)) for r, n in section.idle.items()]
+            notes += column("idle", shares, section.top + boxes.HEAD / 2 if many else None)
     fig.draw(box_traces.traces(sections, shown, window), notes, shapes)
     return fig.explained(summary, lambda: boxes.table(sections))
 
 
 def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dict]]:
-    """Above each section its name and duration, and a line where it ends. The duration stands at
-    the line, or behind a name that may reach as far.
+    """The heading above each section and a line at its end. The duration is written at the line, or
+    directly after the heading if that may be as long.
     """
     frame = theme.frame()
-    share = theme.LETTER_WIDTH * theme.BOLD * 14 / (frame.width - AROUND)  # of the axis, a letter
+    letter = theme.LETTER_WIDTH * theme.BOLD * 14 / (frame.width - AROUND)  # share of the axis
     notes, shapes = [], []
-    for one in sections:
-        clock = "" if one.report.clock in one.label else f" ({one.report.clock})"
-        name, middle = f"<b>{theme.text(one.label)}</b>{clock}", one.top + boxes.HEAD / 2
-        ends = (one.seconds, one.duration) if one.mark is None else (one.mark, one.mark)
-        end, took = (1e3 * seconds for seconds in ends)
+    for section in sections:
+        clock = "" if section.report.clock in section.label else f" ({section.report.clock})"
+        name, middle = f"<b>{theme.text(section.label)}</b>{clock}", section.top + boxes.HEAD / 2
+        end, took = section.seconds, section.duration
+        if section.mark is not None:
+            end = took = section.mark
+        end, took = 1e3 * end, 1e3 * took
         inside = end > 0.85 * window * 1e3
-        side = {"hold": "right", "xshift": -5} if inside else {"hold": "left", "xshift": 5}
-        said, took = one.head or name, f"<b>{f'{one.until} {took:.1f} ms'.lstrip()}</b>"
-        free = end > share * (theme.letters(said) + 1) * window * 1e3
-        if free:
-            notes.append(note(took, end, middle, size=14, **side))
-        said = said if free else f"{said}  {took}"
-        notes.append(note(said, 0, middle, size=14, axes=("paper", "y"), hold="left"))
-        shapes.append(line((end, end), (one.top + (0.35 if free else boxes.HEAD), one.bottom)))
+        side = {"anchor": "right", "xshift": -5} if inside else {"anchor": "left", "xshift": 5}
+        heading, label = section.head or name, f"<b>{f'{section.until} {took:.1f} ms'.lstrip()}</b>"
+        room_at_line = end > letter * (theme.letters(heading) + 1) * window * 1e3
+        if room_at_line:
+            notes.append(note(label, end, middle, size=14, **side))
+        heading = heading if room_at_line else f"{heading}  {label}"
+        notes.append(note(heading, 0, middle, size=14, axes=("paper", "y"), anchor="left"))
+        top = section.top + (0.35 if room_at_line else boxes.HEAD)
+        shapes.append(line((end, end), (top, section.bottom)))
     return notes, shapes

@@ -1,11 +1,11 @@
-"""The traffic chart: who sends how much to whom, over which link, and for what.
+"""The traffic chart: which rank sends how much to which, over which link, and for what.
 
-Left is a matrix, sender rows and receiver columns, of the bytes of one step: an all-reduce on a
-ring is its off-diagonal band. Right are the same bytes per rank, a bar for every link: a colour per
-axis, a pattern per operation, with the line 2(N-1)/N Psi that no all-reduce gets below; and what a
-rank copies between memory tiers. Behind a bar stand the seconds that its bytes alone take, if all
-ranks use their links and their share of a node's ports evenly: a link between nodes may carry less
-and take longer.
+On the left is a matrix of the bytes of one step, with a row per sender and a column per receiver:
+an all-reduce on a ring is a band next to its diagonal. On the right are the same bytes per rank, a
+bar per link, with a colour per axis, a pattern per operation and a line at 2(N-1)/N Psi, the least
+that an all-reduce sends; and the bytes that a rank copies between memory tiers. Behind a bar are
+the seconds that its bytes alone take, if all ranks use their links and their shares of a node's
+ports evenly. If they do not, a link between nodes may carry fewer bytes and yet take longer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NAMES = naming.LEVEL_NAME | lanes.ROW_NAME  # by link
 def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     """Bytes per step: rank x rank, and per rank and link by axis and operation.
 
-    matrix  False: the bars alone
+    matrix  False: only the bars
     """
-    dry = report.clock == DRY  # rows of one rank: whom it sends to is no matrix
-    steps = report.model is not None or "observed" in report.meta  # else one call of a function
+    dry = report.clock == DRY  # a dry run has the rows of one rank, which make no matrix
+    steps = report.model is not None or "observed" in report.meta  # else calls of a function
     n, unit = len(metrics.reported_ranks(report)), "step" if steps else "call"
     sent = metrics.traffic(report, by=("level", "axis", "op"))
     copied = metrics.copied(report, by=("link", "category"))
-    if report.plan.tiers is None:  # what messages pass through on their way is theirs already
+    if report.plan.tiers is None:  # then copies only stage messages, whose bytes are counted
         copied = copied.head(0)
     sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
     alone = dry or not matrix or (copies and not sends)
@@ -45,20 +45,20 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.model is not None and report.plan.dp == report.world_size > 1 and not copies:
         psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
         optimum = 2 * (report.plan.dp - 1) * psi / report.world_size
-    found = sent.to_dict("records")
-    found.sort(key=lambda r: (LEVELS.index(r["level"]), r["axis"], r["op"]))
-    flows = [(r["level"], (r["axis"], r["op"]), r["bytes"] / n) for r in found]
+    records = sent.to_dict("records")
+    records.sort(key=lambda r: (LEVELS.index(r["level"]), r["axis"], r["op"]))
+    flows = [(r["level"], (r["axis"], r["op"]), r["bytes"] / n) for r in records]
     flows += [(r["link"], r["category"], r["bytes"] / n) for r in copied.to_dict("records")]
     links = list(dict.fromkeys(link for link, *_ in flows))
     rows = [(NAMES[link], kind, size) for link, kind, size in flows] or [("nothing sent", "", 0.0)]
     tops, kinds = mark.totals(rows), list(dict.fromkeys(kind for _, kind, _ in rows))
-    words = {NAMES[link]: _took(link, flows, report.cluster) for link in links}
+    words = {NAMES[link]: _bar_label(link, flows, report.cluster) for link in links}
     timed = report.cluster is not None and bool(links)
     most = max(*tops.values(), optimum or 0.0, 1.0)
     (name, per), end = theme.unit_of(most), (1.42 if alone else 1.7 if timed else 1.3) * most
-    where = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
+    place = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
     verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
-    traces, shapes, both = ([], [], {}) if alone else _matrix(report, unit)
+    traces, shapes, matrix_axes = ([], [], {}) if alone else _matrix(report, unit)
     borders = " · lines: where a node ends" * bool(shapes)
     seconds = " · seconds: the bytes alone, links and ports used evenly" * timed
     fig = figure(
@@ -66,9 +66,9 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
         f"bytes of one {unit}, bookkeeping left out{borders}{seconds}",
         height=170 + ROW * max(3, len(tops)) if alone else max(400, min(40 * n, 560) + 180),
         showlegend=len(kinds) > 1,
-        xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **where),
+        xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **place),
         yaxis2=mark.labels(list(tops), least=2, above=0.3 * (optimum is not None), anchor="x2"),
-        **both,
+        **matrix_axes,
     )
     axes = ("x2", "y2")
     bars = mark.bars(rows, per=per, end=end, look=_look, kinds=kinds, letter=0, axes=axes)
@@ -81,7 +81,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
         said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
-        at = {"axes": ("x2", "y2 domain"), "hold": "right top", "xshift": -4}
+        at = {"axes": ("x2", "y2 domain"), "anchor": "right top", "xshift": -4}
         notes.append(note(said, optimum / per, 1, **at))
     return fig.draw([*traces, *bars], notes, shapes).explained(
         f"traffic of {naming.subject(report)}, {report.clock}: {len(flows)} parts of "
@@ -91,47 +91,49 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
 
 
 def _look(kind: tuple[str, str] | str) -> tuple[str, str]:
-    """Name and colour of bytes: of an axis and operation, or of a category that is copied."""
+    """Name and colour of bytes: sent over an axis by an operation, or copied, by category."""
     if not isinstance(kind, tuple):
         return mark.category_look(kind)
     return theme.text(", ".join(kind)), theme.axis_colour(kind[0])
 
 
-def _took(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
-    """What stands behind a bar: its bytes and, where a cluster states the link, their seconds. A
-    cluster may state the link of an operation by itself.
+def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
+    """The words behind a bar: its bytes and, if the cluster states the link, their seconds. The
+    cluster may state another link for a single operation.
     """
-    mine = [(kind, size) for over, kind, size in flows if over == link]
-    said, part = theme.scaled(sum(size for _, size in mine), "B"), link
+    parts = [(kind, size) for over, kind, size in flows if over == link]
+    text, part = theme.scaled(sum(size for _, size in parts), "B"), link
     if link not in LEVELS:
         part = "disk" if link.startswith("disk") else "host"
     stated = getattr(cluster, part, None)
     if stated is None:
-        return said
-    own, share = cluster.collectives if link == "intra" else {}, 1.0
+        return text
+    stated_by_op, share = cluster.collectives if link == "intra" else {}, 1.0
     if link == "inter" and cluster.ports is not None:
         share = cluster.ports / cluster.devices_per_node
-    ops = [(kind[1] if link in LEVELS else "", size) for kind, size in mine]
-    took = sum(size / (own.get(op, stated).bandwidth * share) for op, size in ops)
-    return f"{said}, {theme.scaled(took, 's')}"
+    ops = [(kind[1] if link in LEVELS else "", size) for kind, size in parts]
+    seconds = sum(size / (stated_by_op.get(op, stated).bandwidth * share) for op, size in ops)
+    return f"{text}, {theme.scaled(seconds, 's')}"
 
 
 def _matrix(
     report: Tables, unit: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Trace, lines where a node ends, and axes. In outline ranks have a column that have no row."""
+    """Trace, lines where a node ends, and axes. In an outline (detail="actions") some receivers are
+    no reported ranks: they have a column but no row.
+    """
     by_edge, senders = metrics.traffic(report, by="edge"), metrics.reported_ranks(report)
     receivers = sorted({*senders, *by_edge["receiver"].tolist()})
     most = max(by_edge["bytes"].max() if len(by_edge) else 0.0, 1.0)
     name, per = theme.unit_of(most)
-    digits = max(0, 3 - len(f"{most / per:.0f}"))  # of all alike: three in the largest
+    digits = max(0, 3 - len(f"{most / per:.0f}"))  # decimals of all cells: the largest has 3 digits
     edges = by_edge.to_dict("records")
     sent = {(edge["sender"], edge["receiver"]): edge["bytes"] / per for edge in edges}
     if max(len(senders), len(receivers)) > 1:  # plotly cannot draw a matrix of nothing but holes
         sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
     z = [[sent.get((a, b), 0.0) for b in receivers] for a in senders]
     words = [["" if n is None else f"{n:.{digits}f}" if n else "0" for n in row] for row in z]
-    said = [
+    hover_texts = [
         [
             f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * per, 'B')} per {unit}"
             for b, n in zip(receivers, row, strict=True)
@@ -143,7 +145,7 @@ def _matrix(
     colours = {"colours": theme.look().scale, "most": most / per, "showscale": not few}
     bar = {"title": {"text": name}, "x": 0.34, "thickness": 10, "len": 0.9}
     style = {"ygap": 2, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
-    trace = cells.heat(columns, rows, z, words, said, name="sender to receiver", **style)
+    trace = cells.heat(columns, rows, z, words, hover_texts, name="sender to receiver", **style)
     node = [[metrics.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
     down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
     borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]
@@ -157,7 +159,7 @@ def _matrix(
 
 
 def _finding(
-    report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame, often: str
+    report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame, per_step: str
 ) -> str:
     n, name = len(metrics.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
@@ -167,30 +169,30 @@ def _finding(
         return f"{name}: nothing is sent"
     by_rank = metrics.traffic(report)["bytes"]
     alike = total == 0 or by_rank.max() - by_rank.min() <= 1e-3 * by_rank.mean()
-    who = "a rank" if alike else "a rank, on average,"  # a byte may be left that n cannot divide
+    who = "a rank" if alike else "a rank, on average,"  # equal but for a remainder
     if report.clock == DRY:
         who = f"rank {report.meta.get('rank')}"
-    said = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}{often}"
+    text = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}{per_step}"
     if optimum is not None and total:
         off = total / n / optimum - 1
         side = f"{abs(100 * off):.2f} % {'above' if off > 0 else 'below'}" if off else "exactly"
-        said += f", {side} 2(N−1)/N of the gradients"
+        text += f", {side} 2(N−1)/N of the gradients"
     disk = float(copied["bytes"][copied["link"].str.startswith("disk")].sum())
     if disk and not total:
-        said += f", {theme.percent(disk / size)} of it to and from disk"
+        text += f", {theme.percent(disk / size)} of it to and from disk"
     far = sent.loc[sent["level"] == "inter", "bytes"].sum()
-    return f"{said}; {theme.percent(far / total)} of it between nodes" if 0 < far < total else said
+    return f"{text}; {theme.percent(far / total)} of it between nodes" if 0 < far < total else text
 
 
 def _moved(report: Tables, copies: bool) -> pd.DataFrame:
-    """What ranks send, edge by edge; and what they copy, from themselves to themselves: op names
-    the link then, and one column more the category.
+    """The bytes that ranks send, edge by edge. With ``copies`` also those that they copy, as sent
+    to themselves: for these op is the link, and an additional column has the category.
     """
     sent = metrics.traffic(report, by=("edge", "axis", "level", "op"))
     if not copies:
         return sent
-    own = metrics.copied(report).rename(columns={"rank": "sender", "link": "op"})
-    own = own.assign(receiver=own["sender"], axis="", level="")
-    both = [sent.assign(category="")] * (len(sent) > 0) + [own]
+    copied = metrics.copied(report).rename(columns={"rank": "sender", "link": "op"})
+    copied = copied.assign(receiver=copied["sender"], axis="", level="")
+    tables = [sent.assign(category="")] * (len(sent) > 0) + [copied]
     columns = [*sent.columns.drop("bytes"), "category", "bytes"]
-    return pd.concat([part[columns] for part in both], ignore_index=True)
+    return pd.concat([part[columns] for part in tables], ignore_index=True)

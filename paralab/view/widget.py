@@ -1,18 +1,18 @@
-"""A widget in a notebook: knobs, a prediction that follows them, a button for the real thing.
+"""The base of all widgets: knobs, a prediction that follows them, and a button for a real run.
 
-`Widget` is the shell that all share. A declaration says what it starts from and which knobs there
-are (``board``), and for settings and the run that they had, if any, what is drawn (`_charts`),
-which numbers stand above it (`_rows`) and what is said of the run (`_done`). Model, plan and
-cluster follow from what the knobs set. Nothing depends on a mouse or on a browser:
+A subclass of `Widget` declares what it starts from (``model``, ``plan``, ``cluster``) and its knobs
+(``board``). For given settings, and the run made with them, if any, it says what is drawn
+(`_charts`), which numbers are in the table above (`_rows`) and how the run compares with the
+prediction (`_outcome`). Everything also works without a mouse and without a browser:
 
     widget.predict(ranks=8)          the same picture as a plain call; no slider moves
     widget.set(ranks=8)              move sliders
     widget.run(ranks=8).wait()       “Run it”, and the picture when it has ended
     widget.stop()                    the Stop button
 
-The real run happens in a thread of its own: the page stays alive, and so does the kernel. What goes
-wrong in it is shown in the widget; nothing is printed. Results are kept by the settings that they
-depend on, so a slider that comes back to them finds them again.
+The real run has a thread of its own, so page and kernel stay responsive. Its errors are shown in
+the widget; nothing is printed. Results are kept by the settings on which they depend, so a slider
+that returns to these settings finds them again.
 """
 
 from __future__ import annotations
@@ -39,33 +39,35 @@ from paralab.view import widget_parts as parts
 from paralab.view import widget_picture
 from paralab.view.chart import MAX_REPR, Chart
 from paralab.view.widget_live import View
-from paralab.view.widget_parts import Knob, here, processes
+from paralab.view.widget_parts import Knob, processes, this_machine
 
 STALE = "paralab-stale"
 GREY = f"<style>.{STALE} {{ opacity: 0.2; pointer-events: none; }}</style>"
 
 
 class At(dict[str, Any]):
-    """Settings of a widget, {knob: value}, and what follows from them, made when asked for.
+    """Settings of a widget, {knob: value}, and what follows from them, computed when first read.
 
-    plan, model, cluster   what the settings mean. Raises ``ValueError`` where they mean nothing
-    expect                 the predicted step
-    found, replayed        the run that these settings had, and its replay on ``cluster``
+    plan, model, cluster   what the settings mean. Reading them raises ``ValueError`` if the
+                           settings are impossible
+    predicted              the predicted step
+    measured, replayed     the result of a run with these settings, or None; its replay on
+                           ``cluster``
     """
 
-    def __init__(self, widget: Widget, values: dict[str, Any], found: Any = None) -> None:
+    def __init__(self, widget: Widget, values: dict[str, Any], measured: Any = None) -> None:
         super().__init__(values)
-        self.widget, self.found = widget, found
+        self.widget, self.measured = widget, measured
 
     plan: Plan = cached_property(lambda self: self.widget._plan(self))
     model: ModelSpec = cached_property(lambda self: self.widget._model(self))
     cluster: Cluster = cached_property(lambda self: self.widget._cluster(self))
-    expect: Tables = cached_property(lambda self: self.widget._expected(self))
+    predicted: Tables = cached_property(lambda self: self.widget._prediction(self))
     replayed: Tables = cached_property(lambda self: self.widget._replay(self))
 
     def but(self, **changed: Any) -> At:
         """These settings with some of them changed."""
-        return At(self.widget, {**self, **changed}, self.found)
+        return At(self.widget, {**self, **changed}, self.measured)
 
 
 @dataclass
@@ -75,19 +77,19 @@ class _Run:
     at: At
     stop: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
-    done: dict[int, int] = field(default_factory=dict)  # steps by rank
+    done: dict[int, int] = field(default_factory=dict)  # {rank: steps that it has done}
     error: Exception | None = None
 
 
 class Widget(ipw.VBox):
-    """Knobs, prediction, “Run it” and “Stop”. See the module's text for the calls.
+    """Knobs, prediction, “Run it” and “Stop”. The module's docstring has the calls.
 
     state   "idle" | "running" | "done" | "stopped" | "error"
-    values  {knob: value} as the sliders stand, with what follows from them (`At`)
+    values  the current settings, {knob: value}, with what follows from them (`At`)
     knobs   {knob: its ipywidget}
-    chart   what is shown; of several views, ``charts``, the first
-    figure  the plotly FigureWidget on screen that shows it; of several, ``figures``
-    error   what a run ended with, or what cannot be predicted, as long as that is shown
+    chart   the chart on screen; ``charts`` are those of all views, of which it is the first
+    figure  the plotly FigureWidget that shows it; ``figures`` are those of all views
+    error   the error of a run, or the one that says what is impossible, while it is shown
 
     model, plan   what the knobs start from
     cluster       what is predicted and replayed on; None: this machine, as `pl.run` would take it
@@ -98,11 +100,11 @@ class Widget(ipw.VBox):
     cluster: Cluster | None = None
     board: dict[str, Knob] = {}
     steps = 6  # of a real run
-    steady = False  # whether the time axis stays while it can, so that a shorter step looks shorter
+    steady = False  # whether the time axis stays while steps fit: a shorter step then looks shorter
     width = "1200px"  # at most
-    detail: str | None = None  # of the prediction, as `pl.predict` has it
-    replays: Mapping[str, Any] = {}  # how `replay` is asked, but for the cluster
-    _now: _Run | None = None  # also of one whose settings were refused, which is closed like any
+    detail: str | None = None  # of the prediction, as `pl.predict` takes it
+    replays: Mapping[str, Any] = {}  # arguments of `replay`, except the cluster
+    _current_run: _Run | None = None  # a default, as `close` also runs if __init__ has raised
 
     def __init__(
         self,
@@ -112,83 +114,83 @@ class Widget(ipw.VBox):
     ) -> None:
         given = {"model": (model, ModelSpec), "plan": (plan, Plan), "cluster": (cluster, Cluster)}
         for name, (value, kind) in given.items():
-            said = "model description" if kind is ModelSpec else ""
-            instance(name, value, kind | None, f"a pl.{kind.__name__}(...) or None", said)
+            noun = "model description" if kind is ModelSpec else ""
+            instance(name, value, kind | None, f"a pl.{kind.__name__}(...) or None", noun)
             if value is not None:
                 setattr(self, name, value)
-        self._kept: dict[Any, tuple[Any, Any]] = {}
+        self._cache: dict[Any, tuple[Any, Any]] = {}
         self._check()
-        self._kinds = {name: self._starting(name, knob) for name, knob in self.board.items()}
-        self.knobs = {name: knob.widget() for name, knob in self._kinds.items()}
-        self.state, self.error, self.charts, self._said = "idle", None, [Chart()], ""
+        self._declared = {name: self._with_start(name, knob) for name, knob in self.board.items()}
+        self.knobs = {name: knob.widget() for name, knob in self._declared.items()}
+        self.state, self.error, self.charts, self._outcome_text = "idle", None, [Chart()], ""
         self._results: dict[Any, Any] = {}
-        self._notes: list[str] = []  # what the prediction warns of, to be shown
-        self._lock = threading.RLock()  # JupyterLab answers sliders while a cell is busy
-        self._held = False
-        self._upper: float | None = None
-        self._go = parts.button("Run it", "play", "primary")
-        self._halt = parts.button("Stop", "stop", "danger")
-        self._bar = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
+        self._notes: list[str] = []  # warnings of the prediction, to be shown
+        self._lock = threading.RLock()  # JupyterLab handles sliders also while a cell is busy
+        self._moving = False  # whether `set` moves several sliders, after which it draws once
+        self._axis_end: float | None = None  # of the time axis, if that is steady
+        self._run_button = parts.button("Run it", "play", "primary")
+        self._stop_button = parts.button("Stop", "stop", "danger")
+        self._progress = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
         self._status = ipw.HTML(layout={"flex": "1 1 300px", "margin": "0 0 0 8px"})
         self._numbers, self._trouble, self._code = ipw.HTML(), ipw.HTML(), ipw.HTML()
         self._views = parts.grid("max(min(100%, 560px), 34%)", "12px 16px", self.width)
         knobs = parts.grid(f"{parts.KNOB}px", "0 28px", self.width)
-        knobs.children = [knob.row(self.knobs[name]) for name, knob in self._kinds.items()]
-        buttons = ipw.HBox([self._go, self._halt, self._bar, self._status])
+        knobs.children = [knob.row(self.knobs[name]) for name, knob in self._declared.items()]
+        buttons = ipw.HBox([self._run_button, self._stop_button, self._progress, self._status])
         buttons.layout.align_items, buttons.layout.margin = "center", "6px 0"
-        told = [buttons, self._trouble, self._numbers, self._code, self._views]
-        super().__init__([knobs, *told], layout={"width": "100%"})
+        parts_below = [buttons, self._trouble, self._numbers, self._code, self._views]
+        super().__init__([knobs, *parts_below], layout={"width": "100%"})
         self._draw(self._sketch())
         for widget in self.knobs.values():
             widget.observe(self._moved, names="value")
-        self._go.on_click(lambda _: self.run() if self.state != "running" else None)
-        self._halt.on_click(lambda _: self.stop())
+        self._run_button.on_click(lambda _: self.run() if self.state != "running" else None)
+        self._stop_button.on_click(lambda _: self.stop())
         self._enter("idle")
 
     # ---- what a declaration says -------------------------------------------------------------
     def _charts(self, at: At) -> list[Chart]:
-        """The prediction, and with it what a run found, if there was one: a view or several."""
+        """The views: the prediction, and with it the result of a run, if there is one."""
         raise NotImplementedError
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        """The table: a row for each clock."""
+        """The rows of the table, one for each clock."""
         raise NotImplementedError
 
-    def _done(self, at: At) -> str:
-        """How the run compares, as the end of a sentence."""
+    def _outcome(self, at: At) -> str:
+        """How the run compares with the prediction, as the end of a sentence."""
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Refuse a plan that the widget is not about."""
+        """Raise ``ValueError`` on a plan that the widget is not about."""
         self.plan.validate(self.model)
 
     def _offered(self, name: str, value: Any) -> bool:
-        """Whether a knob has this value for this model and cluster."""
+        """Whether a knob offers this value for the widget's model and cluster."""
         return True
 
-    def _idle(self, name: str) -> bool:
-        """Whether a knob changes nothing, as the others stand."""
+    def _unused(self, name: str) -> bool:
+        """Whether a knob has no effect at the values of the other knobs."""
         return False
 
     def _measure(self, at: At, **how: Any) -> Any:
-        """The real thing. In a thread of its own; ends with ``Stopped`` soon after ``stop``."""
+        """Make the real run, in a thread of its own; raises ``Stopped`` soon after ``stop``."""
         from paralab.experiment import run
 
         return run(at.model, at.plan, steps=self.steps, **how)
 
     def _blocked(self, at: At) -> str:
-        """Why “Run it” cannot be pressed at these settings, as a sentence; "" if it can."""
+        """Why “Run it” is disabled at these settings, as a sentence; "" if it is enabled."""
         many = self._ranks(at) > parts.MOST_RANKS
         return f"“Run it” takes up to {parts.MOST_RANKS} ranks, not {self._ranks(at)}" * many
 
     def _refused(self, at: At) -> str:
-        """Why these settings cannot run here, seen when they are to run; "" if they can."""
+        """Why these settings cannot run on this machine, checked before a run; "" if they can."""
         each, ranks = sum(quick.fullest(at.model, at.plan)[1].values()), at.plan.world_size
-        return parts.no_room(ranks, each, parts.there(at.cluster, ranks))
+        return parts.no_room(ranks, each, parts.machine_of_run(at.cluster, ranks))
 
-    def _needs(self, at: At) -> Any:
+    def _depends_on(self, at: At) -> Any:
         """What a result depends on: what is trained, and how. A knob that changes neither needs no
-        new run. Raises ``ValueError`` where the settings mean nothing.
+        new run. Raises ``ValueError`` if the settings are impossible.
         """
         return at.model, at.plan
 
@@ -197,65 +199,65 @@ class Widget(ipw.VBox):
         return f"“Run it” trains on {processes(self._ranks(at))}."
 
     def _ranks(self, at: At) -> int:
-        """Processes that a run has, all of which report how far they are."""
+        """How many processes a run has, each of which reports its progress."""
         return at.get("ranks") or at.plan.world_size
 
     # ---- what settings mean ------------------------------------------------------------------
-    def _starting(self, name: str, knob: Knob) -> Knob:
-        """The knob, with the value that it starts with and the values that there are."""
+    def _with_start(self, name: str, knob: Knob) -> Knob:
+        """The knob with its start value and the values that it offers for model and cluster."""
         link = knob.link and knob.link(self.cluster or self._here(self.plan.world_size))
         if link:
             return knob.at(link)
         start = knob.start(self) if callable(knob.start) else knob.start
         if start is None:
-            of = self.plan if hasattr(self.plan, knob.sets or name) else self.model
-            start = getattr(of, knob.sets or name)
+            owner = self.plan if hasattr(self.plan, knob.sets or name) else self.model
+            start = getattr(owner, knob.sets or name)
         if isinstance(knob.offers, dict):
             return replace(knob, start=start)
         offers = [value for value in knob.offers if self._offered(name, value)]
         return replace(knob, start=start, offers=offers)
 
-    def _set(self, at: At, kind: type) -> dict[str, Any]:
+    def _fields_set(self, at: At, kind: type) -> dict[str, Any]:
         """{field: value} of those fields of a plan or a model that knobs set."""
         known = {one.name for one in fields(kind)}
-        named = {knob.sets or name: at[name] for name, knob in self._kinds.items()}
+        named = {knob.sets or name: at[name] for name, knob in self._declared.items()}
         return {name: value for name, value in named.items() if name in known}
 
     def _plan(self, at: At) -> Plan:
-        return self.plan.replace(**self._set(at, Plan))
+        return self.plan.replace(**self._fields_set(at, Plan))
 
     def _model(self, at: At) -> ModelSpec:
-        """With the attention that suits the devices, as a prediction and a run have it."""
-        sizes = self._set(at, ModelSpec)
+        """The model, with the attention that a prediction and a run use on these devices."""
+        sizes = self._fields_set(at, ModelSpec)
         if sizes.get("hidden", self.model.hidden) != self.model.hidden:
             sizes["heads"] = self._heads(sizes["hidden"])
         return self.model.replace(**sizes).resolved(gpus=self._gpus(at))
 
     def _heads(self, hidden: int) -> int:
-        """Heads as wide as the model's, up to 64 of them."""
+        """How many heads the model has at this hidden size: as wide as before, at most 64."""
         most = max(1, min(64, hidden * self.model.heads // self.model.hidden))
         return next(n for n in range(most, 0, -1) if hidden % n == 0)
 
     def _here(self, ranks: int) -> Cluster:
-        """This machine, as the widget saw it first: one that is measured again meanwhile would move
-        what a knob has led back to. (Whether a run fits is asked of it as it is then.)
+        """This machine as the widget first saw it: even if it is calibrated again, a knob that
+        returns to a value gives the same prediction again.
         """
-        return self._once(("here", parts.device_of_run(ranks)), None, lambda: here(ranks))
+        return self._cached(("here", parts.device_of_run(ranks)), None, lambda: this_machine(ranks))
 
     def _machine(self, at: At) -> Cluster:
         """The cluster that the widget was given, else this machine."""
         return self.cluster or self._here(self._ranks(at))
 
     def _gpus(self, at: At) -> bool:
-        """Whether devices are GPUs, which is known before anything is measured."""
+        """Whether the devices are GPUs, which is known without calibrating anything."""
         if self.cluster is None:
             return parts.device_of_run(self._ranks(at)) == "cuda"
         return self.cluster.gpus
 
     def _cluster(self, at: At) -> Cluster:
-        """Its links are as fast as the knob "bandwidth" says, if there is one; latencies stay."""
+        """The cluster; if there is a knob "bandwidth", links have that, with their own latency."""
         cluster = self._machine(at)
-        if "bandwidth" not in at or at["bandwidth"] == self._kinds["bandwidth"].start:
+        if "bandwidth" not in at or at["bandwidth"] == self._declared["bandwidth"].start:
             return cluster
         link, inter = (
             one.replace(bandwidth=at["bandwidth"])
@@ -263,29 +265,29 @@ class Widget(ipw.VBox):
         )
         return cluster.replace(intra=link, inter=inter, collectives={})
 
-    def _expected(self, at: At, what: str = "chosen") -> Tables:
-        """The predicted step; kept until ``what`` is asked for with other settings."""
-        of = at.model, at.plan, at.cluster
+    def _prediction(self, at: At, what: str = "chosen") -> Tables:
+        """The predicted step; the last one of each name ``what`` is kept."""
+        inputs = at.model, at.plan, at.cluster
 
-        def made() -> tuple[Tables, list[str]]:
-            with warnings.catch_warnings(record=True) as heard:  # it is shown, not printed
+        def predicted() -> tuple[Tables, list[str]]:
+            with warnings.catch_warnings(record=True) as caught:  # they are shown, not printed
                 warnings.simplefilter("always")
-                report = predict(*of, steps=1, detail=self.detail)
-            return report, [str(one.message) for one in heard]
+                report = predict(*inputs, steps=1, detail=self.detail)
+            return report, [str(warning.message) for warning in caught]
 
-        report, said = self._once(what, of, made)
-        self._notes += [note for note in dict.fromkeys(said) if note not in self._notes]
+        report, messages = self._cached(what, inputs, predicted)
+        self._notes += [note for note in dict.fromkeys(messages) if note not in self._notes]
         return report
 
     def _replay(self, at: At) -> Tables:
-        of = at.found, at.cluster
-        return self._once("replay", of, lambda: at.found.replay(at.cluster, **self.replays))
+        run, cluster = inputs = at.measured, at.cluster
+        return self._cached("replay", inputs, lambda: run.replay(cluster, **self.replays))
 
-    def _once(self, what: Any, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` gave for ``key`` the last time, if that was the last key of ``what``."""
-        if what not in self._kept or self._kept[what][0] != key:
-            self._kept[what] = key, make()
-        return self._kept[what][1]
+    def _cached(self, what: Any, key: Any, make: Callable[[], Any]) -> Any:
+        """The result kept as ``what`` if it was made for this ``key``; else a new one, now kept."""
+        if what not in self._cache or self._cache[what][0] != key:
+            self._cache[what] = key, make()
+        return self._cache[what][1]
 
     # ---- plain calls -------------------------------------------------------------------------
     @property
@@ -303,46 +305,47 @@ class Widget(ipw.VBox):
     @property
     def values(self) -> At:
         at = At(self, {name: widget.value for name, widget in self.knobs.items()})
-        at.found = self._results.get(self._key(at))
+        at.measured = self._results.get(self._key(at))
         return at
 
     def _key(self, at: At) -> Any:
-        """Of a result; None for settings that mean nothing."""
+        """The key of a result; None for impossible settings."""
         try:
-            needs = self._needs(at)
+            needs = self._depends_on(at)
         except ValueError:
             return None
         try:
             hash(needs)
-        except TypeError:  # code of one's own may be an object that cannot be hashed
+        except TypeError:  # a user's function may be an object that cannot be hashed
             return repr(needs)
         return needs
 
     @property
     def result(self) -> Any:
-        """What the real run gave at the settings as they stand; None if there was none."""
-        return self.values.found
+        """The result of the real run at the current settings; None if there was none."""
+        return self.values.measured
 
     def at(self, **knobs: Any) -> At:
-        """The settings as they stand, with these changed; without what a run of them found.
+        """The current settings with these changed, and without the result of a run.
 
-        Raises ``ValueError`` on a setting that the widget does not have or cannot take.
+        Raises ``ValueError`` on a knob that the widget does not have and on a value that it does
+        not offer.
         """
         for name, value in knobs.items():
             if name not in self.knobs:
                 legal = ", ".join(self.knobs)
                 raise illegal(name, value, f"{self.name} has no such knob", legal)
-            knobs[name] = self._kinds[name].check(name, value)
+            knobs[name] = self._declared[name].check(name, value)
         return At(self, {**self.values, **knobs})
 
     def predict(self, **knobs: Any) -> Chart:
-        """The prediction as a picture; settings that are not named are where the sliders stand."""
-        with self._aside():
+        """The prediction as a picture; knobs that are not named have the sliders' values."""
+        with self._without_notes():
             return self._charts(self.at(**knobs))[0]
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """What is asked for in here leaves no note on the page."""
+    def _without_notes(self) -> Iterator[None]:
+        """Predictions made inside the block leave no notes on the page."""
         kept, self._notes = self._notes, []
         try:
             yield
@@ -350,20 +353,20 @@ class Widget(ipw.VBox):
             self._notes = kept
 
     def set(self, **knobs: Any) -> Widget:
-        """Move sliders; the picture follows once."""
-        asked = self.at(**knobs)
+        """Move sliders; the picture is drawn once."""
+        settings = self.at(**knobs)
         with self._lock:
-            self._held = True
+            self._moving = True
             try:
-                for name, value in asked.items():
+                for name, value in settings.items():
                     self.knobs[name].value = value
             finally:
-                self._held = False
+                self._moving = False
             self._refresh()
         return self
 
     def run(self, **knobs: Any) -> Widget:
-        """“Run it”, after moving the sliders that are named. Returns at once; see `wait`.
+        """Press “Run it”, after moving the sliders that are named. Returns at once; see `wait`.
 
         Raises ``RuntimeError`` while a run is in progress.
         """
@@ -374,26 +377,26 @@ class Widget(ipw.VBox):
                 self.set(**knobs)
             if self._stale:
                 raise self.error
-            run = self._now = _Run(self.values)
-            run.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
-            self._bar.value, self._bar.max = 0, 1
+            run = self._current_run = _Run(self.values)
+            run.thread = threading.Thread(target=self._execute, args=(run,), daemon=True)
+            self._progress.value, self._progress.max = 0, 1
             self._enter("running", "starting real processes …")
             run.thread.start()
         return self
 
     def stop(self) -> None:
         """End the run that is in progress, within a second; without one, nothing happens."""
-        if self._now is not None and self.state == "running":
-            self._now.stop.set()
-            self._tell("stopping …")
+        if self._current_run is not None and self.state == "running":
+            self._current_run.stop.set()
+            self._show_status("stopping …")
 
     def wait(self, timeout: float | None = None) -> Chart:
         """The picture once the run has ended. An interrupt stops the run.
 
-        Raises what the run ended with, unless it was stopped; ``TimeoutError`` after ``timeout``
+        Raises the run's error, unless it was stopped, and ``TimeoutError`` after ``timeout``
         seconds.
         """
-        if (run := self._now) is not None:
+        if (run := self._current_run) is not None:
             try:
                 run.thread.join(timeout)
             except KeyboardInterrupt:
@@ -411,9 +414,9 @@ class Widget(ipw.VBox):
         super().close()
 
     def __repr__(self) -> str:
-        knobs = [self._kinds[name].repr(value) for name, value in self.values.items()]
-        said = f"{self.name}({', '.join(knobs)})"
-        return said if len(said) <= MAX_REPR else f"{said[: MAX_REPR - 2]}…)"
+        knobs = [self._declared[name].repr(value) for name, value in self.values.items()]
+        text = f"{self.name}({', '.join(knobs)})"
+        return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 2]}…)"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
@@ -423,27 +426,28 @@ class Widget(ipw.VBox):
 
     # ---- sliders -----------------------------------------------------------------------------
     def _moved(self, _: Any) -> None:
-        if not self._held:
+        if not self._moving:
             with self._lock:
                 self._refresh()
 
     def _refresh(self) -> None:
-        """Draw what belongs to the settings as they stand. Never raises: a page would not show."""
+        """Draw the current settings. Never raises: a page would not show a callback's error."""
         try:
             self._draw(self._sketch())
         except Exception as error:
-            if self.state != "running":  # else it can wait for the run's end
+            if self.state != "running":  # else the error is shown at the run's end
                 self._refuse(error)
         else:
             if self.state != "running":
                 self._enter("done" if self.result is not None else "idle")
 
     def _sketch(self) -> list[Chart]:
+        """Make charts, table and the text of the outcome for the current settings."""
         at, self._notes = self.values, []
         first, *others = self._charts(at)
         self._numbers.value = parts.table(self._rows(at))
-        if at.found is not None:
-            self._said = f"Done, {processes(self._ranks(at))}: {self._done(at)}."
+        if at.measured is not None:
+            self._outcome_text = f"Done, {processes(self._ranks(at))}: {self._outcome(at)}."
         self.charts = [self._steadied(first), *others]
         return self.charts
 
@@ -454,82 +458,84 @@ class Widget(ipw.VBox):
             view.show(chart)
 
     def _steadied(self, chart: Chart) -> Chart:
-        """The chart with the time axis of the last one, while that is not far too long."""
-        bounds = chart.layout.xaxis.range
-        if self.steady and bounds:
-            if self._upper is None or not 0.4 * self._upper <= bounds[1] <= self._upper:
-                self._upper = bounds[1]
-            chart.layout.xaxis.range = [-0.005 * self._upper, self._upper]
+        """The chart with the time axis of the last one, if it fits in and is not far shorter."""
+        axis_range = chart.layout.xaxis.range
+        if self.steady and axis_range:
+            end = axis_range[1]
+            if self._axis_end is None or not 0.4 * self._axis_end <= end <= self._axis_end:
+                self._axis_end = end
+            chart.layout.xaxis.range = [-0.005 * self._axis_end, self._axis_end]
         return chart
 
     # ---- the real run ------------------------------------------------------------------------
-    def _work(self, run: _Run) -> None:
+    def _execute(self, run: _Run) -> None:
         def progress(rank: int, done: int, total: int) -> None:
             run.done[rank] = done
             least = min(run.done.values()) if len(run.done) == self._ranks(run.at) else 0
-            self._bar.max, self._bar.value = total, least
+            self._progress.max, self._progress.value = total, least
             if least and not run.stop.is_set():
-                self._tell(f"running: step {least} of {total}")
+                self._show_status(f"running: step {least} of {total}")
 
-        found = None
+        result = None
         try:
             if why := self._blocked(run.at) or self._refused(run.at):
                 raise ValueError(why)
-            found = self._measure(run.at, stop=run.stop, progress=progress)
-        except BaseException as error:  # also one that would end the thread
+            result = self._measure(run.at, stop=run.stop, progress=progress)
+        except BaseException as error:  # also one that would end the thread silently
             run.error = error
         with self._lock:
             if run.error is None:
-                self._results[self._key(run.at)] = found
-            self.state = "idle"  # `_refresh` says what it is now, of settings that may be others
+                self._results[self._key(run.at)] = result
+            self.state = "idle"  # until `_refresh` sets it for the settings, which may be others
             self._refresh()
-            if run.error is not None and not self._stale:  # else it is said what cannot be
+            if run.error is not None and not self._stale:  # else another reason is shown
                 self._complain(run.error)
 
     # ---- what is shown -----------------------------------------------------------------------
     @property
     def _stale(self) -> bool:
-        """The settings cannot be, and the pictures are of other ones, greyed."""
+        """Whether the settings are impossible and the pictures, greyed, are those of others."""
         return STALE in self._views._dom_classes
 
-    def _enter(self, state: str, said: str = "", error: BaseException | None = None) -> None:
+    def _enter(self, state: str, status: str = "", error: BaseException | None = None) -> None:
         running, at = state == "running", self.values
         blocked = self._blocked(at) if state in ("idle", "done") else ""
         self.state, self.error = state, error
-        self._go.disabled, self._halt.disabled = running or bool(blocked), not running
+        self._run_button.disabled = running or bool(blocked)
+        self._stop_button.disabled = not running
         for name, widget in self.knobs.items():
-            widget.disabled = running or self._idle(name)
-        self._bar.layout.display = "flex" if running else "none"
-        self._go.description = "Run again" if state == "done" else "Run it"
+            widget.disabled = running or self._unused(name)
+        self._progress.layout.display = "flex" if running else "none"
+        self._run_button.description = "Run again" if state == "done" else "Run it"
         self._views.remove_class(STALE)
         notes = [html.escape(f"{note[:1].upper()}{note[1:]}.") for note in self._notes]
         self._trouble.value = parts.noted(*notes) if state != "error" else ""
         if state == "idle":
             hint = f"{blocked}." if blocked else self._hint(at)
-            said = said or f"Move a slider: the prediction follows. {hint}"
-        self._tell(said or self._said)
+            status = status or f"Move a slider: the prediction follows. {hint}"
+        self._show_status(status or self._outcome_text)
 
-    def _tell(self, said: str) -> None:
-        self._status.value = f'<div style="line-height:1.4">{html.escape(said)}</div>'
+    def _show_status(self, text: str) -> None:
+        self._status.value = f'<div style="line-height:1.4">{html.escape(text)}</div>'
 
     def _refuse(self, error: Exception) -> None:
-        """The reason in place of the views, which stay, greyed; there is nothing to run."""
+        """Show why the settings are impossible; the old views stay, greyed, and nothing can run."""
         cannot = isinstance(error, ValueError)
-        said = "This combination cannot be" if cannot else "This did not work"
-        self._enter("error", f"{said}: see below. Move a slider.", error)
-        self._go.disabled = True
+        text = "This combination cannot be" if cannot else "This did not work"
+        self._enter("error", f"{text}: see below. Move a slider.", error)
+        self._run_button.disabled = True
         self._trouble.value = GREY + (parts.impossible if cannot else parts.trouble)(error)
         self._numbers.value = self._code.value = ""
         self._views.add_class(STALE)
 
     def _complain(self, error: BaseException) -> None:
-        """Show what went wrong as text: in the widget, for a thread's traceback finds no reader."""
-        blocked = self._go.disabled
+        """Show in the widget why a run ended, as nobody would see the traceback of its thread."""
+        blocked = self._run_button.disabled
         if isinstance(error, Stopped):
-            said = str(error)
-            self._enter("stopped", f"{said[:1].upper()}{said[1:]}.", error)
+            text = str(error)
+            self._enter("stopped", f"{text[:1].upper()}{text[1:]}.", error)
         else:
-            said = "It did not work: see below. Change a setting and run again."
-            self._enter("error", said, error)
+            text = "It did not work: see below. Change a setting and run again."
+            self._enter("error", text, error)
             self._trouble.value = parts.trouble(error)
-        self._go.disabled = blocked
+        self._run_button.disabled = blocked

@@ -1,8 +1,8 @@
 """Widgets that compare alternatives, a bar for each: what a device holds, and what it sends.
 
-Both numbers are read off the compiled program (interpret/quick.py), padding included, at once and
-for any number of devices. “Run it” trains on one real process per device in the chosen way; the
-ledger's peak and the counted bytes of that run then stand below the prediction.
+Both numbers come from the compiled program (interpret/quick.py), padding included, without delay
+and for any number of devices. “Run it” trains the chosen alternative with one real process per
+device; the ledger's peak and the counted bytes of that run are then shown below the prediction.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import (
     buttons,
     count,
-    here,
     in_bytes,
     no_room,
     only,
     refusal,
     slider,
+    this_machine,
 )
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
 RECOMPUTE = {"all kept": "none", "selective recomputed": "selective", "full recomputed": "full"}
-MEMORY, TRAFFIC = (0.0, 0.62), (0.68, 1.0)  # of a picture's width
+MEMORY, TRAFFIC = (0.0, 0.62), (0.68, 1.0)  # parts of the picture's width
 Kept = Mapping[str, int]
 
 
 class Alternatives(Widget):
     """A bar for each value of one knob, the chosen one in full colour.
 
-    among   the knob        called   {its value: what that is called}
-    axis    of parallelism, along which bytes are sent        each   what a rank is called here
+    among   the name of the knob        called   {its value: the name of that alternative}
+    axis    of parallelism, along which bytes are sent        each   the word for a rank
     """
 
     among: str
@@ -57,19 +57,19 @@ class Alternatives(Widget):
         return quick.peak(at.model, at.plan, gloo=not self._gpus(at))
 
     def sent(self, at: At) -> Fraction:
-        """Bytes that each device sends per step, padding included; the mean of a tp group."""
+        """Bytes that a device sends per step, padding included; the mean over a tp group."""
         return quick.sent(at.model, at.plan, *range(at.plan.tp))
 
     def alternatives(self, at: At) -> dict[str, At]:
-        """{name: settings} of those that there are."""
+        """{name: settings} of the alternatives that are possible."""
         return {name: at.but(**{self.among: value}) for value, name in self.called.items()}
 
     def _compared(self, name: str, at: At) -> bool:
-        """Whether the table has a row for an alternative that was not chosen."""
+        """Whether the table has a row for this alternative although it is not chosen."""
         return True
 
     def _extra(self, at: At) -> dict[str, str]:
-        """What the table says of an alternative's prediction alone."""
+        """Columns of the table that only an alternative's prediction has."""
         return {}
 
     def _finding(self, at: At) -> str:
@@ -80,20 +80,20 @@ class Alternatives(Widget):
         chosen = self.called[at[self.among]]
         bars: dict[str, Kept] = {}
         sent: dict[str, int] = {}
-        for name, one in self.alternatives(at).items():
-            bars[name], sent[name] = self.held(one), int(self.sent(one))
-            if at.found is not None and name == chosen:
-                bars["measured"], counted = _measured(at.found)
+        for name, settings in self.alternatives(at).items():
+            bars[name], sent[name] = self.held(settings), int(self.sent(settings))
+            if at.measured is not None and name == chosen:
+                bars["measured"], counted = _measured(at.measured)
                 sent["measured"] = int(counted)
         return [self._picture(at, bars, sent)]
 
     def _picture(self, at: At, bars: Mapping[str, Kept], sent: Mapping[str, int]) -> Chart:
-        """Two prices side by side: bars of memory by category, and next to each what is sent."""
-        model, clock = at.model, "predicted" + " and measured" * (at.found is not None)
+        """Bars of memory by category, and next to each a bar of the bytes that are sent."""
+        model, clock = at.model, "predicted" + " and measured" * (at.measured is not None)
         below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
         below += f", {model.num_params:,} parameters · 1 MB = 10<sup>6</sup> bytes"
         bright = (self.called[at[self.among]], "measured")
-        rows, moved = mark.rows_of(bars), [(name, "sent", n) for name, n in sent.items()]
+        rows, sent_rows = mark.rows_of(bars), [(name, "sent", n) for name, n in sent.items()]
         totals, pale = mark.totals(rows), [name for name in bars if name not in bright]
         end, far = 1.22 * max([*totals.values(), 1]), 1.45 * max(*sent.values(), 1)
         bold = [name if name in pale else f"<b>{name}</b>" for name in bars]
@@ -109,38 +109,40 @@ class Alternatives(Widget):
             **mark.FITTING,
         )
         held = mark.bars(rows, per=1e6, end=end, letter=mark.LETTER / MEMORY[1], pale=pale)
-        there = {kind for _, kind, n in rows if n}
+        present = {kind for _, kind, n in rows if n}
         for trace in held:
-            trace["showlegend"] = trace["name"] in there
-        look = lambda _: ("sent per device and step", theme.axis_colour(self.axis))  # noqa: E731
+            trace["showlegend"] = trace["name"] in present
+        sent_look = lambda _: ("sent per device and step", theme.axis_colour(self.axis))  # noqa: E731
         style = {"axes": ("x2", "y"), "letter": 0, "pale": pale, "showlegend": False}
-        (sums,) = mark.bars(moved, per=1e6, end=far, look=look, kinds=["sent"], **style)
+        (sums,) = mark.bars(sent_rows, per=1e6, end=far, look=sent_look, kinds=["sent"], **style)
         notes = mark.ends(totals, 1e6, size=13) + mark.ends(sent, 1e6, axes=("x2", "y"), size=13)
         ranks = count(self._ranks(at), self.each)
         return fig.draw([*held, {**sums, "name": "sent"}], notes).explained(
             f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category",
-            ("bar category bytes", rows + moved),
+            ("bar category bytes", rows + sent_rows),
         )
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         chosen, rows = self.called[at[self.among]], []
-        for name, one in self.alternatives(at).items():
+        for name, settings in self.alternatives(at).items():
             if name == chosen or self._compared(name, at):
-                row = _row(f"{name}, predicted", self.held(one), self.sent(one))
-                rows.append(row | self._extra(one))
-        if at.found is not None:
-            found = _row(f"{chosen}, measured", *_measured(at.found))
-            rows.append(dict.fromkeys(rows[0], "") | found)
+                row = _row(f"{name}, predicted", self.held(settings), self.sent(settings))
+                rows.append(row | self._extra(settings))
+        if at.measured is not None:
+            row_measured = _row(f"{chosen}, measured", *_measured(at.measured))
+            rows.append(dict.fromkeys(rows[0], "") | row_measured)
         return rows
 
-    def _done(self, at: At) -> str:
-        held, counted = _measured(at.found)
+    def _outcome(self, at: At) -> str:
+        held, counted = _measured(at.measured)
         exact = "exactly as predicted" if counted == self.sent(at) else in_bytes(float(counted))
         peak, expect = (in_bytes(sum(kept.values())) for kept in (held, self.held(at)))
         return f"the peak is {peak}, predicted were {expect}; the bytes sent are {exact}"
 
     def _refused(self, at: At) -> str:
-        return no_room(at.plan.world_size, sum(self.held(at).values()), here(at.plan.world_size))
+        return no_room(
+            at.plan.world_size, sum(self.held(at).values()), this_machine(at.plan.world_size)
+        )
 
 
 USED = ("dp", "zero_stage", "microbatches", "microbatch_size", "precision", "recompute")
@@ -148,16 +150,16 @@ USED += ("bucket_bytes", "prefetch")
 
 
 class Zero(Alternatives):
-    """Stage, devices N, micro-batches m, hidden size, precision, recomputation.
+    """Knobs: stage, devices N, micro-batches m, hidden size, precision, recomputation.
 
-    model  where the hidden size starts, and all else about the model; default: 8 layers
-    plan   where the other knobs start; its bucket_bytes, prefetch and microbatch_size are used, and
-           no other setting
+    model  the model, whose hidden size a knob changes; default: 8 layers
+    plan   where the other knobs start; of its other settings bucket_bytes, prefetch and
+           microbatch_size are used
     """
 
     name, steps = "zero", 4
     among, called, axis, each = "stage", STAGES, "dp", "device"
-    model = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # one block in eight is gathered
+    model = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # ZeRO-3 gathers one block of 8
     plan = Plan(dp=4, zero_stage=2, microbatches=2, microbatch_size=1, bucket_bytes=2**18)
     board = {
         "stage": buttons("stage", {name: n for n, name in STAGES.items()}, sets="zero_stage"),
@@ -179,32 +181,31 @@ class Zero(Alternatives):
         return name == STAGES[0]
 
     def _extra(self, at: At) -> dict[str, str]:
-        each = quick.states(quick.program_of(at.model, at.plan, "adamw", 0), 0)
+        states = quick.states(quick.program_of(at.model, at.plan, "adamw", 0), 0)
         times = volume(at["stage"], at.plan.microbatches) if at.plan.dp > 1 else 0
         return {
-            "bytes per parameter": f"{sum(each.values()) / at.model.num_params:.2f}",
+            "bytes per parameter": f"{sum(states.values()) / at.model.num_params:.2f}",
             "that is sent": f"{times} Ψ(N−1)/N" if times else "0",
         }
 
     def _finding(self, at: At) -> str:
         plain, stage = at.but(stage=0), at["stage"]
         held = sum(self.held(plain).values())
-        said = f"{STAGES[stage]} on {count(at['ranks'], 'device')}: "
+        text = f"{STAGES[stage]} on {count(at['ranks'], 'device')}: "
         if stage == 0:
-            return f"{said}each holds all states, {in_bytes(held)} at its peak"
-        said += f"{100 * sum(self.held(at).values()) / held:.0f} % of the memory of plain DP"
+            return f"{text}each holds all states, {in_bytes(held)} at its peak"
+        text += f"{100 * sum(self.held(at).values()) / held:.0f} % of the memory of plain DP"
         if not self.sent(plain):
-            return f"{said}; one device has nothing to shard"
+            return f"{text}; one device has nothing to shard"
         times = float(self.sent(at) / self.sent(plain))
-        much = "the same" if abs(times - 1) < 0.01 else f"{theme.times(times)} the"
-        return f"{said} for {much} traffic"
+        traffic = "the same" if abs(times - 1) < 0.01 else f"{theme.times(times)} the"
+        return f"{text} for {traffic} traffic"
 
 
 class Tensor(Alternatives):
-    """Mode, tokens per step, hidden size, ranks.
+    """Knobs: mode, tokens per step, hidden size, ranks.
 
-    model  where the hidden size starts, and all else about the model; default: 2 layers, 32 tokens
-           per sample
+    model  the model, whose hidden size a knob changes; default: 2 layers, 32 tokens per sample
     plan   where mode, ranks and micro-batch size start; default: 2D on 4 ranks, 4 samples
     """
 
@@ -233,14 +234,14 @@ class Tensor(Alternatives):
         return name != "tokens" or value % self.model.seq_len == 0
 
     def _plan(self, at: At) -> Plan:
-        """Raises ``ValueError`` where these ranks, heads or samples do not make it."""
+        """Raises ``ValueError`` if the mode is impossible with these ranks, heads or samples."""
         samples = at["tokens"] // self.model.seq_len
         plan = Plan(tp=at["ranks"], tp_mode=at["mode"], microbatch_size=samples)
         plan.validate(at.model)
         return plan
 
     def _missing(self, at: At) -> tuple[str, str]:
-        """Why there is no plan in the chosen mode, and what would work; "" where there is one."""
+        """Why the chosen mode is impossible, and what would work; "" twice if it is possible."""
         try:
             self._plan(at)
         except ValueError as error:
@@ -254,7 +255,7 @@ class Tensor(Alternatives):
         return said if why else super()._blocked(at)
 
     def _charts(self, at: At) -> list[Chart]:
-        """The modes that there are; of the chosen one, if it is none of them, the reason."""
+        """The possible modes; if the chosen one is not among them, notes say why."""
         why, legal = self._missing(at)
         if why:
             self._notes += [f"there is no {self.called[at['mode']]}, as {why}"]
@@ -262,37 +263,37 @@ class Tensor(Alternatives):
         return super()._charts(at)
 
     def alternatives(self, at: At) -> dict[str, At]:
-        """{name: settings} of the modes that there are; 2.5D on one grid is 2D."""
-        found = {}
-        for name, one in super().alternatives(at).items():
+        """{name: settings} of the possible modes, without 2.5D if that is 2D and not chosen."""
+        possible = {}
+        for name, settings in super().alternatives(at).items():
             try:
-                plan = one.plan
+                plan = settings.plan
             except ValueError:
                 continue
             if plan.tp_mode != "2.5d" or plan.tp_grid[1] > 1 or at["mode"] == "2.5d":
-                found[name] = one
-        if not found:
+                possible[name] = settings
+        if not possible:
             tokens = f"{at.model.heads} heads and {at['tokens']:,} tokens"
             why = f"no mode can shard {tokens} over so many"
             raise illegal("ranks", at["ranks"], why, "with more tokens or a larger hidden size")
-        return found
+        return possible
 
     def _finding(self, at: At) -> str:
-        sent = {name: self.sent(one) for name, one in self.alternatives(at).items()}
+        sent = {name: self.sent(settings) for name, settings in self.alternatives(at).items()}
         chosen, least = self.called[at["mode"]], min(sent, key=sent.__getitem__)
-        said = f"{at['ranks']} ranks, {at['tokens']:,} tokens: "
+        text = f"{at['ranks']} ranks, {at['tokens']:,} tokens: "
         if chosen not in sent:
-            return f"{said}there is no {chosen}; {least} sends least"
+            return f"{text}there is no {chosen}; {least} sends least"
         if chosen == least:
-            return f"{said}{chosen} sends least"
+            return f"{text}{chosen} sends least"
         times = float(sent[chosen] / sent[least])
-        return f"{said}{chosen} sends {theme.times(times)} as much as {least}"
+        return f"{text}{chosen} sends {theme.times(times)} as much as {least}"
 
 
-def _measured(found: Tables) -> tuple[Kept, Fraction]:
-    """({category: bytes} at the peak of the rank where it is highest, bytes sent per step)."""
-    sent = found.traffic()["bytes"]
-    return fullest(curves(found)).held, Fraction(round(sent.sum()), len(sent))
+def _measured(run: Tables) -> tuple[Kept, Fraction]:
+    """({category: bytes} at the highest peak of a rank, mean bytes that a rank sends per step)."""
+    sent = run.traffic()["bytes"]
+    return fullest(curves(run)).held, Fraction(round(sent.sum()), len(sent))
 
 
 def _row(name: str, held: Kept, sent: Fraction) -> dict[str, str]:

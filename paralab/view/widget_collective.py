@@ -1,9 +1,9 @@
-"""One all-reduce, two algorithms, one link: what the alpha-beta model says, and real sends.
+"""One all-reduce, two algorithms, one link: the alpha-beta model next to real sends.
 
-The lines are the formulas of theory/collectives.py for the ranks and the link of the sliders, over
-the bytes of the tensor. “Run it” sums it for real, by the algorithm's own sends and receives
-(parallel/collectives.py), and replays what was sent on the link of the sliders: a marker, which
-belongs on its line. A new link needs no new run.
+The lines are the formulas of theory/collectives.py over the bytes of the tensor, for the ranks and
+the link of the sliders. “Run it” sums a tensor with the algorithm's own sends and receives
+(parallel/collectives.py) and replays them on the link of the sliders: the marker of that run should
+be on its line. Another link needs no new run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from paralab.view.widget_parts import buttons, in_bytes, in_seconds, in_speed, s
 
 FORMS = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 SIZES = tuple(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 1 kB to 10 MB
-LINE = tuple(4 * round(10 ** (3 + i / 12) / 4) for i in range(49))  # where lines are drawn
+LINE = tuple(4 * round(10 ** (3 + i / 12) / 4) for i in range(49))  # bytes at which lines are drawn
 LATENCIES = tuple(m * 10**-e for e in (6, 5, 4, 3) for m in (1, 3))[:-1]  # 1 µs to 1 ms
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))[:-1]  # 10 MB/s to 100 GB/s
 WAITING = "seconds before the first byte"
 
 
 class Collective(Widget):
-    """Algorithm, ranks, bytes of the tensor, latency and bandwidth of the link."""
+    """Knobs: algorithm, ranks, bytes of the tensor, latency and bandwidth of the link."""
 
     name, replays = "collective", {"compute": 0.0}
     board = {
@@ -48,14 +48,14 @@ class Collective(Widget):
     def _measure(self, at: At, *, stop: threading.Event, **_: Any) -> Tables:
         from paralab.trace import trace
 
-        function = _sender(FORMS[at["algorithm"]])
+        function = _traced_function(FORMS[at["algorithm"]])
         return trace(function, ranks=at["ranks"], args=(at["nbytes"],), stop=stop)
 
-    def _needs(self, at: At) -> Any:
+    def _depends_on(self, at: At) -> Any:
         return at["algorithm"], at["ranks"], at["nbytes"]
 
     def _refused(self, at: At) -> str:
-        return ""  # nothing is trained, and no slider has a tensor that is large
+        return ""  # nothing is trained, and no tensor on the slider is large
 
     def _hint(self, at: At) -> str:
         return f"“Run it” sums the tensor over {at['ranks']} real processes."
@@ -75,50 +75,55 @@ class Collective(Widget):
             if ranks == n:
                 replayed = At(self, at, run).replayed.step_time
                 runs.setdefault(form, []).append((nbytes, replayed))
-        took = {form: self._seconds(at, form, size) for form in FORMS}
-        fast, slow = sorted(FORMS, key=took.__getitem__)
-        times, finding = took[slow] / took[fast], "ring and tree take the same time within 5 %"
+        time_of = {form: self._seconds(at, form, size) for form in FORMS}
+        fast, slow = sorted(FORMS, key=time_of.__getitem__)
+        times, finding = (
+            time_of[slow] / time_of[fast],
+            "ring and tree take the same time within 5 %",
+        )
         if times >= 1.05:
             finding = f"{fast} is {times:.1f} times as fast as {slow}"
         chart = algorithms(curves, runs, title=f"{n} ranks, {in_bytes(size)}: {finding}")
-        said = f"chosen: {chosen}, {in_bytes(size)}", [in_seconds(took[chosen])]
+        chosen_texts = f"chosen: {chosen}, {in_bytes(size)}", [in_seconds(time_of[chosen])]
         ring = {"ink": theme.axis_colour("dp"), "symbol": "circle-open", "size": 18}
         ring |= {"mode": "markers", "marker": {"line": {"width": 3}}}
-        chart.add_trace(curve(said[0], [(size, took[chosen])], said[1], **ring))
+        chart.add_trace(curve(chosen_texts[0], [(size, time_of[chosen])], chosen_texts[1], **ring))
         return [chart]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
         n, size, rows = at["ranks"], at["nbytes"], []
         for form, algorithm in FORMS.items():
             busiest = max(collectives.wire_bytes(algorithm, n, size, rank) for rank in range(n))
-            run, seen = self._results.get((form, n, size)), ["not run"] * 3
+            run, run_cells = self._results.get((form, n, size)), ["not run"] * 3
             if run is not None:
                 counted = int(metrics.traffic(run, warmup=True)["bytes"].max())
                 times = At(self, at, run).replayed.step_time, run.step_time
-                seen = [in_bytes(counted), *map(in_seconds, times)]
+                run_cells = [in_bytes(counted), *map(in_seconds, times)]
             rows.append(
                 {
                     "algorithm": form + " ◂" * (form == at["algorithm"]),
                     "messages in a row": str(collectives.steps(algorithm, n)),
                     "busiest rank sends": in_bytes(busiest),
-                    "counted": seen[0],
+                    "counted": run_cells[0],
                     "predicted": in_seconds(self._seconds(at, form, size)),
-                    "replayed": seen[1],
-                    "measured here": seen[2],
+                    "replayed": run_cells[1],
+                    "measured here": run_cells[2],
                 }
             )
         return rows
 
-    def _done(self, at: At) -> str:
+    def _outcome(self, at: At) -> str:
         n, replayed = at["ranks"], at.replayed.step_time
-        right = all(list(bounds) == [n * (n + 1) / 2] * 2 for bounds in at.found.results)
+        right = all(list(bounds) == [n * (n + 1) / 2] * 2 for bounds in at.measured.results)
         off = abs(replayed / self._seconds(at, at["algorithm"], at["nbytes"]) - 1)
         sums = "every rank holds the sum" if right else "the sums are wrong"
         exact = "exactly what the formula says" if off < 1e-6 else f"{100 * off:.1f} % off"
         return f"{sums}. Replayed on this link: {in_seconds(replayed)}, {exact}"
 
     def _steadied(self, chart: Chart) -> Chart:
-        """Whole decades that stay while they can: a slider moves the lines, not the axis."""
+        """The chart with a time axis of whole decades, which stays while the curves fit: then a
+        slider moves the lines, not the axis.
+        """
         low, high = chart.layout.yaxis.range
         need = math.floor(low + 0.15), math.ceil(high - 0.15)
         low, high = self._decades or need
@@ -131,8 +136,8 @@ class Collective(Widget):
         return chart
 
 
-def _sender(name: str) -> Callable[..., list[float]]:
-    """The algorithm as a function for `pl.trace`. It travels by value: ranks need no widgets."""
+def _traced_function(name: str) -> Callable[..., list[float]]:
+    """The algorithm as a function for `pl.trace`; pickled by value, so ranks import no widgets."""
 
     def all_reduce(group: Any, nbytes: int) -> list[float]:
         import torch

@@ -1,17 +1,17 @@
-"""`pl.explore`: a whole plan with sliders. What theory says at once, real ranks on demand.
+"""`pl.explore`: a whole plan with sliders, predicted while they move, and run on real ranks.
 
-Four views follow the sliders, and each has a twin that needs no mouse. With
+Four views follow the sliders, and each can be made by a call. With
 ``report = pl.predict(model, plan, cluster, steps=1, detail="actions")``:
 
-    timeline   report.timeline()               a step, stage by stage; one of too many boxes as
-               pl.view.stage_time(report)      stretches, divided by what their time went to
+    timeline   report.timeline()               a step, stage by stage; if it has too many boxes,
+               pl.view.stage_time(report)      as stretches, divided into what their time is for
     mesh       pl.view.mesh(plan, cluster)     ranks, nodes, the groups of rank 0 and their traffic
     memory     pl.view.stage_memory(report)    peak by category against what a device has
     traffic    report.traffic_chart(matrix=False)   bytes and time over every link
 
-A combination that cannot be says why in place of the views, which are greyed. “Run it” trains with
-the plan on this machine, one process per rank; of that run the timeline shows the replay, beneath
-the prediction and on the same time scale, and the other views what was measured.
+For an impossible combination the reason is shown, and the views are greyed. “Run it” trains with
+the plan on this machine, one process per rank. The timeline then shows the replay of that run,
+beneath the prediction and on the same time scale; memory and traffic show what was measured.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from paralab.view.rank_mesh import mesh
 from paralab.view.timeline import timelines
 from paralab.view.traffic import traffic_chart
 from paralab.view.widget import At
-from paralab.view.widget_parts import few, here, is_here, no_room
+from paralab.view.widget_parts import counted, is_local, no_room, this_machine
 from paralab.view.widget_steps import Steps
 
-BOTH = 3  # ranks of two timelines
-LONGEST = 60.0  # seconds of a run
+BOTH = 3  # ranks at most, where prediction and replay are drawn together
+LONGEST = 60.0  # seconds that a run may take
 VIEWS = ("timeline", "mesh", "memory", "traffic")
-WARNING = "zero_stage=3 with pp="  # what a plan says that is legal and slow
+WARNING = "zero_stage=3 with pp="  # the start of a plan's warning that it is legal, but slow
 
 
 class Explore(Steps):
-    """Degrees, schedule, micro-batches, ZeRO, offload, recomputation, precision, cluster.
+    """Knobs: degrees, schedule, micro-batches, ZeRO, offload, recomputation, precision, cluster.
 
-    model    what is trained; default: eight small layers. A slider has models of the literature
-    plan     where the sliders start; what has no slider (tp_mode, bucket_bytes, ...) stays. The
-             default is dp=2, pp=2, or one device where model or cluster have no room for that
-    cluster  what is predicted on; default: this machine. Buttons have others
+    model    what is trained; default: eight small layers. A slider offers published models
+    plan     where the sliders start; settings without a slider (tp_mode, bucket_bytes, ...) stay.
+             Default: dp=2, pp=2, or one device if that does not fit the model or the cluster
+    cluster  what is predicted on; default: this machine. Buttons offer others
 
     ``chart`` is the timeline, ``charts`` are timeline, mesh, memory and traffic.
     """
@@ -58,7 +58,7 @@ class Explore(Steps):
     columns = parts.COLUMNS
 
     def _check(self) -> None:
-        """A plan that was given and cannot be is shown as any other: with the reason."""
+        """Make the knobs. An impossible plan is not refused: the widget shows the reason."""
         if self.plan is type(self).plan and not _fits(self.plan, self.model, self.cluster):
             self.plan = Plan(microbatches=4)
         self.board = parts.knobs(self.model, self.plan, self.cluster)
@@ -69,22 +69,22 @@ class Explore(Steps):
 
     def _plan(self, at: At) -> Plan:
         placed = None if at["offload"] == parts.NOWHERE else at["offload"]
-        return self.plan.replace(**self._set(at.but(offload=placed), Plan))
+        return self.plan.replace(**self._fields_set(at.but(offload=placed), Plan))
 
     def _cluster(self, at: At) -> Cluster:
-        """This machine is one node, whatever the knob ``nodes`` says."""
+        """The chosen cluster with so many nodes; this machine is always one node."""
         name, nodes = at["cluster"], at["nodes"]
         if name not in (HERE, GIVEN):
-            return self._once(name, nodes, lambda: Cluster.preset(name, nodes=nodes))
+            return self._cached(name, nodes, lambda: Cluster.preset(name, nodes=nodes))
         if name == HERE:
             return self._here(self._ranks(at))
-        if self.cluster is None or is_here(self.cluster):
+        if self.cluster is None or is_local(self.cluster):
             return self._machine(at)
-        return self._once(name, nodes, lambda: self.cluster.replace(nodes=nodes))
+        return self._cached(name, nodes, lambda: self.cluster.replace(nodes=nodes))
 
-    def _needs(self, at: At) -> Any:
-        """A run is found again whatever says the same: the nodes of one machine, for example."""
-        return super()._needs(at), at["cluster"] if is_here(at.cluster) else None
+    def _depends_on(self, at: At) -> Any:
+        """A run on this machine is found again whatever the knob ``nodes`` says."""
+        return super()._depends_on(at), at["cluster"] if is_local(at.cluster) else None
 
     def _measure(self, at: At, **how: Any) -> Tables:
         with warnings.catch_warnings():
@@ -92,60 +92,60 @@ class Explore(Steps):
             return super()._measure(at, **how)
 
     def _blocked(self, at: At) -> str:
-        cluster, plan, memory = at.cluster, at.plan, at.expect.memory
-        if not is_here(cluster):
+        cluster, plan, memory = at.cluster, at.plan, at.predicted.memory
+        if not is_local(cluster):
             return f"“Run it” trains on this machine, and this is a prediction for {cluster.name}"
         if at.model.vocab < 256:
             return "“Run it” reads text as bytes, which needs a vocabulary of 256 or more"
-        each = peak_memory(at.expect)
+        bytes_per_rank = peak_memory(at.predicted)
         if plan.tiers is not None:
             held = memory[memory["tier"] == "host"].groupby(["rank", "time"])["bytes"].sum()
-            each += int(held.max() or 0)
-        crowd = max(1, plan.world_size / (cluster.cores or 1))
-        seconds = self.steps * at.expect.step_time * crowd
-        return no_room(plan.world_size, each, cluster, seconds, LONGEST)
+            bytes_per_rank += int(held.max() or 0)
+        ranks_per_core = max(1, plan.world_size / (cluster.cores or 1))
+        seconds = self.steps * at.predicted.step_time * ranks_per_core
+        return no_room(plan.world_size, bytes_per_rank, cluster, seconds, LONGEST)
 
     def _refused(self, at: At) -> str:
-        return ""  # the button says it before
+        return ""  # `_blocked` has checked it already
 
     # ---- what is shown -----------------------------------------------------------------------
     def views(self, **knobs: Any) -> dict[str, Chart]:
         """All views by name, as `predict` gives the timeline."""
-        with self._aside():
+        with self._without_notes():
             return dict(zip(VIEWS, self._charts(self.at(**knobs)), strict=True))
 
     def _charts(self, at: At) -> list[Chart]:
-        if (trouble := parts.fits(at.expect)) is not None:
+        if (trouble := parts.fits(at.predicted)) is not None:
             self._notes.insert(0, trouble)
         with theme.framed(EACH, TALL):
             views = [self._step(at), self._mesh(at)]
         with theme.framed(EACH, LOW):
-            report = at.expect if at.found is None else at.replayed
+            report = at.predicted if at.measured is None else at.replayed
             return [*views, stage_memory(report), traffic_chart(report, matrix=False)]
 
     def _step(self, at: At) -> Chart:
-        if at.found is None:
-            return parts.step_chart(at.expect)
-        ranks = parts.shown_ranks(at.expect, parts.BOXES // 2)[:BOTH]
-        both = timelines(at.expect, at.replayed, ranks=ranks)
-        return few(both, len(ranks), at.plan.world_size)
+        if at.measured is None:
+            return parts.step_chart(at.predicted)
+        ranks = parts.shown_ranks(at.predicted, parts.BOXES // 2)[:BOTH]
+        both = timelines(at.predicted, at.replayed, ranks=ranks)
+        return counted(both, len(ranks), at.plan.world_size)
 
     def _mesh(self, at: At) -> Chart:
-        """The last mesh again, if nothing that it shows has changed."""
+        """The mesh, drawn again only if something that it shows has changed."""
         unseen = {"recompute": "none", "precision": "fp32", "offload": None}
         shown = at.plan.replace(microbatches=1, microbatch_size=1, **unseen)
         key = shown, at.cluster.nodes, at.cluster.devices_per_node, theme.look()
-        return self._once("mesh", key, lambda: mesh(at.plan, at.cluster))
+        return self._cached("mesh", key, lambda: mesh(at.plan, at.cluster))
 
     def _sketch(self) -> list[Chart]:
         charts = super()._sketch()
         self._code.value = parts.as_code(self.values.plan)
         return charts
 
-    def _idle(self, name: str) -> bool:
+    def _unused(self, name: str) -> bool:
         """This machine is one node."""
         cluster = self.knobs["cluster"].value
-        return name == "nodes" and self._kinds["cluster"].repr(cluster) == HERE
+        return name == "nodes" and self._declared["cluster"].repr(cluster) == HERE
 
 
 def _fits(plan: Plan, model: ModelSpec, cluster: Cluster | None) -> bool:
@@ -153,4 +153,4 @@ def _fits(plan: Plan, model: ModelSpec, cluster: Cluster | None) -> bool:
         plan.validate(model)
     except ValueError:
         return False
-    return plan.world_size <= (cluster or here(plan.world_size)).num_devices
+    return plan.world_size <= (cluster or this_machine(plan.world_size)).num_devices

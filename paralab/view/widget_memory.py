@@ -1,9 +1,9 @@
 """What training needs on one device, with sliders for the model's sizes: bytes by category.
 
-A bar is what is alive at the peak of a step, by the program that keeps what the recipe says
-(theory/needs.py): all of one moment, so its height is the peak. “Run it” trains the model on one
-real process, in fp32; a model that this machine could not hold or would take minutes for is
-refused, with the reason.
+A bar is what is alive at the peak of a step, in the program that keeps the states of the recipe
+(theory/needs.py): all parts are of one moment, so their sum is the peak. “Run it” trains the model
+on one real process, in fp32; a model that does not fit on this machine or would take minutes is
+refused with the reason.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paralab.view.chart import Chart
 from paralab.view.memory import bytes_bars, share_of
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import Knob, in_bytes, no_room, period, slider, there
+from paralab.view.widget_parts import Knob, duration, in_bytes, machine_of_run, no_room, slider
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
-LONGEST = 5.0  # seconds that one real step may take by prediction
+LONGEST = 5.0  # seconds that a real step may take, by prediction
 DEVICE = {"80 GB GPU": 80 * 10**9}
-KEEPS: dict[str, dict[str, Any]] = {  # settings of a plan that keeps what a recipe says
+KEEPS: dict[str, dict[str, Any]] = {  # by recipe: settings of a plan that keeps its states
     "fp32": {},
     "zero-fp16": {"precision": "fp16"},
     "megatron-bf16": {"precision": "bf16", "grad_dtype": "fp32"},
@@ -32,11 +32,11 @@ KEEPS: dict[str, dict[str, Any]] = {  # settings of a plan that keeps what a rec
 
 
 class Memory(Widget):
-    """Layers, hidden size, sequence length, micro-batch size, recipe of bytes per parameter.
+    """Knobs: layers, hidden size, sequence length, micro-batch size, recipe of model states.
 
     model    where the sliders start; default: the "laptop" preset
-    device   {name: bytes}, one device that is drawn as a line
-    cluster  whose speed and memory a real run needs; default: this machine
+    device   {name: bytes} of one device, whose memory is drawn as a line
+    cluster  the machine by whose speed and memory a real run is refused; default: this one
     """
 
     name, steps, plan = "memory", 4, Plan(microbatch_size=2)
@@ -62,7 +62,7 @@ class Memory(Widget):
         super().__init__(model, None, cluster)
 
     def _heads(self, hidden: int) -> int:
-        """As many as published models of this width have: 32 to 128 wide each."""
+        """As many heads as published models of this width have: each is 32 to 128 wide."""
         return hidden // (32 if hidden <= 256 else 64 if hidden <= 1024 else 128)
 
     def held(self, at: At, recipe: str) -> dict[str, int]:
@@ -72,21 +72,23 @@ class Memory(Widget):
 
     def _refused(self, at: At) -> str:
         need = sum(self.held(at, "fp32").values())
-        return no_room(1, need, there(at.cluster, 1), at.expect.step_time, LONGEST)
+        return no_room(1, need, machine_of_run(at.cluster, 1), at.predicted.step_time, LONGEST)
 
     def _charts(self, at: At) -> list[Chart]:
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}
         total = sum(bars[at["recipe"]].values())
-        if at.found is not None:
-            bars["fp32, measured"] = fullest(curves(at.found)).held
+        if at.measured is not None:
+            bars["fp32, measured"] = fullest(curves(at.measured)).held
         title = f"To train {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
         title += f"{share_of(total, size)} one {label}"
         return [bytes_bars(bars, {label: size}, title=title)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        rows = [self._row(at, at["recipe"], f"{period(at.expect.step_time)}, predicted")]
-        if at.found is not None:
-            rows += [self._row(at, "fp32", f"{period(at.found.step_time)}, measured", ", as run")]
+        rows = [self._row(at, at["recipe"], f"{duration(at.predicted.step_time)}, predicted")]
+        if at.measured is not None:
+            rows += [
+                self._row(at, "fp32", f"{duration(at.measured.step_time)}, measured", ", as run")
+            ]
         return rows
 
     def _row(self, at: At, recipe: str, time: str, how: str = "") -> dict[str, str]:
@@ -102,11 +104,11 @@ class Memory(Widget):
             "a step here": time,
         }
 
-    def _done(self, at: At) -> str:
-        peak, expect = at.found.peak_memory, sum(self.held(at, "fp32").values())
+    def _outcome(self, at: At) -> str:
+        peak, expect = at.measured.peak_memory, sum(self.held(at, "fp32").values())
         exact = "exactly as predicted" if peak == expect else f"predicted were {in_bytes(expect)}"
-        said = f"{period(at.found.step_time)} per step, loss {at.found.losses[-1]:.2f}"
-        return f"{said}; in fp32, which is what ran, the peak is {in_bytes(peak)}, {exact}"
+        text = f"{duration(at.measured.step_time)} per step, loss {at.measured.losses[-1]:.2f}"
+        return f"{text}; in fp32, which is what ran, the peak is {in_bytes(peak)}, {exact}"
 
 
 def _large(count: int) -> str:

@@ -1,17 +1,17 @@
 """Offload with sliders: how fast an NVMe do I need?
 
-Two pictures follow the sliders: a step on a time axis, with what every link carries meanwhile, and
-the time of that step over the bandwidth of the disk, predicted and by ZeRO-Infinity's formula
-(Rajbhandari+ 2021, arXiv:2104.07857, eq. 6), without overlap and with all of it:
+Two pictures follow the sliders: a step on a time axis, with the copies on every link, and the time
+of that step over the bandwidth of the disk, predicted and by ZeRO-Infinity's formula (Rajbhandari+
+2021, arXiv:2104.07857, eq. 6), without any overlap and with full overlap:
 
-    nothing overlaps   compute + bytes / bandwidth, with the bytes that files are read and written
+    nothing overlaps   compute + bytes / bandwidth, with the bytes read from files and written
     all overlaps       max(compute, bytes / bandwidth)
 
-The formula has the device and the disk. What the host computes comes on top, so with a fast disk
-the prediction is above both.
+The formula has only the device and the disk. What the host computes comes on top, so with a fast
+disk the prediction is above both.
 
-“Run it” trains for real with states on the host and in files, its links held down to what the
-sliders say. Of that run the step has the replay on such links, below the prediction.
+“Run it” trains on real processes with states on the host and in files, on links that are limited to
+the speeds of the sliders. The step then has the replay of that run below the prediction.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from paralab.view.chart import Chart
 from paralab.view.links import Axes, algorithms
 from paralab.view.marks.curves import drop, rings
 from paralab.view.widget import At
-from paralab.view.widget_parts import buttons, here, in_speed, no_room, processes, slider
+from paralab.view.widget_parts import buttons, in_speed, no_room, processes, slider, this_machine
 from paralab.view.widget_steps import Steps, share_of_step, step_time
 
 DISKS = (5e7, 7e7, *(m * 10.0**e for e in (8, 9) for m in (1, 1.5, 2, 3, 5, 7)), 1e10)
 HOSTS = tuple(m * 10.0**e for e in (8, 9, 10) for m in (1, 3))  # 100 MB/s to 30 GB/s
-LATENCY = 1e-4  # seconds, of a disk that a cluster does not state
+LATENCY = 1e-4  # seconds, of the disk, if the cluster states none
 PLACES = {"host's memory": "cpu", "files": "nvme"}
 EACH, ONCE = "read for each forward and backward", "read and written once in a step"
-LONGEST = 20.0  # seconds of a step that “Run it” takes on
-SHARE = 0.9  # of a step, in which the device should compute
+LONGEST = 20.0  # seconds that a step of a real run may take, by prediction
+SHARE = 0.9  # the title says which bandwidth lets the device compute for this share of a step
 AXES = Axes(
     x="bandwidth of the disk",
     x_unit="B/s",
@@ -52,9 +52,9 @@ AXES = Axes(
 
 
 class Offload(Steps):
-    """Disk, link to the host, micro-batch size and count, where parameters and optimizer states
-    are, devices. Gradients are on the host in any case (ZeRO-3). In fp32: 16 bits are slow on most
-    processors, whatever moves.
+    """Knobs: disk, link to the host, micro-batch size and count, places of parameters and optimizer
+    states, devices. Gradients are always on the host (ZeRO-3). Training is in fp32, as 16 bits are
+    slow on most processors.
 
     model    what is trained; default: 4 layers of width 256
     cluster  what is predicted and replayed on; default: this machine
@@ -66,7 +66,7 @@ class Offload(Steps):
     model = ModelSpec(layers=4, hidden=256, heads=8, seq_len=64)
     plan = Plan(zero_stage=3, offload="cpu", microbatch_size=8)
     board = {
-        # A cluster that states no disk: the slider starts with 1 GB/s.
+        # If the cluster states no disk, the slider starts with 1 GB/s.
         "bandwidth": slider("disk", DISKS, in_speed, start=10**9, link=lambda c: c.disk),
         "host": slider("host link", HOSTS, in_speed, link=lambda c: c.host),
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16, 32), "{} sample", "s"),
@@ -87,20 +87,20 @@ class Offload(Steps):
         check_cluster(self.plan, self.cluster or self._here(1))
 
     def _plan(self, at: At, **limits: int) -> Plan:
-        """With ``limits`` of {link: bytes/s}."""
+        """The plan; ``limits``: {link: bytes/s} to which a run slows its links down."""
         places = {name: at[name] for name in ("parameters", "optimizer")}
         offload = {**places, "gradients": "cpu", "bandwidth": limits}
         return super()._plan(at).replace(offload=offload)
 
     def _cluster(self, at: At) -> Cluster:
-        """Its disk and its link to the host are as fast as the sliders say; latencies stay."""
+        """The cluster, with a disk and a host link as fast as the sliders say; latencies stay."""
         own = self._machine(at)
         disk = own.disk or Link(alpha=LATENCY, bandwidth=at["bandwidth"])
         host = own.host.replace(bandwidth=at["host"])
         return own.replace(disk=disk.replace(bandwidth=at["bandwidth"]), host=host)
 
     def _measure(self, at: At, **how: Any) -> Tables:
-        """Trained with links that are no faster than the sliders."""
+        """Train with links that are no faster than the sliders say."""
         from paralab.experiment import run
 
         limits = {"disk": round(at["bandwidth"])}
@@ -109,65 +109,66 @@ class Offload(Steps):
         return run(at.model, self._plan(at, **limits), steps=self.steps, **how)
 
     def _refused(self, at: At) -> str:
-        plan, local = at.plan, here(at["ranks"])
-        kept = quick.peak(at.model, plan), tier_bytes(at.model, plan)["host"]
-        each = sum(sum(parts.values()) for parts in kept)
+        plan, local = at.plan, this_machine(at["ranks"])
+        peaks = quick.peak(at.model, plan), tier_bytes(at.model, plan)["host"]
+        each = sum(sum(parts.values()) for parts in peaks)
         if why := no_room(plan.dp, each, local):
             return why
         disk = at.cluster.disk
-        room = local.replace(devices_per_node=max(local.devices_per_node, plan.dp), disk=disk)
-        return no_room(1, 0, local, predict(at.model, plan, room, steps=1).step_time, LONGEST)
+        cluster = local.replace(devices_per_node=max(local.devices_per_node, plan.dp), disk=disk)
+        return no_room(1, 0, local, predict(at.model, plan, cluster, steps=1).step_time, LONGEST)
 
-    def _needs(self, at: At) -> Any:
+    def _depends_on(self, at: At) -> Any:
         return at.plan, at["host"], at["bandwidth"]
 
     def _hint(self, at: At) -> str:
-        said = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
+        text = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
         if "nvme" not in (at["parameters"], at["optimizer"]):
-            return f"{said}, without the disk."
+            return f"{text}, without the disk."
         disk = self._machine(at).disk
         if disk is not None and at["bandwidth"] > disk.bandwidth:
-            return f"{said}; the disk stays as slow as it is."
-        return f"{said}, with a disk held down to {in_speed(at['bandwidth'])}."
+            return f"{text}; the disk stays as slow as it is."
+        return f"{text}, with a disk held down to {in_speed(at['bandwidth'])}."
 
     # ---- what is shown -----------------------------------------------------------------------
     def _charts(self, at: At) -> list[Chart]:
         return [*super()._charts(at), self._over_disks(at)]
 
     def _parts(self, at: At) -> tuple[float, int]:
-        """Seconds that a device computes in a step, and the bytes of its files that are moved."""
+        """Seconds that a device computes in a step, and the bytes read from files and written."""
         links = link_bytes(at.model, at.plan)
         moved = sum(sum(links[f"disk {way}"].values()) for way in ("read", "write"))
-        return metrics.shares(at.expect, 0)["work"], moved
+        return metrics.shares(at.predicted, 0)["work"], moved
 
     def _seconds(self, at: At) -> dict[float, float]:
-        """{bandwidth, of those on the disk's slider: predicted seconds of a step}. Kept, so that
-        this slider costs next to nothing.
+        """{each bandwidth of the disk's slider: predicted seconds of a step}. They are kept, so
+        moving that slider costs next to nothing.
         """
-        disks = [disk for _, disk in self._kinds["bandwidth"].options]
+        disks = [disk for _, disk in self._declared["bandwidth"].options]
 
-        def made() -> dict[float, float]:
+        def compute() -> dict[float, float]:
             program = compiled(at.model, at.plan)
             return {disk: time(program, at.but(bandwidth=disk).cluster).seconds for disk in disks}
 
-        return self._once("over disks", (at.plan, at["host"]), made)
+        return self._cached("over disks", (at.plan, at["host"]), compute)
 
     def _over_disks(self, at: At) -> Chart:
         (work, moved), disk, predicted = self._parts(at), at["bandwidth"], self._seconds(at)
-        corner = min(max(moved / work, min(predicted)), max(predicted))  # copies take as long there
+        equal = moved / work  # the bandwidth at which copies take as long as compute
+        corner = min(max(equal, min(predicted)), max(predicted))
         every = [*predicted, corner]
         curves = {
             "all overlaps": {b: max(work, moved / b) for b in every},
             "predicted": predicted,
             "nothing overlaps": {b: work + moved / b for b in every},
         }
-        found = {} if at.found is None else {"this run": {disk: at.replayed.step_time}}
+        runs = {} if at.measured is None else {"this run": {disk: at.replayed.step_time}}
         busy = theme.percent(work / predicted[disk])
         title = f"With a disk of {in_speed(disk)} the device computes {busy} of a step"
         if moved:  # SHARE = work / (work + moved / needed)
             needed = SHARE / (1 - SHARE) * moved / work
             title += f"; by the formula {theme.percent(SHARE)} take {in_speed(needed)}"
-        chart = algorithms(curves, found, title=title, axes=AXES)
+        chart = algorithms(curves, runs, title=title, axes=AXES)
         if moved:
             formulas = "ZeRO-Infinity, eq. 6, with the disk's bytes alone; predicted has every link"
             chart.said_below(f"the other two: {formulas}")
@@ -176,7 +177,7 @@ class Offload(Steps):
         return chart.draw([rings("chosen", [(disk, predicted[disk])])], [word], [line])
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        """Both formulas, and every clock."""
+        """A row for each of the formulas and each clock."""
         work, moved = self._parts(at)
         copy = moved / at["bandwidth"]
         formulas = {"nothing overlaps": work + copy, "all overlaps": max(work, copy)}

@@ -1,4 +1,4 @@
-"""The pieces that widgets are declared with: knobs, what a run needs, words, tables, messages."""
+"""The parts of widgets: knobs, checks before a run, words, HTML tables and messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paralab.view import naming, theme
 from paralab.view.chart import Chart
 
 MUTED, BAD = "var(--jp-ui-font-color2, #57606A)", "var(--jp-error-color0, #B3261E)"
-MOST_RANKS = 8  # real processes that a machine is asked for; more are for theory
-LABEL, KNOB = 116, 400  # pixels: a knob's name, and a knob with its name at least
+MOST_RANKS = 8  # real processes of a run; with more, a widget only predicts
+LABEL, KNOB = 116, 400  # pixels: width of a knob's label, least width of a knob with its label
 
 in_bytes, in_seconds = partial(theme.scaled, unit="B"), partial(theme.scaled, unit="s")
 in_speed = partial(theme.scaled, unit="B/s")
@@ -30,14 +30,17 @@ in_speed = partial(theme.scaled, unit="B/s")
 class Knob:
     """One setting of a widget.
 
-    offers  its values; or {what is written: value}, in order
-    says    how a value is written: "{} rank", to which ``plural`` is added but for 1, or a function
-    start   the one that it starts with, or a function of the widget; default: the plan's or the
-            model's
-    sets    the field of the plan or the model that it sets; default: the one of its own name
-    link    of a bandwidth: the link of a cluster that it is of, and whose own it starts with
-    brief   {value: how the widget's repr writes it}, where that must not depend on the machine;
-            "dp": as "dp=2"
+    offers   its values; or {text on the knob: value}, in order
+    says     the text for a value: a function, or a format like "{} rank"
+    plural   the ending that is added to that text for values other than 1
+    start    the start value, or a function of the widget that returns it; default: the value in the
+             plan or the model
+    sets     the field of the plan or the model that it sets; default: that of the knob's own name
+    link     for a bandwidth: cluster -> the link whose own bandwidth is the start value
+    buttons  whether it is a row of buttons, not a slider
+    tip      its tooltip
+    brief    {value: its text in the widget's repr}, for texts that depend on the machine; or a
+             symbol: "dp" gives "dp=2"
     """
 
     label: str
@@ -52,20 +55,20 @@ class Knob:
     brief: Mapping[Any, str] | str = field(default_factory=dict)
 
     def at(self, link: Link) -> Knob:
-        """A knob of bandwidths, bytes/s, that starts with those of this link."""
-        own = link.bandwidth
+        """This knob of bandwidths, starting with that of ``link``, without values close to it."""
+        bandwidth = link.bandwidth
         return replace(
             self,
-            start=own,
-            offers=[b for b in self.offers if not 0.7 < b / own < 1.4],
-            says=lambda b: in_speed(b) + " (own)" * (b == own),
+            start=bandwidth,
+            offers=[b for b in self.offers if not 0.7 < b / bandwidth < 1.4],
+            says=lambda b: in_speed(b) + " (own)" * (b == bandwidth),
             tip=f"a call also costs {in_seconds(link.alpha)}",
-            brief={own: f"own {self.label.split()[0].replace('host', 'link')}"},
+            brief={bandwidth: f"own {self.label.split()[0].replace('host', 'link')}"},
         )
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """(what is written, value) pairs; the value that it starts with is among them."""
+        """(text, value) pairs, with the start value among them."""
         if isinstance(self.offers, Mapping):
             return list(self.offers.items())
         return [(self.written(n), n) for n in sorted({*self.offers, self.start})]
@@ -84,12 +87,14 @@ class Knob:
         return ipw.ToggleButtons(**settings, layout={"width": "100%"}, style=style)
 
     def check(self, name: str, value: Any) -> Any:
-        """``value`` as the knob has it. Raises ``ValueError`` if it does not."""
+        """The knob's option that equals ``value``. Raises ``ValueError`` if there is none."""
         values = [option for _, option in self.options]
-        same = [o for o in values if o == value and isinstance(o, bool) == isinstance(value, bool)]
-        if not same:
+        matches = [
+            o for o in values if o == value and isinstance(o, bool) == isinstance(value, bool)
+        ]
+        if not matches:
             raise illegal(name, value, "not on this slider", ", ".join(map(str, values)))
-        return same[0]
+        return matches[0]
 
     def repr(self, value: Any) -> str:
         if isinstance(self.brief, str):
@@ -98,16 +103,16 @@ class Knob:
         return self.brief.get(value, words)
 
     def row(self, widget: ipw.Widget) -> ipw.HBox:
-        """The widget with its name before it; buttons may need two lines."""
+        """The ipywidget with its label before it; buttons may need two lines."""
         name = ipw.Label(self.label, layout={"width": f"{LABEL}px", "flex": "0 0 auto"})
         return ipw.HBox([name, widget], layout={"align_items": "center", "min_height": "34px"})
 
 
-slider = Knob  # what a knob is, unless it has buttons
+slider = Knob  # the name for knobs without buttons
 
 
 def buttons(label: str, offers: Mapping[str, Any] | Iterable[str], **more: Any) -> Knob:
-    """A row of buttons; a name without a value is its own."""
+    """A knob that is a row of buttons; a name without a value is its own value."""
     named = offers if isinstance(offers, Mapping) else {name: name for name in offers}
     return Knob(label, named, buttons=True, **more)
 
@@ -117,21 +122,21 @@ def links_of(cluster: Cluster) -> Link:
 
 
 # ---- what a run of a widget needs ----------------------------------------------------------------
-def here(ranks: int) -> Cluster:
-    """This machine as `pl.run` would take it for so many ranks: its GPUs where there are enough."""
+def this_machine(ranks: int) -> Cluster:
+    """This machine as `pl.run` would use it for so many ranks: its GPUs if there are enough."""
     return Cluster.local(device=device_of_run(ranks))
 
 
-def is_here(cluster: Cluster) -> bool:
-    """Whether it is a machine like this one, on which a plan can run: its ranks share a
-    processor's cores, or it is what `here` found of GPUs.
+def is_local(cluster: Cluster) -> bool:
+    """Whether a cluster is a machine like this one, on which a plan can run: its ranks share the
+    cores of processors, or it is the GPUs of `this_machine`.
     """
     return cluster.cores is not None or cluster.name == "local GPUs"
 
 
-def there(cluster: Cluster, ranks: int) -> Cluster:
-    """Where a run would be: the cluster that a widget was given, if it is such a machine."""
-    return cluster if is_here(cluster) else here(ranks)
+def machine_of_run(cluster: Cluster, ranks: int) -> Cluster:
+    """The machine of a run: the widget's cluster if that is local, else this machine."""
+    return cluster if is_local(cluster) else this_machine(ranks)
 
 
 def no_room(
@@ -140,23 +145,23 @@ def no_room(
     """Why a run does not fit on this machine, as a sentence; "" if it does.
 
     each              bytes that one rank needs
-    seconds, longest  that something takes by prediction, and may take
+    seconds, longest  predicted seconds of a step or run, and the limit for them
     """
     if ranks > MOST_RANKS:
         return f"“Run it” takes up to {MOST_RANKS} real processes on one machine, not {ranks}"
-    need = each if cluster.cores is None else ranks * each  # processors share one memory
+    need = each if cluster.cores is None else ranks * each  # ranks on processors share one memory
     least = "a smaller model or batch would"
     if need > cluster.memory // 2:
-        has = in_bytes(cluster.memory)
-        why = f"“Run it” would need {in_bytes(need)}, and this machine has {has}"
+        available = in_bytes(cluster.memory)
+        why = f"“Run it” would need {in_bytes(need)}, and this machine has {available}"
         return f"{why}: {least} fit (a run may take half of it)"
     if seconds > longest:
-        return f"“Run it” would take about {period(seconds)} here: {least} be done in seconds"
+        return f"“Run it” would take about {duration(seconds)} here: {least} be done in seconds"
     return ""
 
 
 def only(plan: Plan, *names: str) -> Plan:
-    """A plan with these settings of another one, and no other."""
+    """A plan with only these settings of another plan; all others have their defaults."""
     return Plan(**{name: getattr(plan, name) for name in names})
 
 
@@ -170,7 +175,7 @@ def processes(n: int) -> str:
     return count(n, "real process", "es")
 
 
-def period(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """ "12 ms", "3 h", "40 years"."""
     for unit, size in (("years", 31_557_600), ("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
@@ -178,14 +183,14 @@ def period(seconds: float) -> str:
     return in_seconds(seconds)
 
 
-def crowd(report: Tables) -> str:
-    """ "measured", and how many ranks shared how many cores, if they did."""
+def clock_name(report: Tables) -> str:
+    """ "measured", with the numbers of ranks and cores if ranks shared cores."""
     cores = naming.shared_cores(report)
     return f"measured ({report.world_size} ranks on {cores} cores)" if cores else "measured"
 
 
-def few(chart: Chart, shown: int, ranks: int) -> Chart:
-    """The chart, which says so if it does not show all ranks."""
+def counted(chart: Chart, shown: int, ranks: int) -> Chart:
+    """The chart; if it does not show all ranks, its title says how many it shows."""
     return chart.said_below(f"{shown} of {ranks} ranks drawn") if ranks > shown else chart
 
 
@@ -195,35 +200,35 @@ def button(text: str, icon: str, style: str) -> ipw.Button:
 
 
 def grid(least: str, gap: str, width: str) -> ipw.GridBox:
-    """An empty grid of as many columns as the page has room for, each of this width at least."""
+    """An empty grid with as many columns of at least this width as the page has room for."""
     columns = f"repeat(auto-fit, minmax({least}, 1fr))"
     layout = {"grid_gap": gap, "max_width": width, "grid_template_columns": columns}
     return ipw.GridBox(layout=layout)
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Headline numbers, a row for each clock."""
+    """The rows as an HTML table; the first column is bold, its keys are the headings."""
     cell, lines = "padding:2px 18px 2px 0;text-align:left;vertical-align:bottom", ""
     for tag, style, row in [("th", f"font-weight:normal;color:{MUTED}", list(rows[0]))] + [
         ("td", "white-space:nowrap", list(row.values())) for row in rows
     ]:
-        cells = [f'<{tag} style="{cell};{style}">{html.escape(one)}</{tag}>' for one in row]
+        cells = [f'<{tag} style="{cell};{style}">{html.escape(text)}</{tag}>' for text in row]
         if tag == "td":
             cells[0] = cells[0].replace(style, "font-weight:600")
         lines += f"<tr>{''.join(cells)}</tr>"
     shown = f'<table style="border-collapse:collapse;line-height:1.5">{lines}</table>'
-    # As wide as the page, whatever is in it: a table that is wider is scrolled in its place.
+    # As wide as the page whatever it contains: a wider table is scrolled in its place.
     return f'<div style="overflow-x:auto;width:0;min-width:100%">{shown}</div>'
 
 
 def noted(*lines: str) -> str:
-    """Lines of HTML with a mark at their side, for what the reader has to know."""
+    """Lines of HTML with a coloured mark at their side, for what the reader has to know."""
     style = f"border-left:4px solid {BAD};padding:4px 10px;line-height:1.5"
     return f'<div style="{style}">{"<br>".join(lines)}</div>' if lines else ""
 
 
 def trouble(error: BaseException) -> str:
-    """An error as HTML: its first line, and below it a part that opens (a rank's traceback)."""
+    """An error as HTML: its first line, and the rest (a rank's traceback) in a part that opens."""
     first, _, rest = str(error).partition("\n")
     shown = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
     if rest.strip():
@@ -234,15 +239,15 @@ def trouble(error: BaseException) -> str:
 
 
 def impossible(error: BaseException) -> str:
-    """A refusal as HTML: what was asked, why it cannot be, what would work."""
+    """A refusal as HTML: the setting, why it is impossible, and what would work."""
     asked, why, legal = map(html.escape, refusal(error))
-    if not legal:  # code of one's own says it in its own words
+    if not legal:  # an error of the user's own code has another form
         return trouble(error)
     return noted(f"<b>{asked}</b> cannot be: {why}.", f"What would work: {legal}.")
 
 
 def refusal(error: BaseException) -> tuple[str, str, str]:
-    """The parts of what `illegal` made: what was asked, why it cannot be, what would work."""
-    said, _, legal = str(error).partition("; legal: ")
-    asked, _, why = said.partition(": ")
+    """The parts of an error made by `illegal`: the setting, why it is refused, what would work."""
+    refused, _, legal = str(error).partition("; legal: ")
+    asked, _, why = refused.partition(": ")
     return asked, why, legal.replace(", ...", " and so on")

@@ -1,9 +1,9 @@
-"""A widget as a picture: what a static view of a notebook shows in its place.
+"""A widget as a picture, which a static view of a notebook shows in its place.
 
-GitHub and nbconvert run no kernel: of a widget they have what is stored with the cell, and that
-would be a line of repr. Where notebooks are built, `VARIABLE` is set, and a widget adds what it
-shows to its output, as data of type `FIGURES`. The builder draws that (tests/labs/widget_png.py)
-and stores the PNG in its place. Elsewhere nothing is added.
+GitHub and nbconvert run no kernel: they only have the output that is stored with a cell, which for
+a widget would be one line of repr. When notebooks are built, the environment variable `VARIABLE` is
+set, and a widget adds its figures to its output, as data of type `FIGURES`. The builder draws them
+(tests/labs/widget_png.py) and stores the PNG instead. Otherwise nothing is added.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 from paralab.view.chart import Chart
 
-VARIABLE = "PARALAB_PICTURES"  # of the environment
+VARIABLE = "PARALAB_PICTURES"
 FIGURES = "application/vnd.paralab.figures+json"
-# Pixels of a figure, by figures in a row. The picture gets the first, which is what a cell of
-# JupyterLab has in a window of 1,000; the second is drawn larger, for its letters.
+# Width of a figure in pixels, by the number of figures in a row. A picture is as wide as the first,
+# as a cell of JupyterLab is in a window of 1,000; two figures are drawn larger and scaled down.
 WIDTH = {1: 830, 2: 560}
 
 
-def bundle(charts: Sequence[Chart], said: str) -> dict[str, Any]:
-    """What a widget adds to its output: {} but where notebooks are built.
+def bundle(charts: Sequence[Chart], settings: str) -> dict[str, Any]:
+    """What a widget adds to its output, by MIME type: {} unless notebooks are built.
 
-    said  the widget's settings, which stand below its picture
+    settings  the widget's repr, which is written below its picture
     """
     if not os.environ.get(VARIABLE):
         return {}
     narrow = [copy.copy(chart).narrowed(WIDTH[min(2, len(charts))]) for chart in charts]
-    return {FIGURES: {"figures": [json.loads(one.to_json()) for one in narrow], "said": said}}
+    return {FIGURES: {"figures": [json.loads(one.to_json()) for one in narrow], "said": settings}}

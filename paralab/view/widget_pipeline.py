@@ -1,11 +1,11 @@
-"""A pipeline with sliders: its schedule simulated at once, and run on real processes on demand.
+"""A pipeline with sliders: its schedule is simulated while they move, and run on real processes.
 
-The simulation (theory/pipeline.py) follows the sliders. In it a whole model's forward takes 40 ms
-per micro-batch, its backward twice that, divided evenly over the stages; then the last stage may be
-slower, and a message between stages may take a share of a rank's forward. “Run it” trains on one
-real process per rank; of that run the picture shows the replay, below the same schedule simulated
-with the run's own median costs. Imbalance and link speed need no new run: the run's costs are
-scaled, and replayed on any link.
+In the simulation (theory/pipeline.py) the forward of the whole model takes 40 ms per micro-batch
+and its backward twice that, divided evenly over the stages; sliders make the last stage slower and
+let a message between stages take a share of a rank's forward. “Run it” trains with one real process
+per rank. The picture then shows the replay of that run, below the same schedule simulated with the
+run's own median costs. Imbalance and link speed need no new run: the costs of the run are scaled
+and replayed on any link.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.naming import SCHEDULE_NAME
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, crowd, in_seconds, slider
+from paralab.view.widget_parts import buttons, clock_name, in_seconds, slider
 
-FORWARD_S = 40e-3  # of the whole model, one micro-batch; backward's halves take as long each
+FORWARD_S = 40e-3  # of the whole model, one micro-batch; each half of backward takes as long
 KINDS = ("forward", "backward", "weight_grad")
 
 
 class Pipeline(Widget):
-    """Schedule, ranks p, micro-batches m, chunks per rank v, a slower stage, link speed.
+    """Knobs: schedule, ranks p, micro-batches m, chunks per rank v, a slower stage, link speed.
 
     model  what a real run trains; default: 24 small layers
     """
 
     name, steady = "pipeline", True
-    model = ModelSpec(layers=24, hidden=128, heads=4, seq_len=64)  # as many as stages at most
+    model = ModelSpec(layers=24, hidden=128, heads=4, seq_len=64)  # a stage each for 8 × 3
     plan = Plan(pp=4, microbatches=8)
     board = {
         "schedule": buttons("schedule", tuple(SCHEDULES)),
@@ -72,36 +72,36 @@ class Pipeline(Widget):
     }
 
     def _check(self) -> None:
-        """Refuse a schedule without a button; what a run can train is seen when it is to run."""
+        """Raise ``ValueError`` on a schedule without a button; `_blocked` checks the model."""
         if self.plan.schedule not in SCHEDULES:
             why, legal = "there is no button for it", " | ".join(map(repr, SCHEDULES))
             raise illegal("schedule", form_name(self.plan.schedule), why, legal)
 
     def _plan(self, at: At) -> Plan:
-        return self.plan.replace(**self._set(at.but(virtual_stages=_chunks(at)), Plan))
+        return self.plan.replace(**self._fields_set(at.but(virtual_stages=_chunks(at)), Plan))
 
     def schedule(self, at: At) -> Schedule:
-        """The lists of actions. Raises ``ValueError`` where there are none for these sizes."""
+        """The lists of actions. Raises ``ValueError`` if the schedule has none for these sizes."""
         sizes = {name: at[name] for name in ("pp", "microbatches")}
         return build(at["schedule"], **sizes, virtual_stages=_chunks(at))
 
     def simulation(self, at: At) -> Simulation:
-        """These settings simulated, with the stated costs or with the medians of a run."""
+        """The simulated schedule, with the costs above or with the median costs of the run."""
         schedule, stages = self.schedule(at), at["pp"] * _chunks(at)
         costs = dict.fromkeys(KINDS, [FORWARD_S / stages] * stages)
-        if at.found is not None:
-            costs = ideal.stage_costs(at.found)
-        slow = {kind: [*all_[:-1], all_[-1] * at["imbalance"]] for kind, all_ in costs.items()}
+        if at.measured is not None:
+            costs = ideal.stage_costs(at.measured)
+        slow = {kind: [*s[:-1], s[-1] * at["imbalance"]] for kind, s in costs.items()}
         return simulate(schedule, **slow, comm=_delay(at, costs))
 
     def _replay(self, at: At) -> Tables:
-        """The run replayed with its last stage slowed, on links as the sliders say."""
-        link = Link(alpha=_delay(at, ideal.stage_costs(at.found)), bandwidth=1e15)
+        """The replay of the run, with its last stage slowed, on links as the sliders say."""
+        link = Link(alpha=_delay(at, ideal.stage_costs(at.measured)), bandwidth=1e15)
         rates = {"flops": 1e12, "memory_bandwidth": 1e12, "devices_per_node": 64}
-        spans = at.found.spans
-        last = spans["kind"].isin(COMPUTE_KINDS) & (spans["stage"] == at.found.plan.stages - 1)
+        spans = at.measured.spans
+        last = spans["kind"].isin(COMPUTE_KINDS) & (spans["stage"] == at.measured.plan.stages - 1)
         cost = spans["cost"].where(~last, spans["cost"] * at["imbalance"])
-        slowed = dataclasses.replace(at.found, spans=spans.assign(cost=cost))
+        slowed = dataclasses.replace(at.measured, spans=spans.assign(cost=cost))
         return slowed.replay(Cluster(name="the slider's link", intra=link, **rates))
 
     def _blocked(self, at: At) -> str:
@@ -109,21 +109,21 @@ class Pipeline(Widget):
         few = f"“Run it” has {layers} layers for {stages} stages: fewer ranks or chunks would do"
         return super()._blocked(at) or few * (stages > layers)
 
-    def _idle(self, name: str) -> bool:
+    def _unused(self, name: str) -> bool:
         return name == "virtual_stages" and self.knobs["schedule"].value != "interleaved"
 
     def _charts(self, at: At) -> list[Chart]:
         simulation, name = self.simulation(at), SCHEDULE_NAME[at["schedule"]]
-        if at.found is None:
+        if at.measured is None:
             return [drawing.simulated_timeline(simulation, name)]
         above = drawing.simulated(simulation, name, label="simulated")
         real = drawing.section(at.replayed, label="replayed", marked=True)
-        above.report = at.replayed  # whose clock its costs are on
+        above.report = at.replayed  # its costs are on that report's clock
         above.head = drawing.head("simulated, the run's median costs", simulation.bubble_rate)
         real.head = drawing.head("replayed", at.replayed.bubble)
-        real.until = "pipeline"  # the table has the replayed step, whose optimizer comes after it
-        found, expect = map(theme.percent, (at.replayed.bubble, simulation.bubble_rate))
-        finding = f"{theme.text(name)}: {found} of device time is bubble, {expect} simulated"
+        real.until = "pipeline"  # as the step in the table also has the optimizer
+        bubble, simulated = map(theme.percent, (at.replayed.bubble, simulation.bubble_rate))
+        finding = f"{theme.text(name)}: {bubble} of device time is bubble, {simulated} simulated"
         boxes = f"{len(above.boxes) + len(real.boxes)} boxes on {at['pp']} ranks"
         summary = f"{name}, simulated and replayed: {boxes}"
         return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"], summary)]
@@ -135,7 +135,7 @@ class Pipeline(Widget):
         def row(clock: str, bubble: float, step: float, alive: int, messages: int) -> dict:
             return {
                 "clock": clock,
-                "bubble": f"{abs(100 * bubble):.1f} %",  # of none it may be -1e-17
+                "bubble": f"{abs(100 * bubble):.1f} %",  # without a bubble it may be -1e-17
                 "formula": formula if clock == "simulated" else "",
                 "bubble over ideal": f"{100 * bubble / (1 - bubble):.0f} %" if bubble < 1 else "",
                 "a step": in_seconds(step),
@@ -145,13 +145,13 @@ class Pipeline(Widget):
 
         times = simulation.bubble_rate, simulation.makespan
         rows = [row("simulated", *times, simulation.peak_live[0], 2 * m * (pp * v - 1))]
-        for run in () if at.found is None else (at.replayed, at.found):
-            clock = crowd(run) if run is at.found else "replayed"
+        for run in () if at.measured is None else (at.replayed, at.measured):
+            clock = clock_name(run) if run is at.measured else "replayed"
             alive = peak_live(ideal.schedule_of(run))[0]
             rows.append(row(clock, run.bubble, run.step_time, alive, _messages(run)))
         return rows
 
-    def _done(self, at: At) -> str:
+    def _outcome(self, at: At) -> str:
         replayed, simulated = at.replayed.bubble, self.simulation(at).bubble_rate
         same = ", the same to a hundredth" * (abs(replayed - simulated) < 0.01)
         said = f"replayed, {100 * replayed:.0f} % is bubble; simulated with its median costs"
@@ -159,7 +159,7 @@ class Pipeline(Widget):
 
 
 def _messages(report: Tables) -> int:
-    """Activations and their gradients that are sent in a step."""
+    """How many activations and gradients of activations are sent in a step."""
     calls = report.collectives
     sent = calls[(calls["op"] == "send") & ~calls["phase"].isin((*BOOKKEEPING, "tied"))]
     return len(sent) // max(1, len(set(report.steps["step"])))
@@ -170,5 +170,5 @@ def _chunks(at: At) -> int:
 
 
 def _delay(at: At, costs: dict[str, list[float]]) -> float:
-    """Seconds that a message takes: a share of what a rank's forward takes."""
+    """Seconds that a message takes: a share of a rank's forward."""
     return at["comm"] * sum(costs["forward"]) / at["pp"]

@@ -1,7 +1,7 @@
-"""Two kinds of parallelism with sliders, each a step on a time axis: predicted, replayed below it.
+"""Data and 1D tensor parallelism with sliders: a step on a time axis, predicted and replayed.
 
-“Run it” trains on real processes; the picture then has the replay of that run on the links that the
-slider states, below the prediction and on the same time scale. One run is replayed on any link.
+“Run it” trains on real processes. The picture then has the replay of that run on links with the
+slider's speed, below the prediction and on the same time scale. Another speed needs no new run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paralab.spec import ModelSpec, Plan
 from paralab.view.chart import Chart
 from paralab.view.timeline import gap, timeline, timelines
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, crowd, few, in_bytes, links_of, only, slider
+from paralab.view.widget_parts import buttons, clock_name, counted, in_bytes, links_of, only, slider
 
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
 SPEED = slider("link speed", BANDWIDTHS, link=links_of)
@@ -27,16 +27,16 @@ Says = Callable[[Tables], str]
 
 
 def share_of_step(report: Tables, part: str, of: str = "") -> str:
-    """A part of the typical step, in per cent of it or of another part."""
+    """A part of the typical step, in per cent of that step or of another part ``of`` it."""
     step = metrics.typical_step(report)
     parts = metrics.shares(report, step)
-    # Of its own duration: the median of an even number of steps is the mean of two others.
+    # Not report.step_time: for an even number of steps that is the mean of two steps.
     whole = parts[of] if of else metrics.step_durations(report)[step]
     return f"{100 * parts[part] / whole:.0f} %" if whole else "none needed"
 
 
 def _kept(report: Tables, category: str) -> str:
-    """The most of a category that a rank holds at any moment."""
+    """The largest number of bytes of a category that a rank holds at any moment."""
     mine = report.memory["category"] == category
     return in_bytes(int(report.memory[mine]["bytes"].max()))
 
@@ -51,10 +51,10 @@ def step_time(report: Tables) -> str:
 
 
 class Steps(Widget):
-    """A widget whose picture is a step, and whose table reads reports.
+    """A widget whose picture is a step, and whose table has numbers of reports.
 
-    columns  {heading: what stands there of a report}
-    drawn    ranks drawn of a prediction alone, and of two steps; the other ranks do alike
+    columns  {heading: function that makes a cell's text of a report}
+    drawn    ranks drawn of a prediction alone, and of each report where there are two
     """
 
     steady = True
@@ -62,7 +62,7 @@ class Steps(Widget):
     drawn = (4, 2)
 
     def _offered(self, name: str, value: Any) -> bool:
-        """As many ranks as the cluster has devices for, in equal parts of the model."""
+        """Only numbers of ranks that divide the model and for which the cluster has devices."""
         if name != "ranks":
             return True
         sets = {self.board[name].sets: value}
@@ -73,32 +73,37 @@ class Steps(Widget):
         return self.cluster is None or value <= self.cluster.num_devices
 
     def _charts(self, at: At) -> list[Chart]:
-        ranks = range(min(self.drawn[at.found is not None], at.expect.world_size))
-        two = at.found and timelines(at.expect, at.replayed, ranks=ranks)
-        return [few(two or timeline(at.expect, ranks=ranks), len(ranks), at.expect.world_size)]
+        ranks = range(min(self.drawn[at.measured is not None], at.predicted.world_size))
+        two = at.measured and timelines(at.predicted, at.replayed, ranks=ranks)
+        return [
+            counted(two or timeline(at.predicted, ranks=ranks), len(ranks), at.predicted.world_size)
+        ]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        rows = [self._row("predicted", at.expect)]
-        if at.found is not None:
-            rows += [self._row("replayed", at.replayed), self._row(crowd(at.found), at.found)]
+        rows = [self._row("predicted", at.predicted)]
+        if at.measured is not None:
+            rows += [
+                self._row("replayed", at.replayed),
+                self._row(clock_name(at.measured), at.measured),
+            ]
         return rows
 
     def _row(self, clock: str, report: Tables) -> dict[str, str]:
         return {"clock": clock, **{head: says(report) for head, says in self.columns.items()}}
 
-    def _done(self, at: At) -> str:
-        apart = gap(at.expect.step_time, at.replayed.step_time)
-        return f"the predicted step {f'is {apart}' if apart else 'equals'} its replay"
+    def _outcome(self, at: At) -> str:
+        difference = gap(at.predicted.step_time, at.replayed.step_time)
+        return f"the predicted step {f'is {difference}' if difference else 'equals'} its replay"
 
 
 USED = ("dp", "grad_sync", "bucket_bytes", "microbatches", "microbatch_size", "precision")
 
 
 class DataParallel(Steps):
-    """Ranks, form of gradient sync, bucket size, micro-batch size, link speed.
+    """Knobs: ranks, form of gradient sync, bucket size, micro-batch size, link speed.
 
     model    what is trained; default: the "laptop" preset
-    plan     where the sliders start; only its data-parallel settings are used
+    plan     where the sliders start; only the settings in `USED` are used
     cluster  what is predicted and replayed on; default: this machine
     """
 
@@ -130,10 +135,10 @@ class DataParallel(Steps):
 
 
 class Tensor1D(Steps):
-    """Ranks t, where the residual stream is, micro-batch size, link speed.
+    """Knobs: ranks t, layout of the residual stream, micro-batch size, link speed.
 
-    Every gap in the bar of a rank is a sum that the next layer needs. The table has one device and
-    t ranks: parameters, activations, bytes sent and the time that they are waited for.
+    In every gap in the row of a rank it waits for a sum that the next layer needs. The table
+    compares one device with t ranks: parameters, activations, bytes sent and time spent waiting.
 
     model    what is trained; its heads limit t. Default: 2 layers of 8 heads
     plan     where the sliders start; tensor-parallel in 1D
@@ -169,23 +174,23 @@ class Tensor1D(Steps):
         super()._check()
 
     def _plan(self, at: At) -> Plan:
-        """One rank has the whole sequence in any case."""
+        """The plan; one rank always has the whole sequence."""
         parts = at["sequence"] == "parts" and at["ranks"] > 1
         alone = {"partition_activations": False} if parts or at["ranks"] == 1 else {}
-        return self.plan.replace(**self._set(at, Plan), sequence_parallel=parts, **alone)
+        return self.plan.replace(**self._fields_set(at, Plan), sequence_parallel=parts, **alone)
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        """One device, which no link slows down, and what is chosen."""
-        rows = [self._row("1 device, predicted", self._expected(at.but(ranks=1), "alone"))]
+        """One device, which no link slows down, and the chosen settings."""
+        rows = [self._row("1 device, predicted", self._prediction(at.but(ranks=1), "alone"))]
         if at["ranks"] == 1:
             return rows
-        called = f"t={at['ranks']}{' with sequence parallelism' * at.plan.sequence_parallel}"
-        rows.append(self._row(f"{called}, predicted", at.expect))
-        if at.found is not None:
-            rows.append(self._row(f"{called}, replayed", at.replayed))
+        name = f"t={at['ranks']}{' with sequence parallelism' * at.plan.sequence_parallel}"
+        rows.append(self._row(f"{name}, predicted", at.predicted))
+        if at.measured is not None:
+            rows.append(self._row(f"{name}, replayed", at.replayed))
         return rows
 
-    def _done(self, at: At) -> str:
-        sent = [metrics.traffic(report)["bytes"].sum() for report in (at.expect, at.found)]
+    def _outcome(self, at: At) -> str:
+        sent = [metrics.traffic(report)["bytes"].sum() for report in (at.predicted, at.measured)]
         exact = "the bytes are exactly as predicted" if sent[0] == sent[1] else "the bytes differ"
-        return f"{exact}; {super()._done(at)}"
+        return f"{exact}; {super()._outcome(at)}"

@@ -1,4 +1,4 @@
-"""The widgets: a prediction that follows the sliders, “Run it” for the real thing, “Stop”.
+"""The widgets: a prediction that follows the sliders, “Run it” for a real run, “Stop”.
 
     explore     the whole plan: every degree, schedule, ZeRO, offload, recomputation, cluster
     data_parallel   ranks, form of gradient sync, bucket and micro-batch size, link speed
@@ -10,7 +10,7 @@
     tensor1d    tensor parallelism in 1D: ranks, sequence parallelism, micro-batch size, link speed
     offload     how fast a disk must be: its bandwidth, batch, where states are, link to the host
 
-Each is a `Widget` (widget.py says what one can do with it without a mouse).
+Each is a `Widget`; widget.py has the calls that work without a mouse.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ZeRO as schematics, drawn from the compiled programs of its stages."""
+"""Schematics of ZeRO: the shards of its stages and the life of a unit, from compiled programs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from paralab.view.schematics import drawn
 
 STATES = ("parameters", "gradients", "optimizer")
 MOST_RANKS = 16
-GAP = 0.06  # of a cell
-HIGH, BETWEEN = 0.74, 0.02  # of a stage's row: all its bars together; between two of them
-KINDS = {  # of a unit's values: what they are called, and whose colour they have, as drawn
+GAP = 0.06  # share of a cell that is left free on each side
+HIGH, BETWEEN = 0.74, 0.02  # height of a stage's bars together and of a gap, over that of its row
+KINDS = {  # kinds of a unit's values: name, category whose colour it has; in the order drawn
     "shard": ("own shard of the parameters", "parameters"),
     "w": ("gathered parameters", "buffers"),
     "grad": ("gradients of the whole unit", "gradients"),
@@ -31,8 +31,8 @@ KINDS = {  # of a unit's values: what they are called, and whose colour they hav
 
 
 def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
-    """Which part of parameters, gradients and optimizer states every one of ``dp`` ranks keeps
-    between two micro-batches, under ZeRO 0 to 3 (Rajbhandari+ 2020, arXiv:1910.02054, figure 1).
+    """Which part of parameters, gradients and optimizer states each of ``dp`` ranks keeps between
+    two micro-batches, under ZeRO 0 to 3 (Rajbhandari+ 2020, arXiv:1910.02054, figure 1).
 
     ``table``: stage, rank, category, bytes. Raises ValueError on fewer than 2 ranks or too many.
     """
@@ -41,27 +41,28 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     plans = [Plan(dp=dp, zero_stage=stage, microbatches=2) for stage in range(4)]
     kept = [quick.states(quick.program_of(model, plan, "adamw", 0), 0) for plan in plans]
     faint = theme.look().faint
-    cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, hold="left", ink=faint)]
-    every, tops, top = sum(kept[0].values()), {}, 0.1  # where a state's bar begins, and how high
+    cells, rows, notes = [], [], [note("per rank", dp + 0.1, -0.12, anchor="left", ink=faint)]
+    all_bytes, top = sum(kept[0].values()), 0.1
+    tops: dict[str, tuple[float, float]] = {}  # {category: (where its bar begins, its height)}
     for category, size in kept[0].items():
-        tops[category] = top, HIGH * size / every
+        tops[category] = top, HIGH * size / all_bytes
         top += tops[category][1] + BETWEEN
     notes += [note(f"rank {rank}", rank + 0.5, -0.12) for rank in range(dp)]
     for stage, held in enumerate(kept):
         name, total = f"ZeRO-{stage}" if stage else "data parallelism", sum(held.values())
-        notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, hold="right"))
-        notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, hold="left"))
+        notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, anchor="right"))
+        notes.append(note(theme.scaled(total, "B"), dp + 0.1, stage + 0.5, anchor="left"))
         for rank, (category, size) in product(range(dp), held.items()):
             parts = round(kept[0][category] / size)
             shard = rank if parts > 1 else 0
             x, wide, (begin, high) = rank + GAP, (1 - 2 * GAP) / parts, tops[category]
             y = stage + begin, stage + begin + high
             part = "all of them" if parts == 1 else f"shard {rank} of {parts}"
-            said = f"rank {rank}, {name}<br>{category}: {part}, {theme.scaled(size, 'B')}"
+            text = f"rank {rank}, {name}<br>{category}: {part}, {theme.scaled(size, 'B')}"
             fill = theme.category_colour(category)
             cells.append(Cell((x, x + wide * parts), y, theme.look().wait))
-            at = (x + wide * shard, x + wide * (shard + 1))
-            cells.append(Cell(at, y, fill, said=said))
+            x_range = (x + wide * shard, x + wide * (shard + 1))
+            cells.append(Cell(x_range, y, fill, hover_text=text))
             rows.append((stage, rank, category, size))
     share = sum(kept[3].values()) / sum(kept[0].values())
     look = [mark.look(name, theme.category_colour(name)) for name in STATES]
@@ -84,10 +85,10 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     """The life of one of ZeRO-3's units in a step: when its parameters are gathered and freed, when
     its gradients are reduced, as the compiled program has it, instruction by instruction.
 
-    unit  its number: 0 is the embedding, then block after block, then the head
+    unit  its number: 0 is the embedding, then come the blocks, then the head
 
-    ``table``: value, from, until (instructions), bytes. Raises ValueError on another stage, and on
-    a unit that there is not.
+    ``table``: value, from, until (positions of instructions), bytes. Raises ValueError on a plan
+    without ZeRO-3 or with pp or tp, and on a unit out of range.
     """
     if not isinstance(plan, Plan) or plan.zero_stage != 3 or plan.pp * plan.tp > 1:
         why = "units are gathered under ZeRO-3"
@@ -102,12 +103,12 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     ]
     fills = {name: theme.category_colour(category) for name, category in KINDS.values()}
     names, words = list(dict.fromkeys(name for name, *_ in rows)), []
-    traces = _work(code, unit)
+    traces = _instructions(code, unit)
     for i, name in enumerate(names):
         boxes = []
         for start, end, size in (row[1:] for row in rows if row[0] == name):
-            said = f"{name}<br>{size:,} bytes, instructions {start} to {end}"
-            boxes.append((start, end - start, 1.0 + i, 0.6, "", said))
+            text = f"{name}<br>{size:,} bytes, instructions {start} to {end}"
+            boxes.append((start, end - start, 1.0 + i, 0.6, "", text))
         traces.append(mark.boxes(boxes, mark.look(name, fills[name]), showlegend=False))
         words.append(margin(theme.scaled(size, "B"), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
@@ -128,30 +129,32 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
 
 
 def _lives(code: Any, unit: int, end: int) -> list[tuple[str, int, int, int]]:
-    """(kind, version, from, until) of the values of a unit; until its last use where none frees."""
+    """(kind, version, from, until) of a unit's values, as positions in the code. A value that is
+    read before it is written lives from 0, one that is never freed until ``end``.
+    """
     born: dict[tuple, int] = {}
-    found = []
-    for at, ins in enumerate(code):
+    lives = []
+    for position, ins in enumerate(code):
         for value in (*ins.reads, *ins.writes):
             if value[0] in KINDS and value[1] == unit:
-                born.setdefault(value, 0 if value in ins.reads else at)
+                born.setdefault(value, 0 if value in ins.reads else position)
         for value in ins.frees:
             if value in born:
-                found.append((value[0], value[2], born.pop(value), at + 1))
-    found += [(kind, version, start, end) for (kind, _, version), start in born.items()]
-    return sorted(found, key=lambda one: (list(KINDS).index(one[0]), one[2]))
+                lives.append((value[0], value[2], born.pop(value), position + 1))
+    lives += [(kind, version, start, end) for (kind, _, version), start in born.items()]
+    return sorted(lives, key=lambda life: (list(KINDS).index(life[0]), life[2]))
 
 
-def _work(code: Any, unit: int) -> list[dict[str, Any]]:
-    """What is done with a unit, as boxes of one instruction each, in a timeline's colours."""
+def _instructions(code: Any, unit: int) -> list[dict[str, Any]]:
+    """The instructions that use a unit, a box for each, in the colours of program tables."""
     from paralab.view.program_table import meaning_of
 
-    found: dict[tuple[str, str], list[tuple]] = {}
+    boxes_of: dict[tuple[str, str], list[tuple]] = {}
     for at, ins in enumerate(code):
         touches = ins.unit == unit or any(v[1:2] == (unit,) for v in (*ins.reads, *ins.writes))
         computes = ins.op in COMPUTE and any(v == ("w", unit, v[2]) for v in ins.reads)
         if ins.op in (WAIT, KEEP) or not (computes or (ins.op not in COMPUTE and touches)):
             continue
-        said = f"instruction {at}: {ins.op}"
-        found.setdefault(meaning_of(ins), []).append((at, 1, 0.0, 0.8, "", said))
-    return [mark.boxes(rows, mark.look(*key)) for key, rows in found.items()]
+        text = f"instruction {at}: {ins.op}"
+        boxes_of.setdefault(meaning_of(ins), []).append((at, 1, 0.0, 0.8, "", text))
+    return [mark.boxes(rows, mark.look(*key)) for key, rows in boxes_of.items()]

@@ -92,7 +92,7 @@ def test_a_slider_that_moves_is_answered_within_a_tenth_of_a_second(name):
         bench.set(**some)
         for knob, values in moves:
             took = []
-            for value in values or [value for _, value in bench._kinds[knob].options][:5]:
+            for value in values or [value for _, value in bench._declared[knob].options][:5]:
                 began = time.thread_time()
                 bench.knobs[knob].value = value
                 took.append(time.thread_time() - began)

@@ -31,7 +31,7 @@ def drawn(data: dict[str, Any]) -> bytes:
     width, style = across * WIDTH[across], {"size": 12, "ink": theme.look().faint}
     axis = {"visible": False, "fixedrange": True}
     layout = {"template": "none", "images": images}
-    layout |= {"annotations": [note(said, theme.SIDE, -top, hold="left top", **style)]}
+    layout |= {"annotations": [note(said, theme.SIDE, -top, anchor="left top", **style)]}
     layout |= dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), theme.look().paper)
     layout |= {"font": {"family": theme.FONT}, "margin": dict.fromkeys("tblr", 0)}
     layout |= {"xaxis": {**axis, "range": [0, width]}}

@@ -1,7 +1,7 @@
-"""Five marks, of which every figure is made: bars, curves, boxes, areas, cells.
+"""The five marks of which every figure is made: bars, curves, boxes, areas, cells.
 
-A mark takes rows, which are also the figure's table, and returns plotly traces as dicts. Here is
-what all of them share: one hover format, a word in the picture, a line through it.
+The function of a mark takes rows, which are also the figure's table, and returns plotly traces as
+dicts. This file has what all marks share: the hover text, words in the picture, lines and arrows.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from paralab.view import theme
 AXES = ("x", "y")
 
 
-def hover(said: Iterable[str]) -> dict[str, Any]:
-    """What every element of a trace says when pointed at."""
-    return {"hovertext": list(said), "hovertemplate": "%{hovertext}<extra></extra>"}
+def hover(texts: Iterable[str]) -> dict[str, Any]:
+    """The text that each element of a trace shows under the mouse pointer."""
+    return {"hovertext": list(texts), "hovertemplate": "%{hovertext}<extra></extra>"}
 
 
 def on(axes: tuple[str, str]) -> dict[str, str]:
-    """Where a trace is drawn, of a figure with several pairs of axes."""
+    """The pair of axes on which a trace is drawn, for a figure that has several pairs."""
     return {"xaxis": axes[0], "yaxis": axes[1]}
 
 
@@ -31,38 +31,45 @@ def note(
     *,
     size: int = 13,
     ink: str = "",
-    hold: str = "",
+    anchor: str = "",
     axes: tuple[str, str] = AXES,
     above: bool = False,
     **more: Any,
 ) -> dict:
-    """A word in the picture. hold: which of its sides are at x and y, "left bottom" for example;
-    default: its middle. axes: what x and y are counted in. above: lines pass beneath it.
+    """A word in the picture, as a plotly annotation.
+
+    anchor  sides of the word that are at x and y, for example "left bottom"; default: its middle
+    axes    what x and y are measured in: axes of the figure or "paper"
+    above   whether the word has a background, so that lines seem to pass beneath it
     """
     if above:
         more = {"bgcolor": theme.look().paper, "borderpad": 0} | more
-    more |= {("xanchor" if side in ("left", "right") else "yanchor"): side for side in hold.split()}
+    more |= {
+        ("xanchor" if side in ("left", "right") else "yanchor"): side for side in anchor.split()
+    }
     font = {"size": size, "color": ink or theme.look().ink}
     place = {"x": x, "y": y, "xref": axes[0], "yref": axes[1]}
     return {"text": text, **place, "showarrow": False, "font": font, **more}
 
 
-def margin(text: str, y: Any, *, ref: str = "y", hold: str = "left", **more: Any) -> dict:
-    """A word in the right margin."""
-    return note(text, 1, y, axes=("paper", ref), hold=hold, xshift=8, **more)
+def margin(text: str, y: Any, *, ref: str = "y", anchor: str = "left", **more: Any) -> dict:
+    """A word in the right margin; ``ref``: what y is measured in."""
+    return note(text, 1, y, axes=("paper", ref), anchor=anchor, xshift=8, **more)
 
 
 def column(
     title: str, words: Iterable[tuple[float, str]], head: float | None = None, **style: Any
 ) -> list[dict]:
-    """Words in the right margin, each at its y, and what they are: at y = ``head``, or on top."""
-    at = {"ref": "paper", "hold": "left bottom"} if head is None else {}
-    top = margin(title, 1 if head is None else head, ink=theme.look().faint, **at)
-    return [*(margin(said, y, **style) for y, said in words), top]
+    """A column in the right margin: (y, word) pairs below a heading, which stands at y = ``head``
+    or, by default, on top.
+    """
+    at = {"ref": "paper", "anchor": "left bottom"} if head is None else {}
+    heading = margin(title, 1 if head is None else head, ink=theme.look().faint, **at)
+    return [*(margin(word, y, **style) for y, word in words), heading]
 
 
 def arrow(start: tuple[float, float], to: tuple[float, float], *, ink: str, **more: Any) -> dict:
-    """An arrow between two places of the picture."""
+    """An arrow from one place (x, y) of the picture to another."""
     more |= {"showarrow": True, "arrowhead": 2, "arrowwidth": 2.5, "arrowcolor": ink}
     return note("", *to, ax=start[0], ay=start[1], axref="x", ayref="y", **more)
 
@@ -77,5 +84,5 @@ def line(
 
 
 def upright(x: Any, *, axis: str = "y domain", **more: Any) -> dict:
-    """A line from bottom to top at ``x``."""
+    """A vertical line at ``x`` through the whole ``axis``."""
     return line((x, x), (0, 1), yref=axis, **more)

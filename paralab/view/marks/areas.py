@@ -1,4 +1,4 @@
-"""Areas: what is held over time. A value holds until the next one, so steps and no slopes."""
+"""Areas: what is held over time. A value holds until the next one: edges are steps, not slopes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def area(
     fill: str,
     times: Sequence[float],
     values: Sequence[float],
-    said: Sequence[str],
+    hover_texts: Sequence[str],
     *,
     base: float | None = None,
     opacity: float = 1.0,
@@ -22,8 +22,10 @@ def area(
     axes: tuple[str, str] = AXES,
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """From ``base`` up; without one it is stacked on those before it on the same axes."""
-    top = {
+    """The traces of one area: from ``base`` up to base + value; without a base it is stacked on the
+    areas drawn before it on the same axes.
+    """
+    upper = {
         "type": "scatter",
         "mode": "lines",
         "name": theme.text(name),
@@ -32,12 +34,12 @@ def area(
         "y": [value + (base or 0.0) for value in values],
         "line": {"shape": "hv", "width": edge, "color": fill},
         "fillcolor": fill if opacity == 1 else theme.clear(fill, opacity),
-        **hover(said),
+        **hover(hover_texts),
         **on(axes),
         **more,
     }
     if base is None:
-        return [top | {"stackgroup": axes[1]}]
-    bottom = {"type": "scatter", "mode": "lines", "x": [times[0], times[-1]], "y": [base, base]}
-    bottom |= {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip", **on(axes)}
-    return [bottom, top | {"fill": "tonexty"}]
+        return [upper | {"stackgroup": axes[1]}]
+    lower = {"type": "scatter", "mode": "lines", "x": [times[0], times[-1]], "y": [base, base]}
+    lower |= {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip", **on(axes)}
+    return [lower, upper | {"fill": "tonexty"}]

@@ -1,6 +1,7 @@
-"""Bars: one per label, stacked by kind, with words where they fit and totals behind.
+"""Bars: one per label, stacked by kind, with each part's number where it fits and totals behind.
 
-Rows are (label, kind, value, ...): bytes, mostly. Bars lie, for their labels are words.
+Rows are (label, kind, value, ...); values are mostly bytes. The bars are horizontal, because their
+labels are words.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from paralab.checks import illegal, real
 from paralab.view import theme
 from paralab.view.marks import AXES, hover, note, on
 
-LETTER = 0.0105  # of the axis that one letter takes, of a figure alone that is as wide as its axis
-VISIBLE = 0.002  # share of the axis: what is smaller in every bar has no entry in the legend
-PALE = 0.45  # how opaque bars are that are not meant
-SIZE = 13  # of the words in bars
-# Of a figure's layout: `bars` knows where words fit in a frame; a page may be narrower than that.
+LETTER = 0.0105  # share of the axis that one letter takes, if the axis is as wide as the figure
+VISIBLE = 0.002  # share of the axis: a kind that is smaller in every bar is not in the legend
+PALE = 0.45  # opacity of bars that are not highlighted
+SIZE = 13  # of the letters in bars
+# For the layout: `bars` writes words that fit its frame; on a narrower page plotly hides them.
 FITTING = {"uniformtext": {"mode": "hide", "minsize": SIZE}}
 
 
@@ -27,16 +28,16 @@ def category_look(kind: str) -> tuple[str, str]:
 
 
 def by_category(kinds: Iterable[str]) -> list[str]:
-    """Categories in the order they are stacked; those without a colour of their own last."""
-    there = set(kinds)
-    known = [name for name in theme.CATEGORY_COLOUR if name in there]
-    return [*known, *sorted(there - set(known))]
+    """The categories in the order in which they are stacked; those without a colour last."""
+    present = set(kinds)
+    known = [name for name in theme.CATEGORY_COLOUR if name in present]
+    return [*known, *sorted(present - set(known))]
 
 
 def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
-    """(bar, kind, value): the rows of the mark, and of the table.
+    """(bar, kind, value) rows, for the mark and for the figure's table.
 
-    Raises ValueError without bars, and naming a value below 0.
+    Raises ValueError if there are no bars, and on a value below 0, which it names.
     """
     if not isinstance(bars, Mapping) or not bars:
         raise illegal("bars", bars, "nothing to draw", "{label: {kind: value}}")
@@ -60,59 +61,68 @@ def bars(
     unit: str = "B",
     **style: Any,
 ) -> list[dict[str, Any]]:
-    """A trace for every kind.
+    """The traces, one per kind.
 
-    per, end  bytes of the axis' unit, and at its right end
-    look      kind -> (name, colour); kinds: in the order they are stacked
+    per, end  bytes in one unit of the axis, and bytes at its right end
+    look      kind -> (name, colour)
+    kinds     the order in which kinds are stacked; default: that of the categories
     letter    share of the axis that a letter takes; 0: no words in the bars
-    pale      labels whose bars are not meant
-    lines     values that lines stand at: words step aside, or are left out
-    unit      "B", or "s" of seconds
+    pale      labels whose bars are drawn pale, because others are highlighted
+    lines     values at which the figure has vertical lines: words avoid them, or are left out
+    unit      of the values: "B" or "s"
     """
     labels = list(dict.fromkeys(row[0] for row in rows))
     value = {(row[0], row[1]): float(row[2]) for row in rows}
-    start, traces, whole = dict.fromkeys(labels, 0.0), [], totals(rows)
+    filled, traces, bar_totals = dict.fromkeys(labels, 0.0), [], totals(rows)
     letter *= theme.letter_scale()
     for kind in by_category(row[1] for row in rows) if kinds is None else kinds:
         name, fill = look(kind)
-        mine = [label for label in labels if (label, kind) in value]
-        sizes = [value[label, kind] for label in mine]
-        words = [theme.scaled(n, unit) for n in sizes]
-        room = [letter * (len(word) + 1) * end for word in words]
-        begins = [start[label] for label in mine]
-        places = {  # where words begin that are in the middle of their bar, or at its start
-            "middle": [a + (n - r) / 2 for a, n, r in zip(begins, sizes, room, strict=True)],
-            "start": begins,
+        own_labels = [label for label in labels if (label, kind) in value]
+        sizes = [value[label, kind] for label in own_labels]
+        texts = [theme.scaled(size, unit) for size in sizes]
+        widths = [letter * (len(word) + 1) * end for word in texts]
+        lefts = [filled[label] for label in own_labels]
+        text_lefts = {  # where each word begins if it is in the middle of its part, or at its start
+            "middle": [
+                left + (size - width) / 2
+                for left, size, width in zip(lefts, sizes, widths, strict=True)
+            ],
+            "start": lefts,
         }
         crossed = {
-            anchor: [any(a < at < a + r for at in lines) for a, r in zip(place, room, strict=True)]
-            for anchor, place in places.items()
+            anchor: [
+                any(left < position < left + width for position in lines)
+                for left, width in zip(place, widths, strict=True)
+            ]
+            for anchor, place in text_lefts.items()
         }
         anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
-        fits = [  # a bar of one kind has its number behind it
-            whole[label] > n >= r and not hit
-            for label, n, r, hit in zip(mine, sizes, room, crossed[anchor], strict=True)
+        fits = [  # a bar of a single kind has its number behind it, as its total
+            bar_totals[label] > size >= width and not hit
+            for label, size, width, hit in zip(
+                own_labels, sizes, widths, crossed[anchor], strict=True
+            )
         ]
-        ink = [theme.look().ink if label in pale else theme.on(fill) for label in mine]
+        ink = [theme.look().ink if label in pale else theme.on(fill) for label in own_labels]
         edge = {"width": 1, "color": theme.look().paper}
         trace = {
             "type": "bar",
             "name": name,
             "showlegend": max(sizes, default=0.0) >= VISIBLE * end,
             "orientation": "h",
-            "y": [theme.text(label) for label in mine],
-            "x": [n / per for n in sizes],
+            "y": [theme.text(label) for label in own_labels],
+            "x": [size / per for size in sizes],
             "marker": {"color": fill, "line": edge}
-            | ({"opacity": [PALE if b in pale else 1.0 for b in mine]} if pale else {}),
+            | ({"opacity": [PALE if b in pale else 1.0 for b in own_labels]} if pale else {}),
             **hover(
-                f"{theme.text(label)}<br>{name}: {word}" + f" ({n:,.0f} bytes)" * (unit == "B")
-                for label, word, n in zip(mine, words, sizes, strict=True)
+                f"{theme.text(label)}<br>{name}: {word}" + f" ({size:,.0f} bytes)" * (unit == "B")
+                for label, word, size in zip(own_labels, texts, sizes, strict=True)
             ),
             **on(axes),
         }
         if letter:
             trace |= {
-                "text": [word * fit for word, fit in zip(words, fits, strict=True)],
+                "text": [word * fit for word, fit in zip(texts, fits, strict=True)],
                 "textposition": "inside",
                 "insidetextanchor": anchor,
                 "constraintext": "inside",
@@ -120,17 +130,17 @@ def bars(
                 "textfont": {"size": SIZE, "color": ink if pale else theme.on(fill)},
             }
         traces.append({**trace, **style})
-        for label, n in zip(mine, sizes, strict=True):
-            start[label] += n
+        for label, size in zip(own_labels, sizes, strict=True):
+            filled[label] += size
     return traces
 
 
 def totals(rows: Iterable[tuple]) -> dict[str, float]:
     """{label: the length of its bar}."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for row in rows:
-        found[row[0]] = found.get(row[0], 0.0) + float(row[2])
-    return found
+        sums[row[0]] = sums.get(row[0], 0.0) + float(row[2])
+    return sums
 
 
 def ends(
@@ -143,25 +153,25 @@ def ends(
     size: int = 14,
     unit: str = "B",
 ) -> list[dict[str, Any]]:
-    """What stands behind every bar: its bytes, or ``words``. With a ``column`` all of them stand
-    under one another instead, and end at that value.
+    """The note behind every bar: its bytes, or what ``words`` has for it. With a ``column`` the
+    notes stand under one another and end at that value.
     """
-    said = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
-    style = {"size": size, "hold": "left" if column is None else "right", "axes": axes}
+    texts = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
+    style = {"size": size, "anchor": "left" if column is None else "right", "axes": axes}
     style |= {"above": True}
     return [
         note(
-            f" {said[label]}",
-            (top if column is None else column) / per,
-            _place(theme.text(label), number),
+            f" {texts[label]}",
+            (total if column is None else column) / per,
+            _note_position(theme.text(label), number),
             **style,
         )
-        for number, (label, top) in enumerate(tops.items())
+        for number, (label, total) in enumerate(tops.items())
     ]
 
 
-def _place(label: str, number: int) -> str | int:
-    """Where a note on this label stands: of one like "46" plotly would go to the 46th."""
+def _note_position(label: str, number: int) -> str | int:
+    """A note's place on the axis of labels: a label like "46" plotly would read as the 46th bar."""
     try:
         float(label)
     except ValueError:
@@ -170,14 +180,14 @@ def _place(label: str, number: int) -> str | int:
 
 
 def bytes_axis(title: str, end: float, per: float, **more: Any) -> dict[str, Any]:
-    """The axis of the bytes, from 0 to ``end``; ``per``: bytes of its unit."""
+    """The axis of the bytes, from 0 to ``end``; ``per``: bytes in one of its units."""
     return {"title": {"text": title}, "range": [0, end / per], "tickformat": "~g", **more}
 
 
 def labels(
     names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any
 ) -> dict[str, Any]:
-    """The axis that labels stand on, the first on top; ``above``: rows of room above it."""
+    """The axis with the bars' labels, the first on top; ``above``: rows of room above the first."""
     shown = [theme.text(name) for name in names]
     return {
         "type": "category",

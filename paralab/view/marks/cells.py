@@ -1,4 +1,4 @@
-"""Cells: a table as colours with words, or rectangles of any size that say what is in them."""
+"""Cells: a matrix drawn as colours with numbers, or rectangles of any size with words in them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ def heat(
     y: Sequence[Any],
     z: Sequence[Sequence[float | None]],
     words: Sequence[Sequence[str]],
-    said: Sequence[Sequence[str]],
+    hover_texts: Sequence[Sequence[str]],
     *,
     colours: Sequence[str],
     most: float,
     **more: Any,
 ) -> dict[str, Any]:
-    """A cell for every number, from ``colours[0]`` at 0 to the last at ``most``; None is a hole."""
+    """A cell for every number of ``z``, coloured from ``colours[0]`` at 0 to the last one at
+    ``most``; None is a hole. ``words`` are written in the cells.
+    """
     return {
         "type": "heatmap",
         "x": x,
@@ -31,7 +33,7 @@ def heat(
         "colorscale": list(colours),
         "text": words,
         "texttemplate": "%{text}",
-        **hover(said),
+        **hover(hover_texts),
         "hoverongaps": False,
         "showscale": False,
         "xgap": 2,
@@ -46,14 +48,14 @@ class Cell(NamedTuple):
     y: tuple[float, float]
     fill: str
     word: str = ""
-    said: str = ""
+    hover_text: str = ""
     size: int = 13
     ink: str = ""
     edge: str = ""
 
 
 def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict]]:
-    """(traces, notes, shapes): the trace is invisible and says what is pointed at."""
+    """(traces, notes, shapes) of the cells; the one trace is invisible and carries hover texts."""
     shapes, notes, points = [], [], []
     for cell in cells:
         corners = dict(zip(("x0", "x1", "y0", "y1"), (*cell.x, *cell.y), strict=True))
@@ -61,11 +63,11 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         look = {"fillcolor": cell.fill, "layer": "below", "line": edge}  # below words and marks
         shapes.append({"type": "rect", **corners, **look})
         middle = (sum(cell.x) / 2, sum(cell.y) / 2)
-        if cell.word:  # without a colour of its own it has what can be read on the rectangle's
+        if cell.word:  # without an ink of its own: black or white, as reads better on the fill
             ink = cell.ink or (theme.on(cell.fill) if cell.fill.startswith("#") else "")
             notes.append(note(cell.word, *middle, size=cell.size, ink=ink))
-        if cell.said:
-            points.append((*middle, cell.said))
+        if cell.hover_text:
+            points.append((*middle, cell.hover_text))
     marks = {
         "type": "scatter",
         "mode": "markers",
@@ -73,6 +75,6 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         "x": [x for x, _, _ in points],
         "y": [y for _, y, _ in points],
         "marker": {"size": 18, "opacity": 0},
-        **hover(said for *_, said in points),
+        **hover(text for *_, text in points),
     }
     return [marks], notes, shapes

@@ -1,4 +1,4 @@
-"""Curves: lines and points on linear or logarithmic axes, rings where they cross."""
+"""Curves: lines and points on linear or logarithmic axes, and rings around points of interest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFIXED = ("B", "B/s", "s")  # units that are written with a decimal prefix
 def curve(
     name: str,
     points: Iterable[tuple[Any, Any]],
-    said: Sequence[str] | None = None,
+    hover_texts: Sequence[str] | None = None,
     *,
     ink: str,
     width: float = 2.5,
@@ -27,7 +27,7 @@ def curve(
     mode: str = "lines",
     **more: Any,
 ) -> dict[str, Any]:
-    """One line, its points, or both (``mode``); ``said``: what its points say when pointed at."""
+    """A trace with a line, markers or both, as ``mode`` says."""
     pairs = list(points)
     marks: dict[str, Any] = {"color": ink, "symbol": symbol, "size": size}
     marks |= {"line": {"width": 2 if symbol.endswith(HOLLOW) else 0}}
@@ -39,30 +39,34 @@ def curve(
         "y": [y for _, y in pairs],
         **({"line": {"color": ink, "width": width, "dash": dash}} if "lines" in mode else {}),
         **({"marker": marks | more.pop("marker", {})} if "markers" in mode else {}),
-        **({"hoverinfo": "skip"} if said is None else hover(said)),
+        **({"hoverinfo": "skip"} if hover_texts is None else hover(hover_texts)),
         **on(axes),
         **more,
     }
 
 
 def rings(name: str, places: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """A ring around points of a curve; one trace however many, so that structure is stable."""
+    """Rings around points of curves. One trace however many points there are, so that a figure has
+    the same traces after a slider has moved.
+    """
     look = {"ink": theme.look().ink, "symbol": "circle-open", "size": 15, "mode": "markers"}
     look |= {"showlegend": False, "marker": {"line": {"width": 2.5}}}
     return curve(name, places or [(None, None)], **look)
 
 
 def drop(x: float, low: float, high: float, label: str) -> tuple[dict, dict]:
-    """A dotted line from the axis up to a curve, and what it means; both axes logarithmic."""
-    shift = {"xshift": 6, "yshift": 6, "hold": "left bottom"}
-    said = note(f"<b>{label}</b>", math.log10(x), math.log10(low), **shift)
-    return said, line((x, x), (low, high), dash="dot")
+    """A label and a dotted line from ``low``, on the x axis, up to ``high``, on a curve; both axes
+    are logarithmic.
+    """
+    shift = {"xshift": 6, "yshift": 6, "anchor": "left bottom"}
+    text = note(f"<b>{label}</b>", math.log10(x), math.log10(low), **shift)
+    return text, line((x, x), (low, high), dash="dot")
 
 
 def log_axis(
     title: str, low: float, high: float, unit: str, *, pad: tuple[float, float] = (0.0, 0.0)
 ) -> dict[str, Any]:
-    """A logarithmic axis, ticks in words ("10 kB"); pad: room before and after, as shares of it."""
+    """A logarithmic axis with ticks like "10 kB"; pad: room before and after, as shares of it."""
     ticks, length = theme.log_ticks(low, high), math.log10(high / low) or 1.0
     return {
         "type": "log",
