@@ -138,21 +138,6 @@ class ForeignLedger(Ledger):
         self.owns("optimizer", *tensors(optimizer.state))
 
 
-def kinds_of(module: Any) -> set[str]:
-    """Names of the module's class and of those above it."""
-    return {kind.__name__ for kind in type(module).__mro__}
-
-
-def at_rest(module: Any) -> Iterator[Tensor]:
-    """A module's parameters and buffers, but for those that FSDP2 has gathered."""
-    shards = (part for part in module.modules() if "FSDPModule" in kinds_of(part))
-    sharded = {id(p) for part in shards for p in part.parameters()}
-    yield from module.buffers()
-    for parameter in module.parameters():
-        if id(parameter) not in sharded or is_traceable_wrapper_subclass(parameter):
-            yield parameter
-
-
 def updated(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that an optimizer updates."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])

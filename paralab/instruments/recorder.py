@@ -171,10 +171,10 @@ class Recorder:
 
     @contextmanager
     def span(
-        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0
+        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
     ) -> Iterator[None]:
         """``with recorder.span("forward", microbatch=k): ...``"""
-        self.enter(kind, microbatch, stage, chunk)
+        self.enter(kind, microbatch, stage, chunk, after)
         try:
             yield
         finally:
