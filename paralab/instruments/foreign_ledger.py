@@ -40,13 +40,8 @@ class ForeignLedger(Ledger):
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
-        self._resizes = self.resizes(self._loose)  # FSDP2 gathers into storages that it resizes
-        self._resizes.__enter__()
+        self._on.enter_context(self.resizes(self._loose))  # FSDP2 gathers into what it resizes
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._resizes.__exit__(*error)
-        super().__exit__(*error)
 
     @untraced
     def __torch_dispatch__(

@@ -71,7 +71,7 @@ class Recorder:
     def owns(self, category: str, *tensors: Tensor) -> None:
         """From now on the storages of these tensors count as ``category``; see ledger.py.
 
-        Free where no ledger is, as is `resized`.
+        Free where no ledger is.
         """
         if self.ledger is not None:
             self.ledger.owns(category, *tensors)
@@ -88,11 +88,6 @@ class Recorder:
             yield
         finally:
             ledger.made = before
-
-    def resized(self, *tensors: Tensor) -> None:
-        """The storages of these tensors were resized where they are (``storage.resize_``)."""
-        if self.ledger is not None:
-            self.ledger.resized(*tensors)
 
     def holds(self, tier: str, category: str, more: int) -> None:
         """The rank has ``more`` bytes on the "host" or in a "file"; less, if negative."""
