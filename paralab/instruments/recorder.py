@@ -133,30 +133,20 @@ class Recorder:
         self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
     ) -> None:
         """Begin a span on the compute lane; `leave` ends it."""
-        now = self.clock.mark()
-        if self._open:
-            self._close(now)
+        now = self._next_part()
         self._open.append((kind, stage, chunk, microbatch, after))
-        self._began = now
         self._sample(now)
 
-    def leave(self) -> int:
-        """End the innermost span. Returns the id of its last part."""
-        now = self.clock.mark()
-        closed = self._close(now)
+    def leave(self) -> None:
+        """End the innermost span."""
+        now = self._next_part()
         self._open.pop()
-        if self._open:
-            self._began = now
         self._sample(now)
-        return closed
 
     def cut(self) -> tuple[int, ...]:
         """End the current part and go on with a new one. Returns ``after`` for what starts here."""
         if self._open:
-            now = self.clock.mark()
-            self._close(now)
-            self._began = now
-            self._sample(now)
+            self._sample(self._next_part())
         return (self._last,) if self._last >= 0 else ()
 
     def was_waiting(self, after: tuple) -> None:
@@ -175,11 +165,15 @@ class Recorder:
         finally:
             self.leave()
 
-    def _close(self, now: Any) -> int:
-        self._last = next(self._ids)
-        *what, after = self._open[-1]
-        self._spans.append((self._last, self.step, "compute", *what, self._began, now, after))
-        return self._last
+    def _next_part(self) -> Any:
+        """The mark at which the part that is open ends, and the next one begins."""
+        now = self.clock.mark()
+        if self._open:
+            self._last = next(self._ids)
+            *what, after = self._open[-1]
+            self._spans.append((self._last, self.step, "compute", *what, self._began, now, after))
+        self._began = now
+        return now
 
     # ---- other lanes --------------------------------------------------------------------------
     def launch(self, lane: str, after: tuple, start: Any) -> int:
