@@ -154,10 +154,7 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
         found = measured(device)
         if disturbed:
             _again.add(path)
-        if _write(path, found):
-            _unwritten.pop(path, None)
-        else:
-            _unwritten[path] = found
+        _write(path, found)
     return found
 
 
@@ -251,14 +248,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write(path: Path, known: dict[str, Any]) -> bool:
-    """All or nothing: two notebooks may calibrate at once. Whether it could be written."""
+def _write(path: Path, known: dict[str, Any]) -> None:
+    """All or nothing: two notebooks may calibrate at once. What cannot be written is remembered."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written.write(path, json.dumps(known).encode())
-        return True
+        _unwritten.pop(path, None)
     except (OSError, ValueError):  # a folder of that name, say
-        return False
+        _unwritten[path] = known
 
 
 # ---- measuring --------------------------------------------------------------------------------
