@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from paralab.checks import illegal
@@ -62,12 +63,9 @@ class Observer(Program):
     def __enter__(self) -> Observer:
         recorder, undo = self.recorder, self.undo
         self.flights.follow(undo)
-
-        def bucketing(*_: Any) -> Any:
-            return recorder.making("buffers")
-
-        around(undo, dist.Reducer, "_rebuild_buckets", bucketing)
-        around(undo, torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper", bucketing)
+        reducer = (dist.Reducer, "_rebuild_buckets"), (DistributedDataParallel, "_ddp_init_helper")
+        for owner, name in reducer:
+            around(undo, owner, name, lambda *_: recorder.making("buffers"))
         around(undo, torch.nn.Module, "__call__", self._forward)
         around(undo, torch.autograd, "_engine_run_backward", self._backward)
         around(undo, DeviceMesh, "__init__", self.calls.meshing)

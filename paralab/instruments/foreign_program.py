@@ -129,10 +129,9 @@ class Program:
     def captures(self) -> bool:
         """Whether this thread's stream is being captured: see [Note: graphs]."""
         cuda = torch.cuda
-        if not (self._gpus and cuda.is_initialized() and cuda.is_current_stream_capturing()):
-            return False
-        self.about["graphs"] = True
-        return True
+        found = self._gpus and cuda.is_initialized() and cuda.is_current_stream_capturing()
+        self.about["graphs"] |= found
+        return found
 
     def is_aside(self, device: Any = None) -> bool:
         """Whether this is another stream than that which the program computes on."""
