@@ -1,32 +1,27 @@
 """What this machine really does: the numbers behind `Cluster.local`, measured once and cached.
 
 Five short measurements in ranks of their own (ten to fifteen seconds together; the caller never
-imports torch):
+imports torch). measure.py has what runs in the ranks, theory/fit.py the fit:
 
     device  forward, backward and optimizer of small GPTs with one thread, in two to four
             ranks at once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B
             + kernels * o, the model of theory/work.py
     links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
-            / bandwidth. A call's time runs from its last member's launch to its end, as the event
-            engine counts it
-    calls   what posting a call takes a rank's own thread, and how much longer a forward, a
-            backward or a small product takes after a wait than in a loop: what ran meanwhile has
-            used the caches. On few cores by one rank more than there are: in a run, too, some
-            waits give a core to another rank, and some do not
+            / bandwidth, as the event engine counts them
+    calls   what posting a call takes a rank's own thread, and what more a computation takes after
+            a wait: what ran meanwhile has used the caches. On few cores by one rank more than there
+            are: in a run, too, some waits give a core to another rank, and some do not
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
     tiers   copies from one part of memory to another, which is what "host to device" is where both
             are the same chips; files, written and read past the page cache; AdamW steps
 
-GPUs are measured by the same code, one rank on each, with CUDA events and NCCL. There products in
-fp32 say F, and all products at how many tokens they reach half of their rate; kernels that only
-read and write say B and o, and how long the host takes to ask for one is
-`Cluster.launch_overhead`. Posting a call runs ahead of the device as a launch does. The host is
-page-locked memory. A single GPU has no links but that.
+On GPUs, with one rank on each, products in fp32 say F, and all products at how many tokens they
+reach half of their rate; kernels that only read and write say B and o, and how long the host takes
+to ask for one is `Cluster.launch_overhead`. Posting a call runs ahead of the device as a launch
+does. The host is page-locked memory. A single GPU has no links but that.
 
-How well they fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
-for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks. What was
-measured while other programs computed is measured once more when they do not: links can come out
-half as fast.
+What was measured while other programs computed is measured once more when they do not: links can
+come out half as fast.
 
 The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). Its alpha here is
 the price of gloo's threads and sockets on loopback, not of a wire; more ranks than were calibrated
