@@ -134,7 +134,7 @@ class Observer(Program):
         self.flights.settle(spans)
         if not self.about["parameters"] and "FSDPModule" not in self.about["modules"]:
             self.describe()  # modules may be gone when the program has ended
-        if self.ledger is not None:
+        if self.recorder.ledger is not None:
             self.ledger.find_gradients()
 
     def _watches(self) -> bool:
@@ -158,7 +158,7 @@ class Observer(Program):
             self.begin()
             self.raw = False
             self.describe()
-            if self.ledger is not None:
+            if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
                 self.ledger.owns_trained(optimizer, model=bool(self.met), named=self.named)
             elif self.looks:
@@ -187,7 +187,7 @@ class Observer(Program):
             return
         self.inside.pop()
         self._stepping.pop()
-        if self.ledger is not None:
+        if self.recorder.ledger is not None:
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
@@ -198,7 +198,7 @@ class Observer(Program):
     @contextlib.contextmanager
     def _loading(self, optimizer: Any, *_: Any) -> Iterator[None]:
         yield
-        if self.ledger is not None and self.is_main():
+        if self.recorder.ledger is not None and self.is_main():
             self.ledger.owns_state(optimizer)
 
     # ---- the part -----------------------------------------------------------------------------

@@ -110,8 +110,8 @@ class Flights:
             recorder.call((*row, span))
         for tensor in used:
             program.users[tensor.untyped_storage()._cdata] = (span,)
-            if program.ledger is not None:
-                program.ledger.carries(tensor)
+            if recorder.ledger is not None:
+                recorder.ledger.carries(tensor)
         at_once = gpu and of_program and not aside and given.get("async_op") is False
         at_once = at_once and batch is None
         with recorder.span("wait", after=(span,)) if at_once else UNSEEN:

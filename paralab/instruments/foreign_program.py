@@ -46,8 +46,7 @@ class Program:
     ) -> None:
         self.recorder, self.calls = recorder, Calls(recorder.rank, nodes)
         self.memory_steps, self.marked, self.undo = memory_steps, marked, ExitStack()
-        self.ledger = ForeignLedger(recorder) if memory_steps else None
-        self._left: ForeignLedger | None = None  # the ledger, when it has gone
+        self.ledger = ForeignLedger(recorder) if memory_steps else None  # on: the recorder has it
         self.step = 0  # the step that is open, or comes next
         self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
         self.raw = True  # the program has none of these: its first step is all that it did
@@ -172,15 +171,14 @@ class Program:
             self.recorder.leave()
         self.recorder.go_on()
         self.open, self.step = True, self.step - 1
-        if self._left is not None and self.step < self.memory_steps:
-            self.ledger, self._left = self._left.__enter__(), None
+        if self.recorder.ledger is None and self.step < self.memory_steps:
+            self.ledger.__enter__()
         self.recorder.enter("compute")
 
     def close_ledger(self) -> None:
         """The ledger goes, unless the program has put a mode or hooks of its own above it."""
-        if self.ledger is not None and self.ledger.on_top:
+        if self.recorder.ledger is not None and self.ledger.on_top:
             self.ledger.__exit__(None, None, None)
-            self._left, self.ledger = self.ledger, None
             self.about["compiles"] |= compile_again()
 
 
