@@ -209,12 +209,10 @@ def version_of(package: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("model name", "hardware")):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -224,10 +222,8 @@ def memory_bytes() -> int:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # else 16 GiB is a guess
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
     return min(limits)
 
 
