@@ -94,8 +94,8 @@ def observe(
             why = "without a function this process is observed, as it is"
             raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
-    run, what = (_function, fn) if callable(fn) else (_launched_script, _script_file(fn))
-    node_of, program = places(what, ranks, args, nodes), functools.partial(_program, run, what)
+    what = fn if callable(fn) else _script_file(fn)
+    node_of, program = places(what, ranks, args, nodes), functools.partial(_program, what)
     arguments = (node_of, settings, *args)
     parts = launch_program(program, ranks, arguments, any_tensor=True, **launch)
     return _report(_named(what), parts)
@@ -168,15 +168,11 @@ def _report(name: str, parts: list[dict[str, Any]]) -> Report:
 
 # ---- on a rank ----------------------------------------------------------------------------------
 def _program(
-    run: Callable[..., Any],
-    what: Any,
-    context: Any,
-    nodes: tuple[int, ...],
-    settings: dict[str, Any],
-    *args: Any,
+    what: Any, context: Any, nodes: tuple[int, ...], settings: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
     __tracebackhide__ = True
     context = replace(context, nodes=nodes)
+    run = _function if callable(what) else _launched_script
     with _observed(context, settings) as observer:
         return _part(observer, context, run(context, what, *args), _named(what))
 

@@ -26,7 +26,8 @@ WITH_TORCH = {
                                        "state", "train", "workers")),
     *("model.draws", "model.reference", "model.wide_views"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
-    *(f"instruments.foreign{name}" for name in ("", "_calls", "_hooks", "_ledger")),
+    "instruments.foreign",
+    *(f"instruments.foreign_{name}" for name in ("calls", "flights", "hooks", "ledger", "program")),
     *(f"exercises.{name}" for name in ("plain", "timed", "watched")),
     "parallel.collectives",  # lab 01's algorithms
     *("ranks.process", "ranks.torchrun"),

@@ -151,12 +151,12 @@ def test_views_count_once_and_the_dead_not_at_all():
         recorder.owns("buffers", temporary)
         assert ledger.state() == dict.fromkeys(CATEGORIES, 0) | {"other": 4000, "buffers": 428}
         del temporary, buffer
-        kept.untyped_storage().resize_(0)
-        recorder.resized(kept)
-        assert sum(ledger.state().values()) == 0
-        kept.untyped_storage().resize_(8000)
-        recorder.resized(*views)
-        assert ledger.state()["other"] == 8000
+        with ledger.resizes():
+            kept.untyped_storage().resize_(0)
+            assert sum(ledger.state().values()) == 0
+            kept.untyped_storage().resize_(8000)
+            recorder.owns("other", *views)
+            assert ledger.state()["other"] == 8000
 
 
 def test_one_category_that_replaces_another_is_sampled_though_the_total_stays():

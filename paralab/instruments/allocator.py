@@ -9,6 +9,7 @@ device lacks that "should have had room".
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -76,15 +77,12 @@ class SharedAllocator(Allocator):
 
         accelerator = getattr(torch, "accelerator", None)
         modules = (torch.cuda, memory, accelerator, getattr(accelerator, "memory", None))
-        for module in modules:
-            for name, instead in (
-                ("memory_stats", self._told),
-                ("reset_peak_memory_stats", self._forgets),
-            ):
-                if (own := getattr(module, name, None)) is not None:
-                    undo.callback(setattr, module, name, own)
-                    asked = functools.partial(instead, own)
-                    setattr(module, name, functools.update_wrapper(asked, own))
+        instead = {"memory_stats": self._told, "reset_peak_memory_stats": self._forgets}
+        for module, name in itertools.product(modules, instead):
+            if (own := getattr(module, name, None)) is not None:
+                undo.callback(setattr, module, name, own)
+                asked = functools.partial(instead[name], own)
+                setattr(module, name, functools.update_wrapper(asked, own))
 
     def _told(self, own: Callable[..., Any], *device: Any, **named: Any) -> Any:
         found = own(*device, **named)

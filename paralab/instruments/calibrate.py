@@ -1,32 +1,27 @@
 """What this machine really does: the numbers behind `Cluster.local`, measured once and cached.
 
 Five short measurements in ranks of their own (ten to fifteen seconds together; the caller never
-imports torch):
+imports torch). measure.py has what runs in the ranks, theory/fit.py the fit:
 
     device  forward, backward and optimizer of small GPTs with one thread, in two to four
             ranks at once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B
             + kernels * o, the model of theory/work.py
     links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
-            / bandwidth. A call's time runs from its last member's launch to its end, as the event
-            engine counts it
-    calls   what posting a call takes a rank's own thread, and how much longer a forward, a
-            backward or a small product takes after a wait than in a loop: what ran meanwhile has
-            used the caches. On few cores by one rank more than there are: in a run, too, some
-            waits give a core to another rank, and some do not
+            / bandwidth, as the event engine counts them
+    calls   what posting a call takes a rank's own thread, and what more a computation takes after
+            a wait: what ran meanwhile has used the caches. On few cores by one rank more than there
+            are: in a run, too, some waits give a core to another rank, and some do not
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
     tiers   copies from one part of memory to another, which is what "host to device" is where both
             are the same chips; files, written and read past the page cache; AdamW steps
 
-GPUs are measured by the same code, one rank on each, with CUDA events and NCCL. There products in
-fp32 say F, and all products at how many tokens they reach half of their rate; kernels that only
-read and write say B and o, and how long the host takes to ask for one is
-`Cluster.launch_overhead`. Posting a call runs ahead of the device as a launch does. The host is
-page-locked memory. A single GPU has no links but that.
+On GPUs, with one rank on each, products in fp32 say F, and all products at how many tokens they
+reach half of their rate; kernels that only read and write say B and o, and how long the host takes
+to ask for one is `Cluster.launch_overhead`. Posting a call runs ahead of the device as a launch
+does. The host is page-locked memory. A single GPU has no links but that.
 
-How well they fit is kept with them (`calibration()["accuracy"]`), and so is every measured point,
-for the alpha-beta picture. theory/fit.py has the fit, measure.py what runs in the ranks. What was
-measured while other programs computed is measured once more when they do not: links can come out
-half as fast.
+What was measured while other programs computed is measured once more when they do not: links can
+come out half as fast.
 
 The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). Its alpha here is
 the price of gloo's threads and sockets on loopback, not of a wire; more ranks than were calibrated
@@ -154,10 +149,7 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
         found = measured(device)
         if disturbed:
             _again.add(path)
-        if _write(path, found):
-            _unwritten.pop(path, None)
-        else:
-            _unwritten[path] = found
+        _write(path, found)
     return found
 
 
@@ -217,12 +209,10 @@ def version_of(package: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("model name", "hardware")):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -232,10 +222,8 @@ def memory_bytes() -> int:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # else 16 GiB is a guess
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
     return min(limits)
 
 
@@ -251,14 +239,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write(path: Path, known: dict[str, Any]) -> bool:
-    """All or nothing: two notebooks may calibrate at once. Whether it could be written."""
+def _write(path: Path, known: dict[str, Any]) -> None:
+    """All or nothing: two notebooks may calibrate at once. What cannot be written is remembered."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written.write(path, json.dumps(known).encode())
-        return True
+        _unwritten.pop(path, None)
     except (OSError, ValueError):  # a folder of that name, say
-        return False
+        _unwritten[path] = known
 
 
 # ---- measuring --------------------------------------------------------------------------------

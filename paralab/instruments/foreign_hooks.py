@@ -23,6 +23,8 @@ import torch
 from torch._C import DispatchKey
 from torch.library import Library
 
+UNSEEN = contextlib.nullcontext()  # around what is let by
+
 
 def around(
     undo: ExitStack, owner: Any, name: str, block: Callable[..., AbstractContextManager]
@@ -33,23 +35,18 @@ def around(
     """
     own = getattr(owner, name)
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
-        with block(self, *args) as heard:
-            result = own(self, *args, **kwargs)
-            if heard is not None:
-                heard(result)
-            return result
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return own(*args, **kwargs)
+    def within(*args: Any, **kwargs: Any) -> Any:
         with block(*args) as heard:
             result = own(*args, **kwargs)
             if heard is not None:
                 heard(result)
             return result
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (own if torch.compiler.is_compiling() else within)(self, *args, **kwargs)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (own if torch.compiler.is_compiling() else within)(*args, **kwargs)
 
     method.__code__ = method.__code__.replace()  # a copy: see [Note: self]
     undo.callback(setattr, owner, name, own)

@@ -40,13 +40,8 @@ class ForeignLedger(Ledger):
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
-        self._resizes = self.resizes(self._loose)  # FSDP2 gathers into storages that it resizes
-        self._resizes.__enter__()
+        self._on.enter_context(self.resizes(self._loose))  # FSDP2 gathers into what it resizes
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._resizes.__exit__(*error)
-        super().__exit__(*error)
 
     @untraced
     def __torch_dispatch__(
@@ -136,21 +131,6 @@ class ForeignLedger(Ledger):
     def owns_state(self, optimizer: Any) -> None:
         """What an optimizer keeps from step to step."""
         self.owns("optimizer", *tensors(optimizer.state))
-
-
-def kinds_of(module: Any) -> set[str]:
-    """Names of the module's class and of those above it."""
-    return {kind.__name__ for kind in type(module).__mro__}
-
-
-def at_rest(module: Any) -> Iterator[Tensor]:
-    """A module's parameters and buffers, but for those that FSDP2 has gathered."""
-    shards = (part for part in module.modules() if "FSDPModule" in kinds_of(part))
-    sharded = {id(p) for part in shards for p in part.parameters()}
-    yield from module.buffers()
-    for parameter in module.parameters():
-        if id(parameter) not in sharded or is_traceable_wrapper_subclass(parameter):
-            yield parameter
 
 
 def updated(optimizer: Any) -> Iterator[Tensor]:

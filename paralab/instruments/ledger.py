@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,13 +74,11 @@ class Ledger(Storages):
         self._top = 0  # most bytes alive since the last sample
         self._at_top: tuple | None = None  # when, and what they were, here and elsewhere
         self._parameters: list[weakref.ref] = []
-        self._hooks: list[Any] = []
+        self._on = ExitStack()  # closed when the ledger goes
 
     def __enter__(self) -> Ledger:
         super().__enter__()
-        saved = saved_tensors_hooks(self._saved, lambda tensor: tensor)
-        saved.__enter__()
-        self._hooks = [saved]
+        self._on.enter_context(saved_tensors_hooks(self._saved, lambda tensor: tensor))
         for reference in self._parameters:
             self._listen(reference())
         self.recorder.ledger = self
@@ -89,15 +88,12 @@ class Ledger(Storages):
     def on_top(self) -> bool:
         """Whether neither a dispatch mode nor hooks on saved tensors were put above its own."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        own = self._hooks and hooks is not None and hooks[0] is self._hooks[0].pack_hook
-        return bool(own) and _get_current_dispatch_mode() is self
+        own = hooks is not None and self._saved == hooks[0]
+        return own and _get_current_dispatch_mode() is self
 
     def __exit__(self, *error: Any) -> None:
         self.recorder.ledger = None
-        saved, *hooks = self._hooks
-        for hook in hooks:
-            hook.remove()
-        saved.__exit__(*error)
+        self._on.close()
         super().__exit__(*error)
 
     # ---- what comes and goes ------------------------------------------------------------------
@@ -163,14 +159,6 @@ class Ledger(Storages):
             self._meet(tensor)
         self.born = born
 
-    def resized(self, *tensors: Tensor) -> None:
-        """These tensors' storages were resized where they are."""
-        self._settle()
-        for tensor in tensors:
-            before, life = self.live, self._meet(tensor)
-            if self.limit is not None and self.live > max(self.limit, before):
-                raise self._over(self.live - before, life.category)
-
     def _move(self, life: Life, category: str) -> None:
         if life.category != category:
             self.bytes[life.category] -= life.size
@@ -186,7 +174,7 @@ class Ledger(Storages):
     def _listen(self, parameter: Tensor | None) -> None:
         if parameter is not None:
             hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
-            self._hooks.append(hook)
+            self._on.callback(hook.remove)
 
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None and (life := self._meet(parameter.grad)) is not None:

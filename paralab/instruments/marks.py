@@ -53,21 +53,15 @@ class _CpuClock:
         return end[1] - start[1]
 
 
-class _Anchor:
-    """An event whose time is known, or told from the anchor before it."""
-
-    __slots__ = ("event", "before", "wall")
-
-    def __init__(self, event: Any, before: _Anchor | None) -> None:
-        self.event, self.before, self.wall = event, before, 0.0
-
-
 class _Mark:
-    """A moment of the device: an event, until its time is known."""
+    """A moment of the device: an event that is told from an earlier one, until its time is known.
+
+    One that others are told from is an anchor.
+    """
 
     __slots__ = ("event", "anchor", "at")
 
-    def __init__(self, event: Any, anchor: _Anchor) -> None:
+    def __init__(self, event: Any, anchor: _Mark | None) -> None:
         self.event, self.anchor, self.at = event, anchor, 0.0
 
 
@@ -98,10 +92,10 @@ class _CudaClock(_CpuClock):
         event, stream = self._cuda.Event(enable_timing=True), self._cuda.current_stream(self.device)
         waits = waits or time.perf_counter() - self._tied > TIED or stream.query()
         event.record(stream)
-        self._anchor = _Anchor(event, None if waits else self._anchor)
+        self._anchor = _Mark(event, None if waits else self._anchor)
         if waits:
             event.synchronize()
-            self._anchor.wall = self._tied = time.perf_counter()
+            self._anchor.at = self._tied = time.perf_counter()
 
     def mark(self) -> _Mark:
         try:
@@ -125,43 +119,33 @@ class _CudaClock(_CpuClock):
         """What the device has not passed, a copy that goes on during the next step, stays open."""
         marks, self._open = self._open, []
         for mark in marks:
-            if mark.event is None:  # it was read meanwhile
-                continue
-            if mark.event.query() and self._knows(mark.anchor):
-                self._read(mark)
-            else:
+            if mark.event is not None and not self._read(mark):  # else it was read meanwhile
                 self._open.append(mark)
 
-    def _knows(self, anchor: _Anchor, *, waits: bool = False) -> bool:
-        """Find the anchor's time, unless the device has not passed it: a mark on another stream may
-        be ahead of it.
+    def _read(self, mark: _Mark, *, waits: bool = False) -> bool:
+        """Find the mark's time, unless the device has not passed it, or its anchor: on another
+        stream a mark may be ahead of that.
         """
-        later = []
-        while anchor.before is not None:
-            later.append(anchor)
-            anchor = anchor.before
+        one, later = mark, []
+        while one.anchor is not None:
+            later.append(one)
+            one = one.anchor
         for one in reversed(later):
             if waits:
                 one.event.synchronize()
             elif not one.event.query():
                 return False
-            one.wall = one.before.wall + one.before.event.elapsed_time(one.event) / 1e3
-            one.before = None
-        return True
-
-    def _read(self, mark: _Mark) -> None:
-        event, anchor = mark.event, mark.anchor
-        mark.at = anchor.wall + anchor.event.elapsed_time(event) / 1e3
-        mark.event = mark.anchor = None
+            one.at = one.anchor.at + one.anchor.event.elapsed_time(one.event) / 1e3
+            one.anchor = None
+        event, mark.event = mark.event, None
         self._free.append(event)
+        return True
 
     def seconds(self, mark: Any) -> float:
         if not isinstance(mark, _Mark):  # a host time, where gloo ends; or an earlier CPU clock's
             return mark if isinstance(mark, float) else mark[0]
         if mark.event is not None:
-            mark.event.synchronize()
-            self._knows(mark.anchor, waits=True)
-            self._read(mark)
+            self._read(mark, waits=True)
         return mark.at
 
     def cost(self, start: Any, end: Any) -> float:

@@ -16,6 +16,7 @@ inside the functions: the caller of a calibration reads the shapes and sizes wit
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from statistics import median
@@ -328,20 +329,17 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     clock = rank.recorder.clock
     found: dict[str, list[float]] = defaultdict(list)
 
-    def after_a_wait(method: Any) -> Any:
-        def run(ins: Any) -> None:
-            began = clock.mark()
-            call = group.all_reduce(message, phase="setup")
-            spent["post"].append((began, clock.mark()))
-            call.wait()
-            method(ins)
-
-        return run
+    def after_a_wait(method: Any, ins: Any) -> None:
+        began = clock.mark()
+        call = group.all_reduce(message, phase="setup")
+        spent["post"].append((began, clock.mark()))
+        call.wait()
+        method(ins)
 
     ops = [ins.op for _, ins, _ in usual]
     firsts = {ops.index(op) for op in ("FORWARD", "BACKWARD")}
     waiting = [
-        (after_a_wait(method) if at in firsts else method, ins, span)
+        (functools.partial(after_a_wait, method) if at in firsts else method, ins, span)
         for at, (method, ins, span) in enumerate(usual)
     ]
 

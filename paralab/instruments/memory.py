@@ -149,10 +149,9 @@ class PeakMemory(Storages):
     def __enter__(self) -> PeakMemory:
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):  # isinstance would wake lazy proxies
-                grad = thing.grad if thing.is_leaf else None
-                for tensor in (thing, grad):
-                    if tensor is not None:
-                        self._meet(tensor)
+                self._meet(thing)
+                if thing.is_leaf and thing.grad is not None:
+                    self._meet(thing.grad)
         self._counting = True
         super().__enter__()
         return self

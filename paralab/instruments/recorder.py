@@ -71,7 +71,7 @@ class Recorder:
     def owns(self, category: str, *tensors: Tensor) -> None:
         """From now on the storages of these tensors count as ``category``; see ledger.py.
 
-        Free where no ledger is, as is `resized`.
+        Free where no ledger is.
         """
         if self.ledger is not None:
             self.ledger.owns(category, *tensors)
@@ -88,11 +88,6 @@ class Recorder:
             yield
         finally:
             ledger.made = before
-
-    def resized(self, *tensors: Tensor) -> None:
-        """The storages of these tensors were resized where they are (``storage.resize_``)."""
-        if self.ledger is not None:
-            self.ledger.resized(*tensors)
 
     def holds(self, tier: str, category: str, more: int) -> None:
         """The rank has ``more`` bytes on the "host" or in a "file"; less, if negative."""
@@ -138,30 +133,20 @@ class Recorder:
         self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
     ) -> None:
         """Begin a span on the compute lane; `leave` ends it."""
-        now = self.clock.mark()
-        if self._open:
-            self._close(now)
+        now = self._next_part()
         self._open.append((kind, stage, chunk, microbatch, after))
-        self._began = now
         self._sample(now)
 
-    def leave(self) -> int:
-        """End the innermost span. Returns the id of its last part."""
-        now = self.clock.mark()
-        closed = self._close(now)
+    def leave(self) -> None:
+        """End the innermost span."""
+        now = self._next_part()
         self._open.pop()
-        if self._open:
-            self._began = now
         self._sample(now)
-        return closed
 
     def cut(self) -> tuple[int, ...]:
         """End the current part and go on with a new one. Returns ``after`` for what starts here."""
         if self._open:
-            now = self.clock.mark()
-            self._close(now)
-            self._began = now
-            self._sample(now)
+            self._sample(self._next_part())
         return (self._last,) if self._last >= 0 else ()
 
     def was_waiting(self, after: tuple) -> None:
@@ -171,20 +156,24 @@ class Recorder:
 
     @contextmanager
     def span(
-        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0
+        self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
     ) -> Iterator[None]:
         """``with recorder.span("forward", microbatch=k): ...``"""
-        self.enter(kind, microbatch, stage, chunk)
+        self.enter(kind, microbatch, stage, chunk, after)
         try:
             yield
         finally:
             self.leave()
 
-    def _close(self, now: Any) -> int:
-        self._last = next(self._ids)
-        *what, after = self._open[-1]
-        self._spans.append((self._last, self.step, "compute", *what, self._began, now, after))
-        return self._last
+    def _next_part(self) -> Any:
+        """The mark at which the part that is open ends, and the next one begins."""
+        now = self.clock.mark()
+        if self._open:
+            self._last = next(self._ids)
+            *what, after = self._open[-1]
+            self._spans.append((self._last, self.step, "compute", *what, self._began, now, after))
+        self._began = now
+        return now
 
     # ---- other lanes --------------------------------------------------------------------------
     def launch(self, lane: str, after: tuple, start: Any) -> int:

@@ -14,8 +14,10 @@ least counts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -125,14 +127,9 @@ def per_call(counts: Sequence[int], index: int) -> list[int]:
 
 def loopback_bytes() -> int:
     """Bytes received on the loopback interface so far: there, each byte sent is received once."""
-    try:
-        lines = _COUNTERS.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[0])
+    with contextlib.suppress(OSError):
+        if counted := re.search(r"^ *lo: *(\d+)", _COUNTERS.read_text(), re.MULTILINE):
+            return int(counted[1])
     raise OSError(
         f"the kernel shows no counter of the loopback interface in {_COUNTERS}: only Linux has it; "
         "elsewhere the ledger (report.traffic()) has no witness"

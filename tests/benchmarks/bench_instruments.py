@@ -21,8 +21,7 @@ class Blind(Recorder):
 
     def enter(self, *args: object, **kwargs: object) -> None: ...
 
-    def leave(self) -> int:
-        return -1
+    def leave(self) -> None: ...
 
     def cut(self) -> tuple[int, ...]:
         return ()
