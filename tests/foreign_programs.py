@@ -6,6 +6,12 @@ training step does. `THEORY` has the bytes that all ranks together send in a ste
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
 DIN, DOUT, LAYERS = 384, 480, 3  # a matrix has 0.74 MB
 PSI = LAYERS * 2 * DIN * DOUT * 4  # bytes of parameters
 BATCH, MICROBATCHES, CHUNKS = 24, 4, 2
@@ -17,8 +23,6 @@ MESSAGE = ROWS * DIN * 4  # what a stage hands to the next for one micro-batch
 
 
 def blocks():
-    from torch import nn
-
     made = [
         nn.Sequential(nn.Linear(DIN, DOUT, bias=False), nn.ReLU(), nn.Linear(DOUT, DIN, bias=False))
         for _ in range(LAYERS)
@@ -27,8 +31,6 @@ def blocks():
 
 
 def training(model, optimizer, batch=BATCH):
-    import torch
-
     def step():
         model(torch.randn(batch, DIN)).square().mean().backward()
         optimizer.step()
@@ -38,15 +40,11 @@ def training(model, optimizer, batch=BATCH):
 
 
 def ddp(n):
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(blocks())
     return training(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def fsdp(n, reshard=True):
-    import torch
     from torch.distributed.fsdp import fully_shard
 
     model = blocks()
@@ -61,9 +59,7 @@ def fsdp_kept(n):
 
 
 def zero(n):
-    import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(blocks())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -71,8 +67,6 @@ def zero(n):
 
 
 def tensor(n):
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -101,9 +95,6 @@ def tensor(n):
 
 
 def pipeline(n, kind="ScheduleGPipe"):
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.pipelining import PipelineStage, schedules
 
     rank, chunks = dist.get_rank(), CHUNKS if "Interleaved" in kind else 1
@@ -138,9 +129,6 @@ def interleaved(n):
 
 
 def ring(n):
-    import torch
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     tensor = torch.ones(n, 300_000)
 

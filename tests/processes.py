@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -39,12 +40,12 @@ def printed(code: str, **variables: str) -> str:
     return ran.stdout
 
 
-def until(condition: Callable[[], object]) -> bool:
-    """Whether it becomes true in time."""
+def until(condition: Callable[[], Any]) -> Any:
+    """What it says once that is true, or when it has not become true in time."""
     give_up = time.monotonic() + HANG_S
-    while not condition() and time.monotonic() < give_up:
+    while not (said := condition()) and time.monotonic() < give_up:
         time.sleep(0.01)
-    return bool(condition())
+    return said
 
 
 def is_alive(pid: int) -> bool:

@@ -27,7 +27,9 @@ import torch
 import pairwise
 import paralab as pl
 from equality import worst
-from paralab import cli
+from paralab import checkpoint, cli
+from paralab.interpret.pieces import pieces
+from paralab.interpret.train import Trainer, train
 from paralab.launch import launch_program
 from paralab.parallel.layouts import whole_shape
 from paralab.programs.compile import compiled
@@ -121,9 +123,6 @@ def _restored(context: Any, model: pl.ModelSpec, plans: list[pl.Plan], folder: s
 
 
 def _loaded(context: Any, model: pl.ModelSpec, plan: pl.Plan, folder: str) -> dict[str, Any]:
-    from paralab import checkpoint
-    from paralab.interpret.train import Trainer
-
     trainer = Trainer(context, model, plan)
     checkpoint.load(trainer, folder)
     tensors = [(kind, piece.name, piece.offsets, np.array(values))
@@ -194,8 +193,6 @@ def test_a_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep, sa
 
 def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor():
     """Without ranks: what each of them would keep is asked of the program."""
-    from paralab.interpret.pieces import pieces
-
     for _, model, plan, _ in pairwise.cover().cases:
         program, held = compiled(model, plan, optimizer="sgd", clips=False), []
         for at in map(plan.place, range(plan.world_size)):
@@ -566,8 +563,6 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
     before = checkpoints.find(folder)
 
     def program(context: Any) -> Any:
-        from paralab.interpret.train import train
-
         if context.rank == full:
             _no_room(file)
         return train(

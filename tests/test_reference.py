@@ -9,10 +9,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import paralab as pl
 from equality import worst
+from paralab.batches import load_batches
+from paralab.data import Corpus
 from paralab.experiment import DEFAULT_LR
 from paralab.model import draws, reference
 from paralab.programs.skeleton import stage_parts
@@ -110,8 +114,6 @@ def test_a_mask_follows_from_step_and_microbatch_and_calls_go_through_them(atten
 
 
 def test_a_block_computed_again_in_backward_drops_the_same():
-    from torch.utils.checkpoint import checkpoint
-
     found = []
     for again in (False, True):
         gpt, given = pl.reference.GPT(DROPPED), batch()
@@ -180,9 +182,6 @@ def test_one_rank_gets_what_several_get_together(text):
 
 def test_batches_are_those_that_a_run_feeds_its_ranks(text):
     """As the rank program loads them."""
-    from paralab.batches import load_batches
-    from paralab.data import Corpus
-
     plan = pl.Plan(dp=3, microbatches=2, microbatch_size=4)
     for rank in range(3):
         fed = load_batches(Corpus(str(text)), SPEC, plan, step=2, rank=rank, seed=1)
@@ -242,8 +241,6 @@ def test_a_loop_of_ones_own_on_ranks_is_the_training_of_one_process(text):
     """Data parallelism by hand, as a student writes it."""
 
     def by_hand(spec, data):
-        import torch.distributed as dist
-
         rank, ranks = dist.get_rank(), dist.get_world_size()
         gpt = pl.reference.GPT(spec)
         update = pl.reference.optimizer(gpt.parameters(), "sgd", lr=0.5)

@@ -10,6 +10,8 @@ import pytest
 
 import paralab as pl
 from paralab.interpret.predict import predict
+from paralab.report.report import Report
+from paralab.report.tables import COLUMNS
 from paralab.theory.replay import replay
 from stated import FORMS, MODEL, as_measured, cluster
 
@@ -145,9 +147,6 @@ def exchange(rank, peer, op, *, id_, start):
 
 
 def pipeline_report(spans, calls):
-    from paralab.report.report import Report
-    from paralab.report.tables import COLUMNS
-
     return Report(
         clock="measured",
         model=MODEL,

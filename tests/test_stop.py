@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import paralab as pl
 from paralab.launch import _house, launch_program
@@ -40,9 +42,6 @@ class Background:
 
 def hang_in_a_collective(path: str) -> None:
     import select
-
-    import torch
-    import torch.distributed as dist
 
     if dist.get_rank() == 0:
         Path(path).touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pandas as pd
 import pytest
 
 import paralab as pl
@@ -152,8 +153,6 @@ def test_ranks_share_one_scale_and_one_time_axis(two):
 def test_a_step_and_a_rank_can_be_chosen_and_the_fullest_step_is_the_default():
     rows = sampled(2, steps=3).memory
     later = rows.assign(step=2, time=rows["time"] + 1.0, bytes=rows["bytes"] * 2)
-    import pandas as pd
-
     report = dataclasses.replace(sampled(2, steps=3), memory=pd.concat([rows, later]))
     assert "step 2" in report.memory_chart().below
     equal = dataclasses.replace(report, memory=pd.concat([rows, later.assign(bytes=rows["bytes"])]))
