@@ -15,6 +15,7 @@ from paralab.view import theme
 from paralab.view.memory_curves import curves, thinned
 from paralab.view.memory_panels import MAX_POINTS
 from paralab.view.page import page
+from refusals import refuses
 
 CLUSTER = pl.Cluster(
     flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5, intra=pl.Link(alpha=1e-4, bandwidth=1e9)
@@ -230,12 +231,9 @@ def test_what_a_replay_moves_in_time_it_does_not_change_in_bytes(two):
 
 
 def test_a_report_without_samples_says_what_would_do():
-    with pytest.raises(ValueError, match="no memory was sampled.*legal: what pl.run"):
-        synthetic.report(2).memory_chart()
-    with pytest.raises(ValueError, match="rank=5.*legal: 0, 1"):
-        sampled().memory_chart(rank=5)
-    with pytest.raises(ValueError, match="step=3.*legal: 0"):
-        sampled().memory_chart(step=3)
+    refuses("no memory was sampled.*legal: what pl.run", synthetic.report(2).memory_chart)
+    refuses("rank=5.*legal: 0, 1", sampled().memory_chart, rank=5)
+    refuses("step=3.*legal: 0", sampled().memory_chart, step=3)
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -291,12 +289,9 @@ def test_bars_are_each_runs_peak_of_its_fullest_rank():
 
 def test_runs_that_cannot_be_drawn_are_named(two):
     for draw in (view.memory_charts, view.memory_bars):
-        with pytest.raises(ValueError, match="nothing to draw.*legal: {label: report}"):
-            draw({})
-        with pytest.raises(ValueError, match="empty: .*no memory was sampled"):
-            draw({"full": two, "empty": synthetic.report(2)})
-        with pytest.raises(ValueError, match=r"runs\['a'\]=3: not a report"):
-            draw({"a": 3})
+        refuses("nothing to draw.*legal: {label: report}", draw, {})
+        refuses("empty: .*no memory was sampled", draw, {"full": two, "empty": synthetic.report(2)})
+        refuses(r"runs\['a'\]=3: not a report", draw, {"a": 3})
 
 
 def test_the_page_has_the_memory_where_there_is_some(two):
