@@ -20,6 +20,7 @@ import paralab as pl
 from paralab import cli
 from processes import below_the_server, python, until
 from stated import NODES
+from trainings import sharded, trained
 
 
 def ddp(steps, microbatches, accumulate=False):
@@ -155,10 +156,7 @@ def test_a_program_without_a_model_may_send_after_it_has_summed():
 def compiled():
     layer = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    whole = torch.compile(layer, backend="eager", fullgraph=True)
-    for _ in range(3):
-        whole(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
+    trained(torch.compile(layer, backend="eager", fullgraph=True), 8, update=optimizer)
     return torch._dynamo.explain(layer)(torch.randn(4, 8)).graph_break_count
 
 
@@ -177,10 +175,7 @@ def compiles():
 
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     whole, counts = torch.compile(layer, backend=backend), []
-    for _ in range(4):
-        whole(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-        counts.append(len(graphs))
+    trained(whole, 8, update=optimizer, steps=4, behind=lambda: counts.append(len(graphs)))
     return counts
 
 
@@ -211,11 +206,7 @@ def fsdp(reshard):
     for block in model[:3]:
         fully_shard(block, reshard_after_forward=reshard)
     fully_shard(model[:3])
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.randn(1024, 512)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained(model, torch.randn(1024, 512), update=torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize(("reshard", "times"), [(True, "3"), (False, "2")])
@@ -229,7 +220,6 @@ def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
 
 def fsdp_ahead(how):
     """Blocks of which each is gathered when it is needed, or while the one before computes."""
-    from torch.distributed.fsdp import fully_shard
 
     class Chain(nn.Sequential):
         def forward(self, x):
@@ -240,18 +230,12 @@ def fsdp_ahead(how):
             return x
 
     model = Chain(*[nn.Sequential(nn.Linear(512, 512)) for _ in range(4)])
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
+    sharded(model)
     if how != "unshard":
         for block, later in zip(model[:-1], model[1:], strict=True):
             block.set_modules_to_forward_prefetch([later])
         model._set_unshard_async_op(how == "async")
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.randn(1024, 512)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained(model, torch.randn(1024, 512), update=torch.optim.AdamW(model.parameters()))
 
 
 @functools.cache
@@ -292,10 +276,7 @@ def embedded():
     model = nn.Sequential(nn.Embedding(2000, 64), nn.Linear(64, 4))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.arange(8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained(model, torch.arange(8), update=optimizer, steps=2)
 
 
 def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradients_gradients():

@@ -13,46 +13,17 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call, grad
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as ddp
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import ProfilerActivity, profile
 
 import paralab as pl
+from trainings import layers, sharded, trained
 
 FORM = "Do the bytes agree with theory?"
 TIMES = "Are gradients reduced once, or for every micro-batch?"
 CALLS = "Which collectives does a step make, of what sizes?"
 UNKNOWN = "What is not known?"
-
-
-def trained(model, width, *, rows=8, steps=3, backwards=1):
-    torch.manual_seed(0)
-    update = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    losses = []
-    for _ in range(steps):
-        for _ in range(backwards):
-            loss = model(torch.ones(rows, width)).float().square().mean()
-            loss.backward()
-        update.step()
-        update.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def layers(count, width=256, **more):
-    return nn.Sequential(*(nn.Linear(width, width, **more) for _ in range(count)))
-
-
-def ddp(model, **more):
-    return DistributedDataParallel(model, **more)
-
-
-def sharded(model, **how):
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model:
-        fully_shard(layer, **how)
-    return fully_shard(model, **how)
 
 
 def seen(fn, ranks=2, args=(), *, memory_steps=0, **more):
@@ -70,15 +41,7 @@ def compiled_around_ddp():
 
 
 def sparse_sums():
-    model = ddp(torch.nn.EmbeddingBag(1000, 32, sparse=True))
-    update, losses = torch.optim.SGD(model.parameters(), 0.1), []
-    for _ in range(3):
-        loss = model(torch.arange(40).view(8, 5)).square().mean()
-        loss.backward()
-        update.step()
-        update.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return trained(ddp(nn.EmbeddingBag(1000, 32, sparse=True)), torch.arange(40).view(8, 5))
 
 
 @pytest.mark.parametrize(
@@ -402,7 +365,12 @@ def several_gradients_of_one_input():
             q, k, v = (part(Copy.apply(x)) for part in self.parts)
             return x + Sum.apply(self.out(q * k + v))
 
-    trained(nn.Sequential(*(Attention() for _ in range(4))), 128, rows=64, backwards=2)
+    trained(nn.Sequential(*(Attention() for _ in range(4))), torch.ones(64, 128), backwards=2)
+
+
+def sums_gradients(model, x, **how):
+    """One by one, when they are complete."""
+    trained(model, x, behind=lambda: [dist.all_reduce(p.grad) for p in model.parameters()], **how)
 
 
 def small_gradients_one_by_one():
@@ -419,14 +387,7 @@ def small_gradients_one_by_one():
                 x = x * scale
             return x
 
-    model = Scale()
-    update = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        model(torch.ones(4, 64)).sum().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        update.step()
-        update.zero_grad()
+    sums_gradients(Scale(), torch.ones(4, 64))
 
 
 def gathers_what_it_updates():
@@ -440,14 +401,7 @@ def gathers_what_it_updates():
             dist.all_gather(list(own), own[mine])
 
     model = layers(2, bias=False)
-    update = Update(model.parameters(), {})
-    for _ in range(3):
-        for _ in range(2):
-            model(torch.ones(8, 256)).square().mean().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        update.step()
-        update.zero_grad()
+    sums_gradients(model, 256, update=Update(model.parameters(), {}), backwards=2)
 
 
 def the_first_fsdp():
@@ -506,11 +460,7 @@ def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
 
 def sums_a_statistic():
     model = layers(1)
-    update = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        model(torch.ones(8, 256)).square().mean().backward()
-        dist.all_reduce(model[0].bias.grad.clone())
-        update.step()
+    trained(model, 256, behind=lambda: dist.all_reduce(model[0].bias.grad.clone()))
 
 
 def test_a_sum_of_other_things_behind_the_backward_is_no_answer_about_gradients():
@@ -542,14 +492,13 @@ def test_what_is_summed_in_some_steps_only_is_said_of_these_steps():
 def groups_alike():
     """In each of two groups a step sends messages of six sizes."""
     groups = [dist.new_group(group_desc=name) for name in ("first", "second")]
-    model = layers(1)
-    update = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        model(torch.ones(8, 256)).square().mean().backward()
+
+    def sends():
         for group in groups:
             for size in range(10, 16):
                 dist.broadcast(torch.ones(size), 0, group=group)
-        update.step()
+
+    trained(layers(1), 256, steps=2, behind=sends)
 
 
 def test_axes_of_which_the_same_is_said_are_named_together():
@@ -586,11 +535,7 @@ def masters():
 
 def without_a_module():
     weight = torch.randn(256, 256, requires_grad=True)
-    update = torch.optim.SGD([weight], 0.1)
-    for _ in range(3):
-        (torch.ones(8, 256) @ weight).square().mean().backward()
-        update.step()
-        update.zero_grad()
+    trained(lambda x: x @ weight, 256, update=torch.optim.SGD([weight], 0.1))
     return weight.nbytes
 
 
@@ -619,14 +564,8 @@ def receives(microbatches):
 
 def plain_weights():
     made = [torch.randn(256, 256, requires_grad=True) for _ in range(3)]
-    update = torch.optim.SGD(made, 0.1)
-    for _ in range(2):
-        x = torch.ones(8, 256)
-        for weight in made:
-            x = x @ weight
-        x.square().mean().backward()
-        update.step()
-        update.zero_grad()
+    one, two, three = made
+    trained(lambda x: x @ one @ two @ three, 256, update=torch.optim.SGD(made, 0.1), steps=2)
     return sum(weight.nbytes for weight in made)
 
 
@@ -662,10 +601,7 @@ def goes_on(resumes):
         groups = update.state_dict()["param_groups"]
         update.load_state_dict({"state": states, "param_groups": groups})
         del states
-    for _ in range(2):
-        model(torch.ones(8, 256)).square().mean().backward()
-        update.step()
-        update.zero_grad()
+    trained(model, 256, update=update, steps=2)
     return size
 
 
