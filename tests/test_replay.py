@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 import paralab as pl
+import synthetic
 from paralab.interpret.predict import predict
 from paralab.report.report import Report
-from paralab.report.tables import COLUMNS
 from paralab.theory.replay import replay
 from stated import FORMS, MODEL, as_measured, cluster
 
@@ -147,20 +147,9 @@ def exchange(rank, peer, op, *, id_, start):
 
 
 def pipeline_report(spans, calls):
-    return Report(
-        clock="measured",
-        model=MODEL,
-        plan=plan(dp=2),
-        spans=pd.DataFrame(spans, columns=list(COLUMNS["spans"])),
-        collectives=pd.DataFrame(calls, columns=list(COLUMNS["collectives"])),
-        steps={
-            "rank": [0, 1],
-            "step": [0, 0],
-            "start": [0.0, 0.0],
-            "end": [3.0, 3.0],
-            "beside": [0.0, 0.0],
-        },
-    )
+    steps = [(rank, 0, 0.0, 3.0, 0.0) for rank in (0, 1)]
+    made = synthetic.tables(spans=spans, collectives=calls, steps=steps)
+    return Report(clock="measured", model=MODEL, plan=plan(dp=2), **made)
 
 
 def test_sends_and_receives_meet_pair_by_pair_in_order():

@@ -165,10 +165,8 @@ def test_the_title_of_the_timeline_is_read_off_the_spans():
             (1, 0, 1, "comm:dp", "comm", 0, 0, -1, 5.0, 10.0, 0.0, (0,)),
             (2, 0, 1, "compute", "wait", 0, 0, -1, 6.0, 9.0, 0.0, (1,)),
             (3, 0, 1, "compute", "optimizer", 0, 0, -1, 9.0, 10.0, 1.0, ())]  # fmt: skip
-    rows = {c: [row[i] for row in work] for i, c in enumerate(tables.COLUMNS["spans"])}
-    steps = {"rank": [0], "step": [1], "start": [0.0], "end": [10.0], "beside": [0.0]}
     report = Report(clock="replayed", model=synthetic.MODEL, plan=Plan(dp=2, grad_sync="naive"),
-                    spans=rows, steps=steps)  # fmt: skip
+                    **synthetic.tables(spans=work, steps=[(0, 1, 0.0, 10.0, 0.0)]))  # fmt: skip
     assert report.timeline().finding == (
         "dp=2, naive: 40 % of communication is hidden, ranks wait 30 % of the step"
     )
