@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,16 @@ def python(
     *words: str | Path, cwd: Path | None = None, path: Sequence[Path] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that finds paralab, and before it what is in ``path``, at its end."""
-    folders = os.pathsep.join(map(str, [*path, ROOT]))
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": folders, **variables},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **variables}
+    return ran(sys.executable, *words, cwd=cwd, env=env)
+
+
+def ran(
+    *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command at its end, and what it said."""
+    how = {"capture_output": True, "text": True, "timeout": HANG_S}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=env, **how)
 
 
 def printed(code: str, **variables: str) -> str:

@@ -91,19 +91,13 @@ def test_handshakes_before_the_first_step_are_no_part_of_it(measured):
     assert replayed.steps["start"].min() == 0.0
 
 
-def test_costs_are_medians_so_one_slow_step_changes_nothing():
-    report = predict(MODEL, plan(), CLUSTER, steps=6)
+@pytest.mark.parametrize(("steps", "slow"), [(6, 3), (2, 0)], ids=["one of six", "the warm-up"])
+def test_costs_are_medians_without_the_warm_up_so_one_slow_step_changes_nothing(steps, slow):
+    report = predict(MODEL, plan(), CLUSTER, steps=steps)
     spans = report.spans
-    slow = spans.assign(cost=spans["cost"].where(spans["step"] != 3, spans["cost"] * 50))
-    slowed = dataclasses.replace(report, spans=slow)
+    cost = spans["cost"].where(spans["step"] != slow, spans["cost"] * 50)
+    slowed = dataclasses.replace(report, spans=spans.assign(cost=cost))
     assert same(replay(slowed, CLUSTER), replay(report, CLUSTER))
-
-
-def test_the_warm_up_step_does_not_count():
-    report = predict(MODEL, plan(), CLUSTER, steps=2)
-    spans = report.spans
-    cold = spans.assign(cost=spans["cost"].where(spans["step"] != 0, spans["cost"] * 50))
-    assert same(replay(dataclasses.replace(report, spans=cold), CLUSTER), replay(report, CLUSTER))
 
 
 def test_a_run_of_one_step_replays_from_that_step():

@@ -7,7 +7,6 @@ import gzip
 import json
 import re
 import shutil
-import subprocess
 from collections import Counter, defaultdict
 from html.parser import HTMLParser
 
@@ -19,6 +18,7 @@ from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
+from processes import ran
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
              "#CC79A7"}  # fmt: skip
@@ -354,13 +354,11 @@ def test_a_browser_draws_the_page_without_a_complaint(tmp_path):
     flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
              "--disable-background-networking --disable-component-update --disable-dev-shm-usage "
              "--enable-logging=stderr --virtual-time-budget=4000 --dump-dom")  # fmt: skip
-    run = subprocess.run(
-        ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()],
-        capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
-    assert len(re.findall(r'class="[^"]*js-plotly-plot', run.stdout)) == 3
-    assert run.stdout.count('class="gtitle"') >= 3
-    assert "CONSOLE" not in run.stderr
+    own = f"--user-data-dir={tmp_path / 'profile'}"
+    done = ran("chromium", *flags.split(), own, path.as_uri())
+    assert len(re.findall(r'class="[^"]*js-plotly-plot', done.stdout)) == 3
+    assert done.stdout.count('class="gtitle"') >= 3
+    assert "CONSOLE" not in done.stderr
 
 
 # ---- Perfetto -----------------------------------------------------------------------------------
