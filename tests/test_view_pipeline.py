@@ -101,10 +101,6 @@ def test_what_is_idle_before_and_after_a_ranks_work_is_hatched_too():
     assert hatched.marker.pattern.shape == "/"
 
 
-def test_a_rank_in_place_of_a_list_is_refused():
-    refuses("ranks=0: not a list of ranks", predicted("gpipe").timeline, ranks=0)
-
-
 def test_the_margin_has_every_ranks_idle_share():
     simulation = simulate(schedules.one_f_one_b(4, 8), forward=1.0, backward=2.0)
     said = [a.text for a in view.simulated_timeline(simulation).layout.annotations]
