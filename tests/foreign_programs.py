@@ -4,8 +4,6 @@ Each is ``make(n) -> step``: a function that builds the program on a rank and re
 training step does. `THEORY` has the bytes that all ranks together send in a step, by operation.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,7 +1,5 @@
 """The bubble: one definition on every clock, next to its formula and its simulation."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """All-reduce by hand: right sums, bytes and seconds as theory says, one chunk of memory."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Comparison: the same quantities three times, sentences that fit the numbers, nothing mixed up."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Real text, and the same batches whatever the plan."""
 
-from __future__ import annotations
-
 import os
 import sys
 

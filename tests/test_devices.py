@@ -1,7 +1,5 @@
 """Which device a rank takes, from what the ranks see; without a GPU, so the cards are stated."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 What it makes of a program's own instructions is in test_interpret_time.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Lab 00: a step over micro-batches, and the peak of a step by formulas."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import bad_answers_00 as bad

@@ -1,7 +1,5 @@
 """Lab 09's exercises: right answers pass, wrong ones are refused with the mistake named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

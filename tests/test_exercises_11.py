@@ -1,7 +1,5 @@
 """Lab 11's warm-up; training_cost has a file of its own."""
 
-from __future__ import annotations
-
 import statistics
 
 import paralab as pl

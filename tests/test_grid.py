@@ -1,7 +1,5 @@
 """The grid of ranks: Megatron's order, and the same grid as torch's own DeviceMesh."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

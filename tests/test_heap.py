@@ -1,7 +1,5 @@
 """Fragmentation on the storages of a real step: what is free, and what of it is in one piece."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import pytest

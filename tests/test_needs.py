@@ -1,7 +1,5 @@
 """What a model needs, held against what the papers printed."""
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl

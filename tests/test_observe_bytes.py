@@ -1,7 +1,5 @@
 """Recorded bytes of programs that know nothing of paralab are those of the closed forms."""
 
-from __future__ import annotations
-
 import cloudpickle
 import pytest
 import torch

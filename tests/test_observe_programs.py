@@ -1,7 +1,5 @@
 """`pl.observe` sees programs of many kinds as they are, and `explain` says what they do."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """A reader's own rows in the papers' tables; and that the tables are reached from ``pl``."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

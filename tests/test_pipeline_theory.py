@@ -1,7 +1,5 @@
 """The pipeline simulator: the papers' tables and formulas, and timelines worked out by hand."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Replay: a run's own costs on devices of their own, the same from a file as from memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

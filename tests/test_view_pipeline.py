@@ -1,7 +1,5 @@
 """Promises of a pipeline's pictures: every action drawn, every bubble seen as one, one scale."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter

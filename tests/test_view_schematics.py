@@ -1,7 +1,5 @@
 """Promises of the schematics: they show what the objects do that they are drawn from."""
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl

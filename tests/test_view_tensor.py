@@ -1,7 +1,5 @@
 """Figures of tensor parallelism: blocks as they are sharded, steps as a product goes, curves."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from fractions import Fraction

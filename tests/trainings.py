@@ -1,7 +1,5 @@
 """Small trainings in plain PyTorch, for `pl.observe` to watch."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
