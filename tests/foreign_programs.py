@@ -4,7 +4,11 @@ Each is ``make(n) -> step``: a function that builds the program on a rank and re
 training step does. `THEORY` has the bytes that all ranks together send in a step, by operation.
 """
 
-from __future__ import annotations
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 DIN, DOUT, LAYERS = 384, 480, 3  # a matrix has 0.74 MB
 PSI = LAYERS * 2 * DIN * DOUT * 4  # bytes of parameters
@@ -17,8 +21,6 @@ MESSAGE = ROWS * DIN * 4  # what a stage hands to the next for one micro-batch
 
 
 def blocks():
-    from torch import nn
-
     made = [
         nn.Sequential(nn.Linear(DIN, DOUT, bias=False), nn.ReLU(), nn.Linear(DOUT, DIN, bias=False))
         for _ in range(LAYERS)
@@ -27,8 +29,6 @@ def blocks():
 
 
 def training(model, optimizer, batch=BATCH):
-    import torch
-
     def step():
         model(torch.randn(batch, DIN)).square().mean().backward()
         optimizer.step()
@@ -38,15 +38,11 @@ def training(model, optimizer, batch=BATCH):
 
 
 def ddp(n):
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(blocks())
     return training(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def fsdp(n, reshard=True):
-    import torch
     from torch.distributed.fsdp import fully_shard
 
     model = blocks()
@@ -61,9 +57,7 @@ def fsdp_kept(n):
 
 
 def zero(n):
-    import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(blocks())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -71,8 +65,6 @@ def zero(n):
 
 
 def tensor(n):
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -101,9 +93,6 @@ def tensor(n):
 
 
 def pipeline(n, kind="ScheduleGPipe"):
-    import torch
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed.pipelining import PipelineStage, schedules
 
     rank, chunks = dist.get_rank(), CHUNKS if "Interleaved" in kind else 1
@@ -138,9 +127,6 @@ def interleaved(n):
 
 
 def ring(n):
-    import torch
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     tensor = torch.ones(n, 300_000)
 

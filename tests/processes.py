@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,15 +22,16 @@ def python(
     *words: str | Path, cwd: Path | None = None, path: Sequence[Path] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that finds paralab, and before it what is in ``path``, at its end."""
-    folders = os.pathsep.join(map(str, [*path, ROOT]))
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": folders, **variables},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **variables}
+    return ran(sys.executable, *words, cwd=cwd, env=env)
+
+
+def ran(
+    *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command at its end, and what it said."""
+    how = {"capture_output": True, "text": True, "timeout": HANG_S}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=env, **how)
 
 
 def printed(code: str, **variables: str) -> str:
@@ -39,12 +41,12 @@ def printed(code: str, **variables: str) -> str:
     return ran.stdout
 
 
-def until(condition: Callable[[], object]) -> bool:
-    """Whether it becomes true in time."""
+def until(condition: Callable[[], Any]) -> Any:
+    """What it says once that is true, or when it has not become true in time."""
     give_up = time.monotonic() + HANG_S
-    while not condition() and time.monotonic() < give_up:
+    while not (said := condition()) and time.monotonic() < give_up:
         time.sleep(0.01)
-    return bool(condition())
+    return said
 
 
 def is_alive(pid: int) -> bool:

@@ -9,6 +9,7 @@ times wobble a little by rank and step, from a fixed formula, so that two builds
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,14 @@ from paralab.theory.traffic import wire_bytes
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
 BUCKETS = 3
 FORWARD, PIECE, OPTIMIZER, ALLREDUCE = 8e-3, 5e-3, 3e-3, 7e-3  # seconds
+
+
+def tables(**rows: Sequence[tuple]) -> dict[str, dict[str, list]]:
+    """Tables of a report from their rows, by the tables' names."""
+    return {
+        name: {c: [row[i] for row in some] for i, c in enumerate(COLUMNS[name])}
+        for name, some in rows.items()
+    }
 
 
 class _Rank:
@@ -104,18 +113,8 @@ def parts(dp: int = 2, *, steps: int = 4, microbatches: int = 2, grad_sync: str 
         notes.now -= offset
         for step in range(steps):
             notes.step(step)
-        rows = {
-            "spans": notes.spans,
-            "collectives": notes.calls,
-            "copies": [],
-            "memory": [],
-            "steps": notes.steps,
-            "allocator": [],
-        }
-        tables = {
-            name: {c: [row[i] for row in rows[name]] for i, c in enumerate(COLUMNS[name])}
-            for name in COLUMNS
-        }
+        rows = {"spans": notes.spans, "collectives": notes.calls, "steps": notes.steps}
+        written = tables(**dict.fromkeys(COLUMNS, ()) | rows)
         losses = [[5.5 - 0.4 * s + 0.01 * rank + 0.003 * m for m in range(microbatches)]
                   for s in range(steps)]  # fmt: skip
         state = None
@@ -125,7 +124,7 @@ def parts(dp: int = 2, *, steps: int = 4, microbatches: int = 2, grad_sync: str 
                 "b": np.float32([1e-45]),
             }
         built.append({"rank": rank, "clock_offset": offset, "clock_uncertainty": 1e-6 * (rank + 1),
-                      **tables, "losses": losses, "weights": state,
+                      **written, "losses": losses, "weights": state,
                       "gradients": state})  # fmt: skip
     return built, plan
 
@@ -175,5 +174,4 @@ def with_memory(made: Report, *, stage: int = 0, within: int = 4, step: int = 0)
             kept += share
             done -= share * (kind == "backward")
         assert abs(kept) < 1e-9 and abs(done - total) < 1e-9
-    table = {c: [row[i] for row in rows] for i, c in enumerate(COLUMNS["memory"])}
-    return dataclasses.replace(made, memory=table)
+    return dataclasses.replace(made, **tables(memory=rows))

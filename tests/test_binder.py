@@ -26,6 +26,7 @@ from jupyter_client import BlockingKernelClient
 
 from browser.server import Server, serving
 from patience import HANG_S
+from processes import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 BINDER = ROOT / "binder"
@@ -36,13 +37,10 @@ LIMIT_BYTES = 1e9  # mybinder.org promises 1 GB and allows 2
 @pytest.fixture(scope="module")
 def dockerfile() -> str:
     pytest.importorskip("repo2docker", reason="the dev extra brings jupyter-repo2docker")
-    ran = subprocess.run(
-        [sys.executable, "-m", "repo2docker", "--no-build", "--debug", "."],
-        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    done = ran(sys.executable, "-m", "repo2docker", "--no-build", "--debug", ".", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     # It writes the Dockerfile to one stream and remarks to the other; which is its own business.
-    return ran.stdout + ran.stderr
+    return done.stdout + done.stderr
 
 
 def test_the_image_has_a_python_that_paralab_accepts(dockerfile):
@@ -79,10 +77,8 @@ def test_the_dev_container_makes_the_makefiles_environment():
     assert command == f"make .venv/.ready TORCH={torch_of_the_makefile()}+cpu"
     python = re.search(r"python:3\.(\d+)-", container["image"])
     assert 11 <= int(python[1]) <= 14
-    ran = subprocess.run(
-        [*command.split(), "--dry-run"], cwd=ROOT, capture_output=True, timeout=HANG_S
-    )
-    assert ran.returncode == 0, ran.stderr
+    done = ran(*command.split(), "--dry-run", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     [opened] = container["customizations"]["codespaces"]["openFiles"]
     assert (ROOT / opened).exists()
 
@@ -108,8 +104,8 @@ def test_the_cell_for_colab_is_code_and_its_pip_line_installs_a_clone(tmp_path):
     command = shlex.split(line.replace("ADDRESS", f"file://{there}"))
     more = ["--no-deps", "--no-build-isolation", "--no-compile", f"--target={target}"]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    ran = subprocess.run([*pip, *command, *more], capture_output=True, text=True, timeout=HANG_S)
-    assert ran.returncode == 0, ran.stderr
+    done = ran(*pip, *command, *more)
+    assert done.returncode == 0, done.stderr
     assert (target / "paralab/__init__.py").exists()
     assert list(target.glob("paralab/view/*.css")) + list(target.glob("paralab/view/*.js"))
 

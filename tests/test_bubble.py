@@ -1,16 +1,13 @@
 """The bubble: one definition on every clock, next to its formula and its simulation."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
-import pandas as pd
 import pytest
 
 import paralab as pl
+import synthetic
 from paralab.report.report import Report
-from paralab.report.tables import COLUMNS
 from paralab.theory.ideal import bubbles, ideal, schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
 from stated import FREE, SCHEDULES, as_measured, cluster, mixed, plan_of
@@ -26,11 +23,9 @@ def made(rows, plan):
         for i, (rank, kind, start, end) in enumerate(rows)
     ]
     last = max(end for *_, end in rows)
-    world = range(plan.world_size)
-    steps = {"rank": list(world), "step": [0] * len(world), "start": [0.0] * len(world),
-             "end": [last] * len(world), "beside": [0.0] * len(world)}  # fmt: skip
-    spans = pd.DataFrame(spans, columns=list(COLUMNS["spans"]))
-    return Report(clock="replayed", model=MODEL, plan=plan, spans=spans, steps=steps)
+    steps = [(rank, 0, 0.0, last, 0.0) for rank in range(plan.world_size)]
+    made = synthetic.tables(spans=spans, steps=steps)
+    return Report(clock="replayed", model=MODEL, plan=plan, **made)
 
 
 def test_pipelines_beside_each_other_are_each_held_against_their_own_length():

@@ -226,13 +226,6 @@ def test_another_device_than_these_is_refused():
 
 
 # ---- the cache ------------------------------------------------------------------------------
-def test_a_machine_is_measured_once_and_then_read(measurements):
-    first, second = pl.Cluster.local(), pl.Cluster.local()
-    assert first == second == CLUSTER
-    assert len(measurements) == 1
-    assert calibrate.cache_path().is_file()
-
-
 def test_gpus_have_a_cache_of_their_own_for_their_kind_and_number(
     measurements, two_gpus, monkeypatch
 ):

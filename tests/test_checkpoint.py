@@ -27,12 +27,15 @@ import torch
 import pairwise
 import paralab as pl
 from equality import worst
-from paralab import cli
+from paralab import checkpoint, cli
+from paralab.interpret.pieces import pieces
+from paralab.interpret.train import Trainer, train
 from paralab.launch import launch_program
 from paralab.parallel.layouts import whole_shape
 from paralab.programs.compile import compiled
 from paralab.report import boxes, checkpoints
 from paralab.report.storage import seal
+from refusals import refuses
 
 ROOT = Path(__file__).resolve().parent.parent
 # AdamW divides by the root of a mean square: where a gradient is next to nothing, the order of
@@ -121,9 +124,6 @@ def _restored(context: Any, model: pl.ModelSpec, plans: list[pl.Plan], folder: s
 
 
 def _loaded(context: Any, model: pl.ModelSpec, plan: pl.Plan, folder: str) -> dict[str, Any]:
-    from paralab import checkpoint
-    from paralab.interpret.train import Trainer
-
     trainer = Trainer(context, model, plan)
     checkpoint.load(trainer, folder)
     tensors = [(kind, piece.name, piece.offsets, np.array(values))
@@ -194,8 +194,6 @@ def test_a_plan_writes_all_of_it_once_and_shares_the_writing(name, run, deep, sa
 
 def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor():
     """Without ranks: what each of them would keep is asked of the program."""
-    from paralab.interpret.pieces import pieces
-
     for _, model, plan, _ in pairwise.cover().cases:
         program, held = compiled(model, plan, optimizer="sgd", clips=False), []
         for at in map(plan.place, range(plan.world_size)):
@@ -249,10 +247,8 @@ def test_what_is_no_checkpoint_is_refused_before_a_rank_starts(run, deep, tmp_pa
         ("empty", "no file 'latest' in it names a checkpoint"),
         ("other", "paralab.json in it is not a checkpoint's"),
     ):
-        with pytest.raises(ValueError, match=f"^resume=.*{said}.*; legal: "):
-            run(deep, resume=tmp_path / path)
-    with pytest.raises(ValueError, match="resume=3: not a path"):
-        run(deep, resume=3)
+        refuses(f"^resume=.*{said}.*; legal: ", run, deep, resume=tmp_path / path)
+    refuses("resume=3: not a path", run, deep, resume=3)
 
 
 def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, saved):
@@ -262,8 +258,7 @@ def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, save
         ({"optimizer": "sgd"}, "trained with optimizer='adamw', whose state 'sgd' cannot go on"),
         ({"seed": 7}, "trained with seed=0, which draws the batches that come next; this run has"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            run(settings.pop("model", deep), resume=saved, **settings)
+        refuses(said, run, settings.pop("model", deep), resume=saved, **settings)
 
 
 def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, saved, tmp_path):
@@ -276,8 +271,7 @@ def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, sav
     ):
         asked = {"plan": plan, "steps": 1, "resume": saved, **settings}
         said = f"trained with {name}={was}, this run has {now}; legal: {name}={was}, or resume_ch"
-        with pytest.raises(ValueError, match=said):
-            run(deep, **asked, resume_changes={"lr", "global_batch", "data"} - {name})
+        refuses(said, run, deep, **asked, resume_changes={"lr", "global_batch", "data"} - {name})
         assert run(deep, **asked, resume_changes=[name]).meta["first_step"] == 2
     for changes, said in (
         ("lr", r"^resume_changes='lr': not a tuple of names; legal: some of \('lr', 'glob"),
@@ -287,8 +281,7 @@ def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, sav
         ),
         (3, "^resume_changes=3: not a tuple"),
     ):
-        with pytest.raises(ValueError, match=said):
-            run(deep, resume=saved, resume_changes=changes)
+        refuses(said, run, deep, resume=saved, resume_changes=changes)
     with pytest.raises(ValueError, match="resume_changes=.*: there is nothing to resume; legal: "):
         run(deep, resume_changes=("lr",))
 
@@ -298,8 +291,7 @@ def test_equal_text_elsewhere_is_the_same_data(run, deep, saved, text, tmp_path)
     shutil.copy(text, moved)
     assert run(deep, PLANS["dp=2"], steps=1, resume=saved, data=moved).meta["first_step"] == 2
     moved.write_bytes(moved.read_bytes()[:-1] + b"?")  # as long as before
-    with pytest.raises(ValueError, match="trained with data="):
-        run(deep, PLANS["dp=2"], steps=1, resume=saved, data=moved)
+    refuses("trained with data=", run, deep, PLANS["dp=2"], steps=1, resume=saved, data=moved)
 
 
 def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
@@ -309,10 +301,7 @@ def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
     victim = latest(folder) / "rank-1.safetensors"
     size = victim.stat().st_size
     os.truncate(victim, size // 2)
-    with pytest.raises(
-        ValueError, match=rf"rank-1.safetensors'.* {size // 2} bytes, {size} were writ"
-    ):
-        run(deep, resume=folder)
+    refuses(rf"rank-1.safetensors'.* {size // 2} bytes, {size} were writ", run, deep, resume=folder)
     victim.unlink()
     with pytest.raises(ValueError, match="rank-1.safetensors': the file is missing.*") as caught:
         run(deep, resume=folder)
@@ -340,16 +329,13 @@ def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
     about = latest(folder) / "paralab.json"
     said = json.loads(about.read_text())
     about.write_text(json.dumps({**said, "body": {**said["body"], "step": 3}}))
-    with pytest.raises(ValueError, match="its own checksum does not fit: the checkpoint is damag"):
-        run(deep, resume=folder)
+    refuses("its own checksum does not fit: the checkpoint is damag", run, deep, resume=folder)
     for version in (3, 1, -1, "2", None):
         about.write_text(json.dumps({**said, "version": version}))
-        with pytest.raises(ValueError, match=f"its format version {version!r} is unknown"):
-            run(deep, resume=folder)
+        refuses(f"its format version {version!r} is unknown", run, deep, resume=folder)
     for content in (json.dumps(said)[:100], "[" * 100_000, "\0"):
         about.write_text(content)
-        with pytest.raises(ValueError, match="paralab.json': it cannot be read"):
-            run(deep, resume=folder)
+        refuses("paralab.json': it cannot be read", run, deep, resume=folder)
 
 
 def crafted(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -446,8 +432,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(run, deep, saved, 
     assert run(deep, PLANS["dp=2"], steps=1, resume=folder).meta["first_step"] == 2  # not looked at
     victim.write_bytes(bomb)
     crafted(folder, lambda body: body["files"].update({victim.name: checkpoints.facts(victim)}))
-    with pytest.raises(ValueError, match=f"{victim.name}': safetensors cannot read it"):
-        run(deep, PLANS["dp=2"], resume=folder)
+    refuses(f"{victim.name}': safetensors cannot read it", run, deep, PLANS["dp=2"], resume=folder)
     assert not gone_off.exists()
 
 
@@ -474,15 +459,12 @@ def test_what_is_unpickled_comes_from_this_runs_own_processes():
 def test_a_folder_that_cannot_be_written_to_is_refused_before_a_rank_starts(run, deep, tmp_path):
     (tmp_path / "file").write_text("text")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        with pytest.raises(ValueError, match="^save=.*no folder can be made there: .*; legal: "):
-            run(deep, save=path)
+        refuses("^save=.*no folder can be made there: .*; legal: ", run, deep, save=path)
     with pytest.raises(ValueError, match="memory_limit"):  # nor is one made for what is refused
         run(deep, save=tmp_path / "new", memory_limit="none")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match="save_every=2: there is no folder to save into"):
-        run(deep, save_every=2)
-    with pytest.raises(ValueError, match="save_every=0: out of range"):
-        run(deep, save=tmp_path, save_every=0)
+    refuses("save_every=2: there is no folder to save into", run, deep, save_every=2)
+    refuses("save_every=0: out of range", run, deep, save=tmp_path, save_every=0)
 
 
 def test_a_folder_of_another_training_is_not_saved_into(run, deep, saved, tmp_path):
@@ -490,19 +472,16 @@ def test_a_folder_of_another_training_is_not_saved_into(run, deep, saved, tmp_pa
     copy, plan = copy_of(saved, tmp_path), PLANS["dp=2"]
     goes_on = "^save=.*: a training has saved step-00000002 there.*; legal: resume=.*copy'"
     for resume in (None, saved):
-        with pytest.raises(ValueError, match=goes_on):
-            run(deep, plan, steps=1, save=copy, resume=resume)
+        refuses(goes_on, run, deep, plan, steps=1, save=copy, resume=resume)
     os.remove(copy / "latest")
-    with pytest.raises(ValueError, match=goes_on):
-        run(deep, plan, steps=1, save=copy)
+    refuses(goes_on, run, deep, plan, steps=1, save=copy)
     with pytest.raises(ValueError, match="^save=.*: it is one checkpoint itself; legal: the fol"):
         run(deep, plan, steps=1, save=copy / "step-00000002")
     assert names(copy) == ["step-00000001", "step-00000002"]
 
 
 def test_a_folder_whose_files_no_reader_could_open_is_refused(run, deep, tmp_path):
-    with pytest.raises(ValueError, match="^save=.*: its name is not UTF-8"):
-        run(deep, save=tmp_path / os.fsdecode(b"caf\xe9"))
+    refuses("^save=.*: its name is not UTF-8", run, deep, save=tmp_path / os.fsdecode(b"caf\xe9"))
 
 
 def test_a_checkpoint_whose_place_was_taken_is_not_called_damaged(saved):
@@ -514,12 +493,10 @@ def test_a_checkpoint_whose_place_was_taken_is_not_called_damaged(saved):
 
 def test_clipping_belongs_to_a_training(run, deep, saved, tmp_path):
     plan, said = PLANS["dp=2"], "clip_norm=None, this run has 1.0; legal: .*'clip_norm'"
-    with pytest.raises(ValueError, match=said):
-        run(deep, plan, steps=1, resume=saved, clip_norm=1.0)
+    refuses(said, run, deep, plan, steps=1, resume=saved, clip_norm=1.0)
     settings = {"clip_norm": 1.0, "resume_changes": ("clip_norm",)}
     run(deep, plan, steps=1, resume=saved, save=tmp_path, **settings)
-    with pytest.raises(ValueError, match="clip_norm=1.0, this run has None"):
-        run(deep, plan, steps=1, resume=tmp_path)
+    refuses("clip_norm=1.0, this run has None", run, deep, plan, steps=1, resume=tmp_path)
 
 
 def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
@@ -566,8 +543,6 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
     before = checkpoints.find(folder)
 
     def program(context: Any) -> Any:
-        from paralab.interpret.train import train
-
         if context.rank == full:
             _no_room(file)
         return train(

@@ -19,11 +19,14 @@ from pathlib import Path
 
 import pytest
 
+import paralab as pl
 from paralab import cli, options
 from paralab.checks import illegal
 from paralab.dry_run import dry_run
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
 from paralab.spec import Cluster, ModelSpec, Plan
+from processes import python
+from refusals import shell_refuses as refused
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -71,16 +74,6 @@ def experiment(monkeypatch):
     double.run, double.run_under_torchrun = run, run_under_torchrun
     monkeypatch.setattr(cli, "experiment", double)
     return double
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The message with which the command line refuses these arguments."""
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(list(arguments))
-    assert exit_.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "Traceback" not in err
-    return err.splitlines()[-1]
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -139,8 +132,9 @@ def test_every_field_is_explained_by_what_the_docstring_says_first():
 
 def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_defaults(experiment):
     line = "run --dp 4 --steps 8 --optimizer sgd --lr 0.1 --clip-norm 1 --seed 3 --device cpu"
-    assert cli.main([*line.split(), "--timeout", "30", "--data", "my text.txt"]) == 0
-    assert experiment.calls[0][2] == Plan(dp=4)
+    words = ["--bucket-bytes", "64 kib", "--timeout", "30", "--data", "my text.txt"]
+    assert cli.main([*line.split(), *words]) == 0
+    assert experiment.calls[0][2] == Plan(dp=4, bucket_bytes=2**16)
     assert experiment.calls[0][3] == {
         "steps": 8, "optimizer": "sgd", "lr": 0.1, "clip_norm": 1, "seed": 3, "device": "cpu",
         "timeout": 30, "data": "my text.txt",
@@ -150,21 +144,6 @@ def test_run_settings_reach_the_run_as_numbers_and_unnamed_ones_stay_the_runs_de
 def test_a_preset_is_the_base_of_the_model(experiment):
     assert cli.main(["run", "--preset", "gpt2", "--layers", "2"]) == 0
     assert experiment.calls[0][1] == ModelSpec.preset("gpt2").replace(layers=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("4096", 4096),
-        ("4MB", 4_000_000),
-        ("4MiB", 4 * 2**20),
-        ("64 kib", 65536),
-        ("1.5MiB", 1572864),
-    ],
-)
-def test_bucket_size_may_have_a_unit(experiment, text, value):
-    assert cli.main(["run", "--bucket-bytes", text]) == 0
-    assert experiment.calls[0][2].bucket_bytes == value
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -331,8 +310,6 @@ def test_results_go_where_they_were_asked_to(experiment, capsys, tmp_path):
 
 
 def test_a_prediction_is_for_the_device_that_is_named_or_that_a_run_takes(capsys, monkeypatch):
-    import paralab as pl
-
     asked, preset = [], pl.Cluster.preset("dgx-a100")
     monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how) or preset)
     small = shlex.split("predict --layers 1 --hidden 32 --heads 2 --seq-len 16 --device cuda")
@@ -375,8 +352,6 @@ def test_numbers_are_readable_on_every_scale(capsys, tmp_path):
 
 
 def test_what_is_predicted_beside_a_run_is_for_its_device(experiment, monkeypatch):
-    import paralab as pl
-
     asked, table = [], types.SimpleNamespace(_repr_html_=lambda: "")
     experiment.report.meta = {"device": "cuda:0", "optimizer": "sgd"}
     monkeypatch.setattr(pl.Cluster, "local", lambda **how: asked.append(how))
@@ -392,12 +367,10 @@ def test_show_refuses_what_is_no_report(capsys, tmp_path):
 
 
 def test_version_is_the_packages(capsys):
-    import paralab
-
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--version"])
     assert exit_.value.code == 0
-    assert capsys.readouterr().out == f"paralab {paralab.__version__}\n"
+    assert capsys.readouterr().out == f"paralab {pl.__version__}\n"
 
 
 # ---- torchrun ------------------------------------------------------------------------------------
@@ -455,23 +428,12 @@ def test_under_torchrun_one_rank_cannot_write_the_whole(experiment, as_rank, cap
 
 
 # ---- the real thing ------------------------------------------------------------------------------
-def paralab(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | variables
-    env["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, "-m", "paralab", *arguments],
-        cwd=cwd, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
-
 def test_what_a_report_cannot_be_written_as_is_refused(capsys, tmp_path):
-    import paralab as pl
-
     model = pl.ModelSpec(layers=1, hidden=32, heads=2, seq_len=16)
     pl.dry_run(model, pl.Plan()).save(tmp_path / "dry.json")
-    refused = ["show", str(tmp_path / "dry.json"), "--perfetto", str(tmp_path / "trace.json")]
+    asked = ["show", str(tmp_path / "dry.json"), "--perfetto", str(tmp_path / "trace.json")]
     with pytest.raises(SystemExit) as ended:
-        cli.main(refused)
+        cli.main(asked)
     assert ended.value.code == 2
     assert "a trace needs times" in capsys.readouterr().err
 
@@ -480,10 +442,11 @@ def test_a_run_saved_and_shown_from_the_shell_prints_the_same_twice(tmp_path):
     """What is predicted beside it has its optimizer: with another one it would be refused."""
     small = shlex.split("--dp 2 --layers 1 --hidden 32 --heads 2 --seq-len 16 --steps 3")
     more = shlex.split("--optimizer sgd --predict --save run.json --html run.html")
-    ran = paralab("run", *small, *more, cwd=tmp_path)
+    ran = python("-m", "paralab", "run", *small, *more, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "predicted" in ran.stdout
-    shown = paralab("show", "run.json", "--perfetto", "trace.json", cwd=tmp_path)
+    asked = ["show", "run.json", "--perfetto", "trace.json"]
+    shown = python("-m", "paralab", *asked, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     summary = [line for line in shown.stdout.splitlines() if "trace.json" not in line]
     assert "\n".join(summary) in ran.stdout and "dp=2" in ran.stdout

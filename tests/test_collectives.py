@@ -1,13 +1,13 @@
 """All-reduce by hand: right sums, bytes and seconds as theory says, one chunk of memory."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
+import torch
 
 import paralab as pl
+from paralab.parallel.collectives import ALGORITHMS, ring_all_reduce
 from paralab.theory import collectives as theory
 
 INTRA, INTER = pl.Link(alpha=2e-5, bandwidth=3e9), pl.Link(alpha=3e-4, bandwidth=4e8)
@@ -17,10 +17,6 @@ ALL_REDUCES = ("ring_all_reduce", "tree_all_reduce", "hierarchical_all_reduce")
 
 def call(group, name, data, settings):
     """One algorithm on row ``group.index`` of ``data`` (n, numel); returns what became of it."""
-    import torch
-
-    from paralab.parallel.collectives import ALGORITHMS
-
     tensor = torch.from_numpy(data[group.index])  # (numel,)
     ALGORITHMS[name](group, tensor, **settings)
     return tensor
@@ -150,10 +146,6 @@ def test_what_no_algorithm_could_do_is_refused(settings, says):
 
 
 def stretched(group):
-    import torch
-
-    from paralab.parallel.collectives import ring_all_reduce
-
     ring_all_reduce(group, torch.ones(4, 4).t())
 
 

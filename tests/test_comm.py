@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
+import weakref
 
 import pytest
+import torch
 
 import paralab as pl
+from paralab import transports
 from paralab.comm import Group, everyone, wait_all
+from paralab.instruments.ledger import Ledger
+from paralab.instruments.recorder import Recorder
 from paralab.launch import launch_program
+from paralab.strict import Strict
+from paralab.transports import Gloo, Staged
 
 
 def every_operation(context, staged: bool) -> dict:
-    import torch
-
-    from paralab.instruments.recorder import Recorder
-    from paralab.transports import Gloo, Staged
-
     n, rank = context.world_size, context.rank
     recorder = Recorder(rank=rank, world_size=n)
     settings = {"context": context, "recorder": recorder, "transport": Staged if staged else Gloo}
@@ -117,10 +120,6 @@ def test_staged_calls_copy_down_what_they_read_and_up_what_they_fill():
 
 
 def groups_of_groups(context) -> dict:
-    import dataclasses
-
-    import torch
-
     n, rank = context.world_size, context.rank
     world = everyone(dataclasses.replace(context, nodes=(0, 0, 1, 1)))
     out = {}
@@ -163,8 +162,6 @@ def test_subgroups_sum_over_their_members_and_every_pair_has_its_own_level():
 
 def out_of_order(context, case: str) -> None:
     """What rank 0 does in this case, or rank 1."""
-    import torch
-
     rank, t, group = context.rank, torch.zeros(4), everyone(context)
 
     def send(tensor):
@@ -198,7 +195,6 @@ def test_strict_mode_refuses_what_would_hang_on_nccl(case):
 
 def looks_before_it_waits(context) -> list[str]:
     """What strict mode asks of its store for a key that is there at the third look."""
-    from paralab.strict import Strict
 
     class Store:
         asked: list[str] = []
@@ -223,8 +219,6 @@ def test_strict_mode_looks_often_for_a_peer_because_a_file_store_waits_10_ms():
 
 
 def waits_for_an_absent_peer(context) -> None:
-    import torch
-
     group = everyone(context)
     if context.rank == 0:
         group.send(torch.zeros(1), to=1, phase="test").wait()
@@ -237,8 +231,6 @@ def test_strict_mode_holds_a_send_until_its_receive_is_there():
 
 
 def receives_long_before_it_looks(context) -> bool:
-    import torch
-
     group = everyone(context, axis="pp")
     group.barrier()
     if context.rank == 0:
@@ -263,8 +255,6 @@ def test_a_message_ends_when_its_bytes_are_there_not_when_the_rank_looks():
 
 
 def waits_for_several(context) -> list[tuple[str, int]]:
-    import torch
-
     group = everyone(context)
     if context.rank == 0:
         calls = [group.send(torch.full((9,), float(k)), to=1) for k in range(3)]
@@ -286,12 +276,6 @@ def test_waiting_for_several_calls_is_one_wait_that_names_them_all():
 
 def looks_for_what_gloo_still_has(context) -> dict[str, int]:
     """How often a buffer was alive after the wait and the last name for it were gone."""
-    import weakref
-
-    import torch
-
-    from paralab.instruments.ledger import Ledger
-
     n, group, found = context.world_size, everyone(context), {}
     with Ledger(group.recorder):
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
@@ -319,12 +303,6 @@ def test_a_wait_ends_when_gloo_has_let_go_where_memory_is_counted():
 
 
 def test_what_was_lent_is_waited_for_until_it_is_back_but_not_for_ever(monkeypatch):
-    import torch
-
-    from paralab import transports
-    from paralab.instruments.ledger import Ledger
-    from paralab.instruments.recorder import Recorder
-
     def given_back(keeps: list, *, after: float) -> bool:
         """Whether the wait for what ``keeps`` holds, cleared so many seconds later, outlasts it."""
         timer = threading.Timer(after, keeps.clear)

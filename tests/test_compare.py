@@ -1,7 +1,5 @@
 """Comparison: the same quantities three times, sentences that fit the numbers, nothing mixed up."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -13,6 +11,7 @@ from paralab.interpret.predict import predict
 from paralab.parallel.schedules import gpipe
 from paralab.theory.compare import compare
 from paralab.theory.pipeline import simulate
+from refusals import refuses
 from stated import FORMS, MODEL, TIERS, as_measured, cluster
 
 CLUSTER = cluster(cores=2)
@@ -32,15 +31,6 @@ def test_a_run_that_follows_theory_agrees_in_every_row(dp, form):
         row = table.loc[name]
         assert row["replayed"] == pytest.approx(row["predicted"], rel=1e-9), name
         assert row["measured"] == pytest.approx(row["predicted"], rel=1e-9), name
-
-
-def test_a_real_run_moves_exactly_the_predicted_bytes(run):
-    for dp in (1, 3):
-        plan = pl.Plan(dp=dp, bucket_bytes=20_000)
-        seen = compare(predict(MODEL, plan, CLUSTER), run(MODEL, plan, steps=3))
-        row = seen.table.loc["bytes sent per rank"]
-        assert row["predicted"] == row["replayed"] == row["measured"]
-        assert seen.bytes_agree and "bytes agree" in repr(seen)
 
 
 def test_rows_hold_what_they_say():
@@ -241,18 +231,14 @@ def test_the_order_of_the_two_reports_does_not_matter():
 def test_a_prediction_is_not_held_against_its_own_replay():
     expect = predicted(2)
     for again in (expect.replay(CLUSTER), expect.replay(CLUSTER).replay(CLUSTER)):
-        with pytest.raises(ValueError, match="report=.*nothing was measured; legal: what pl.run"):
-            compare(expect, again)
+        refuses("report=.*nothing was measured; legal: what pl.run", compare, expect, again)
 
 
 def test_two_reports_of_one_clock_are_refused():
     expect = predicted(2)
     measured = as_measured(expect)
     for pair in ((expect, expect), (measured, measured), (measured, measured.replay(CLUSTER))):
-        with pytest.raises(
-            ValueError, match="clock.*legal: one from pl.predict and one from pl.run"
-        ):
-            compare(*pair)
+        refuses("clock.*legal: one from pl.predict and one from pl.run", compare, *pair)
 
 
 @pytest.mark.parametrize(
@@ -273,13 +259,11 @@ def test_reports_of_different_things_are_refused_by_the_first_difference(changes
 
 def test_another_optimizer_is_refused():
     expect = predict(MODEL, pl.Plan(), CLUSTER, optimizer="sgd")
-    with pytest.raises(ValueError, match="optimizer: 'sgd' was predicted, 'adamw' was run"):
-        compare(expect, as_measured(expect))
+    refuses("optimizer: 'sgd' was predicted, 'adamw' was run", compare, expect, as_measured(expect))
 
 
 def test_something_that_is_no_report_is_refused():
-    with pytest.raises(ValueError, match="report='run.json'"):
-        compare(predicted(2), "run.json")
+    refuses("report='run.json'", compare, predicted(2), "run.json")
 
 
 def test_a_report_that_trained_no_model_is_refused():
@@ -287,8 +271,7 @@ def test_a_report_that_trained_no_model_is_refused():
     simulated = simulate(gpipe(2, 2), forward=1.0, backward=2.0).report()
     with pytest.raises(ValueError, match="report=.*it trained no model.*legal: "):
         compare(expect, dataclasses.replace(as_measured(expect), model=None))
-    with pytest.raises(ValueError, match="expect=.*it trained no model.*legal: "):
-        compare(simulated, as_measured(expect))
+    refuses("expect=.*it trained no model.*legal: ", compare, simulated, as_measured(expect))
 
 
 def test_a_run_of_an_own_schedule_is_compared_after_it_was_saved(tmp_path):

@@ -1,7 +1,5 @@
 """Real text, and the same batches whatever the plan."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 import paralab as pl
 from paralab.data import Corpus
 from processes import printed
+from refusals import refuses
 
 
 def test_the_default_text_is_there_without_a_download_and_without_torch_being_loaded():
@@ -24,8 +23,7 @@ def test_the_default_text_is_there_without_a_download_and_without_torch_being_lo
 
 def test_where_torch_is_not_installed_the_default_text_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ValueError, match="^data=None.*torch is not installed.*legal: a text file"):
-        Corpus()
+    refuses("^data=None.*torch is not installed.*legal: a text file", Corpus)
 
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=6), st.data())
@@ -82,8 +80,7 @@ def test_what_is_no_text_is_refused_with_the_reason(tmp_path, make):
         (tmp_path / "e").touch()
     if make == "binary only":
         (tmp_path / "b").write_bytes(b"\0")
-    with pytest.raises(ValueError, match="data=.*legal"):
-        Corpus(paths.get(make, tmp_path))
+    refuses("data=.*legal", Corpus, paths.get(make, tmp_path))
 
 
 def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_path, model):
@@ -97,8 +94,7 @@ def test_a_file_that_shrinks_is_an_error_not_an_endless_read(tmp_path):
     path.write_text("x" * 100)
     corpus = Corpus(path)
     os.truncate(path, 10)
-    with pytest.raises(ValueError, match="became shorter"):
-        corpus.read(50, 5)
+    refuses("became shorter", corpus.read, 50, 5)
 
 
 def test_the_loss_really_falls_on_the_default_text():
@@ -113,5 +109,4 @@ def test_the_loss_really_falls_on_the_default_text():
 @pytest.mark.parametrize("held", [b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50])
 def test_a_single_file_that_is_no_text_is_refused(tmp_path, held):
     (tmp_path / "t").write_bytes(held)
-    with pytest.raises(ValueError, match="^data=.*not text: it has zero bytes, or is UTF-16"):
-        Corpus(tmp_path / "t")
+    refuses("^data=.*not text: it has zero bytes, or is UTF-16", Corpus, tmp_path / "t")

@@ -1,15 +1,17 @@
 """Which device a rank takes, from what the ranks see; without a GPU, so the cards are stated."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import paralab as pl
 from paralab.instruments import calibrate
+from paralab.instruments.measure import see_gpus
 from paralab.launch import launch_program
+from paralab.ranks.process import choose_device
 
 MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
 
@@ -32,10 +34,6 @@ CHOICES = [
 
 def chosen(context):
     """What `choose_device` says of each of CHOICES, where torch sees so many GPUs."""
-    import torch
-
-    from paralab.ranks.process import choose_device
-
     torch.cuda.set_device = lambda name: None
     found = []
     for (*asked, count), *_ in CHOICES:
@@ -54,12 +52,6 @@ def test_a_rank_takes_a_gpu_of_its_own_or_the_processor_and_says_why():
 
 def seen(context, names):
     """What `see_gpus` says where torch sees these cards."""
-    from types import SimpleNamespace
-
-    import torch
-
-    from paralab.instruments.measure import see_gpus
-
     torch.cuda.is_available = lambda: bool(names)
     torch.cuda.device_count = lambda: len(names)
     torch.cuda.get_device_properties = lambda index: SimpleNamespace(
@@ -87,8 +79,6 @@ def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
 
 
 def told(context):
-    import os
-
     return os.environ["PARALAB_DEVICE"]
 
 
@@ -122,7 +112,5 @@ def test_a_rank_knows_its_device_and_starts_no_process_to_ask():
 
 
 def predicts(context):
-    from paralab.instruments import calibrate
-
     calibrate.DRIVERS = ("/",)
     return calibrate.gpus(), len(repr(pl.program(MODEL, pl.Plan(dp=2)))) > 0

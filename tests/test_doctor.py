@@ -13,6 +13,7 @@ from paralab import cli, doctor
 from paralab.doctor import LABS, diagnose
 from paralab.instruments import calibrate
 from processes import python
+from refusals import shell_refuses
 
 ROOT = Path(__file__).resolve().parent.parent
 GB, MB = 10**9, 10**6
@@ -217,9 +218,8 @@ def test_calibrate_measures_first(fake, capsys, monkeypatch):
 
 def test_gpus_are_not_calibrated_where_there_are_none(monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "gpus", lambda: ())
-    with pytest.raises(SystemExit) as end:
-        cli.main(["doctor", "--calibrate", "--device", "cuda"])
-    assert end.value.code == 2 and "there is no GPU here" in capsys.readouterr().err
+    said = shell_refuses(capsys, "doctor", "--calibrate", "--device", "cuda")
+    assert "there is no GPU here" in said
 
 
 def test_where_torch_breaks_the_doctor_itself_does_not(tmp_path):

@@ -3,8 +3,6 @@
 What it makes of a program's own instructions is in test_interpret_time.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,43 +31,6 @@ def copy(name, seconds, *after, lane="h2d"):
 
 def call(name, seconds=1.0, *, ranks=(0, 1), lane="comm:dp"):
     return Item(CALL, seconds, name, (lane, ranks), len(ranks))
-
-
-def starts(lists):
-    return [[start for start, _ in rank] for rank in moments(lists)]
-
-
-def ends(lists):
-    return [[end for _, end in rank] for rank in moments(lists)]
-
-
-def test_a_call_starts_at_the_last_launch_and_a_wait_ends_with_it():
-    fast = [compute(1.0), call("a", 3.0), compute(0.5), wait("a"), compute(1.0)]
-    slow = [compute(4.0), call("a", 3.0), wait("a")]
-    one, other = moments([fast, slow])
-    assert one[1] == other[1] == (4.0, 7.0)  # rank 1 launches at 4
-    assert one[3][1] == other[2][1] == 7.0
-    assert one[4] == (7.0, 8.0)
-
-
-def test_lanes_of_different_groups_run_side_by_side():
-    program = [call("a", ranks=(0,)), call("b", ranks=(0,), lane="comm:tp")]
-    assert starts([program]) == [[0.0, 0.0]]
-    first = [call("a", 6.0, ranks=(0,)), call("b")]  # two groups of one axis
-    assert moments([first, [call("b")]]) == [[(0.0, 6.0), (0.0, 1.0)], [(0.0, 1.0)]]
-
-
-def test_copies_have_lanes_of_their_own_and_can_follow_each_other():
-    program = [
-        copy("read", 2.0, lane="disk"),
-        copy("up", 1.0, "read"),
-        copy("more", 1.0),
-        compute(1.0),
-        wait(copied("more")),
-        wait(copied("up")),
-    ]
-    assert starts([program]) == [[0.0, 2.0, 3.0, 0.0, 1.0, 4.0]]
-    assert ends([program]) == [[2.0, 3.0, 4.0, 1.0, 4.0, 4.0]]
 
 
 # ---- what cannot run ------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Lab 11's exercise: right answers pass, a wrong one is refused and told which mistake it is."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Lab 10's exercise: planners that know the advice pass, others are refused by what they break."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

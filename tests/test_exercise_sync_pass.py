@@ -1,7 +1,5 @@
 """Lab 02's second exercise: passes whose sums overlap pass, others miss the limits they break."""
 
-from __future__ import annotations
-
 import os
 
 import paralab as pl

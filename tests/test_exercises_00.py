@@ -1,6 +1,6 @@
 """Lab 00: a step over micro-batches, and the peak of a step by formulas."""
 
-from __future__ import annotations
+from types import SimpleNamespace
 
 import bad_answers_00 as bad
 import paralab as pl
@@ -117,8 +117,6 @@ test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = 
 
 
 def test_the_other_answer_agrees_with_the_first():
-    from types import SimpleNamespace
-
     first = estimate()
     for _, sizes, b, m in peak.CASES:
         model = SimpleNamespace(**dict(zip(peak.FIELDS, sizes, strict=True)))

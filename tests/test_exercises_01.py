@@ -1,7 +1,5 @@
 """Lab 01: a ring all-reduce, and one on two levels of links, in plain torch.distributed."""
 
-from __future__ import annotations
-
 import bad_answers_01 as bad
 import paralab as pl
 from judged import Table, altered

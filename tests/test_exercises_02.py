@@ -1,7 +1,5 @@
 """Lab 02: averaged gradients and DDP of one's own. The pass is in test_exercise_sync_pass.py."""
 
-from __future__ import annotations
-
 import pytest
 
 import bad_answers_02 as bad

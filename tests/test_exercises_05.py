@@ -1,7 +1,5 @@
 """Lab 05: ZeRO-3 of one's own, and its prefetch. ZeRO-1 is in test_exercises_zero.py."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

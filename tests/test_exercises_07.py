@@ -1,11 +1,10 @@
 """Lab 07's exercises: right answers pass, wrong ones are refused by the limits they break."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np
 import pytest
+import torch
 
 import bad_answers_07 as bad
 import paralab as pl
@@ -234,8 +233,6 @@ def test_a_multiple_is_named_although_its_rounding_is_as_many_times_larger():
 @pytest.mark.parametrize("kind", pairs.PAIRS)
 def test_the_whole_layer_is_what_autograd_makes_of_the_reference_gpt_s(kind):
     """The checker's own reference against torch."""
-    import torch
-
     spec = pl.ModelSpec(layers=1, hidden=pairs.HIDDEN, heads=pairs.HEADS, seq_len=pairs.SEQ)
     whole = getattr(pl.reference.GPT(spec).blocks[0], kind).double()
     if kind == "mlp":
@@ -268,8 +265,6 @@ def test_the_terms_of_all_ranks_are_the_sum(kind, t):
 
 
 def test_the_whole_loss_is_torch_s():
-    import torch
-
     logits, targets = vocab_loss.given(7)
     z = torch.from_numpy(logits).double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(z, torch.from_numpy(targets))

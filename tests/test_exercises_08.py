@@ -1,7 +1,5 @@
 """Lab 08's exercises: right answers pass, wrong ones are refused by the limits they break."""
 
-from __future__ import annotations
-
 import importlib
 
 import numpy as np

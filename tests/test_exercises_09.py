@@ -1,12 +1,12 @@
 """Lab 09's exercises: right answers pass, wrong ones are refused with the mistake named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import paralab as pl
+from bad_answers_offload import good, one_after_the_other
 from judged import Table, altered
+from paralab import view
 from written import MyStreamedAdamW
 
 BANDWIDTH, STREAMED = pl.exercises.bandwidth, pl.exercises.streamed_optimizer
@@ -121,9 +121,6 @@ test_a_wrong_optimizer_is_refused, test_a_right_optimizer_passes, test_the_stub 
 
 # ---- go further: the order of a streamed update, drawn -------------------------------------------
 def test_the_picture_of_an_order_has_its_jobs_and_says_how_far_it_is_from_the_limit():
-    from bad_answers_offload import good, one_after_the_other
-    from paralab import view
-
     chart, slow = view.jobs(good(6, 2), host="fast"), view.jobs(one_after_the_other(6, 2))
     assert chart.finding == "6 units take 150 ms; no order takes less than 150 ms"
     assert slow.finding == "6 units take 330 ms; no order takes less than 205 ms"

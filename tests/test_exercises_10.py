@@ -1,7 +1,5 @@
 """Lab 10's exercises: groups of a mesh, and a training step on a data x pipeline mesh."""
 
-from __future__ import annotations
-
 import textwrap
 
 from torch.distributed import get_process_group_ranks, get_rank, get_world_size, new_group

@@ -1,6 +1,6 @@
 """Lab 11's warm-up; training_cost has a file of its own."""
 
-from __future__ import annotations
+import statistics
 
 import paralab as pl
 from judged import Table, altered
@@ -84,7 +84,6 @@ WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
 
 def by_statistics(rows):
     """An unusual answer: the standard library's geometric mean."""
-    import statistics
 
     def rate(some):
         return statistics.geometric_mean([c / (n * t) for c, n, t in some])

@@ -1,7 +1,5 @@
 """Lab 12's exercise: what a rank sends, by axis, against the compiled program."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Lab 12's exercises: what a rank of a large plan holds, and a better plan."""
 
-from __future__ import annotations
-
 import paralab as pl
 from judged import Table, altered, stored
 

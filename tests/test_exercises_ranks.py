@@ -1,7 +1,5 @@
 """What runs on ranks: answers that must not pass."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

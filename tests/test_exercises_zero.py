@@ -1,7 +1,5 @@
 """Lab 05: one step of ZeRO of one's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

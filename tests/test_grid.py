@@ -1,20 +1,17 @@
 """The grid of ranks: Megatron's order, and the same grid as torch's own DeviceMesh."""
 
-from __future__ import annotations
-
 import pytest
+import torch
 
 import paralab as pl
+from paralab.grid import Grid
+from paralab.instruments.recorder import Recorder
 from paralab.launch import launch_program
 
 
 def as_torch_has_it(context, plan):
     """What torch's mesh over the grid's groups says, and what DTensor does on it."""
-    import torch
     from torch.distributed.tensor import Shard, distribute_tensor
-
-    from paralab.grid import Grid
-    from paralab.instruments.recorder import Recorder
 
     grid = Grid(plan, context, Recorder(rank=context.rank, world_size=context.world_size))
     mesh = grid.mesh()

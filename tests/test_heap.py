@@ -1,13 +1,12 @@
 """Fragmentation on the storages of a real step: what is free, and what of it is in one piece."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import pytest
 
 import paralab as pl
-from paralab.instruments import heap
+from paralab import view
+from paralab.instruments import heap, memory
 from paralab.instruments.heap import Storage
 from paralab.launch import launch_program
 
@@ -49,7 +48,6 @@ def test_a_step_gives_back_all_but_the_model_states_the_mask_and_the_loss(found)
 
 def watched_backwards(context, model, plan):
     """In a rank whose Python lets go of what dies at one moment in the opposite order."""
-    from paralab.instruments import memory
 
     class Backwards(deque):
         append = deque.appendleft
@@ -101,8 +99,6 @@ def test_reserved_is_at_least_what_is_allocated_and_never_falls(found):
 
 
 def test_the_map_of_addresses_says_which_request_fails(found):
-    from paralab import view
-
     event = max(one.died for one in found if one.category == "activations")
     spaces = {"one": heap.first_fit(found), "apart": heap.first_fit(found, apart=100)}
     one, apart = (max(space.gaps(event)) for space in spaces.values())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import drawn
 import paralab as pl
@@ -35,8 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
 def own(spec: pl.ModelSpec) -> Any:
     """A block of one's own, whose last layer keeps its result."""
-    from torch import nn
-
     return nn.Sequential(
         nn.LayerNorm(spec.hidden), nn.Linear(spec.hidden, spec.hidden), nn.Sigmoid()
     )
@@ -44,14 +43,11 @@ def own(spec: pl.ModelSpec) -> Any:
 
 def handed_on(spec: pl.ModelSpec) -> Any:
     """A block whose result is its input."""
-    from torch import nn
-
     return nn.Identity()
 
 
 def turned(spec: pl.ModelSpec) -> Any:
     """A block whose result lies in memory in another order, so what is handed on is a copy."""
-    from torch import nn
 
     class Turned(nn.Module):
         def forward(self, x):

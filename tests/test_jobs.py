@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 import paralab as pl
 import virtual_cuda
+from paralab.instruments.recorder import Recorder
 from paralab.interpret.costs import Costs
+from paralab.interpret.host import Host
 from paralab.interpret.jobs import Order, Ordered
 from paralab.interpret.time import walked
+from paralab.interpret.workers import Workers
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, Instr
 from paralab.programs.tiers import BUFFERS, ring
+from paralab.spec.tiers import Offload
 
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 DEVICE, HOST, OTHER = ("shard", 0, 0), ("host.shard", 0, 0), ("host.shard", 1, 0)
@@ -85,13 +90,6 @@ def test_nothing_waits_or_comes_after_a_job_that_an_earlier_wait_was_enough_for(
 
 def test_a_job_is_told_numbers_that_the_rank_no_longer_changes():
     def told(context):
-        import torch
-
-        from paralab.instruments.recorder import Recorder
-        from paralab.interpret.host import Host
-        from paralab.interpret.workers import Workers
-        from paralab.spec.tiers import Offload
-
         virtual_cuda.install(context.rank)
         device = virtual_cuda.name_of(context.rank)
         context = dataclasses.replace(context, device=device)

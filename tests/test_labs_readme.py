@@ -1,7 +1,5 @@
 """labs/README.md sends a reader with a question to a lab and a section: both are there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.forkserver
@@ -22,6 +23,8 @@ import cloudpickle
 import numpy as np
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 import paralab as pl
 from paralab.comm import everyone
@@ -47,9 +50,6 @@ def house(monkeypatch):
 
 
 def sum_of_ranks() -> tuple[int, float]:
-    import torch
-    import torch.distributed as dist
-
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total)
     return dist.get_rank(), total.item()
@@ -131,8 +131,6 @@ def test_the_context_says_who_a_rank_is() -> None:
 
 def test_ranks_run_one_thread_each_and_draw_different_random_numbers() -> None:
     def draw() -> tuple:
-        import torch
-
         return torch.get_num_threads(), np.random.random(), random.random()
 
     (threads_a, *a), (threads_b, *b) = pl.launch(draw, ranks=2)
@@ -146,8 +144,6 @@ def test_an_interrupt_is_for_the_notebook_and_not_for_its_ranks() -> None:
 
 def test_ranks_do_not_fault_pages_in_again_at_every_step() -> None:
     def faults() -> int:
-        import torch
-
         kept: list = []
 
         def step() -> None:
@@ -181,9 +177,6 @@ def test_threads_that_receive_give_way_to_those_that_send() -> None:
         return priorities()
 
     def of_a_group_of_its_own() -> dict[str, list[int]]:
-        import torch
-        import torch.distributed as dist
-
         dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
         return priorities()
 
@@ -203,8 +196,6 @@ def test_threads_that_receive_give_way_to_those_that_send() -> None:
 
 def test_prints_arrive_tagged_in_rank_order_c_output_and_unfinished_lines_too(capsys) -> None:
     def talk() -> None:
-        import torch.distributed as dist
-
         time.sleep(0.1 * (2 - dist.get_rank()))  # the last rank speaks first
         print("python")
         os.write(2, b"system\n")
@@ -336,8 +327,6 @@ def test_a_closed_over_lock_is_named_by_its_variable() -> None:
 
 def test_cuda_where_there_is_none_is_a_value_error() -> None:
     def no_gpu() -> bool:
-        import torch
-
         return not torch.cuda.is_available()
 
     if not pl.launch(no_gpu, ranks=1)[0]:
@@ -365,8 +354,6 @@ def test_the_users_own_multiprocessing_is_left_alone() -> None:
 @forks
 def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_without_threads() -> None:
     def look() -> tuple:
-        import torch
-
         missing = [name for name in WHEN_IDLE if name not in sys.modules]
         return missing, torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()
 
@@ -382,8 +369,6 @@ def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_withou
 @forks
 def test_ranks_know_the_operators_of_a_training_and_nothing_was_drawn_before_them(house) -> None:
     def look() -> tuple:
-        import torch
-
         same = torch.Generator().manual_seed(torch.initial_seed())
         fresh = torch.rand(3, generator=same).tolist()
         met = list(torch._library.simple_registry.singleton._data)
@@ -568,11 +553,6 @@ def test_the_environment_is_in_no_file(monkeypatch) -> None:
     monkeypatch.setenv("SOME_SECRET", secret)
 
     def look() -> tuple[str, int, list[str]]:
-        import contextlib
-        import os
-        import tempfile
-        from pathlib import Path
-
         mine, files, found = os.environ["SOME_SECRET"], [], []
         for folder in Path(tempfile.gettempdir()).glob("paralab-*"):
             with contextlib.suppress(OSError):  # another launch's, which has just ended

@@ -10,6 +10,8 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ from types import SimpleNamespace
 import cloudpickle
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from jupyter_client.manager import KernelManager
 
 import paralab as pl
@@ -56,9 +60,6 @@ def nothing_left() -> bool:
 
 
 def total(_: object = None) -> float:
-    import torch
-    import torch.distributed as dist
-
     ones = torch.ones(1)
     dist.all_reduce(ones)
     return ones.item()
@@ -119,9 +120,6 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_the_cells_line(capsy
 
 def loses_its_peers(_: str) -> None:
     """Rank 3 leaves: its peers complain at once, it itself a little later."""
-    import torch
-    import torch.distributed as dist
-
     if dist.get_rank() == 3:
         dist.destroy_process_group()
         time.sleep(0.1)
@@ -138,8 +136,6 @@ def fail_in_turn(said: str, later: float) -> Callable[[str], None]:
     """Two ranks fail by themselves, rank 1 first."""
 
     def fail(failing: str) -> None:
-        import torch.distributed as dist
-
         if dist.get_rank() == 1:
             Path(failing).touch()
         while not Path(failing).exists():
@@ -216,9 +212,6 @@ def hangs(context):
 
 
 def never_meet(context) -> None:
-    import torch
-    import torch.distributed as dist
-
     dist.barrier()
     if context.rank == 0:
         dist.recv(torch.ones(1), src=1)
@@ -264,8 +257,6 @@ def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
 
 
 def stopped() -> None:
-    import signal
-
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -321,8 +312,6 @@ def test_the_time_that_ranks_take_to_start_is_no_silence() -> None:
 
 
 def torch_asks() -> None:
-    import torch
-
     torch.empty(2**45)
 
 
@@ -331,8 +320,6 @@ def numpy_asks() -> None:
 
 
 def creeps_up() -> None:
-    import resource
-
     used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
     kept = []
@@ -349,8 +336,6 @@ def test_an_allocation_that_fails_is_out_of_memory_and_names_what_was_asked_for(
         pytest.skip("RLIMIT_AS holds on Linux alone")
 
     def only_on_rank_1() -> None:
-        import torch.distributed as dist
-
         if dist.get_rank() == 1:
             ask()
         total()

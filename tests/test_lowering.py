@@ -1,7 +1,5 @@
 """Lowering: sends and receives that no backend can deadlock on, early enough to be hidden."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,12 +1,11 @@
 """What a model needs, held against what the papers printed."""
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl
 from paralab.interpret import quick
 from paralab.theory import flops, needs
+from refusals import refuses
 
 GPT3 = pl.ModelSpec.preset("gpt3-175b")
 SMALL = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=16)
@@ -18,12 +17,9 @@ def test_devices_are_counted_upward():
 
 def test_what_is_no_model_and_an_unknown_recipe_are_refused():
     for refused in (needs.step_flops, flops.head_flops, lambda model, _: needs.model_states(model)):
-        with pytest.raises(ValueError, match="model='gpt3-175b': not a model; legal: "):
-            refused("gpt3-175b", 1)
-    with pytest.raises(ValueError, match="batch=-4"):
-        flops.forward_flops(GPT3, -4)
-    with pytest.raises(ValueError, match="recipe='fp4'.*'zero-fp16'"):
-        needs.model_states(GPT3, "fp4")
+        refuses("model='gpt3-175b': not a model; legal: ", refused, "gpt3-175b", 1)
+    refuses("batch=-4", flops.forward_flops, GPT3, -4)
+    refuses("recipe='fp4'.*'zero-fp16'", needs.model_states, GPT3, "fp4")
 
 
 # ---- the same, of a program ----------------------------------------------------------------------

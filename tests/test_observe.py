@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
+import os
 import sys
+import weakref
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import paralab as pl
 from paralab import cli
 from processes import below_the_server, python, until
 from stated import NODES
+from trainings import sharded, trained
 
 
 def ddp(steps, microbatches, accumulate=False):
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     model = DistributedDataParallel(layers)
@@ -119,9 +123,6 @@ def test_explain_says_how_many_ranks_make_a_call_that_not_all_make():
 
 
 def averaged_by_hand():
-    import torch
-    import torch.distributed as dist
-
     layer = torch.nn.Linear(64, 64)
     for _ in range(3):
         layer(torch.randn(8, 64)).sum().backward()
@@ -139,9 +140,6 @@ def test_gradients_that_a_program_sums_and_applies_itself_are_data_parallelism()
 
 
 def sums_and_sends():
-    import torch
-    import torch.distributed as dist
-
     numbers = torch.ones(1000)
     dist.all_reduce(numbers)
     if dist.get_rank() == 0:
@@ -156,14 +154,9 @@ def test_a_program_without_a_model_may_send_after_it_has_summed():
 
 
 def compiled():
-    import torch
-
     layer = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    whole = torch.compile(layer, backend="eager", fullgraph=True)
-    for _ in range(3):
-        whole(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
+    trained(torch.compile(layer, backend="eager", fullgraph=True), 8, update=optimizer)
     return torch._dynamo.explain(layer)(torch.randn(4, 8)).graph_break_count
 
 
@@ -174,8 +167,6 @@ def test_a_compiled_program_is_observed_without_a_break_in_its_graph():
 
 def compiles():
     """How many graphs there are after each step."""
-    import torch
-
     graphs, layer = [], torch.nn.Linear(8, 8)
 
     def backend(graph, inputs):
@@ -184,10 +175,7 @@ def compiles():
 
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     whole, counts = torch.compile(layer, backend=backend), []
-    for _ in range(4):
-        whole(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-        counts.append(len(graphs))
+    trained(whole, 8, update=optimizer, steps=4, behind=lambda: counts.append(len(graphs)))
     return counts
 
 
@@ -210,8 +198,6 @@ def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
 
 
 def fsdp(reshard):
-    import torch
-    from torch import nn
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(
@@ -220,11 +206,7 @@ def fsdp(reshard):
     for block in model[:3]:
         fully_shard(block, reshard_after_forward=reshard)
     fully_shard(model[:3])
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.randn(1024, 512)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained(model, torch.randn(1024, 512), update=torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize(("reshard", "times"), [(True, "3"), (False, "2")])
@@ -238,9 +220,6 @@ def test_explain_tells_sharded_parameters_from_whole_ones(reshard, times):
 
 def fsdp_ahead(how):
     """Blocks of which each is gathered when it is needed, or while the one before computes."""
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
 
     class Chain(nn.Sequential):
         def forward(self, x):
@@ -251,18 +230,12 @@ def fsdp_ahead(how):
             return x
 
     model = Chain(*[nn.Sequential(nn.Linear(512, 512)) for _ in range(4)])
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
+    sharded(model)
     if how != "unshard":
         for block, later in zip(model[:-1], model[1:], strict=True):
             block.set_modules_to_forward_prefetch([later])
         model._set_unshard_async_op(how == "async")
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.randn(1024, 512)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained(model, torch.randn(1024, 512), update=torch.optim.AdamW(model.parameters()))
 
 
 @functools.cache
@@ -298,17 +271,12 @@ def test_explain_says_whether_gathers_are_prefetched(how, forward, backward):
 
 
 def embedded():
-    import torch
-    from torch import nn
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Embedding(2000, 64), nn.Linear(64, 4))
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(torch.arange(8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    trained(model, torch.arange(8), update=optimizer, steps=2)
 
 
 def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradients_gradients():
@@ -328,9 +296,6 @@ def test_parameters_that_fsdp_has_gathered_are_buffers_and_its_shards_of_gradien
 
 def toy(watched):
     """The model of torch's first DDP tutorial. Watched by torch's profiler: bytes at its peak."""
-    import torch
-    from torch import nn
-
     from test_memory import profiled_peak
 
     torch.set_num_threads(1)
@@ -359,8 +324,6 @@ def test_the_peak_of_an_observed_ddp_is_torchs_profilers():
 
 
 def on_data():
-    import torch
-
     data, model = torch.rand(2000, 20), torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for row in data[:2]:
@@ -377,32 +340,22 @@ def test_explain_says_what_other_is_where_it_is_much(report):
 
 # ---- steps ------------------------------------------------------------------------------------
 def two_in_turn():
-    import torch
-    from torch import nn
-
     made = [nn.Linear(4, 4) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in made]
     for _ in range(3):
         for model, optimizer in zip(made, optimizers, strict=True):
             model(torch.ones(4)).sum().backward()
             optimizer.step()
-        import paralab
-
-        paralab.step()
+        pl.step()
 
 
 def inside_backward():
-    import torch
-    from torch import nn
-
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
     for _ in range(3):
         model(torch.ones(4)).sum().backward()
-        import paralab
-
-        paralab.step()
+        pl.step()
 
 
 @pytest.mark.parametrize("fn", [two_in_turn, inside_backward])
@@ -414,10 +367,6 @@ def test_where_steps_cannot_be_told_apart_they_are_marked_by_hand(fn):
 
 def one_after_the_other():
     """Two optimizers; the second step has no backward, in the third the second steps alone."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
     made = [nn.Linear(64, 64, bias=False) for _ in range(2)]
     first, second = (torch.optim.AdamW(m.parameters()) for m in made)
     for step in range(5):
@@ -447,9 +396,6 @@ def test_optimizers_that_step_one_after_the_other_step_in_one_step(memory_steps)
 
 
 def forward_alone():
-    import torch
-    import torch.distributed as dist
-
     with torch.no_grad():
         dist.all_reduce(torch.nn.Linear(300, 300)(torch.ones(300)))
 
@@ -464,8 +410,6 @@ def test_what_never_steps_is_one_step(steps):
 
 def catches():
     """The first of four steps raises, as one with a bad loss scale may; the program goes on."""
-    import torch
-
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
 
@@ -484,8 +428,6 @@ def test_an_optimizer_whose_step_raised_ends_later_ones():
 
 def hooked():
     """Packs per step of hooks on saved tensors that the program has put around its steps."""
-    import torch
-
     model, packs = torch.nn.Linear(8, 8), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -507,9 +449,6 @@ def test_hooks_of_the_program_stay_when_the_ledger_goes():
 
 
 def one_knows_the_loss():
-    import torch
-    import torch.distributed as dist
-
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer, losses = torch.optim.SGD([parameter], lr=0.1), []
     for _ in range(2):
@@ -526,9 +465,6 @@ def test_losses_are_those_of_the_ranks_that_return_some():
 
 def shuffles():
     """Rank 0 has unequal parts, rank 1 equal ones, of one all-to-all."""
-    import torch
-    import torch.distributed as dist
-
     gives, gets = ([400, 100], [400, 100]) if dist.get_rank() == 0 else ([100, 100], [100, 100])
     parameter = torch.nn.Parameter(torch.ones(sum(gives)))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -549,12 +485,6 @@ def test_an_all_to_all_of_unequal_parts_is_its_messages_on_every_rank():
 
 # ---- failures ---------------------------------------------------------------------------------
 def fails(how):
-    import os
-    import sys
-
-    import torch
-    import torch.distributed as dist
-
     if how == "raises":
         torch.ones(3) @ torch.ones(4)
     elif how == "inits":
@@ -606,12 +536,6 @@ def test_one_of_several_ranks_is_not_observed_as_a_process_of_its_own():
 # ---- in this process ----------------------------------------------------------------------------
 def in_this_process():
     """Its one rank has what a process of one's own has."""
-    import gc
-    import weakref
-
-    import torch
-    from torch import nn
-
     from test_memory import profiled_peak
 
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
@@ -735,7 +659,6 @@ def test_a_script_ends_as_under_python(tmp_path, monkeypatch, how):
 
 def torchrun(*words):
     """What it does once it has read its options, with ranks that are forked: torch is loaded."""
-    import torch.distributed as dist
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     dist.destroy_process_group()
@@ -770,9 +693,6 @@ SMALL = pl.ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
 
 def reference_ddp(steps, twice=False):
     """DistributedDataParallel on the reference GPT."""
-    import torch
-    import torch.distributed as dist
-
     model = torch.nn.parallel.DistributedDataParallel(pl.reference.GPT(SMALL))
     update, rank = torch.optim.AdamW(model.parameters()), dist.get_rank()
     for step in range(steps):

@@ -1,9 +1,10 @@
 """Recorded bytes of programs that know nothing of paralab are those of the closed forms."""
 
-from __future__ import annotations
-
 import cloudpickle
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import foreign_programs
 import paralab as pl
@@ -17,15 +18,11 @@ STEPS = 2
 
 def every(names):
     """Each program's training steps, one program after the other."""
-    import torch.distributed as dist
-
-    import paralab
-
     for name in names:
         step = PROGRAMS[name](dist.get_world_size())
         for _ in range(STEPS):
             step()
-            paralab.step()
+            pl.step()
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +47,6 @@ def test_an_axis_has_the_name_of_its_mesh_dimension(report):
 
 
 def two_names():
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     world = init_device_mesh("cpu", (2,), mesh_dim_names=("world",))
     dist.all_reduce(torch.ones(300), group=world.get_group())
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))

@@ -10,13 +10,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
+import time
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import paralab as pl
+import virtual_cuda
 from paralab import observing
+from paralab.instruments import foreign_calls, marks
+from paralab.instruments.foreign_calls import Calls, has_unequal_parts
+from paralab.instruments.foreign_hooks import stand_before
+from paralab.instruments.marks import clock_of
 from paralab.launch import launch_program
+from paralab.ranks import process, watch
 from stated import NODES
 
 PSI = 4 * (2 * 256 * 512 + 512 + 256)  # bytes of the model where it was made; twice as many here
@@ -25,10 +38,6 @@ SETTINGS = {"marked": False, "memory_steps": 2}
 
 
 def with_a_gpu():
-    import torch
-
-    import virtual_cuda
-
     virtual_cuda.install(0)
     # In a build for CUDA optimizers ask whether a graph is captured, torch 2.11's by the first.
     torch.cuda.is_current_stream_capturing = lambda: False
@@ -62,10 +71,6 @@ def observed(program, *args, ranks=1, before=nothing, **settings) -> pl.Report:
 
 def training(to, how="plain"):
     """AdamW on a model that is made on the host, as all are, and moved to ``to``."""
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     if how == "tried before":
         model(torch.randn(64, 256)).sum().backward()
@@ -84,14 +89,10 @@ def training(to, how="plain"):
 
 
 def on_the_cpu():
-    import torch
-
     return training(torch.float32)
 
 
 def on_the_gpu(how):
-    import torch
-
     return training(torch.float64, how)
 
 
@@ -135,8 +136,6 @@ def test_a_model_that_is_moved_to_the_gpu_makes_it_a_program_of_the_gpu(how):
 
 def its_own_update():
     """No module, no ledger: an optimizer alone."""
-    import torch
-
     weights = torch.ones(8, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True), weights], 0.1)
     for _ in range(2):
@@ -145,8 +144,6 @@ def its_own_update():
 
 
 def its_module(used):
-    import torch
-
     model = torch.nn.BatchNorm1d(8, affine=False)  # has nothing but buffers
     model(torch.ones(2, 8))
     model = torch.nn.Sequential(model, torch.nn.Linear(8, 8).double() if used else model)
@@ -155,9 +152,6 @@ def its_module(used):
 
 
 def its_messages():
-    import torch
-    import torch.distributed as dist
-
     flag = torch.ones(8)
     dist.all_reduce(flag)
     dist.all_reduce(torch.ones(8, dtype=torch.float64))
@@ -166,8 +160,6 @@ def its_messages():
 
 def its_arithmetic():
     """One span, in which there is a lot on the host before there is a little on the GPU."""
-    import torch
-
     torch.ones(4_000_000)
     kept = [torch.ones(8, dtype=torch.float64) for _ in range(4)]
     del kept
@@ -200,11 +192,6 @@ def test_with_a_ledger_nothing_counts_that_is_on_the_host(program, most):
 
 
 def sums_waited_for(aside):
-    import torch
-    import torch.distributed as dist
-
-    import virtual_cuda
-
     record, on = virtual_cuda.Event.record, []
 
     def recorded(event, stream=None):
@@ -241,9 +228,6 @@ def test_a_wait_on_another_stream_is_none_of_the_stream_that_computes(aside):
 
 def sums_at_once(aside):
     """As NCCL makes it: what is waited for at once is on the caller's stream, without a Work."""
-    import torch
-    import torch.distributed as dist
-
     unboxed = dist.Work.unbox
 
     def waited(work):
@@ -276,9 +260,6 @@ def test_a_call_that_nccl_makes_at_once_is_a_wait_where_the_program_computes(asi
 
 def as_nccl_coalesces():
     """From here on torch makes batches of messages as over NCCL: one Work for all of them."""
-    import torch
-    import torch.distributed as dist
-
     c10d, unbox, batch = torch._C._distributed_c10d, dist.Work.unbox, []
 
     def hidden(boxed):
@@ -301,10 +282,6 @@ def as_nccl_coalesces():
 
 def of_two_stages():
     """Each rank computes 50 ms, the second one on what it receives from the first."""
-    import time
-
-    import torch
-    import torch.distributed as dist
 
     class Slow(torch.nn.Linear):
         def forward(self, x):
@@ -341,11 +318,6 @@ def test_a_batch_of_messages_lasts_until_it_is_waited_for_and_a_replay_waits_for
 
 def captures():
     """A graph is captured: CUDA refuses to be asked about an event of that stream."""
-    import torch
-    import torch.distributed as dist
-
-    import virtual_cuda
-
     record, query, capturing = virtual_cuda.Event.record, virtual_cuda.Event.query, []
 
     def recorded(event, stream=None):
@@ -399,19 +371,12 @@ class NcclFuture:
         return True
 
     def wait(self) -> None:
-        import torch
-
         self.streams.append(torch.cuda.current_stream().chain.name)
         self.real.wait()  # the virtual stream has come to the end of the call
 
 
 def as_nccl_ends():
     """From here on a call's future is one of NCCL's, and the device a second behind the host."""
-    import torch
-
-    import virtual_cuda
-    from paralab.instruments import foreign_calls
-
     late, work = virtual_cuda.Event.elapsed_time, torch._C._distributed_c10d.Work
     virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
     future = work.get_future
@@ -420,11 +385,6 @@ def as_nccl_ends():
 
 
 def waits_long_after():
-    import time
-
-    import torch
-    import torch.distributed as dist
-
     tensor = torch.ones(8, dtype=torch.float64)
     dist.barrier()
     for _ in range(3):
@@ -436,14 +396,6 @@ def waits_long_after():
 
 def gathers(sizes):
     """What the kernel in front of a gather of such parts is given, before gloo sees it."""
-    from contextlib import ExitStack
-
-    import torch
-    import torch.distributed as dist
-
-    from paralab.instruments.foreign_calls import has_unequal_parts
-    from paralab.instruments.foreign_hooks import stand_before
-
     found, parts = [], [torch.ones(size) for size in sizes]
 
     def seen(given, own):
@@ -474,11 +426,6 @@ def test_a_call_of_nccl_ends_when_it_ends_and_not_when_it_is_waited_for():
 
 def both_kinds():
     """A program of the GPU whose ranks tell each other something on the host, too."""
-    import torch
-    import torch.distributed as dist
-
-    import virtual_cuda
-
     late = virtual_cuda.Event.elapsed_time  # the device is a second behind the host
     virtual_cuda.Event.elapsed_time = lambda event, other: late(event, other) + 1e3
     big = torch.ones(4096, dtype=torch.float64)
@@ -508,13 +455,9 @@ def test_messages_of_the_host_do_not_disturb_a_program_of_the_gpu():
 
 
 def before_the_block(*kinds):
-    import torch
-
-    import paralab
-
     with_a_gpu()
     models = [torch.nn.Linear(16, 16, bias=False, dtype=getattr(torch, kind)) for kind in kinds]
-    with paralab.observe() as seen:
+    with pl.observe() as seen:
         on_the_cpu()
     first = seen.memory[seen.memory["time"] == seen.memory["time"].min()]
     held = dict(zip(first["category"], first["bytes"], strict=True))
@@ -531,10 +474,6 @@ def test_what_a_process_has_on_the_gpu_before_the_block_decides():
 # ---- how far the host runs ahead -----------------------------------------------------------------
 def runs_ahead():
     """Five steps that read no number, and how often the host waits for the device in them."""
-    import torch
-
-    import virtual_cuda
-
     waits, wait = [], virtual_cuda.Event.synchronize
     virtual_cuda.Event.synchronize = lambda event: (waits.append(event), wait(event))
     virtual_cuda.Stream.query = lambda stream: False  # the device is still in the step before
@@ -556,11 +495,6 @@ def ahead_for(hours, drift, ties):
     """Steps of 0.3 s, launched 0.8 s before the device comes to them. Its clock is ``drift`` fast,
     and says milliseconds in 32 bits. How many marks there were, the largest error, waits per step.
     """
-    import numpy as np
-
-    import virtual_cuda
-    from paralab.instruments import marks
-
     with_a_gpu()
     now, waits, event = [1000.0], [], virtual_cuda.Event
 
@@ -603,7 +537,6 @@ def test_times_of_a_gpu_are_right_for_hours_though_no_step_waits_for_it():
 # ---- what it asks itself -------------------------------------------------------------------------
 def asks_for_its_peak(resets):
     """The largest batch is the first one."""
-    import torch
 
     def peak(**device):
         return torch.cuda.memory_stats(**device)["allocated_bytes.all.peak"]
@@ -639,8 +572,6 @@ def test_a_program_is_told_the_peaks_that_it_has_without_an_observation(resets):
 # ---- its own answer to a full device -------------------------------------------------------------
 def finds_its_batch(smallest):
     """Halves the batch until it fits, as a program may."""
-    import torch
-
     own = torch.library.Library("too_small_a_gpu", "DEF")
     own.define("work(Tensor x) -> Tensor")
 
@@ -670,11 +601,6 @@ def test_a_program_that_handles_a_full_gpu_does_so_when_it_is_observed():
 
 # ---- what carries its messages -------------------------------------------------------------------
 def of_one_backend():
-    import torch
-    import torch.distributed as dist
-
-    from paralab.instruments.foreign_calls import Calls
-
     calls, group = Calls(0, (0,)), dist.new_group([0], backend="cpu:gloo")
     found = [calls.where(group, torch.device(kind)) for kind in ("cuda", "cpu")]
     flag = [torch.ones(1)]
@@ -698,8 +624,6 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("own", [True, False])
 def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch, tmp_path):
-    from paralab.ranks import process, watch
-
     class Seen(Exception):
         pass
 
@@ -726,8 +650,6 @@ def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch
 
 def test_a_gpus_clock_reads_what_the_cpus_has_marked():
     def on_a_rank():
-        from paralab.instruments.marks import clock_of
-
         earlier = clock_of("cpu")
         marks = [earlier.mark(), earlier.host()]
         with_a_gpu()

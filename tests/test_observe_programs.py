@@ -1,55 +1,27 @@
 """`pl.observe` sees programs of many kinds as they are, and `explain` says what they do."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections import Counter
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call, grad
+from torch.nn.parallel import DistributedDataParallel as ddp
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.profiler import ProfilerActivity, profile
 
 import paralab as pl
+from trainings import layers, sharded, trained
 
 FORM = "Do the bytes agree with theory?"
 TIMES = "Are gradients reduced once, or for every micro-batch?"
 CALLS = "Which collectives does a step make, of what sizes?"
 UNKNOWN = "What is not known?"
-
-
-def trained(model, width, *, rows=8, steps=3, backwards=1):
-    import torch
-
-    torch.manual_seed(0)
-    update = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    losses = []
-    for _ in range(steps):
-        for _ in range(backwards):
-            loss = model(torch.ones(rows, width)).float().square().mean()
-            loss.backward()
-        update.step()
-        update.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def layers(count, width=256, **more):
-    from torch import nn
-
-    return nn.Sequential(*(nn.Linear(width, width, **more) for _ in range(count)))
-
-
-def ddp(model, **more):
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model, **more)
-
-
-def sharded(model, **how):
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model:
-        fully_shard(layer, **how)
-    return fully_shard(model, **how)
 
 
 def seen(fn, ranks=2, args=(), *, memory_steps=0, **more):
@@ -58,30 +30,16 @@ def seen(fn, ranks=2, args=(), *, memory_steps=0, **more):
 
 # ---- what a program does is not touched --------------------------------------------------------
 def profiles_itself():
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU], with_stack=True):
         return trained(layers(1, 8), 8)
 
 
 def compiled_around_ddp():
-    import torch
-
     return trained(torch.compile(ddp(layers(3, 512)), backend="eager"), 512)
 
 
 def sparse_sums():
-    import torch
-
-    model = ddp(torch.nn.EmbeddingBag(1000, 32, sparse=True))
-    update, losses = torch.optim.SGD(model.parameters(), 0.1), []
-    for _ in range(3):
-        loss = model(torch.arange(40).view(8, 5)).square().mean()
-        loss.backward()
-        update.step()
-        update.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return trained(ddp(nn.EmbeddingBag(1000, 32, sparse=True)), torch.arange(40).view(8, 5))
 
 
 @pytest.mark.parametrize(
@@ -102,9 +60,6 @@ def test_programs_that_look_closely_at_torch_run_as_without(fn, memory_steps, ca
 
 
 def with_torch_func():
-    import torch
-    from torch.func import functional_call, grad
-
     layer = torch.nn.Linear(8, 8)
     weights = {name: p.detach() for name, p in layer.named_parameters()}
     x = torch.ones(4, 8)
@@ -145,8 +100,6 @@ if __name__ == "__main__":
 
 
 def as_many_ranks_as_torch_pretends():
-    import torch
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -162,9 +115,6 @@ def test_a_group_of_more_ranks_than_are_observed_is_refused():
 # ---- threads -----------------------------------------------------------------------------------
 def sums_on_a_thread():
     """A thread sums numbers while the first one trains alone."""
-    import torch
-    import torch.distributed as dist
-
     group, model = dist.new_group(group_desc="metrics"), layers(6, 512)
     update, x = torch.optim.SGD(model.parameters(), 0.01), torch.randn(256, 512)
 
@@ -206,7 +156,6 @@ def test_what_another_thread_trains_is_said_to_be_unknown():
 
 # ---- what a paradigm is called, and what is counted --------------------------------------------
 def in_16_bits(how):
-    import torch
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -227,9 +176,6 @@ def test_gradients_in_16_bits_are_counted_by_the_backwards_that_reduce_them(how)
 
 
 def two_levels(backwards, each):
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(layers(3), mesh=mesh)
     update = torch.optim.SGD(model.parameters(), 0.1)
@@ -257,8 +203,6 @@ def test_a_gradient_that_is_summed_on_two_axes_is_summed_once(backwards, each, s
 
 
 def evaluates_closures():
-    import torch
-
     model = ddp(layers(1, 64))
     update, x = torch.optim.LBFGS(model.parameters(), max_iter=4), torch.randn(32, 64)
 
@@ -278,9 +222,6 @@ def test_evaluations_of_a_closure_are_no_micro_batches():
 
 
 def unequal_steps():
-    import torch.distributed as dist
-    from torch.distributed.algorithms.join import Join
-
     model = ddp(layers(1))
     with Join([model]):
         trained(model, 256, steps=3 if dist.get_rank() == 0 else 6)
@@ -295,8 +236,6 @@ def test_steps_of_ranks_that_have_fewer_are_their_own():
 
 
 def beside_ddp(what):
-    import torch.distributed as dist
-    from torch import nn
     from torch.distributed import _functional_collectives as functional
 
     class Net(nn.Module):
@@ -325,10 +264,6 @@ def test_what_a_forward_sends_of_its_own_does_not_hide_data_parallelism(what):
 
 
 def first_stage_by_hand():
-    import torch
-    import torch.distributed as dist
-    from torch.nn.utils import parameters_to_vector, vector_to_parameters
-
     model, n = layers(1, 512), dist.get_world_size()
     own = list(model.parameters())
     mine = parameters_to_vector(own).detach().chunk(n)[dist.get_rank()].clone()
@@ -346,8 +281,6 @@ def first_stage_by_hand():
 
 
 def one_column_parallel_layer():
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -362,7 +295,6 @@ def gathered_again_in_pairs():
 
 
 def on_a_mesh_of_two_axes():
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -383,7 +315,6 @@ def two_layers_frozen():
 
 def sharded_beside_sums():
     """The root alone is sharded; tensor parallelism gathers in the forward and in the backward."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
@@ -401,9 +332,6 @@ def sharded_beside_sums():
 
 def several_gradients_of_one_input():
     """Queries, keys and values are cut by hand, and each sums its gradient of the input."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
 
     class Copy(torch.autograd.Function):
         @staticmethod
@@ -435,14 +363,16 @@ def several_gradients_of_one_input():
             q, k, v = (part(Copy.apply(x)) for part in self.parts)
             return x + Sum.apply(self.out(q * k + v))
 
-    trained(nn.Sequential(*(Attention() for _ in range(4))), 128, rows=64, backwards=2)
+    trained(nn.Sequential(*(Attention() for _ in range(4))), torch.ones(64, 128), backwards=2)
+
+
+def sums_gradients(model, x, **how):
+    """One by one, when they are complete."""
+    trained(model, x, behind=lambda: [dist.all_reduce(p.grad) for p in model.parameters()], **how)
 
 
 def small_gradients_one_by_one():
     """What the forward sums has the size of each gradient."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
 
     class Scale(nn.Module):
         def __init__(self):
@@ -455,20 +385,11 @@ def small_gradients_one_by_one():
                 x = x * scale
             return x
 
-    model = Scale()
-    update = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        model(torch.ones(4, 64)).sum().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        update.step()
-        update.zero_grad()
+    sums_gradients(Scale(), torch.ones(4, 64))
 
 
 def gathers_what_it_updates():
     """Gradients are summed, and each rank updates its share, as Muon of modded-nanogpt does."""
-    import torch
-    import torch.distributed as dist
 
     class Update(torch.optim.Optimizer):
         @torch.no_grad()
@@ -478,18 +399,10 @@ def gathers_what_it_updates():
             dist.all_gather(list(own), own[mine])
 
     model = layers(2, bias=False)
-    update = Update(model.parameters(), {})
-    for _ in range(3):
-        for _ in range(2):
-            model(torch.ones(8, 256)).square().mean().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        update.step()
-        update.zero_grad()
+    sums_gradients(model, 256, update=Update(model.parameters(), {}), backwards=2)
 
 
 def the_first_fsdp():
-    import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     cpu = torch.device("cpu")
@@ -544,15 +457,8 @@ def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
 
 
 def sums_a_statistic():
-    import torch
-    import torch.distributed as dist
-
     model = layers(1)
-    update = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        model(torch.ones(8, 256)).square().mean().backward()
-        dist.all_reduce(model[0].bias.grad.clone())
-        update.step()
+    trained(model, 256, behind=lambda: dist.all_reduce(model[0].bias.grad.clone()))
 
 
 def test_a_sum_of_other_things_behind_the_backward_is_no_answer_about_gradients():
@@ -561,9 +467,6 @@ def test_a_sum_of_other_things_behind_the_backward_is_no_answer_about_gradients(
 
 def averages_seldom():
     """Local SGD: parameters are averaged after every fourth step, and no gradient is."""
-    import torch
-    import torch.distributed as dist
-
     model = layers(1, bias=False)
     update = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(11):
@@ -586,18 +489,14 @@ def test_what_is_summed_in_some_steps_only_is_said_of_these_steps():
 
 def groups_alike():
     """In each of two groups a step sends messages of six sizes."""
-    import torch
-    import torch.distributed as dist
-
     groups = [dist.new_group(group_desc=name) for name in ("first", "second")]
-    model = layers(1)
-    update = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        model(torch.ones(8, 256)).square().mean().backward()
+
+    def sends():
         for group in groups:
             for size in range(10, 16):
                 dist.broadcast(torch.ones(size), 0, group=group)
-        update.step()
+
+    trained(layers(1), 256, steps=2, behind=sends)
 
 
 def test_axes_of_which_the_same_is_said_are_named_together():
@@ -607,9 +506,6 @@ def test_axes_of_which_the_same_is_said_are_named_together():
 
 
 def scatters_alone():
-    import torch
-    import torch.distributed as dist
-
     dist.reduce_scatter(torch.empty(1000), [torch.ones(1000)] * dist.get_world_size())
 
 
@@ -620,8 +516,6 @@ def test_a_reduce_scatter_that_is_all_that_a_program_does_is_no_all_gather():
 
 
 def masters():
-    import torch
-
     model = layers(4).to(torch.bfloat16)
     own = [p.detach().float().requires_grad_() for p in model.parameters()]
     update, x = torch.optim.AdamW(own), torch.ones(16, 256, dtype=torch.bfloat16)
@@ -638,14 +532,8 @@ def masters():
 
 
 def without_a_module():
-    import torch
-
     weight = torch.randn(256, 256, requires_grad=True)
-    update = torch.optim.SGD([weight], 0.1)
-    for _ in range(3):
-        (torch.ones(8, 256) @ weight).square().mean().backward()
-        update.step()
-        update.zero_grad()
+    trained(lambda x: x @ weight, 256, update=torch.optim.SGD([weight], 0.1))
     return weight.nbytes
 
 
@@ -660,8 +548,6 @@ def test_what_an_optimizer_updates_is_found_where_no_module_shows_it():
 
 def receives(microbatches):
     """Of a pipeline: a stage's inputs are leaves that require a gradient. Bytes of one."""
-    import torch
-
     model = layers(1, bias=False)
     update = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -675,17 +561,9 @@ def receives(microbatches):
 
 
 def plain_weights():
-    import torch
-
     made = [torch.randn(256, 256, requires_grad=True) for _ in range(3)]
-    update = torch.optim.SGD(made, 0.1)
-    for _ in range(2):
-        x = torch.ones(8, 256)
-        for weight in made:
-            x = x @ weight
-        x.square().mean().backward()
-        update.step()
-        update.zero_grad()
+    one, two, three = made
+    trained(lambda x: x @ one @ two @ three, 256, update=torch.optim.SGD(made, 0.1), steps=2)
     return sum(weight.nbytes for weight in made)
 
 
@@ -712,8 +590,6 @@ PEAK = "What does the peak of memory consist of?"
 
 def goes_on(resumes):
     """AdamW, whose peak is the same in every step: while it updates."""
-    import torch
-
     model = layers(4, bias=False)
     update = torch.optim.AdamW(model.parameters(), foreach=False)
     size = sum(p.nbytes for p in model.parameters())
@@ -723,10 +599,7 @@ def goes_on(resumes):
         groups = update.state_dict()["param_groups"]
         update.load_state_dict({"state": states, "param_groups": groups})
         del states
-    for _ in range(2):
-        model(torch.ones(8, 256)).square().mean().backward()
-        update.step()
-        update.zero_grad()
+    trained(model, 256, update=update, steps=2)
     return size
 
 
@@ -742,9 +615,6 @@ def test_states_of_an_optimizer_are_known_once_it_has_loaded_them_or_made_them(r
 
 
 def unsharded_first(unshards):
-    import torch
-    from torch import nn
-
     model = sharded(nn.Sequential(nn.Linear(128, 128), nn.Sequential(nn.Linear(128, 512))))
     for part in (model[0], model[1], model):
         part.set_reshard_after_forward(True)

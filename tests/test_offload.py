@@ -5,19 +5,32 @@ That it trains the same, and what it moves, is in test_programs_offload.py.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import threading
-import time
+import weakref
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import torch
 
 import paralab as pl
-from paralab.interpret import quick
+from paralab.instruments.ledger import Ledger
+from paralab.instruments.recorder import Recorder
+from paralab.interpret import files, lanes, quick
+from paralab.interpret.files import Files
+from paralab.interpret.lanes import Lane
 from paralab.report import scratch
 from paralab.theory.offload import file_bytes, link_bytes, tier_bytes
+from patience import HANG_S
+from processes import ROOT, until
 from stated import cluster as slow_cluster
 
 ALL = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "activations": "nvme"}
@@ -146,8 +159,6 @@ def test_a_folder_that_does_not_exist_or_has_no_room_is_refused(tmp_path, monkey
 
 
 def test_an_unwritable_folder_is_refused(monkeypatch, tmp_path):
-    import tempfile
-
     def denied(*args, **more):
         raise PermissionError(13, "Permission denied")
 
@@ -157,10 +168,6 @@ def test_an_unwritable_folder_is_refused(monkeypatch, tmp_path):
 
 
 def test_a_write_to_a_full_disk_says_how_much_room_there_is(tmp_path):
-    import torch
-
-    from paralab.interpret.files import Files
-
     files = Files(tmp_path / "tier")
     files.create("states-1", 8)
     (tmp_path / "tier" / "states-1").unlink()
@@ -176,8 +183,6 @@ def test_a_write_to_a_full_disk_says_how_much_room_there_is(tmp_path):
 def test_files_give_back_what_they_were_given_past_the_page_cache_or_not(
     tmp_path, monkeypatch, size, askew
 ):
-    from paralab.interpret import files
-
     monkeypatch.setattr(files.fcntl, "fcntl", spy := Spy(files.fcntl.fcntl, []))
     tier = files.Files(tmp_path / "tier")
     tier.create("states", size)
@@ -209,8 +214,6 @@ class Spy:
 
 
 def test_a_file_system_that_has_no_way_past_its_cache_is_used_as_it_is(tmp_path, monkeypatch):
-    from paralab.interpret import files
-
     monkeypatch.setattr(files, "_DIRECT", os.O_DIRECTORY)  # refused for a plain file
     tier = files.Files(tmp_path / "tier")
     tier.create("states", 8192)
@@ -221,62 +224,47 @@ def test_a_file_system_that_has_no_way_past_its_cache_is_used_as_it_is(tmp_path,
     assert [path.name for path in (tmp_path / "tier").iterdir()] == ["states"]
 
 
+VICTIM = """
+import paralab as pl
+if __name__ == "__main__":
+    pl.run(pl.ModelSpec.from_dict({model}), pl.Plan.from_dict({plan}), steps=10**6)
+"""
+
+
 @pytest.mark.parametrize("killed", ["rank", "caller"])
 def test_files_go_after_a_crash(tmp_path, killed):
     """A rank that is killed is cleaned up after by its caller, a caller by the next run."""
-    import signal
-    import subprocess
-    import sys
-
-    code = (
-        "import paralab as pl, sys\n"
-        "from test_offload import SMALL, on\n"
-        "if __name__ == '__main__':\n"
-        f"    pl.run(SMALL, on({str(tmp_path)!r}, bandwidth={{'disk': '10MB'}}), steps=10**6)\n"
-    )
-    script = tmp_path.parent / f"{tmp_path.name}-{killed}.py"
-    script.write_text(code)
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    child = subprocess.Popen([sys.executable, script], env=env, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 60
-        while not (found := list(tmp_path.glob("paralab-offload-*/rank-0/states-*"))):
-            assert time.monotonic() < deadline and child.poll() is None
-            time.sleep(0.05)
-        time.sleep(0.3)
-        if killed == "caller":
-            child.kill()
-            child.wait()
-            child.stderr.close()
-            deadline = time.monotonic() + 60
-            while tmp_path.glob("paralab-offload-*") and time.monotonic() < deadline:
-                if not list(tmp_path.glob("paralab-offload-*")):
-                    break
-                pl.run(SMALL, on(tmp_path), steps=1, progress=False)
-        else:
-            os.kill(_rank_that_has_open(found[0].parent), signal.SIGKILL)
-            _, said = child.communicate(timeout=60)
-            assert "RankError" in said
-    finally:
-        child.kill()
-    assert not list(tmp_path.glob("*")) and not list(tmp_path.glob(".paralab*"))
+    plan = on(tmp_path, bandwidth={"disk": "10MB"})
+    code = VICTIM.format(model=SMALL.to_dict(), plan=plan.to_dict())
+    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as caller:
+        try:
+            [rank] = until(lambda: writing_into(tmp_path))
+            if killed == "caller":
+                caller.kill()
+            else:
+                rank.kill()
+                assert "RankError" in caller.communicate(timeout=HANG_S)[1]
+        finally:
+            caller.kill()
+    if killed == "caller":
+        run = functools.partial(pl.run, SMALL, on(tmp_path), steps=1, progress=False)
+        assert until(lambda: not (list(tmp_path.iterdir()) and run()))
+    assert not list(tmp_path.iterdir())
 
 
-def _rank_that_has_open(folder):
-    """Of the processes that belong to a rank, the one that writes into ``folder``."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        for process in os.listdir("/proc"):
-            if not process.isdigit():
-                continue
-            try:
-                fds = [os.readlink(f"/proc/{process}/fd/{fd}")
-                       for fd in os.listdir(f"/proc/{process}/fd")]  # fmt: skip
-            except OSError:
-                continue
-            if any(fd.startswith(str(folder)) for fd in fds):
-                return int(process)
-    raise AssertionError("no process has a file open there")
+def writing_into(folder: Path) -> list[psutil.Process]:
+    """The processes that have a file of states open there."""
+
+    def writes(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return any(
+                file.path.startswith(str(folder)) and "states-" in file.path
+                for file in process.open_files()
+            )
+        return False
+
+    return list(filter(writes, psutil.process_iter()))
 
 
 def test_a_run_that_lives_keeps_its_files_when_another_begins(tmp_path, run):
@@ -313,8 +301,6 @@ def test_a_folder_of_another_user_is_left_alone(tmp_path, monkeypatch):
 
 # ---- lanes ------------------------------------------------------------------------------------
 def test_jobs_keep_their_order_and_come_after_what_they_need(recorder):
-    from paralab.interpret.lanes import Lane
-
     lanes, done, draw = [Lane(name, recorder) for name in ("h2d", "d2h", "disk")], [], None
     draw = np.random.default_rng(0)
     jobs = []
@@ -336,8 +322,6 @@ def test_jobs_keep_their_order_and_come_after_what_they_need(recorder):
 
 
 def test_an_error_reaches_what_waits_and_what_comes_after_does_not_run(recorder):
-    from paralab.interpret.lanes import Lane
-
     lane, other, ran = Lane("disk", recorder), Lane("h2d", recorder), []
 
     def fail():
@@ -355,19 +339,12 @@ def test_an_error_reaches_what_waits_and_what_comes_after_does_not_run(recorder)
 
 @pytest.fixture
 def recorder():
-    from paralab.instruments.recorder import Recorder
-
     made = Recorder(rank=0, world_size=1)
     made.begin_step(0)
     return made
 
 
 def test_threads_of_lanes_are_not_seen_by_the_ledger(recorder):
-    import torch
-
-    from paralab.instruments.ledger import Ledger
-    from paralab.interpret.lanes import Lane
-
     lane, seen = Lane("host", recorder), []
     with Ledger(recorder, device="cpu", limit=10_000):
         lane.submit(lambda: seen.append(torch.ones(10**6).sum())).wait()
@@ -375,8 +352,6 @@ def test_threads_of_lanes_are_not_seen_by_the_ledger(recorder):
 
 
 def test_waiting_for_the_last_of_a_chain_is_waiting_for_all_of_it(recorder):
-    from paralab.interpret.lanes import Lane
-
     lanes, done = [Lane(name, recorder) for name in ("disk", "host", "d2h")], []
     jobs = []
     for number in range(60):
@@ -399,12 +374,6 @@ def test_waiting_for_the_last_of_a_chain_is_waiting_for_all_of_it(recorder):
 
 
 def test_a_job_frees_what_it_worked_on_before_it_says_that_it_is_done(recorder):
-    import weakref
-
-    import torch
-
-    from paralab.interpret.lanes import Lane
-
     lane, alive = Lane("d2h", recorder), []
     into = torch.empty(1000)
     for _ in range(50):
@@ -418,8 +387,6 @@ def test_a_job_frees_what_it_worked_on_before_it_says_that_it_is_done(recorder):
 
 
 def test_a_limited_link_takes_the_time_that_its_bytes_would(recorder, monkeypatch):
-    from paralab.interpret import lanes
-
     slept = []
     monkeypatch.setattr(lanes.time, "sleep", slept.append)
     lane = lanes.Lane("disk", recorder, bandwidth=1e3)

@@ -3,8 +3,6 @@
 The full one is of the list that was never folded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from itertools import product

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import HANG_S
-from processes import printed, python
+from processes import printed, python, ran
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "paralab"
@@ -43,11 +42,9 @@ def test_a_program_may_start_where_the_clone_lies(tmp_path):
     """Python takes a folder for the package of its name, where nothing else on its path is."""
     (tmp_path / "paralab").mkdir()  # as `git clone` makes one
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(
-        [sys.executable, "-c", "import paralab; print(paralab.ModelSpec)"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
-    assert "ModelSpec" in ran.stdout, ran.stderr
+    code = "import paralab; print(paralab.ModelSpec)"
+    done = ran(sys.executable, "-c", code, cwd=tmp_path, env=env)
+    assert "ModelSpec" in done.stdout, done.stderr
 
 
 @pytest.mark.skipif(not find_spec("rfc3987_syntax"), reason="JupyterLab has not brought it along")
@@ -124,9 +121,9 @@ def test_predicting_drawing_exploring_and_checking_need_no_torch_at_all(tmp_path
         if any(name == free or name.startswith(f"{free}.") for free in TORCH_FREE):
             names.append(f"paralab.{name}")
     assert {"paralab.spec", "paralab.report.report", "paralab.cli"} <= set(names)
-    ran = python("-c", NO_TORCH, *names, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines()[-1] == "torch was not missed"
+    done = python("-c", NO_TORCH, *names, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "torch was not missed"
 
 
 def test_the_wheel_holds_every_file_of_the_package(tmp_path):
@@ -137,10 +134,8 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
         shutil.copy(ROOT / name, clone)
     out.mkdir()
     code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(out)!r}))"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=HANG_S
-    )
-    assert ran.returncode == 0, ran.stderr
+    done = ran(sys.executable, "-c", code, cwd=clone)
+    assert done.returncode == 0, done.stderr
     [wheel] = out.glob("paralab-*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("paralab/")}
     ours = {str(path.relative_to(clone)) for path in clone.glob("paralab/**/*") if path.is_file()}
@@ -165,22 +160,16 @@ DOCUMENTED = (
 
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TEST_ARGS")
-    }
+    inherited = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TEST_ARGS")
+    env = {k: v for k, v in os.environ.items() if k not in inherited}
     words = [f"{name}={value}" for name, value in variables.items()]
-    return subprocess.run(
-        ["make", *arguments, *words],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
+    return ran("make", *arguments, *words, cwd=ROOT, env=env)
 
 
 @pytest.mark.parametrize("target", DOCUMENTED)
 def test_every_documented_target_is_there_and_explained(target):
-    ran = make("--dry-run", target)
-    assert ran.returncode == 0 and "Nothing to be done" not in ran.stdout
+    done = make("--dry-run", target)
+    assert done.returncode == 0 and "Nothing to be done" not in done.stdout
     assert re.search(rf"^ +make {target} ", make("help").stdout, re.MULTILINE)
 
 
@@ -220,12 +209,12 @@ def test_set_up_says_what_is_missing(tmp_path, bin_folder):
     assert none.returncode != 0 and "there is no 'python-of-nowhere'" in none.stderr
     real = f'*) exec {sys.executable} "$@";; esac'
     old = f'case "$*" in *version_info*) exit 1;; -V) echo Python 3.9.2;; {real}'
-    ran = make("demo", PYTHON=bin_folder(old), VENV=venv)
-    assert ran.returncode != 0 and "is Python 3.9.2" in ran.stderr
+    aged = make("demo", PYTHON=bin_folder(old), VENV=venv)
+    assert aged.returncode != 0 and "is Python 3.9.2" in aged.stderr
     bare = f'case "$*" in *ensurepip*) exit 1;; {real}'
-    ran = make("demo", PYTHON=bin_folder(bare), VENV=venv)
+    done = make("demo", PYTHON=bin_folder(bare), VENV=venv)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert ran.returncode != 0 and f"sudo apt install python{version}-venv" in ran.stderr
+    assert done.returncode != 0 and f"sudo apt install python{version}-venv" in done.stderr
     assert not Path(venv).exists()
 
 

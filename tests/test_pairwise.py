@@ -1,7 +1,5 @@
 """The list of composed plans is what it says: legal, short, and every pair that can be is in it."""
 
-from __future__ import annotations
-
 import random
 
 import pairwise

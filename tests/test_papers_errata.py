@@ -1,7 +1,5 @@
 """The list of errata, and what presets of clusters say next to datasheets."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

@@ -1,12 +1,10 @@
 """A reader's own rows in the papers' tables; and that the tables are reached from ``pl``."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 
 import paralab as pl
-from paralab.theory import papers
+from paralab.theory import needs, papers
 from paralab.theory.papers import korthikanti, ptdp
 from processes import printed
 
@@ -49,8 +47,6 @@ def test_the_papers_own_rows_given_as_rows_are_the_table(table):
 
 
 def test_a_readers_row_is_computed_with_its_own_figures():
-    from paralab.theory import needs
-
     row = papers.ptdp_table1(rows=RUN | {"params": 39.1, "peak": 1e15}).iloc[0]
     flops = needs.step_flops(MODEL, PLAN.global_batch)  # this plan recomputes nothing
     assert row["FLOPs per step"] == flops

@@ -1,14 +1,11 @@
 """The pipeline simulator: the papers' tables and formulas, and timelines worked out by hand."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np
 import pytest
 
 from paralab import view
-from paralab.interpret.walk import CALL, WAIT, WORK, Item, moments
 from paralab.parallel.schedules import (
     SCHEDULES,
     gpipe,
@@ -185,39 +182,6 @@ def test_the_bubble_is_that_of_the_report():
         assert len(report.spans) == len(got.start)
         drawn = repr(view.simulated_timeline(got, "mine"))
         assert f"mine: {len(got.start)} actions" in drawn  # its gaps are none
-
-
-# The two walk differently: a schedule spelt out as engine items says the same.
-@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), interleaved(2, 4, 2), zb_h2(3, 5)])
-def test_simulate_is_the_event_engine(schedule):
-    seconds = {"F": 1.0, "I": 1.25, "W": 0.5, "B": 1.75}
-    p, stages = len(schedule), 1 + max(a.stage for row in schedule for a in row)
-
-    def message(kind, stage, microbatch):
-        """What leaves ``stage``, on a lane of its own; None if it stays on its rank."""
-        to = stage + (1 if kind == "F" else -1)
-        if kind == "W" or not (0 <= to < stages and 0 <= stage < stages) or to % p == stage % p:
-            return None
-        key = ("F" if kind == "F" else "B", stage, microbatch)
-        return Item(CALL, 0.125, key, (key, (stage % p, to % p)), 2)
-
-    programs, places = [], []
-    for row in schedule:
-        source = {a: a.stage + (-1 if a.kind == "F" else 1) for a in row}
-        comes = {a: message(a.kind, source[a], a.microbatch) for a in row}
-        items = [c for c in comes.values() if c is not None]  # all posted at the start
-        places.append([])
-        for a in row:
-            if comes[a] is not None:
-                items.append(Item(WAIT, name=comes[a].name))
-            places[-1].append(len(items))
-            items.append(Item(WORK, seconds[a.kind]))
-            goes = message(a.kind, a.stage, a.microbatch)
-            items += [goes] if goes is not None else []
-        programs.append(items)
-    times = moments(programs)
-    got = simulate(schedule, forward=1.0, backward=1.25, weight_grad=0.5, comm=0.125)
-    assert got.start.tolist() == [times[r][i][0] for r in range(p) for i in places[r]]
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import oracles
 import paralab as pl
 from equality import assert_equal_state, worst
 from paralab.experiment import Settings
 from paralab.interpret.memory import memory
+from paralab.interpret.state import Optimizer
+from paralab.interpret.train import Trainer, train
 from paralab.launch import launch_program
 from paralab.programs.checks import check
 from paralab.programs.compile import compiled
@@ -302,8 +305,6 @@ DELAYED = [
 
 def one_late(spec, samples, steps, lr, data):
     """w(t+1) = w(t) - lr * gradient at w(t-1), with w(-1) = w(0)."""
-    import torch
-
     gpt, losses = pl.reference.GPT(spec), []
     newest = {name: p.detach().clone() for name, p in gpt.named_parameters()}
     for step in range(steps):
@@ -328,8 +329,6 @@ def one_late(spec, samples, steps, lr, data):
 
 def slow_updates(context, jobs):
     """`in_turn`, on a host whose processor is slow: what does not wait for it comes too early."""
-    from paralab.interpret.state import Optimizer
-
     step = Optimizer.step
 
     def slow(self, *args, **more):
@@ -379,8 +378,6 @@ def test_no_rank_waits_in_a_step_for_an_update_that_runs_next_to_the_following_s
 
 def settled_between(context, jobs):
     """Trainings of which the state is looked at after every step, or not."""
-    from paralab.interpret.train import Trainer
-
     found = []
     for plan, settings, looks in jobs:
         trainer, losses = Trainer(context, MODEL, plan, **settings), []
@@ -456,8 +453,6 @@ def test_an_error_of_a_lane_reaches_the_rank_where_it_waits(text, tmp_path, spoi
     settings = {**vars(checked), "offload_folder": str(tmp_path)}
 
     def spoiled(context):
-        from paralab.interpret.train import train
-
         def progress(done, total):
             if done == 1:
                 spoil(tmp_path / "rank-0")

@@ -75,16 +75,6 @@ def test_a_call_whose_end_nobody_signalled_ends_with_its_wait():
     assert recorder.tables()["spans"]["end"] == late["start"]
 
 
-def test_steps_are_written_once_each():
-    recorder = Recorder(rank=3, world_size=4)
-    for step in range(2):
-        recorder.begin_step(step)
-        recorder.end_step()
-    steps = recorder.tables()["steps"]
-    assert steps["step"] == [0, 1] and steps["rank"] == [3, 3]
-    assert all(a <= b for a, b in zip(steps["start"], steps["end"], strict=True))
-
-
 def test_work_of_other_threads_is_written_down_beside_the_step_and_own_work_is_not():
     recorder = Recorder(rank=0, world_size=1)
     recorder.begin_step(0)

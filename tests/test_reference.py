@@ -9,13 +9,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import paralab as pl
 from equality import worst
+from paralab.batches import load_batches
+from paralab.data import Corpus
 from paralab.experiment import DEFAULT_LR
 from paralab.model import draws, reference
 from paralab.programs.skeleton import stage_parts
+from refusals import refuses
 
 SPEC = pl.ModelSpec(layers=2, hidden=32, heads=4, seq_len=16)
 DROPPED = SPEC.replace(dropout=0.4)
@@ -110,8 +115,6 @@ def test_a_mask_follows_from_step_and_microbatch_and_calls_go_through_them(atten
 
 
 def test_a_block_computed_again_in_backward_drops_the_same():
-    from torch.utils.checkpoint import checkpoint
-
     found = []
     for again in (False, True):
         gpt, given = pl.reference.GPT(DROPPED), batch()
@@ -180,9 +183,6 @@ def test_one_rank_gets_what_several_get_together(text):
 
 def test_batches_are_those_that_a_run_feeds_its_ranks(text):
     """As the rank program loads them."""
-    from paralab.batches import load_batches
-    from paralab.data import Corpus
-
     plan = pl.Plan(dp=3, microbatches=2, microbatch_size=4)
     for rank in range(3):
         fed = load_batches(Corpus(str(text)), SPEC, plan, step=2, rank=rank, seed=1)
@@ -223,16 +223,11 @@ def test_the_defaults_are_those_of_a_run(run, optimizer):
 
 
 def test_what_no_batch_or_optimizer_can_be_is_refused():
-    with pytest.raises(ValueError, match=r"vocab=100.*256 or more"):
-        pl.reference.batches(SPEC.replace(vocab=100), step=0)
-    with pytest.raises(ValueError, match=r"rank=2.*0 to 1"):
-        pl.reference.batches(SPEC, step=0, rank=2, ranks=2)
-    with pytest.raises(ValueError, match="optimizer='adam'"):
-        pl.reference.optimizer([], "adam")
-    with pytest.raises(ValueError, match="precision='fp8'"):
-        pl.reference.train(SPEC, precision="fp8")
-    with pytest.raises(ValueError, match="data='nowhere': does not exist"):
-        pl.reference.train(SPEC, data="nowhere")
+    refuses(r"vocab=100.*256 or more", pl.reference.batches, SPEC.replace(vocab=100), step=0)
+    refuses(r"rank=2.*0 to 1", pl.reference.batches, SPEC, step=0, rank=2, ranks=2)
+    refuses("optimizer='adam'", pl.reference.optimizer, [], "adam")
+    refuses("precision='fp8'", pl.reference.train, SPEC, precision="fp8")
+    refuses("data='nowhere': does not exist", pl.reference.train, SPEC, data="nowhere")
     for clip_norm, why in ((0, "out of range"), ([1, 2], "2 numbers for 3 steps")):
         with pytest.raises(ValueError, match=re.escape(f"clip_norm={clip_norm}: {why}")):
             pl.reference.train(SPEC, steps=3, clip_norm=clip_norm)
@@ -242,8 +237,6 @@ def test_a_loop_of_ones_own_on_ranks_is_the_training_of_one_process(text):
     """Data parallelism by hand, as a student writes it."""
 
     def by_hand(spec, data):
-        import torch.distributed as dist
-
         rank, ranks = dist.get_rank(), dist.get_world_size()
         gpt = pl.reference.GPT(spec)
         update = pl.reference.optimizer(gpt.parameters(), "sgd", lr=0.5)
@@ -337,9 +330,7 @@ def test_stages_one_after_the_other_are_the_model_cut_as_a_plan_cuts_it():
         assert found.keys() == dict(whole.named_parameters()).keys()
         assert all(torch.equal(found[name], p) for name, p in whole.named_parameters())
     for change, words in (({"tied": True}, "tied=False"), ({"dropout": 0.1}, "dropout=0.0")):
-        with pytest.raises(ValueError, match=words):
-            reference.Stage(spec.replace(**change), 0, 2)
+        refuses(words, reference.Stage, spec.replace(**change), 0, 2)
     refused = {(2, 2): "index=2.*0 to 1", (0, 5): "count=5.*1 to 4", (0, 0): "count=0.*1 to 4"}
     for (index, count), words in refused.items():
-        with pytest.raises(ValueError, match=words):
-            reference.Stage(spec, index, count)
+        refuses(words, reference.Stage, spec, index, count)

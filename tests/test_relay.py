@@ -4,8 +4,6 @@ What it trains: test_programs_equal.py; its copies, row by row: test_programs_of
 test_interpret_traffic.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl

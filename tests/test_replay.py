@@ -1,7 +1,5 @@
 """Replay: a run's own costs on devices of their own, the same from a file as from memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -9,7 +7,9 @@ import pandas as pd
 import pytest
 
 import paralab as pl
+import synthetic
 from paralab.interpret.predict import predict
+from paralab.report.report import Report
 from paralab.theory.replay import replay
 from stated import FORMS, MODEL, as_measured, cluster
 
@@ -89,19 +89,13 @@ def test_handshakes_before_the_first_step_are_no_part_of_it(measured):
     assert replayed.steps["start"].min() == 0.0
 
 
-def test_costs_are_medians_so_one_slow_step_changes_nothing():
-    report = predict(MODEL, plan(), CLUSTER, steps=6)
+@pytest.mark.parametrize(("steps", "slow"), [(6, 3), (2, 0)], ids=["one of six", "the warm-up"])
+def test_costs_are_medians_without_the_warm_up_so_one_slow_step_changes_nothing(steps, slow):
+    report = predict(MODEL, plan(), CLUSTER, steps=steps)
     spans = report.spans
-    slow = spans.assign(cost=spans["cost"].where(spans["step"] != 3, spans["cost"] * 50))
-    slowed = dataclasses.replace(report, spans=slow)
+    cost = spans["cost"].where(spans["step"] != slow, spans["cost"] * 50)
+    slowed = dataclasses.replace(report, spans=spans.assign(cost=cost))
     assert same(replay(slowed, CLUSTER), replay(report, CLUSTER))
-
-
-def test_the_warm_up_step_does_not_count():
-    report = predict(MODEL, plan(), CLUSTER, steps=2)
-    spans = report.spans
-    cold = spans.assign(cost=spans["cost"].where(spans["step"] != 0, spans["cost"] * 50))
-    assert same(replay(dataclasses.replace(report, spans=cold), CLUSTER), replay(report, CLUSTER))
 
 
 def test_a_run_of_one_step_replays_from_that_step():
@@ -145,23 +139,9 @@ def exchange(rank, peer, op, *, id_, start):
 
 
 def pipeline_report(spans, calls):
-    from paralab.report.report import Report
-    from paralab.report.tables import COLUMNS
-
-    return Report(
-        clock="measured",
-        model=MODEL,
-        plan=plan(dp=2),
-        spans=pd.DataFrame(spans, columns=list(COLUMNS["spans"])),
-        collectives=pd.DataFrame(calls, columns=list(COLUMNS["collectives"])),
-        steps={
-            "rank": [0, 1],
-            "step": [0, 0],
-            "start": [0.0, 0.0],
-            "end": [3.0, 3.0],
-            "beside": [0.0, 0.0],
-        },
-    )
+    steps = [(rank, 0, 0.0, 3.0, 0.0) for rank in (0, 1)]
+    made = synthetic.tables(spans=spans, collectives=calls, steps=steps)
+    return Report(clock="measured", model=MODEL, plan=plan(dp=2), **made)
 
 
 def test_sends_and_receives_meet_pair_by_pair_in_order():

@@ -1,7 +1,5 @@
 """Schedules: the papers' orders, torch's orders, and what cannot be scheduled."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

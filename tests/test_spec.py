@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import paralab as pl
 from paralab.experiment import run_under_torchrun
-from paralab.spec import MODEL_PRESETS
+from paralab.spec import MODEL_PRESETS, cluster
 from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.tensor import linear_elements
 from paralab.theory.traffic import wire_bytes
@@ -157,8 +158,6 @@ def test_links_measured_per_operation_go_before_the_general_one():
 
 
 def test_num_params_is_the_sum_of_the_shapes():
-    import math
-
     for tied in (True, False):
         spec = pl.ModelSpec(**GOOD_MODEL, tied=tied)
         assert spec.num_params == sum(math.prod(s) for s in spec.parameter_shapes().values())
@@ -329,8 +328,6 @@ def test_more_steps_than_a_report_can_hold_are_refused(ask):
     "said, cores", [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), (None, 8)]
 )
 def test_a_container_s_cores_are_its_share_of_the_machine_s(monkeypatch, tmp_path, said, cores):
-    from paralab.spec import cluster
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(cluster, "QUOTA", tmp_path / "cpu.max")
     if said is not None:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import paralab as pl
-from paralab.launch import _house, launch_program
+from paralab.launch import _house
 from patience import HANG_S
 from processes import below_the_server, until
 
@@ -40,9 +42,6 @@ class Background:
 
 def hang_in_a_collective(path: str) -> None:
     import select
-
-    import torch
-    import torch.distributed as dist
 
     if dist.get_rank() == 0:
         Path(path).touch()
@@ -100,18 +99,6 @@ def test_stop_while_torch_still_loads_does_not_wait_for_it():
     assert isinstance(call.result(), pl.Stopped)
     assert bool(_house._server.loading) == (_house._server.method == "fork")
     assert pl.launch(lambda: 1, ranks=1) == [1]  # the same server, ready by now
-
-
-def test_a_result_that_is_there_is_not_taken_back():
-    stop = threading.Event()
-
-    def report_progress(context) -> int:
-        context.progress(1, 1)
-        return context.rank
-
-    done = launch_program(report_progress, 2, stop=stop)
-    stop.set()
-    assert done == [0, 1]
 
 
 @pytest.mark.parametrize("stop", [True, "now", lambda: True])

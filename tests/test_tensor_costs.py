@@ -1,7 +1,5 @@
 """The published table of 1D, 2D, 2.5D and 3D, as typed, and in one unit as the formulas have it."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensor parallelism in theory: layouts, and the bytes of every layer, next to a run's."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

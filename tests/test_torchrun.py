@@ -16,8 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import paralab as pl
+from paralab.launch import torchrun_context
+from paralab.ranks.errors import RankError
 from patience import HANG_S
 from together import in_turn, reports
 
@@ -34,7 +38,6 @@ def free_port() -> int:
 
 def agent(environment: dict[str, str], at_node: list[list[str]]) -> None:
     """In a rank of ours, which has torch loaded: be torchrun, as if it was started from a shell."""
-    import torch.distributed as dist
     from torch.distributed import run
 
     node = dist.get_rank()
@@ -136,8 +139,6 @@ def as_torchrun_rank(port: int, rank: int, at: tuple[int, int, int] = (0, 0, 2),
     """In a rank of ours: forget its group and say what torchrun would. at: its machine, and which
     of how many ranks it is there.
     """
-    import torch.distributed as dist
-
     dist.destroy_process_group()
     node, local, of = at
     said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": of}
@@ -146,9 +147,6 @@ def as_torchrun_rank(port: int, rank: int, at: tuple[int, int, int] = (0, 0, 2),
 
 
 def meets(port: int, rank: int) -> str:
-    from paralab.launch import torchrun_context
-    from paralab.ranks.errors import RankError
-
     as_torchrun_rank(port, rank)
     try:
         torchrun_context(join_timeout=0.5)
@@ -174,11 +172,6 @@ def test_a_port_taken_taken_ends_in_one_line() -> None:
 
 def waits_for_rank_0(port: int) -> tuple:
     """What it knows of the job, and the notes of the error that its time is over with."""
-    import torch
-    import torch.distributed as dist
-
-    from paralab.launch import torchrun_context
-
     rank = dist.get_rank()
     as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
     context, total, notes = torchrun_context(timeout=4), torch.ones(1), []

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from foreign_programs import PROGRAMS, theory
 from paralab.instruments.witness import NATIVE
 from paralab.parallel.buckets import assign, units
 from paralab.theory.traffic import OPS, edges, wire_bytes
-from patience import HANG_S
+from processes import ran
 
 
 @given(op=st.sampled_from(OPS), payload=st.integers(0, 10**9), n=st.integers(1, 9), data=st.data())
@@ -81,8 +80,7 @@ def counted() -> dict[str, dict]:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     for private in (["unshare", "-rn"], []):
         with contextlib.suppress(FileNotFoundError):
-            done = subprocess.run([*private, *command], capture_output=True, text=True, env=env,
-                                  timeout=HANG_S)  # fmt: skip
+            done = ran(*private, *command, env=env)
             if done.returncode == 0 or not private:
                 break
     assert done.returncode == 0, done.stdout + done.stderr

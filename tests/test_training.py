@@ -1,7 +1,5 @@
 """Utilisation, days and energy: the formulas by hand. Papers' numbers are in test_papers_*.py."""
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl

@@ -1,7 +1,5 @@
 """What of a notebook travels to a rank by value, and what cannot."""
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import paralab as pl
+from paralab.interpret.train import Trainer
 from paralab.report.metrics import achieved, utilisation
 from paralab.theory.needs import step_flops
 
@@ -22,10 +24,6 @@ HOW = ("none", "selective", "full")
 
 def counted(group, asked: list[tuple[pl.ModelSpec, str]], samples: int) -> list[int]:
     """FLOPs that torch counts in a step of the program, for each (model, recompute)."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from paralab.interpret.train import Trainer
-
     found = []
     for spec, recompute in asked:
         plan = pl.Plan(microbatch_size=samples, recompute=recompute)

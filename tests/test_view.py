@@ -7,7 +7,6 @@ import gzip
 import json
 import re
 import shutil
-import subprocess
 from collections import Counter, defaultdict
 from html.parser import HTMLParser
 
@@ -19,6 +18,7 @@ from paralab.report.report import Report
 from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
+from processes import ran
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
              "#CC79A7"}  # fmt: skip
@@ -165,10 +165,8 @@ def test_the_title_of_the_timeline_is_read_off_the_spans():
             (1, 0, 1, "comm:dp", "comm", 0, 0, -1, 5.0, 10.0, 0.0, (0,)),
             (2, 0, 1, "compute", "wait", 0, 0, -1, 6.0, 9.0, 0.0, (1,)),
             (3, 0, 1, "compute", "optimizer", 0, 0, -1, 9.0, 10.0, 1.0, ())]  # fmt: skip
-    rows = {c: [row[i] for row in work] for i, c in enumerate(tables.COLUMNS["spans"])}
-    steps = {"rank": [0], "step": [1], "start": [0.0], "end": [10.0], "beside": [0.0]}
     report = Report(clock="replayed", model=synthetic.MODEL, plan=Plan(dp=2, grad_sync="naive"),
-                    spans=rows, steps=steps)  # fmt: skip
+                    **synthetic.tables(spans=work, steps=[(0, 1, 0.0, 10.0, 0.0)]))  # fmt: skip
     assert report.timeline().finding == (
         "dp=2, naive: 40 % of communication is hidden, ranks wait 30 % of the step"
     )
@@ -356,13 +354,11 @@ def test_a_browser_draws_the_page_without_a_complaint(tmp_path):
     flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
              "--disable-background-networking --disable-component-update --disable-dev-shm-usage "
              "--enable-logging=stderr --virtual-time-budget=4000 --dump-dom")  # fmt: skip
-    run = subprocess.run(
-        ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()],
-        capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
-    assert len(re.findall(r'class="[^"]*js-plotly-plot', run.stdout)) == 3
-    assert run.stdout.count('class="gtitle"') >= 3
-    assert "CONSOLE" not in run.stderr
+    own = f"--user-data-dir={tmp_path / 'profile'}"
+    done = ran("chromium", *flags.split(), own, path.as_uri())
+    assert len(re.findall(r'class="[^"]*js-plotly-plot', done.stdout)) == 3
+    assert done.stdout.count('class="gtitle"') >= 3
+    assert "CONSOLE" not in done.stderr
 
 
 # ---- Perfetto -----------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Plans in the order they came in, beside the order that was predicted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pandas as pd
 import pytest
 
 import paralab as pl
@@ -14,6 +15,7 @@ from paralab.view import theme
 from paralab.view.memory_curves import curves, thinned
 from paralab.view.memory_panels import MAX_POINTS
 from paralab.view.page import page
+from refusals import refuses
 
 CLUSTER = pl.Cluster(
     flops=5e10, memory_bandwidth=2e10, op_overhead=1e-5, intra=pl.Link(alpha=1e-4, bandwidth=1e9)
@@ -152,8 +154,6 @@ def test_ranks_share_one_scale_and_one_time_axis(two):
 def test_a_step_and_a_rank_can_be_chosen_and_the_fullest_step_is_the_default():
     rows = sampled(2, steps=3).memory
     later = rows.assign(step=2, time=rows["time"] + 1.0, bytes=rows["bytes"] * 2)
-    import pandas as pd
-
     report = dataclasses.replace(sampled(2, steps=3), memory=pd.concat([rows, later]))
     assert "step 2" in report.memory_chart().below
     equal = dataclasses.replace(report, memory=pd.concat([rows, later.assign(bytes=rows["bytes"])]))
@@ -231,12 +231,9 @@ def test_what_a_replay_moves_in_time_it_does_not_change_in_bytes(two):
 
 
 def test_a_report_without_samples_says_what_would_do():
-    with pytest.raises(ValueError, match="no memory was sampled.*legal: what pl.run"):
-        synthetic.report(2).memory_chart()
-    with pytest.raises(ValueError, match="rank=5.*legal: 0, 1"):
-        sampled().memory_chart(rank=5)
-    with pytest.raises(ValueError, match="step=3.*legal: 0"):
-        sampled().memory_chart(step=3)
+    refuses("no memory was sampled.*legal: what pl.run", synthetic.report(2).memory_chart)
+    refuses("rank=5.*legal: 0, 1", sampled().memory_chart, rank=5)
+    refuses("step=3.*legal: 0", sampled().memory_chart, step=3)
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -292,12 +289,9 @@ def test_bars_are_each_runs_peak_of_its_fullest_rank():
 
 def test_runs_that_cannot_be_drawn_are_named(two):
     for draw in (view.memory_charts, view.memory_bars):
-        with pytest.raises(ValueError, match="nothing to draw.*legal: {label: report}"):
-            draw({})
-        with pytest.raises(ValueError, match="empty: .*no memory was sampled"):
-            draw({"full": two, "empty": synthetic.report(2)})
-        with pytest.raises(ValueError, match=r"runs\['a'\]=3: not a report"):
-            draw({"a": 3})
+        refuses("nothing to draw.*legal: {label: report}", draw, {})
+        refuses("empty: .*no memory was sampled", draw, {"full": two, "empty": synthetic.report(2)})
+        refuses(r"runs\['a'\]=3: not a report", draw, {"a": 3})
 
 
 def test_the_page_has_the_memory_where_there_is_some(two):

@@ -9,6 +9,7 @@ import pytest
 
 import paralab as pl
 from paralab.view import mesh, rank_mesh, theme
+from refusals import refuses
 
 LINK = pl.Link(alpha=1e-5, bandwidth=1e10)
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=8, seq_len=16)
@@ -151,14 +152,10 @@ def test_one_rank_is_a_mesh_too_and_wrong_ones_are_refused():
     chart = mesh(pl.Plan())
     assert list(cells(chart)) == [0]
     assert chart.finding == "One rank, which shares a group with no other"
-    with pytest.raises(ValueError, match="rank=4: out of range; legal: a whole number from 0 to 3"):
-        mesh(pl.Plan(dp=4), rank=4)
-    with pytest.raises(ValueError, match=r"it has 8 devices, the plan needs 16.*more nodes"):
-        mesh(pl.Plan(dp=16), cluster(1))
-    with pytest.raises(ValueError, match="plan=4: not a plan"):
-        mesh(4)
-    with pytest.raises(ValueError, match="cluster=8: not a cluster"):
-        mesh(pl.Plan(), 8)
+    refuses("rank=4: out of range; legal: a whole number from 0 to 3", mesh, pl.Plan(dp=4), rank=4)
+    refuses(r"it has 8 devices, the plan needs 16.*more nodes", mesh, pl.Plan(dp=16), cluster(1))
+    refuses("plan=4: not a plan", mesh, 4)
+    refuses("cluster=8: not a cluster", mesh, pl.Plan(), 8)
 
 
 def test_a_row_names_the_stages_of_its_rank():

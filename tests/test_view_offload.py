@@ -8,6 +8,7 @@ import json
 import pytest
 
 import paralab as pl
+import synthetic
 from paralab.report import metrics, tables
 from paralab.report.report import Report
 from paralab.spec import ModelSpec, Plan
@@ -64,11 +65,9 @@ def made(dp=1, *, steps=3, copies=COPIES, held=HELD, factor=1.0, sent=800, **set
                 rows["memory"] += [(rank, step, (now + time) * factor, tier, category,
                                     int(part * size) + rank) for tier, category, size in held
                                    if step == 0]  # fmt: skip
-    found = {name: {c: [row[i] for row in rows[name]] for i, c in enumerate(columns)}
-             for name, columns in tables.COLUMNS.items()}  # fmt: skip
     meta = {"run_id": "made", "nodes": [0] * plan.world_size}
     return Report(clock="measured", model=MODEL, plan=plan, meta=meta, losses=[5.0, 4.0, 3.5],
-                  **found)  # fmt: skip
+                  **synthetic.tables(**rows))  # fmt: skip
 
 
 @pytest.fixture(scope="module")

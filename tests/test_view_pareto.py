@@ -1,7 +1,5 @@
 """The picture of a search: every plan's time and memory, the front, the best."""
 
-from __future__ import annotations
-
 import pytest
 
 import paralab as pl

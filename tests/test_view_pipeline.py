@@ -1,7 +1,5 @@
 """Promises of a pipeline's pictures: every action drawn, every bubble seen as one, one scale."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import Counter
@@ -16,6 +14,7 @@ from paralab.theory.pipeline import simulate
 from paralab.theory.schedule_check import peak_live
 from paralab.view import theme, timeline_rows
 from paralab.view.page import page
+from refusals import refuses
 from stated import MODEL as SMALL
 from stated import SCHEDULES, cluster, plan_of
 
@@ -100,11 +99,6 @@ def test_what_is_idle_before_and_after_a_ranks_work_is_hatched_too():
     assert hatched.marker.pattern.shape == "/"
 
 
-def test_a_rank_in_place_of_a_list_is_refused():
-    with pytest.raises(ValueError, match="ranks=0: not a list of ranks"):
-        predicted("gpipe").timeline(ranks=0)
-
-
 def test_the_margin_has_every_ranks_idle_share():
     simulation = simulate(schedules.one_f_one_b(4, 8), forward=1.0, backward=2.0)
     said = [a.text for a in view.simulated_timeline(simulation).layout.annotations]
@@ -183,8 +177,7 @@ def test_there_is_room_for_an_ideal_up_to_sixteen_ranks_and_by_choice():
     assert set(table[table["report"] == "predicted"]["rank"]) == {2, 3}
     with pytest.raises(ValueError, match="ideal=True: one stage has no schedule"):
         pl.predict(MODEL, pl.Plan(), cluster()).timeline(ideal=True)
-    with pytest.raises(ValueError, match="ideal='yes'"):
-        predicted().timeline(ideal="yes")
+    refuses("ideal='yes'", predicted().timeline, ideal="yes")
 
 
 def test_a_pipelines_charts_say_what_they_are_without_a_time_and_survive_as_json():
@@ -244,11 +237,7 @@ def test_halves_of_a_backward_are_named_where_a_schedule_has_them():
 
 
 def test_live_activations_refuse_what_has_none():
-    with pytest.raises(ValueError, match="sources"):
-        view.live_activations()
-    with pytest.raises(ValueError, match="different length"):
-        view.live_activations(schedules.gpipe(2, 2), schedules.gpipe(3, 3))
-    with pytest.raises(ValueError, match="labels"):
-        view.live_activations(schedules.gpipe(2, 2), labels=["a", "b"])
-    with pytest.raises(ValueError, match="step"):
-        view.live_activations(predicted(), step=7)
+    refuses("sources", view.live_activations)
+    refuses("different length", view.live_activations, schedules.gpipe(2, 2), schedules.gpipe(3, 3))
+    refuses("labels", view.live_activations, schedules.gpipe(2, 2), labels=["a", "b"])
+    refuses("step", view.live_activations, predicted(), step=7)

@@ -1,7 +1,5 @@
 """Figures of tensor parallelism: blocks as they are sharded, steps as a product goes, curves."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from fractions import Fraction
@@ -14,6 +12,7 @@ from paralab import view
 from paralab.parallel import layouts
 from paralab.theory import tensor
 from paralab.view import matrix_blocks, matrix_steps, tensor_curves, theme
+from refusals import refuses
 from test_tensor_theory import ALL, GRIDS
 
 GPT3 = pl.ModelSpec.preset("gpt3-175b")
@@ -112,12 +111,9 @@ def test_a_rank_has_one_colour_in_every_figure_by_day_and_by_night():
 
 def test_what_has_no_blocks_is_refused():
     for call in (view.blocks, view.multiplication):
-        with pytest.raises(ValueError, match=r"legal: a pl\.Plan\(tp=\.\.\.\)"):
-            call("2d")
-        with pytest.raises(ValueError, match="tp=1: nothing is cut.*legal: 2 to 64"):
-            call(pl.Plan())
-    with pytest.raises(ValueError, match="role='norm'.*legal: .*down"):
-        view.blocks(pl.Plan(tp=4), role="norm")
+        refuses(r"legal: a pl\.Plan\(tp=\.\.\.\)", call, "2d")
+        refuses("tp=1: nothing is cut.*legal: 2 to 64", call, pl.Plan())
+    refuses("role='norm'.*legal: .*down", view.blocks, pl.Plan(tp=4), role="norm")
 
 
 # ---- one product, step by step ------------------------------------------------------------------
@@ -201,10 +197,8 @@ def test_a_frame_shows_what_the_same_step_shows_alone(mode):
 
 
 def test_a_step_that_there_is_not_and_a_product_without_steps_are_refused():
-    with pytest.raises(ValueError, match="step=2.*0 to 1"):
-        view.multiplication(plan_of("2d, 4"), step=2)
-    with pytest.raises(ValueError, match=r"tp_mode='1d'.*view\.blocks"):
-        view.multiplication(pl.Plan(tp=4))
+    refuses("step=2.*0 to 1", view.multiplication, plan_of("2d, 4"), step=2)
+    refuses(r"tp_mode='1d'.*view\.blocks", view.multiplication, pl.Plan(tp=4))
 
 
 # ---- the crossover ------------------------------------------------------------------------------
@@ -252,7 +246,5 @@ def test_the_title_names_the_crossovers_and_the_picture_marks_them():
 
 
 def test_wrong_counts_of_ranks_and_models_are_refused():
-    with pytest.raises(ValueError, match="tp=1.*legal: .*at least 2"):
-        view.crossover(GPT3, 1)
-    with pytest.raises(ValueError, match=r"legal: a pl\.ModelSpec"):
-        view.crossover("gpt3", 64)
+    refuses("tp=1.*legal: .*at least 2", view.crossover, GPT3, 1)
+    refuses(r"legal: a pl\.ModelSpec", view.crossover, "gpt3", 64)

@@ -11,16 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import paralab as pl
 import virtual_cuda
+from paralab import transports
 from paralab.comm import everyone
 from paralab.instruments.allocator import PEAKS
-from paralab.interpret import quick
+from paralab.instruments.recorder import Recorder
+from paralab.interpret import host, lanes, quick
 from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
+from paralab.spec.tiers import Offload
 from paralab.trace import _program as traced
 from virtual_cuda import Node, solve
 from virtual_runs import COMPUTE, Found, Job, Lasts, on_virtual, share, virtual, virtuals
@@ -48,8 +52,6 @@ def moments_of(act: Callable[[Any, Any], int], *calls: float) -> list[float]:
 
 def test_virtual_waiting_for_one_call_does_not_wait_for_the_next():
     def two_gathers(machine, group):
-        import torch
-
         first, _ = (group.all_gather(torch.zeros(8), torch.zeros(4)) for _ in range(2))
         first.wait()
         return machine.node(machine.stream().chain)
@@ -75,8 +77,6 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
         return [(node.label, node.meets) for node in machine.nodes if node.meets], part
 
     def sends(group):
-        import torch
-
         lookout = group.recorder.lookout
         assert (lookout.rank, lookout.limit) == (group.index, group.context.limit)
         three = group.subgroup((0, 1, 2), axis="three")
@@ -181,10 +181,6 @@ def test_virtual_the_stage_before_does_not_wait_for_zeros_sums():
 # ---- memory --------------------------------------------------------------------------------------
 def test_virtual_allocators_figures_are_those_of_the_step_alone():
     def two_steps(context):
-        import torch
-
-        from paralab.instruments.recorder import Recorder
-
         virtual_cuda.install(context.rank)
         recorder = Recorder(rank=0, world_size=1, device=virtual_cuda.name_of(0))
         held = torch.zeros(10 * 2**18)  # 10 MiB
@@ -210,10 +206,6 @@ def test_virtual_allocators_have_a_row_for_every_step_and_the_programs_peak():
 
 
 def pins_what_the_report_says(machine):
-    import torch
-
-    from paralab.interpret import host
-
     close, empty, rounded = host.Host.close, torch.empty, []
 
     def noted(*shape, pin_memory=False, **how):
@@ -253,8 +245,6 @@ def test_virtual_products_are_of_the_plans_precision():
 
 # ---- mutants: each of them fails one of these tests ----------------------------------------------
 def waits_for_the_whole_stream(machine):
-    from paralab import transports
-
     def posted(self, call):
         found = plain(self, call)
         _, streams[found.works[0]] = self.ways.get((*call.ways, None)[0], (None, self.stream))
@@ -266,40 +256,28 @@ def waits_for_the_whole_stream(machine):
 
 
 def waits_for_nothing(machine):
-    from paralab import transports
-
     transports.Enqueued.wait = lambda call: None
 
 
 def lets_go_at_posting(machine):
-    from paralab import transports
-
     make = transports.Enqueued
     transports.Enqueued = lambda event, tensors: make(event, ())
 
 
 def refills_early(machine):
-    from paralab.interpret import lanes
-
     submit = lanes.Lane.submit
     lanes.Lane.submit = lambda lane, work, *, after=(), **said: submit(lane, work, **said)
 
 
 def follows_the_ranks_stream(machine):
-    from paralab.interpret import lanes
-
     del lanes.Job.over_for  # as if the rank's wait for a copy held the host too
 
 
 def leaves_lanes_on_the_first_gpu(machine):
-    import torch
-
     torch.cuda.set_device = lambda device: None
 
 
 def stands_still(machine):
-    from paralab import transports
-
     transports.Enqueued.wait = lambda call: call.event.synchronize()
 
 
@@ -332,8 +310,6 @@ def test_virtual_mutant_whose_lanes_are_on_another_device():
 
 def test_virtual_device_refuses_what_it_does_not_model():
     def asks(context):
-        import torch
-
         virtual_cuda.install(context.rank)
         with pytest.raises(AttributeError, match=r"does not model torch\.cuda\.mem_get_info"):
             torch.cuda.mem_get_info()
@@ -345,13 +321,6 @@ def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():
     """Of ranks with a GPU each; where ranks compute on the CPU, or share a GPU, it has one."""
 
     def threads(context, shared, device):
-        import torch
-
-        import virtual_cuda
-        from paralab.instruments.recorder import Recorder
-        from paralab.interpret import host
-        from paralab.spec.tiers import Offload
-
         virtual_cuda.install(0)
         host.available_cores = lambda: 13
         device = device or virtual_cuda.name_of(0)
@@ -364,6 +333,6 @@ def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():
         return {**found, "rank": torch.get_num_threads()}
 
     one = dict.fromkeys(("d2h", "host", "disk", "h2d", "rank"), 1)
-    for shared, device, host in ((False, None, 4), (True, None, 1), (False, "cpu", 1)):
+    for shared, device, cores in ((False, None, 4), (True, None, 1), (False, "cpu", 1)):
         (found,) = launch_program(threads, 1, (shared, device))
-        assert found == one | {"host": host}
+        assert found == one | {"host": cores}

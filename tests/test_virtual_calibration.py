@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 import paralab as pl
 import virtual_cuda
@@ -92,8 +93,6 @@ def test_virtual_single_gpu_is_calibrated_without_links(virtual_gpus):
 @pytest.mark.parametrize("op", ["all_reduce", "send"])
 def test_virtual_calls_begin_when_the_last_member_comes(op):
     def late(context):
-        import torch
-
         machine, context = on_virtual(context, cluster=STATED)
         group = everyone(context)
         machine.works(1.0 * context.rank, "late")
@@ -109,8 +108,6 @@ def test_virtual_calls_begin_when_the_last_member_comes(op):
 
 def test_virtual_device_does_not_time_what_its_model_does_not_say():
     def asks(context):
-        import torch
-
         virtual_cuda.install(context.rank, cluster=STATED)
         q = torch.ones(1, 1, 4, 4)
         here, there = torch.empty(4, pin_memory=True), torch.zeros(4)

@@ -1,7 +1,5 @@
 """The kernel agrees with theory, and finds out who moves more than his name says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO's figure 1, tables 1 and 2, as printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from paralab.theory import zero

@@ -7,8 +7,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 import paralab as pl
 import virtual_cuda
+from paralab.instruments import measure
+from paralab.interpret.run import Rank
+from paralab.interpret.train import Trainer
 from paralab.launch import launch_program
 from paralab.programs.instructions import BACKWARD, FORWARD, Instr
 from together import remembered
@@ -65,8 +71,6 @@ class Job(NamedTuple):
 
 def of_a_rank(context: Any, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Each training on a virtual GPU of its own, one after the other."""
-    import torch.distributed as dist
-
     groups, found = remembered(dist.new_group), []
     for job in jobs:
         dist.new_group = groups()
@@ -77,11 +81,6 @@ def of_a_rank(context: Any, jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def trained(machine: virtual_cuda.Machine, context: Any, job: Job) -> dict[str, Any]:
-    import torch
-
-    from paralab.interpret.run import Rank
-    from paralab.interpret.train import Trainer
-
     lasts = job.lasts
 
     def timed(op: str, plain: Callable) -> Callable:
@@ -113,8 +112,6 @@ def measured(
     context: Any, program: Callable, stated: pl.Cluster, wanted: Any
 ) -> list[dict[str, Any]]:
     """A measurement of the calibration, on a virtual GPU that is as fast as stated."""
-    from paralab.instruments import measure
-
     machine, context = on_virtual(context, cluster=stated)
     measure.ASKED["cuda"] = wanted
     rows = program(context)
