@@ -41,9 +41,10 @@ from paralab.options import (
     settings_of,
 )
 from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout
-from paralab.report import metrics, written
+from paralab.report import about, amounts, written
 from paralab.report.checkpoints import CHANGES
 from paralab.report.report import load
+from paralab.report.summary import readable
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.compare import compare
@@ -230,7 +231,7 @@ def _check_files(given: argparse.Namespace) -> None:
 
 
 def _print_summary(report: Any) -> None:
-    shown = {"header": False, "index_names": False, "formatters": {"value": metrics.readable}}
+    shown = {"header": False, "index_names": False, "formatters": {"value": readable}}
     table = report.summary().to_string(**shown)
     print(f"\n{report!r}\n{table}\n")
 
@@ -267,7 +268,7 @@ def _run(given: argparse.Namespace) -> int:
     sections = []
     if given.predict:
         print(MEASURING, flush=True)
-        here = Cluster.local(device=metrics.device_of(report))
+        here = Cluster.local(device=about.device_of(report))
         expect = predict(model, plan, here, optimizer=report.meta["optimizer"])
         comparison = compare(expect, report)
         print(f"\n{comparison}")
@@ -408,8 +409,8 @@ def _predict(given: argparse.Namespace) -> int:
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
     """{what: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
     where = {"intra": "inside a node", "inter": "across nodes"}
-    ranks = len(metrics.reported_ranks(report))
-    sent = metrics.traffic(report, ["axis", "level"]).itertuples(index=False)
+    ranks = len(about.reported_ranks(report))
+    sent = amounts.traffic(report, ["axis", "level"]).itertuples(index=False)
     return {
         "sent per rank and step": {f"{axis}, {where[at]}": n / ranks for axis, at, n in sent},
         "peak memory of the rank with the highest": report.peaks()[report.clock].to_dict(),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paralab as pl
-from paralab.report.metrics import achieved, utilisation
+from paralab.report.summary import achieved, utilisation
 from paralab.theory.needs import step_flops
 
 MODEL = pl.ModelSpec(layers=3, hidden=48, heads=4, seq_len=24, vocab=264, attention="explicit")

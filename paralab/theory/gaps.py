@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paralab.report import metrics
+from paralab.report import about, metrics
 from paralab.theory import ideal
 
 if TYPE_CHECKING:
@@ -164,13 +164,13 @@ def _outside(report: Tables) -> float:
         (table["end"] - table["start"]).groupby(table["step"]).sum()
         for table in (report.steps, lane)
     )
-    outside = whole.sub(inside, fill_value=0.0).reindex(metrics.measured_steps(report))
+    outside = whole.sub(inside, fill_value=0.0).reindex(about.measured_steps(report))
     return float(outside.median()) / report.world_size
 
 
 def _carried(report: Tables) -> float:
     """Processor seconds that a rank's other threads used: mean over ranks, median step."""
-    steps = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
+    steps = report.steps[report.steps["step"].isin(about.measured_steps(report))]
     used = steps.groupby("step")["beside"].mean()
     return float(used.median()) if len(used) else 0.0
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, instance
 from paralab.report import metrics
+from paralab.report.intervals import union
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
 from paralab.theory.order import W
@@ -123,7 +124,7 @@ def fill(
     found = []
     for rank, (low, high) in edges.items():
         mine = [b for b in one.boxes if b["rank"] == rank and b["lane"] == "compute"]
-        taken = metrics.union((b["start"], b["end"]) for b in mine)
+        taken = union((b["start"], b["end"]) for b in mine)
         begin, done = (taken[0][0], taken[-1][1]) if taken else (high, low)
         if busy is not None:
             begin, done = busy[rank]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.report import metrics
+from paralab.report import about, metrics
+from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
 from paralab.view import box_traces, boxes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
@@ -68,7 +69,7 @@ def stage_time(
     Beneath a row are the rank's calls of data parallelism. ``.table`` has a row for every stretch,
     in seconds. Raises ValueError if the report has no such step or rank, or no step at all.
     """
-    metrics.needs_tables(report)
+    about.needs_tables(report)
     step, shown = boxes.chosen(report, step, ranks)
     if ranks is None:
         place = report.plan.place
@@ -122,7 +123,7 @@ def stage_time(
 # ---- reading -------------------------------------------------------------------------------------
 def _read(
     report: Tables, step: int, ranks: Sequence[int]
-) -> tuple[list[Stretch], dict[int, list[metrics.Interval]], float]:
+) -> tuple[list[Stretch], dict[int, list[Interval]], float]:
     """Stretches, when calls of dp were in flight by rank, and the seconds of the step."""
     steps = report.steps[report.steps["step"] == step]
     zero, end = float(steps["start"].min()), float(steps["end"].max())
@@ -135,7 +136,7 @@ def _read(
     work = work.sort_values("start", kind="stable")
     found = [s for r in ranks for s in _of_rank(r, work[work["rank"] == r], end - zero)]
     calls = {
-        rank: metrics.union((mine[["start", "end"]] - zero).itertuples(index=False, name=None))
+        rank: union((mine[["start", "end"]] - zero).itertuples(index=False, name=None))
         for rank, mine in spans[spans["lane"].isin(LANES)].groupby("rank")
     }
     return found, calls, end - zero
@@ -201,7 +202,7 @@ def _causes(report: Tables) -> list[str]:
 
 
 def _messages(
-    calls: dict[int, list[metrics.Interval]], rows: dict[int, float], per: float
+    calls: dict[int, list[Interval]], rows: dict[int, float], per: float
 ) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill("comm", LANES[0])
     flat = []
