@@ -146,8 +146,8 @@ def as_torchrun_rank(port: int, rank: int, at: tuple[int, int, int] = (0, 0, 2),
 
 
 def meets(port: int, rank: int) -> str:
-    from paralab.launch import torchrun_context
     from paralab.ranks.errors import RankError
+    from paralab.ranks.torchrun import torchrun_context
 
     as_torchrun_rank(port, rank)
     try:
@@ -177,7 +177,7 @@ def waits_for_rank_0(port: int) -> tuple:
     import torch
     import torch.distributed as dist
 
-    from paralab.launch import torchrun_context
+    from paralab.ranks.torchrun import torchrun_context
 
     rank = dist.get_rank()
     as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
