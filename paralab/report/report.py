@@ -132,7 +132,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     path = checks.path(
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"
     )
-    return load_folder(path, Report) if path.is_dir() else load_report(path, Report)
+    return load_folder(path, Report.from_parts) if path.is_dir() else load_report(path, Report)
 
 
 __all__ = ["Report", "load", "save_part"]
