@@ -229,7 +229,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
-    on_gpu = str(report.meta.get("device", "cpu")).startswith("cuda")
+    on_gpu = about.device_of(report) == "cuda"
     through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
     told = (  # where it is so; what is not known then
         (

@@ -80,7 +80,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the replay's links say."
     elif step["measured"] > 1.1 * step["replayed"]:
-        if report.meta.get("device", "cpu") != "cpu":
+        if about.device_of(report) == "cuda":
             yield "Python launches kernels one by one."
         elif cores and ranks > cores:
             yield (
