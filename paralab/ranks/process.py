@@ -138,6 +138,25 @@ def take_device(
     return chosen
 
 
+def joined(
+    chosen: Chosen,
+    store: dist.Store,
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    limit: float,
+    **how: Any,
+) -> RankContext:
+    """The context of a rank whose default process group is up; how: the rest of `RankContext`."""
+    most = timedelta(seconds=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=most)
+    send_first()
+    own = {"device": chosen.device, "backend": chosen.backend, "shared": chosen.shared}
+    own |= {"rank": rank, "world_size": world_size, "limit": limit}
+    return RankContext(store=dist.PrefixStore("paralab", store), **own, **how)
+
+
 # ---- a rank of pl.launch ------------------------------------------------------------------------
 
 
@@ -226,32 +245,21 @@ def _work(
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     # A user's own program may well use host tensors on a machine with GPUs: give it both.
     both = chosen.backend == "nccl" and task["any_tensor"]
-    dist.init_process_group(
+    context = joined(
+        chosen,
+        store,
         "cpu:gloo,cuda:nccl" if both else chosen.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=task["group_timeout"]),
-    )
-    send_first()
-    notes.write("")
-    if not task["with_context"]:
-        return function(*args)
-    context = RankContext(
         rank=rank,
         world_size=world_size,
         nodes=(0,) * world_size,
-        device=chosen.device,
-        backend=chosen.backend,
-        store=store,
         limit=task["group_timeout"],
-        shared=chosen.shared,
         strict=task["strict"],
         note=notes.write,
         alive=notes.alive,
         progress=launcher.progress,
     )
-    return function(context, *args)
+    notes.write("")
+    return function(context, *args) if task["with_context"] else function(*args)
 
 
 def _load(payload: bytes) -> tuple[Callable, tuple]:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
-from paralab.ranks.host import keep_pages, send_first
-from paralab.ranks.process import RankContext, card, take_device
+from paralab.ranks.host import keep_pages
+from paralab.ranks.process import RankContext, card, joined, take_device
 from paralab.ranks.started import NUMBERS, variable
 
 
@@ -72,22 +72,16 @@ def torchrun_context(
         store, everyone = _within(join_timeout, meet)
     chosen = take_device(device, rank, local_rank, everyone)
     with or_unmet():
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group(
-            chosen.backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        return joined(
+            chosen,
+            store,
+            chosen.backend,
+            rank=rank,
+            world_size=world_size,
+            nodes=tuple(index for index, _ in everyone),
+            limit=timeout,
+            note=_noting(rank),
         )
-    send_first()
-    return RankContext(
-        rank=rank,
-        world_size=world_size,
-        nodes=tuple(index for index, _ in everyone),
-        device=chosen.device,
-        backend=chosen.backend,
-        shared=chosen.shared,
-        store=dist.PrefixStore("paralab", store),
-        limit=timeout,
-        note=_noting(rank),
-    )
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
