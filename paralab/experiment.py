@@ -27,8 +27,8 @@ from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
 from paralab.report import checkpoints, scratch, written
-from paralab.report.report import Report, save_part
-from paralab.report.storage import check_part
+from paralab.report.report import Report
+from paralab.report.storage import check_part, save_part
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import available_cores
 from paralab.theory.offload import file_bytes

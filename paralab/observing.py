@@ -33,8 +33,8 @@ from paralab.checks import choice, illegal, whole
 from paralab.launch import launch_program
 from paralab.ranks.ending import ending
 from paralab.ranks.errors import OutOfMemory
-from paralab.report.report import Report, save_part
-from paralab.report.storage import check_part
+from paralab.report.report import Report
+from paralab.report.storage import check_part, save_part
 from paralab.spec import Plan
 from paralab.trace import name_of, part_of, places
 from paralab.version import __version__

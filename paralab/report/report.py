@@ -18,7 +18,7 @@ from paralab import checks
 from paralab.report import about, amounts, metrics
 from paralab.report.explain import explain
 from paralab.report.merge import merge
-from paralab.report.storage import load_folder, load_report, save, save_part
+from paralab.report.storage import load_folder, load_report, save
 from paralab.report.summary import summary
 from paralab.report.tables import DRY, Tables
 from paralab.spec import ModelSpec, Plan
@@ -133,6 +133,3 @@ def load(path: str | os.PathLike[str]) -> Report:
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"
     )
     return load_folder(path, Report.from_parts) if path.is_dir() else load_report(path, Report)
-
-
-__all__ = ["Report", "load", "save_part"]
