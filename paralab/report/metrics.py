@@ -2,9 +2,7 @@
 
 Pure functions of `Tables`; measured, replayed and predicted reports are read alike, and a dry run,
 which has no times, is refused in one sentence. Step 0 is warm-up and left out wherever there is
-another step. The bubble is 1 - sum(compute) / (p T), with T from the first forward to the last
-backward; PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 2.2) divides by the ideal time instead
-(theory/ideal.py).
+another step.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def bubble(report: Tables) -> float:
     Compute is forward, backward and weight_grad, and what a rank copies into gradient buckets
     between them; T is the longest of the ranks' times from first forward to last backward, of each
     pipeline where there are several. With one stage there is no pipeline to wait for, so each rank
-    is held against its own T.
+    is held against its own T. PTD-P divides by the ideal time instead: theory/ideal.py.
     """
     return median([step_bubble(report, s) for s in measured_steps(report)] or [NAN])
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from paralab.report.tables import Tables
 
 Row = tuple[str, float, str]  # quantity, value, unit
-NAN = float("nan")
 
 
 def achieved(report: Tables) -> dict[str, float]:
@@ -120,7 +119,7 @@ def _of_copies(report: Tables, n: int) -> Iterable[Row]:
 
 def _of_a_dry_run(report: Tables) -> Iterable[Row]:
     """What the rank holds, sends and copies."""
-    yield "parameters", report.meta.get("num_params", NAN), "of this rank"
+    yield "parameters", report.meta.get("num_params", math.nan), "of this rank"
     table = peaks(report)[DRY]
     yield "peak memory", table["total"] / 1e6, "MB"
     for name, size in table.items():

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 COLUMNS = ("predicted", "replayed", "measured")
 CALLED = "calls and messages"
 UNITS = {"bytes sent per rank": "B", CALLED: "calls", MOVED: "B", "bubble": "share"}
-NAN = float("nan")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -201,11 +200,11 @@ def _quantities(report: Tables) -> dict[str, float]:
     summed = about.in_outline(report)  # a row of its calls is many
 
     def spent(kind: str) -> float:
-        return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [NAN])
+        return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [math.nan])
 
     return {
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
-        CALLED: NAN if summed else (calls["op"] != "recv").sum() / ranks / count,
+        CALLED: math.nan if summed else (calls["op"] != "recv").sum() / ranks / count,
         MOVED: moved["bytes"].sum() / ranks / count,
         "forward": spent("forward"),
         "backward": spent("backward"),

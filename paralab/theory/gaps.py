@@ -1,8 +1,7 @@
 """A sentence on every gap of a comparison, in a learner's words.
 
 Each row says what its quantity means, and how far the three columns are apart. Why they are is the
-same for all rows of time, and is told once, with the step: between predicted and replayed lies the
-error of the device model, between replayed and measured what the ranks share.
+same for all rows of time, and is told once, with the step (compare.py says where it comes from).
 """
 
 from __future__ import annotations
