@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paralab.checks import choice, illegal
@@ -50,27 +50,26 @@ def traffic(
     calls = report.collectives if bookkeeping else own_calls(report)
     nodes, of_all = functools.partial(node_of, report), summed and "edge" not in names
 
-    def moved() -> Iterator[tuple[dict[str, Any], int]]:
-        for row in calls[calls["step"].isin(_counted(report, warmup))].itertuples(index=False):
-            rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
-            sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if summed else None)
-            if sum(sent.values()) != wire:
-                raise ValueError(
-                    f"collective {row.call} on rank {rank}: wire_bytes={wire}, but {row.op} of "
-                    f"{payload} bytes among {len(row.ranks)} ranks sends {sum(sent.values())}; "
-                    "traffic() counts only bytes that the formulas know"
-                )
-            labels = {"rank": rank, "op": row.op, "axis": row.axis, "phase": row.phase}
-            if of_all and row.op not in POINT_TO_POINT:
-                far = round(wire * far_share(row.op, row.ranks, payload, row.peer, nodes))
-                parts = {"intra": wire - far, "inter": far}.items()
-                yield from (({**labels, "level": which}, size) for which, size in parts if size)
-                continue
-            for receiver, size in sent.items():
-                edge = {"sender": rank, "receiver": receiver}
-                yield {**labels, **edge, "level": level((rank, receiver), nodes)}, size
+    def moved(row: Any) -> Iterator[tuple[dict[str, Any], int]]:
+        rank, payload, wire = row.rank, row.payload_bytes, row.wire_bytes
+        sent = edges(row.op, row.ranks, rank, payload, row.peer, sent=wire if summed else None)
+        if sum(sent.values()) != wire:
+            raise ValueError(
+                f"collective {row.call} on rank {rank}: wire_bytes={wire}, but {row.op} of "
+                f"{payload} bytes among {len(row.ranks)} ranks sends {sum(sent.values())}; "
+                "traffic() counts only bytes that the formulas know"
+            )
+        labels = {"rank": rank, "op": row.op, "axis": row.axis, "phase": row.phase}
+        if of_all and row.op not in POINT_TO_POINT:
+            far = round(wire * far_share(row.op, row.ranks, payload, row.peer, nodes))
+            parts = {"intra": wire - far, "inter": far}.items()
+            yield from (({**labels, "level": which}, size) for which, size in parts if size)
+            return
+        for receiver, size in sent.items():
+            edge = {"sender": rank, "receiver": receiver}
+            yield {**labels, **edge, "level": level((rank, receiver), nodes)}, size
 
-    return _per_step(report, moved(), keys, warmup)
+    return _per_step(report, calls, moved, keys, warmup)
 
 
 def copied(
@@ -83,14 +82,12 @@ def copied(
 
     The column bytes is the mean over the counted steps, as in ``traffic``.
     """
-    copies = report.copies[report.copies["step"].isin(_counted(report, warmup))]
 
-    def moved() -> Iterator[tuple[dict[str, Any], int]]:
-        for row in copies.itertuples(index=False):
-            link = row.lane if row.op == "copy" else f"{row.lane} {row.op}"
-            yield {"rank": row.rank, "link": link, "category": row.category}, row.bytes
+    def moved(row: Any) -> Iterator[tuple[dict[str, Any], int]]:
+        link = row.lane if row.op == "copy" else f"{row.lane} {row.op}"
+        yield {"rank": row.rank, "link": link, "category": row.category}, row.bytes
 
-    return _per_step(report, moved(), _named(by, COPIED_BY), warmup)
+    return _per_step(report, report.copies, moved, _named(by, COPIED_BY), warmup)
 
 
 def _named(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
@@ -101,25 +98,26 @@ def _named(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
     return names
 
 
-def _counted(report: Tables, warmup: bool) -> set[int]:
-    """The steps whose bytes are added up."""
-    return set(report.steps["step"].tolist() if warmup else measured_steps(report))
-
-
 def _per_step(
-    report: Tables, moved: Iterable[tuple[dict[str, Any], int]], keys: Sequence[str], warmup: bool
+    report: Tables,
+    table: pd.DataFrame,
+    moved: Callable[[Any], Iterable[tuple[dict[str, Any], int]]],
+    keys: Sequence[str],
+    warmup: bool,
 ) -> pd.DataFrame:
-    """The bytes of one step by ``keys``; moved: (labels, bytes) of all steps that count. Links are
-    in order from the device outwards.
+    """The bytes of one step by ``keys``; moved: (labels, bytes) of a row of ``table``. Links are in
+    order from the device outwards.
     """
     import pandas as pd
 
+    steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
     keys, place = list(dict.fromkeys(keys)), {link: str(at) for at, link in enumerate(WAYS)}
-    n, totals = max(len(_counted(report, warmup)), 1), Counter()  # there may be no steps
+    n, totals = max(len(steps), 1), Counter()  # there may be no steps
     if keys == ["rank"]:  # one that moves nothing is worth a row
         totals.update({(rank,): 0 for rank in reported_ranks(report)})
-    for labels, size in moved:
-        totals[tuple([labels[key] for key in keys])] += size
+    for row in table[table["step"].isin(steps)].itertuples(index=False):
+        for labels, size in moved(row):
+            totals[tuple([labels[key] for key in keys])] += size
     rows = sorted(totals.items(), key=lambda row: [place.get(label, label) for label in row[0]])
     numbers, whole = ("rank", "sender", "receiver"), all(size % n == 0 for _, size in rows)
     columns = {

@@ -35,7 +35,8 @@ def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
     needs_times(report, "the time of a step")
     steps = report.steps
     largest = (steps["end"] - steps["start"]).groupby(steps["step"]).max()
-    return {s: float(t) for s, t in largest.items() if warmup or s in measured_steps(report)}
+    counts = largest.index if warmup else measured_steps(report)
+    return {step: float(seconds) for step, seconds in largest.items() if step in counts}
 
 
 def step_time(report: Tables) -> float:
