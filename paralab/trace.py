@@ -82,7 +82,7 @@ def trace(
         device=device,
         live=live,
         strict=strict,
-        **({} if stop is None else {"stop": stop}),
+        stop=stop,
     )
     for part in parts:
         if calls := part["unwaited"]:

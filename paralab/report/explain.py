@@ -126,7 +126,6 @@ def _hidden(report: Tables) -> str:
 
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
-    """Whether gathers of parameters run next to compute."""
     if "FSDPModule" not in made_of(report, "modules"):
         return ""  # what is gathered is no parameters
     axes = [a for a, rows in calls.groupby("axis") if not sums_activations(report, rows, a)]

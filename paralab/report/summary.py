@@ -95,7 +95,6 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
 
 
 def _of_copies(report: Tables, n: int) -> Iterable[Row]:
-    """Copies between memory tiers: nothing where there are none."""
     unit = "MB" + " per rank" * (report.world_size > 1)
     sizes = copied(report, "link").set_index("link")["bytes"]
     for name, links in (
@@ -118,7 +117,6 @@ def _of_copies(report: Tables, n: int) -> Iterable[Row]:
 
 
 def _of_a_dry_run(report: Tables) -> Iterable[Row]:
-    """What the rank holds, sends and copies."""
     yield "parameters", report.meta.get("num_params", math.nan), "of this rank"
     table = peaks(report)[DRY]
     yield "peak memory", table["total"] / 1e6, "MB"
