@@ -24,9 +24,10 @@ def load_batches(
 
     pinned  for a GPU: a copy from other memory may wait until the device has done what it has
     """
-    size, m, found = plan.microbatch_size, plan.microbatches, []
+    size, found = plan.microbatch_size, []
+    first = rank * plan.microbatches
     sizes = {"size": size, "global_batch": plan.global_batch, "length": model.seq_len}
-    for index in range(rank * m, (rank + 1) * m):
+    for index in range(first, first + plan.microbatches):
         text = corpus.microbatch(step=step, index=index, seed=seed, **sizes)
         batch = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(size, -1)
         if pinned:
