@@ -279,9 +279,8 @@ def _save_is_checkpoint() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if "; legal: " not in str(error):
-            raise
-        raise ValueError(str(error).replace("save=", "checkpoint=")) from error
+        error.args = (str(error).replace("save=", "checkpoint="),)
+        raise
 
 
 def _parts(given: argparse.Namespace, why: str, *not_its: str) -> str | None:
