@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal
-from paralab.report.tables import DRY
+from paralab.report.tables import DRY, Tables
 from paralab.spec.links import Reach
 from paralab.theory.traffic import BOOKKEEPING, ends
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
 
 
 def needs_tables(report: Any) -> None:

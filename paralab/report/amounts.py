@@ -11,15 +11,13 @@ from paralab.checks import choice, illegal
 from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
 from paralab.report.about import in_outline, measured_steps, node_of, own_calls, reported_ranks
-from paralab.report.tables import DRY
+from paralab.report.tables import DRY, Tables
 from paralab.spec import OWN_FORM
 from paralab.spec.tiers import WAYS
 from paralab.theory.traffic import POINT_TO_POINT, edges, far_share, level
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
 
 BY = ("rank", "op", "axis", "level", "phase", "edge")
 COPIED_BY = ("rank", "link", "category")

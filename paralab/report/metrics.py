@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 from paralab.checks import choice, whole
 from paralab.report.about import in_outline, measured_steps, needs_times
 from paralab.report.intervals import Interval, length, overlap, union
-from paralab.report.tables import COMPUTE_KINDS, COPY_LANES
+from paralab.report.tables import COMPUTE_KINDS, COPY_LANES, Tables
 from paralab.theory.traffic import BOOKKEEPING
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
 
 NAN = float("nan")
 SHARES = ("work", "optimizer", "wait", "communication", "hidden")

@@ -11,14 +11,12 @@ from paralab.instruments.allocator import PEAKS
 from paralab.report import metrics
 from paralab.report.about import in_outline, measured_steps, reported_ranks
 from paralab.report.amounts import copied, peak, peak_memory, peaks, traffic
-from paralab.report.tables import COPY_LANES, DRY
+from paralab.report.tables import COPY_LANES, DRY, Tables
 from paralab.spec.tiers import WAYS
 from paralab.theory import training
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
 
 Row = tuple[str, float, str]  # quantity, value, unit
 

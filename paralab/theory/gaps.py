@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from paralab.report import about, metrics
+from paralab.report.tables import Tables
+from paralab.spec import Plan
 from paralab.theory import ideal
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
-    from paralab.spec import Plan
 
 MOVED, WAITED = "bytes moved between tiers per rank", "copies between tiers"
 EXPOSED_COPIES = "exposed copies"

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import SCHEDULES, Action
 from paralab.report import about, metrics
-from paralab.report.tables import COMPUTE_KINDS, letters
+from paralab.report.tables import COMPUTE_KINDS, Tables, letters
 from paralab.spec import Cluster
 from paralab.theory.replay import replay
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.tables import Tables
     from paralab.theory.pipeline import Simulation
 
 NAN = float("nan")
