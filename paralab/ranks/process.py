@@ -138,23 +138,11 @@ def take_device(
     return chosen
 
 
-def joined(
-    chosen: Chosen,
-    store: dist.Store,
-    backend: str,
-    *,
-    rank: int,
-    world_size: int,
-    limit: float,
-    **how: Any,
-) -> RankContext:
-    """The context of a rank whose default process group is up; how: the rest of `RankContext`."""
-    most = timedelta(seconds=limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=most)
+def join(context: RankContext, backend: str) -> None:
+    """The ranks meet: the default process group is up on return."""
+    who = {"rank": context.rank, "world_size": context.world_size, "store": context.store}
+    dist.init_process_group(backend, timeout=timedelta(seconds=context.limit), **who)
     send_first()
-    own = {"device": chosen.device, "backend": chosen.backend, "shared": chosen.shared}
-    own |= {"rank": rank, "world_size": world_size, "limit": limit}
-    return RankContext(store=dist.PrefixStore("paralab", store), **own, **how)
 
 
 # ---- a rank of pl.launch ------------------------------------------------------------------------
@@ -242,22 +230,23 @@ def _work(
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("in init_process_group")
-    store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    # A user's own program may well use host tensors on a machine with GPUs: give it both.
-    both = chosen.backend == "nccl" and task["any_tensor"]
-    context = joined(
-        chosen,
-        store,
-        "cpu:gloo,cuda:nccl" if both else chosen.backend,
+    context = RankContext(
         rank=rank,
         world_size=world_size,
         nodes=(0,) * world_size,
+        device=chosen.device,
+        backend=chosen.backend,
+        shared=chosen.shared,
+        store=dist.FileStore(os.path.join(folder, "store"), world_size),
         limit=task["group_timeout"],
         strict=task["strict"],
         note=notes.write,
         alive=notes.alive,
         progress=launcher.progress,
     )
+    # A user's own program may well use host tensors on a machine with GPUs: give it both.
+    both = chosen.backend == "nccl" and task["any_tensor"]
+    join(context, "cpu:gloo,cuda:nccl" if both else chosen.backend)
     notes.write("")
     return function(context, *args) if task["with_context"] else function(*args)
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
 from paralab.ranks.host import keep_pages
-from paralab.ranks.process import RankContext, card, joined, take_device
+from paralab.ranks.process import RankContext, card, join, take_device
 from paralab.ranks.started import NUMBERS, variable
 
 
@@ -71,17 +71,20 @@ def torchrun_context(
     with or_unmet():
         store, everyone = _within(join_timeout, meet)
     chosen = take_device(device, rank, local_rank, everyone)
+    context = RankContext(
+        rank=rank,
+        world_size=world_size,
+        nodes=tuple(index for index, _ in everyone),
+        device=chosen.device,
+        backend=chosen.backend,
+        shared=chosen.shared,
+        store=dist.PrefixStore("paralab", store),
+        limit=timeout,
+        note=_noting(rank),
+    )
     with or_unmet():
-        return joined(
-            chosen,
-            store,
-            chosen.backend,
-            rank=rank,
-            world_size=world_size,
-            nodes=tuple(index for index, _ in everyone),
-            limit=timeout,
-            note=_noting(rank),
-        )
+        join(context, chosen.backend)
+    return context
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
