@@ -24,24 +24,15 @@ def load_batches(
 
     pinned  for a GPU: a copy from other memory may wait until the device has done what it has
     """
+    size, found = plan.microbatch_size, []
     first = rank * plan.microbatches
-    texts = [
-        corpus.microbatch(
-            step=step,
-            index=first + k,
-            size=plan.microbatch_size,
-            global_batch=plan.global_batch,
-            length=model.seq_len,
-            seed=seed,
-        )
-        for k in range(plan.microbatches)
-    ]
-    found = [
-        torch.frombuffer(bytearray(text), dtype=torch.uint8).view(plan.microbatch_size, -1)
-        for text in texts
-    ]
-    if pinned:
-        found = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t) for t in found]
+    sizes = {"size": size, "global_batch": plan.global_batch, "length": model.seq_len}
+    for index in range(first, first + plan.microbatches):
+        text = corpus.microbatch(step=step, index=index, seed=seed, **sizes)
+        batch = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(size, -1)
+        if pinned:
+            batch = torch.empty(batch.shape, dtype=batch.dtype, pin_memory=True).copy_(batch)
+        found.append(batch)
     return found
 
 

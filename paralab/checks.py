@@ -215,12 +215,8 @@ class Description:
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             given = (field.default, field.default_factory) != (missing, missing)
             if field.name not in values and not given:
-                raise illegal(
-                    cls.__name__,
-                    dict(values),
-                    f"{field.name} is missing",
-                    f"a table with {field.name} too",
-                )
+                why, legal = f"{field.name} is missing", f"a table with {field.name} too"
+                raise illegal(cls.__name__, dict(values), why, legal)
         return cls(**values)
 
     @classmethod

@@ -41,17 +41,16 @@ from paralab.options import (
     settings_of,
 )
 from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout
-from paralab.report import metrics, written
+from paralab.report import about, amounts, written
 from paralab.report.checkpoints import CHANGES
 from paralab.report.report import load
+from paralab.report.summary import readable
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.compare import compare
 from paralab.version import __version__
 
 DIFF = "diff_"  # --diff-zero-stage 3: the same plan but for this
-DEFAULT_OUT = "paralab-run"
-DEFAULT_PARTS = "parts"  # of an observed script
 SPEAKER_FIRST = 20.0  # seconds that the one rank which says why has for it
 MEASURING = "measuring this machine, or reading what was measured before …"
 READ = {  # what a command may be given to read, and why nothing is written there
@@ -138,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
         "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
     )
     add_options(seen.add_argument_group("this command"), OBSERVE)
-    _add_out(seen, DEFAULT_PARTS)
+    _add_out(seen, "parts")
     seen.add_argument("script", metavar="SCRIPT")
     own = seen.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # none is a remainder, too
@@ -165,12 +164,13 @@ def _add_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
 def _add_out(parser: argparse.ArgumentParser, folder: str) -> None:
     where = f"under torchrun: where every rank writes its part (default {folder})"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+    parser.set_defaults(folder=folder)
 
 
 def _add_to_run(parser: argparse.ArgumentParser) -> None:
     said = "predict the run from this machine's speed; compare"
     parser.add_argument("--predict", action="store_true", help=said)
-    _add_out(parser, DEFAULT_OUT)
+    _add_out(parser, "paralab-run")
 
 
 def _add_to_program(parser: argparse.ArgumentParser) -> None:
@@ -199,7 +199,6 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 
 def _own(given: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """The command's own options that were given."""
     names = (option.name for option in COMMANDS[given.command].options)
     return settings_of(given, *(name for name in names if name not in without))
 
@@ -230,7 +229,7 @@ def _check_files(given: argparse.Namespace) -> None:
 
 
 def _print_summary(report: Any) -> None:
-    shown = {"header": False, "index_names": False, "formatters": {"value": metrics.readable}}
+    shown = {"header": False, "index_names": False, "formatters": {"value": readable}}
     table = report.summary().to_string(**shown)
     print(f"\n{report!r}\n{table}\n")
 
@@ -241,7 +240,6 @@ def _write(
     names: Sequence[str] = tuple(FILES),
     sections: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write those of the files that were asked for."""
     for name in names:
         _, method, said = FILES[name]
         if file := getattr(given, name, None):
@@ -256,18 +254,17 @@ def _run(given: argparse.Namespace) -> int:
         settings["save"] = given.checkpoint
     with _refusals(given.parser):
         model, plan = _asked(given)
-        if torchrun_started_this():
-            return _run_one_rank(given, model, plan, settings)
-        if given.out is not None:
-            raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
+        folder = _parts(given, "one rank has one part of the report", "predict")
         with _save_is_checkpoint():
+            if folder is not None:
+                return _run_one_rank(folder, model, plan, settings)
             report = experiment.run(model, plan, **settings)
     _write(report, given, ("save",))  # now: what follows may be interrupted
     _print_summary(report)
     sections = []
     if given.predict:
         print(MEASURING, flush=True)
-        here = Cluster.local(device=metrics.device_of(report))
+        here = Cluster.local(device=about.device_of(report))
         expect = predict(model, plan, here, optimizer=report.meta["optimizer"])
         comparison = compare(expect, report)
         print(f"\n{comparison}")
@@ -282,22 +279,26 @@ def _save_is_checkpoint() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if "; legal: " not in str(error):
-            raise
-        raise ValueError(str(error).replace("save=", "checkpoint=")) from error
+        error.args = (str(error).replace("save=", "checkpoint="),)
+        raise
 
 
-def _run_one_rank(
-    given: argparse.Namespace, model: ModelSpec, plan: Plan, settings: dict[str, Any]
-) -> int:
-    for name in (*FILES, "predict"):
-        if value := getattr(given, name):
-            legal = "--out FOLDER, then paralab show FOLDER"
-            raise illegal(name, str(value), "one rank has one part of the report", legal)
-    folder = str(given.out or DEFAULT_OUT)
-    with _save_is_checkpoint():
-        rank = experiment.run_under_torchrun(model, plan, folder=folder, **settings)
-    if rank == 0:
+def _parts(given: argparse.Namespace, why: str, *not_its: str) -> str | None:
+    """The folder for the part of one rank, or None if torchrun did not start this. Refuses what is
+    not a rank's to say (``why``), or --out where there are no parts.
+    """
+    if not torchrun_started_this():
+        if given.out is not None:
+            raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
+        return None
+    for name in (*FILES, *not_its):
+        if value := getattr(given, name, None):
+            raise illegal(name, str(value), why, "--out FOLDER, then paralab show FOLDER")
+    return str(given.out or given.folder)
+
+
+def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str, Any]) -> int:
+    if experiment.run_under_torchrun(model, plan, folder=folder, **settings) == 0:
         print(f"every rank writes its part into {folder}; with all of them in one place:")
         print(f"  pl.load({folder!r}) in a notebook, paralab show {folder} in a shell")
     return 0
@@ -305,20 +306,13 @@ def _run_one_rank(
 
 def _observe(given: argparse.Namespace) -> int:
     settings = settings_of(given, *(option.name for option in OBSERVE))
-    script, arguments, one_rank = given.script, given.arguments, torchrun_started_this()
+    script, arguments, why = given.script, given.arguments, "this is one rank, and torchrun's"
     with _refusals(given.parser):
         _check_files(given)
-        if one_rank:
-            for name in (*FILES, "ranks", "nodes", "device", "timeout"):
-                if value := getattr(given, name, None):
-                    legal = "--out FOLDER, then paralab show FOLDER"
-                    raise illegal(name, str(value), "this is one rank, and torchrun's", legal)
-        elif given.out is not None:
-            raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
-        else:
+        folder = _parts(given, why, "ranks", "nodes", "device", "timeout")
+        if folder is None:
             report = observing.observe(script, args=arguments, live=True, **settings)
-    if one_rank:
-        folder = str(given.out or DEFAULT_PARTS)
+    if folder is not None:
         observing.observe_under_torchrun(script, arguments, folder=folder, **settings)
         return 0
     _write(report, given, ("save",))
@@ -408,8 +402,8 @@ def _predict(given: argparse.Namespace) -> int:
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
     """{what: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
     where = {"intra": "inside a node", "inter": "across nodes"}
-    ranks = len(metrics.reported_ranks(report))
-    sent = metrics.traffic(report, ["axis", "level"]).itertuples(index=False)
+    ranks = len(about.reported_ranks(report))
+    sent = amounts.traffic(report, ["axis", "level"]).itertuples(index=False)
     return {
         "sent per rank and step": {f"{axis}, {where[at]}": n / ranks for axis, at, n in sent},
         "peak memory of the rank with the highest": report.peaks()[report.clock].to_dict(),

@@ -99,12 +99,8 @@ class Corpus:
     def sample(self, number: int, *, length: int, seed: int) -> bytes:
         """Sample ``number`` of a run: ``length`` + 1 bytes, the last ``length`` the targets."""
         if self.num_bytes < length + 1:
-            raise illegal(
-                "data",
-                str(self.root),
-                f"its {self.num_bytes} bytes are fewer than one sample",
-                f"at least seq_len + 1 = {length + 1} bytes",
-            )
+            why = f"its {self.num_bytes} bytes are fewer than one sample"
+            raise illegal("data", str(self.root), why, f"at least seq_len + 1 = {length + 1} bytes")
         places = self.num_bytes - length
         start = _scramble((_scramble(seed & _MASK) + number * 0x9E3779B97F4A7C15) & _MASK) % places
         return self.read(start, length + 1)
@@ -134,12 +130,8 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     if place.is_file() and not os.access(place, os.R_OK):
         raise illegal("data", str(path), "may not be read by you", legal)
     if place.is_file() and not _looks_like_text(place):
-        raise illegal(
-            "data",
-            str(path),
-            "not text: it has zero bytes, or is UTF-16",
-            f"{legal}; UTF-8 is best",
-        )
+        why = "not text: it has zero bytes, or is UTF-16"
+        raise illegal("data", str(path), why, f"{legal}; UTF-8 is best")
     return place
 
 

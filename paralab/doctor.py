@@ -236,7 +236,6 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _checks(at: Machine) -> Iterator[Check]:
-    """Every line of the answer."""
     said = "every rank of every lab has one"
     if at.cores < max(LABS):
         said = "more ranks take turns, so look at the replayed clock, not at the wall's"

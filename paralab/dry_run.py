@@ -54,12 +54,8 @@ def dry_run(
     plan.validate(model)
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and plan.world_size > cluster.num_devices:
-        raise illegal(
-            "cluster",
-            cluster.name,
-            f"it has {cluster.num_devices} devices, the plan needs {plan.world_size}",
-            "one with more nodes, or None",
-        )
+        why = f"it has {cluster.num_devices} devices, the plan needs {plan.world_size}"
+        raise illegal("cluster", cluster.name, why, "one with more nodes, or None")
     gpus = cluster is not None and cluster.gpus
     model = model.resolved(gpus=gpus)
     asked = {

@@ -22,13 +22,13 @@ from paralab.data import Corpus
 from paralab.default_device import LEGAL
 from paralab.instruments.calibrate import device_of_run, gpu_each
 from paralab.interpret.quick import table
-from paralab.launch import MAX_RANKS, NEVER, launch_program, torchrun_context
+from paralab.launch import MAX_RANKS, NEVER, launch_program
 from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
 from paralab.report import checkpoints, scratch, written
-from paralab.report.report import Report, save_part
-from paralab.report.storage import check_part
+from paralab.report.report import Report
+from paralab.report.storage import check_part, save_part
 from paralab.spec import ModelSpec, Plan
 from paralab.spec.cluster import available_cores
 from paralab.theory.offload import file_bytes
@@ -238,7 +238,9 @@ def run_under_torchrun(
         why = f"the plan needs {plan.world_size} ranks, torchrun started {world}"
         legal = f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}"
         raise illegal("dp", plan.dp, why, legal)
-    import torch.distributed as dist
+    import torch.distributed as dist  # this process is a rank
+
+    from paralab.ranks.torchrun import torchrun_context
 
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")

@@ -41,18 +41,19 @@ class Grid:
         self.context, self.recorder = context, recorder
         everyone = range(context.world_size)
         self.world = self._group(everyone, "world")
-        self.tp = {
-            axis: self._mine({plan.ranks(axis, rank) for rank in everyone}, axis)
-            for axis in mode_of(plan).axes
-        }
-        self.dp = self._mine({plan.ranks("dp", rank) for rank in everyone}, "dp")
-        self.shard, self.replica = self.dp, None
+
+        def groups(kind: str) -> set[tuple[int, ...]]:
+            return {plan.ranks(kind, rank) for rank in everyone}
+
+        self.tp = {axis: self._mine(groups(axis), axis) for axis in mode_of(plan).axes}
+        self.dp = self._mine(groups("dp"), "dp")
+        self.shard, self.replica, self.secondary = self.dp, None, None
         if plan.shard_degree < plan.dp:
-            self.shard = self._mine({plan.ranks("shard", rank) for rank in everyone}, "dp")
-            self.replica = self._mine({plan.ranks("replica", rank) for rank in everyone}, "replica")
-        near = {plan.ranks("secondary", rank) for rank in everyone}
-        self.secondary = self._mine(near, "secondary") if plan.secondary_shard else None
-        pipelines = {plan.ranks("pp", rank) for rank in everyone}
+            self.shard = self._mine(groups("shard"), "dp")
+            self.replica = self._mine(groups("replica"), "replica")
+        if plan.secondary_shard:
+            self.secondary = self._mine(groups("secondary"), "secondary")
+        pipelines = groups("pp")
         self.pp = self._mine(pipelines, "pp")
         ends = {(ranks[0], ranks[-1]) for ranks in pipelines}
         self.ends = self.pp if plan.pp == 2 else self._mine(ends, "pp") if plan.pp > 2 else None

@@ -76,13 +76,6 @@ def warm_up() -> None:
             _house.lock.release()
 
 
-def torchrun_context(**settings: Any) -> Any:
-    """The context of a rank that torchrun started; see `paralab.ranks.torchrun`."""
-    from paralab.ranks import torchrun  # with torch: this process is a rank
-
-    return torchrun.torchrun_context(**settings)
-
-
 class _House:
     """What this process has only one of: the server, and the turn to use it."""
 

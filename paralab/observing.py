@@ -30,11 +30,11 @@ from typing import Any
 
 from paralab import checks
 from paralab.checks import choice, illegal, whole
-from paralab.launch import launch_program, torchrun_context
+from paralab.launch import launch_program
 from paralab.ranks.ending import ending
 from paralab.ranks.errors import OutOfMemory
-from paralab.report.report import Report, save_part
-from paralab.report.storage import check_part
+from paralab.report.report import Report
+from paralab.report.storage import check_part, save_part
 from paralab.spec import Plan
 from paralab.trace import name_of, part_of, places
 from paralab.version import __version__
@@ -120,10 +120,11 @@ def observe_under_torchrun(
     """
     script, checked = _script_file(path), _settings(**settings)
     check_part(folder)
-    context = torchrun_context()
     from paralab.comm import everyone
     from paralab.instruments.clocks import measure_offset
+    from paralab.ranks.torchrun import torchrun_context
 
+    context = torchrun_context()
     if context.rank == 0:
         context.store.set("run_id", uuid.uuid4().hex)
     said = {"run_id": context.store.get("run_id").decode()}

@@ -64,7 +64,6 @@ def add_options(group: Any, options: Iterable[Option]) -> None:
 
 
 def _fields(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:
-    """One option per field of the dataclass ``kind``."""
     said = explained(kind)
     for field in dataclasses.fields(kind):
         if field.name in CODE:
@@ -124,5 +123,4 @@ def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _taken(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``kind`` that the command line names."""
     return settings_of(given, *(field.name for field in dataclasses.fields(kind)))

@@ -68,7 +68,7 @@ class Strict:
         for peer, calls in by_peer.items():
             pair, number = places[peer]
             theirs = json.loads(self.wait_for(f"{ranks}/{places[peer]}/{peer}"))
-            if _mirror(theirs) != _in_order(calls):
+            if _in_order(theirs) != _in_order(calls)[::-1]:
                 raise OrderError(
                     f"call #{number} between ranks {pair[0]} and {pair[1]}: rank {self.rank} does "
                     f"{_words(calls)}, rank {peer} does {_words(theirs)}; {_why(calls + theirs)}"
@@ -94,11 +94,6 @@ class Strict:
 def _in_order(calls: list[list]) -> tuple[list, list]:
     """(sends, receives), each in the order asked for; NCCL pairs them up in that order."""
     return ([c[1:] for c in calls if c[0] == "send"], [c[1:] for c in calls if c[0] == "recv"])
-
-
-def _mirror(calls: list[list]) -> tuple[list, list]:
-    sends, receives = _in_order(calls)
-    return receives, sends
 
 
 def _why(calls: list[list]) -> str:

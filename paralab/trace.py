@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paralab.checks import choice, illegal, instance, shown, whole
 from paralab.launch import MAX_RANKS, _pickled, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
-
-if TYPE_CHECKING:
-    import threading
 
 NUMBERS = {int, float, bool, str, type(None)}  # and what else no tensor is in
 
@@ -82,7 +80,7 @@ def trace(
         device=device,
         live=live,
         strict=strict,
-        **({} if stop is None else {"stop": stop}),
+        stop=stop,
     )
     for part in parts:
         if calls := part["unwaited"]:

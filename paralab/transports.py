@@ -344,7 +344,6 @@ class Arrival:
 
 
 def _hear(queue: SimpleQueue) -> None:
-    """Wait for one message after the other."""
     while True:
         work, arrival = queue.get()
         try:

@@ -146,3 +146,14 @@ def test_a_notebook_offers_what_a_module_is_for_and_nothing_that_it_is_made_of(m
     if module == ".exercises":
         others = {name for name in offered if name not in {*package.ALL, "ALL"}}
         assert others == {"Choice", "Exercise", "Guess", "Verdict", "choose", "guess"}
+
+
+def test_every_name_that_benchmarks_import_is_there():
+    """They are not run by `make test`, and a function may move or be renamed."""
+    for path in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paralab"):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    there = hasattr(module, name.name) or f"{node.module}.{name.name}" in FILES
+                    assert there, f"{path.name}: {node.module}.{name.name}"

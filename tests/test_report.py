@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import paralab as pl
 import synthetic
 from paralab.report import metrics, tables
-from paralab.report.report import Report, load, save_part
-from paralab.report.storage import VERSION, seal
+from paralab.report.report import Report, load
+from paralab.report.storage import VERSION, save_part, seal
 from paralab.spec import Cluster, Link, Plan
 from refusals import refuses
 

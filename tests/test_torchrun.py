@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import paralab as pl
-from paralab.launch import torchrun_context
 from paralab.ranks.errors import RankError
+from paralab.ranks.torchrun import torchrun_context
 from patience import HANG_S
 from together import in_turn, reports
 

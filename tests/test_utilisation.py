@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import paralab as pl
 from paralab.interpret.train import Trainer
-from paralab.report.metrics import achieved, utilisation
+from paralab.report.summary import achieved, utilisation
 from paralab.theory.needs import step_flops
 
 MODEL = pl.ModelSpec(layers=3, hidden=48, heads=4, seq_len=24, vocab=264, attention="explicit")

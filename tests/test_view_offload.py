@@ -9,7 +9,7 @@ import pytest
 
 import paralab as pl
 import synthetic
-from paralab.report import metrics, tables
+from paralab.report import amounts, metrics, tables
 from paralab.report.report import Report
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import wire_bytes
@@ -98,7 +98,7 @@ def bars(chart) -> list[dict]:
 
 # ---- numbers -------------------------------------------------------------------------------------
 def test_copied_counts_every_byte_once_per_step_by_rank_link_and_category(two):
-    found = metrics.copied(two)
+    found = amounts.copied(two)
     assert list(found.columns) == ["rank", "link", "category", "bytes"]
     assert found.values.tolist() == [
         row for rank in (0, 1) for row in (
@@ -107,9 +107,9 @@ def test_copied_counts_every_byte_once_per_step_by_rank_link_and_category(two):
             [rank, "disk write", "optimizer", 2000])
     ]  # fmt: skip
     assert found["bytes"].dtype == "int64" and found["rank"].dtype == "int64"
-    assert metrics.copied(two, "rank").values.tolist() == [[0, 6500], [1, 6500]]
-    by_link = metrics.copied(two, by="link")
-    assert by_link["link"].tolist() == list(metrics.WAYS)  # from the device outwards
+    assert amounts.copied(two, "rank").values.tolist() == [[0, 6500], [1, 6500]]
+    by_link = amounts.copied(two, by="link")
+    assert by_link["link"].tolist() == list(amounts.WAYS)  # from the device outwards
     assert by_link["bytes"].tolist() == [2000, 1000, 6000, 4000]
 
 
@@ -120,19 +120,19 @@ def test_copied_leaves_warm_up_out_and_keeps_halves():
     odd = rows.copy()
     odd.loc[(rows["step"] == 2) & (rows["lane"] == "h2d"), "bytes"] = 1001
     report = dataclasses.replace(report, copies=rows)
-    assert metrics.copied(report, "link")["bytes"].tolist() == [1000, 500, 3000, 2000]
-    assert metrics.copied(report, "link", warmup=True)["bytes"].tolist() == [3000, 500, 3000, 2000]
-    halves = metrics.copied(dataclasses.replace(report, copies=odd), "link")["bytes"]
+    assert amounts.copied(report, "link")["bytes"].tolist() == [1000, 500, 3000, 2000]
+    assert amounts.copied(report, "link", warmup=True)["bytes"].tolist() == [3000, 500, 3000, 2000]
+    halves = amounts.copied(dataclasses.replace(report, copies=odd), "link")["bytes"]
     assert halves.dtype == "float64" and halves.tolist() == [1000.5, 500, 3000, 2000]
 
 
 def test_copied_says_what_it_can_be_split_by_and_has_a_row_for_a_rank_that_copies_nothing():
     with pytest.raises(ValueError, match="by='lane'.*rank.*link.*category"):
-        metrics.copied(made(), by="lane")
+        amounts.copied(made(), by="lane")
     with pytest.raises(ValueError, match="nothing to split by"):
-        metrics.copied(made(), by=[])
-    assert metrics.copied(made(copies=[]), "rank").values.tolist() == [[0, 0]]
-    assert metrics.copied(made(copies=[])).empty
+        amounts.copied(made(), by=[])
+    assert amounts.copied(made(copies=[]), "rank").values.tolist() == [[0, 0]]
+    assert amounts.copied(made(copies=[])).empty
 
 
 def test_copies_are_hidden_by_work_of_any_kind_and_not_by_waiting(two):

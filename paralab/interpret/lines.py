@@ -23,7 +23,7 @@ from paralab.interpret.turns import Box, Turns
 from paralab.model.ops import Call
 from paralab.programs.instructions import CALL, COMPUTE, KINDS, MESSAGES, Instr
 from paralab.programs.tiers import kind_of, moved
-from paralab.report.metrics import union
+from paralab.report.intervals import union
 from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import BOOKKEEPING
 

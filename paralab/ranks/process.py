@@ -138,6 +138,13 @@ def take_device(
     return chosen
 
 
+def join(context: RankContext, backend: str) -> None:
+    """The ranks meet: the default process group is up on return."""
+    who = {"rank": context.rank, "world_size": context.world_size, "store": context.store}
+    dist.init_process_group(backend, timeout=timedelta(seconds=context.limit), **who)
+    send_first()
+
+
 # ---- a rank of pl.launch ------------------------------------------------------------------------
 
 
@@ -223,35 +230,25 @@ def _work(
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
     notes.write("in init_process_group")
-    store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    # A user's own program may well use host tensors on a machine with GPUs: give it both.
-    both = chosen.backend == "nccl" and task["any_tensor"]
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if both else chosen.backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=task["group_timeout"]),
-    )
-    send_first()
-    notes.write("")
-    if not task["with_context"]:
-        return function(*args)
     context = RankContext(
         rank=rank,
         world_size=world_size,
         nodes=(0,) * world_size,
         device=chosen.device,
         backend=chosen.backend,
-        store=store,
-        limit=task["group_timeout"],
         shared=chosen.shared,
+        store=dist.FileStore(os.path.join(folder, "store"), world_size),
+        limit=task["group_timeout"],
         strict=task["strict"],
         note=notes.write,
         alive=notes.alive,
         progress=launcher.progress,
     )
-    return function(context, *args)
+    # A user's own program may well use host tensors on a machine with GPUs: give it both.
+    both = chosen.backend == "nccl" and task["any_tensor"]
+    join(context, "cpu:gloo,cuda:nccl" if both else chosen.backend)
+    notes.write("")
+    return function(context, *args) if task["with_context"] else function(*args)
 
 
 def _load(payload: bytes) -> tuple[Callable, tuple]:

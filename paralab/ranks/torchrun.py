@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
-from paralab.ranks.host import keep_pages, send_first
-from paralab.ranks.process import RankContext, card, take_device
+from paralab.ranks.host import keep_pages
+from paralab.ranks.process import RankContext, card, join, take_device
 from paralab.ranks.started import NUMBERS, variable
 
 
@@ -71,13 +71,7 @@ def torchrun_context(
     with or_unmet():
         store, everyone = _within(join_timeout, meet)
     chosen = take_device(device, rank, local_rank, everyone)
-    with or_unmet():
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group(
-            chosen.backend, store=store, rank=rank, world_size=world_size, timeout=limit
-        )
-    send_first()
-    return RankContext(
+    context = RankContext(
         rank=rank,
         world_size=world_size,
         nodes=tuple(index for index, _ in everyone),
@@ -88,6 +82,9 @@ def torchrun_context(
         limit=timeout,
         note=_noting(rank),
     )
+    with or_unmet():
+        join(context, chosen.backend)
+    return context
 
 
 def _reach(host: str, port: int, seconds: float) -> None:

@@ -214,7 +214,6 @@ class Run:
         return self.timeout if up else max(self.timeout, START_SECONDS)
 
     def _silent(self) -> float:
-        """Seconds since the last sign of life."""
         now = time.monotonic()
         if now - self.looked >= min(1.0, self.timeout / 4):
             self.looked = now

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paralab.report import metrics
+from paralab.report import about, amounts
 from paralab.report.paradigm import (
     REDUCTIONS,
     any_made_of,
@@ -25,6 +25,7 @@ from paralab.report.paradigm import (
     trained_bytes,
     whole_number,
 )
+from paralab.report.summary import summary
 from paralab.report.tables import Tables
 from paralab.theory.traffic import POINT_TO_POINT
 
@@ -55,9 +56,9 @@ def explain(report: Tables) -> Explanation:
     what is hidden, what fills the peak. A dict {question: answer} that prints as text, of the steps
     that count: all but step 0, where there are others. Raises ValueError on a dry run.
     """
-    metrics.needs_times(report, "an explanation")
-    steps = metrics.measured_steps(report)
-    calls = metrics.own_calls(report)
+    about.needs_times(report, "an explanation")
+    steps = about.measured_steps(report)
+    calls = about.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
     answers = {
         "Which collectives does a step make, of what sizes?": _collectives(report, calls),
@@ -74,8 +75,8 @@ def explain(report: Tables) -> Explanation:
 
 # ---- bytes --------------------------------------------------------------------------------------
 def _collectives(report: Tables, calls: pd.DataFrame) -> str:
-    lines, outline = [], metrics.in_outline(report)
-    known = len(metrics.reported_ranks(report))
+    lines, outline = [], about.in_outline(report)
+    known = len(about.reported_ranks(report))
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
         ranks, when = sorted(set(rows["rank"])), ""
         each = sum(steps_of(report, rank) for rank in ranks)
@@ -115,7 +116,7 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
 
 # ---- time ---------------------------------------------------------------------------------------
 def _hidden(report: Tables) -> str:
-    of = metrics.summary(report)["value"]
+    of = summary(report)["value"]
     if not (moving := of["communication in flight"]):
         return ""
     return (
@@ -125,7 +126,6 @@ def _hidden(report: Tables) -> str:
 
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
-    """Whether gathers of parameters run next to compute."""
     if "FSDPModule" not in made_of(report, "modules"):
         return ""  # what is gathered is no parameters
     axes = [a for a, rows in calls.groupby("axis") if not sums_activations(report, rows, a)]
@@ -194,7 +194,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
 
 # ---- memory -------------------------------------------------------------------------------------
 def _peak(report: Tables) -> str:
-    found = metrics.peak(report)
+    found = amounts.peak(report)
     if found is None:
         return "It was not counted."
     held = sorted(found.held.items(), key=lambda item: -item[1])
@@ -228,7 +228,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
-    on_gpu = str(report.meta.get("device", "cpu")).startswith("cuda")
+    on_gpu = about.device_of(report) == "cuda"
     through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
     told = (  # where it is so; what is not known then
         (
@@ -280,7 +280,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         ),
     )
     said = [words for holds, words in told if holds]
-    many = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
+    many = report.steps[report.steps["step"].isin(about.measured_steps(report))]
     many = sorted(set(many["rank"].value_counts()))
     if len(many) > 1:
         said.append(

@@ -17,7 +17,8 @@ from paralab.ranks.waits import ranks
 from paralab.report import tables
 from paralab.spec import ModelSpec, Plan
 
-PART_KEYS = ("rank", "clock_offset", "clock_uncertainty", *tables.COLUMNS, "losses")
+CLOCK_OFFSET = ("clock_offset", "clock_uncertainty")
+PART_KEYS = ("rank", *CLOCK_OFFSET, *tables.COLUMNS, "losses")
 
 
 def merge(
@@ -32,8 +33,7 @@ def merge(
     model  of a training; weights and gradients that tp ranks hold in blocks are put together
     """
     ordered = _all_ranks(parts, plan.world_size)
-    offsets = [float(part["clock_offset"]) for part in ordered]
-    uncertain = [float(part["clock_uncertainty"]) for part in ordered]
+    offsets, uncertain = ([float(part[name]) for part in ordered] for name in CLOCK_OFFSET)
     for rank, pair in enumerate(zip(offsets, uncertain, strict=True)):
         if not all(map(math.isfinite, pair)):
             raise illegal(f"clock_offset of rank {rank}", pair[0], "not finite", "seconds")

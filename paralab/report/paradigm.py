@@ -22,7 +22,7 @@ from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from paralab.report import metrics
+from paralab.report import about
 from paralab.report.tables import Tables
 from paralab.theory.traffic import SURPLUS
 
@@ -148,14 +148,14 @@ def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
 def steps_of(report: Tables, rank: int) -> int:
     """The steps that count, of a rank: ranks may have different numbers of them."""
     steps = report.steps["step"][report.steps["rank"] == rank]
-    return max(1, int(steps.isin(metrics.measured_steps(report)).sum()))
+    return max(1, int(steps.isin(about.measured_steps(report)).sum()))
 
 
 def backwards(report: Tables, rank: int, rows: pd.DataFrame) -> tuple[float, float]:
     """A rank's backwards per step, and how many of them launch one of these calls. Ids of spans are
     in the order in which a rank wrote.
     """
-    steps, spans = metrics.measured_steps(report), report.spans
+    steps, spans = about.measured_steps(report), report.spans
     spans = spans[(spans["rank"] == rank) & spans["step"].isin(steps)]
     spans = spans[spans["kind"] == "backward"].sort_values("id")
     calls = rows["span"][(rows["rank"] == rank) & (rows["phase"] == "backward")]

@@ -15,10 +15,11 @@ from types import MethodType
 from typing import Any
 
 from paralab import checks
-from paralab.report import metrics
+from paralab.report import about, amounts, metrics
 from paralab.report.explain import explain
 from paralab.report.merge import merge
-from paralab.report.storage import load_folder, load_report, save, save_part
+from paralab.report.storage import load_folder, load_report, save
+from paralab.report.summary import summary
 from paralab.report.tables import DRY, Tables
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.traffic import POINT_TO_POINT
@@ -44,9 +45,9 @@ class _Later:
         @functools.wraps(function)
         def method(report: Report, *args: Any, **settings: Any) -> Any:
             if self.times:
-                metrics.needs_times(report, self.times)
+                about.needs_times(report, self.times)
             if self.own_devices:
-                metrics.needs_own_devices(report, self.times)
+                about.needs_own_devices(report, self.times)
             return function(report, *args, **settings)
 
         return method if report is None else MethodType(method, report)
@@ -76,11 +77,11 @@ class Report(Tables):
     # ---- one number ---------------------------------------------------------------------------
     step_time = cached_property(metrics.step_time)
     bubble = cached_property(metrics.bubble)
-    peak_memory = property(metrics.peak_memory)
+    peak_memory = property(amounts.peak_memory)
 
     # ---- tables -------------------------------------------------------------------------------
-    summary, peaks, pipeline_times = metrics.summary, metrics.peaks, metrics.pipeline_times
-    traffic, copied, explain = metrics.traffic, metrics.copied, explain
+    summary, explain, pipeline_times = summary, explain, metrics.pipeline_times
+    traffic, copied, peaks = amounts.traffic, amounts.copied, amounts.peaks
 
     bubbles = _Later("theory.ideal", "a bubble", own_devices=True)
     algorithms = _Later("theory.algorithms")
@@ -98,7 +99,7 @@ class Report(Tables):
 
     def __repr__(self) -> str:
         # No times: notebooks compare this line, and a run must give the same one twice.
-        plan, calls = self.plan, metrics.own_calls(self)
+        plan, calls = self.plan, about.own_calls(self)
         messages = int((calls["op"] == "send").sum())
         calls = calls[~calls["op"].isin(POINT_TO_POINT)]
         calls = calls[["axis", "ranks", "call"]].drop_duplicates()
@@ -111,8 +112,8 @@ class Report(Tables):
         said = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
         if self.clock == DRY:
             said[0] = f"rank {self.meta.get('rank')} of {said[0]}"
-        if metrics.in_outline(self):  # its rows are sums of calls
-            said[2:] = [f"{len(metrics.reported_ranks(self))} in outline"]
+        if about.in_outline(self):  # its rows are sums of calls
+            said[2:] = [f"{len(about.reported_ranks(self))} in outline"]
         elif not messages or not len(calls):  # what there is none of goes unsaid, but not both
             said.pop(3 if not messages else 2)
         if self.model is None:
@@ -131,7 +132,4 @@ def load(path: str | os.PathLike[str]) -> Report:
     path = checks.path(
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"
     )
-    return load_folder(path, Report) if path.is_dir() else load_report(path, Report)
-
-
-__all__ = ["Report", "load", "save_part"]
+    return load_folder(path, Report.from_parts) if path.is_dir() else load_report(path, Report)

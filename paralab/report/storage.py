@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from paralab import checks
 from paralab.report import tables, written
-from paralab.report.merge import merge
+from paralab.report.merge import CLOCK_OFFSET
 from paralab.report.plain import plain, typed
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -30,7 +30,6 @@ from paralab.spec import Cluster, ModelSpec, Plan
 Some = TypeVar("Some", bound=Tables)
 VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
-CLOCK_OFFSET = ("clock_offset", "clock_uncertainty")
 # What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
 # meets one kind of error.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -85,8 +84,8 @@ def save_part(
     write(Path(folder) / f"rank-{body['rank']:05d}.json", body, PART)
 
 
-def load_folder(folder: Path, kind: type[Some]) -> Some:
-    """The parts of all ranks of one run, merged."""
+def load_folder(folder: Path, merged: Callable[..., Some]) -> Some:
+    """The parts of all ranks of one run, as ``merged`` makes one of them: `Report.from_parts`."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise FileNotFoundError(
@@ -101,8 +100,7 @@ def load_folder(folder: Path, kind: type[Some]) -> Some:
             for name in ("model", "plan"):
                 if same_run and part[name] != first[name]:
                     raise ValueError(f"{path.name} has another {name} than rank {first['rank']}")
-        said = {name: first[name] for name in ("model", "plan")}
-        return kind(clock="measured", **said, **merge(parts, meta=first["meta"], **said))
+        return merged(parts, **{name: first[name] for name in ("model", "plan", "meta")})
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 

@@ -1,15 +1,8 @@
 """The six tables of a report: their columns, their types, and what must hold between rows.
 
-spans        one row per box of the timeline          (seconds)
-collectives  one row per rank and collective call     (bytes, seconds)
-copies       one row per copy between memory tiers    (bytes, seconds)
-memory       one row per sample, tier and category    (bytes, seconds)
-steps        one row per rank and optimizer step      (seconds)
-allocator    one row per rank and step, on GPUs       (bytes)
-
-The meaning of every column is in the docstring of `Tables`. Columns and dtypes are the same
-whether the rows were measured, replayed, predicted, loaded from a file, or there are none: whole
-numbers are int64, times float64, text and tuples plain Python objects.
+The meaning of every table and column is in the docstring of `Tables`. Columns and dtypes are the
+same whether the rows were measured, replayed, predicted, loaded from a file, or there are none:
+whole numbers are int64, times float64, text and tuples plain Python objects.
 """
 
 from __future__ import annotations
@@ -235,14 +228,9 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
     for row, (rank, ranks, op, peer) in enumerate(
         zip(calls["rank"], calls["ranks"], calls["op"], calls["peer"], strict=True)
     ):
-        if rank not in ranks:
-            raise ValueError(
-                f"table collectives: row {row}, rank {rank} is not of its group {ranks}"
-            )
-        if op in ROOTED and peer not in ranks:
-            raise ValueError(
-                f"table collectives: row {row}, root {peer} is not of its group {ranks}"
-            )
+        if rank not in ranks or (op in ROOTED and peer not in ranks):
+            who = f"root {peer}" if rank in ranks else f"rank {rank}"
+            raise ValueError(f"table collectives: row {row}, {who} is not of its group {ranks}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -261,11 +249,11 @@ class Tables:
     model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
                  model is None for a traced function or an observed program (`pl.trace`, `observe`)
     spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
-                 lane: compute, comm:<axis>, h2d, d2h, disk, host (the host's processor at work for
-                 the rank: an optimizer that was offloaded). kind: forward, backward, weight_grad,
-                 optimizer, compute (a traced function's own work), wait, comm, copy. cost: thread
-                 CPU (or device) seconds. after: ids of the spans waited for. microbatch -1 where it
-                 has no meaning
+                 One row per box of the timeline. lane: compute, comm:<axis>, h2d, d2h, disk, host
+                 (the host's processor at work for the rank: an optimizer that was offloaded). kind:
+                 forward, backward, weight_grad, optimizer, compute (a traced function's own work),
+                 wait, comm, copy. cost: thread CPU (or device) seconds. after: ids of the spans
+                 waited for. microbatch -1 where it has no meaning
     collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
                  start, end, span. One row per rank and call; wire_bytes is what this rank sends;
                  level the slowest link that the group, or a send, crosses
@@ -277,8 +265,8 @@ class Tables:
                  every category (parameters, gradients, optimizer, activations, buffers, workspace,
                  other) that there is or has been. Measured in step 0, with a memory_limit in all,
                  by `pl.observe` in the first ``memory_steps``
-    steps        rank, step, start, end, beside: processor seconds of the rank's other threads,
-                 which carry its messages
+    steps        rank, step, start, end, beside. One row per rank and step. beside: processor
+                 seconds of the rank's other threads, which carry its messages
     allocator    rank, step, allocated, active, reserved, largest_free. On GPUs, one row per rank
                  and step, of CUDA's allocator. Peaks of the step: allocated, bytes of blocks in
                  use; active, these and those given back that a stream has not passed; reserved,

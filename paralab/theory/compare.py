@@ -22,8 +22,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, instance
-from paralab.report import metrics
-from paralab.report.metrics import device_of, needs_own_devices, needs_times
+from paralab.report import about, amounts, metrics
+from paralab.report.about import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
 from paralab.theory.gaps import EXPOSED_COPIES, MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 COLUMNS = ("predicted", "replayed", "measured")
 CALLED = "calls and messages"
 UNITS = {"bytes sent per rank": "B", CALLED: "calls", MOVED: "B", "bubble": "share"}
-NAN = float("nan")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -161,7 +160,7 @@ def _same_subject(expect: Tables, report: Tables) -> None:
             why = "it trained no model, so there is nothing to hold it against"
             legal = "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe"
             raise illegal(name, one, why, legal)
-    if expect.world_size != (ranks := len(metrics.reported_ranks(report))):
+    if expect.world_size != (ranks := len(about.reported_ranks(report))):
         raise ValueError(f"world_size: {expect.world_size} ranks were predicted, {ranks} were run")
     for name in ("model", "plan"):
         # As they are saved: of an own class or function the name, so that loaded runs compare too.
@@ -190,34 +189,32 @@ def _quantities(report: Tables) -> dict[str, float]:
     """Every row of the table, in order, for one report: mean over ranks, median over the steps that
     count.
     """
-    steps, spans, calls = metrics.measured_steps(report), report.spans, metrics.own_calls(report)
+    steps, spans, calls = about.measured_steps(report), report.spans, about.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
-    exposed = [metrics.exposed(report, step) for step in steps]
+    waited = metrics.middle([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
+    copies = metrics.middle([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
     here = spans[spans["lane"] == "compute"]
     seconds = metrics.seconds_of(report, here).groupby([here["step"], here["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
-    ranks, count = len(metrics.reported_ranks(report)), max(len(steps), 1)
-    summed = metrics.in_outline(report)  # a row of its calls is many
+    ranks, count = len(about.reported_ranks(report)), max(len(steps), 1)
+    summed = about.in_outline(report)  # a row of its calls is many
 
     def spent(kind: str) -> float:
-        return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [NAN])
-
-    def waited(for_: str) -> float:
-        return median([part[for_] for part in exposed] or [NAN])
+        return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [math.nan])
 
     return {
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
-        CALLED: NAN if summed else (calls["op"] != "recv").sum() / ranks / count,
+        CALLED: math.nan if summed else (calls["op"] != "recv").sum() / ranks / count,
         MOVED: moved["bytes"].sum() / ranks / count,
         "forward": spent("forward"),
         "backward": spent("backward"),
         "weight halves": spent("weight_grad"),
         "bucket copies": spent("copy"),
         "optimizer": spent("optimizer"),
-        WAITED: median([metrics.copy_shares(report, s)["copies"] for s in steps] or [NAN]),
-        EXPOSED_COPIES: waited("copies"),
+        WAITED: copies["copies"],
+        EXPOSED_COPIES: waited["copies"],
         "communication": metrics.typical_shares(report)["communication"],
-        "exposed communication": waited("calls"),
+        "exposed communication": waited["calls"],
         "step time": metrics.step_time(report),
         "bubble": metrics.bubble(report),
     }
@@ -227,11 +224,11 @@ def _first_traffic_difference(expect: Tables, report: Tables) -> str:
     """How the calls of a run differ from the predicted ones, rank by rank; empty if they do not."""
     if "observed" in report.meta:
         return _sums_differ(expect, report)
-    summed = metrics.in_outline(expect)
+    summed = about.in_outline(expect)
     predicted, run = _traffic(expect, summed), _traffic(report, summed)
     first = {rank: rows for (_, rank), rows in sorted(predicted.items(), reverse=True)}
-    for step in metrics.measured_steps(report):
-        for rank in metrics.reported_ranks(expect):
+    for step in about.measured_steps(report):
+        for rank in about.reported_ranks(expect):
             want, got = first.get(rank, Counter()), run.get((step, rank), Counter())
             if want != got:
                 missing, extra = want - got, got - want
@@ -243,7 +240,7 @@ def _first_traffic_difference(expect: Tables, report: Tables) -> str:
 
 def _sums_differ(expect: Tables, report: Tables) -> str:
     """How the bytes of an observed program's step differ from the predicted, rank by rank."""
-    plan, seen = (metrics.traffic(one, "rank").set_index("rank") for one in (expect, report))
+    plan, seen = (amounts.traffic(one, "rank").set_index("rank") for one in (expect, report))
     for rank, (planned,) in plan.iterrows():
         if planned != (sent := seen.loc[rank, "bytes"]):
             return f"rank {rank}: the plan sends {planned:,} bytes per step, the program {sent:,}"
@@ -254,7 +251,7 @@ def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:
     """By step and rank: every call and copy, and how often; ``summed``: all of a kind as one."""
     kind = ["step", "rank", "op", "lane", "category"]
     names = {"axis": "lane", "wire_bytes": "bytes"}
-    calls = metrics.own_calls(report).rename(columns=names).assign(category="")
+    calls = about.own_calls(report).rename(columns=names).assign(category="")
     found: dict[tuple[int, int], Counter] = defaultdict(Counter)
     for rows in (calls, report.copies.assign(payload_bytes=0)):
         rows = rows[[*kind, "payload_bytes", "bytes"]]

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -56,36 +56,33 @@ class Run(NamedTuple):
     optimizer: str = "adamw"
 
 
-def _links(cluster: Cluster, alpha: float, inside: float, between: float) -> dict[str, Any]:
-    """The cluster's links, with these factors."""
-
-    def of(link: Link, faster: float) -> Link:
-        return Link(alpha=link.alpha * alpha, bandwidth=link.bandwidth * faster)
-
-    found = {op: of(link, inside) for op, link in cluster.collectives.items()}
-    inter = of(cluster.inter, between)  # type: ignore[arg-type]  # filled at its birth
-    return {"intra": of(cluster.intra, inside), "inter": inter, "collectives": found}
-
-
-def _memory(cluster: Cluster, by: float) -> dict[str, Any]:
-    names = ["memory_bandwidth"] + ["operand_bandwidth"] * (cluster.operand_bandwidth is not None)
-    return {name: getattr(cluster, name) * by for name in names}
-
-
-def _products(cluster: Cluster, by: float) -> dict[str, Any]:
-    rates = {name: tuple(rate * by for rate in some) for name, some in cluster.products.items()}
-    return {"flops": cluster.flops * by, "products": rates}
-
-
-# What each factor changes, and the figure that it is shown by, with its unit.
-FACTORS: dict[str, tuple[Callable[[Cluster, float], dict[str, Any]], str, str]] = {
-    "products": (_products, "products", "FLOP/s"),
-    "memory": (_memory, "memory_bandwidth", "bytes/s"),
-    "launch": (lambda c, by: {"launch_overhead": c.launch_overhead * by}, "launch_overhead", "s"),
-    "inside": (lambda c, by: _links(c, 1, by, 1), "intra.bandwidth", "bytes/s"),
-    "between": (lambda c, by: _links(c, 1, 1, by), "inter.bandwidth", "bytes/s"),
-    "latency": (lambda c, by: _links(c, by, 1, 1), "inter.alpha", "s"),
+# The fields of a cluster that each factor changes, and the figure that it is shown by, with its
+# unit. Of a link it changes what the figure is of: alpha or bandwidth.
+FACTORS: dict[str, tuple[str, str, str]] = {
+    "products": ("flops products", "products", "FLOP/s"),
+    "memory": ("memory_bandwidth operand_bandwidth", "memory_bandwidth", "bytes/s"),
+    "launch": ("launch_overhead", "launch_overhead", "s"),
+    "inside": ("intra collectives", "intra.bandwidth", "bytes/s"),
+    "between": ("inter", "inter.bandwidth", "bytes/s"),
+    "latency": ("intra inter collectives", "inter.alpha", "s"),
 }
+
+
+def _changed(cluster: Cluster, name: str, by: float) -> Cluster:
+    """The cluster with a factor's figures times ``by``."""
+    fields, figure, _ = FACTORS[name]
+
+    def times(value: Any) -> Any:
+        if isinstance(value, Link):
+            of = figure.partition(".")[2]
+            return replace(value, **{of: getattr(value, of) * by})
+        if isinstance(value, Mapping):
+            return {name: times(one) for name, one in value.items()}
+        if isinstance(value, tuple):
+            return tuple(map(times, value))
+        return value and value * by  # None: not stated
+
+    return cluster.replace(**{field: times(getattr(cluster, field)) for field in fields.split()})
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ def fit_cluster(
     most = max(run.plan.world_size for run in runs)
     wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))
     in_ = runs[0].plan.product_precision
-    used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
+    used = [name for name in FACTORS if _changed(wide, name, 2.0) != wide]
     steps = []  # each compiled once
     for number, run in enumerate(runs):
         with _of_run(number, run):
@@ -246,7 +243,7 @@ def _of_run(number: int, row: Any) -> Iterator[None]:
 def _with(cluster: Cluster, used: Sequence[str], factors: Sequence[float]) -> Cluster:
     """The cluster with e^factor of each figure."""
     for name, factor in zip(used, factors, strict=True):
-        cluster = cluster.replace(**FACTORS[name][0](cluster, math.exp(factor)))
+        cluster = _changed(cluster, name, math.exp(factor))
     return cluster
 
 

@@ -1,8 +1,7 @@
 """A sentence on every gap of a comparison, in a learner's words.
 
 Each row says what its quantity means, and how far the three columns are apart. Why they are is the
-same for all rows of time, and is told once, with the step: between predicted and replayed lies the
-error of the device model, between replayed and measured what the ranks share.
+same for all rows of time, and is told once, with the step (compare.py says where it comes from).
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paralab.report import metrics
+from paralab.report import about, metrics
+from paralab.report.tables import Tables
+from paralab.spec import Plan
 from paralab.theory import ideal
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
-    from paralab.spec import Plan
 
 MOVED, WAITED = "bytes moved between tiers per rank", "copies between tiers"
 EXPOSED_COPIES = "exposed copies"
@@ -80,7 +78,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the replay's links say."
     elif step["measured"] > 1.1 * step["replayed"]:
-        if report.meta.get("device", "cpu") != "cpu":
+        if about.device_of(report) == "cuda":
             yield "Python launches kernels one by one."
         elif cores and ranks > cores:
             yield (
@@ -90,10 +88,10 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
             )
         else:
             yield "Every rank could have a core, but they had other work too."
-    if (carried := _carried(report)) > 0.02 * step["measured"]:
+    if (by_threads := carried(report)) > 0.02 * step["measured"]:
         yield (
             f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the ranks' "
-            f"other threads used {carried * 1e3:.0f} ms of processor per step and rank, which "
+            f"other threads used {by_threads * 1e3:.0f} ms of processor per step and rank, which "
             "devices of their own do while they compute."
         )
     if (outside := _outside(report)) > 0.01 * step["measured"]:
@@ -164,13 +162,13 @@ def _outside(report: Tables) -> float:
         (table["end"] - table["start"]).groupby(table["step"]).sum()
         for table in (report.steps, lane)
     )
-    outside = whole.sub(inside, fill_value=0.0).reindex(metrics.measured_steps(report))
+    outside = whole.sub(inside, fill_value=0.0).reindex(about.measured_steps(report))
     return float(outside.median()) / report.world_size
 
 
-def _carried(report: Tables) -> float:
+def carried(report: Tables) -> float:
     """Processor seconds that a rank's other threads used: mean over ranks, median step."""
-    steps = report.steps[report.steps["step"].isin(metrics.measured_steps(report))]
+    steps = report.steps[report.steps["step"].isin(about.measured_steps(report))]
     used = steps.groupby("step")["beside"].mean()
     return float(used.median()) if len(used) else 0.0
 

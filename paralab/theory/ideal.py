@@ -3,15 +3,10 @@
 A report knows what every rank computed, in which order, and what that cost. The same order and the
 typical costs, simulated without communication (theory/pipeline.py), are the ideal: what is idle
 there is the schedule's own bubble, and what a run shows beyond it comes from links, from uneven
-costs and from whatever ranks share. Three numbers answer the question how large a bubble is:
-
-    formula     balanced stages, free links: (p-1)/(m+p-1) of device time for GPipe and 1F1B
-    simulated   this schedule with this report's median cost of every (stage, kind), free links
-    replayed    the recorded order, costs and messages on one virtual device per rank
-
-All three are the idle share of device time, 1 - sum(compute) / (p T). The papers often write the
-idle time over the ideal time, (p-1)/m (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2): the
-same bubble over a smaller whole, named `bubble over ideal` here. One is x, the other x / (1 - x).
+costs and from whatever ranks share. `bubbles` has both, and what a formula says, as the idle share
+of device time, 1 - sum(compute) / (p T). The papers often write the idle time over the ideal time,
+(p-1)/m (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2): the same bubble over a smaller whole,
+named `bubble over ideal` here. One is x, the other x / (1 - x).
 """
 
 from __future__ import annotations
@@ -19,15 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import SCHEDULES, Action
-from paralab.report import metrics
-from paralab.report.tables import COMPUTE_KINDS, letters
+from paralab.report import about, metrics
+from paralab.report.tables import COMPUTE_KINDS, Tables, letters
 from paralab.spec import Cluster
 from paralab.theory.replay import replay
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from paralab.report.tables import Tables
     from paralab.theory.pipeline import Simulation
 
 NAN = float("nan")
@@ -59,7 +53,7 @@ def stage_costs(report: Tables) -> dict[str, list[float]]:
     halves, "backward" is the input half: backwards that it makes whole are left out.
     """
     spans = _compute(report)
-    spans = spans[spans["step"].isin(metrics.measured_steps(report))]
+    spans = spans[spans["step"].isin(about.measured_steps(report))]
     split = spans["stage"].isin(spans["stage"][spans["kind"] == "weight_grad"])
     spans = spans[~(split & (letters(spans) == "B"))]
     stages = 1 + int(spans["stage"].max()) if len(spans) else 1
@@ -99,10 +93,10 @@ def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:
 
     cluster  whose links a measured report is replayed on; default as in ``report.replay``
 
-    Rows: "bubble" (idle over device time) and "bubble over ideal" (idle over ideal time, which for
-    GPipe and 1F1B is the papers' (p-1)/m). Columns: formula, simulated, then the report's clock;
-    for a measured report replayed before measured. NaN where there is no such number: the schedule
-    of an observed program is not known.
+    Rows: "bubble" (idle over device time, by the formula (p-1)/(m+p-1) for GPipe and 1F1B) and
+    "bubble over ideal" (idle over ideal time, for these (p-1)/m). Columns: formula (`formula`),
+    simulated (`ideal`), then the report's clock; for a measured report replayed before measured.
+    NaN where there is no such number: the schedule of an observed program is not known.
     """
     import pandas as pd
 

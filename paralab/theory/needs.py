@@ -14,11 +14,9 @@ A plan in 16 bits has the last three with ``grad_dtype`` of None, "fp32" and "fp
 
 These are model states. Activations come on top, and grow with the batch (interpret/memory.py).
 
-Time: PTD-P (Narayanan+ 2021, arXiv:2104.04473), sec. 5.1: a step of B samples costs
-F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) FLOPs with activations recomputed (eq. 3), so T tokens on
-n devices take T F / (B s) / (n X) seconds at X FLOP/s each. Its eq. 4, 8 T P / (n X), leaves out
-the last two terms and comes out 1.5 to 3 % low; theory/training.py has it, and what follows from
-days.
+Time: a step of B samples costs F FLOPs (theory/flops.py has PTD-P's eq. 3), so T tokens on n
+devices take T F / (B s) / (n X) seconds at X FLOP/s each. theory/training.py has PTD-P's eq. 4, and
+what follows from days.
 """
 
 from __future__ import annotations

@@ -28,16 +28,14 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal, instance, real
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
 from paralab.programs.instructions import Instr
-from paralab.report.metrics import device_of, in_outline, node_of, reach
-from paralab.report.tables import letters
+from paralab.report.about import device_of, in_outline, node_of, reach
+from paralab.report.tables import Tables, letters
 from paralab.spec import Cluster
 from paralab.spec.links import Reach
 from paralab.theory.traffic import POINT_TO_POINT, ends, level
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from paralab.report.tables import Tables
 
 IDLE = ("wait", "comm")  # kinds of spans that cost a rank nothing of its own
 PROCESSORS = ("compute", "host")  # lanes whose spans cost processor time, not time on a link

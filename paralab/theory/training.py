@@ -8,12 +8,10 @@ With F FLOPs per step (`needs.step_flops`), n devices of a peak of C FLOP/s and 
     days for T tokens            T F / (B s) / (n X)            exact
                                  8 T P / (n X)                  PTD-P, eq. 4
 
-PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.1) reports X with everything recomputed. Its eq. 4
-drops the terms of attention and vocabulary, and says 1.5 to 3 % too little: its own table 2 follows
-from the exact F. Model FLOPs utilisation is PaLM's (Chowdhery+ 2022, arXiv:2204.02311, app. B,
-which counts 6 P + 12 l h s FLOPs per token; here the products are counted); Korthikanti+ 2022
-(arXiv:2205.05198, sec. 6.3) put the hardware's next to it, and their eq. 8 is
-`printed_selective_flops`. Both count for a whole step, from the first forward to the end of the
+PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.1) reports X with everything recomputed. Model
+FLOPs utilisation is PaLM's (Chowdhery+ 2022, arXiv:2204.02311, app. B, which counts 6 P + 12 l h s
+FLOPs per token; here the products are counted); Korthikanti+ 2022 (arXiv:2205.05198, sec. 6.3) put
+the hardware's next to it. Both count for a whole step, from the first forward to the end of the
 update, so bubbles, messages and the optimizer all lower them.
 """
 
@@ -97,7 +95,8 @@ def printed_selective_flops(model: ModelSpec, samples: int) -> float:
 def days_by_parameters(params: float, *, tokens: float, devices: int, flops: float) -> float:
     """Days to train, 8 T P / (n X): PTD-P, eq. 4, with activations recomputed.
 
-    1.5 to 3 % low compared with `needs.training_days`, which gives the days of the paper's table 2.
+    1.5 to 3 % low, without the terms of attention and vocabulary, compared with
+    `needs.training_days`, which gives the days of the paper's table 2.
     """
     work = 8 * real("tokens", tokens, above=0.0) * real("params", params, above=0.0)
     rate = whole("devices", devices, at_least=1) * real("flops", flops, above=0.0)

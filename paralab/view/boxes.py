@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paralab.checks import choice, illegal
-from paralab.report import metrics
+from paralab.report import about, metrics
 from paralab.report.tables import Tables
 from paralab.view import lanes, naming, theme
 
@@ -112,7 +112,7 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     Raises ValueError if the report has no such step or rank, or no step at all.
     """
     step = metrics.chosen_step(report, step)
-    reported = metrics.reported_ranks(report)
+    reported = about.reported_ranks(report)
     if ranks is not None and not (isinstance(ranks, Collection) and len(ranks)):
         raise illegal("ranks", ranks, "not a list of ranks", ", ".join(map(str, reported)))
     wanted = reported if ranks is None else [choice("ranks", r, tuple(reported)) for r in ranks]

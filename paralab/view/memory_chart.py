@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.report.metrics import needs_tables, peak
+from paralab.report.about import needs_tables
+from paralab.report.amounts import peak
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart

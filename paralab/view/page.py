@@ -15,7 +15,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from paralab.report import metrics, written
+from paralab.report import written
+from paralab.report.summary import readable, summary
 from paralab.report.tables import DRY
 from paralab.spec import Plan
 from paralab.spec.tiers import Offload
@@ -55,8 +56,8 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
     extra = "\n".join(
         f"<section><h2>{html.escape(head)}</h2>\n{body}</section>" for head, body in sections
     )
-    numbers = metrics.summary(report)
-    numbers["value"] = numbers["value"].map(metrics.readable)
+    numbers = summary(report)
+    numbers["value"] = numbers["value"].map(readable)
     data = {
         name: {part: json.loads(fig.to_json()) for part, fig in charts.items()}
         for name, charts in figures.items()

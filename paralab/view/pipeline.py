@@ -15,6 +15,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, instance
 from paralab.report import metrics
+from paralab.report.intervals import union
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
 from paralab.theory.order import W
@@ -133,7 +134,7 @@ def fill(
     waits = []
     for rank, (low, high) in edges.items():
         own_boxes = [b for b in section.boxes if b["rank"] == rank and b["lane"] == "compute"]
-        busy_times = metrics.union((b["start"], b["end"]) for b in own_boxes)
+        busy_times = union((b["start"], b["end"]) for b in own_boxes)
         begin, done = (busy_times[0][0], busy_times[-1][1]) if busy_times else (high, low)
         if busy is not None:
             begin, done = busy[rank]

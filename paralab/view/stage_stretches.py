@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.report import metrics
+from paralab.report import about, metrics
+from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
 from paralab.view import box_traces, boxes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
@@ -69,7 +70,7 @@ def stage_time(
     Beneath each row are the rank's calls of data parallelism. ``.table`` has a row for every
     stretch, in seconds. Raises ValueError if the report has no such step or rank, or no step.
     """
-    metrics.needs_tables(report)
+    about.needs_tables(report)
     step, shown = boxes.chosen(report, step, ranks)
     if ranks is None:
         place_of = report.plan.place
@@ -123,7 +124,7 @@ def stage_time(
 # ---- reading -------------------------------------------------------------------------------------
 def _read(
     report: Tables, step: int, ranks: Sequence[int]
-) -> tuple[list[Stretch], dict[int, list[metrics.Interval]], float]:
+) -> tuple[list[Stretch], dict[int, list[Interval]], float]:
     """The stretches; {rank: intervals in which calls of dp were in flight}; seconds of the step."""
     steps = report.steps[report.steps["step"] == step]
     zero, end = float(steps["start"].min()), float(steps["end"].max())
@@ -136,7 +137,7 @@ def _read(
     work = work.sort_values("start", kind="stable")
     stretches = [s for r in ranks for s in _stretches_of(r, work[work["rank"] == r], end - zero)]
     calls = {
-        rank: metrics.union((group[["start", "end"]] - zero).itertuples(index=False, name=None))
+        rank: union((group[["start", "end"]] - zero).itertuples(index=False, name=None))
         for rank, group in spans[spans["lane"].isin(LANES)].groupby("rank")
     }
     return stretches, calls, end - zero
@@ -205,7 +206,7 @@ def _causes(report: Tables) -> list[str]:
 
 
 def _messages(
-    calls: dict[int, list[metrics.Interval]], rows: dict[int, float], per: float
+    calls: dict[int, list[Interval]], rows: dict[int, float], per: float
 ) -> dict[str, Any]:
     name, fill = box_traces.name_and_fill("comm", LANES[0])
     flat = []

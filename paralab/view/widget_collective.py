@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paralab.report import metrics
+from paralab.report import amounts
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link
 from paralab.theory import collectives
@@ -96,7 +96,7 @@ class Collective(Widget):
             busiest = max(collectives.wire_bytes(algorithm, n, size, rank) for rank in range(n))
             run, run_cells = self._results.get((form, n, size)), ["not run"] * 3
             if run is not None:
-                counted = int(metrics.traffic(run, warmup=True)["bytes"].max())
+                counted = int(amounts.traffic(run, warmup=True)["bytes"].max())
                 times = At(self, at, run).replayed.step_time, run.step_time
                 run_cells = [in_bytes(counted), *map(in_seconds, times)]
             rows.append(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from paralab.report.metrics import peak_memory
+from paralab.report.amounts import peak_memory
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import explore_parts as parts

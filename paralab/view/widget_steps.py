@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.report import metrics
+from paralab.report import amounts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import ModelSpec, Plan
 from paralab.view.chart import Chart
@@ -43,7 +43,7 @@ def _kept(report: Tables, category: str) -> str:
 
 def _sent(report: Tables) -> str:
     alone = report.world_size == 1
-    return "0 B" if alone else in_bytes(float(metrics.traffic(report)["bytes"].mean()))
+    return "0 B" if alone else in_bytes(float(amounts.traffic(report)["bytes"].mean()))
 
 
 def step_time(report: Tables) -> str:
@@ -191,6 +191,6 @@ class Tensor1D(Steps):
         return rows
 
     def _outcome(self, at: At) -> str:
-        sent = [metrics.traffic(report)["bytes"].sum() for report in (at.predicted, at.measured)]
+        sent = [amounts.traffic(report)["bytes"].sum() for report in (at.predicted, at.measured)]
         exact = "the bytes are exactly as predicted" if sent[0] == sent[1] else "the bytes differ"
         return f"{exact}; {super()._outcome(at)}"

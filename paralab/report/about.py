@@ -1,0 +1,82 @@
+"""What a report is: its ranks, and the steps and calls that count; and what it cannot be asked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paralab.checks import illegal
+from paralab.report.tables import DRY, Tables
+from paralab.spec.links import Reach
+from paralab.theory.traffic import BOOKKEEPING, ends
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def needs_tables(report: Any) -> None:
+    """Refuse what has no tables. What `pl.observe` yields is no report, and has those of one."""
+    if not hasattr(report, "steps"):
+        legal = "what pl.run(...) or pl.predict(...) returned"
+        raise illegal("report", report, "not a report", legal)
+
+
+def needs_times(report: Tables, what: str) -> None:
+    """Refuse ``what`` for a dry run."""
+    if report.clock == DRY:
+        why = f"{what} needs times, and a dry run has none: "
+        why += "it knows what happens and in which order"
+        legal = "summary(), peaks(), traffic(), copied(), memory_chart(), traffic_chart() of this "
+        legal += "report; times from pl.predict or pl.run"
+        raise illegal("clock", DRY, why, legal)
+
+
+def needs_own_devices(report: Tables, what: str) -> None:
+    """Refuse ``what`` for a run whose ranks shared a GPU: no span there is one rank's alone."""
+    if report.meta.get("shared_gpu"):
+        why = f"{what} needs what each rank computed, and ranks shared this GPU: "
+        why += "what one took has the others' in it"
+        legal = "a run with device='cpu', or with a GPU for each rank"
+        raise illegal("device", report.meta.get("device"), why, legal)
+
+
+def device_of(report: Tables) -> str:
+    """What a run was on, "cpu" or "cuda"; "cpu" of what no rank has run."""
+    return str(report.meta.get("device") or "cpu").partition(":")[0]
+
+
+def node_of(report: Tables, rank: int) -> int:
+    """The node that ``rank`` ran on; one node where the report does not say."""
+    nodes = report.meta.get("nodes") or []
+    return nodes[rank] if rank < len(nodes) else 0
+
+
+def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -> Reach:
+    """Where the group of a call is, or the two ends of a message."""
+    return Reach.of(ends(op, rank, peer, ranks), functools.partial(node_of, report))
+
+
+def own_calls(report: Tables) -> pd.DataFrame:
+    """The algorithm's calls: without those that carry a loss or a clock."""
+    calls = report.collectives
+    return calls[~calls["phase"].isin(BOOKKEEPING)]
+
+
+def in_outline(report: Tables) -> bool:
+    """Whether the report has one rank per pipeline stage and one box per action: see
+    interpret/outline.py. A box's cost is what the rank computes in it; the rest of its length it
+    is idle.
+    """
+    return report.meta.get("detail") == "actions"
+
+
+def reported_ranks(report: Tables) -> list[int]:
+    """The ranks that the tables have rows of: all, or in outline one per pipeline stage."""
+    return sorted(set(report.steps["rank"].tolist())) or list(range(report.world_size))
+
+
+def measured_steps(report: Tables) -> list[int]:
+    """The steps that count: all but step 0, or step 0 if there is no other."""
+    steps = sorted(set(report.steps["step"].tolist()))
+    return [s for s in steps if s >= 1] or steps
