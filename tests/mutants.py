@@ -252,7 +252,7 @@ MUTANTS = {
         "tensor and data parallel", DATA_PARALLEL, "[all_reduce(u) for u in sorted",
         "[all_reduce(u, 'tp') for u in sorted", check="is not partial over 'tp'", equal=GRADIENTS),
     "buckets twice as large as asked for": Mutant(
-        "frozen buckets", BUCKETS, "room = enough", "room = 2 * enough",
+        "frozen buckets", BUCKETS, "missing = closing_size", "missing = 2 * closing_size",
         frozen="grad_sync"),
     "no division by the data-parallel ranks": Mutant(
         "data parallel", BUILD, "plan.microbatches * plan.dp * loss_parts(plan)",
@@ -274,7 +274,7 @@ MUTANTS = {
         equal=GRADIENTS),
     # ---- ZeRO
     "ZeRO-1: the last reduce-scatter is left out": Mutant(
-        "ZeRO-1", ZERO, "made.append(in_flight)", "made += [in_flight] * (u > 0)",
+        "ZeRO-1", ZERO, "new_code.append(in_flight)", "new_code += [in_flight] * (u > 0)",
         check="reads gshard bucket 0, which no instruction has written"),
     "ZeRO-1: updated shares are not gathered": Mutant(
         "ZeRO-1", ZERO, 'if v[0] == "shard"', 'if v[0] == "shards"',
@@ -283,7 +283,7 @@ MUTANTS = {
         "ZeRO-1", STATE, "shard = low.chunk(n)[self.index]", "shard = low.chunk(n)[0]",
         equal=GRADIENTS),
     "ZeRO-2: the last share is not added": Mutant(
-        "ZeRO-2", ZERO, "return made + owed", "return made",
+        "ZeRO-2", ZERO, "return new_code + pending_adds", "return new_code",
         check="nothing reads the gradient of"),
     "ZeRO-2: the last micro-batch alone, kept": Mutant(
         "ZeRO-2", ZERO, "ADD if u in seen else KEEP", "KEEP",
@@ -292,8 +292,8 @@ MUTANTS = {
         "ZeRO-2", RUN, "flat_of(self.store[ins.writes[0]]).add_(",
         "flat_of(self.store[ins.writes[0]]).copy_(", equal=GRADIENTS),
     "ZeRO-2: gradients of all micro-batches leave as one": Mutant(
-        "ZeRO-2", ZERO, "ends, owed, seen = completed(code, per_microbatch=True), [], set()",
-        "ends, owed, seen = completed(code), [], set()", check="nothing reads the gradient of"),
+        "ZeRO-2", ZERO, "pending_adds, seen = completed(code, per_microbatch=True), [], set()",
+        "pending_adds, seen = completed(code), [], set()", check="nothing reads the gradient of"),
     "ZeRO-3: what forward gathered is kept for backward": Mutant(
         "frozen ZeRO-3", COMPILE, "action = back, ins.mb, stage_of[ins.at[0]]",
         "action = ins.mb, stage_of[ins.at[0]]", frozen="param_gather"),
@@ -308,7 +308,7 @@ MUTANTS = {
         ".flat.chunk(group.size)[0].clone()", equal=GRADIENTS),
     # ---- what other axes owe, the norm, the update
     "tied: the ends' gradients are not summed": Mutant(
-        "pipeline", UPDATES, "return code + made", "return code",
+        "pipeline", UPDATES, "return code + new_code", "return code",
         check="never summed over the first and the last pipeline rank", equal=GRADIENTS),
     "norms: the first unit is forgotten in the sum": Mutant(
         "sequence parallel", UPDATES, "reads=values, writes=values, lane=axis",
@@ -333,8 +333,8 @@ MUTANTS = {
         "data parallel", UPDATES, "for u in units:", "for u in units[1:]:",
         check="is there 0 times"),
     "gradients are copied to fp32 before ranks have added them up": Mutant(
-        "copied to fp32", UPDATES, "made, units = list(code), gradients(code)",
-        "made, units = [ins for ins in code if ins.op != ALL_REDUCE], gradients(code)",
+        "copied to fp32", UPDATES, "new_code, units = list(code), gradients(code)",
+        "new_code, units = [ins for ins in code if ins.op != ALL_REDUCE], gradients(code)",
         check="never summed over the data-parallel ranks"),
     "fp16: the norm is that of the scaled gradients": Mutant(
         "fp16, clipped", STATE, "            norm = norm / divisor\n", "", equal=GRADIENTS),
@@ -374,13 +374,13 @@ MUTANTS = {
         "tensor parallel", TENSOR, "if last.message == G:", "if last.message == F:",
         check="x embedding is a partial sum: it is not summed over the tensor-parallel"),
     "f: no sum of the input's gradient": Mutant(
-        "tensor parallel", TENSOR, "return [*made, half, message, rest]",
-        "return [*made, half, rest]",
+        "tensor parallel", TENSOR, "return [*gathers, input_half, message, weight_half]",
+        "return [*gathers, input_half, weight_half]",
         check="g head.enter is a partial sum: it is not summed over the tensor-parallel",
         equal=GRADIENTS),
     "a weight half split off is forgotten": Mutant(
-        "tensor parallel", TENSOR, "return [*made, half, message, rest]",
-        "return [*made, half, message]", check="is computed 0 times"),
+        "tensor parallel", TENSOR, "return [*gathers, input_half, message, weight_half]",
+        "return [*gathers, input_half, message]", check="is computed 0 times"),
     "a weight half is no part of its backward": Mutant(
         "tensor parallel", TENSOR, 'writes=grads, phase="backward")', "writes=grads)",
         check="the schedule has BACKWARD"),
@@ -447,7 +447,7 @@ MUTANTS = {
         "2D", LAYOUTS, "return math.prod(sizes[name] for name in mode_of(plan).logits[0])",
         "return 1", equal=GRADIENTS),
     "2D: what rows share is not summed": Mutant(
-        "2D", UPDATES, "return code + made", "return code",
+        "2D", UPDATES, "return code + new_code", "return code",
         check="never summed over the tensor-parallel ranks", equal=GRADIENTS),
     "2.5D: weights are not summed over depth": Mutant(
         "2.5D", LAYOUTS, "kind in mode.partial)", "kind in mode.partial and kind != 'qkv')",
@@ -480,7 +480,8 @@ MUTANTS = {
     "weight halves overwrite each other": Mutant(
         "zero bubble", FLAT, "view.addmm_(a, b)", "torch.mm(a, b, out=view)", equal=GRADIENTS),
     "a send in front of what it sends": Mutant(
-        "pipeline", LOWERING, "np.where(sends, ends + 1, wanted)", "np.where(sends, ends, wanted)",
+        "pipeline", LOWERING, "np.where(sends, action + 1, preferred)",
+        "np.where(sends, action, preferred)",
         check="reads x blocks.1, which no instruction has written"),
     "messages in another order than results": Mutant(
         "pipeline", LOWERING, "order.kind[source] != F, ready))",
@@ -495,8 +496,8 @@ MUTANTS = {
         equal=GRADIENTS),
     "host: only first micro-batches leave as the sum": Mutant(
         "gradients on the host", OFFLOAD,
-        "first, last = ins.op == KEEP, ends[ins.unit] == position",
-        "first, last = True, ends[ins.unit] == position", equal=GRADIENTS),
+        "first, last = ins.op == KEEP, last_at[ins.unit] == position",
+        "first, last = True, last_at[ins.unit] == position", equal=GRADIENTS),
     "host: the norm of the first micro-batch": Mutant(
         "gradients on the host", OFFLOAD, "if measured and last:", "if measured and first:",
         equal=GRADIENTS),
@@ -516,24 +517,24 @@ MUTANTS = {
         "replicas on the host", COMPILE, "if unit.waits}", "if not unit.waits}",
         check="reads gshard bucket 0, which no instruction has written"),
     "host: what waits for others never leaves": Mutant(
-        "replicas on the host", OFFLOAD, "for u in sorted(u for u in ends if u in waits):",
+        "replicas on the host", OFFLOAD, "for u in sorted(u for u in last_at if u in waits):",
         "for u in ():", check="nothing reads the gradient of"),
     "host: norms' gradients leave before they are summed": Mutant(
         "sequence parallel on the host", BUCKETS, "holding(model, plan, name, 0).partial",
         "not model.layers", check="reads gshard bucket 0, which no instruction has written"),
     "files: what is updated is not written": Mutant(
-        "files", OFFLOAD, "_copy(here, home) for home, here in pairs if home != here",
-        "_copy(here, home) for home, here in pairs if home == here", equal=GRADIENTS),
+        "files", OFFLOAD, "_copy(buffer, home) for home, buffer in pairs if home != buffer",
+        "_copy(buffer, home) for home, buffer in pairs if home == buffer", equal=GRADIENTS),
     "files: states are not read": Mutant(
-        "files, AdamW", OFFLOAD, 'wanted = ["opt"] * self.states + ["gshard"]',
-        'wanted = ["gshard"]', check="reads host.opt embedding, which no instruction has written"),
+        "files, AdamW", OFFLOAD, 'states = ["opt"] * self.states + ["gshard"]',
+        'states = ["gshard"]', check="reads host.opt embedding, which no instruction has written"),
     "files: the sum so far is not read": Mutant(
         "files of gradients", OFFLOAD,
-        'made.append(_copy(("file.gshard", u, 0), held, k))', "pass",
+        'new_code.append(_copy(("file.gshard", u, 0), target, k))', "pass",
         check="reads host.sum bucket 0, which no instruction has written"),
     "inputs: the first micro-batch's comes back": Mutant(
-        "inputs on the host", OFFLOAD, 'made.append(_copy_state((source, *x[1:]), "back"))',
-        'made.append(_copy_state((source, *x[1:]), "back")._replace('
+        "inputs on the host", OFFLOAD, 'new_code.append(_copy_state((source, *x[1:]), "back"))',
+        'new_code.append(_copy_state((source, *x[1:]), "back")._replace('
         'reads=((source, x[1], 0),)))', equal=GRADIENTS),
     "relay: masks of the first micro-batch": Mutant(
         "relay", RUN, "env.sample = self.first_sample + k", "env.sample = self.first_sample",
