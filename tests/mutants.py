@@ -269,8 +269,8 @@ MUTANTS = {
     "later micro-batches take the place of earlier ones": Mutant(
         "accumulation", FLAT, "        flat.fresh.discard(name)\n", "", equal=GRADIENTS),
     "gradients of the last step are still there": Mutant(
-        "accumulation", DERIVE, "ends.setdefault(position, []).append(v)",
-        "ends.setdefault(position, []).extend([v] * (v[0] != 'grad'))", check="is never freed",
+        "accumulation", DERIVE, "freed_at.setdefault(position, []).append(v)",
+        "freed_at.setdefault(position, []).extend([v] * (v[0] != 'grad'))", check="is never freed",
         equal=GRADIENTS),
     # ---- ZeRO
     "ZeRO-1: the last reduce-scatter is left out": Mutant(
@@ -324,11 +324,11 @@ MUTANTS = {
         "pipeline", UPDATES, "if ins.op == UPDATE else ins for", "if ins.op == 'none' else ins for",
         equal=GRADIENTS),
     "clip: what tp ranks hold the same is counted by each": Mutant(
-        "tensor parallel", PROGRAM, "others or any(at[c]", "others or any(at[c] < 0",
+        "tensor parallel", PROGRAM, "elsewhere or any(at[c]", "elsewhere or any(at[c] < 0",
         equal=GRADIENTS),
     "clip: a tied copy is counted too": Mutant(
-        "pipeline", PROGRAM, "others = self.spec.tied and name == TIED[1]",
-        "others = not self.spec.tied and name == TIED[1]", equal=GRADIENTS),
+        "pipeline", PROGRAM, "elsewhere = self.spec.tied and name == TIED[1]",
+        "elsewhere = not self.spec.tied and name == TIED[1]", equal=GRADIENTS),
     "a unit is not updated": Mutant(
         "data parallel", UPDATES, "for u in units:", "for u in units[1:]:",
         check="is there 0 times"),
@@ -544,20 +544,21 @@ MUTANTS = {
         frozen="param_gather"),
     # ---- waits and frees
     "no WAIT before what a call brings is read: data parallel": Mutant(
-        "data parallel", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "data parallel", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads grad bucket 0, which a call in flight uses", late=GRADIENTS),
     "no WAIT before what a call brings is read: ZeRO-3": Mutant(
-        "ZeRO-3", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "ZeRO-3", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads w embedding, which a call in flight uses", late=GRADIENTS),
     "no WAIT before what a call brings is read: sequence parallel": Mutant(
-        "sequence parallel", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "sequence parallel", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads x embedding, which a call in flight uses"),
     "no WAIT before what a call brings is read: pipeline": Mutant(
-        "pipeline", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "pipeline", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads g blocks.1, which a call in flight uses", late=GRADIENTS),
     "WAIT behind the instruction that it is for": Mutant(
-        "ZeRO-3", DERIVE, "made.append(ins)\n        if lane:",
-        "made.insert(len(made) - (bool(made) and made[-1].op == WAIT), ins)\n        if lane:",
+        "ZeRO-3", DERIVE, "new_code.append(ins)\n        if lane:",
+        "new_code.insert(len(new_code) - (bool(new_code) and new_code[-1].op == WAIT), ins)\n"
+        "        if lane:",
         check="reads w embedding, which a call in flight uses", late=GRADIENTS),
     "no WAIT at the end": Mutant(
         "ZeRO-1", DERIVE, "for call in tuple(in_flight.values()):", "for call in ():",
@@ -566,12 +567,12 @@ MUTANTS = {
         "accumulation", DERIVE, "if not lasts(v):",
         "if not lasts(v) and v[0] != 'saved':", check="is never freed"),
     "freed while a call uses it": Mutant(
-        "pipeline", DERIVE, "for v in until.pop(reads, ()):", "for v in ():",
+        "pipeline", DERIVE, "for v in held_by_call.pop(reads, ()):", "for v in ():",
         check="frees x blocks.1, which a call in flight uses"),
     "freed behind the first use": Mutant(
         "pipeline", DERIVE,
-        "for v in reads:\n            last[v] = position\n        for v in writes",
-        "for v in reads:\n            last.setdefault(v, position)\n        for v in writes",
+        "for v in reads:\n            last_use[v] = position\n        for v in writes",
+        "for v in reads:\n            last_use.setdefault(v, position)\n        for v in writes",
         check="reads x blocks.0, which is freed"),
 }
 # fmt: on
