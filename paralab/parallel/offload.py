@@ -152,9 +152,8 @@ class Update:
         new_code, opened = code[:first], [self.open(ins.unit) for ins in updates]
         if self.tiers.delayed:  # the parameters of the previous step's update come first
             deliveries = [ins for update in updates for ins in self.deliver(update.unit)]
-            new_code += deliveries + [
-                Instr(WAIT, reads=ins.writes) for ins in deliveries if ins.lane == "h2d"
-            ]
+            new_code += deliveries
+            new_code += [Instr(WAIT, reads=ins.writes) for ins in deliveries if ins.lane == "h2d"]
         new_code += self.verdict([ins for ins in code if _is_norm(ins)])
         for ins, next_open in zip(updates, [*opened[1:], []], strict=True):
             new_code += opened[0] * (ins is updates[0]) + next_open + self.close(ins)
@@ -174,9 +173,7 @@ class Update:
         return [*norms, Instr(COPY, reads=norms[0].writes, writes=(("host.verdict", 0, 0),))]
 
     def places(self, state: str, u: int) -> tuple[Value, Value]:
-        """(where a unit's state lives, where the host has it during the update): the same value, or
-        a buffer on the host.
-        """
+        """(where a unit's state lives, where the host has it while it updates the unit)."""
         place = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[state]
         home = prefix(getattr(self.tiers, place)) + state
         return (home, u, 0), (f"host.{state}", u, 0 if home.startswith("host.") else 1)
@@ -189,18 +186,15 @@ class Update:
 
     def close(self, ins: Instr) -> Code:
         """The update, and copies of what it wrote back to where that lives."""
-        u, parameters_off = ins.unit, self.tiers.parameters != "device"
-        pairs = [
-            self.places(state, u) for state in ["opt"] * self.states + ["shard"] * parameters_off
-        ]
+        u, offloaded = ins.unit, self.tiers.parameters != "device"
+        states = ["opt"] * self.states + ["shard"] * offloaded
+        pairs = [self.places(state, u) for state in states]
         written = tuple(buffer for _, buffer in pairs)
         read = tuple(v for v in written if not self.master or v[0] != "host.shard")
         verdict = (("host.verdict", 0, 0),) * any(v[0] == "norm" for v in ins.reads)
         count = (("host.count", u, 0),)
-        reads, phase = (
-            (self.places("gshard", u)[1], *read, *count, *verdict),
-            LATE * self.tiers.delayed,
-        )
+        reads = (self.places("gshard", u)[1], *read, *count, *verdict)
+        phase = LATE * self.tiers.delayed
         update = Instr(UPDATE, u, -1, u, reads, written + count, "host", phase=phase)
         return [update, *(_copy(buffer, home) for home, buffer in pairs if home != buffer)]
 
@@ -252,7 +246,7 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
         if place == "nvme":
             new_code.append(_copy_state(("host.x", *x[1:]), "file.x"))
 
-    def fetch(x: Value) -> None:
+    def fetch_back(x: Value) -> None:
         if x in fetched:
             return
         fetched.add(x)
@@ -268,10 +262,10 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
                 copy_out(x)
         if ins.op == RECOMPUTE and (x := ins.reads[0]) in last_use:
             _wait_for_copies(new_code, in_flight)
-            fetch(x)
+            fetch_back(x)
             new_code.append(Instr(WAIT, reads=(("back", *x[1:]),)))
             if x in next_input:
-                fetch(next_input[x])
+                fetch_back(next_input[x])
             ins = ins._replace(reads=(("back", *x[1:]), *ins.reads[1:]))
         new_code.append(ins)
     return new_code

@@ -7,15 +7,13 @@ multiplied by a loss scale, so gradients are only ever added up. After backward 
              different tokens; and, of a tied embedding, over a pipeline's first and last stage
     COPY     with grad_dtype="fp32-copy", the recipe of 20 bytes per parameter (theory/needs.py):
              a copy of all gradients in fp32. Otherwise an UPDATE widens those of its own unit
-    NORM     the squares of the gradients that this rank counts, summed over all axes over which
-             gradients are partitioned
+    NORM     squares of the gradients, summed over all axes over which gradients are partitioned
     UPDATE   one instruction per unit: unscale, clip, AdamW or SGD on fp32 values, round
 
 fp16 has 5 bits of exponent, so the loss is multiplied by a scale that adapts: when a gradient
 overflows, the step is skipped and the scale halved; after 2000 good steps it doubles (Mixed
 Precision Training, Micikevicius+ 2018, arXiv:1710.03740, sec. 3.2; the numbers are those of
-torch.amp.GradScaler). Norm, scale and the decision to skip stay on the device, so that the host
-waits for none of them.
+torch.amp.GradScaler). Norm, scale and this decision stay on the device: the host waits for none.
 """
 
 from __future__ import annotations
@@ -39,11 +37,10 @@ SCALE: Value = ("scale", 0, 0)
 
 
 def shared(code: Code, axes: dict[tuple[str, str], set[int]], kind: str) -> Code:
-    """Gradients that are partial over other axes than dp are summed: one all-reduce per axis and
-    phase, of all units together.
+    """Sums of partial gradients: one all-reduce per axis and phase, of all units together.
 
     axes  {(axis, phase): the units whose gradients are partial over that axis}
-    kind  of the values to sum: "grad", or with ZeRO "gshard"
+    kind  kind of the values to sum: "grad", or with ZeRO "gshard"
     """
     new_code: Code = []
     for (axis, phase), units in axes.items():
@@ -55,10 +52,10 @@ def shared(code: Code, axes: dict[tuple[str, str], set[int]], kind: str) -> Code
 def update(code: Code, *, stage: int, mixed: bool, scaled: bool, copied: bool) -> Code:
     """One optimizer step of every unit, in the order in which their gradients are complete.
 
-    stage   of ZeRO: whether it updates whole units or shards
-    mixed   parameters have 16 bits, and fp32 masters
-    scaled  gradients have to be divided by fp16's loss scale
-    copied  all gradients are first copied to fp32
+    stage   ZeRO's stage: with 0 whole units are updated, else shards
+    mixed   whether parameters have 16 bits, with fp32 masters
+    scaled  whether gradients have to be divided by fp16's loss scale
+    copied  whether all gradients are first copied to fp32
     """
     grad, target = ("gshard", "shard") if stage else ("grad", "w")
     new_code, units = list(code), gradients(code)
@@ -82,14 +79,12 @@ def clip(code: Code, axes: Iterable[str], *, scaled: bool) -> Code:
     """
     updates = [position for position, ins in enumerate(code) if ins.op == UPDATE]
     grads, norm = tuple(code[position].reads[0] for position in updates), (NORM_VALUE,)
-    new_code = [
-        ins._replace(reads=(*ins.reads, *norm)) if ins.op == UPDATE else ins for ins in code
-    ]
+    clipped = [ins._replace(reads=(*ins.reads, *norm)) if ins.op == UPDATE else ins for ins in code]
     if updates:
         sums = [
             Instr(ALL_REDUCE, reads=norm, writes=norm, lane=axis, phase="control") for axis in axes
         ]
-        new_code[updates[0] : updates[0]] = [Instr(NORM, reads=grads, writes=norm), *sums]
+        clipped[updates[0] : updates[0]] = [Instr(NORM, reads=grads, writes=norm), *sums]
     if scaled:
-        new_code.append(Instr(RESCALE, reads=(*norm, SCALE), writes=(SCALE,)))
-    return new_code
+        clipped.append(Instr(RESCALE, reads=(*norm, SCALE), writes=(SCALE,)))
+    return clipped

@@ -81,17 +81,13 @@ def tensor_parallel(code: Code, model: Model, *, overlap: bool = True) -> Code:
 
 
 def _call(op: Op, method: str, at: int, k: int, source: Value, *targets: Value) -> Instr:
-    """The operator's collective in ``method``, "forward" or "backward". Without ``targets`` it is
-    in place, as an all-reduce is.
-    """
+    """The operator's collective in "forward" or "backward"; in place without ``targets``."""
     call, axis = CALLS[getattr(op.message, method)], op.message.axis
     return Instr(call, at, k, -1, (source,), targets or (source,), axis, phase=op.phase(method))
 
 
 def _instead(ins: Instr, op: Op) -> Code:
-    """The collective of f-bar or g-bar in place of the compute instruction. What f-bar gathers is
-    not saved for backward; its input is.
-    """
+    """The collective of f-bar or g-bar instead of compute. f-bar saves its input for backward."""
     i, k, gathers = ins.at[0], ins.mb, op.message == F_BAR
     if ins.op in FORWARDS:
         saved = [("saved", ins.at, k)] if gathers and keeps(ins) else []
@@ -102,9 +98,8 @@ def _instead(ins: Instr, op: Op) -> Code:
 
 
 def _backward(ins: Instr, first: Op, before: Op | None, overlap: bool) -> Code:
-    """Backward of a range of ops. Where it begins with f, or with the layer behind f-bar, the
-    weight half is split off to hide the message; its phase "backward" says that it still belongs to
-    this backward.
+    """Backward of a range of ops. If it begins with f, or with the layer behind f-bar, the weight
+    half is split off to hide the message; its phase "backward" marks it as part of this backward.
     """
     gathered = before is not None and before.message == F_BAR
     i, k, gathers = ins.at[0], ins.mb, []  # gathers: f-bar's second all-gather, if any
@@ -119,9 +114,7 @@ def _backward(ins: Instr, first: Op, before: Op | None, overlap: bool) -> Code:
     else:
         message = _call(first, "backward", i, k, g)
     waits = [wait(gather) for gather in gathers]
-    if (
-        ins.op == BACKWARD_INPUT
-    ):  # the weight half is a later action: no call stays in flight so far
+    if ins.op == BACKWARD_INPUT:  # the weight half is another action: the gathers end in this one
         return [*gathers, ins, message, *waits] if overlap else [*gathers, *waits, ins, message]
     deferred, grads = ("deferred", ins.at, k), tuple(v for v in ins.writes if v[0] == "grad")
     input_half = ins._replace(op=BACKWARD_INPUT, writes=(g, deferred))

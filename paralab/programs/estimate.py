@@ -77,34 +77,27 @@ class Estimate:
         self.bubble = np.where(self.p == 1, 0.0, 1 - busy / inside)
 
     # ---- columns ---------------------------------------------------------------------------------
-    def each(self, name: str, function: Callable) -> Array:
-        """``function`` of a field of every plan."""
-        return np.array([function(value) for value in self.space.values[name]])[
-            self.space.codes[name]
-        ]
+    def each(self, name: str, f: Callable) -> Array:
+        """f of a field of every plan."""
+        return np.array([f(value) for value in self.space.values[name]])[self.space.codes[name]]
 
-    def once(self, function: Callable, *columns: Array) -> Array:
-        """``function`` of these whole numbers of every plan, called once per different row."""
+    def once(self, f: Callable, *columns: Array) -> Array:
+        """f of these whole numbers of every plan, called once per different row."""
         _, first, which = np.unique(numbered(*columns), return_index=True, return_inverse=True)
         rows = np.stack(columns, 1)[first].tolist()
-        return np.array([function(*row) for row in rows])[which]
+        return np.array([f(*row) for row in rows])[which]
 
     def _load_stages(self) -> None:
         """Per row the rank's place, its number of blocks, and whether it has embedding and head."""
 
-        def block_counts(pp: int, v: int, samples: int) -> tuple[int, ...]:
+        def counts_of(pp: int, v: int, samples: int) -> tuple[int, ...]:
             names = partition(self.model, pp * v, samples)
-            counts = [
-                sum(part.startswith("blocks.") for part in names_of_stage)
-                for names_of_stage in names
-            ]
-            counts_of_ranks = [sum(counts[r::pp]) for r in range(pp)]
-            most = max(counts_of_ranks)
-            return counts_of_ranks[0], most, counts_of_ranks[-1], counts_of_ranks.index(most)
+            counts = [sum(part.startswith("blocks.") for part in parts) for parts in names]
+            per_rank = [sum(counts[r::pp]) for r in range(pp)]
+            most = max(per_rank)
+            return per_rank[0], most, per_rank[-1], per_rank.index(most)
 
-        first, most, last, at = self.once(
-            block_counts, self.p, self.v, self.space.microbatch_size
-        ).T
+        first, most, last, at = self.once(counts_of, self.p, self.v, self.space.microbatch_size).T
         none, end = 0 * self.p, self.p - 1
         self.at = np.stack([none, at, end, none])
         self.blocks = np.stack([first, most, last, none + self.model.layers])
@@ -116,11 +109,9 @@ class Estimate:
         embedding, block, head = (sum(getattr(part, n) for n in names) for part in self.parts[:3])
         return self.blocks * block + self.first * embedding + self.last * head
 
-    def of_schedule(self, columns: dict[str, Array]) -> Array:
-        """Per plan the column of its schedule, from {schedule: column}; 0 for all others."""
-        return np.select(
-            [self.space.schedule == name for name in columns], list(columns.values()), 0.0
-        )
+    def of_schedule(self, terms: dict[str, Array]) -> Array:
+        """Per plan the column of its schedule, from {schedule: column}; 0 for other schedules."""
+        return np.select([self.space.schedule == name for name in terms], list(terms.values()), 0.0)
 
     def place(self, state: str) -> Array:
         """Where a state is kept: 0 on the device, 1 on the host, 2 in files."""
@@ -133,12 +124,12 @@ class Estimate:
         ``stride`` apart, with the cluster's ``wait_overhead``.
         """
 
-        def latencies_and_bandwidths(*row: int) -> list[float]:
+        def figures(*row: int) -> list[float]:
             algorithms = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
             return [number for algorithm in (algorithms[0], algorithms[-1]) for number in algorithm]
 
         world = self.space.dp * self.space.tp * self.p
-        columns = self.once(latencies_and_bandwidths, size, stride, world).T
+        columns = self.once(figures, size, stride, world).T
         wait = 0.0 if op == "send" else self.cluster.wait_overhead
         first_way, second_way = Way(*columns[:2]), Way(*columns[2:])
         return lambda sent: np.minimum(first_way.seconds(sent), second_way.seconds(sent)) + wait
@@ -239,7 +230,7 @@ class Estimate:
 
         A stage waits for its first part. The other gathers and the reductions overlap with compute
         as far as it lasts (ZeRO, arXiv:1910.02054, sec. 7.2.2); the last reduction delays the next
-        gather. Reduced gradients are then added to those of earlier micro-batches.
+        gather. Reduced gradients are then added to the sum so far.
         """
         gather, scatter = self.collective("all_gather"), self.collective("reduce_scatter")
         weights, upload, disk = self.place("parameters"), self.tier("h2d"), self.tier("disk")
@@ -266,8 +257,7 @@ class Estimate:
         """Exposed seconds (dp, offload, optimizer) after a rank's last backward.
 
         Buckets are reduced as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3), during the last
-        micro-batch's final compute, which takes ``last_backward`` seconds; nothing hides the last
-        bucket.
+        micro-batch's ``last_backward`` seconds; nothing hides the last bucket.
         """
         units, zero, own = self.units, self.zero, self.own
         unit, dp, tp = self.psi / units, self.space.dp, self.space.tp
@@ -281,10 +271,8 @@ class Estimate:
         replicas = self.link("all_reduce", replica_count, tp * self.n)
         sent = 2 * (replica_count - 1) / replica_count * own / units * self.grad
         exposed = exposed + (replica_count > 1) * (zero > 0) * units * replicas(sent)
-        tied_sum = self.link(
-            "all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1)
-        )
-        exposed = exposed + (self.tied > 0) * tied_sum(self.grad * self.tied * own / self.psi)
+        ends = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1))
+        exposed = exposed + (self.tied > 0) * ends(self.grad * self.tied * own / self.psi)
         stays = self.place("optimizer") == 0
         update = own * self.moved / self.cluster.memory_bandwidth
         update = (update + 6 * units * self.cluster.op_overhead) * stays
@@ -319,12 +307,8 @@ class Estimate:
         file_lane = (sums == 2) * (2 * reductions - units) * disk(grad)
         file_lane = file_lane + (inputs == 2) * 2 * moves * disk(message)
         host_lane = (sums > 0) * (reductions - units) * 3 * grad / host
-        lanes = [
-            gradients_down + moves * download(message),
-            moves * upload(message),
-            file_lane,
-            host_lane,
-        ]
+        down = gradients_down + moves * download(message)
+        lanes = [down, moves * upload(message), file_lane, host_lane]
         moved, hiding = together(lanes, overlap), self.m * self.blocks * sum(self.parts.block[1:4])
         return (states > 0) * update + np.maximum(moved - overlap * hiding, 0.0)
 

@@ -90,14 +90,13 @@ def lists(program: Program, rank: int) -> Lists:
     plan = program.plan
     codes: list[Code] = [[] for _ in range(plan.pp)]
     result, label = Lists(replace(program, codes=codes), rank, [], {}), None
-    stage_starting_at, stage_ending_at = (
-        {edges[side]: s for s, edges in enumerate(program.stages)} for side in (0, 1)
-    )
+    # {boundary: the stage that starts, or ends, there}
+    starts, ends = ({edges[side]: s for s, edges in enumerate(program.stages)} for side in (0, 1))
 
     def way(ins: Instr) -> Way:
         kind, at, _ = (ins.reads or ins.writes)[0]
         kind, at = at if kind == "sent" else (kind[0], at)  # "x" of an xslice
-        stage_of = stage_ending_at if (kind == "x") == (ins.op != RECEIVE) else stage_starting_at
+        stage_of = ends if (kind == "x") == (ins.op != RECEIVE) else starts
         return ins.op, kind, stage_of[at] // plan.pp
 
     for ins in derived(passed(program, rank, _few(program, rank))):
@@ -121,21 +120,16 @@ def _few(program: Program, rank: int) -> Code:
     for k in range(FEW):
         for letter in (known for known in CODE if known in letters):
             for s in own_stages if letter == "F" else reversed(own_stages):
-                content, direction = ("F", 1) if letter == "F" else ("B", -1)
+                content, step_to = ("F", 1) if letter == "F" else ("B", -1)
                 steps = [Action(s, letter, k)]
-                if 0 <= s - direction < plan.stages and letter != "W":
-                    steps.insert(0, Transfer("recv", content, s, k, (s - direction) % plan.pp))
-                if 0 <= s + direction < plan.stages and letter != "W":
-                    steps.append(Transfer("send", content, s, k, (s + direction) % plan.pp))
+                if 0 <= s - step_to < plan.stages and letter != "W":
+                    steps.insert(0, Transfer("recv", content, s, k, (s - step_to) % plan.pp))
+                if 0 <= s + step_to < plan.stages and letter != "W":
+                    steps.append(Transfer("send", content, s, k, (s + step_to) % plan.pp))
                 instructions = [instruction(step, stages, n) for step in steps]
-                computes_at = next(
-                    computes_at for computes_at, ins in enumerate(instructions) if ins.op in COMPUTE
-                )
-                code += [
-                    *instructions[:computes_at],
-                    mark((letter, s // plan.pp, k)),
-                    *instructions[computes_at:],
-                ]
+                at = next(at for at, ins in enumerate(instructions) if ins.op in COMPUTE)
+                action = mark((letter, s // plan.pp, k))
+                code += [*instructions[:at], action, *instructions[at:]]
     return [*code, mark(END)]
 
 

@@ -6,11 +6,10 @@ branch's norm saves for backward; most ops save their input; and some ops write 
 their input's storage: a sum over ranks, and the addition that closes a branch.
 
 So these values consist of named storages: the op before boundary b wrote ("x", b), and ("g", b) is
-its gradient. A value holds named storages, which other values may hold too, and a number of bytes
-that no other value holds. A storage lives as long as any value that holds it, and counts once. A
-value that saves it for backward makes it an activation; a value that only passes it on leaves its
-category. What is recomputed has another storage, ("r", b), because the first may still be on its
-way to another rank.
+its gradient. A value holds named storages, which other values may hold too, and bytes of its own. A
+storage lives as long as any value that holds it, and counts once. A value that saves it for
+backward makes it an activation; one that only passes it on leaves its category. A recomputed state
+has another storage, ("r", b), because the first may still be on its way to another rank.
 """
 
 from __future__ import annotations
@@ -93,10 +92,8 @@ class Sharing:
         storages = [self.forward(at)] if at and (op.keeps_input or gathers) else []
         return storages + [self.forward(at + 1)] * op.keeps_result
 
-    def put_aside(self, at: int) -> list[tuple[Name, int]]:
-        """The storages, of its input and of gradients, that an op holds between the two halves of
-        its backward.
-        """
+    def deferred(self, at: int) -> list[tuple[Name, int]]:
+        """The storages that an op holds between the two halves of its backward."""
         op = self.model.ops[at]
         storages = [self.forward(at)] * op.defers_input + [self.backward(at + 1)] * op.defers_grad
         return storages + [self.backward(at)] * op.defers_made
@@ -111,12 +108,12 @@ class Storages:
     def __init__(self, sharing: Sharing, plan: Plan, stages: Sequence[tuple[int, int]]) -> None:
         self.names, self.model, self.plan = sharing, sharing.model, plan
         self._known: dict[tuple, Held] = {}
-        # The boundaries between stages, whose states are sent or received.
+        # Boundaries of stages, whose states are sent or received.
         self._edges = frozenset(edge for stage in stages for edge in stage)
         ranges = recomputed(self.model, plan.recompute)
         # {op that is recomputed: first op of its range}
         self._begin = {op: i for i, j in ranges for op in range(i, j)}
-        # The boundaries whose state this rank saves as the input of a recomputed range.
+        # Boundaries whose state this rank saves as the input of a recomputed range.
         saved_at = {i for i, _ in ranges}
         if plan.relays and plan.recompute == "full":
             saved_at.add(self.model.parts[-1][1])  # the head's input
@@ -133,30 +130,21 @@ class Storages:
     def _held(self, kind: str, where: Any) -> Held:
         names = self.names
         if kind in ("saved", "deferred"):
-            attribute, storages_of = (
-                ("keeps", names.kept) if kind == "saved" else ("deferred", names.put_aside)
-            )
-            own = sum(getattr(op, attribute) for op in self.model.ops[slice(*where)])
-            return self._several(
-                where, dict(pair for at in range(*where) for pair in storages_of(at)), own
-            )
+            field, of = ("keeps", names.kept) if kind == "saved" else ("deferred", names.deferred)
+            own = sum(getattr(op, field) for op in self.model.ops[slice(*where)])
+            return self._several(where, dict(pair for at in range(*where) for pair in of(at)), own)
         *others, last = names.grads(where) if kind == "g" else names.state(where)
-        own_storage, others = (last,), tuple(others)
+        mine, others = (last,), tuple(others)
         if kind in ("r", "again"):  # the storage belongs to the op before the boundary
-            own_storage, others = (
-                self._again(own_storage, where - 1),
-                self._again(others, where - 1),
-            )
+            mine, others = self._again(mine, where - 1), self._again(others, where - 1)
         if kind == "back" and not self.plan.partition_activations:
-            return Held("activations", 0, own_storage)
+            return Held("activations", 0, mine)
         if kind in ("again", "back"):
-            return Held("buffers", 0, own_storage)
-        return Held(self.category(kind, where), 0, own_storage, others)
+            return Held("buffers", 0, mine)
+        return Held(self.category(kind, where), 0, mine, others)
 
     def _again(self, held: Sized, op: int) -> Sized:
-        """``held`` with "r" in place of "x" for storages that a recomputation containing this op
-        writes again.
-        """
+        """``held`` with "r" for "x" where the recomputation that contains ``op`` writes anew."""
         begin = self._begin.get(op, len(self.model.ops))
         return tuple(
             (("r", name[1]) if name[0] == "x" and name[1] > begin else name, size)
