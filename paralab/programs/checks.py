@@ -68,12 +68,10 @@ def _schedule(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
     """
     ops = program.model.ops
     scheduled = skeleton(program.spec, program.plan, program.model, only=pp)[pp]
-    sends = [bool(op.message and op.message.forward and op.message.backward) for op in ops]
-    expected_turns = [
-        turn for turn in _computed(scheduled) if not sends[turn[1]]
-    ]  # f-bar, g-bar: no compute
+    is_call = [bool(op.message and op.message.forward and op.message.backward) for op in ops]
+    due = [turn for turn in _computed(scheduled) if not is_call[turn[1]]]  # without f-bar, g-bar
     computed, nothing = list(_computed(code)), ("", 0, 0, len(code))
-    for turn, actual in zip_longest(expected_turns, computed, fillvalue=nothing):
+    for turn, actual in zip_longest(due, computed, fillvalue=nothing):
         if turn[:3] != actual[:3]:
             op, at, k = turn[:3]
             expected = f"{op} {refuse.names.ops(at, at + 1)} mb {k}" if op else "nothing more"
