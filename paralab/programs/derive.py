@@ -33,9 +33,7 @@ def add_waits(code: Code) -> Code:
     in_flight: dict[Value, Instr] = {}  # value -> the call that writes it
     readers: dict[Value, list[Instr]] = {}  # value -> calls in flight that read it
     predecessors: dict[int, list[Instr]] = {}  # id of a worker's call -> calls its lane waits for
-    superseded: set[int] = (
-        set()
-    )  # ids of calls whose values a later call rewrites: one WAIT for both
+    superseded: set[int] = set()  # ids of calls that share the WAIT of a later call, see below
     waited: set[int] = set()  # ids of calls that have ended
     last_send: dict[int, Instr] = {}
 
@@ -90,6 +88,7 @@ def add_waits(code: Code) -> Code:
             if worker:
                 used_calls = (in_flight.get(v) for v in (*reads, *writes))
                 predecessors[id(ins)] = [call for call in used_calls if call is not None]
+                # A call that writes the same values: the WAIT for it is a WAIT for both.
                 superseded |= {id(call) for call in predecessors[id(ins)] if call.writes == writes}
             for v in writes:
                 in_flight[v] = ins

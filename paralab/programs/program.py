@@ -63,9 +63,7 @@ class Program:
     stages: tuple[tuple[int, int], ...]
     units: tuple[tuple[Unit, ...], ...]
     codes: list[Code] = field(default_factory=list)
-    _known: dict = field(
-        default_factory=dict, init=False, repr=False
-    )  # a cache of sizes and shares
+    _known: dict = field(default_factory=dict, init=False, repr=False)  # cached sizes and shares
 
     # ---- sizes -----------------------------------------------------------------------------------
     def precision_of(self, kind: str) -> str:

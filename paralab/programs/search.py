@@ -154,10 +154,8 @@ class Search:
         self.fits = SPARE * self.memory <= memory_limit
         # Simulate plans that may fit, fastest estimate first. If none of the first ones fits, those
         # that fit by their estimate; if none of these does either, those that need least memory.
-        compiles_all = (
-            len(plans) <= 3 * top
-        )  # all can be compiled, so none is left out by its estimate
-        likely = np.flatnonzero(self.memory <= (OVER if compiles_all else SPARE) * memory_limit)
+        all_tried = len(plans) <= 3 * top  # then no plan is left out because of its estimate
+        likely = np.flatnonzero(self.memory <= (OVER if all_tried else SPARE) * memory_limit)
         by_time = likely[np.argsort(self.closed[likely], kind="stable")]
         self._simulate(by_time, top)
         if not self._one_fits():

@@ -175,18 +175,22 @@ class Cluster(Description):
         return far.replace(bandwidth=share * far.bandwidth)
 
     def ways(self, op: str, reach: Reach) -> dict[str, Way]:
-        """{algorithm: its time for a call}, of the algorithms that this cluster chooses from."""
+        """{algorithm: `Way`} of the algorithms from which this cluster chooses for a call."""
         near = self.collectives.get(op, self.intra)
         tree = op == "broadcast" and op in self.collectives  # the link was fitted to a tree's bytes
-        ways_ = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
-        if op in self.collectives and "ring" in ways_:
-            return {"ring": ways_["ring"]}
-        return {self.algorithm: ways_[self.algorithm]} if self.algorithm in ways_ else ways_
+        candidates = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
+        if op in self.collectives and "ring" in candidates:
+            return {"ring": candidates["ring"]}
+        return (
+            {self.algorithm: candidates[self.algorithm]}
+            if self.algorithm in candidates
+            else candidates
+        )
 
     def call(self, op: str, wire_bytes: float, reach: Reach) -> tuple[str, float]:
         """(algorithm, seconds) of a call whose busiest member sends ``wire_bytes``."""
         choice("op", op, OPS)
-        seconds = {name: model.seconds(wire_bytes) for name, model in self.ways(op, reach).items()}
+        seconds = {name: way.seconds(wire_bytes) for name, way in self.ways(op, reach).items()}
         return min(seconds.items(), key=lambda entry: entry[1])
 
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:

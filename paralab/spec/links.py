@@ -116,26 +116,21 @@ def ways(op: str, reach: Reach, near: Link, far: Link, *, nccl: bool = False) ->
         return {"tree": Way(tree_latency, ring_rate)}
     halves = 2 if op == "all_reduce" else 1
     name, rate = ("pairwise", member_rate) if op == "all_to_all" else ("ring", ring_rate)
-    if (
-        op == "broadcast"
-    ):  # wire_bytes are those of a tree's root; in a ring members send the tensor once
+    if op == "broadcast":  # wire_bytes are a tree root's; in a ring a member sends the tensor once
         rate *= rounds(n)
     by_algorithm = {name: Way(halves * ((n - nodes) * near.alpha + (nodes - 1) * far.alpha), rate)}
     if op == "all_reduce" and nccl:
         latency = 2 * ((k - 1) * near.alpha + rounds(nodes) * far.alpha)
         by_algorithm["tree"] = Way(latency, TREE * (n - 1) / n * ring_rate)
     elif op == "all_reduce":
-        whole = rounds(k) / near.bandwidth + rounds(nodes) / ring_rate  # per byte of the tensor
-        by_algorithm["tree"] = Way(
-            2 * tree_latency, (n - 1) / n / whole
-        )  # per byte that a ring's member sends
+        whole = rounds(k) / near.bandwidth + rounds(nodes) / ring_rate  # seconds per tensor byte
+        # ``wire_bytes`` are those of a ring: (n - 1) / n of the tensor, twice.
+        by_algorithm["tree"] = Way(2 * tree_latency, (n - 1) / n / whole)
     return by_algorithm
 
 
 def messages(op: str, n: int) -> int:
-    """Number of messages of a call inside one node that wait for each other: alpha is paid so
-    often.
-    """
+    """How often a call inside one node pays alpha: its messages that follow one another."""
     unit = Link(alpha=1.0, bandwidth=1.0)
     return round(next(iter(ways(op, Reach(n, n, 1), unit, unit).values())).latency)
 
