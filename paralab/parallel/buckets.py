@@ -72,9 +72,7 @@ def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> tuple[Unit,
         groups = [list(alike) for _, alike in groupby(sorted(untied, key=keys.get), keys.get)]
     else:
         spans_parts = True
-        pools = [
-            {name: sizes[name] for name in untied if must_wait(name) == held} for held in (0, 1)
-        ]
+        pools = [{name: sizes[name] for name in untied if must_wait(name) == w} for w in (0, 1)]
         closing_size = -(-plan.bucket_bytes // BYTES_PER_ELEMENT[plan.grad_precision])
         groups = [names for pool in pools for names in assign(pool, closing_size)]
     return tuple(

@@ -33,10 +33,8 @@ def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, 
             f"the model has {model.layers} blocks, a stage needs one",
             f"1 to {model.layers}",
         )
-    one_block = build(model.replace(layers=1), Plan(microbatch_size=batch))
-    cost = {
-        name: sum(op.work[0].flops for op in one_block.ops[i:j]) for name, i, j in one_block.parts
-    }
+    small = build(model.replace(layers=1), Plan(microbatch_size=batch))
+    cost = {name: sum(op.work[0].flops for op in small.ops[i:j]) for name, i, j in small.parts}
     block = cost["blocks.0"]
     load, blocks = [block] * stages, [1] * stages
     load[0] += cost["embedding"]

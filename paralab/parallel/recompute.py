@@ -63,13 +63,11 @@ def recomputed(model: Model, kind: str) -> frozenset[tuple[int, int]]:
 
 def kept_inputs(code: Code) -> dict[Value, int]:
     """{x, the saved input of a recomputed block: position of its last use in forward}."""
-    recomputed_inputs = {
-        ins.reads[0] for ins in code if ins.op == RECOMPUTE and ins.reads[0][0] == "x"
-    }
+    inputs = {ins.reads[0] for ins in code if ins.op == RECOMPUTE and ins.reads[0][0] == "x"}
     last_use: dict[Value, int] = {}
     for position, ins in enumerate(code):
         for v in ins.reads:
-            if v in recomputed_inputs and ins.op == FORWARD and not keeps(ins):
+            if v in inputs and ins.op == FORWARD and not keeps(ins):
                 last_use[v] = position
     return last_use
 

@@ -33,7 +33,7 @@ def scatter_gather(code: Code) -> Code:
     """Each SEND and RECEIVE moves a part of the state; the received parts are all-gathered before
     the first instruction that reads the state.
     """
-    new_code, received_parts = [], {}
+    new_code, received = [], {}
     for ins in code:
         if ins.op == SEND:
             [whole] = ins.reads
@@ -45,13 +45,11 @@ def scatter_gather(code: Code) -> Code:
             ins = ins._replace(reads=(_part(whole),))
         elif ins.op == RECEIVE:
             [whole] = ins.writes
-            received_parts[whole] = _part(whole)
-            ins = ins._replace(writes=(received_parts[whole],))
-        for whole in [v for v in ins.reads if v in received_parts]:
-            values = (received_parts.pop(whole),), (whole,)
-            new_code.append(
-                Instr(ALL_GATHER, whole[1], ins.mb, -1, *values, "tp", phase="activations")
-            )
+            received[whole] = _part(whole)
+            ins = ins._replace(writes=(received[whole],))
+        for whole in [v for v in ins.reads if v in received]:
+            io = (received.pop(whole),), (whole,)
+            new_code.append(Instr(ALL_GATHER, whole[1], ins.mb, -1, *io, "tp", phase="activations"))
         new_code.append(ins)
     return new_code
 

@@ -40,7 +40,7 @@ def write(skeleton: Code, chain: Sequence[Pass], n: int) -> Code:
     for ins in skeleton:
         if ins.op in COMPUTE:
             ops.setdefault(ins.at, set()).add(ins.op)
-    instructions_of: dict[Any, Code] = {}
+    compiled: dict[Any, Code] = {}
     for at, ops_here in ops.items():
         for path in PATHS:
             if ops_here.issuperset(path):
@@ -51,14 +51,12 @@ def write(skeleton: Code, chain: Sequence[Pass], n: int) -> Code:
                     code = step(code)
                 for ins in code:
                     if ins.op == CALL:
-                        current = instructions_of[ins.at] = []
+                        current = compiled[ins.at] = []
                     else:
                         current.append(ins)
     new_code: Code = []
     for ins in skeleton:
-        new_code += (
-            of_microbatch(instructions_of[ins.op, ins.at], ins.mb) if ins.op in COMPUTE else [ins]
-        )
+        new_code += of_microbatch(compiled[ins.op, ins.at], ins.mb) if ins.op in COMPUTE else [ins]
     return new_code
 
 

@@ -216,12 +216,9 @@ class Estimate:
         )
         hops = 2 * ((p - 1 - crossings) * within + crossings * across)
         each = hops / (2 * np.maximum(p - 1, 1))
-        interleaved_hops = 2 * each * (p * self.v - 1)
-        by_schedule = dict.fromkeys(SCHEDULES, hops) | {
-            "naive": self.m * hops,
-            "interleaved": interleaved_hops,
-        }
-        return each, np.where(p == 1, 0.0, self.of_schedule(by_schedule))
+        v_hops = 2 * each * (p * self.v - 1)
+        hops_of = dict.fromkeys(SCHEDULES, hops) | {"naive": self.m * hops, "interleaved": v_hops}
+        return each, np.where(p == 1, 0.0, self.of_schedule(hops_of))
 
     def gathering(self, forward: Array, back: Array, overlap: bool) -> tuple[Array, Array]:
         """Exposed seconds of ZeRO's gathers and reductions per micro-batch, in forward and in

@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 
 PER_DEVICE = 4  # samples per device of the default global batch
 SPARE = 1.1  # an uncompiled plan fits if its estimated memory times this does
-BEHIND = (
-    1.02  # no plan is compiled whose estimate exceeds the fastest simulated time by this factor
-)
+BEHIND = 1.02  # plans estimated so many times slower than the fastest simulated are not compiled
 OVER = 2.0  # estimated memory may be too high by this factor: such plans may fit after all
 NEAR = 30  # at most so many of these are compiled to find one that fits
 AT_LEAST = 3  # so many fitting plans are compiled, whatever their estimates are

@@ -144,18 +144,16 @@ def values(
     that cannot be estimated.
     """
     fields = {field.name: field for field in dataclasses.fields(Plan)}
-    default = {name: field.default for name, field in fields.items()}
+    usual = {name: field.default for name, field in fields.items()}
     for name in pinned:
-        if name not in default:
-            raise illegal(
-                name, pinned[name], "a plan has no such field", ", ".join(sorted(default))
-            )
+        if name not in usual:
+            raise illegal(name, pinned[name], "a plan has no such field", ", ".join(sorted(usual)))
     offloads = cluster.host is not None and cluster.host_bandwidth is not None
     tried = dict.fromkeys(("tp", "pp", "dp"), _divisors(devices))
     for name in ("microbatch_size", "microbatches"):
         _, most = fields[name].metadata["range"]
         tried[name] = tuple(n for n in _divisors(global_batch) if n <= most)
-    tried |= {name: (default[name],) for name in default if name not in (*tried, *TRIED)} | TRIED
+    tried |= {name: (usual[name],) for name in usual if name not in (*tried, *TRIED)} | TRIED
     tried["virtual_stages"] = tuple(2**k for k in range(model.layers.bit_length()))
     tried["offload"] = TRIED["offload"][: 1 + offloads + (offloads and cluster.disk is not None)]
     tried |= {name: as_values(name, value) for name, value in pinned.items()}

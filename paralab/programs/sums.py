@@ -273,15 +273,12 @@ def after_compute(model: Model, ins: Instr, v: Value) -> frozenset[Axis]:
     """
     (i, j), ops = ins.at, model.ops
     if v[0] in ("x", "r") and ins.op in FORWARDS:
-        candidates = [
-            (ops[j - 1], "all_reduce"),
-            *((op, "reduce_scatter") for op in ops[j : j + 1]),
-        ]
-        calls = [(op.message, op.message.forward, call) for op, call in candidates if op.message]
+        nearby = [(ops[j - 1], "all_reduce"), *((op, "reduce_scatter") for op in ops[j : j + 1])]
+        calls = [(op.message, op.message.forward, call) for op, call in nearby if op.message]
     elif v[0] == "g":
         before = ops[i - 1 : i] if i else ()
-        candidates = [(ops[i], "all_reduce"), *((op, "reduce_scatter") for op in before)]
-        calls = [(op.message, op.message.backward, call) for op, call in candidates if op.message]
+        nearby = [(ops[i], "all_reduce"), *((op, "reduce_scatter") for op in before)]
+        calls = [(op.message, op.message.backward, call) for op, call in nearby if op.message]
     else:
         return frozenset()
     return frozenset(message.axis for message, actual, call in calls if actual == call)

@@ -178,14 +178,10 @@ class Cluster(Description):
         """{algorithm: `Way`} of the algorithms from which this cluster chooses for a call."""
         near = self.collectives.get(op, self.intra)
         tree = op == "broadcast" and op in self.collectives  # the link was fitted to a tree's bytes
-        candidates = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
-        if op in self.collectives and "ring" in candidates:
-            return {"ring": candidates["ring"]}
-        return (
-            {self.algorithm: candidates[self.algorithm]}
-            if self.algorithm in candidates
-            else candidates
-        )
+        choices = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
+        if op in self.collectives and "ring" in choices:
+            return {"ring": choices["ring"]}
+        return {self.algorithm: choices[self.algorithm]} if self.algorithm in choices else choices
 
     def call(self, op: str, wire_bytes: float, reach: Reach) -> tuple[str, float]:
         """(algorithm, seconds) of a call whose busiest member sends ``wire_bytes``."""
