@@ -56,7 +56,7 @@ def add_waits(code: Code) -> Code:
                     readers[v].remove(call)
             pending += reversed(predecessors.pop(id(call), ()))  # these are over, too
 
-    written, being_read = in_flight.keys(), readers.keys()
+    written, being_read = in_flight.keys(), readers.keys()  # by calls in flight; live views
     for ins in code:
         op, reads, writes, lane = ins.op, ins.reads, ins.writes, ins.lane
         if op == WAIT:  # written by a pass

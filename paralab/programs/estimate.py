@@ -58,17 +58,18 @@ class Estimate:
         self.moved = self.moved + 6 * (self.grad < 4)  # bytes per parameter that an update moves
         self._load_stages()
         copy = model.tied & (self.p > 1)  # whether the last rank has a copy of the embedding
-        self.tied = (self.first | self.last) * copy * self.parts.token
+        self.tied = (self.first | self.last) * copy * self.parts.token  # elements, where it is tied
         embedding = self.first * self.parts.embedding.elements
         head = self.last * (self.parts.head.elements + copy * self.parts.token)
+        # Elements of a rank's parameters, and of its embedding or head.
         self.psi = self.blocks * self.parts.block.elements + embedding + head
         self.ends = np.maximum(embedding, head)
         parts = self.blocks + self.first + self.last + (self.tied > 0)
         buckets = self.total("units") + self.last * copy
         filled = np.ceil(self.psi * self.grad / self.each("bucket_bytes", float))
         units = np.where(self.zero == 3, parts, np.minimum(buckets, filled))
-        self.units = np.maximum(units, 1)
-        self.own = self.psi / np.where(self.zero > 0, self.n, 1)
+        self.units = np.maximum(units, 1)  # number of a rank's units
+        self.own = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
         (self.terms, busy), self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False)[0].values())
         sync = self.terms.pop("sync")  # after the pipeline, as are the optimizer and offload

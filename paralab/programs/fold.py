@@ -36,7 +36,7 @@ from paralab.spec import Plan
 from paralab.theory.order import CODE
 
 FEW = 4  # micro-batches in the compiled lists
-LIKE_ALL = 2  # the one of these that stands for all but the first two and the last
+LIKE_ALL = 2  # the micro-batch of the lists that stands for all but the first two and the last
 END = "end"  # label of the instructions behind the last action of a step
 # Kinds of values that exist once per micro-batch.
 IN_EACH = OF_MICROBATCH | {"part", "grad"}

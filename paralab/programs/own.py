@@ -85,7 +85,7 @@ def own_passes(program: Program, pp: int, code: Code) -> Code:
 
 
 def _refused(program: Program, pp: int, code: Code, result: Any) -> tuple[str, str] | None:
-    """(why, legal) if what a pass returned for ``code`` is no program of this rank, else None."""
+    """(why, legal) if ``result``, which a pass returned, is no program of this rank, else None."""
     legal = "return program.replace(code), with a list of paralab.programs.Instr"
     if not isinstance(result, RankProgram):
         return f"it returned a {type(result).__name__}, not a program", legal

@@ -105,10 +105,10 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
         part["hidden"] += serial_seconds[at] - seconds[at]
         if field != "again" and plan.tp > 1:
             part["sent"] += seconds[at] - (cost.seconds if type(cost) is Compute else 0.0)
-    before: dict[int, int] = {}
+    before: dict[int, int] = {}  # part -> bytes before its forward
     message_bytes = model.item * model.tokens * model.width  # a gradient received, or sent
     splits, gloo = plan.schedule in SPLIT, not cluster.gpus
-    levels = [  # per instruction: bytes at its peak, of these gradients, and bytes behind it
+    levels = [  # (bytes at the instruction's peak, gradient bytes among these, bytes after it)
         (peak, held.get(GRADIENTS, 0), sum(behind.values()))
         for peak, held, behind in islice(moments(program, gloo=gloo), last + 2)
     ]
@@ -118,15 +118,16 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
         if ins.op in COMPUTE:
             number = bisect_right(starts, ins.at[0]) - 1
             part, base = figures[number], before.setdefault(number, total_before)
-            pending, peak_field = sum(other["aside"] for other in figures[number + 1 :]), "behind"
+            later_aside = sum(later["aside"] for later in figures[number + 1 :])
+            peak_field = "behind"
             if ins.op == FORWARD:
                 peak_field, part["kept"] = "front", total_after - base
             elif ins.op == BACKWARD_INPUT and splits:
                 part["aside"] = (
-                    total_after - base - gradients - message_bytes * (number > 0) - pending
+                    total_after - base - gradients - message_bytes * (number > 0) - later_aside
                 )
         if ins.op != BACKWARD_WEIGHT or not splits:
-            part[peak_field] = max(part[peak_field], peak_bytes - gradients - base - pending)
+            part[peak_field] = max(part[peak_field], peak_bytes - gradients - base - later_aside)
         else:
             part["over"] = max(
                 part["over"], peak_bytes - total_before - (gradients - gradients_before)

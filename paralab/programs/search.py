@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 PER_DEVICE = 4  # samples per device of the default global batch
 SPARE = 1.1  # an uncompiled plan fits if its estimated memory times this does
 BEHIND = 1.02  # plans estimated so many times slower than the fastest simulated are not compiled
-OVER = 2.0  # estimated memory may be too high by this factor: such plans may fit after all
-NEAR = 30  # at most so many of these are compiled to find one that fits
+OVER = 2.0  # estimates of memory may be too high by this factor: plans within it may fit after all
+NEAR = 30  # if no plan fits by its estimate, at most so many are compiled to find one that does
 AT_LEAST = 3  # so many fitting plans are compiled, whatever their estimates are
 LARGE = 100_000  # a step of more rows that cannot be folded takes seconds to compile
 MAX_TOP = 100  # plans to compile; one of a trillion parameters takes seconds

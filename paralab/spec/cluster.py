@@ -207,7 +207,7 @@ class Cluster(Description):
                  processors; None: what `pl.set_default_device` says, else the processors
         refresh  measure again
 
-        Raises ValueError if GPUs are asked for where there is none.
+        Raises ValueError if ``device`` is "cuda" and there is no GPU.
         """
         return cls.measure(device=device, refresh=refresh)
 

@@ -98,9 +98,9 @@ def as_offload(value: Any) -> str | Offload | None:
 
 
 def resolved(value: str | Offload | None, zero_stage: int) -> Offload | None:
-    """The place of every state. "cpu" moves all states that ``zero_stage`` shards to the host;
-    "nvme" moves parameters and optimizer states of these to files, and gradients to the host, where
-    the update reads each of them once.
+    """The place of every state, from the setting ``offload``. "cpu" moves all states that
+    ``zero_stage`` shards to the host. "nvme" moves sharded parameters and optimizer states to
+    files; gradients go to the host, where the update reads each of them once.
     """
     if not isinstance(value, str):
         return value
