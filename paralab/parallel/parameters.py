@@ -39,8 +39,8 @@ def gradient_cuts(model: Model, units: Sequence[Unit]) -> set[int]:
     """Boundaries between ops where backward completes a unit's gradient: before the first op that
     has one of its parameters.
 
-    No such cut separates f or f-bar from the layer behind it, because that layer's weight half is
-    computed while the operator's message is in flight.
+    No such cut separates f from the layer behind it, because that layer's weight half is computed
+    while f's message is in flight.
     """
     op_of = {name: index for index, op in enumerate(model.ops) for name in op.owned.values()}
     cuts = set()

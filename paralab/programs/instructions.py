@@ -95,7 +95,8 @@ class Instr(NamedTuple):
 
     op      one of `OPS`
     at      for compute: the ops (i, j) that it runs; for a message: the boundary between ops; for a
-            sum of gradients that only some ranks share: (axis, phase); for a WAIT: its call's op
+            sum of gradients that only some ranks share: (axis, phase); for a WAIT: its call's op;
+            for others that concern a unit: the unit
     mb      the micro-batch, or -1
     unit    the number of the unit that it concerns, or -1
     reads, writes  the values that it reads and writes
