@@ -7,7 +7,7 @@ A plan has a value for every field, with
 and has to satisfy spec/rules.py. Fields are chosen one after the other, for all plans at once, and
 each rule is applied as soon as all its settings are chosen. So these are the same rules as those of
 `Plan.validate`, and there are never many more candidates than legal plans. Values that have no
-effect (`NEEDLESS`) are left out where the default is tried too.
+effect of their own (`NEEDLESS`) are left out.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TRIED = {  # values tried, in the order in which fields are chosen; counts are t
     "recompute": ("none", "selective", "full"),
     "sequence_parallel": (False, True),
 }
-# (field, default value, condition under which other values have no effect). A single rank has no
-# order of work to choose. ZeRO has nothing to shard with dp=1, and with a pipeline stage 2 reduces
-# gradients once a step, as stage 1 does.
+# (field, value, condition): under the condition other values of the field are the same plan as this
+# one. A single rank has no order of work to choose. ZeRO has nothing to shard with dp=1, and with a
+# pipeline stage 2 reduces gradients once a step, as stage 1 does.
 NEEDLESS = (
     ("schedule", "1f1b", lambda s: s.pp == 1),
     ("zero_stage", 0, lambda s: (s.offload == NONE) & (s.dp == 1)),
