@@ -252,7 +252,7 @@ MUTANTS = {
         "tensor and data parallel", DATA_PARALLEL, "[all_reduce(u) for u in sorted",
         "[all_reduce(u, 'tp') for u in sorted", check="is not partial over 'tp'", equal=GRADIENTS),
     "buckets twice as large as asked for": Mutant(
-        "frozen buckets", BUCKETS, "room = enough", "room = 2 * enough",
+        "frozen buckets", BUCKETS, "missing = closing_size", "missing = 2 * closing_size",
         frozen="grad_sync"),
     "no division by the data-parallel ranks": Mutant(
         "data parallel", BUILD, "plan.microbatches * plan.dp * loss_parts(plan)",
@@ -269,12 +269,12 @@ MUTANTS = {
     "later micro-batches take the place of earlier ones": Mutant(
         "accumulation", FLAT, "        flat.fresh.discard(name)\n", "", equal=GRADIENTS),
     "gradients of the last step are still there": Mutant(
-        "accumulation", DERIVE, "ends.setdefault(position, []).append(v)",
-        "ends.setdefault(position, []).extend([v] * (v[0] != 'grad'))", check="is never freed",
+        "accumulation", DERIVE, "freed_at.setdefault(position, []).append(v)",
+        "freed_at.setdefault(position, []).extend([v] * (v[0] != 'grad'))", check="is never freed",
         equal=GRADIENTS),
     # ---- ZeRO
     "ZeRO-1: the last reduce-scatter is left out": Mutant(
-        "ZeRO-1", ZERO, "made.append(in_flight)", "made += [in_flight] * (u > 0)",
+        "ZeRO-1", ZERO, "new_code.append(in_flight)", "new_code += [in_flight] * (u > 0)",
         check="reads gshard bucket 0, which no instruction has written"),
     "ZeRO-1: updated shares are not gathered": Mutant(
         "ZeRO-1", ZERO, 'if v[0] == "shard"', 'if v[0] == "shards"',
@@ -283,7 +283,7 @@ MUTANTS = {
         "ZeRO-1", STATE, "shard = low.chunk(n)[self.index]", "shard = low.chunk(n)[0]",
         equal=GRADIENTS),
     "ZeRO-2: the last share is not added": Mutant(
-        "ZeRO-2", ZERO, "return made + owed", "return made",
+        "ZeRO-2", ZERO, "return new_code + pending_adds", "return new_code",
         check="nothing reads the gradient of"),
     "ZeRO-2: the last micro-batch alone, kept": Mutant(
         "ZeRO-2", ZERO, "ADD if u in seen else KEEP", "KEEP",
@@ -292,8 +292,8 @@ MUTANTS = {
         "ZeRO-2", RUN, "flat_of(self.store[ins.writes[0]]).add_(",
         "flat_of(self.store[ins.writes[0]]).copy_(", equal=GRADIENTS),
     "ZeRO-2: gradients of all micro-batches leave as one": Mutant(
-        "ZeRO-2", ZERO, "ends, owed, seen = completed(code, per_microbatch=True), [], set()",
-        "ends, owed, seen = completed(code), [], set()", check="nothing reads the gradient of"),
+        "ZeRO-2", ZERO, "pending_adds, seen = completed(code, per_microbatch=True), [], set()",
+        "pending_adds, seen = completed(code), [], set()", check="nothing reads the gradient of"),
     "ZeRO-3: what forward gathered is kept for backward": Mutant(
         "frozen ZeRO-3", COMPILE, "action = back, ins.mb, stage_of[ins.at[0]]",
         "action = ins.mb, stage_of[ins.at[0]]", frozen="param_gather"),
@@ -308,7 +308,7 @@ MUTANTS = {
         ".flat.chunk(group.size)[0].clone()", equal=GRADIENTS),
     # ---- what other axes owe, the norm, the update
     "tied: the ends' gradients are not summed": Mutant(
-        "pipeline", UPDATES, "return code + made", "return code",
+        "pipeline", UPDATES, "return code + new_code", "return code",
         check="never summed over the first and the last pipeline rank", equal=GRADIENTS),
     "norms: the first unit is forgotten in the sum": Mutant(
         "sequence parallel", UPDATES, "reads=values, writes=values, lane=axis",
@@ -324,17 +324,17 @@ MUTANTS = {
         "pipeline", UPDATES, "if ins.op == UPDATE else ins for", "if ins.op == 'none' else ins for",
         equal=GRADIENTS),
     "clip: what tp ranks hold the same is counted by each": Mutant(
-        "tensor parallel", PROGRAM, "others or any(at[c]", "others or any(at[c] < 0",
+        "tensor parallel", PROGRAM, "elsewhere or any(at[c]", "elsewhere or any(at[c] < 0",
         equal=GRADIENTS),
     "clip: a tied copy is counted too": Mutant(
-        "pipeline", PROGRAM, "others = self.spec.tied and name == TIED[1]",
-        "others = not self.spec.tied and name == TIED[1]", equal=GRADIENTS),
+        "pipeline", PROGRAM, "elsewhere = self.spec.tied and name == TIED[1]",
+        "elsewhere = not self.spec.tied and name == TIED[1]", equal=GRADIENTS),
     "a unit is not updated": Mutant(
         "data parallel", UPDATES, "for u in units:", "for u in units[1:]:",
         check="is there 0 times"),
     "gradients are copied to fp32 before ranks have added them up": Mutant(
-        "copied to fp32", UPDATES, "made, units = list(code), gradients(code)",
-        "made, units = [ins for ins in code if ins.op != ALL_REDUCE], gradients(code)",
+        "copied to fp32", UPDATES, "new_code, units = list(code), gradients(code)",
+        "new_code, units = [ins for ins in code if ins.op != ALL_REDUCE], gradients(code)",
         check="never summed over the data-parallel ranks"),
     "fp16: the norm is that of the scaled gradients": Mutant(
         "fp16, clipped", STATE, "            norm = norm / divisor\n", "", equal=GRADIENTS),
@@ -374,13 +374,13 @@ MUTANTS = {
         "tensor parallel", TENSOR, "if last.message == G:", "if last.message == F:",
         check="x embedding is a partial sum: it is not summed over the tensor-parallel"),
     "f: no sum of the input's gradient": Mutant(
-        "tensor parallel", TENSOR, "return [*made, half, message, rest]",
-        "return [*made, half, rest]",
+        "tensor parallel", TENSOR, "return [*gathers, input_half, message, weight_half]",
+        "return [*gathers, input_half, weight_half]",
         check="g head.enter is a partial sum: it is not summed over the tensor-parallel",
         equal=GRADIENTS),
     "a weight half split off is forgotten": Mutant(
-        "tensor parallel", TENSOR, "return [*made, half, message, rest]",
-        "return [*made, half, message]", check="is computed 0 times"),
+        "tensor parallel", TENSOR, "return [*gathers, input_half, message, weight_half]",
+        "return [*gathers, input_half, message]", check="is computed 0 times"),
     "a weight half is no part of its backward": Mutant(
         "tensor parallel", TENSOR, 'writes=grads, phase="backward")', "writes=grads)",
         check="the schedule has BACKWARD"),
@@ -447,7 +447,7 @@ MUTANTS = {
         "2D", LAYOUTS, "return math.prod(sizes[name] for name in mode_of(plan).logits[0])",
         "return 1", equal=GRADIENTS),
     "2D: what rows share is not summed": Mutant(
-        "2D", UPDATES, "return code + made", "return code",
+        "2D", UPDATES, "return code + new_code", "return code",
         check="never summed over the tensor-parallel ranks", equal=GRADIENTS),
     "2.5D: weights are not summed over depth": Mutant(
         "2.5D", LAYOUTS, "kind in mode.partial)", "kind in mode.partial and kind != 'qkv')",
@@ -480,7 +480,8 @@ MUTANTS = {
     "weight halves overwrite each other": Mutant(
         "zero bubble", FLAT, "view.addmm_(a, b)", "torch.mm(a, b, out=view)", equal=GRADIENTS),
     "a send in front of what it sends": Mutant(
-        "pipeline", LOWERING, "np.where(sends, ends + 1, wanted)", "np.where(sends, ends, wanted)",
+        "pipeline", LOWERING, "np.where(sends, action + 1, preferred)",
+        "np.where(sends, action, preferred)",
         check="reads x blocks.1, which no instruction has written"),
     "messages in another order than results": Mutant(
         "pipeline", LOWERING, "order.kind[source] != F, ready))",
@@ -495,8 +496,8 @@ MUTANTS = {
         equal=GRADIENTS),
     "host: only first micro-batches leave as the sum": Mutant(
         "gradients on the host", OFFLOAD,
-        "first, last = ins.op == KEEP, ends[ins.unit] == position",
-        "first, last = True, ends[ins.unit] == position", equal=GRADIENTS),
+        "first, last = ins.op == KEEP, last_at[ins.unit] == position",
+        "first, last = True, last_at[ins.unit] == position", equal=GRADIENTS),
     "host: the norm of the first micro-batch": Mutant(
         "gradients on the host", OFFLOAD, "if measured and last:", "if measured and first:",
         equal=GRADIENTS),
@@ -516,24 +517,24 @@ MUTANTS = {
         "replicas on the host", COMPILE, "if unit.waits}", "if not unit.waits}",
         check="reads gshard bucket 0, which no instruction has written"),
     "host: what waits for others never leaves": Mutant(
-        "replicas on the host", OFFLOAD, "for u in sorted(u for u in ends if u in waits):",
+        "replicas on the host", OFFLOAD, "for u in sorted(u for u in last_at if u in waits):",
         "for u in ():", check="nothing reads the gradient of"),
     "host: norms' gradients leave before they are summed": Mutant(
         "sequence parallel on the host", BUCKETS, "holding(model, plan, name, 0).partial",
         "not model.layers", check="reads gshard bucket 0, which no instruction has written"),
     "files: what is updated is not written": Mutant(
-        "files", OFFLOAD, "_copy(here, home) for home, here in pairs if home != here",
-        "_copy(here, home) for home, here in pairs if home == here", equal=GRADIENTS),
+        "files", OFFLOAD, "_copy(buffer, home) for home, buffer in pairs if home != buffer",
+        "_copy(buffer, home) for home, buffer in pairs if home == buffer", equal=GRADIENTS),
     "files: states are not read": Mutant(
-        "files, AdamW", OFFLOAD, 'wanted = ["opt"] * self.states + ["gshard"]',
-        'wanted = ["gshard"]', check="reads host.opt embedding, which no instruction has written"),
+        "files, AdamW", OFFLOAD, 'states = ["opt"] * self.states + ["gshard"]',
+        'states = ["gshard"]', check="reads host.opt embedding, which no instruction has written"),
     "files: the sum so far is not read": Mutant(
         "files of gradients", OFFLOAD,
-        'made.append(_copy(("file.gshard", u, 0), held, k))', "pass",
+        'new_code.append(_copy(("file.gshard", u, 0), target, k))', "pass",
         check="reads host.sum bucket 0, which no instruction has written"),
     "inputs: the first micro-batch's comes back": Mutant(
-        "inputs on the host", OFFLOAD, 'made.append(_copy_state((source, *x[1:]), "back"))',
-        'made.append(_copy_state((source, *x[1:]), "back")._replace('
+        "inputs on the host", OFFLOAD, 'new_code.append(_copy_state((source, *x[1:]), "back"))',
+        'new_code.append(_copy_state((source, *x[1:]), "back")._replace('
         'reads=((source, x[1], 0),)))', equal=GRADIENTS),
     "relay: masks of the first micro-batch": Mutant(
         "relay", RUN, "env.sample = self.first_sample + k", "env.sample = self.first_sample",
@@ -543,20 +544,21 @@ MUTANTS = {
         frozen="param_gather"),
     # ---- waits and frees
     "no WAIT before what a call brings is read: data parallel": Mutant(
-        "data parallel", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "data parallel", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads grad bucket 0, which a call in flight uses", late=GRADIENTS),
     "no WAIT before what a call brings is read: ZeRO-3": Mutant(
-        "ZeRO-3", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "ZeRO-3", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads w embedding, which a call in flight uses", late=GRADIENTS),
     "no WAIT before what a call brings is read: sequence parallel": Mutant(
-        "sequence parallel", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "sequence parallel", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads x embedding, which a call in flight uses"),
     "no WAIT before what a call brings is read: pipeline": Mutant(
-        "pipeline", DERIVE, "if not calls.isdisjoint(reads):", "if not reads:",
+        "pipeline", DERIVE, "if not written.isdisjoint(reads):", "if not reads:",
         check="reads g blocks.1, which a call in flight uses", late=GRADIENTS),
     "WAIT behind the instruction that it is for": Mutant(
-        "ZeRO-3", DERIVE, "made.append(ins)\n        if lane:",
-        "made.insert(len(made) - (bool(made) and made[-1].op == WAIT), ins)\n        if lane:",
+        "ZeRO-3", DERIVE, "new_code.append(ins)\n        if lane:",
+        "new_code.insert(len(new_code) - (bool(new_code) and new_code[-1].op == WAIT), ins)\n"
+        "        if lane:",
         check="reads w embedding, which a call in flight uses", late=GRADIENTS),
     "no WAIT at the end": Mutant(
         "ZeRO-1", DERIVE, "for call in tuple(in_flight.values()):", "for call in ():",
@@ -565,12 +567,12 @@ MUTANTS = {
         "accumulation", DERIVE, "if not lasts(v):",
         "if not lasts(v) and v[0] != 'saved':", check="is never freed"),
     "freed while a call uses it": Mutant(
-        "pipeline", DERIVE, "for v in until.pop(reads, ()):", "for v in ():",
+        "pipeline", DERIVE, "for v in held_by_call.pop(reads, ()):", "for v in ():",
         check="frees x blocks.1, which a call in flight uses"),
     "freed behind the first use": Mutant(
         "pipeline", DERIVE,
-        "for v in reads:\n            last[v] = position\n        for v in writes",
-        "for v in reads:\n            last.setdefault(v, position)\n        for v in writes",
+        "for v in reads:\n            last_use[v] = position\n        for v in writes",
+        "for v in reads:\n            last_use.setdefault(v, position)\n        for v in writes",
         check="reads x blocks.0, which is freed"),
 }
 # fmt: on

@@ -13,7 +13,7 @@ import pytest
 import paralab as pl
 from drawn import PLAN, SMALL
 from paralab.spec import rules
-from paralab.spec.settings import Asked, Columns
+from paralab.spec.settings import Columns, Settings
 from test_drawn_plans import refused
 
 DRAWN = 6_000
@@ -102,7 +102,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
 
 def broken(plan: pl.Plan, model: pl.ModelSpec) -> list[rules.Rule]:
     """Every rule that does not hold. A schedule of one's own says so itself."""
-    found, settings = [], Asked(plan, model)
+    found, settings = [], Settings(plan, model)
     for rule in rules.RULES:
         try:
             holds = rule.holds(settings)
@@ -156,7 +156,7 @@ def test_a_column_is_judged_as_each_of_its_plans(sizes):
     table = columns(plans, model)
     for number, rule in enumerate(rules.RULES):
         together = np.broadcast_to(rule.holds(table), len(plans))
-        alone = [bool(rule.holds(Asked(plan, model))) for plan in plans]
+        alone = [bool(rule.holds(Settings(plan, model))) for plan in plans]
         assert together.tolist() == alone, (number, rule.field)
     legal = np.logical_and.reduce([rule.holds(table) for rule in rules.RULES], axis=0)
     assert 20 < legal.sum() < len(plans)

@@ -27,7 +27,7 @@ from paralab.programs.search import SETTINGS, SPARE, Search
 from paralab.programs.search_words import brief
 from paralab.programs.skeleton import stage_parts
 from paralab.programs.space import NEEDLESS, space, values
-from paralab.spec.settings import Asked
+from paralab.spec.settings import Settings
 from paralab.view.plan_times import rank_correlation
 from witness_memory import witness
 
@@ -63,7 +63,7 @@ COUNTS = ("dp", "tp", "pp", "microbatches", "microbatch_size")
 def needless(plan: pl.Plan, model: pl.ModelSpec, tried: dict[str, tuple]) -> bool:
     """Whether a setting has nothing to act on, and the plain one is tried too."""
     return any(
-        idle(Asked(plan, model)) and getattr(plan, name) != plain and plain in tried[name]
+        idle(Settings(plan, model)) and getattr(plan, name) != plain and plain in tried[name]
         for name, plain, idle in NEEDLESS
     )
 

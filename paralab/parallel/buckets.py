@@ -1,17 +1,17 @@
 """How parameters are assigned to flat buffers. Torch-free: training and prediction share this rule.
 
 An all-reduce costs alpha + bytes / bandwidth. Thousands of small calls pay alpha thousands of
-times, one call for everything cannot start before the last gradient exists; buckets sit between the
-two (PyTorch Distributed, Li+ 2020, arXiv:2006.15704, sec. 3.2.2-3.2.3). Backward produces gradients
-from the last layer to the first, so buckets are filled in reverse order of registration.
+times; one call for everything cannot start before the last gradient exists. Buckets are the
+compromise (PyTorch Distributed, Li+ 2020, arXiv:2006.15704, sec. 3.2.2-3.2.3). Backward produces
+gradients from the last layer to the first, so buckets are filled in reverse order of registration.
 
-Parameters that lie together are a `Unit`: one collective moves it, its optimizer step is one
-instruction, and ZeRO shares it out in N equal parts, wherever that cuts through a parameter.
+The parameters in one flat buffer are a `Unit`: one collective moves it, its optimizer step is one
+instruction, and ZeRO partitions it into N equal parts, wherever that cuts through a parameter.
 
     zero_stage=0, dp > 1   gradient buckets of ``bucket_bytes``; "naive" has one per parameter
     zero_stage=1, 2        the same buckets, sharded
-    zero_stage=3           the parts of the model, which are gathered one by one
-    zero_stage=0, dp = 1   the same parts
+    zero_stage=3           one unit per part of the model: embedding, each block, head
+    zero_stage=0, dp = 1   the same
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from paralab.spec import BYTES_PER_ELEMENT, TIED, ModelSpec, Plan
 class Unit:
     """Parameters in one flat buffer that N ranks partition into equal parts.
 
-    names   of the parameters, in the order in which they lie in the buffer
+    names   names of the parameters, in the order in which they lie in the buffer
     numel   elements of the buffer, padded to a multiple of N
-    part    the part of the model whose parameters these are; "" where a unit spans parts
-    waits   whether the rank's part of the gradient, once the N ranks have summed it, has to wait on
-            the device: others have a part of it too, and add it up after backward
+    part    the part of the model that the parameters belong to; "" where a unit spans parts
+    waits   with offloaded gradients: whether the rank's shard of the gradient has to stay on the
+            device until backward is over, because it is then summed over another axis too
     """
 
     names: tuple[str, ...]
@@ -42,69 +42,71 @@ class Unit:
 
 
 def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> tuple[Unit, ...]:
-    """The flat buffers of one rank, in the order in which they are numbered.
+    """The flat buffers of one rank, in the order of their numbers.
 
     sizes  elements of every parameter the rank holds, in order of registration
 
-    Under ZeRO an embedding that a pipeline's last stage holds a copy of is alone and last: so its
-    shards are the same on both stages. Where gradients are offloaded, those that have to wait are
-    apart, and the last of their part: so the others can leave.
+    Under ZeRO a tied embedding, which a pipeline's first and last stage both hold, is a unit of its
+    own, the last one, so that its shards are the same on both stages. Where gradients are
+    offloaded, those that have to wait on the device (`Unit.waits`) are in units of their own, so
+    that all others can be copied to the host during backward.
     """
-    stage, ends = plan.zero_stage, set()
+    stage, tied = plan.zero_stage, set()
     if stage and model.tied and plan.pp > 1:
-        ends = set(TIED)
-    leaves = plan.tiers is not None and plan.tiers.gradients != "device"
+        tied = set(TIED)
+    offloaded = plan.tiers is not None and plan.tiers.gradients != "device"
 
-    def waits(name: str) -> bool:
-        """Whether replicas, the pipeline's other end or tp ranks have a part of its gradient."""
-        if not leaves or plan.shard_degree < plan.dp or name in ends:
-            return leaves
+    def must_wait(name: str) -> bool:
+        """See `Unit.waits`: replicas, the other pipeline end or tp ranks add to its gradient."""
+        if not offloaded or plan.shard_degree < plan.dp or name in tied:
+            return offloaded
         return plan.tp > 1 and holding(model, plan, name, 0).partial
 
-    n, spans = plan.shard_degree if stage else plan.dp, False
-    rest = [name for name in sizes if name not in ends]
-    if not stage and n > 1 and plan.grad_sync == "naive":
-        dealt, n = [[name] for name in rest], 1
-    elif stage == 3 or not stage and n == 1:
-        number = {part: at for at, part in enumerate(dict.fromkeys(map(part_of, rest)))}
-        keys = {name: (number[part_of(name)], waits(name)) for name in rest}
-        dealt = [list(some) for _, some in groupby(sorted(rest, key=keys.get), keys.get)]
+    parts, spans_parts = plan.shard_degree if stage else plan.dp, False
+    untied = [name for name in sizes if name not in tied]
+    if not stage and parts > 1 and plan.grad_sync == "naive":
+        groups, parts = [[name] for name in untied], 1
+    elif stage == 3 or not stage and parts == 1:
+        number = {part: at for at, part in enumerate(dict.fromkeys(map(part_of, untied)))}
+        keys = {name: (number[part_of(name)], must_wait(name)) for name in untied}
+        groups = [list(alike) for _, alike in groupby(sorted(untied, key=keys.get), keys.get)]
     else:
-        spans = True
-        pools = [{name: sizes[name] for name in rest if waits(name) == late} for late in (0, 1)]
-        enough = -(-plan.bucket_bytes // BYTES_PER_ELEMENT[plan.grad_precision])
-        dealt = [names for pool in pools for names in assign(pool, enough)]
+        spans_parts = True
+        pools = [{name: sizes[name] for name in untied if must_wait(name) == w} for w in (0, 1)]
+        closing_size = -(-plan.bucket_bytes // BYTES_PER_ELEMENT[plan.grad_precision])
+        groups = [names for pool in pools for names in assign(pool, closing_size)]
     return tuple(
         Unit(
             names=tuple(names),
-            numel=-(-sum(sizes[name] for name in names) // n) * n,
-            part="" if spans else part_of(names[0]),
-            waits=waits(names[0]),
+            numel=-(-sum(sizes[name] for name in names) // parts) * parts,
+            part="" if spans_parts else part_of(names[0]),
+            waits=must_wait(names[0]),
         )
-        for names in [*dealt, *([name] for name in sizes if name in ends)]
+        for names in [*groups, *([name] for name in sizes if name in tied)]
     )
 
 
-def assign(sizes: Mapping[str, int], enough: int) -> list[list[str]]:
-    """Deal parameters of ``sizes`` elements into buckets, last parameter first. A bucket is closed
-    once it holds ``enough`` elements or more.
+def assign(sizes: Mapping[str, int], closing_size: int) -> list[list[str]]:
+    """Assign parameters of ``sizes`` elements to buckets, last parameter first. A bucket is closed
+    once it holds ``closing_size`` elements or more.
     """
     buckets: list[list[str]] = []
-    room = 0
+    missing = 0
     for name in reversed(sizes):
-        if room <= 0:
+        if missing <= 0:
             buckets.append([])
-            room = enough
+            missing = closing_size
         buckets[-1].append(name)
-        room -= sizes[name]
+        missing -= sizes[name]
     return buckets
 
 
 def cut(sizes: Mapping[str, int], start: int, count: int) -> Iterator[tuple[str, int, slice]]:
-    """(name, its first element there, where in the part) of what lies in a part of a flat buffer.
+    """The tensors that overlap one part of a flat buffer: (name, the first of the tensor's elements
+    in the part, the range of the part that they fill).
 
-    sizes  elements of the buffer's tensors, one after the other; the part is ``count`` elements
-           from ``start``
+    sizes  elements of the buffer's tensors, one after the other
+    start, count  the part: its first element in the buffer, and its length
     """
     offset = 0
     for name, size in sizes.items():

@@ -1,8 +1,8 @@
-"""All-reduce from sends and receives: ring, tree, and two rings for two levels of links.
+"""All-reduce from sends and receives: ring, tree, and rings on two levels of links.
 
-Every member holds a tensor of S bytes and wants the sum over the n members. Neighbours talk, no
-rank else: a *step* is one `exchange` in which a member sends one piece and receives one. What each
-costs (alpha seconds per message, beta per byte; theory/collectives.py has them as functions):
+Every member holds a tensor of S bytes and needs the sum over the n members. In a *step* a member
+exchanges messages with one or two others. Costs (alpha seconds per message, beta per byte;
+theory/collectives.py has them as functions):
 
                      steps               one member sends          time
     ring             2 (n-1)             2 (n-1)/n S               2 (n-1) (alpha + beta S/n)
@@ -10,12 +10,12 @@ costs (alpha seconds per message, beta per byte; theory/collectives.py has them 
     hierarchical     the ring's in a node, and between nodes on 1/node_size of the tensor
 
 The ring's two halves are collectives of their own: reduce-scatter leaves every member one finished
-chunk, all-gather hands the finished chunks round. It sends the least that is possible (Patarasuk &
-Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", sec. 4); the tree
-pays alpha less often, so it wins on small messages. (Thakur, Rabenseifner & Gropp 2005,
-"Optimization of collective communication operations in MPICH", sec. 4, switch by size between two
-other ones: lab 01 has halving-doubling.) Memory beyond the tensor:
-one chunk for the ring, the whole tensor for the tree. All work in place. Lab 01 shows them.
+chunk, all-gather passes the finished chunks round. The ring sends as little as any all-reduce can
+(Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", sec.
+4); the tree pays alpha less often, so it wins on small messages. (Thakur, Rabenseifner & Gropp
+2005, "Optimization of collective communication operations in MPICH", sec. 4, choose by size between
+two other algorithms: lab 01 has halving-doubling.) All work in place; beyond the tensor the ring
+needs memory for one chunk, the tree for a whole tensor. Lab 01 shows them.
 
 [Note: chunks] The flat tensor is cut into n chunks, as even as can be (the first numel % n have one
 element more); chunk c is finished on member (c - 1) % n, so member r owns chunk (r + 1) % n
@@ -56,10 +56,10 @@ def ring_reduce_scatter(group: Group, tensor: Tensor, *, ring: Sequence[int] | N
 
 
 def ring_all_gather(group: Group, tensor: Tensor, *, ring: Sequence[int] | None = None) -> None:
-    """Hand every member's own chunk of ``tensor`` round, until each member has all; in place.
+    """Pass every member's own chunk of ``tensor`` round, until each member has all; in place.
 
-    Takes up where `ring_reduce_scatter` ends: member r owns chunk (r + 1) % n. Needs no memory: a
-    chunk arrives where it stays. Sends (n-1)/n S in n - 1 steps.
+    Continues where `ring_reduce_scatter` ends: member r owns chunk (r + 1) % n. Needs no extra
+    memory, since chunks are received into their place. Sends (n-1)/n S in n - 1 steps.
     """
     n, r, left, right = _neighbours(group, ring)
     chunks = split(tensor, n)
@@ -77,8 +77,8 @@ def ring_all_reduce(group: Group, tensor: Tensor, *, ring: Sequence[int] | None 
 def tree_all_reduce(group: Group, tensor: Tensor) -> None:
     """Sum ``tensor`` over the group, in place: up a binomial tree to member 0, and down again.
 
-    In round k members 2^k apart meet. Few steps, but always the whole tensor, and half of the
-    members are done after the first.
+    In round k members 2^k apart exchange. There are few steps, but each moves the whole tensor, and
+    after round 0 half of the members are idle until the sum comes back down.
 
         n = 4    round 0: 1 -> 0, 3 -> 2    round 1: 2 -> 0    then the same edges backwards
     """
@@ -105,11 +105,12 @@ def hierarchical_all_reduce(group: Group, tensor: Tensor, *, node_size: int) -> 
 
     node_size  members per node, a divisor of the group's size; members i * node_size ... are node i
 
-    Three rings after one another: reduce-scatter inside the node; all-reduce of the own chunk
-    between the members of the same place on every node; all-gather inside the node. Over m nodes a
-    member sends 2 (m-1)/m S/node_size between them, its node 2 (m-1)/m S, in 2 (m-1) steps. In a
-    flat ring, node after node, one member of each sends 2 (n-1)/n S, in 2 (n-1) steps: twice as
-    much on two nodes, nearly as much on many, and over one link instead of node_size.
+    Three rings, one after another: reduce-scatter inside the node; all-reduce of the member's own
+    chunk among the members at the same place of every node; all-gather inside the node. Over m
+    nodes a member sends 2 (m-1)/m S/node_size to other nodes, and a node 2 (m-1)/m S, in 2 (m-1)
+    steps. In a flat ring, node after node, one member of each node sends 2 (n-1)/n S to the next
+    node, in 2 (n-1) steps: up to twice as much on two nodes, nearly as much on many, and over one
+    link instead of node_size.
     """
     ranks, r = group.ranks, group.index
     node_size = whole("node_size", node_size, at_least=1, at_most=group.size)

@@ -1,8 +1,8 @@
-"""Who holds which block under tensor parallelism: weights, activations, groups. Torch-free.
+"""Which rank holds which block under tensor parallelism: weights, activations, groups. Torch-free.
 
-The tp ranks of a group stand on a grid, and every dimension of every tensor is either whole on each
-of them or sharded in equal parts over some of the grid's coordinates. One table per mode says all
-there is to say; training, prediction, checkpoints and pictures read it.
+The tp ranks of a group form a grid. Every dimension of every tensor is either whole on each of them
+or sharded in equal parts over some of the grid's coordinates. One table per mode, `Mode`, states
+all of it; training, prediction, checkpoints and pictures read the table.
 
     mode   grid                coordinates
     1d     tp                  t
@@ -12,16 +12,16 @@ there is to say; training, prediction, checkpoints and pictures read it.
 
 and for a product Y = X W, with X (M, K) of M = b s token rows and W (K, N):
 
-    mode            X: M, K       W: K, N       Y: M, N       who has the same block of W
+    mode            X: M, K       W: K, N       Y: M, N       ranks with the same block of W
     1d column       -, -          -, t          -, t          no rank
     1d row          -, t          t, -          -, -          no rank
     2d              i, j          i, j          i, j          no rank
     2.5d            (z,i), j      i, j          (z,i), j      the ranks along z
-    3d, and next    (i,j), k      k, (j,i)      (i,k), j      no rank; j and k have changed places
-    3d, back again  (i,k), j      j, (k,i)      (i,j), k      no rank
+    3d, first       (i,j), k      k, (j,i)      (i,k), j      no rank; in Y j and k are swapped
+    3d, second      (i,k), j      j, (k,i)      (i,j), k      no rank; and swapped back
 
-"(j,i)" is sharded over j, and each part of it over i. Sequence parallelism cuts the residual
-stream of "1d", between row and column, into t parts of s.
+"(j,i)" is sharded over j, and each of these parts over i. With sequence parallelism the residual
+stream of "1d", between a row and a column layer, is sharded into t parts along s.
 
 1D: Megatron-LM (Shoeybi+ 2019, arXiv:1909.08053, sec. 3), sequence parallel Korthikanti+ 2022
 (arXiv:2205.05198, sec. 4.2). 2D: Xu+ 2021 (Optimus, arXiv:2104.05343) after SUMMA (van de Geijn &
@@ -45,7 +45,7 @@ Box = tuple[slice, ...]  # one range per dimension of the whole tensor
 
 
 class TensorPlan(Protocol):
-    """What a layout asks of a plan, which is a `spec.Plan`: the settings of tensor parallelism."""
+    """The settings of a `spec.Plan` that a layout depends on."""
 
     tp: int
     tp_mode: str
@@ -58,16 +58,16 @@ class TensorPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """The table of one mode: splits by kind of tensor, dimension by dimension.
+    """The table of one mode: for each kind of tensor the coordinates that shard its dimensions.
 
-    coordinates  of the grid, slowest first
-    axes         {name of a group: coordinates that vary in it}
-    weights      {kind of parameter: splits of its dimensions}
-    residual     (b, s, h): the residual stream
-    scores       (b, a, s, s): the attention's; its heads and samples are local
-    logits       (b, s, V)
-    copies       {kind: axis over which ranks hold the same}
-    partial      kinds whose gradients are partial sums, to be added up over that axis
+    coordinates  the grid's coordinates, slowest first
+    axes         {name of a group of ranks: the coordinates that vary within it}
+    weights      {kind of parameter, see `kind_of`: the split of each dimension}
+    residual     splits of the residual stream (b, s, h)
+    scores       splits of the attention scores (b, a, s, s); each rank has whole heads and samples
+    logits       splits of the logits (b, s, V)
+    copies       {kind of parameter: axis whose ranks hold the same block}
+    partial      kinds of ``copies`` whose gradients are partial sums, to be summed over that axis
     """
 
     coordinates: tuple[str, ...]
@@ -89,8 +89,9 @@ def _weights(
     outward: tuple[Split, Split],
     biases: tuple[Split, Split],
 ) -> dict:
-    """inward: (out, in) of the weights that leave the residual stream, qkv and up; outward: of
-    those that lead back, proj and down; biases: of either. qkv has its three parts in front.
+    """The ``weights`` of a `Mode`. inward: splits (out, in) of the weights that read the residual
+    stream, qkv and up; outward: of those that write to it, proj and down; biases: of inward and of
+    outward layers. qkv has its three parts as a first dimension.
     """
     return {
         "token": token,
@@ -128,8 +129,9 @@ def _one_d(sequence_parallel: bool) -> Mode:
         scores=((), t, (), ()),
         logits=((), (), t),
         copies=dict.fromkeys(whole, "tp"),
-        # A norm on a part of the sequence sees a part of its gradient. A row's bias is added there
-        # too, but its gradient is taken where the whole sequence is gathered for the weight's.
+        # A norm on a part of the sequence has a partial gradient. The bias of a row-parallel layer
+        # is added there too, but its gradient is computed from the whole sequence, which backward
+        # gathers for the weight's gradient.
         partial=frozenset(("norm",) if sequence_parallel else ()),
     )
 
@@ -193,12 +195,11 @@ MODES = {"2d": _two_d(False), "2.5d": _two_d(True), "3d": _three_d()}
 
 
 def mode_of(plan: TensorPlan) -> Mode:
-    """The table of the plan's mode."""
     return MODES.get(plan.tp_mode) or _one_d(plan.sequence_parallel)
 
 
-# The phase of a sum over the ranks of ``copies``: where they share whole matrices (2.5D), it is
-# part of these layers' traffic; else it is "shared".
+# The phase of a sum of gradients over the ranks of ``copies``. Sums of whole matrices (2.5D) belong
+# to the traffic of their layers; all others have the phase "shared".
 SHARED_PHASE = {
     **dict.fromkeys(("qkv", "proj", "up", "down"), "linear_backward"),
     **dict.fromkeys(("token", "output"), "embedding_backward"),
@@ -207,7 +208,7 @@ SHARED_PHASE = {
 
 # ---- the grid -----------------------------------------------------------------------------------
 def extents(plan: TensorPlan) -> dict[str, int]:
-    """{coordinate: how many there are}. Raises ValueError where tp makes no such grid."""
+    """{coordinate: its extent}. Raises ValueError if tp ranks cannot form the mode's grid."""
     if plan.tp_mode == "1d":
         return {"t": plan.tp}
     q, depth = plan.tp_grid
@@ -216,26 +217,26 @@ def extents(plan: TensorPlan) -> dict[str, int]:
 
 
 def coordinates(plan: TensorPlan, index: int) -> dict[str, int]:
-    """Where rank number ``index`` of a tp group stands."""
-    sizes, place = extents(plan), {}
+    """{coordinate: value} of rank number ``index`` of a tp group."""
+    sizes, position = extents(plan), {}
     for name in reversed(sizes):
-        index, place[name] = divmod(index, sizes[name])
-    return {name: place[name] for name in sizes}
+        index, position[name] = divmod(index, sizes[name])
+    return {name: position[name] for name in sizes}
 
 
 def groups(plan: TensorPlan, axis: str) -> list[tuple[int, ...]]:
-    """The groups of one axis that the ranks of a tp group fall into, each in order."""
-    varying, found = mode_of(plan).axes[axis], defaultdict(list)
+    """The groups along ``axis`` into which the ranks of a tp group fall, each in group order."""
+    varying, members = mode_of(plan).axes[axis], defaultdict(list)
     places = [coordinates(plan, index) for index in range(plan.tp)]
     for index in sorted(range(plan.tp), key=lambda r: [places[r][name] for name in varying]):
         fixed = tuple(at for name, at in places[index].items() if name not in varying)
-        found[fixed].append(index)
-    return [tuple(found[fixed]) for fixed in sorted(found)]
+        members[fixed].append(index)
+    return [tuple(members[fixed]) for fixed in sorted(members)]
 
 
 def axis_of(plan: TensorPlan, split: Split) -> str:
-    """The axis of the ranks that have the other parts of a dimension that is sharded like that;
-    "": this rank has all of it.
+    """The axis of the ranks that hold the other parts of a dimension sharded by ``split``; "" if
+    each rank holds all of it.
     """
     axes = mode_of(plan).axes.items()
     return next((name for name, varying in axes if plan.tp > 1 and {*varying} == {*split}), "")
@@ -243,13 +244,13 @@ def axis_of(plan: TensorPlan, split: Split) -> str:
 
 # ---- blocks -------------------------------------------------------------------------------------
 class Holding(NamedTuple):
-    """What one rank holds of a parameter.
+    """The block of a parameter that one rank holds.
 
-    whole    shape of the whole parameter, qkv's three parts as a dimension of their own
-    box      the rank's ranges of it
-    shape    of the rank's own tensor, qkv's parts put together again
-    copies   axis over which it is replicated; "": it is not
-    partial  the gradient is a partial sum, to be added up over ``copies``
+    whole    shape of the whole parameter, with qkv's three parts as a dimension of their own
+    box      the rank's range of each dimension of ``whole``
+    shape    shape of the rank's tensor, with qkv's three parts in one dimension
+    copies   axis whose ranks hold the same block; "" if no other rank does
+    partial  whether the gradient is a partial sum, to be summed over ``copies``
     """
 
     whole: tuple[int, ...]
@@ -260,7 +261,7 @@ class Holding(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """What sort of parameter it is: a key of ``Mode.weights``."""
+    """The kind of the parameter called ``name``: a key of ``Mode.weights``."""
     *_, layer, leaf = name.split(".")
     if layer.startswith("norm"):
         return "norm"
@@ -269,13 +270,13 @@ def kind_of(name: str) -> str:
 
 @lru_cache(maxsize=16)
 def _shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The model's parameters: asked for one by one, and thousands in a large model."""
+    """Cached, because a large model has thousands of parameters and each is looked up alone."""
     return model.parameter_shapes()
 
 
 def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
     """Shape of a whole parameter, with qkv's three parts as a dimension of their own."""
-    if name == TIED[1]:  # also a tied head's copy of the embedding, which has no row
+    if name == TIED[1]:  # if tied, a copy of the embedding, which `parameter_shapes` leaves out
         return (model.vocab, model.hidden)
     shape = _shapes(model)[name]
     if model.block is not None and name.startswith("blocks."):
@@ -283,53 +284,53 @@ def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
     return (3, shape[0] // 3, *shape[1:]) if kind_of(name).startswith("qkv") else shape
 
 
-def _range(length: int, split: Split, at: Mapping[str, int], sizes: Mapping[str, int]) -> slice:
+def _range(length: int, split: Split, place: Mapping[str, int], sizes: Mapping[str, int]) -> slice:
     """The part of a dimension of ``length`` that the rank at coordinates ``at`` holds."""
     parts, index = 1, 0
     for name in split:
-        parts, index = parts * sizes[name], index * sizes[name] + at[name]
+        parts, index = parts * sizes[name], index * sizes[name] + place[name]
     return slice(index * length // parts, (index + 1) * length // parts)
 
 
 def box(whole: tuple[int, ...], splits: tuple[Split, ...], plan: TensorPlan, index: int) -> Box:
-    """Rank number ``index``'s ranges of a tensor whose dimensions are sharded like that."""
-    at, sizes = coordinates(plan, index), extents(plan)
-    return tuple(_range(n, split, at, sizes) for n, split in zip(whole, splits, strict=True))
+    """The ranges that rank number ``index`` holds of a tensor of shape ``whole``."""
+    place, sizes = coordinates(plan, index), extents(plan)
+    return tuple(_range(n, split, place, sizes) for n, split in zip(whole, splits, strict=True))
 
 
-def box_shape(found: Box) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in found)
+def box_shape(ranges: Box) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in ranges)
 
 
 @lru_cache(maxsize=1024)
 def holding(model: ModelSpec, plan: TensorPlan, name: str, index: int) -> Holding:
     """What rank number ``index`` of a tp group holds of the parameter called ``name``."""
     mode, kind, whole = mode_of(plan), kind_of(name), whole_shape(model, name)
-    if model.block is not None and name.startswith("blocks."):  # one device has all of it
+    if model.block is not None and name.startswith("blocks."):  # the user's block is never cut
         return Holding(whole, tuple(slice(0, n) for n in whole), whole, "", False)
-    mine = box(whole, mode.weights[kind], plan, index)
-    shape = box_shape(mine)
+    ranges = box(whole, mode.weights[kind], plan, index)
+    shape = box_shape(ranges)
     if kind.startswith("qkv"):
         shape = (shape[0] * shape[1], *shape[2:])
-    return Holding(whole, mine, shape, mode.copies.get(kind, ""), kind in mode.partial)
+    return Holding(whole, ranges, shape, mode.copies.get(kind, ""), kind in mode.partial)
 
 
-def activation_box(model: ModelSpec, plan: TensorPlan, what: str, index: int) -> Box:
-    """Ranges of one micro-batch's "residual" (b, s, h), "scores" (b, a, s, s) or "logits"
-    (b, s, V) that are local to rank number ``index`` of a tp group.
+def activation_box(model: ModelSpec, plan: TensorPlan, tensor: str, index: int) -> Box:
+    """The ranges of a micro-batch's "residual" (b, s, h), "scores" (b, a, s, s) or "logits"
+    (b, s, V) that rank number ``index`` of a tp group holds.
     """
     batch, s = plan.microbatch_size, model.seq_len
     whole = {
         "residual": (batch, s, model.hidden),
         "scores": (batch, model.heads, s, s),
         "logits": (batch, s, model.vocab),
-    }[what]
-    return box(whole, getattr(mode_of(plan), what), plan, index)
+    }[tensor]
+    return box(whole, getattr(mode_of(plan), tensor), plan, index)
 
 
 def looked_up(plan: TensorPlan, index: int) -> slice:
-    """Samples of a micro-batch whose tokens rank number ``index`` looks up in its part of the
-    embedding: in "2.5d" those of its grid, else all.
+    """The samples of a micro-batch whose tokens rank number ``index`` looks up in its part of the
+    embedding: in "2.5d" the samples of its q x q grid, otherwise all.
     """
     count = plan.microbatch_size // extents(plan).get("z", 1)
     grid = coordinates(plan, index).get("z", 0)
@@ -337,12 +338,14 @@ def looked_up(plan: TensorPlan, index: int) -> slice:
 
 
 def loss_parts(plan: TensorPlan) -> int:
-    """Into how many parts the tokens of a micro-batch fall, each with a loss of its own."""
+    """The number of parts into which the tokens of a micro-batch are sharded where the loss is
+    computed; each part has a loss of its own.
+    """
     sizes = extents(plan)
     return math.prod(sizes[name] for name in mode_of(plan).logits[0])
 
 
 def says_loss(plan: TensorPlan, index: int) -> bool:
-    """Whether rank number ``index`` is the one of its part of the tokens to report the loss."""
-    at = coordinates(plan, index)
-    return not any(at[name] for name in mode_of(plan).logits[2])
+    """Whether rank number ``index`` reports the loss of its part of the tokens."""
+    place = coordinates(plan, index)
+    return not any(place[name] for name in mode_of(plan).logits[2])

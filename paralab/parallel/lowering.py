@@ -1,25 +1,25 @@
-"""From what every rank computes to what it does: the sends and receives between the actions.
+"""Lowering a schedule: where each rank sends and receives between its actions. Torch-free.
 
 A schedule says only what is computed (parallel/schedules.py). `lower` adds a send after every
-action whose result another rank needs, and a receive before the action that needs it. Between
-stages of one rank nothing is sent. The rule that makes it safe:
+action whose result another rank needs, and a receive before the action that needs it. Stages of one
+rank exchange no messages. One rule makes the lists safe:
 
-    All transfers stand in one row, and every rank makes its own in the order of that row.
+    All messages have one global order, and every rank makes its sends and receives in that order.
 
-So the transfer that is first in the row can go: both its ends have done all their earlier
-transfers, and what stands between those is compute, which waits for nothing but earlier transfers.
-Hence no deadlock, even if every transfer holds up both its ranks until it is over and messages are
-matched by order alone, as with NCCL; tests run the lists under those rules. The row is the order in
-which the results are ready, with F, I and W costing 1, B 2 and a message 1/8 (without it, what
-comes would often be in a tie with what goes). Ties: activations before gradients, then the lower
-stage.
+The first message that is still to be made can then always proceed: both its ranks have finished all
+their earlier messages, and between those they only compute, which waits for nothing but earlier
+messages. So no deadlock is possible, even if every message blocks both its ranks until it is over
+and messages are matched by order alone, as with NCCL; tests run the lists under those rules. The
+global order is that in which the results are ready if F, I and W take 1, B 2 and a message 1/8
+(without the 1/8 a rank's incoming and outgoing messages would often tie). Ties: activations before
+gradients, then the lower stage.
 
-A receive stands ``ahead`` actions before the one that needs it, as far as the row allows: its
-message travels while the rank computes. One is enough unless a message takes longer than an
-action; each costs a buffer. Of an activation and a gradient that two neighbours swap at the same
-moment only one can be hidden so. If they were one exchange, as NCCL needs it where nothing else
-sets an order, neither could: it would begin only when both have computed. Torch is not imported
-here.
+A receive is posted ``ahead`` actions before the action that needs it, as far as the global order
+allows, so that the message travels while the rank computes. One is enough unless a message takes
+longer than an action; each costs a buffer. When two neighbours swap an activation and a gradient at
+the same moment, only one of the two messages can be hidden in this way. As one exchange, which NCCL
+needs where nothing else sets an order, neither could be hidden: the exchange would start only when
+both ranks have computed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from paralab.parallel.schedules import Action
 from paralab.theory.order import B, F, Order
 from paralab.theory.schedule_check import checked, timed
 
-UNITS = (1.0, 2.0, 1.0, 1.0)  # of F, B, I, W: what a linear layer's products cost
+UNITS = (1.0, 2.0, 1.0, 1.0)  # durations of F, B, I, W: the matrix products of a linear layer
 MESSAGE = 0.125
 ENDS = "send", "recv"
-SEND, RECV = 4, 5  # behind the numbers of actions
+SEND, RECV = 4, 5  # kinds of steps, after the four kinds of actions in theory.order.CODE
 
 
 class Transfer(NamedTuple):
@@ -45,9 +45,9 @@ class Transfer(NamedTuple):
 
     kind        "send" or "recv"
     what        "F": activations, to the next stage; "B": their gradient, to the stage before
-    stage       the stage of this rank that it leaves, or enters
-    microbatch
-    peer        pipeline rank of the other end
+    stage       this rank's stage, from which it is sent or which receives it
+    microbatch  0 .. m-1
+    peer        pipeline rank at the other end
     """
 
     kind: str
@@ -58,9 +58,8 @@ class Transfer(NamedTuple):
 
     @property
     def other_stage(self) -> int:
-        """The stage at the other end."""
-        up = (self.what == "F") == (self.kind == "send")
-        return self.stage + 1 if up else self.stage - 1
+        to_next = (self.what == "F") == (self.kind == "send")
+        return self.stage + 1 if to_next else self.stage - 1
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.upper()}_{self.what}{self.microbatch}"
@@ -72,34 +71,34 @@ Step = Action | Transfer
 def lower(
     schedule: Sequence[Sequence[Action | str]], *, ahead: int = 1, only: int | None = None
 ) -> list[list[Step]]:
-    """Per rank what it does, in order: its actions, and the transfers they need.
+    """Per rank its actions and the transfers that they need, in order.
 
-    ahead  a receive is posted so many actions before the one that needs it; earlier where the row
-           has its turn before that of a send, for a result leaves as soon as it is there
-    only   the rank whose list is asked for: the other lists stay empty
+    ahead  how many actions before the one that needs it a receive is posted; earlier where the
+           global order puts it before a send, because results are sent as soon as they are ready
+    only   the one rank whose list is built; the other lists stay empty
 
     Raises ScheduleError, a ValueError, if the schedule is not valid.
     """
     ahead = whole("ahead", ahead, at_least=0)
     schedule, order = checked(schedule)
-    found = lowered(order, ahead)
+    arrays = lowered(order, ahead)
     lists: list[list[Step]] = [[] for _ in schedule]
     for r in range(len(schedule)) if only is None else [only]:
-        mine, actions = slice(found.first[r], found.first[r + 1]), iter(schedule[r])
-        columns = (column[mine].tolist() for column in found[1:])
+        own_steps, actions = slice(arrays.first[r], arrays.first[r + 1]), iter(schedule[r])
+        own_columns = (column[own_steps].tolist() for column in arrays[1:])
         lists[r] += (
-            next(actions) if kind < SEND else Transfer(ENDS[kind - SEND], "FB"[what], *more)
-            for kind, what, *more in zip(*columns, strict=True)
+            next(actions) if kind < SEND else Transfer(ENDS[kind - SEND], "FB"[what], *rest)
+            for kind, what, *rest in zip(*own_columns, strict=True)
         )
     return lists
 
 
 class Lowered(NamedTuple):
-    """What all ranks do, one rank after the other: n steps.
+    """The steps (actions and transfers) of all ranks, one rank after the other: n steps.
 
-    first  where each rank's begin, and at last n                                   (ranks + 1,)
-    kind   of an action as in `CODE`, of a transfer SEND or RECV                            (n,)
-    what, stage, microbatch, peer  of a transfer as there, what being F or B                (n,)
+    first  index of each rank's first step; the last entry is n                     (ranks + 1,)
+    kind   of an action as in theory.order.CODE, of a transfer SEND or RECV                 (n,)
+    what, stage, microbatch, peer  the fields of `Transfer`, ``what`` being F or B          (n,)
     """
 
     first: np.ndarray
@@ -111,45 +110,46 @@ class Lowered(NamedTuple):
 
 
 def lowered(order: Order, ahead: int = 1) -> Lowered:
-    """`lower` as arrays: of 64 ranks and 512 micro-batches 0.1 s."""
-    row = np.stack(row_of(order), 1)
-    away = row[:, ::-1].ravel()
-    ends, forward = row.ravel(), np.repeat(order.kind[row[:, 0]] == F, 2)
-    by_rank = np.argsort(order.rank[ends], kind="stable")
-    ends, away, forward = ends[by_rank], away[by_rank], forward[by_rank]
-    sends, rank = by_rank % 2 == 0, order.rank[ends]
-    # How many actions stand in front: those that the transfer comes after, but none that needs a
-    # message of a later turn, or comes after one that makes such a message. They are numbered
-    # through all ranks, so what accumulates over one rank's transfers stays within it.
-    wanted = np.maximum(ends - min(ahead, len(order.rank)), order.first[rank])
-    wanted, most = np.where(sends, ends + 1, wanted), ends + sends
-    most = np.minimum.accumulate(most[::-1])[::-1]
-    at = np.maximum.accumulate(np.minimum(wanted, most)) + np.arange(len(ends))
+    """`lower` as arrays: 0.1 s for 64 ranks and 512 micro-batches."""
+    messages = np.stack(global_order(order), 1)
+    partner = messages[:, ::-1].ravel()
+    action, forward = messages.ravel(), np.repeat(order.kind[messages[:, 0]] == F, 2)
+    by_rank = np.argsort(order.rank[action], kind="stable")
+    action, partner, forward = action[by_rank], partner[by_rank], forward[by_rank]
+    sends, rank = by_rank % 2 == 0, order.rank[action]
+    # How many actions precede each transfer. ``preferred``: a send stands right behind its action,
+    # a receive ``ahead`` actions before its own. ``latest``: no preceding action may need the
+    # message of this or a later receive, or follow the action of this or a later send. Actions are
+    # numbered through all ranks, so that running minima and maxima do not mix two ranks.
+    preferred = np.maximum(action - min(ahead, len(order.rank)), order.first[rank])
+    preferred, latest = np.where(sends, action + 1, preferred), action + sends
+    latest = np.minimum.accumulate(latest[::-1])[::-1]
+    at = np.maximum.accumulate(np.minimum(preferred, latest)) + np.arange(len(action))
 
     def merged(actions: np.ndarray, transfers: np.ndarray) -> np.ndarray:
-        both = np.empty(len(actions) + len(transfers), int)
-        there = np.ones(len(both), bool)
-        there[at] = False
-        both[there], both[at] = actions, transfers
-        return both
+        steps = np.empty(len(actions) + len(transfers), int)
+        is_action = np.ones(len(steps), bool)
+        is_action[at] = False
+        steps[is_action], steps[at] = actions, transfers
+        return steps
 
     return Lowered(
         order.first + np.searchsorted(rank, np.arange(order.ranks + 1)),
         merged(order.kind, np.where(sends, SEND, RECV)),
         merged(order.kind, np.where(forward, F, B)),
-        merged(order.stage, order.stage[ends]),
-        merged(order.microbatch, order.microbatch[ends]),
-        merged(order.rank, order.rank[away]),
+        merged(order.stage, order.stage[action]),
+        merged(order.microbatch, order.microbatch[action]),
+        merged(order.rank, order.rank[partner]),
     )
 
 
-def row_of(order: Order) -> tuple[np.ndarray, np.ndarray]:
-    """The row of all messages: the actions that make them, and those that need them."""
+def global_order(order: Order) -> tuple[np.ndarray, np.ndarray]:
+    """All messages in their global order: the actions that make them, and those that need them."""
     _, end = timed(order, np.array(UNITS)[order.kind], np.full(len(order.rank), MESSAGE))
-    to = np.flatnonzero(order.source >= 0)
-    source = order.source[to]
-    away = order.rank[source] != order.rank[to]
-    to, source = to[away], source[away]
+    target = np.flatnonzero(order.source >= 0)
+    source = order.source[target]
+    crosses = order.rank[source] != order.rank[target]
+    target, source = target[crosses], source[crosses]
     stage, ready = order.stage[source], np.array(end)[source]
-    row = np.lexsort((order.microbatch[source], stage, order.kind[source] != F, ready))
-    return source[row], to[row]
+    turn = np.lexsort((order.microbatch[source], stage, order.kind[source] != F, ready))
+    return source[turn], target[turn]

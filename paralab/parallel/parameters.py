@@ -1,4 +1,4 @@
-"""Compute reads the parameters of its ops, and backward adds to their gradients."""
+"""Which units a compute instruction reads, and to which units' gradients backward adds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paralab.programs.instructions import ADDS_GRADIENTS, BACKWARD_WEIGHT, COMPU
 
 
 def add_parameters(code: Code, model: Model, units: Sequence[Unit]) -> Code:
-    """Every compute instruction reads ``w`` of the units that its ops' parameters lie in; a
-    backward or a weight half writes their ``grad``. A weight half needs no parameters.
+    """Every compute instruction reads ``w`` of the units that hold its ops' parameters, except a
+    weight half, which needs none; a whole backward or a weight half writes their ``grad``.
     """
     unit_of = {name: number for number, unit in enumerate(units) for name in unit.names}
 
@@ -22,7 +22,7 @@ def add_parameters(code: Code, model: Model, units: Sequence[Unit]) -> Code:
         added = dict.fromkeys(unit_of[n] for names in model.of_op[i:j] for n in names)
         return tuple(("w", u, 0) for u in read), tuple(("grad", u, 0) for u in added)
 
-    made: Code = []
+    new_code: Code = []
     for ins in code:
         if ins.op in COMPUTE:
             w, grads = used(*ins.at)
@@ -31,22 +31,22 @@ def add_parameters(code: Code, model: Model, units: Sequence[Unit]) -> Code:
                 reads=ins.reads if ins.op == BACKWARD_WEIGHT else ins.reads + w,
                 writes=ins.writes + grads if ins.op in ADDS_GRADIENTS else ins.writes,
             )
-        made.append(ins)
-    return made
+        new_code.append(ins)
+    return new_code
 
 
 def gradient_cuts(model: Model, units: Sequence[Unit]) -> set[int]:
-    """Boundaries between ops where a unit's gradient may be complete: before the first op that one
-    of its parameters belongs to.
+    """Boundaries between ops where backward completes a unit's gradient: before the first op that
+    has one of its parameters.
 
-    None separates a conjugate operator from the layer behind it: while the operator's message is in
-    flight, that layer's weight half is computed.
+    No such cut separates f from the layer behind it, because that layer's weight half is computed
+    while f's message is in flight.
     """
-    place = {name: index for index, op in enumerate(model.ops) for name in op.owned.values()}
-    found = set()
+    op_of = {name: index for index, op in enumerate(model.ops) for name in op.owned.values()}
+    cuts = set()
     for unit in units:
-        at = min(place[name] for name in unit.names)
-        before = model.ops[at - 1].message if at else None
+        first = min(op_of[name] for name in unit.names)
+        before = model.ops[first - 1].message if first else None
         if before is None or before.forward:
-            found.add(at)
-    return found
+            cuts.add(first)
+    return cuts

@@ -1,14 +1,14 @@
 """Which part of the model each pipeline stage holds. Torch-free: run and predict share it.
 
-A model is a row of parts, "embedding", "blocks.0" ... "head". Stages are contiguous pieces of it,
-each with at least one block. A pipeline runs at the pace of its slowest stage, so the cut is the
-one whose most expensive stage is cheapest (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2
-assumes equal stages; a head of V columns is worth V/(12h) blocks). Blocks being all alike, that is
-found by giving each block to the stage that is cheapest so far; of equals, to the latest, since
-earlier stages hold more activations.
+A model is a sequence of parts, "embedding", "blocks.0" ... "head". Stages are contiguous ranges of
+it, each with at least one block. A pipeline runs at the pace of its slowest stage, so the partition
+is the one whose most expensive stage is cheapest (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec.
+2.2 assumes equal stages; a head of V columns is worth V/(12h) blocks). Since all blocks are alike,
+it is enough to give each block to the stage that is cheapest so far. Between equally cheap stages
+the last one gets it, since earlier stages hold more activations.
 
-Cost is the FLOPs of one forward, from the ops (model/build.py), backward being twice as much
-everywhere: the embedding, which only looks up, comes free.
+The cost of a stage is the FLOPs of one forward, from the ops (model/build.py); backward takes twice
+as many everywhere. The embedding, a lookup, costs none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from paralab.spec import ModelSpec, Plan
 
 @lru_cache(maxsize=256)
 def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, ...]]:
-    """The names of each stage's parts, stage by stage. batch: samples of a micro-batch.
+    """The names of each stage's parts, stage by stage. batch: samples per micro-batch.
 
-    Raises ValueError if there are fewer blocks than stages. The list is made once: not to be
-    altered.
+    Raises ValueError if there are fewer blocks than stages. The list is cached: do not modify it.
     """
     if not 1 <= stages <= model.layers:
         raise illegal(
@@ -34,8 +33,8 @@ def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, 
             f"the model has {model.layers} blocks, a stage needs one",
             f"1 to {model.layers}",
         )
-    one = build(model.replace(layers=1), Plan(microbatch_size=batch))
-    cost = {name: sum(op.work[0].flops for op in one.ops[i:j]) for name, i, j in one.parts}
+    small = build(model.replace(layers=1), Plan(microbatch_size=batch))
+    cost = {name: sum(op.work[0].flops for op in small.ops[i:j]) for name, i, j in small.parts}
     block = cost["blocks.0"]
     load, blocks = [block] * stages, [1] * stages
     load[0] += cost["embedding"]

@@ -12,16 +12,17 @@ micro-batch is alive on a rank while the rank keeps its activations for backward
     gpipe        (p-1) (F + B)                   m
     one_f_one_b  (p-1) (F + B)                   min(m, p - r)
     interleaved  (p-1) (F + B) / v               min(m v, 2 (p-r-1) + (v-1) p + 1) chunks
-    zb_h1        (p-1) (F + I - W)               min(m, p - r), and r whose weight half waits
-    zb_h2        (p-1) (F + I - 2 W)             min(m, 2 (p-r) - 1), and 2 r whose half waits
+    zb_h1        (p-1) (F + I - W)               min(m, p - r), and r weight halves pending
+    zb_h2        (p-1) (F + I - 2 W)             min(m, 2 (p-r) - 1), and 2 r halves pending
 
-I = B - W is the input half, T_B of the Zero Bubble paper. Its two rows hold for m >= 2p - 1 and
-W <= F: a weight half hides no more than the forward of another rank.
+I = B - W is the input half, T_B of the Zero Bubble paper. The two zb rows hold for m >= 2p - 1 and
+W <= F: a weight half hides no more than the forward of another rank. A weight half is pending
+between the input half of its micro-batch and its own turn, and holds memory meanwhile.
 
-Ideal work is m (F + B), so the bubble's share of the whole is bubble / (bubble + m (F + B)). An
+Ideal work is m (F + B), so the bubble's share of the step is bubble / (bubble + m (F + B)). An
 action is written in the notation of torch.distributed.pipelining: "4F0" is stage 4, forward,
-micro-batch 0. The lists also decide who sends what to whom (parallel/lowering.py), and whether the
-ranks can deadlock (theory/schedule_check.py). Labs 03 and 04 show all schedules.
+micro-batch 0. The lists also determine which ranks exchange which messages (parallel/lowering.py),
+and whether the ranks can deadlock (theory/schedule_check.py). Labs 03 and 04 show all schedules.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ KINDS = {
 
 
 class Action(NamedTuple):
-    """One box of the picture: ``str(Action(4, "F", 0))`` is "4F0".
+    """One computation, a box of a pipeline diagram: ``str(Action(4, "F", 0))`` is "4F0".
 
-    stage       global: 0 is where the data comes in, whichever rank it lives on
-    kind        "F" forward, "B" whole backward, "I" its input half (the gradient that the stage
-                before waits for), "W" its weight half (which no stage waits for)
+    stage       global number of the stage; stage 0 has the embedding
+    kind        "F" forward, "B" whole backward, "I" its input half (the gradient that the previous
+                stage waits for), "W" its weight half (which no stage waits for)
     microbatch  0 .. m-1
     """
 
@@ -62,9 +63,10 @@ Schedule = list[list[Action]]
 
 
 def naive(pp: int, microbatches: int) -> Schedule:
-    """Layer-wise model parallelism: one micro-batch goes all the way and back before the next.
+    """Layer-wise model parallelism: a micro-batch's forward and backward pass through all stages
+    before the next micro-batch begins.
 
-    One rank works at a time. Bubble: (p-1)/p of everything, however many micro-batches there are;
+    One rank works at a time. Bubble: (p-1)/p of the step, however many micro-batches there are;
     alive: 1. (GPipe, Huang+ 2019, arXiv:1811.06965, fig. 2b.)
     """
     pp, microbatches = _sizes(pp, microbatches)
@@ -76,11 +78,11 @@ def naive(pp: int, microbatches: int) -> Schedule:
 def gpipe(pp: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
-    Bubble: (p-1)/(m+p-1) of everything, (p-1)/m of the ideal time; alive: all m, even with p = 1,
-    where "1f1b" keeps only one. GPipe (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c, which goes
-    backward from the last micro-batch to the first; here it is from the first, as in PTD-P's fig. 3
-    and in torch, and the bubble is the same. GPipe also recomputes: of a micro-batch a stage keeps
-    its input alone. The nearest here is recompute="full", an input per block.
+    Bubble: (p-1)/(m+p-1) of the step, (p-1)/m of the ideal time; alive: all m, even with p = 1,
+    where "1f1b" keeps only one. GPipe (Huang+ 2019, arXiv:1811.06965) sec. 2.3, fig. 2c, runs the
+    backwards from the last micro-batch to the first; here they start with the first, as in PTD-P's
+    fig. 3 and in torch, and the bubble is the same. GPipe also recomputes: a stage keeps only its
+    own input. The nearest setting here is recompute="full", which keeps the input of every block.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [
@@ -89,7 +91,7 @@ def gpipe(pp: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Schedule:
-    """As few forwards as keep the last rank busy, then one forward, one backward in turn.
+    """As many warm-up forwards as keep the last rank busy, then one forward, one backward in turn.
 
     The bubble is GPipe's, (p-1)/(m+p-1); alive: min(m, p - r), which no longer grows with m.
     PipeDream-Flush (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), as in PTD-P (arXiv:2104.04473)
@@ -101,7 +103,7 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
         warmup = min(pp - rank - 1, microbatches)
         actions = [Action(rank, "F", i) for i in range(warmup)]
         for i in range(microbatches):  # the i-th backward
-            if warmup + i < microbatches:  # steady; after that it cools down
+            if warmup + i < microbatches:  # steady state; the cool-down has backwards only
                 actions.append(Action(rank, "F", warmup + i))
             actions.append(Action(rank, "B", i))
         schedule.append(actions)
@@ -109,23 +111,24 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
 
 
 def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
-    """1F1B with v stages per rank: rank r has r, r + p, r + 2p, ... and takes p micro-batches each.
+    """1F1B with v stages per rank: rank r has the stages r, r + p, r + 2p, ... and runs p
+    micro-batches through each in turn.
 
-    Bubble: (p-1)/(v m + p-1) of everything, (p-1)/(v m) of the ideal time, for v times the
-    messages. Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. Before its first
-    backward the last rank has to bring p micro-batches to its last chunk, with (v-1) p forwards. A
-    rank d places before the last needs d more of them if messages take no time. It makes 2 d more,
-    so that messages may take time on the way down and on the way back. With v = 1 the warm-up is
-    therefore twice that of `one_f_one_b`: this schedule is then faster where messages take time,
-    and up to twice as many micro-batches are alive. m must be a multiple of p. PTD-P (Narayanan+
-    2021, arXiv:2104.04473) sec. 2.2.2, fig. 4.
+    Bubble: (p-1)/(v m + p-1) of the step, (p-1)/(v m) of the ideal time, for v times the messages.
+    Alive: 2(p-r-1) + (v-1)p + 1 chunks of 1/v of the rank's layers. Before its first backward the
+    last rank has to bring p micro-batches to its last chunk, with (v-1) p forwards. A rank d places
+    before the last needs d more forwards if messages take no time. It makes 2 d more, so that
+    messages may take time both ways. With v = 1 the warm-up is therefore twice that of
+    `one_f_one_b`: this schedule is then faster where messages take time, and up to twice as many
+    micro-batches are alive. m must be a multiple of p. PTD-P (Narayanan+ 2021, arXiv:2104.04473)
+    sec. 2.2.2, fig. 4.
     """
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
     if microbatches % pp:
         raise illegal("microbatches", microbatches, *rounds(pp, microbatches))
 
-    # p micro-batches pass through a rank's first stage, its second, ..., then come the next p.
+    # p micro-batches pass through a rank's first stage, its second, ..., then the next p do.
     turns = [
         (chunk, i)
         for first in range(0, microbatches, pp)
@@ -145,7 +148,7 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
 
 
 def rounds(pp: int, microbatches: int) -> tuple[str, str]:
-    """(why, legal) of micro-batches that `interleaved` cannot take p at a time."""
+    """(why, legal) for an error: ``microbatches`` is not a multiple of ``pp``."""
     near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
     return (
         f"interleaved takes them {pp} (pp) at a time through each of a rank's stages",
@@ -155,41 +158,43 @@ def rounds(pp: int, microbatches: int) -> tuple[str, str]:
 
 
 def zb_h1(pp: int, microbatches: int) -> Schedule:
-    """1F1B whose backward is split: weight halves wait, and fill what was bubble at the end.
+    """1F1B with a split backward: deferred weight halves fill the bubble at the end of the step.
 
-    Rank r holds back r of them. Bubble: (p-1)(F + I - W), I and W the halves, a third of 1F1B's
-    where F = I = W; alive: p - r and r waiting, no more than 1F1B's first rank. Zero Bubble (Qi+
-    2023, arXiv:2401.10241) sec. 2.1, fig. 3.
+    Rank r defers r weight halves. Bubble: (p-1)(F + I - W), a third of 1F1B's where F = I = W;
+    alive: p - r and r pending, no more than on 1F1B's first rank. Zero Bubble (Qi+ 2023,
+    arXiv:2401.10241) sec. 2.1, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_zero_bubble(rank, pp - rank - 1, rank, microbatches) for rank in range(pp)]
 
 
 def zb_h2(pp: int, microbatches: int) -> Schedule:
-    """Twice the warm-up fills the bubble at the start too; no rank starts or ends with another.
+    """ZB-H1 with twice the warm-up, which fills the bubble at the start of the step too.
 
     Bubble: (p-1)(F + I - 2W), none where F = I = W and m >= 2p - 1; alive: 2(p-r) - 1 and 2r
-    waiting, twice 1F1B's. Each rank's step ends at another time, so no rank has to wait for another
-    to start the next step. With clipping, or in fp16, the norm over all ranks makes them wait (the
-    paper, sec. 4, updates first and takes back what was wrong; not done here). Zero Bubble (Qi+
-    2023, arXiv:2401.10241) sec. 2.2, fig. 3.
+    pending, twice 1F1B's. The ranks' steps start and end at different times, and no rank waits for
+    another one to start the next step. With clipping, or in fp16, the norm over all ranks makes
+    them wait (the paper, sec. 4, updates first and rolls back a wrong update; not done here). Zero
+    Bubble (Qi+ 2023, arXiv:2401.10241) sec. 2.2, fig. 3.
     """
     pp, microbatches = _sizes(pp, microbatches)
     return [_zero_bubble(rank, 2 * (pp - rank - 1), 2 * rank, microbatches) for rank in range(pp)]
 
 
-def _zero_bubble(rank: int, warmup: int, held: int, microbatches: int) -> list[Action]:
-    """One rank of 1F1B after ``warmup`` forwards, each weight half ``held`` backwards late."""
+def _zero_bubble(rank: int, warmup: int, delay: int, microbatches: int) -> list[Action]:
+    """One rank of 1F1B after ``warmup`` forwards; a weight half runs after the input half of the
+    micro-batch ``delay`` later.
+    """
     warmup = min(warmup, microbatches)
     actions = [Action(rank, "F", i) for i in range(warmup)]
     for i in range(microbatches):
         if warmup + i < microbatches:
             actions.append(Action(rank, "F", warmup + i))
         actions.append(Action(rank, "I", i))
-        if i >= held:
-            actions.append(Action(rank, "W", i - held))
+        if i >= delay:
+            actions.append(Action(rank, "W", i - delay))
     return actions + [
-        Action(rank, "W", i) for i in range(max(microbatches - held, 0), microbatches)
+        Action(rank, "W", i) for i in range(max(microbatches - delay, 0), microbatches)
     ]
 
 
@@ -203,21 +208,22 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-h2": zb_h2,
 }
 
-SPLIT = ("zb-h1", "zb-h2")  # those that put weight halves of backward aside
-RELAY = "l2l"  # another name that Plan takes: one rank, part by part, as in `relay`
+SPLIT = ("zb-h1", "zb-h2")  # schedules that defer weight halves of backward
+RELAY = "l2l"  # Plan's name for `relay`: one rank, one part of the model after another
 
 
 def relay(parts: int, microbatches: int) -> list[Action]:
     """The layer relay of L2L (Pudipeddi+ 2020, arXiv:2002.05645): one part of the model at a time.
 
-    ``stage`` is the part's number here. All micro-batches pass through a part before the next one
-    begins, forward from the first to the last, backward from there. The last part turns round: it
-    makes each micro-batch's backward at once, so that one micro-batch's logits are alive, not m.
+    An action's ``stage`` is the number of the part. All micro-batches pass through a part before
+    the next part begins, in forward from the first part to the last, in backward from the last to
+    the first. The last part, the head, runs each micro-batch's backward right after its forward, so
+    that the logits of one micro-batch are alive, not of m.
     """
     last, m = parts - 1, range(microbatches)
-    there = [Action(part, "F", k) for part in range(last) for k in m]
-    turn = [Action(last, kind, k) for k in m for kind in "FB"]
-    return there + turn + [Action(part, "B", k) for part in reversed(range(last)) for k in m]
+    forwards = [Action(part, "F", k) for part in range(last) for k in m]
+    head = [Action(last, kind, k) for k in m for kind in "FB"]
+    return forwards + head + [Action(part, "B", k) for part in reversed(range(last)) for k in m]
 
 
 _ACTION = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*", re.ASCII)
@@ -225,10 +231,10 @@ _ACTION = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*", re.ASCII)
 
 def parse(text: str) -> Action:
     """``parse("4F0") == Action(4, "F", 0)``. Raises ValueError on anything else."""
-    found = _ACTION.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
+    match = _ACTION.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
         raise illegal("action", text, "not an action", _LEGAL_ACTION)
-    stage, kind, microbatch = found.groups()
+    stage, kind, microbatch = match.groups()
     return Action(int(stage), kind, int(microbatch))
 
 
@@ -236,9 +242,9 @@ _LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, like "4F0"'
 
 
 def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
-    """Lists of actions, or of their text, as a schedule. A rank's list may be one text: "0F0 0B0".
+    """A schedule from lists of actions or of their texts. A rank's list may be one text: "0F0 0B0".
 
-    Raises ValueError naming rank and position of what is not an action.
+    Raises ValueError with the rank and position of an entry that is not an action.
     """
     if isinstance(lists, (str, bytes)) or not isinstance(lists, Iterable):
         raise illegal("schedule", lists, "not a schedule", "a list of actions per pipeline rank")
@@ -247,10 +253,10 @@ def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
         items = row.split() if isinstance(row, str) else row
         if not isinstance(items, Iterable):
             raise illegal(f"schedule[{rank}]", row, "not a list of actions", '["0F0", ...]')
-        done = list(items)
-        if not set(map(type, done)) <= {Action}:
-            done = [_action(item, rank, at) for at, item in enumerate(done)]
-        schedule.append(done)
+        rank_actions = list(items)
+        if not set(map(type, rank_actions)) <= {Action}:
+            rank_actions = [_action(item, rank, at) for at, item in enumerate(rank_actions)]
+        schedule.append(rank_actions)
     return schedule
 
 
@@ -275,11 +281,11 @@ def build(
     microbatches: int,
     virtual_stages: int = 1,
 ) -> Schedule:
-    """The lists of a schedule by name, or of your own function.
+    """The lists of a named schedule, or those that your own function returns.
 
-    An own function is called as f(pp, microbatches), or f(pp, microbatches, virtual_stages) if it
-    takes three. The lists are not checked here: theory/schedule_check.py does. Raises ValueError if
-    the schedule cannot have these sizes.
+    Your function is called as f(pp, microbatches), or as f(pp, microbatches, virtual_stages) if it
+    takes three arguments. theory/schedule_check.py checks the lists, not this function. Raises
+    ValueError if the schedule does not exist for these sizes.
     """
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
@@ -301,16 +307,16 @@ def build(
 
 
 def takes_three(function: Callable[..., Any]) -> bool:
-    """Whether it is f(pp, microbatches, virtual_stages), not f(pp, microbatches).
+    """Whether ``function`` is f(pp, microbatches, virtual_stages), not f(pp, microbatches).
 
-    Raises ValueError if it is neither, or does not say.
+    Raises ValueError if it is neither, or if its signature cannot be inspected.
     """
     for sizes in ((1, 1, 1), (1, 1)):
         try:
             inspect.signature(function).bind(*sizes)
         except TypeError:
             continue
-        except ValueError:  # built in, or the like: it does not say
+        except ValueError:  # a built-in function, for example, has no signature
             break
         return len(sizes) == 3
     names = " | ".join(map(repr, (*SCHEDULES, RELAY)))

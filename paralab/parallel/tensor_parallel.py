@@ -7,8 +7,8 @@ columns, the second by rows (Megatron-LM, Shoeybi+ 2019, arXiv:1909.08053, sec. 
     Z   = sum_r Y_r B_r      B = [B_1; ...; B_t]      each rank a t-th of the inputs
 
 Two conjugate operators (`model.ops.Collective`) enclose such a pair: f in front of it and g behind
-it or, with sequence parallelism, f-bar and g-bar, outside of which each rank has a t-th of the
-tokens. What one of the two does in forward, the other does in backward.
+it or, with sequence parallelism, f-bar and g-bar. Outside of f-bar and g-bar each rank has a t-th
+of the tokens. What one of the two does in forward, the other does in backward.
 
                 forward           backward                      forward           backward
     f           nothing           all-reduce        f-bar       all-gather        reduce-scatter
@@ -18,10 +18,12 @@ tokens. What one of the two does in forward, the other does in backward.
 
 Elements sent, x = b s h: per block and micro-batch two all-reduces of x forward and two backward,
 so 4 * 2 (t-1)/t x by each rank. Sequence parallelism (Korthikanti+ 2022, arXiv:2205.05198,
-sec. 4.2.2) sends the same, an all-reduce being a reduce-scatter and an all-gather, and 2 (t-1)/t x
-more in backward: what f-bar gathered is not kept, since a rank would then save all tokens, but
-again. A column-parallel layer's backward hides its messages, as in Megatron-LM (the all-reduce
-since 30 August 2021, sequence parallelism's two since it came): f-bar gathers again while the
+sec. 4.2.2) sends as much, since an all-reduce is a reduce-scatter and an all-gather, and
+2 (t-1)/t x more in backward: what f-bar gathered is not saved, because a rank would then save all
+tokens, but gathered again.
+
+A column-parallel layer's backward hides its messages, as in Megatron-LM (the all-reduce since 30
+August 2021, the two of sequence parallelism from its beginning): f-bar gathers again while the
 input's gradient is computed, which does not need it, and the message of that gradient is in flight
 while the weight's gradient is computed. Lab 07.
 """
@@ -46,76 +48,78 @@ from paralab.programs.instructions import (
 )
 
 CALLS = {"all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
-# Boundaries at which compute stops for an operator's messages: 0 is in front of the operator, 1
+# Boundaries at which compute is cut for an operator's messages: 0 is in front of the operator, 1
 # behind it, 2 behind the layer that follows it.
 CUTS = {F: (0, 2), G: (1,), F_BAR: (0, 1, 2), G_BAR: (0, 1)}
 
 
 def message_cuts(model: Model) -> set[int]:
-    """The boundaries between ops at which compute stops for a message."""
+    """The boundaries between ops at which compute is cut for a message."""
     return {at + cut for at, op in enumerate(model.ops) for cut in CUTS.get(op.message, ())}
 
 
 def tensor_parallel(code: Code, model: Model, *, overlap: bool = True) -> Code:
-    """The operators' messages, as instructions between those that compute. Without ``overlap``
-    backward waits for each where it is posted.
+    """Insert the operators' messages between compute instructions. Without ``overlap`` backward
+    waits for each message where it is posted.
     """
-    made: Code = []
+    new_code: Code = []
     for ins in code:
         if ins.op not in COMPUTE:
-            made.append(ins)
+            new_code.append(ins)
             continue
         i, j = ins.at
         first, last = model.ops[i], model.ops[j - 1]
         if first.message in (F_BAR, G_BAR):  # the range is this operator alone
-            made += _instead(ins, first)
+            new_code += _instead(ins, first)
         elif ins.op in FORWARDS:
-            made.append(ins)
+            new_code.append(ins)
             if last.message == G:
-                made.append(_call(last, "forward", j, ins.mb, ins.writes[0]))
+                new_code.append(_call(last, "forward", j, ins.mb, ins.writes[0]))
         else:
-            made += _backward(ins, first, model.ops[i - 1] if i else None, overlap)
-    return made
+            new_code += _backward(ins, first, model.ops[i - 1] if i else None, overlap)
+    return new_code
 
 
-def _call(op: Op, way: str, at: int, k: int, given: Value, *made: Value) -> Instr:
-    """What an operator sends in "forward" or "backward"; an all-reduce is made in place."""
-    call, axis = CALLS[getattr(op.message, way)], op.message.axis
-    return Instr(call, at, k, -1, (given,), made or (given,), axis, phase=op.phase(way))
+def _call(op: Op, method: str, at: int, k: int, source: Value, *targets: Value) -> Instr:
+    """The operator's collective in "forward" or "backward"; in place without ``targets``."""
+    call, axis = CALLS[getattr(op.message, method)], op.message.axis
+    return Instr(call, at, k, -1, (source,), targets or (source,), axis, phase=op.phase(method))
 
 
 def _instead(ins: Instr, op: Op) -> Code:
-    """The call that an operator is. What f-bar gathers is not kept; its input is, instead."""
+    """The collective of f-bar or g-bar instead of compute. f-bar saves its input for backward."""
     i, k, gathers = ins.at[0], ins.mb, op.message == F_BAR
     if ins.op in FORWARDS:
-        kept = [("saved", ins.at, k)] if gathers and keeps(ins) else []
-        return [_call(op, "forward", i, k, ins.reads[0], ins.writes[0], *kept)]
+        saved = [("saved", ins.at, k)] if gathers and keeps(ins) else []
+        return [_call(op, "forward", i, k, ins.reads[0], ins.writes[0], *saved)]
     if ins.op == BACKWARD_WEIGHT or gathers:
-        return []  # the layer behind f-bar has sent its gradient: see `_backward`
+        return []  # `_backward` of the layer behind f-bar sends this gradient
     return [_call(op, "backward", i, k, ("g", i + 1, k), ("g", i, k))]
 
 
 def _backward(ins: Instr, first: Op, before: Op | None, overlap: bool) -> Code:
-    """Backward of a range that begins with f, or with the layer behind f-bar. The weight half that
-    is split off to hide the message is part of the backward: its phase says so.
+    """Backward of a range of ops. If it begins with f, or with the layer behind f-bar, the weight
+    half is split off to hide the message; its phase "backward" marks it as part of this backward.
     """
     gathered = before is not None and before.message == F_BAR
-    i, k, made = ins.at[0], ins.mb, []
+    i, k, gathers = ins.at[0], ins.mb, []  # gathers: f-bar's second all-gather, if any
     again = (("again", i, k),) * gathered
     if ins.op == BACKWARD_WEIGHT or not (gathered or first.message == F):
         return [ins._replace(reads=(*ins.reads, *again))]
     g = ins.writes[0]
     if gathered:
         gather = _call(before, "forward", i, k, ("saved", (i - 1, i), k), *again)
-        made.append(gather._replace(phase=before.phase("backward")))
+        gathers.append(gather._replace(phase=before.phase("backward")))
         message = _call(before, "backward", i - 1, k, g, ("g", i - 1, k))
     else:
         message = _call(first, "backward", i, k, g)
-    waits = [wait(gather) for gather in made]
-    if ins.op == BACKWARD_INPUT:  # its weight half is another action: nothing is in flight between
-        return [*made, ins, message, *waits] if overlap else [*made, *waits, ins, message]
+    waits = [wait(gather) for gather in gathers]
+    if ins.op == BACKWARD_INPUT:  # the weight half is another action: the gathers end in this one
+        return [*gathers, ins, message, *waits] if overlap else [*gathers, *waits, ins, message]
     deferred, grads = ("deferred", ins.at, k), tuple(v for v in ins.writes if v[0] == "grad")
-    half = ins._replace(op=BACKWARD_INPUT, writes=(g, deferred))
+    input_half = ins._replace(op=BACKWARD_INPUT, writes=(g, deferred))
     reads = (deferred, *again)
-    rest = ins._replace(op=BACKWARD_WEIGHT, reads=reads, writes=grads, phase="backward")
-    return [*made, half, message, rest] if overlap else [*made, *waits, half, rest, message]
+    weight_half = ins._replace(op=BACKWARD_WEIGHT, reads=reads, writes=grads, phase="backward")
+    if not overlap:
+        return [*gathers, *waits, input_half, weight_half, message]
+    return [*gathers, input_half, message, weight_half]

@@ -9,18 +9,20 @@ fp32: 8); m micro-batches (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7):
     2       (w + (w + K)/N) Psi           (m + 1) Psi          reduced as produced
     3       (2w + K)/N Psi                3 m Psi              gathered for each use
 
-Every stage reduces a unit's gradient to a shard, by `zero1` once a step or by `zero2` in every
-micro-batch. Stages 1 and 2 then gather the updated shards (`gather_updated`); stage 3 gathers
-parameters for each use instead (`zero3`). Each gather makes a value of its own, whose memory ends
-behind its last reader, so no instruction reshards. With pp > 1 ZeRO-2 is ZeRO-1: to reduce in each
-of the m micro-batches would send (m + 1) Psi in place of 2 Psi, in the pipeline's way (DeepSpeed
-refuses stages 2 and 3 there). The last of its backwards waits for no reduce-scatter, as the
-pipeline's stage before waits for it; w Psi / N bytes more are alive when it ends. A unit is a group
-of parameters that is gathered and reduced as one buffer (parallel/buckets.py).
+A unit is a group of parameters that is gathered and reduced as one buffer (parallel/buckets.py).
+Every stage reduces a unit's gradient to a shard: once a step (`zero1`) or in every micro-batch
+(`zero2`). Stages 1 and 2 then gather the updated shards (`gather_updated`); stage 3 gathers
+parameters for each use instead (`zero3`). Each gather writes a value of its own, which is freed
+after its last use, so no instruction reshards.
+
+With pp > 1 ZeRO-2 is ZeRO-1: reducing in each of the m micro-batches would send (m + 1) Psi
+elements instead of 2 Psi while the pipeline sends its messages (DeepSpeed refuses stages 2 and 3
+there). The last backward then waits for no reduce-scatter, since the previous pipeline stage waits
+for its result; w Psi / N bytes more are alive when it ends.
 
 With ``shard`` groups the states are sharded inside a group, and `replicas` sums a shard's gradient
 over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``secondary_shard``
-`second_copy` gathers for backward inside a node: hpZ of ZeRO++ (Wang+ 2023, arXiv:2306.10209, sec.
+`second_copy` makes backward gather inside a node: hpZ of ZeRO++ (Wang+ 2023, arXiv:2306.10209, sec.
 3.2), for w Psi / n bytes more on each of n neighbours. Lab 05.
 """
 
@@ -50,55 +52,56 @@ from paralab.programs.instructions import (
 
 def zero1(code: Code, *, alone: bool = False, at_once: bool = False) -> Code:
     """Like data parallelism, but every rank receives only its shard of the sum. At most one
-    reduce-scatter is in flight: its gradient is freed before the next shard is made.
+    reduce-scatter is in flight: its gradient is freed before the next shard is allocated.
 
-    alone    no other rank has a part of the sum: the gradient is the shard
-    at_once  all are in flight: backward waits for none, and all shards are there next to all
-             gradients for a moment
+    alone    states are not sharded (one rank per group): the gradient itself is the shard
+    at_once  all reduce-scatters may be in flight together: backward waits for none, and for a
+             moment all shards exist next to all gradients
     """
-    made: Code = []
-    # {position: units whose gradient is complete behind it}, and the last reduce-scatter
-    ends, in_flight = completed(code), None
+    new_code: Code = []
+    completed_at, in_flight = completed(code), None  # in_flight: the last reduce-scatter
     for position, ins in enumerate(code):
-        made.append(ins)
-        for u in ends.get(position, ()):
+        new_code.append(ins)
+        for u in completed_at.get(position, ()):
             if alone:
-                made.append(Instr(KEEP, u, -1, u, (("grad", u, 0),), (("gshard", u, 0),)))
+                new_code.append(Instr(KEEP, u, -1, u, (("grad", u, 0),), (("gshard", u, 0),)))
                 continue
             if in_flight is not None and not at_once:
-                made.append(wait(in_flight))
+                new_code.append(wait(in_flight))
             in_flight = reduce_scatter(u)._replace(writes=(("gshard", u, 0),))
-            made.append(in_flight)
-    return made
+            new_code.append(in_flight)
+    return new_code
 
 
 def zero2(code: Code, *, alone: bool = False) -> Code:
-    """A unit's gradient is reduced after each micro-batch and this rank's shard of it is added up.
-    At most one reduce-scatter is in flight: it is waited for, and added, before the next begins.
+    """A unit's gradient is reduced after each micro-batch, and this rank accumulates its shard. At
+    most one reduce-scatter is in flight: its result is added before the next one starts.
+
+    alone  states are not sharded (one rank per group): the gradient itself is added
     """
-    made: Code = []
-    ends, owed, seen = completed(code, per_microbatch=True), [], set()
+    new_code: Code = []
+    completed_at, pending_adds, seen = completed(code, per_microbatch=True), [], set()
     for position, ins in enumerate(code):
-        if ins.op in ADDS_GRADIENTS:  # a gradient of this micro-batch alone
+        if ins.op in ADDS_GRADIENTS:  # it writes the gradient of its own micro-batch alone
             ins = ins._replace(
                 writes=tuple((v[0], v[1], ins.mb) if v[0] == "grad" else v for v in ins.writes)
             )
-        made.append(ins)
-        for u in ends.get(position, ()):
+        new_code.append(ins)
+        for u in completed_at.get(position, ()):
             grad, part, k = ("grad", u, ins.mb), ("part", u, ins.mb), ins.mb
-            made += owed
+            new_code += pending_adds
             if not alone:
-                made.append(reduce_scatter(u)._replace(mb=k, reads=(grad,), writes=(part,)))
-            op, given = ADD if u in seen else KEEP, grad if alone else part
-            add = Instr(op, u, k, u, (given,), (("gshard", u, 0),))
+                new_code.append(reduce_scatter(u)._replace(mb=k, reads=(grad,), writes=(part,)))
+            op, source = ADD if u in seen else KEEP, grad if alone else part
+            add = Instr(op, u, k, u, (source,), (("gshard", u, 0),))
             seen.add(u)
-            made += [add] * alone
-            owed = [add] * (not alone)
-    return made + owed
+            new_code += [add] * alone
+            pending_adds = [add] * (not alone)
+    return new_code + pending_adds
 
 
 def replicas(code: Code) -> Code:
-    """After backward each shard's gradient is summed over the ranks that hold the same shard."""
+    """HSDP: after backward a shard's gradient is summed over the ranks that hold the same shard."""
     calls = [(u, ("gshard", u, 0)) for u in sorted(gradients(code))]
     return code + [
         Instr(ALL_REDUCE, u, -1, u, (v,), (v,), "replica", phase="grad_sync") for u, v in calls
@@ -119,17 +122,16 @@ def zero3(
     prefetch: int,
     visit: Callable[[Instr, int], tuple[object, object]],
     *,
-    bring: Callable[[int, int], tuple[Code, bool]] | None = None,
+    fetch: Callable[[int, int], tuple[Code, bool]] | None = None,
 ) -> Code:
-    """A unit's parameters are gathered for each visit of the units that use them, at most
-    ``prefetch`` units before they are used.
+    """A unit's parameters are gathered for each use, at most ``prefetch`` units before the use.
 
-    visit      called with an instruction and a unit that it reads, returns two keys (run, visit):
-               gathers are moved ahead inside a run only, and uses with the same visit share one
-               gather. Both are an action of the schedule, but longer in a relay
-    bring      where parameters live off the device: called with a unit and the number of its
-               gather, returns the copies that bring this rank's share to the device, and whether it
-               has to be gathered then. If so, they begin one unit's compute before the gather
+    visit  called with an instruction and a unit that it reads; returns two keys, (run, visit). Uses
+           with the same visit share one gather, and a gather is moved ahead only within its run.
+           Both keys stand for one action of the schedule, in a relay for more
+    fetch  for parameters that live off the device: called with a unit and the number of its gather;
+           returns the copies that fetch this rank's shard, and whether it must then be gathered. If
+           so, the copies start one unit earlier than the gather
     """
     runs: dict[object, dict[int, int]] = {}  # run -> {unit: first position that uses it}
     for position, ins in enumerate(code):
@@ -139,25 +141,25 @@ def zero3(
     version: dict[tuple[object, int], int] = {}
     before: dict[int, tuple[Code, Code]] = {}  # position -> copies, then gathers
     for uses in runs.values():
-        begin = list(uses.values())
-        for at, (u, position) in enumerate(uses.items()):
+        first_uses = list(uses.values())
+        for index, (u, position) in enumerate(uses.items()):
             key = visit(code[position], u)[1], u
             if key in version:
                 continue
             number = version[key] = len(version) + 1
-            source, copies, gathers = ("shard", u, 0), [], True
-            if bring is not None:
-                copies, gathers = bring(u, number)
+            source, copies, must_gather = ("shard", u, 0), [], True
+            if fetch is not None:
+                copies, must_gather = fetch(u, number)
                 source = copies[-1].writes[0]
-            early = begin[max(0, at - prefetch - gathers)]
-            before.setdefault(early, ([], []))[0].extend(copies)
-            if gathers:
-                gather = _gather(u, source, ("w", u, number), code[begin[0]].mb)
-                before.setdefault(begin[max(0, at - prefetch)], ([], []))[1].append(gather)
-    made: Code = []
+            copies_at = first_uses[max(0, index - prefetch - must_gather)]
+            before.setdefault(copies_at, ([], []))[0].extend(copies)
+            if must_gather:
+                gather = _gather(u, source, ("w", u, number), code[first_uses[0]].mb)
+                before.setdefault(first_uses[max(0, index - prefetch)], ([], []))[1].append(gather)
+    new_code: Code = []
     for position, ins in enumerate(code):
         copies, gathers = before.get(position, ((), ()))
-        made += [*copies, *gathers]
+        new_code += [*copies, *gathers]
         if ins.op in COMPUTE:
             ins = ins._replace(
                 reads=tuple(
@@ -165,32 +167,32 @@ def zero3(
                     for v in ins.reads
                 )
             )
-        made.append(ins)
-    return made
+        new_code.append(ins)
+    return new_code
 
 
 def second_copy(code: Code) -> Code:
-    """hpZ: of the parameters that forward gathers each rank keeps a second, larger shard, over the
-    ranks of its node alone, and backward gathers from these: 2 M instead of 3 M cross between
-    nodes in each micro-batch, M the bytes of the parameters.
+    """hpZ: from the parameters that forward gathers each rank keeps a second, larger shard, cut
+    over the ranks of its node alone. Backward gathers these shards, so that 2 M instead of 3 M
+    bytes cross between nodes in each micro-batch, M being the bytes of the parameters.
     """
-    user: dict[Value, str] = {}  # a gathered unit -> the op that uses it first
+    first_user: dict[Value, str] = {}  # gathered parameters -> the op that uses them first
     for ins in code:
         for v in ins.reads if ins.op in COMPUTE else ():
-            user.setdefault(v, ins.op)
-    made: Code = []
-    kept: set[Value] = set()
+            first_user.setdefault(v, ins.op)
+    new_code: Code = []
+    copied: set[Value] = set()
     for ins in code:
-        late = ins.op == ALL_GATHER and user.get(ins.writes[0], FORWARD) != FORWARD
-        if late and ins.writes[0][0] == "w":
+        for_backward = ins.op == ALL_GATHER and first_user.get(ins.writes[0], FORWARD) != FORWARD
+        if for_backward and ins.writes[0][0] == "w":
             ins = ins._replace(reads=(("second", ins.unit, 0),), lane="secondary")
-        made.append(ins)
+        new_code.append(ins)
         for v in ins.reads if ins.op == FORWARD else ():
             second = ("second", v[1], 0)
-            if v[0] == "w" and second not in kept:
-                kept.add(second)
-                made.append(Instr(COPY, v[1], ins.mb, v[1], (v,), (second,)))
-    return made
+            if v[0] == "w" and second not in copied:
+                copied.add(second)
+                new_code.append(Instr(COPY, v[1], ins.mb, v[1], (v,), (second,)))
+    return new_code
 
 
 def _gather(u: int, source: Value, into: Value, k: int = -1) -> Instr:

@@ -1,6 +1,6 @@
 """A plan as a program: instructions, how they are made and checked. Torch-free.
 
-What passes are written with can be had here (own.py shows one).
+The names that passes of your own are written with can be imported from here (own.py shows one).
 """
 
 from paralab.programs.instructions import (  # noqa: F401

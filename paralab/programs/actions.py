@@ -1,8 +1,8 @@
-"""An action of the schedule is the same instructions for every micro-batch: made once, and copied.
+"""Write the instructions of every action: compiled for micro-batch 0 once, copied for the others.
 
-Passes that concern one micro-batch's way through a stage see that way alone, forward and backward
-of micro-batch 0 in a row; what they make of it is written for every micro-batch, in the order of
-the schedule. So a list of a thousand micro-batches takes no more passes than one of two.
+Passes that concern one micro-batch's path through a stage see that path alone: the forward and the
+backward of micro-batch 0, one after the other. Their result is copied for every micro-batch, in the
+order of the schedule. So a thousand micro-batches cost no more passes than two.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from paralab.programs.instructions import (
 
 # Kinds of values whose version is a micro-batch.
 OF_MICROBATCH = STATES | {"saved", "deferred", "sent"}
-WHOLE, HALVES = (FORWARD, BACKWARD), (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+PATHS = (FORWARD, BACKWARD), (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 def write(skeleton: Code, chain: Sequence[Pass], n: int) -> Code:
-    """Every action of a skeleton as the instructions that it takes.
+    """The skeleton with each action replaced by its instructions.
 
-    chain  passes that concern one micro-batch's way through a stage
-    n      ops of the model
+    chain  the passes that concern one micro-batch's path through a stage
+    n      number of the model's ops
     """
     ops: dict[tuple[int, int], set[str]] = {}
     for ins in skeleton:
         if ins.op in COMPUTE:
             ops.setdefault(ins.at, set()).add(ins.op)
-    known: dict[Any, Code] = {}
-    for at, some in ops.items():
-        for way in (WHOLE, HALVES):
-            if some.issuperset(way):
+    compiled: dict[Any, Code] = {}
+    for at, ops_here in ops.items():
+        for path in PATHS:
+            if ops_here.issuperset(path):
                 code: Code = []
-                for op in way:
+                for op in path:
                     code += [mark((op, at)), compute(op, *at, 0, n)]
                 for step in chain:
                     code = step(code)
                 for ins in code:
                     if ins.op == CALL:
-                        here = known[ins.at] = []
+                        current = compiled[ins.at] = []
                     else:
-                        here.append(ins)
-    made: Code = []
+                        current.append(ins)
+    new_code: Code = []
     for ins in skeleton:
-        made += of_microbatch(known[ins.op, ins.at], ins.mb) if ins.op in COMPUTE else [ins]
-    return made
+        new_code += of_microbatch(compiled[ins.op, ins.at], ins.mb) if ins.op in COMPUTE else [ins]
+    return new_code
 
 
 def of_microbatch(code: Iterable[Instr], k: int) -> Code:
-    """What is written of one micro-batch, as it is of another."""
+    """The same instructions for micro-batch ``k``."""
     return [
         Instr(op, at, k, unit, numbered(reads, k), numbered(writes, k), lane, peer, phase)
         for op, at, _, unit, reads, writes, lane, peer, phase, _ in code
@@ -71,10 +71,10 @@ def of_microbatch(code: Iterable[Instr], k: int) -> Code:
 def numbered(
     values: Iterable[Value], k: int, kinds: frozenset[str] = OF_MICROBATCH
 ) -> tuple[Value, ...]:
-    """Values of which every micro-batch has its own, of micro-batch ``k``."""
+    """``values`` with version ``k`` in those of ``kinds``, which exist once per micro-batch."""
     return tuple([(v[0], v[1], k) if v[0] in kinds else v for v in values])
 
 
 def mark(at: Any) -> Instr:
-    """A CALL of nothing: what follows belongs to ``at``. Passes leave it where it is."""
+    """A CALL of nothing, which passes do not move: the instructions after it belong to ``at``."""
     return Instr(CALL, at)

@@ -1,8 +1,9 @@
-"""The chain: from a plan to a program. Every paradigm is a pass or a few; this is their order.
+"""The compiler: from a plan to a program, by a chain of passes. This file has their order.
 
-A skeleton has what each pipeline rank computes, and its messages. Then come passes that see one
-micro-batch's way through a stage (`inside`), those that see the whole step (`between`), and the
-learner's own. What no pass has to say is derived at last: waits and frees.
+The skeleton is what each pipeline rank computes, and its messages. Every other paradigm is one pass
+or a few: first those that see the path of one micro-batch through a stage (`inside`), then those
+that see the whole step (`between`), then the user's own. At last waits and frees are derived, which
+no pass has to write.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def compiled(
     only: int | None = None,
     final: bool = True,
 ) -> Program:
-    """The program of every pipeline rank, or of ``only`` one; the plan is taken to be legal.
+    """The program of every pipeline rank, or of ``only`` one. The plan has to be valid already.
 
-    final  with waits and frees; else the lists are those that the last pass made
+    clips  whether the norm of the gradients is bounded
+    final  whether waits and frees are added; without them the lists are those of the last pass
 
-    Raises ``ValueError`` on an optimizer that there is not, and where a pass or a schedule of the
-    learner's own makes no program.
+    Raises ``ValueError`` on an unknown optimizer, and where the user's own pass or schedule makes
+    no valid program.
     """
     program = laid_out(spec, plan, optimizer=optimizer, clips=clips)
     codes = skeleton(spec, plan, program.model, only=only)
@@ -51,18 +53,18 @@ def compiled(
             codes[rank] = derived(codes[rank])
     program = replace(program, codes=codes)
     if final and (plan.passes or plan.grad_sync is None or callable(plan.schedule)):
-        check(program)  # something in it is the learner's own
+        check(program)  # because some of it is the user's own
     return program
 
 
 def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Program:
-    """A program without its lists: the model's ops, and which rank holds which."""
+    """A program without instructions: the model's ops, the stages, and each rank's units."""
     choice("optimizer", optimizer, OPTIMIZERS)
     model, names = build(spec, plan), stage_parts(spec, plan)
     units = []
     for rank in range(plan.pp):
-        held = (model.numels[part] for some in names[rank :: plan.pp] for part in some)
-        sizes = {name: size for numels in held for name, size in numels.items()}
+        rank_parts = (model.numels[part] for parts in names[rank :: plan.pp] for part in parts)
+        sizes = {name: size for numels in rank_parts for name, size in numels.items()}
         units.append(buckets.units(sizes, spec, plan))
     return Program(
         spec, plan, optimizer, clips, model, stage_ranges(spec, plan, model), tuple(units)
@@ -70,7 +72,7 @@ def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Pro
 
 
 def passed(program: Program, rank: int, code: Code) -> Code:
-    """A pipeline rank's skeleton after all passes, without what is derived."""
+    """A pipeline rank's skeleton ``code`` after all passes, without waits and frees."""
     code = write(code, list(inside(program, rank)), len(program.model.ops))
     for one_pass in between(program, rank):
         code = one_pass(code)
@@ -78,7 +80,7 @@ def passed(program: Program, rank: int, code: Code) -> Code:
 
 
 def inside(program: Program, rank: int) -> Iterator[Pass]:
-    """The passes that see one micro-batch's way through a stage."""
+    """The passes that see the path of one micro-batch through a stage."""
     plan, model, n = program.plan, program.model, len(program.model.ops)
     units = program.units[rank]
     yield lambda code: cut(code, {i for _, i, _ in model.parts}, n)
@@ -96,7 +98,7 @@ def inside(program: Program, rank: int) -> Iterator[Pass]:
 
 
 def between(program: Program, rank: int) -> Iterator[Pass]:
-    """The passes that see the whole step: what ranks sum, gather and offload, and the optimizer."""
+    """The passes that see the whole step: sums over ranks, gathers, the optimizer, offload."""
     plan, tiers = program.plan, program.plan.tiers
     stage, alone = plan.zero_stage, plan.shard_degree == 1
     kind = "gshard" if stage else "grad"
@@ -105,9 +107,9 @@ def between(program: Program, rank: int) -> Iterator[Pass]:
     if plan.partition_messages:
         yield scatter_gather
 
-    def bring(u: int, number: int) -> tuple[Code, bool]:
+    def fetch(u: int, number: int) -> tuple[Code, bool]:
         into = ("w" if alone else "piece", u, number)
-        return offload.bring(tiers.parameters, u, into), not alone
+        return offload.fetch(tiers.parameters, u, into), not alone
 
     if stage:
         if plan.reduces_often:
@@ -130,8 +132,8 @@ def between(program: Program, rank: int) -> Iterator[Pass]:
         yield zero.gather_updated
     visit = visits(program, rank)
     if stage == 3:
-        up = bring if tiers and tiers.parameters != "device" else None
-        yield lambda code: zero.zero3(code, plan.prefetch, visit, bring=up)
+        fetches = fetch if tiers and tiers.parameters != "device" else None
+        yield lambda code: zero.zero3(code, plan.prefetch, visit, fetch=fetches)
     if plan.secondary_shard:
         yield zero.second_copy
     if measured:
@@ -143,11 +145,11 @@ def between(program: Program, rank: int) -> Iterator[Pass]:
 
 
 def visits(program: Program, rank: int) -> Callable[[Instr, int], tuple[object, object]]:
-    """What `zero.zero3` calls ``visit``: returns (run, visit) of an instruction and a unit.
+    """The argument ``visit`` of `zero.zero3`: (run, visit) of an instruction and a unit.
 
-    Both are the instruction's action of the schedule. In a relay a run is all forwards or all
-    backwards, and so is a visit; but what the head uses, a tied embedding too, is gathered once for
-    both, as the head's backward follows its forward at once.
+    Both keys are the instruction's action of the schedule. In a relay a run is all forwards or all
+    backwards, and so is a visit, except that the units the head uses (a tied embedding too) are
+    gathered once for both, because the head's backward follows its forward at once.
     """
     model, units = program.model, program.units[rank]
     stage_of = {op: s for s, (i, j) in enumerate(program.stages) for op in range(i, j)}

@@ -1,19 +1,20 @@
-"""What no pass has to say, because it follows: when a rank waits, and when memory ends.
+"""What follows from a list and no pass has to write: when a rank waits, and when memory is freed.
 
-    a WAIT   stands before the first instruction that reads or writes what a call brings
-    a value  ends behind its last use; if a call in flight still reads it, behind that call's WAIT
+    a WAIT   precedes the first instruction that uses a result of the call, or that would overwrite
+             what the call still uses
+    a value  is freed after its last use; if a call in flight still uses it, after that call's WAIT
 
-An instruction on a worker's lane ("h2d", "disk", "host" ...) may follow another's without the rank
-waiting: the lane itself waits for what comes before. When the rank has waited for the last of such
-a chain, the others are over. What is `LATE` goes on during the next step. Of sends one per peer is
-in flight, so that the memory of a step does not depend on how fast a link is.
+An instruction on a worker's lane ("h2d", "disk", "host" ...) may depend on another worker's without
+the rank waiting: the lane itself waits for the earlier call. When the rank has waited for the last
+call of such a chain, the others are over too. `LATE` calls go on during the next step. At most one
+send per peer is in flight, so that the memory of a step does not depend on how fast a link is.
 """
 
 from __future__ import annotations
 
 from paralab.programs.instructions import LATE, SEND, WAIT, WORKERS, Code, Instr, Value
 
-# Kinds that last from step to step: they are never freed.
+# Kinds that exist from step to step and are never freed.
 LASTING = frozenset(
     ("shard", "opt", "master", "scale", "mask")
     + ("host.count", "host.norm", "host.verdict", "host.ring")
@@ -22,32 +23,30 @@ LASTING = frozenset(
 
 
 def lasts(value: Value) -> bool:
-    """Whether a value is there before the step and after it."""
+    """Whether a value exists before the step and after it."""
     return value[2] == 0 and (value[0] in LASTING or value[0] == "w")
 
 
 def add_waits(code: Code) -> Code:
-    """A WAIT before the first use of what a call brings, and at the end for what no instruction
-    used.
-    """
-    made: Code = []
+    """Add a WAIT before the first use of each call's result; at the end for unused results."""
+    new_code: Code = []
     in_flight: dict[Value, Instr] = {}  # value -> the call that writes it
     readers: dict[Value, list[Instr]] = {}  # value -> calls in flight that read it
-    behind: dict[int, list[Instr]] = {}  # a worker's call, by id -> those that its lane waits for
-    followed: set[int] = set()  # by one that writes the same: its WAIT is for both
-    waited: set[int] = set()
-    sent: dict[int, Instr] = {}
+    predecessors: dict[int, list[Instr]] = {}  # id of a worker's call -> calls its lane waits for
+    superseded: set[int] = set()  # ids of calls that share the WAIT of a later call, see below
+    waited: set[int] = set()  # ids of calls that have ended
+    last_send: dict[int, Instr] = {}
 
-    def wait(call: Instr) -> None:
-        due = [call]  # no recursion: a function that refers to itself keeps all of this alive
+    def add_wait(call: Instr) -> None:
+        pending = [call]  # no recursion: a closure that refers to itself would keep all this alive
         waited.discard(id(call))
-        while due:
-            call = due.pop()
+        while pending:
+            call = pending.pop()
             if id(call) in waited:
                 continue
-            if id(call) not in followed:
+            if id(call) not in superseded:
                 at, mb, unit, lane, peer = call.op, call.mb, call.unit, call.lane, call.peer
-                made.append(Instr(WAIT, at, mb, unit, call.writes, lane=lane, peer=peer))
+                new_code.append(Instr(WAIT, at, mb, unit, call.writes, lane=lane, peer=peer))
             waited.add(id(call))
             for v in call.writes:
                 if in_flight.get(v) is call:
@@ -55,79 +54,80 @@ def add_waits(code: Code) -> Code:
             for v in call.reads:
                 if v in readers and call in readers[v]:
                     readers[v].remove(call)
-            due += reversed(behind.pop(id(call), ()))  # they are over, too
+            pending += reversed(predecessors.pop(id(call), ()))  # these are over, too
 
-    calls, read = in_flight.keys(), readers.keys()
+    written, being_read = in_flight.keys(), readers.keys()  # by calls in flight; live views
     for ins in code:
         op, reads, writes, lane = ins.op, ins.reads, ins.writes, ins.lane
-        if op == WAIT:  # a pass wants it here already
+        if op == WAIT:  # written by a pass
             call = in_flight.get(reads[0])
             if call is not None:
-                wait(call)
+                add_wait(call)
             continue
         worker = lane in WORKERS
-        if not calls.isdisjoint(reads):
+        if not written.isdisjoint(reads):
             for v in reads:
                 call = in_flight.get(v)
                 if call is not None and not (worker and call.lane in WORKERS):
-                    wait(call)
-        if not (calls.isdisjoint(writes) and read.isdisjoint(writes)):
+                    add_wait(call)
+        if not (written.isdisjoint(writes) and being_read.isdisjoint(writes)):
             for v in writes:
                 call = in_flight.get(v)
                 if call is not None and not (worker and call.lane in WORKERS):
-                    wait(call)
+                    add_wait(call)
                 for call in tuple(readers.get(v, ())):
                     if not (worker and call.lane in WORKERS):
-                        wait(call)
+                        add_wait(call)
         if op == SEND:
-            before = sent.get(ins.peer)
-            if before is not None and before.writes[0] in in_flight:
-                wait(before)
-            sent[ins.peer] = ins
-        made.append(ins)
+            previous = last_send.get(ins.peer)
+            if previous is not None and previous.writes[0] in in_flight:
+                add_wait(previous)
+            last_send[ins.peer] = ins
+        new_code.append(ins)
         if lane:
             if worker:
-                used = (in_flight.get(v) for v in (*reads, *writes))
-                behind[id(ins)] = [call for call in used if call is not None]
-                followed |= {id(call) for call in behind[id(ins)] if call.writes == writes}
+                used_calls = (in_flight.get(v) for v in (*reads, *writes))
+                predecessors[id(ins)] = [call for call in used_calls if call is not None]
+                # A call that writes the same values: the WAIT for it is a WAIT for both.
+                superseded |= {id(call) for call in predecessors[id(ins)] if call.writes == writes}
             for v in writes:
                 in_flight[v] = ins
             for v in reads:
                 readers.setdefault(v, []).append(ins)
     for call in tuple(in_flight.values()):
         if call.phase != LATE and id(call) not in waited:
-            wait(call)
-    return made
+            add_wait(call)
+    return new_code
 
 
 def add_frees(code: Code) -> Code:
-    """Each instruction frees what no instruction uses after it; what a call in flight reads or
-    writes is freed behind the call's WAIT.
+    """Let each instruction free the values that it uses last. A value that a call in flight uses is
+    freed by the call's WAIT.
     """
-    last: dict[Value, int] = {}
-    until: dict[tuple[Value, ...], list[Value]] = {}  # a call's writes -> what it uses
+    last_use: dict[Value, int] = {}
+    held_by_call: dict[tuple[Value, ...], list[Value]] = {}  # a call's writes -> values it uses
     for position, ins in enumerate(code):
         reads, writes = ins.reads, ins.writes
         if ins.op == WAIT:
-            for v in until.pop(reads, ()):
-                last[v] = position
+            for v in held_by_call.pop(reads, ()):
+                last_use[v] = position
             continue
         for v in reads:
-            last[v] = position
+            last_use[v] = position
         for v in writes:
-            last[v] = position
+            last_use[v] = position
         if ins.lane:
-            until.setdefault(writes, []).extend((*reads, *writes))
-    ends: dict[int, list[Value]] = {}
-    for v, position in last.items():
+            held_by_call.setdefault(writes, []).extend((*reads, *writes))
+    freed_at: dict[int, list[Value]] = {}
+    for v, position in last_use.items():
         if not lasts(v):
-            ends.setdefault(position, []).append(v)
-    made = list(code)
-    for position, values in ends.items():
-        made[position] = Instr(*made[position][:-1], tuple(values))  # quicker than _replace
-    return made
+            freed_at.setdefault(position, []).append(v)
+    new_code = list(code)
+    for position, values in freed_at.items():
+        new_code[position] = Instr(*new_code[position][:-1], tuple(values))  # quicker than _replace
+    return new_code
 
 
 def derived(code: Code) -> Code:
-    """Both, in this order."""
+    """``code`` with waits and frees."""
     return add_frees(add_waits(code))

@@ -1,16 +1,16 @@
-"""What a step takes of many plans at once: seconds and bytes, one array expression per term.
+"""Estimates for many plans at once: seconds and bytes of a step, one array expression per term.
 
-The parts of a model are compiled and timed (parts.py); the rest follows from how many of them a
-rank has, what of its schedule it waits for, and what data parallelism and offload move. A column
-has an entry per plan. Of a pipeline's ranks three are looked at, a row each: the first, which has
-the embedding and most micro-batches in flight, one with the most blocks, and the last, with the
-head. A fourth row stands for all of them together.
+The parts of a model are compiled and timed (parts.py). The rest follows from how many of them a
+rank has, from the bubble of its schedule, and from the bytes that data parallelism and offload
+move. Arrays have a column per plan. Three of a pipeline's ranks are estimated, one row each: the
+first, which has the embedding and most micro-batches in flight; one with the most blocks; and the
+last, with the head. A fourth row stands for all ranks together.
 
     step = compute + recompute + tp + bubble + pp + dp + offload + optimizer
 
-F, I, W: forward and the two halves of backward of one micro-batch on a rank, with what tensor
-parallelism and ZeRO do not hide; p, m, v as in parallel/schedules.py. What is left out, one thing
-waiting for another, shows where the best are compiled as a whole (search.py).
+p, m, v as in parallel/schedules.py. Forward and backward times include exposed communication of
+tensor parallelism and ZeRO. The estimates leave out how one wait delays another; the best plans are
+therefore compiled as a whole (search.py).
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from paralab.spec.links import Reach, Way
 from paralab.theory.pipeline import idle_seconds
 
 Array = np.ndarray
-Seconds = Callable[[Array], Array]  # of a call with so many bytes or elements
+Seconds = Callable[[Array], Array]  # {bytes or elements of a call: its seconds}, as a function
 WHOLE = 3  # the row of all ranks together
 
 
 class Estimate:
-    """Of all plans of a space.
+    """The estimates for all plans of a space.
 
-    terms       {name: seconds}
-    serial      seconds where no call and no copy moves while a rank computes (interpret/serial.py)
+    terms       {name: seconds}; the step takes their sum
+    serial      seconds of a step without any overlap (interpret/serial.py)
+    bubble      share of the time of forward and backward in which a rank is idle
     categories  {name: bytes} at the peak
     """
 
@@ -50,53 +51,54 @@ class Estimate:
         self.item = self.each("precision", BYTES_PER_ELEMENT.__getitem__)
         wide = self.each("grad_dtype", lambda way: way == "fp32")
         self.copied = self.each("grad_dtype", lambda way: way == "fp32-copy")
-        self.grad = np.where(wide, 4, self.item)  # bytes, of a gradient's
-        self.often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))
-        self.width = 8 * (optimizer == "adamw") + 4 * (self.item < 4)  # bytes of states
+        self.grad = np.where(wide, 4, self.item)  # bytes per element of a gradient
+        self.often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))  # `Plan.reduces_often`
+        self.width = 8 * (optimizer == "adamw") + 4 * (self.item < 4)  # state bytes per parameter
         self.moved = 12 + 16 * (optimizer == "adamw") + 6 * (self.item < 4)
-        self.moved = self.moved + 6 * (self.grad < 4)  # by an update
+        self.moved = self.moved + 6 * (self.grad < 4)  # bytes per parameter that an update moves
         self._load_stages()
-        copy = model.tied & (self.p > 1)  # the last rank has one of the embedding
-        self.tied = (self.first | self.last) * copy * self.parts.token
+        copy = model.tied & (self.p > 1)  # whether the last rank has a copy of the embedding
+        self.tied = (self.first | self.last) * copy * self.parts.token  # elements, where it is tied
         embedding = self.first * self.parts.embedding.elements
         head = self.last * (self.parts.head.elements + copy * self.parts.token)
+        # Elements of a rank's parameters, and of its embedding or head.
         self.psi = self.blocks * self.parts.block.elements + embedding + head
         self.ends = np.maximum(embedding, head)
         parts = self.blocks + self.first + self.last + (self.tied > 0)
         buckets = self.total("units") + self.last * copy
         filled = np.ceil(self.psi * self.grad / self.each("bucket_bytes", float))
         units = np.where(self.zero == 3, parts, np.minimum(buckets, filled))
-        self.units = np.maximum(units, 1)
-        self.own = self.psi / np.where(self.zero > 0, self.n, 1)
+        self.units = np.maximum(units, 1)  # number of a rank's units
+        self.own = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
         (self.terms, busy), self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False)[0].values())
-        sync = self.terms.pop("sync")  # which comes behind the pipeline, as the next two do
+        sync = self.terms.pop("sync")  # after the pipeline, as are the optimizer and offload
         inside = sum(self.terms.values()) - self.terms["optimizer"] - self.terms["offload"]
         self.terms["dp"] = self.terms["dp"] + sync
         self.bubble = np.where(self.p == 1, 0.0, 1 - busy / inside)
 
     # ---- columns ---------------------------------------------------------------------------------
-    def each(self, name: str, ask: Callable) -> Array:
-        """What ``ask`` says of a field of every plan."""
-        return np.array([ask(value) for value in self.space.values[name]])[self.space.codes[name]]
+    def each(self, name: str, f: Callable) -> Array:
+        """f of a field of every plan."""
+        return np.array([f(value) for value in self.space.values[name]])[self.space.codes[name]]
 
-    def once(self, ask: Callable, *columns: Array) -> Array:
-        """What ``ask`` says of these whole numbers of every plan, once for each different row."""
+    def once(self, f: Callable, *columns: Array) -> Array:
+        """f of these whole numbers of every plan, called once per different row."""
         _, first, which = np.unique(numbered(*columns), return_index=True, return_inverse=True)
         rows = np.stack(columns, 1)[first].tolist()
-        return np.array([ask(*row) for row in rows])[which]
+        return np.array([f(*row) for row in rows])[which]
 
     def _load_stages(self) -> None:
-        """How many blocks the rows' ranks have, and who has embedding and head."""
+        """Per row the rank's place, its number of blocks, and whether it has embedding and head."""
 
-        def shares(pp: int, v: int, samples: int) -> tuple[int, ...]:
+        def counts_of(pp: int, v: int, samples: int) -> tuple[int, ...]:
             names = partition(self.model, pp * v, samples)
-            counts = [sum(part.startswith("blocks.") for part in some) for some in names]
-            of_ranks = [sum(counts[r::pp]) for r in range(pp)]
-            most = max(of_ranks)
-            return of_ranks[0], most, of_ranks[-1], of_ranks.index(most)
+            counts = [sum(part.startswith("blocks.") for part in parts) for parts in names]
+            per_rank = [sum(counts[r::pp]) for r in range(pp)]
+            most = max(per_rank)
+            return per_rank[0], most, per_rank[-1], per_rank.index(most)
 
-        first, most, last, at = self.once(shares, self.p, self.v, self.space.microbatch_size).T
+        first, most, last, at = self.once(counts_of, self.p, self.v, self.space.microbatch_size).T
         none, end = 0 * self.p, self.p - 1
         self.at = np.stack([none, at, end, none])
         self.blocks = np.stack([first, most, last, none + self.model.layers])
@@ -104,13 +106,13 @@ class Estimate:
         self.first[WHOLE] = self.last[WHOLE] = 1
 
     def total(self, *names: str) -> Array:
-        """Of the parts of each row's rank."""
+        """The sum of fields of `Part` over the parts of each row's rank."""
         embedding, block, head = (sum(getattr(part, n) for n in names) for part in self.parts[:3])
         return self.blocks * block + self.first * embedding + self.last * head
 
-    def of_schedule(self, found: dict[str, Array]) -> Array:
-        """Each plan's own, of what every schedule has."""
-        return np.select([self.space.schedule == name for name in found], list(found.values()), 0.0)
+    def of_schedule(self, terms: dict[str, Array]) -> Array:
+        """Per plan the column of its schedule, from {schedule: column}; 0 for other schedules."""
+        return np.select([self.space.schedule == name for name in terms], list(terms.values()), 0.0)
 
     def place(self, state: str) -> Array:
         """Where a state is kept: 0 on the device, 1 on the host, 2 in files."""
@@ -119,193 +121,196 @@ class Estimate:
 
     # ---- links -----------------------------------------------------------------------------------
     def link(self, op: str, size: Array, stride: Array) -> Seconds:
-        """Of the bytes that a member sends, in groups of ``size`` ranks ``stride`` apart. What goes
-        on more slowly behind a wait is in each call.
+        """Seconds of a call by the bytes that a member sends, in groups of ``size`` ranks that are
+        ``stride`` apart, with the cluster's ``wait_overhead``.
         """
 
         def figures(*row: int) -> list[float]:
-            ways = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
-            return [number for way in (ways[0], ways[-1]) for number in way]
+            algorithms = list(self.cluster.ways(op, reach(self.cluster, *row)).values())
+            return [number for algorithm in (algorithms[0], algorithms[-1]) for number in algorithm]
 
         world = self.space.dp * self.space.tp * self.p
-        found = self.once(figures, size, stride, world).T
-        late = 0.0 if op == "send" else self.cluster.wait_overhead
-        one, other = Way(*found[:2]), Way(*found[2:])
-        return lambda sent: np.minimum(one.seconds(sent), other.seconds(sent)) + late
+        columns = self.once(figures, size, stride, world).T
+        wait = 0.0 if op == "send" else self.cluster.wait_overhead
+        first_way, second_way = Way(*columns[:2]), Way(*columns[2:])
+        return lambda sent: np.minimum(first_way.seconds(sent), second_way.seconds(sent)) + wait
 
     def collective(self, op: str) -> Seconds:
-        """Of elements, in the group that shares the states."""
+        """Seconds of a collective by its elements, in the group that shards the states."""
         seconds = self.link(op, self.n, self.space.tp)
         item = self.item if op == "all_gather" else self.grad
         sent = (2 if op == "all_reduce" else 1) * (self.n - 1) / self.n * item
         return lambda elements: (self.n > 1) * seconds(sent * elements)
 
     def tier(self, lane: str) -> Seconds:
-        """Of bytes over a link between tiers: "h2d", "d2h" or "disk"."""
-        found = self.cluster.disk if lane == "disk" else self.cluster.host
-        found = found or Link(alpha=0.0, bandwidth=1.0)  # no plan uses it
+        """Seconds of a copy by its bytes, over a link between tiers: "h2d", "d2h" or "disk"."""
+        link = self.cluster.disk if lane == "disk" else self.cluster.host
+        link = link or Link(alpha=0.0, bandwidth=1.0)  # no plan uses it
         limit = self.each("offload", lambda value: getattr(value, "limits", {}).get(lane, np.inf))
-        return lambda size: np.maximum(found.seconds(size), size / limit)
+        return lambda size: np.maximum(link.seconds(size), size / limit)
 
     # ---- time ------------------------------------------------------------------------------------
     def _seconds(self, *, overlap: bool = True) -> tuple[dict[str, Array], Array]:
-        """Of each term; and of a rank's forwards and backwards alone, the mean of the ranks."""
+        """Seconds of each term, and the ranks' mean seconds of forwards and backwards alone."""
         m, cluster = self.m, self.cluster
         forward, weight, sent = (self.total(name) for name in ("forward", "weight", "sent"))
         if not overlap:
-            forward, sent = (some + self.total("hidden") for some in (forward, sent))
-        back, again = self.total("back", "again", "weight"), self.total("again")
+            forward, sent = (seconds + self.total("hidden") for seconds in (forward, sent))
+        back, recompute = self.total("back", "again", "weight"), self.total("again")
         messages = (self.p > 1) * (2 * self.v - self.first - self.last)  # received per micro-batch
         posted = messages * (2 * cluster.call_overhead + cluster.wait_overhead)
-        each, hops = self.messages()
+        message, hops = self.messages()
         if not overlap:  # a message is paid for at both ends
-            posted = posted + 2 * messages * each
+            posted = posted + 2 * messages * message
         gathered, returned = self.gathering(forward, back, overlap)
-        whole, back = forward + gathered + back + returned + posted, back + returned
-        slowest = whole[:WHOLE].argmax(0)[None]
+        per_rank, back = forward + gathered + back + returned + posted, back + returned
+        slowest = per_rank[:WHOLE].argmax(0)[None]
 
         def pace(rows: Array) -> Array:
-            """Of the rank at whose pace the pipeline runs."""
+            """The row of the slowest rank, at whose pace the pipeline runs."""
             return np.take_along_axis(rows, slowest, 0)[0]
 
-        mine = pace(whole)
-        through = np.maximum(whole[WHOLE], mine)  # a micro-batch, on all ranks
+        slowest_rank = pace(per_rank)
+        all_ranks = np.maximum(per_rank[WHOLE], slowest_rank)  # of one micro-batch
         halves = (rows[WHOLE] - pace(rows) for rows in (weight, np.minimum(weight, forward)))
-        last = self.after(np.where(self.space.splits, weight, back), overlap)
-        sync, away, update = (rows[:WHOLE].max(0) for rows in last)
+        at_end = self.after(np.where(self.space.splits, weight, back), overlap)
+        sync, offload, update = (rows[:WHOLE].max(0) for rows in at_end)
         busy = forward + back - returned - sent
         terms = {
-            "compute": m * pace(busy - again),
-            "recompute": m * pace(again),
+            "compute": m * pace(busy - recompute),
+            "recompute": m * pace(recompute),
             "tp": m * pace(sent) + self.parts.shared * self.psi[1] / self.psi[WHOLE],
-            "bubble": self.idle(through, mine, *halves),
+            "bubble": self.idle(all_ranks, slowest_rank, *halves),
             "pp": hops + m * pace(posted),
             "dp": m * pace(gathered + returned),
             "sync": sync,
-            "offload": away,
+            "offload": offload,
             "optimizer": update,
         }
         return terms, m * busy[WHOLE] / self.p
 
     def idle(self, through: Array, mine: Array, weights: Array, fill: Array) -> Array:
-        """Seconds that the slowest rank waits for others (theory/pipeline.py).
-
-        A block that is recomputed before its gradient is there, a rank's last, waits for no other
-        rank.
+        """Seconds that the slowest rank waits for others; the arguments are those of
+        `theory.pipeline.idle_seconds`. A rank recomputes its last block before its gradient has
+        arrived, so that this time is not idle.
         """
         ahead = (self.p - 1) * self.parts.block.again * (self.space.recompute == "full")
         found = idle_seconds(self.p, self.m, self.v, through, mine, weights, fill, ahead)
         return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
     def messages(self) -> tuple[Array, Array]:
-        """Seconds of a message, b s h elements or a part and the gather after it, and what stages
-        wait for each other's: per boundary and direction.
+        """Seconds of one message, of b s h elements or of a part and the gather after it; and the
+        seconds per step that stages wait for messages to fill and drain the pipeline.
 
-        A step begins with a hop to every later stage and ends with one to every earlier; naive does
-        so for each micro-batch, and interleaved there are p v - 1 hops each way.
+        A step begins with a hop to every later stage and ends with one to every earlier stage.
+        "naive" does so for each micro-batch; "interleaved" makes p v - 1 hops each way.
         """
         p, tp, message = self.p, self.space.tp, self.parts.message
         nodes = p * self.space.dp * tp / self.cluster.devices_per_node
-        parts = self.each("partition_messages", int)  # put together by a gather over tp
+        parts = self.each("partition_messages", int)  # received in parts, then gathered over tp
         gather = parts * self.link("all_gather", tp, 1 + 0 * p)((tp - 1) / tp * message)
         message = message / np.where(parts, tp, 1)
-        far = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node
+        crossings = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node
         pairs = (Reach(2, 2, 1), Reach(2, 1, 2))
-        near_by, across = (
+        within, across = (
             self.cluster.ways("send", pair)["direct"].seconds(message) + gather for pair in pairs
         )
-        hops = 2 * ((p - 1 - far) * near_by + far * across)
+        hops = 2 * ((p - 1 - crossings) * within + crossings * across)
         each = hops / (2 * np.maximum(p - 1, 1))
-        often = 2 * each * (p * self.v - 1)
-        found = dict.fromkeys(SCHEDULES, hops) | {"naive": self.m * hops, "interleaved": often}
-        return each, np.where(p == 1, 0.0, self.of_schedule(found))
+        v_hops = 2 * each * (p * self.v - 1)
+        hops_of = dict.fromkeys(SCHEDULES, hops) | {"naive": self.m * hops, "interleaved": v_hops}
+        return each, np.where(p == 1, 0.0, self.of_schedule(hops_of))
 
     def gathering(self, forward: Array, back: Array, overlap: bool) -> tuple[Array, Array]:
-        """Exposed seconds of what ZeRO does in every micro-batch, forward and backward: 3 m Psi, or
-        (m + 1) Psi in stage 2; where parameters are offloaded, their way up too.
+        """Exposed seconds of ZeRO's gathers and reductions per micro-batch, in forward and in
+        backward: 3 m Psi elements, or (m + 1) Psi in stage 2; also of fetching offloaded
+        parameters.
 
-        A stage's first part is waited for. The others come, and gradients leave, while it computes,
-        if there is time enough (ZeRO, arXiv:1910.02054, sec. 7.2.2); what is sent last holds up the
-        next gather. Parts that came are added up, and their sum to that of earlier micro-batches.
+        A stage waits for its first part. The other gathers and the reductions overlap with compute
+        as far as it lasts (ZeRO, arXiv:1910.02054, sec. 7.2.2); the last reduction delays the next
+        gather. Reduced gradients are then added to the sum so far.
         """
         gather, scatter = self.collective("all_gather"), self.collective("reduce_scatter")
-        weights, up, disk = self.place("parameters"), self.tier("h2d"), self.tier("disk")
+        weights, upload, disk = self.place("parameters"), self.tier("h2d"), self.tier("disk")
 
-        def come(elements: Array) -> tuple[Array, ...]:
-            """Seconds on each way to the device."""
+        def fetch_seconds(elements: Array) -> tuple[Array, ...]:
+            """Seconds on each lane to the device: the gather, the host's link, the disk."""
             size = elements / self.n * self.item
-            return gather(elements), (weights > 0) * up(size), (weights == 2) * disk(size)
+            return gather(elements), (weights > 0) * upload(size), (weights == 2) * disk(size)
 
         unit = self.psi / self.units
-        first, ways = self.v * sum(come(self.parts.block.elements)), come(unit)
-        slowest, left = self.units * together(ways, overlap), self.units * scatter(unit)
-        forward, back = overlap * forward, overlap * back  # what hides something
+        first, lanes = self.v * sum(fetch_seconds(self.parts.block.elements)), fetch_seconds(unit)
+        slowest, scatter_seconds = self.units * together(lanes, overlap), self.units * scatter(unit)
+        forward, back = overlap * forward, overlap * back  # compute that can hide communication
         hidden = first + (self.space.prefetch > 0) * forward
         fetched = first + np.maximum(slowest - hidden, 0.0)
-        lane = self.units * (ways[0] if overlap else sum(ways)) + left
-        again = first + np.maximum(lane - first - back, 0.0) + scatter(unit)
-        summed = ((self.n > 1) * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
-        third, second = self.zero == 3, self.often & (self.zero == 2)
-        waits = np.where(third, again, second * np.maximum(left - back, 0.0))
-        return third * fetched, waits + self.often * summed / self.cluster.memory_bandwidth
+        lane = self.units * (lanes[0] if overlap else sum(lanes)) + scatter_seconds
+        backward_wait = first + np.maximum(lane - first - back, 0.0) + scatter(unit)
+        added_bytes = ((self.n > 1) * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
+        stage3, stage2 = self.zero == 3, self.often & (self.zero == 2)
+        returned = np.where(stage3, backward_wait, stage2 * np.maximum(scatter_seconds - back, 0.0))
+        return stage3 * fetched, returned + self.often * added_bytes / self.cluster.memory_bandwidth
 
-    def after(self, ends: Array, overlap: bool) -> tuple[Array, Array, Array]:
-        """(dp, offload, optimizer): what a rank does after its last backward.
+    def after(self, last_backward: Array, overlap: bool) -> tuple[Array, Array, Array]:
+        """Exposed seconds (dp, offload, optimizer) after a rank's last backward.
 
-        Buckets leave as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3), in what the last
-        micro-batch ``ends`` with: the last one has nothing left to hide behind.
+        Buckets are reduced as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3), during the last
+        micro-batch's ``last_backward`` seconds; nothing hides the last bucket.
         """
         units, zero, own = self.units, self.zero, self.own
         unit, dp, tp = self.psi / units, self.space.dp, self.space.tp
         reduce, scatter, gather = (
             self.collective(op)(unit) for op in ("all_reduce", "reduce_scatter", "all_gather")
         )
-        one = np.where(zero == 0, reduce, scatter)
-        beside = overlap * (self.space.grad_sync == "overlapped") * ends * (1 - 1 / units)
-        late = np.where(self.often, one, np.maximum(units * one - beside, one))
-        copies = dp // self.n
-        replicas = self.link("all_reduce", copies, tp * self.n)
-        sent = 2 * (copies - 1) / copies * own / units * self.grad
-        late = late + (copies > 1) * (zero > 0) * units * replicas(sent)
-        both = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1))
-        late = late + (self.tied > 0) * both(self.grad * self.tied * own / self.psi)
+        per_unit = np.where(zero == 0, reduce, scatter)
+        hides = overlap * (self.space.grad_sync == "overlapped") * last_backward * (1 - 1 / units)
+        exposed = np.where(self.often, per_unit, np.maximum(units * per_unit - hides, per_unit))
+        replica_count = dp // self.n
+        replicas = self.link("all_reduce", replica_count, tp * self.n)
+        sent = 2 * (replica_count - 1) / replica_count * own / units * self.grad
+        exposed = exposed + (replica_count > 1) * (zero > 0) * units * replicas(sent)
+        ends = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1))
+        exposed = exposed + (self.tied > 0) * ends(self.grad * self.tied * own / self.psi)
         stays = self.place("optimizer") == 0
         update = own * self.moved / self.cluster.memory_bandwidth
         update = (update + 6 * units * self.cluster.op_overhead) * stays
         gather = gather * ((zero == 1) | (zero == 2))
-        return late + stays * units * gather, self.offloaded(gather, overlap), update
+        return exposed + stays * units * gather, self.offloaded(gather, overlap), update
 
     def offloaded(self, gather: Array, overlap: bool) -> Array:
-        """Exposed seconds of everything that leaves the device (ZeRO-Infinity, Rajbhandari+ 2021,
-        arXiv:2104.07857, sec. 6), and of the gather of each unit that comes back.
+        """Exposed seconds of all offloaded states (ZeRO-Infinity, Rajbhandari+ 2021,
+        arXiv:2104.07857, sec. 6), with the gather of each updated unit.
 
-        Copies of one unit run next to the update of another: the slowest lane sets the pace, the
-        others add a unit's worth. What moves during forward and backward is waited for where it is
-        slower.
+        Copies of one unit overlap with the update of another: the slowest lane sets the pace, and
+        every lane adds its time for one unit. Copies during forward and backward are exposed as far
+        as they take longer than compute.
         """
-        up, down, disk = (self.tier(lane) for lane in ("h2d", "d2h", "disk"))
+        upload, download, disk = (self.tier(lane) for lane in ("h2d", "d2h", "disk"))
         names = ("parameters", "gradients", "optimizer", "activations")
         weights, sums, states, inputs = map(self.place, names)
-        units, own = self.units, self.own / self.units  # of a unit
+        units, own = self.units, self.own / self.units  # own: elements of one unit
         part, grad = own * self.item, own * self.grad
         rows = self.width + 4 * ((self.item == 4) & (weights == 0))
         file = (states == 2) * 2 * disk(rows * own) + (sums == 2) * disk(grad)
         file = file + (weights == 2) * (1 + (self.item == 4)) * disk(part)
         host = self.cluster.host_bandwidth or 1.0
         lanes = [own * self.moved / host, file]
-        lanes += [(sums == 0) * down(grad), (weights == 0) * up(part), gather]
+        lanes += [(sums == 0) * download(grad), (weights == 0) * upload(part), gather]
         update = (units - 1) * together(lanes, overlap) + sum(lanes)
-        # In every micro-batch gradients go down and are added, blocks' inputs go down and come up.
-        often, moves = np.where(self.often, self.m, 1) * units, self.m * self.blocks * (inputs > 0)
-        message, ways = self.parts.message, (sums > 0) * often * down(grad)
-        filed = (sums == 2) * (2 * often - units) * disk(grad)
-        filed = filed + (inputs == 2) * 2 * moves * disk(message)
-        added = (sums > 0) * (often - units) * 3 * grad / host
-        lanes = [ways + moves * down(message), moves * up(message), filed, added]
-        moved, back = together(lanes, overlap), self.m * self.blocks * sum(self.parts.block[1:4])
-        return (states > 0) * update + np.maximum(moved - overlap * back, 0.0)
+        # In every micro-batch gradients are copied to the host and added there, and the inputs of
+        # blocks are copied to the host and back.
+        reductions = np.where(self.often, self.m, 1) * units
+        moves = self.m * self.blocks * (inputs > 0)
+        message, gradients_down = self.parts.message, (sums > 0) * reductions * download(grad)
+        file_lane = (sums == 2) * (2 * reductions - units) * disk(grad)
+        file_lane = file_lane + (inputs == 2) * 2 * moves * disk(message)
+        host_lane = (sums > 0) * (reductions - units) * 3 * grad / host
+        down = gradients_down + moves * download(message)
+        lanes = [down, moves * upload(message), file_lane, host_lane]
+        moved, hiding = together(lanes, overlap), self.m * self.blocks * sum(self.parts.block[1:4])
+        return (states > 0) * update + np.maximum(moved - overlap * hiding, 0.0)
 
 
 def together(lanes: Sequence[Array], overlap: bool) -> Array:
-    """Seconds of work on several lanes: next to each other, or one after the other."""
+    """Seconds of work on several lanes: in parallel with ``overlap``, otherwise in sequence."""
     return np.maximum.reduce(lanes) if overlap else np.add.reduce(lanes)

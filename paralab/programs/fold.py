@@ -1,21 +1,22 @@
-"""Fold a program: what repeats itself in a deep pipeline is written once. For predictions.
+"""Fold a program: the repeated actions of a deep pipeline are written once. For predictions.
 
 A step of a trillion parameters on 3,072 devices, 512 micro-batches each, has 7 million
-instructions, and almost all of them are the same few actions again and again. A folded program has,
-of every *kind* of pipeline rank (ranks whose stages hold parts alike), the list of a step of four
-micro-batches, compiled like any other and cut into its actions (`Lists`): those of the first
-micro-batch, of the second, of one like all that follow, of the last, and what comes after them.
+instructions, almost all of them repetitions of the same few actions. A folded program has, for
+every *kind* of pipeline rank (ranks whose stages hold the same kinds of parts), the list of a step
+of four micro-batches. It is compiled like any other and cut into its actions (`Lists`): those of
+the first micro-batch, of the second, of one that stands for all that follow, and of the last; and
+the end of the step.
 
-A rank's whole step is these in the order of its schedule, with the schedule's messages between;
-tests put it together so, and it is the list that was never folded, instruction by instruction. What
-an action waits for from another rank stands inside it where the compiler has put it: so a block is
-computed again while its gradient is still on its way. interpret/deep.py says when all of it happens
-without putting it together.
+A rank's whole step is these actions in the order of its schedule, with the schedule's messages
+between; tests assemble it in this way and get the unfolded list, instruction by instruction. The
+WAIT for a message from another rank stays inside the action, where the compiler put it, so that for
+example a block is recomputed while its gradient is in flight. interpret/deep.py computes the times
+of a whole step without assembling it.
 
-It needs that what passes add to an action depends on no other micro-batch but the one before, and
-not on what was computed in between. A learner's passes may do anything, what is copied between
-tiers in every micro-batch waits for the copy before it, and a relay has no actions of stages:
-`folds` says what can be folded.
+Folding requires that the instructions that passes add to an action depend on no micro-batch but the
+previous one, and not on the actions in between. This does not hold for passes of the user's own,
+for copies between tiers in every micro-batch, which wait for the previous copy, or for a relay,
+which has no actions of stages: `folds` says which plans qualify.
 """
 
 from __future__ import annotations
@@ -34,40 +35,42 @@ from paralab.programs.skeleton import instruction, stage_parts
 from paralab.spec import Plan
 from paralab.theory.order import CODE
 
-FEW = 4  # micro-batches of the lists that a step is put together from
-LIKE_ALL = 2  # the one of these that stands for all but two at the start and one at the end
-END = "end"  # what a step ends with, behind its last action
-# Kinds of values of which every micro-batch has its own.
+FEW = 4  # micro-batches in the compiled lists
+LIKE_ALL = 2  # the micro-batch of the lists that stands for all but the first two and the last
+END = "end"  # label of the instructions behind the last action of a step
+# Kinds of values that exist once per micro-batch.
 IN_EACH = OF_MICROBATCH | {"part", "grad"}
-Key = tuple[str, int, int]  # "F", "B", "I" or "W"; of which of the rank's stages; which of FEW
-Way = tuple[str, str, int]  # SEND, RECEIVE, or WAIT for a SEND; "x" or "g"; of which stage
+# An action: "F", "B", "I" or "W"; the stage's index among the rank's stages; micro-batch below FEW.
+Key = tuple[str, int, int]
+# A message: SEND, RECEIVE, or WAIT for a SEND; "x" or "g"; the stage's index as above.
+Way = tuple[str, str, int]
 
 
 def folds(plan: Plan) -> bool:
-    """Whether a plan's program can be put together from a few micro-batches."""
+    """Whether a plan's program can be folded."""
     if plan.microbatches <= FEW or plan.relays or plan.passes:
         return False
-    tiers, several = plan.tiers, plan.virtual_stages > 1
-    if tiers is not None and (plan.reduces_often or tiers.activations != "device" or several):
+    tiers, interleaved = plan.tiers, plan.virtual_stages > 1
+    if tiers is not None and (plan.reduces_often or tiers.activations != "device" or interleaved):
         return False
     if tiers is not None and tiers.delayed:
         return False
-    if several and (plan.zero_stage == 3 or plan.pp == 1):
+    if interleaved and (plan.zero_stage == 3 or plan.pp == 1):
         return False
     if not callable(plan.schedule):
         return True
     letters = {action.kind for row in plan.actions() for action in row}
-    return not several and not letters.issuperset("BI")
+    return not interleaved and not letters.issuperset("BI")
 
 
 # ---- a few micro-batches -------------------------------------------------------------------------
 class Lists(NamedTuple):
-    """A step of `FEW` micro-batches of a kind of rank, one after the other.
+    """A step of `FEW` micro-batches, one after the other, on one kind of rank.
 
-    program  where the list of ``rank``, one of the kind, stands, the others' being empty
+    program  a program with the list of ``rank`` alone; the other lists are empty
+    rank     the pipeline rank that stands for its kind
     labels   per instruction the `Key` of its action, the `Way` of its message, or `END`
-    turns    {key: what an action consists of}, and of `END`. What micro-batches have each is named
-             like the first's
+    turns    {key, or `END`: its instructions}, with all values numbered as those of micro-batch 0
     """
 
     program: Program
@@ -77,59 +80,61 @@ class Lists(NamedTuple):
 
     @property
     def messages(self) -> dict[Way, Instr]:
-        """One of each."""
+        """{way: one instruction of this kind}."""
         pairs = zip(self.labels, self.program.codes[self.rank], strict=True)
         return {label: ins for label, ins in pairs if label[0] in (SEND, RECEIVE, WAIT)}
 
 
 def lists(program: Program, rank: int) -> Lists:
-    """Of a pipeline rank of a program that is laid out."""
+    """The lists of a pipeline rank of a program that has no instructions yet (`laid_out`)."""
     plan = program.plan
     codes: list[Code] = [[] for _ in range(plan.pp)]
-    found, label = Lists(replace(program, codes=codes), rank, [], {}), None
-    begins, ends = ({edges[side]: s for s, edges in enumerate(program.stages)} for side in (0, 1))
+    result, label = Lists(replace(program, codes=codes), rank, [], {}), None
+    # {boundary: the stage that starts, or ends, there}
+    starts, ends = ({edges[side]: s for s, edges in enumerate(program.stages)} for side in (0, 1))
 
     def way(ins: Instr) -> Way:
         kind, at, _ = (ins.reads or ins.writes)[0]
         kind, at = at if kind == "sent" else (kind[0], at)  # "x" of an xslice
-        stage_of = ends if (kind == "x") == (ins.op != RECEIVE) else begins
+        stage_of = ends if (kind == "x") == (ins.op != RECEIVE) else starts
         return ins.op, kind, stage_of[at] // plan.pp
 
     for ins in derived(passed(program, rank, _few(program, rank))):
         if ins.op == CALL:
             label = ins.at
-            found.turns[label] = []
+            result.turns[label] = []
             continue
         codes[rank].append(ins)
-        sent = ins.op == WAIT and ins.at == SEND
-        found.labels.append(way(ins) if sent or ins.op in MESSAGES else label)
-        if not (sent and label != END or ins.op in MESSAGES):
-            found.turns[label].append(_plain(ins))
-    return found
+        waits_for_send = ins.op == WAIT and ins.at == SEND
+        result.labels.append(way(ins) if waits_for_send or ins.op in MESSAGES else label)
+        if not (waits_for_send and label != END or ins.op in MESSAGES):
+            result.turns[label].append(_plain(ins))
+    return result
 
 
 def _few(program: Program, rank: int) -> Code:
-    """What a rank computes of a few micro-batches, and its messages; a mark before each action."""
+    """A rank's skeleton for `FEW` micro-batches, with a mark before each action."""
     plan, stages, n = program.plan, program.stages, len(program.model.ops)
     letters = {action.kind for action in plan.actions()[rank]}
-    mine, code = range(rank, plan.stages, plan.pp), []
+    own_stages, code = range(rank, plan.stages, plan.pp), []
     for k in range(FEW):
-        for letter in (some for some in CODE if some in letters):
-            for s in mine if letter == "F" else reversed(mine):
-                what, to = ("F", 1) if letter == "F" else ("B", -1)
+        for letter in (known for known in CODE if known in letters):
+            for s in own_stages if letter == "F" else reversed(own_stages):
+                content, step_to = ("F", 1) if letter == "F" else ("B", -1)
                 steps = [Action(s, letter, k)]
-                if 0 <= s - to < plan.stages and letter != "W":
-                    steps.insert(0, Transfer("recv", what, s, k, (s - to) % plan.pp))
-                if 0 <= s + to < plan.stages and letter != "W":
-                    steps.append(Transfer("send", what, s, k, (s + to) % plan.pp))
-                made = [instruction(step, stages, n) for step in steps]
-                at = next(at for at, ins in enumerate(made) if ins.op in COMPUTE)
-                code += [*made[:at], mark((letter, s // plan.pp, k)), *made[at:]]
+                if 0 <= s - step_to < plan.stages and letter != "W":
+                    steps.insert(0, Transfer("recv", content, s, k, (s - step_to) % plan.pp))
+                if 0 <= s + step_to < plan.stages and letter != "W":
+                    steps.append(Transfer("send", content, s, k, (s + step_to) % plan.pp))
+                instructions = [instruction(step, stages, n) for step in steps]
+                at = next(at for at, ins in enumerate(instructions) if ins.op in COMPUTE)
+                action = mark((letter, s // plan.pp, k))
+                code += [*instructions[:at], action, *instructions[at:]]
     return [*code, mark(END)]
 
 
 def _plain(ins: Instr) -> Instr:
-    """Without the number of a micro-batch."""
+    """``ins`` with all values numbered as those of micro-batch 0."""
     op, at, mb, unit, reads, writes, lane, peer, phase, frees = ins
     reads, writes = numbered(reads, 0, IN_EACH), numbered(writes, 0, IN_EACH)
     frees = numbered(frees, 0, IN_EACH) if frees else frees
@@ -137,16 +142,16 @@ def _plain(ins: Instr) -> Instr:
 
 
 def first_alike(program: Program) -> list[int]:
-    """Per pipeline rank the first one that is of its kind."""
+    """Per pipeline rank the first rank of the same kind."""
     names, plan = stage_parts(program.spec, program.plan), program.plan
-    found: dict[Any, int] = {}
+    first_of_kind: dict[Any, int] = {}
     return [
-        found.setdefault(tuple(map(_alike, names[rank :: plan.pp])), rank)
+        first_of_kind.setdefault(tuple(map(_alike, names[rank :: plan.pp])), rank)
         for rank in range(plan.pp)
     ]
 
 
 def _alike(parts: tuple[str, ...]) -> tuple[bool, int, bool]:
-    """Equal for stages whose parts of the model are alike."""
+    """(has the embedding, number of blocks, has the head): equal for stages of one kind."""
     ends = parts[0] == "embedding", parts[-1] == "head"
     return ends[0], len(parts) - sum(ends), ends[1]

@@ -1,34 +1,38 @@
-"""A program is a list of instructions per pipeline rank, data without torch.
+"""A program: one training step as a list of instructions per pipeline rank. Plain data, no torch.
 
 A *value* is a tuple (kind, where, version); instructions name the values that they read and write.
-Kinds, and what they hold on one rank:
+A *unit* is a group of parameters in one flat buffer (buckets.py); for w, grad and the other kinds
+of a unit, ``where`` is the unit's number on the rank. Kinds, and what they hold on one rank:
 
     x        the state before op ``where`` of micro-batch ``version``         activations, workspace
-    r        the same, where forward runs a second time
+    r        the same state, when forward is recomputed
     g        the gradient of x
-    saved    what ops (i, j) keep from forward for backward; ``deferred`` what waits for the second
-             half of a split backward; ``again`` an input that is gathered once more for it;
-             ``xpart`` a tp rank's part of a block's input; ``xslice``, ``gslice`` of what goes to
-             another stage
+    saved    what ops (i, j) keep from forward for backward
+    deferred what the input half of a split backward keeps for the weight half
+    again    what an f-bar gathered in forward, gathered a second time for backward
+    xpart    a tp rank's part of a block's input; ``xslice``, ``gslice``: its part of an x or g that
+             is sent to another stage
     w        a unit's parameters, flat; version > 0: gathered for one use
-    grad     a unit's gradient, flat: the sum so far; where ZeRO reduces after every micro-batch
-             (`Plan.reduces_often`) that of micro-batch ``version``
-    part     this rank's share of one reduced gradient, on its way into ``gshard``, their sum
-    wide     a copy in fp32 of a gradient in 16 bits, or of its share, for the update
-    shard    this rank's share of the parameters; ``master`` in fp32, where they have 16 bits;
-             ``second`` the larger one of hpZ
-    piece    a copy of it that has come up from another tier; ``back`` an x that has
-    opt      the optimizer's states of what this rank updates
-    norm     squares of the gradients, summed; ``host.norm`` is their norm, ``host.verdict`` what
-             follows from it; ``scale`` the loss scale of fp16; ``mask`` the causal mask
-    sent     a message has left
+    grad     a unit's gradient, flat, summed over the micro-batches so far; where ZeRO reduces after
+             every micro-batch (`Plan.reduces_often`), the gradient of micro-batch ``version`` alone
+    part     this rank's shard of one reduced gradient, before it is added to ``gshard``
+    gshard   this rank's shard of the unit's gradient, summed over micro-batches
+    wide     an fp32 copy, for the update, of a 16-bit gradient or of its shard
+    shard    this rank's shard of the parameters; ``second``: its larger shard under hpZ
+    master   the fp32 master weights that this rank updates, where parameters have 16 bits
+    piece    a copy of ``shard`` fetched from another tier; ``back``: an x fetched from one
+    opt      the optimizer states of the parameters that this rank updates
+    norm     the sum of the squares of the gradients; ``host.norm``: the norm of one unit's
+             gradient, taken on the host; ``host.verdict``: what follows from the norm, a divisor of
+             the gradients and whether to skip the step
+    scale    the loss scale of fp16; ``mask``: the causal mask
+    sent     marks a message that has left; it holds no memory
 
-``host.`` or ``file.`` before a kind: the same values off the device. A *unit* is the parameters in
-one flat buffer (buckets.py); ``where`` of w, grad ... is its number on the rank.
+``host.`` or ``file.`` before a kind: the same value in host memory or in a file.
 
-Data-parallel and tensor-parallel ranks of a pipeline rank have the same list. Passes (parallel/)
-say only what each instruction reads and writes; when a rank waits, and when a value's memory ends,
-is derived once for all of them (derive.py).
+All data-parallel and tensor-parallel ranks of a pipeline rank run the same list. Passes (parallel/)
+say only what each instruction reads and writes. When a rank waits, and when a value is freed, is
+derived once for all passes (derive.py).
 """
 
 from __future__ import annotations
@@ -53,9 +57,11 @@ COMPUTE = FORWARDS | BACKWARDS
 ADDS_GRADIENTS = frozenset((BACKWARD, BACKWARD_WEIGHT))
 COLLECTIVES = frozenset((ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER))
 MESSAGES = frozenset((SEND, RECEIVE))
-# All that a list may have; in predictions a CALL marks, stands for several, or is an op's own call.
+# All that a rank's list may contain. CALL is not among them: it marks where an action begins while
+# a list is compiled; in predictions it stands for several instructions, or for a message that an op
+# sends itself (`model.ops.Call`).
 OPS = COMPUTE | COLLECTIVES | MESSAGES | {COPY, UPDATE, NORM, RESCALE, KEEP, ADD, WAIT}
-# What a schedule calls an action, and what of a model's ops compute runs.
+# The instruction of each kind of action in a schedule; the methods of a model's ops that it runs.
 ACTIONS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}
 METHODS = {
     FORWARD: ("forward",),
@@ -64,7 +70,7 @@ METHODS = {
     BACKWARD_INPUT: ("input",),
     BACKWARD_WEIGHT: ("weight",),
 }
-# What a report calls what the rank's own thread does.
+# The names that a report gives to instructions on the rank's own thread.
 KINDS = {
     FORWARD: "forward",
     RECOMPUTE: "backward",
@@ -74,32 +80,33 @@ KINDS = {
     **dict.fromkeys((UPDATE, NORM, RESCALE), "optimizer"),
     **dict.fromkeys((KEEP, ADD, COPY), "copy"),
 }
-# Lanes of a rank that other threads run, or streams; any other lane is a group's.
+# Lanes that other threads or streams of a rank run; every other lane is a group's.
 WORKERS = frozenset(("h2d", "d2h", "disk", "host"))
 # A tensor-parallel rank's part of a state, along the sequence.
 PARTS = frozenset(("xpart", "xslice", "gslice"))
-# Values that are the state between two ops, of which the last entry is sent.
+# Kinds that are the state between two ops; a message carries the state's last entry.
 STATES = frozenset(("x", "r", "g", "again", "back")) | PARTS
-# The phase of what is carried on into the next step: no instruction waits for it in its own.
+# The phase of calls that go on during the next step: no instruction of their own step waits.
 LATE = "late"
 
 
 class Instr(NamedTuple):
     """One instruction.
 
-    op      what it does
-    at      of compute: the ops (i, j) that it runs; of a message: the boundary between ops; of a
-            sum of gradients that only some ranks share: (axis, phase); of a WAIT: its call's op
+    op      one of `OPS`
+    at      for compute: the ops (i, j) that it runs; for a message: the boundary between ops; for a
+            sum of gradients that only some ranks share: (axis, phase); for a WAIT: its call's op;
+            for others that concern a unit: the unit
     mb      the micro-batch, or -1
-    unit    the unit of parameters that it is about, or -1
-    reads, writes  values
-    lane    "" on the rank's own thread (a GPU's compute stream); else the axis of the group whose
-            call it is, or "h2d", "d2h", "disk", "host": then it is only begun here, and the
-            instruction that needs what it writes waits first (a WAIT has the lane of its call)
-    peer    pipeline rank of the other end of a message
-    phase   what the report calls the traffic; on a BACKWARD_WEIGHT, not empty: it was split off to
-            hide a message
-    frees   values whose memory ends behind it
+    unit    the number of the unit that it concerns, or -1
+    reads, writes  the values that it reads and writes
+    lane    "": the rank's own thread (a GPU's compute stream) executes it. Else the axis of the
+            group that communicates, or "h2d", "d2h", "disk", "host": the instruction only starts
+            the call, and a WAIT precedes the first use of its result (it has the call's lane)
+    peer    pipeline rank at the other end of a message
+    phase   what the report calls the traffic. A BACKWARD_WEIGHT with a phase was split off its
+            BACKWARD to hide a message
+    frees   values that are freed once it is done
     """
 
     op: str
@@ -121,10 +128,10 @@ Pass = Callable[[Code], Code]
 def compute(
     op: str, i: int, j: int, k: int, n: int, *, keeps: bool = True, whole: Range | None = None
 ) -> Instr:
-    """What ops (i, j) of a model of n do with micro-batch k.
+    """The compute instruction ``op`` over ops (i, j), of a model of n ops, for micro-batch k.
 
-    keeps  a forward that keeps nothing is run again before its backward
-    whole  the range that a RECOMPUTE is a piece of: what it passes on inside is called "r"
+    keeps  whether a FORWARD saves anything; if not, a RECOMPUTE has to precede its backward
+    whole  the recomputed range that a RECOMPUTE is a piece of: states inside it are "r", not "x"
     """
     at = (i, j)
     x = (("x", i, k),) if i else ()
@@ -146,40 +153,40 @@ def compute(
 
 
 def keeps(ins: Instr) -> bool:
-    """Whether a forward leaves anything for a backward."""
+    """Whether a FORWARD or a RECOMPUTE saves anything for backward."""
     return any(v[0] == "saved" for v in ins.writes)
 
 
 def cut(code: Code, cuts: Iterable[int], n: int) -> Code:
-    """Compute split at these boundaries between ops: forward from the first piece to the last,
-    backward from the last to the first.
+    """``code`` with compute instructions split at the boundaries ``cuts`` between the model's n
+    ops. Forward runs the pieces from first to last, backward from last to first.
     """
-    cuts, made = sorted(set(cuts)), []
+    cuts, new_code = sorted(set(cuts)), []
     for ins in code:
         begin, end = ins.at if ins.op in COMPUTE else (0, 0)
         edges = [c for c in cuts if begin < c < end]
         if not edges:
-            made.append(ins)
+            new_code.append(ins)
             continue
-        pieces, kept = list(pairwise([begin, *edges, end])), keeps(ins) or ins.op not in FORWARDS
+        pieces, saves = list(pairwise([begin, *edges, end])), keeps(ins) or ins.op not in FORWARDS
         for i, j in pieces if ins.op in FORWARDS else reversed(pieces):
-            made.append(compute(ins.op, i, j, ins.mb, n, keeps=kept, whole=ins.at))
-    return made
+            new_code.append(compute(ins.op, i, j, ins.mb, n, keeps=saves, whole=ins.at))
+    return new_code
 
 
-# ---- what passes are written with ----------------------------------------------------------------
+# ---- helpers for passes --------------------------------------------------------------------------
 def insert(code: Code, after: Mapping[int, Iterable[Instr]]) -> Code:
-    """``code`` with more instructions behind some positions."""
-    made: Code = []
+    """``code`` with the instructions ``after[position]`` inserted behind each such position."""
+    new_code: Code = []
     for position, ins in enumerate(code):
-        made.append(ins)
-        made += after.get(position, ())
-    return made
+        new_code.append(ins)
+        new_code += after.get(position, ())
+    return new_code
 
 
 def completed(code: Code, *, per_microbatch: bool = False) -> dict[int, list[int]]:
-    """{position: units whose gradient is complete behind it}: nothing later in the step adds to it,
-    or, ``per_microbatch``, nothing of the same micro-batch does.
+    """{position: units whose gradient is complete after the instruction there}, that is, to which
+    no later instruction of the step adds, or, ``per_microbatch``, none of the same micro-batch.
     """
     last: dict[tuple[int, int], int] = {}
     for position, ins in enumerate(code):
@@ -187,19 +194,21 @@ def completed(code: Code, *, per_microbatch: bool = False) -> dict[int, list[int
             for v in ins.writes:
                 if v[0] == "grad":
                     last[v[1], ins.mb if per_microbatch else 0] = position
-    found: dict[int, list[int]] = {}
+    units_at: dict[int, list[int]] = {}
     for (unit, _), position in last.items():
-        found.setdefault(position, []).append(unit)
-    return found
+        units_at.setdefault(position, []).append(unit)
+    return units_at
 
 
 def gradients(code: Code) -> list[int]:
-    """The units that have a gradient, in the order in which these are complete."""
+    """The units that have a gradient, in the order in which the gradients are complete."""
     return [unit for _, units in sorted(completed(code).items()) for unit in units]
 
 
 def sums_shared(ins: Instr) -> bool:
-    """Whether it sums only the gradients that the ranks of ``at``'s axis share, in one message."""
+    """Whether ``ins`` sums, in one message, the gradients that only the ranks of one axis share
+    (``ins.at`` is then the axis and a phase).
+    """
     return ins.op == ALL_REDUCE and isinstance(ins.at, tuple)
 
 
@@ -210,17 +219,19 @@ def all_reduce(unit: int, axis: str = "dp") -> Instr:
 
 
 def reduce_scatter(unit: int, axis: str = "dp") -> Instr:
-    """The same sum, of which each rank gets one equal part."""
+    """The same sum, of which each rank receives one equal part."""
     grad, part = ("grad", unit, 0), ("part", unit, 0)
     return Instr(REDUCE_SCATTER, unit, -1, unit, (grad,), (part,), axis, phase="grad_sync")
 
 
 def all_gather(unit: int, axis: str = "dp") -> Instr:
-    """The ranks' parts of a gradient, put together to a whole one on each of them."""
+    """The ranks' parts of a gradient, gathered into the whole gradient on each rank."""
     grad, part = ("grad", unit, 0), ("part", unit, 0)
     return Instr(ALL_GATHER, unit, -1, unit, (part,), (grad,), axis, phase="grad_sync")
 
 
 def wait(call: Instr) -> Instr:
-    """The rank waits here for this call; without it, where its result is first used."""
+    """A WAIT for ``call`` at this place. Without one, the rank waits where the result is first
+    used.
+    """
     return Instr(WAIT, reads=call.writes)

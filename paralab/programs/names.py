@@ -1,8 +1,8 @@
 """Instructions and values in the model's terms: "FORWARD blocks.3 mb 0", "w blocks.3".
 
-Ranges of ops are named after the part of the model that they are, or after their first and last op;
-units after the part or the parameter that they hold, or else by number, "bucket 2". A micro-batch
-is "mb 5", ranks are global. Errors, the printed program and its differences all use these names.
+A range of ops is named after its part of the model, or after its first and last op; a unit after
+its part or its only parameter, otherwise by number, "bucket 2". A micro-batch is "mb 5"; ranks are
+global. Errors, the printed program and program differences all use these names.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from paralab.programs.instructions import (
 )
 from paralab.programs.program import Program
 
-USUAL = frozenset(("shard", "x", "g", "saved"))  # what is gathered from where it always is
-NOWHERE = frozenset(("scale", "mask", "verdict"))  # of the whole rank
+USUAL = frozenset(("shard", "x", "g", "saved"))  # usual sources of an ALL_GATHER: not printed
+NOWHERE = frozenset(("scale", "mask", "verdict"))  # kinds that belong to the whole rank
 
 
 class Names:
-    """The names on one pipeline rank.
+    """The names in the list of one pipeline rank.
 
-    rank   global: whose list it is; default: the first rank that has it
-    units  the names of its units, by number
+    rank   the global rank whose peers are named; default: the first with this list
+    units  the names of the pipeline rank's units, by number
     """
 
     def __init__(self, program: Program, pp: int, rank: int | None = None) -> None:
@@ -49,7 +49,7 @@ class Names:
 
     # ---- places in the model ---------------------------------------------------------------------
     def ops(self, i: int, j: int) -> str:
-        """Of the ops (i, j)."""
+        """The name of ops (i, j)."""
         begin, last = self.model.ops[i].name, self.model.ops[j - 1].name
         for part, first, end in self.model.parts:
             if (first, end) == (i, j):
@@ -59,11 +59,11 @@ class Names:
         return begin if j == i + 1 else f"{begin} … {last}"
 
     def boundary(self, at: int) -> str:
-        """Of a state: the part, or the op, that takes it."""
+        """The name of the state at a boundary: the part, or the op, that reads it."""
         return self.begins.get(at) or self.model.ops[at].name
 
     def place(self, value: Value) -> str:
-        """What a value is of, without its kind and micro-batch."""
+        """The place of a value in the model, without its kind and micro-batch."""
         kind, where, _ = value
         kind = kind.rpartition(".")[2]
         if kind == "sent":
@@ -72,18 +72,18 @@ class Names:
             return self.boundary(where)
         if isinstance(where, tuple):
             return self.ops(*where)
-        if kind in NOWHERE or value[0] == "norm":  # the host's is of a unit
+        if kind in NOWHERE or value[0] == "norm":  # "host.norm" belongs to a unit
             return ""
         return self.units[where] if 0 <= where < len(self.units) else f"unit {where}"
 
     def about(self, ins: Instr) -> str:
-        """The place of an instruction: of the ops that it runs, or of the first value it names."""
+        """The place of an instruction: that of its ops, or of the first value that it names."""
         if ins.op in COMPUTE:
             return self.ops(*ins.at)
         return "".join(map(self.place, (ins.reads or ins.writes)[:1]))
 
     def parameters(self, unit: int) -> str:
-        """A unit by the names of its parameters, and its own where that says more."""
+        """A unit by its first parameter and the number of others, with the unit's own name."""
         names = self.held[unit].names
         if len(names) == 1:
             return names[0]
@@ -94,12 +94,12 @@ class Names:
         return f"{value[0]} {self.place(value)}".rstrip()
 
     def values(self, values: Sequence[Value]) -> str:
-        """The first of several, and how many more there are."""
+        """The first of several values, and how many more there are."""
         more = f" and {len(values) - 1} more" * (len(values) > 1)
         return self.value(values[0]) + more if values else ""
 
     def what(self, ins: Instr) -> str:
-        """What an instruction is about: of which micro-batch, over which group, with which rank."""
+        """An instruction without its op: the value, micro-batch, group or peer."""
         text = self._what(ins) + f" mb {ins.mb}" * (ins.mb >= 0)
         if ins.op in MESSAGES and 0 <= ins.peer < len(self.pipeline):
             text += f" {'to' if ins.op == SEND else 'from'} rank {self.pipeline[ins.peer]}"
@@ -108,27 +108,29 @@ class Names:
         return text
 
     def _what(self, ins: Instr) -> str:
-        """What is sent, gathered, kept ...: by what is there before, or of a gather after it."""
-        old, new = (values[0][0] if values else "" for values in (ins.reads, ins.writes))
+        """The value that is sent, reduced, kept ...: the source, of a gather the result."""
+        source, target = (values[0][0] if values else "" for values in (ins.reads, ins.writes))
         if ins.op in COMPUTE:
             return self.about(ins)
         if ins.op == RESCALE:
             return "loss scale"
         if ins.op == UPDATE:
             return self.units[ins.unit]
-        if ins.op == ALL_GATHER and old:
-            return self.value(ins.writes[0]) + f" from {old}" * (old not in USUAL)
-        moves = old and new not in ("", old, "sent") and ins.op != NORM
-        return self.values(ins.reads or ins.writes) + (f" → {new}" if moves else "")
+        if ins.op == ALL_GATHER and source:
+            return self.value(ins.writes[0]) + f" from {source}" * (source not in USUAL)
+        moves = source and target not in ("", source, "sent") and ins.op != NORM
+        return self.values(ins.reads or ins.writes) + (f" → {target}" if moves else "")
 
     def instruction(self, ins: Instr) -> str:
-        """The whole instruction in a few words."""
+        """An instruction as text: "ALL_GATHER w blocks.3 over dp"."""
         return f"{ins.op} {self.what(ins)}"
 
     def frees(self, ins: Instr) -> str:
-        """The values that end with an instruction: by kind alone where it is about their place."""
-        here, ends = self.about(ins), ins.at if ins.op in COMPUTE else ()
+        """The values that an instruction frees; only by kind if they are of its own place."""
+        place, boundaries = self.about(ins), ins.at if ins.op in COMPUTE else ()
         return ", ".join(
-            v[0] if (v[0] in STATES and v[1] in ends) or self.place(v) == here else self.value(v)
+            v[0]
+            if (v[0] in STATES and v[1] in boundaries) or self.place(v) == place
+            else self.value(v)
             for v in ins.frees
         )

@@ -1,17 +1,17 @@
-"""Passes of the learner's own: ``Plan(passes=(f,))`` with f(program) -> program.
+"""Passes of your own: ``Plan(passes=(f,))`` with f(program) -> program.
 
     from paralab.programs import ALL_REDUCE, insert, wait
 
-    def not_hidden(program):  # the rank waits for every sum at once, which nothing hides then
+    def not_hidden(program):  # the rank waits for every sum at once, so nothing hides it
         calls = {at: [wait(ins)] for at, ins in enumerate(program.code) if ins.op == ALL_REDUCE}
         return program.replace(insert(program.code, calls))
 
     pl.Plan(dp=4, passes=(not_hidden,))
 
-A pass sees one rank's list after all built-in passes and before waits and frees are derived, and
-says what each instruction reads and writes. What it makes is run, timed, weighed, counted and
-printed like anything else, so it is looked at first: here whether it is a list of instructions at
-all, in checks.py whether they fit together. ``f(pl.program(model, plan))`` shows the result.
+A pass gets one rank's list after all built-in passes and before waits and frees are derived. Each
+instruction that it adds says what it reads and writes. The resulting list is run, predicted and
+printed like any other, so it is checked first: here whether every entry is a possible instruction,
+in checks.py whether they fit together. ``f(pl.program(model, plan))`` shows the result.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from paralab.programs.instructions import (
 from paralab.programs.program import Program
 from paralab.spec.forms import form_name
 
-# What an instruction that moves values reads and writes: how many.
+# How many values an instruction that moves values reads and writes.
 MOVES = dict.fromkeys((*COLLECTIVES, KEEP, ADD, COPY, SEND), (1, 1)) | {RECEIVE: (0, 1)}
 
-COPIED = PARTS | {"wide", "second", "host.verdict"}  # what a COPY of the rank's own makes
+COPIED = PARTS | {"wide", "second", "host.verdict"}  # what a COPY on a rank's own thread may write
 
 
 class RankProgram:
     """One rank's list of instructions, as passes see it.
 
     code   the list, before waits and frees are derived; `replace` takes a changed one
-    rank   global, a rank that has this list; ``pp`` its place in the pipeline
-    model, plan, units  what is trained, how it is split, and the flat buffers of parameters
+    rank   a global rank that has this list
+    pp     its index in the pipeline
+    model, plan, units  the `ModelSpec`, the `Plan`, and the flat buffers of the rank's parameters
     """
 
     def __init__(self, program: Program, rank: int, code: Iterable[Instr]) -> None:
@@ -72,37 +73,37 @@ class RankProgram:
 
 
 def own_passes(program: Program, pp: int, code: Code) -> Code:
-    """The list after all of ``plan.passes``; ``ValueError`` where one of them makes no program."""
+    """The list after all of ``plan.passes``; ``ValueError`` if a pass returns no valid program."""
     plan = program.plan
     for number, form in enumerate(plan.passes):
-        given = RankProgram(program, pp * plan.dp * plan.tp, code)
-        made = form(given)
-        if why := _refused(program, pp, code, made):
+        before = RankProgram(program, pp * plan.dp * plan.tp, code)
+        after = form(before)
+        if why := _refused(program, pp, code, after):
             raise illegal(f"passes[{number}]", form_name(form), *why)
-        code = made.code
+        code = after.code
     return code
 
 
-def _refused(program: Program, pp: int, code: Code, made: Any) -> tuple[str, str] | None:
-    """Why what a pass has made of a list is no program, and what would be legal."""
+def _refused(program: Program, pp: int, code: Code, result: Any) -> tuple[str, str] | None:
+    """(why, legal) if ``result``, which a pass returned, is no program of this rank, else None."""
     legal = "return program.replace(code), with a list of paralab.programs.Instr"
-    if not isinstance(made, RankProgram):
-        return f"it returned a {type(made).__name__}, not a program", legal
-    if made.program is not program or made.pp != pp:
+    if not isinstance(result, RankProgram):
+        return f"it returned a {type(result).__name__}, not a program", legal
+    if result.program is not program or result.pp != pp:
         return "it returned another rank's program", legal
-    if not made.code:  # or a generator that was used up before
+    if not result.code:  # also of an exhausted generator
         return "it returned an empty list", legal
     as_given = set(map(id, code))
-    for position, ins in enumerate(made.code):
+    for position, ins in enumerate(result.code):
         if id(ins) not in as_given and (wrong := _wrong(program, pp, ins)):
-            known = isinstance(ins, Instr)
-            said = f"{ins.op} of {(ins.reads or ins.writes)!r:.60}" if known else repr(ins)[:60]
-            return f"instruction {position} of its list, {said}, {wrong[0]}", wrong[1]
+            is_instr = isinstance(ins, Instr)
+            shown = f"{ins.op} of {(ins.reads or ins.writes)!r:.60}" if is_instr else repr(ins)[:60]
+            return f"instruction {position} of its list, {shown}, {wrong[0]}", wrong[1]
     return None
 
 
 def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
-    """Why something is no instruction that this rank can run, and what would be legal."""
+    """(why, legal) if ``ins`` is no instruction that this rank can run, else None."""
     plan = program.plan
     if not isinstance(ins, Instr):
         legal = "Instr(op, ...), or a helper such as all_reduce(unit); insert() takes lists of them"
@@ -110,7 +111,7 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     if not all(isinstance(vs, tuple) for vs in (ins.reads, ins.writes)):
         return "does not read and write tuples of values", 'reads=(("grad", 0, 0),)'
     try:
-        hash(ins)  # lists of instructions are looked through by what they consist of
+        hash(ins)  # instructions are used as dictionary keys
     except TypeError as error:
         return f"holds what can change: {error}", "strings, whole numbers and tuples of them"
     if ins.op not in OPS:
@@ -140,18 +141,18 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     shared = sums_shared(ins)
     if shared and ins.at not in program.shared(pp, None):
         return f"sums what {ins.at!r} does not share", str(list(program.shared(pp, None)))
-    if shared:  # as one message, whose parts ranks and predictions know by its axis and phase
+    if shared:  # one message; ranks and predictions look its contents up by axis and phase
         kind = "gshard" if plan.zero_stage else "grad"
-        alike = {(kind, share.unit, 0) for share in program.shared(pp, None)[ins.at]}
-        if set(ins.reads) != alike:
+        expected = {(kind, share.unit, 0) for share in program.shared(pp, None)[ins.at]}
+        if set(ins.reads) != expected:
             return (
                 f"sums not all that {ins.lane!r} shares",
-                f"one sum of all {len(alike)}, in place",
+                f"one sum of all {len(expected)}, in place",
             )
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
     if ins.op == ALL_GATHER and ins.lane not in ("dp", "secondary"):
-        fits = counts[0] == 1  # what a tp rank gathers may stay for backward too
-    if ins.op == ADD and ins.lane:  # the host's reads what it adds to, too
+        fits = counts[0] == 1  # what a tp rank gathers may be saved for backward too
+    if ins.op == ADD and ins.lane:  # on the host it also reads the value that it adds to
         fits = fits or (counts == (2, 1) and ins.reads[1:] == ins.writes)
     if ins.op in (ADD, KEEP) and ins.reads[:1] == ins.writes:
         return "reads and writes the same value", "a value that is added to, or kept as, another"

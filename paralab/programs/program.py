@@ -1,4 +1,4 @@
-"""A compiled program, and how large its values are. Torch-free."""
+"""A compiled program, and the sizes of its values. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMIZERS = ("adamw", "sgd")
 
 
 class Size(NamedTuple):
-    """Where a value lies, what it counts as, and how many bytes it has."""
+    """The tier of a value ("device", "host" or "file"), its memory category, and its bytes."""
 
     tier: str
     category: str
@@ -27,13 +27,13 @@ class Size(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Elements of a parameter in what a rank keeps of a unit.
+    """A range of a parameter's elements in what a rank keeps of a unit (all of it, or its shard).
 
-    unit   its number
-    name   of the parameter
-    start  first element, in the rank's own part of what is kept of the unit
-    count  how many
-    first  the first of them in the parameter
+    unit   number of the unit
+    name   name of the parameter
+    start  the range's first element in what the rank keeps of the unit
+    count  number of elements
+    first  the range's first element in the parameter
     """
 
     unit: int
@@ -45,13 +45,14 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One step of a training under a plan.
+    """One training step under a plan.
 
-    optimizer  one of `OPTIMIZERS`; ``clips``: whether the gradients' norm is bounded
-    model      the ops of a rank
+    optimizer  one of `OPTIMIZERS`
+    clips      whether the norm of the gradients is bounded
+    model      the ops that one tensor-parallel rank runs
     stages     ops (i, j) of every pipeline stage
     units      per pipeline rank its units
-    codes      per pipeline rank its instructions; empty where they were not asked for
+    codes      per pipeline rank its instructions; empty for ranks that were not compiled
     """
 
     spec: ModelSpec
@@ -62,39 +63,40 @@ class Program:
     stages: tuple[tuple[int, int], ...]
     units: tuple[tuple[Unit, ...], ...]
     codes: list[Code] = field(default_factory=list)
-    _known: dict = field(default_factory=dict, init=False, repr=False)  # what has been worked out
+    _known: dict = field(default_factory=dict, init=False, repr=False)  # cached sizes and shares
 
     # ---- sizes -----------------------------------------------------------------------------------
     def precision_of(self, kind: str) -> str:
-        """Of a value's elements, by its kind, on whatever tier."""
+        """The precision of a value's elements, by the value's kind, on any tier."""
         own = kind.rpartition(".")[2] in tiers.GRADIENTS
         return self.plan.grad_precision if own else self.plan.precision
 
     def item_of(self, kind: str) -> int:
-        """Bytes of such an element."""
+        """Bytes of one element of a value of this kind."""
         return BYTES_PER_ELEMENT[self.precision_of(kind)]
 
     @property
     def widens(self) -> bool:
-        """Whether an UPDATE makes fp32 copies of its own unit's gradients, which have 16 bits."""
+        """Whether an UPDATE makes an fp32 copy of its own unit's 16-bit gradient."""
         return self.plan.grad_precision != "fp32" and self.plan.grad_dtype != "fp32-copy"
 
     @property
     def update_bytes(self) -> int:
-        """That an UPDATE moves per element: AdamW reads four fp32 values and writes three, SGD two
-        and one. Parameters in 16 bits are rounded from masters, and gradients widened: 6 more each.
+        """Bytes that an UPDATE moves per element: AdamW reads four fp32 values and writes three,
+        SGD reads two and writes one. Rounding 16-bit parameters from their masters takes 6 more,
+        widening 16-bit gradients 6 more.
         """
         values = 7 if self.optimizer == "adamw" else 3
         return 4 * values + 6 * (self.model.item < 4) + 6 * self.widens
 
     def size(self, value: Value, rank: int) -> Size:
-        """Of a value on a pipeline rank."""
+        """The size of a value on a pipeline rank."""
         kind, where, version = value
         key = (kind, where, rank, version > 0 if kind == "w" or "." in kind else 0)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._size(kind, where, version, rank)
-        return found
+        size = self._known.get(key)
+        if size is None:
+            size = self._known[key] = self._size(kind, where, version, rank)
+        return size
 
     def _size(self, kind: str, where: Any, version: int, rank: int) -> Size:
         if "." in kind:
@@ -110,7 +112,7 @@ class Program:
         """{kind: (category, bytes)} of the values of a unit."""
         plan, item, grad = self.plan, self.model.item, self.item_of("grad")
         share, elements = unit.numel // self.shards, self.elements(unit)
-        counts = 4 * (1 if plan.zero_stage else len(unit.names))  # of steps, one for each tensor
+        counts = 4 * (1 if plan.zero_stage else len(unit.names))  # AdamW's step count per tensor
         adamw = 8 * elements // self.shards + counts
         return {
             "w": ("buffers" if version else "parameters", item * elements),
@@ -126,20 +128,20 @@ class Program:
         }
 
     def storages(self, rank: int) -> Storages:
-        """What the values of a pipeline rank hold."""
-        found = self._known.get(rank)
-        if found is None:
+        """The storages of a pipeline rank's values."""
+        storages = self._known.get(rank)
+        if storages is None:
             stages = self.stages[rank :: self.plan.pp]
-            found = self._known[rank] = Storages(sharing_of(self.model), self.plan, stages)
-        return found
+            storages = self._known[rank] = Storages(sharing_of(self.model), self.plan, stages)
+        return storages
 
     @property
     def shards(self) -> int:
-        """Parts that a unit's states are partitioned into."""
+        """The number of shards into which a unit's states are partitioned."""
         return self.plan.shard_degree if self.plan.zero_stage else 1
 
     def elements(self, unit: Unit) -> int:
-        """Elements of a unit's parameters: with padding only where they are sharded."""
+        """Elements of a unit's parameters, with padding only if they are sharded."""
         if self.plan.zero_stage:
             return unit.numel
         return sum(prod(self.model.shapes[name]) for name in unit.names)
@@ -150,41 +152,38 @@ class Program:
 
     @property
     def norm_axes(self) -> list[str]:
-        """The axes over which a training's gradients are partitioned."""
+        """The axes over which gradients are partitioned, so that the norm's squares are summed."""
         plan = self.plan
         sizes = {"pp": plan.pp, "tp": plan.tp, "dp": self.shards}
         return [axis for axis, size in sizes.items() if size > 1]
 
-    # ---- who else holds what ---------------------------------------------------------------------
+    # ---- what several ranks hold -----------------------------------------------------------------
     def shared(self, rank: int, index: int | None = 0) -> dict[tuple[str, str], list[Share]]:
-        """{(axis, phase): what of the rank's gradients has to be summed over that axis}, for the
-        data-parallel rank with this index among those that share the states; without an index what
-        any of them has.
+        """{(axis, phase): the ranges of the rank's gradients to sum over that axis}: gradients that
+        are partial over tp ranks which hold the same parameter, and those of a tied embedding, of
+        which a pipeline's first and last stage each hold a copy.
 
-        What tp ranks hold the same and see a part of the gradient of; and a tied embedding, which a
-        pipeline's first and last stage have a copy of each.
+        index  of the data-parallel rank among those that share the states; None: of whole units
         """
         key = "shared", rank, index
         if key in self._known:
             return self._known[key]
-        found: dict[tuple[str, str], list[Share]] = {}
+        shares: dict[tuple[str, str], list[Share]] = {}
         for share in self.places(rank, index) if self.plan.tp > 1 else ():
-            held = holding(self.spec, self.plan, share.name, 0)
-            if held.partial:
+            block = holding(self.spec, self.plan, share.name, 0)
+            if block.partial:
                 phase = SHARED_PHASE.get(kind_of(share.name), "shared")
-                found.setdefault((held.copies, phase), []).append(share)
+                shares.setdefault((block.copies, phase), []).append(share)
         for share in self.places(rank, index) if self.spec.tied and self.plan.pp > 1 else ():
             if share.name in TIED:
-                if self.plan.zero_stage:  # it is alone in its unit: a shard's padding goes along
+                if self.plan.zero_stage:  # it is alone in its unit: the shard is sent with padding
                     shard = self.units[rank][share.unit].numel // self.shards
                     share = share._replace(count=shard)
-                found["ends", "tied"] = [share]
-        return self._known.setdefault(key, found)
+                shares["ends", "tied"] = [share]
+        return self._known.setdefault(key, shares)
 
     def places(self, rank: int, index: int | None = 0) -> Iterator[Share]:
-        """What the rank keeps of each unit, parameter by parameter; without an index the whole
-        units.
-        """
+        """The ranges that the rank keeps of each unit's parameters; without an index, all."""
         for number, unit in enumerate(self.units[rank]):
             sizes = {name: prod(self.model.shapes[name]) for name in unit.names}
             count = unit.numel // (1 if index is None else self.shards)
@@ -192,36 +191,37 @@ class Program:
                 yield Share(number, name, where.start, where.stop - where.start, first)
 
     def counted(self, rank: int, index: int, tp: int) -> dict[int, list[slice]]:
-        """{unit: elements} of what this rank counts in the gradients' norm: one slice where that is
-        the whole unit. Others count a tied embedding's copy, and what tp ranks hold the same.
+        """{unit: ranges of elements} that this rank counts in the norm of the gradients; one slice
+        if it counts the whole unit. Of parameters that several tp ranks hold one rank counts each,
+        and of a tied embedding only the first stage.
         """
-        found: dict[int, list[slice]] = {}
-        in_part, at = set(), coordinates(self.plan, tp) if self.plan.tp > 1 else {}
+        ranges: dict[int, list[slice]] = {}
+        partly, at = set(), coordinates(self.plan, tp) if self.plan.tp > 1 else {}
         for number, name, start, count, _ in self.places(rank, index):
-            others = self.spec.tied and name == TIED[1]
+            elsewhere = self.spec.tied and name == TIED[1]
             if self.plan.tp > 1 and (axis := holding(self.spec, self.plan, name, tp).copies):
-                others = others or any(at[c] for c in mode_of(self.plan).axes[axis])
-            if others:
-                in_part.add(number)
+                elsewhere = elsewhere or any(at[c] for c in mode_of(self.plan).axes[axis])
+            if elsewhere:
+                partly.add(number)
             else:
-                found.setdefault(number, []).append(slice(start, start + count))
-        whole = {u: [slice(0, some[-1].stop)] for u, some in found.items() if u not in in_part}
-        return found | whole
+                ranges.setdefault(number, []).append(slice(start, start + count))
+        whole = {u: [slice(0, slices[-1].stop)] for u, slices in ranges.items() if u not in partly}
+        return ranges | whole
 
     def constant_bytes(self, rank: int) -> int:
-        """What no step changes: which tokens lie ahead of which, or a block's own buffers."""
+        """Bytes that no step changes: the causal mask, or the buffers of a block of your own."""
         if self.spec.block is None:
             return self.spec.seq_len**2 * (self.spec.attention != "sdpa")
-        mine = self.stages[rank :: self.plan.pp]
-        return sum(op.constant for i, j in mine for op in self.model.ops[i:j])
+        own_stages = self.stages[rank :: self.plan.pp]
+        return sum(op.constant for i, j in own_stages for op in self.model.ops[i:j])
 
     def lasting(self, rank: int) -> Iterator[Value]:
-        """What is there before and after every step."""
+        """The values that exist before and after every step."""
         plan = self.plan
         states = plan.tiers is not None and plan.tiers.states
-        here = not states or plan.tiers.parameters == "device"
+        parameters_here = not states or plan.tiers.parameters == "device"
         for u in range(len(self.units[rank])):
-            if here:
+            if parameters_here:
                 yield "shard" if plan.zero_stage == 3 else "w", u, 0
             if not states:
                 yield "opt", u, 0

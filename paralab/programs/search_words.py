@@ -1,4 +1,4 @@
-"""What a search says: why the losers lose, what helps where nothing fits, the short summary."""
+"""The texts of a search: why other plans lose, what helps if no plan fits, and the summary."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def size(count: float) -> str:
 
 def counts(search: Any) -> str:
     """ "12,480 plans on 512 devices, 3,110 fit in 80 GB"."""
-    plans, fits, many = len(search.plans), int(search.fits.sum()), "s" * (search.devices > 1)
+    plans, fits, plural = len(search.plans), int(search.fits.sum()), "s" * (search.devices > 1)
     room = f", {fits:,} fit in {size(search.memory_limit)}" * (search.memory_limit < UNLIMITED)
-    return f"{plans:,} plans on {search.devices:,} device{many}{room}"
+    return f"{plans:,} plans on {search.devices:,} device{plural}{room}"
 
 
 def brief(plan: Plan) -> str:
     """The settings of a plan that matter, as text: "dp=8 tp=8 pp=8 1f1b m=24 b=1 ZeRO-1"."""
-    said = [f"{name}={getattr(plan, name)}" for name in ("dp", "tp", "pp")]
+    words = [f"{name}={getattr(plan, name)}" for name in ("dp", "tp", "pp")]
     if plan.pp > 1 or plan.schedule != "1f1b":
-        said.append(plan.schedule_name + f" v={plan.virtual_stages}" * (plan.virtual_stages > 1))
-    said += [f"m={plan.microbatches}", f"b={plan.microbatch_size}"]
-    said += [f"ZeRO-{plan.zero_stage}"] * (plan.zero_stage > 0)
-    said += ["sequence-parallel"] * plan.sequence_parallel
-    said += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
-    said += [f"offload={_place(plan.offload)}"] * (plan.offload is not None)
-    return " ".join(said)
+        words.append(plan.schedule_name + f" v={plan.virtual_stages}" * (plan.virtual_stages > 1))
+    words += [f"m={plan.microbatches}", f"b={plan.microbatch_size}"]
+    words += [f"ZeRO-{plan.zero_stage}"] * (plan.zero_stage > 0)
+    words += ["sequence-parallel"] * plan.sequence_parallel
+    words += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
+    words += [f"offload={_place(plan.offload)}"] * (plan.offload is not None)
+    return " ".join(words)
 
 
 def _place(value: Any) -> str:
@@ -77,51 +77,53 @@ def losers(search: Any) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _row(search: Any, name: str, value: Any, those: np.ndarray) -> tuple[Any, ...]:
-    """The best plan of those: the first, which is the fastest that fits, or else the smallest."""
-    which = np.flatnonzero(those)
+def _row(search: Any, name: str, value: Any, mask: np.ndarray) -> tuple[Any, ...]:
+    """The row for the best plan of a mask: the first, if it fits (it is the fastest), otherwise the
+    one that needs least memory.
+    """
+    which = np.flatnonzero(mask)
     at = int(which[0] if search.fits[which[0]] else which[search.memory[which].argmin()])
-    told, plan = str(_place(value) if name == "offload" else value), brief(search.plans[at])
+    value_text, plan = str(_place(value) if name == "offload" else value), brief(search.plans[at])
     seconds, fits, why = float(search.closed[at]), bool(search.fits[at]), _sentence(search, at)
     times = seconds / float(search.closed[0])
-    return name, told, plan, seconds, times, float(search.memory[at]), fits, why
+    return name, value_text, plan, seconds, times, float(search.memory[at]), fits, why
 
 
 def _sentence(search: Any, at: int) -> str:
     """Why the plan at this position loses against the best."""
     if not search.fits[at]:
         need, limit = float(search.memory[at]), search.memory_limit
-        much = f"{size(need - limit)} too much" if need > limit else "too near to what there is"
-        said = f"does not fit: the smallest such plan needs {size(need)}, {much}"
-        return f"{said}; {_largest(search, at)}"
-    closed, both = search.closed[[at, 0]], search.simulated[[at, 0]]
-    late = closed[0] - closed[1]
-    if late <= 0.005 * closed[1] and np.isfinite(both).all():
+        excess = f"{size(need - limit)} too much" if need > limit else "too near to what there is"
+        text = f"does not fit: the smallest such plan needs {size(need)}, {excess}"
+        return f"{text}; {_largest(search, at)}"
+    closed, simulated = search.closed[[at, 0]], search.simulated[[at, 0]]
+    extra_seconds = closed[0] - closed[1]
+    if extra_seconds <= 0.005 * closed[1] and np.isfinite(simulated).all():
         return (
-            f"hardly: simulated {both[0]:.4g} s against {both[1]:.4g} s, estimated "
+            f"hardly: simulated {simulated[0]:.4g} s against {simulated[1]:.4g} s, estimated "
             f"{closed[0]:.4g} s against {closed[1]:.4g} s"
         )
-    more = {name: float(term[at] - term[0]) for name, term in search.terms.items()}
-    order = sorted(more, key=more.__getitem__)
-    grown = [n for n in reversed(order) if more[n] > 0.1 * abs(late)][:3]
-    shrunk = [n for n in order if more[n] < -0.1 * abs(late)][:2]
-    said = ", ".join(f"{GROWS[name]} +{more[name]:.3g} s" for name in grown)
-    gain = "; it saves less: " + ", ".join(f"{GROWS[n]} {more[n]:.3g} s" for n in shrunk)
-    longer = f"{late:.3g} s longer ({late / closed[1]:+.1%}): {said}"
+    extra_by_term = {name: float(term[at] - term[0]) for name, term in search.terms.items()}
+    order = sorted(extra_by_term, key=extra_by_term.__getitem__)
+    grown = [n for n in reversed(order) if extra_by_term[n] > 0.1 * abs(extra_seconds)][:3]
+    shrunk = [n for n in order if extra_by_term[n] < -0.1 * abs(extra_seconds)][:2]
+    text = ", ".join(f"{GROWS[name]} +{extra_by_term[name]:.3g} s" for name in grown)
+    gain = "; it saves less: " + ", ".join(f"{GROWS[n]} {extra_by_term[n]:.3g} s" for n in shrunk)
+    longer = f"{extra_seconds:.3g} s longer ({extra_seconds / closed[1]:+.1%}): {text}"
     return longer + gain * bool(shrunk and grown)
 
 
 def _largest(search: Any, at: int) -> str:
-    """The category that a plan holds most of, by the estimate: "61% of it activations"."""
-    held = {name: float(column[at]) for name, column in search.categories.items()}
-    name = max(held, key=held.__getitem__)
-    return f"{held[name] / sum(held.values()):.0%} of it {name}"
+    """The largest category of a plan's estimated memory: "61% of it activations"."""
+    bytes_of = {name: float(column[at]) for name, column in search.categories.items()}
+    name = max(bytes_of, key=bytes_of.__getitem__)
+    return f"{bytes_of[name] / sum(bytes_of.values()):.0%} of it {name}"
 
 
 def what_helps(search: Any) -> ValueError:
-    """Where nothing fits: the smallest need, and what would bring it down."""
-    known = np.where(np.isfinite(search.simulated), search.memory, np.inf)
-    at = int(known.argmin())
+    """The error if no plan fits: the smallest memory that one needs, and what would reduce it."""
+    needs = np.where(np.isfinite(search.simulated), search.memory, np.inf)
+    at = int(needs.argmin())
     plan, need, room = search.plans[at], size(search.memory[at]), size(search.memory_limit)
     pinned = [name for name in reversed(search.settings) if name in search.pinned]
     helps = [f"not pinning {', '.join(pinned)}"] * bool(pinned)
@@ -135,18 +137,18 @@ def what_helps(search: Any) -> ValueError:
 
 
 def without_overlap(search: Any) -> str:
-    """What the best plan owes to overlap, and which plan that fits is the fastest without."""
+    """How much slower the best plan is without overlap, and which fitting plan is fastest then."""
     longer = search.serial[0] / search.simulated[0] - 1
-    said = f"Without any overlap it takes {search.serial[0]:.4g} s ({longer:+.0%})"
+    text = f"Without any overlap it takes {search.serial[0]:.4g} s ({longer:+.0%})"
     at = int(np.where(search.fits, search.serial, np.inf).argmin())
     if at == 0:
-        return f"{said}, and no other plan is faster then."
-    known = np.isfinite(search.simulated[at])
-    with_it = search.simulated[at] if known else search.closed[at]
+        return f"{text}, and no other plan is faster then."
+    is_simulated = np.isfinite(search.simulated[at])
+    with_it = search.simulated[at] if is_simulated else search.closed[at]
     return (
-        f"{said}. The fastest plan is then {brief(search.plans[at])}: "
+        f"{text}. The fastest plan is then {brief(search.plans[at])}: "
         f"{search.serial[at]:.4g} s without and {with_it:.4g} s with overlap, "
-        f"{'simulated' if known else 'estimated'}."
+        f"{'simulated' if is_simulated else 'estimated'}."
     )
 
 
@@ -162,7 +164,7 @@ def as_html(search: Any) -> str:
     same = [name for name in search.settings[3:] if len(set(map(str, top[name]))) == 1]
     shown = top[[name for name in search.settings if name not in same]].astype(str)
     for name, column in SECONDS.items():
-        shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # not every one is
+        shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # NaN: not simulated
     shown["memory"] = list(map(size, top["memory"]))
     shown["bubble"] = [f"{share:.1%}" for share in top["bubble"]]
     shown.index += 1

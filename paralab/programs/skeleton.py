@@ -1,7 +1,7 @@
 """A schedule as instructions: what every pipeline rank computes, and its messages. Torch-free.
 
-A stage is a range of ops. The lists of actions come from parallel/schedules.py or from a learner,
-the order of messages from parallel/lowering.py, which cannot deadlock. `relay` goes part by part.
+A stage is a range of ops. The lists of actions come from parallel/schedules.py or from the user's
+own schedule; parallel/lowering.py adds the messages in an order that cannot deadlock.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ def stage_ranges(spec: ModelSpec, plan: Plan, model: Model) -> tuple[tuple[int, 
 def skeleton(spec: ModelSpec, plan: Plan, model: Model, *, only: int | None = None) -> list[Code]:
     """Per pipeline rank its compute and its messages, in an order that is safe for NCCL.
 
-    only  the rank that is asked for; the others' lists are empty then
+    only  the one rank whose list is built; the other lists are empty
     """
     n = len(model.ops)
     if plan.relays:
-        row = relay(len(model.parts), plan.microbatches)
-        return [[compute(ACTIONS[kind], *model.parts[s][1:], k, n) for s, kind, k in row]]
+        actions = relay(len(model.parts), plan.microbatches)
+        return [[compute(ACTIONS[kind], *model.parts[s][1:], k, n) for s, kind, k in actions]]
     rows = plan.actions()
     if plan.pp > 1:
-        # NumPy comes along, which `import paralab` leaves out.
+        # Imported late, because it imports NumPy, which `import paralab` does not load.
         from paralab.parallel.lowering import lower
 
         rows = lower(rows, only=only)
     stages = stage_ranges(spec, plan, model)
-    return [[instruction(step, stages, n) for step in row] for row in rows]
+    return [[instruction(step, stages, n) for step in actions] for actions in rows]
 
 
 def instruction(step: Action | Transfer, stages: Sequence[tuple[int, int]], n: int) -> Instr:
-    """An action or a message of a pipeline whose stages are these ranges of n ops."""
+    """The instruction of an action or a transfer. stages: ops (i, j) of each, of n ops in all."""
     if isinstance(step, Action):
         return compute(ACTIONS[step.kind], *stages[step.stage], step.microbatch, n)
     border = stages[min(step.stage, step.other_stage)][1]

@@ -1,20 +1,20 @@
-"""Partial sums: every gradient is summed over each axis that has more of it, and once.
+"""Check of partial sums: every gradient is summed exactly once over each axis that needs it.
 
-A value is *partial* over an axis if every rank there has a part of it and the sum of all is meant:
+A value is *partial* over an axis if each rank along it has one summand of the value:
 
-    gradient   over the data-parallel ranks and the replicas of a share; over tp ranks that hold
-               the same parameter, and both ends of a pipeline with a tied embedding
-    x, r, g    over tp ranks, where a layer that is cut over them has made it
-    norm       the squares, over the axes whose ranks hold different gradients
+    gradient   over the data-parallel ranks and the replicas of a shard; over tp ranks that hold
+               the same parameter, and over both ends of a pipeline with a tied embedding
+    x, r, g    over tp ranks, where a layer that is cut over them computed the value
+    norm       the sum of squares, over the axes whose ranks hold different gradients
 
-A sum over an axis completes a value there. Gradients that are added up must be partial over the
-same axes; whatever else reads a value needs the complete one. So a forgotten sum, one over a wrong
-axis, one too early and one too many are all found by going through the list once.
+A sum over an axis makes a value complete along it. Gradients that are added must be partial over
+the same axes; every other reader of a value needs it complete. So one pass through the list finds
+a missing sum, one over a wrong axis, one too early and one too many.
 
-A gradient also *holds* what backward has added, by micro-batch, and what is copied, summed or added
-up holds it on. An UPDATE or a NORM needs all of its unit, each once: a copy made too early misses
-what comes later, and parts that overlap count twice. What is updated in shares of whole parameters
-(stages 1 and 2 of ZeRO) is gathered again before the step is over.
+A gradient also has *contents*: which backwards, by micro-batch, have been added to it. Copies, sums
+and additions pass the contents on. An UPDATE or a NORM needs all contents of its unit, each once: a
+copy made too early misses later backwards, and overlapping summands count twice. Under stages 1 and
+2 of ZeRO each rank updates a shard; the shards have to be gathered before the step is over.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from paralab.programs.names import Names
 from paralab.programs.program import Program
 
 GRADIENTS = frozenset(("grad", "part", "gshard", "wide"))
-NORMS = frozenset(("norm", "host.verdict"))  # what an UPDATE learns the norm from
-PASS_ON = frozenset((KEEP, ADD, COPY, ALL_GATHER))  # their result is as partial as what they read
+NORMS = frozenset(("norm", "host.verdict"))  # the values from which an UPDATE reads the norm
+PASS_ON = frozenset((KEEP, ADD, COPY, ALL_GATHER))  # their result is as partial as their operand
 RANKS = {
     "dp": "data-parallel ranks",
     "replica": "ranks that keep the same share",
@@ -56,13 +56,13 @@ RANKS = {
     "pp": "pipeline ranks",
     "tp": "tensor-parallel ranks",
 }
-Axis = object  # "dp", or (axis, phase): of a unit only some parameters are shared by its ranks
-Added = tuple[int, object, int]  # (unit, ops, micro-batch): what one backward adds to a gradient
+Axis = object  # "dp"; or (axis, phase) where its ranks share only some of a unit's parameters
+Added = tuple[int, object, int]  # (unit, ops, micro-batch): one backward's summand of a gradient
 
 
 class Refusal:
-    """The ``ValueError`` to raise at a position in a pipeline rank's list: what is wrong there, and
-    what would be legal.
+    """Makes the ``ValueError`` for a position in a pipeline rank's list: what is wrong at that
+    position, and what would be legal.
     """
 
     def __init__(self, program: Program, pp: int) -> None:
@@ -78,33 +78,34 @@ class Refusal:
 
 
 class Sums:
-    """One pipeline rank's list."""
+    """The check of one pipeline rank's list."""
 
     def __init__(self, program: Program, pp: int, code: Code, refuse: Refusal) -> None:
         self.program, self.pp, self.code, self.refuse = program, pp, code, refuse
         self.names, self.parameters = refuse.names, refuse.names.parameters
-        self.born = born(program, pp)
-        self.owed: dict[Value, frozenset[Axis]] = {}  # what each value is still partial over
-        self.holds: dict[Value, Counter[Added]] = {}  # what backward has added, and how often
-        self.whole: dict[int, Counter[Added]] = {}  # unit -> what its gradient consists of
-        self.last: dict[int, int] = {}  # unit -> position of what adds to its gradient last
+        self.partial_at_first = after_backward(program, pp)
+        self.partial: dict[Value, frozenset[Axis]] = {}  # axes over which each value is partial now
+        self.contents: dict[Value, Counter[Added]] = {}  # what backward has added, and how often
+        self.whole: dict[int, Counter[Added]] = {}  # unit -> all that its gradient has to contain
+        self.last: dict[int, int] = {}  # unit -> position of the last addition to its gradient
         for position, ins in enumerate(code):
             for v in ins.writes if ins.op in ADDS_GRADIENTS else ():
                 if v[0] == "grad":
                     self.last[v[1]] = position
                     self.whole.setdefault(v[1], Counter())[v[1], ins.at, ins.mb] += 1
-        self.odd: ValueError | None = None  # kept: a gradient that nothing reads may say more
-        self.adds: dict[int, int] = {}  # the same, of what there is up to here
-        self.unread: dict[Value, int] = {}  # gradients, and where they were written
+        # Wrong contents; raised last, since an unread gradient may be the better explanation.
+        self.wrong_contents: ValueError | None = None
+        self.added_at: dict[int, int] = {}  # unit -> position of the latest addition so far
+        self.unread: dict[Value, int] = {}  # gradient -> position where it was written
         self.updated: Counter[int] = Counter()
-        self.stale: dict[int, int] = {}  # unit -> position where each rank updated a share of it
+        self.stale: dict[int, int] = {}  # unit -> position where each rank updated a shard of it
 
     def check(self) -> None:
-        """Raise ``ValueError`` at the first value that is used as what it is not."""
+        """Raise ``ValueError`` for the first value that is not what its reader needs."""
         for position, ins in enumerate(self.code):
             if ins.op != WAIT:
                 self._follow(position, ins)
-        for unit in self.adds:
+        for unit in self.added_at:
             if self.updated[unit] != 1:
                 why = f"UPDATE of {self.parameters(unit)} is there {self.updated[unit]} times"
                 raise self.refuse(len(self.code), why, "one UPDATE of all that has a gradient")
@@ -115,179 +116,184 @@ class Sums:
         for v, position in self.unread.items():
             why = f"nothing reads the gradient of {self.parameters(v[1])} that it leaves"
             raise self.refuse(position, why, "what adds it up or updates with it")
-        if self.odd is not None:
-            raise self.odd
+        if self.wrong_contents is not None:
+            raise self.wrong_contents
         for unit, position in self.stale.items():
             why = f"each rank updates its share of {self.parameters(unit)}, and no other gets it"
             raise self.refuse(position, why, "ALL_GATHER over 'dp' behind it, for the next step")
 
     def _follow(self, position: int, ins: Instr) -> None:
         if ins.op in (ALL_REDUCE, REDUCE_SCATTER):
-            for v, made in zip(ins.reads, ins.writes, strict=True):
-                self._summed(position, ins, v, made)
+            for v, target in zip(ins.reads, ins.writes, strict=True):
+                self._summed(position, ins, v, target)
         elif ins.op in PASS_ON:
             self._passed_on(position, ins)
         else:
             for v in ins.reads:
-                self._complete(position, v)
+                self._require_complete(position, v)
             for v in ins.writes if ins.op in COMPUTE else ():
-                self._made(position, ins, v)
+                self._computed(position, ins, v)
         for v in ins.reads:
             self.unread.pop(v, None)
-        new = [v for v in ins.writes if is_gradient(v) and not lasts(v)]
-        self.unread |= dict.fromkeys(new, position)
+        written = [v for v in ins.writes if is_gradient(v) and not lasts(v)]
+        self.unread |= dict.fromkeys(written, position)
         for v in ins.reads if ins.op == NORM else ():
-            if is_gradient(v):  # else the host's norm of one
-                self._holds_all(position, v, v[1])
-        if ins.op == NORM and not ins.lane:  # the host's is of one unit
-            self._of_all(position, ins)
-            self.owed[ins.writes[0]] = frozenset(self.program.norm_axes)
+            if is_gradient(v):  # otherwise it reads "host.norm"
+                self._require_contents(position, v, v[1])
+        if ins.op == NORM and not ins.lane:  # on the lane "host" it is the norm of one unit
+            self._require_all_units(position, ins)
+            self.partial[ins.writes[0]] = frozenset(self.program.norm_axes)
         if ins.op == ALL_GATHER and ins.writes[0][0] == "w":
             self.stale.pop(ins.unit, None)
         if ins.op == UPDATE:
-            self._holds_all(position, ins.reads[0], ins.unit)
-            self._clips(position, ins)
+            self._require_contents(position, ins.reads[0], ins.unit)
+            self._require_norm(position, ins)
             self.updated[ins.unit] += 1
             if self.program.plan.zero_stage in (1, 2) and self.program.shards > 1:
                 self.stale[ins.unit] = position
 
-    def _complete(self, position: int, v: Value) -> None:
-        """A later instruction needs the sum over all ranks."""
-        missing = self.owed.get(v)
-        if not missing:
+    def _require_complete(self, position: int, v: Value) -> None:
+        """The instruction at this position needs the sum of ``v`` over all ranks."""
+        axes = self.partial.get(v)
+        if not axes:
             return
-        axis = min(missing, key=str)
+        axis = min(axes, key=str)
         lane = _lane(axis)
-        over = f"over the {RANKS.get(lane.partition(':')[0], 'ranks')} (axis {lane!r})"
+        over_ranks = f"over the {RANKS.get(lane.partition(':')[0], 'ranks')} (axis {lane!r})"
         call = f"ALL_REDUCE over {lane!r}" + f" with at={axis}" * isinstance(axis, tuple)
         if not is_gradient(v):
-            why = f"{self.names.value(v)} is a partial sum: it is not summed {over}"
+            why = f"{self.names.value(v)} is a partial sum: it is not summed {over_ranks}"
             raise self.refuse(position, why, f"{call} before this position")
-        at = self.adds[v[1]]
-        why = f"the gradient of {self.parameters(v[1])} is never summed {over}, so "
+        at = self.added_at[v[1]]
+        why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so "
         last = self.names.instruction(self.code[at])
         legal = f"{call} behind position {at}, {last!r}, which adds to it last"
         raise self.refuse(position, why + _without(lane), legal)
 
-    def _holds_all(self, position: int, v: Value, unit: int) -> None:
-        """Whether this is the gradient of a unit, with what each micro-batch adds to it once."""
-        held, whole = self.holds.get(v, Counter()), self.whole.get(unit, Counter())
-        if held == whole or self.odd is not None:
+    def _require_contents(self, position: int, v: Value, unit: int) -> None:
+        """``v`` has to be the unit's gradient, with the summand of each micro-batch once."""
+        contents, expected = self.contents.get(v, Counter()), self.whole.get(unit, Counter())
+        if contents == expected or self.wrong_contents is not None:
             return
-        what, others = self.names.value(v), [u for u, _, _ in held if u != unit]
-        if others:
-            why = f"{what} holds the gradient of {self.parameters(others[0])}"
-            self.odd = self.refuse(position, why, f"the gradient of {self.parameters(unit)}")
+        name, foreign = self.names.value(v), [u for u, _, _ in contents if u != unit]
+        if foreign:
+            why = f"{name} holds the gradient of {self.parameters(foreign[0])}"
+            legal = f"the gradient of {self.parameters(unit)}"
+            self.wrong_contents = self.refuse(position, why, legal)
             return
-        odd = min((whole - held) or (held - whole), key=lambda added: added[2])
-        why = f"{what} is to hold what each micro-batch adds to the gradient of "
-        why += f"{self.parameters(unit)} once, and holds that of micro-batch {odd[2]} {held[odd]} "
+        wrong = min((expected - contents) or (contents - expected), key=lambda added: added[2])
+        why = f"{name} is to hold what each micro-batch adds to the gradient of "
+        why += f"{self.parameters(unit)} once, and holds that of micro-batch {wrong[2]} "
+        why += f"{contents[wrong]} "
         legal = f"one made of it behind position {self.last[unit]}, which adds to it last; or the "
-        self.odd = self.refuse(
+        self.wrong_contents = self.refuse(
             position, why + "times", legal + "sum of parts that have none in common"
         )
 
-    def _of_all(self, position: int, ins: Instr) -> None:
-        """The norm is that of all gradients."""
+    def _require_all_units(self, position: int, ins: Instr) -> None:
+        """The norm has to be that of all gradients."""
         missing = self.whole.keys() - {v[1] for v in ins.reads}
         if missing:
             why = f"does not read the gradient of {self.parameters(min(missing))}"
             raise self.refuse(position, why, "one NORM, of what each UPDATE reads")
 
-    def _clips(self, position: int, ins: Instr) -> None:
-        """An update reads the norm where it has to."""
+    def _require_norm(self, position: int, ins: Instr) -> None:
+        """An update has to read the norm if gradients are clipped or scaled."""
         scaled = self.program.plan.precision == "fp16"
         if (self.program.clips or scaled) and not any(v[0] in NORMS for v in ins.reads):
             lost = "be clipped" if self.program.clips else "leave out a step that overflows"
             why = f"does not read the norm, without which it would not {lost}"
             raise self.refuse(position, why, "('norm', 0, 0) among what it reads, behind the NORM")
 
-    def _made(self, position: int, ins: Instr, v: Value) -> None:
+    def _computed(self, position: int, ins: Instr, v: Value) -> None:
+        """Compute writes or adds to ``v``."""
         if v[0] != "grad":
-            self.owed[v] = cut_by(self.program.model, ins, v)
+            self.partial[v] = after_compute(self.program.model, ins, v)
             return
         unit = v[1]
-        self.adds[unit] = position
-        self.holds.setdefault(v, Counter())[unit, ins.at, ins.mb] += 1
-        if self.owed.setdefault(v, self.born[unit]) != self.born[unit]:
+        self.added_at[unit] = position
+        self.contents.setdefault(v, Counter())[unit, ins.at, ins.mb] += 1
+        at_first = self.partial_at_first[unit]
+        if self.partial.setdefault(v, at_first) != at_first:
             why = f"adds to the gradient of {self.parameters(unit)}, which is summed over "
-            why += f"{_axes(self.born[unit] - self.owed[v])} already: another sum would count "
+            why += f"{_axes(at_first - self.partial[v])} already: another sum would count "
             why += "that part once per rank"
             legal = "a sum behind the last position that adds to it"
             raise self.refuse(position, why, legal)
 
-    def _summed(self, position: int, ins: Instr, v: Value, made: Value) -> None:
+    def _summed(self, position: int, ins: Instr, v: Value, target: Value) -> None:
         axis: Axis = ins.at if sums_shared(ins) else ins.lane
-        missing = self.owed.get(v, frozenset())
-        if axis in missing:
-            self.owed[made] = missing - {axis}
-            self.holds[made] = self.holds.get(v, Counter()).copy()
+        axes = self.partial.get(v, frozenset())
+        if axis in axes:
+            self.partial[target] = axes - {axis}
+            self.contents[target] = self.contents.get(v, Counter()).copy()
             return
-        what, legal = self.names.value(v), "one sum over each axis over which a value is partial"
+        name, legal = self.names.value(v), "one sum over each axis over which a value is partial"
         why = f"is not partial over {ins.lane!r}"
         if is_gradient(v):
-            what = f"the gradient of {self.parameters(v[1])}"
-            legal = f"one sum over each of its axes: {_axes(self.born[v[1]])}"
-            if axis in self.born[v[1]]:
+            name = f"the gradient of {self.parameters(v[1])}"
+            legal = f"one sum over each of its axes: {_axes(self.partial_at_first[v[1]])}"
+            if axis in self.partial_at_first[v[1]]:
                 why = f"is summed over {ins.lane!r} already: again would count it once per rank"
-        raise self.refuse(position, f"{what} {why}", legal)
+        raise self.refuse(position, f"{name} {why}", legal)
 
     def _passed_on(self, position: int, ins: Instr) -> None:
-        v, made = ins.reads[0], ins.writes[0]
-        missing = self.owed.get(v, frozenset())
-        before = self.owed.get(made, missing) if ins.op == ADD else missing
-        if before != missing:
-            why = f"one is partial over {_axes(missing)}, the other over {_axes(before)}"
+        v, target = ins.reads[0], ins.writes[0]
+        axes = self.partial.get(v, frozenset())
+        target_axes = self.partial.get(target, axes) if ins.op == ADD else axes
+        if target_axes != axes:
+            why = f"one is partial over {_axes(axes)}, the other over {_axes(target_axes)}"
             raise self.refuse(position, why, "two values summed over the same axes")
-        self.owed[made] = missing
-        held = self.holds.get(v, Counter())
-        if ins.op == KEEP:  # there is nothing left under its first name
-            self.holds.pop(v, None)
+        self.partial[target] = axes
+        contents = self.contents.get(v, Counter())
+        if ins.op == KEEP:  # it renames the value: the old name no longer exists
+            self.contents.pop(v, None)
         if ins.op == ADD:
-            self.holds.setdefault(made, Counter()).update(held)
+            self.contents.setdefault(target, Counter()).update(contents)
         else:
-            self.holds[made] = held.copy()
+            self.contents[target] = contents.copy()
 
 
-def born(program: Program, pp: int) -> list[frozenset[Axis]]:
+def after_backward(program: Program, pp: int) -> list[frozenset[Axis]]:
     """Per unit of a pipeline rank the axes over which its gradient is partial after backward."""
     plan = program.plan
     sizes = {"dp": plan.shard_degree, "replica": plan.dp // plan.shard_degree}
-    alike: set[Axis] = {axis for axis, size in sizes.items() if size > 1}
-    found = [set(alike) for _ in program.units[pp]]
+    everywhere: set[Axis] = {axis for axis, size in sizes.items() if size > 1}
+    partial_over = [set(everywhere) for _ in program.units[pp]]
     for key, shares in program.shared(pp, None).items():
         for share in shares:
-            found[share.unit].add(key)
-    return [frozenset(axes) for axes in found]
+            partial_over[share.unit].add(key)
+    return [frozenset(axes) for axes in partial_over]
 
 
-def cut_by(model: Model, ins: Instr, v: Value) -> frozenset[Axis]:
-    """What a state is partial over that ops (i, j) write. Such a range ends with g in forward and
-    begins with f in backward; g-bar follows it, or f-bar comes before it.
+def after_compute(model: Model, ins: Instr, v: Value) -> frozenset[Axis]:
+    """The axes over which a state is partial that ``ins`` computes over ops (i, j). In forward it
+    is partial if the range ends with g or g-bar follows; in backward if the range begins with f or
+    f-bar precedes it.
     """
     (i, j), ops = ins.at, model.ops
     if v[0] in ("x", "r") and ins.op in FORWARDS:
-        near = [(ops[j - 1], "all_reduce"), *((op, "reduce_scatter") for op in ops[j : j + 1])]
-        calls = [(op.message, op.message.forward, call) for op, call in near if op.message]
+        nearby = [(ops[j - 1], "all_reduce"), *((op, "reduce_scatter") for op in ops[j : j + 1])]
+        calls = [(op.message, op.message.forward, call) for op, call in nearby if op.message]
     elif v[0] == "g":
         before = ops[i - 1 : i] if i else ()
-        near = [(ops[i], "all_reduce"), *((op, "reduce_scatter") for op in before)]
-        calls = [(op.message, op.message.backward, call) for op, call in near if op.message]
+        nearby = [(ops[i], "all_reduce"), *((op, "reduce_scatter") for op in before)]
+        calls = [(op.message, op.message.backward, call) for op, call in nearby if op.message]
     else:
         return frozenset()
-    return frozenset(message.axis for message, made, call in calls if made == call)
+    return frozenset(message.axis for message, actual, call in calls if actual == call)
 
 
 def is_gradient(v: Value) -> bool:
-    """Whether a value is a gradient or a share of one, on whatever tier."""
+    """Whether a value is a gradient or a shard of one, on any tier."""
     return v[0].rpartition(".")[2] in GRADIENTS
 
 
 def _without(lane: str) -> str:
-    """What happens to a gradient that is never summed over this axis."""
+    """The consequence of never summing a gradient over this axis."""
     if lane == "ends":
         return "its two copies would become different"
-    # tp ranks with a copy of one parameter see parts of the sequence, or of the micro-batch
+    # tp ranks with a copy of one parameter process parts of the sequence, or of the micro-batch
     return f"every rank would follow its own {'tokens' if lane.startswith('tp') else 'samples'}"
 
 

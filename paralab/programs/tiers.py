@@ -1,19 +1,19 @@
-"""Values off the device: what there is, how large it is, and what a copy of it moves. Torch-free.
+"""Values off the device: which exist, their sizes, and the bytes that copies move. Torch-free.
 
-A kind with "host." or "file." before it is that value on the host or in a file. With c elements of
-the rank's share of a unit, w bytes per element (of gradients maybe other bytes than of parameters)
-and k fp32 rows of the optimizer (AdamW's two moments; the master weights too, where parameters have
+A kind with "host." or "file." before it is that value on the host or in a file. With c elements in
+the rank's shard of a unit, w bytes per element (gradients may have another w than parameters) and k
+fp32 rows of optimizer states (AdamW's two moments; also the master weights, where parameters have
 16 bits or stay on the device):
 
     shard, gshard   w c      parameters, and the sum of their gradient
     opt             4 k c    the optimizer's rows: off the device the master is one of them
-    count, norm     4 each   on the host: updates made, and the norm of the gradient
-    x, back         inputs of blocks on their way out and back
+    count, norm     4 each   on the host: number of updates, and the norm of the gradient
+    x, back         inputs of blocks, copied out in forward and fetched in backward
 
-What lasts has version 0. Everything else on the host passes through a *ring*: two buffers that are
-taken in turn, so that the disk is at the next unit while the host is at this one. A ring is made
-once and stays, and what lies in it has no memory of its own. ZeRO-Infinity (Rajbhandari+ 2021,
-arXiv:2104.07857, sec. 6.3) reuses a few pinned buffers too.
+Values that last from step to step have version 0. All others on the host pass through a *ring* of
+two buffers that are used in turn, so that the disk moves the next unit while the host computes on
+this one. A ring is allocated once, and a value in it has no memory of its own. ZeRO-Infinity
+(Rajbhandari+ 2021, arXiv:2104.07857, sec. 6.3) reuses a few pinned buffers too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paralab.programs.instructions import ADD, NORM, UPDATE, Instr, Value
 BUFFERS = 2  # of a ring
 _PREFIX = {"device": "", "cpu": "host.", "nvme": "file."}
 _IN_RINGS = {
-    # A later micro-batch's gradient, the sum so far, and parameters on their way up from a file.
+    # A later micro-batch's gradient, the sum so far, and parameters being fetched from a file.
     "staging": ("part", "sum", "piece"),
-    # What an update reads and writes that does not live on the host.
+    # Operands of an update that live in files or on the device, not on the host.
     "gradient": ("gshard",),
     "states": ("opt",),
     "parameters": ("shard",),
-    "inputs": ("x", "back"),  # where files keep them
+    "inputs": ("x", "back"),  # only if they live in files
 }
 _RINGS = {f"host.{kind}": name for name, kinds in _IN_RINGS.items() for kind in kinds}
 GRADIENTS = ("grad", "gshard", "part", "sum")  # of parameters
@@ -46,22 +46,22 @@ _CATEGORY = {kind: name for name, kinds in _CATEGORIES.items() for kind in kinds
 
 
 def prefix(place: str) -> str:
-    """What stands before the kind of a value that lies on "device", "cpu" or "nvme"."""
+    """The prefix of a value's kind on "device", "cpu" or "nvme": "", "host." or "file."."""
     return _PREFIX[place]
 
 
 def own_master(plan: Any) -> bool:
-    """Whether the optimizer's rows have master weights, where they are off the device."""
+    """Whether offloaded optimizer states include master weights."""
     return plan.precision != "fp32" or plan.tiers.parameters == "device"
 
 
 def rows(program: Any) -> int:
-    """k: rows of the optimizer off the device."""
+    """k: fp32 rows of optimizer states off the device."""
     return 2 * (program.optimizer == "adamw") + own_master(program.plan)
 
 
 def ring(plan: Any, value: Value) -> str:
-    """The ring whose buffer a value lies in, or ""."""
+    """The ring whose buffer holds a value, or ""."""
     kind, _, version = value
     name = _RINGS.get(kind, "")
     if name == "inputs":
@@ -70,7 +70,7 @@ def ring(plan: Any, value: Value) -> str:
 
 
 def elements(program: Any, value: Value, rank: int) -> tuple[int, int]:
-    """(bytes of an element, how many) that this rank has of a value, on whatever tier."""
+    """(bytes per element, number of elements) of this rank's part of a value, on any tier."""
     kind, where, _ = value
     kind = kind.rpartition(".")[2]
     if kind in ("x", "back"):
@@ -94,19 +94,19 @@ def size(program: Any, value: Value, rank: int) -> tuple[str, int]:
 
 def rings(program: Any, rank: int) -> dict[str, int]:
     """{name: bytes of one buffer} of the rings that this rank's instructions use."""
-    plan, found = program.plan, {}
+    plan, buffer_bytes = program.plan, {}
     if plan.tiers is None:
-        return found
+        return buffer_bytes
     for ins in program.codes[rank]:
         for value in ins.writes:
             if value[0] in _RINGS and (name := ring(plan, value)):
                 item, count = elements(program, value, rank)
-                found[name] = max(found.get(name, 0), item * count)
-    return found
+                buffer_bytes[name] = max(buffer_bytes.get(name, 0), item * count)
+    return buffer_bytes
 
 
 def lasting(program: Any, rank: int) -> Iterator[Value]:
-    """What there is off the device before and after a step."""
+    """The values off the device that exist before and after a step."""
     tiers = program.plan.tiers
     yield from (("host.ring", name, 0) for name in rings(program, rank))
     for u in range(len(program.units[rank]) if tiers is not None and tiers.states else 0):
@@ -120,12 +120,12 @@ def lasting(program: Any, rank: int) -> Iterator[Value]:
 
 
 class Moved(NamedTuple):
-    """What a worker's instruction does to memory.
+    """The memory traffic of a worker's instruction.
 
-    op        "copy" over a link, "read" or "write" of a file; "optimizer" and "compute" of the
-              host's processor, which no report calls a copy
-    category  of what is moved
-    bytes     over the link, or read and written by the host's processor
+    op        "copy" over a link; "read" or "write" of a file; "optimizer" or "compute" on the
+              host's processor, which reports do not list as copies
+    category  of the value that is moved
+    bytes     sent over the link, or read and written by the host's processor
     """
 
     op: str
@@ -134,19 +134,19 @@ class Moved(NamedTuple):
 
 
 def kind_of(ins: Instr) -> str:
-    """What a report calls an instruction on a worker's lane. Rounding on the host is no copy."""
+    """A report's name for an instruction on a worker's lane. Rounding on the host is no copy."""
     if ins.lane != "host":
         return "copy"
     return "optimizer" if ins.op == UPDATE else "compute"
 
 
 def moved(program: Any, ins: Instr, rank: int) -> Moved:
-    """Of an instruction on a worker's lane."""
+    """The memory traffic of an instruction on a worker's lane."""
     if ins.lane == "host":
         item, grad = program.model.item, program.item_of("grad")
-        each = {UPDATE: program.update_bytes, ADD: 3 * grad, NORM: grad}
+        bytes_per_element = {UPDATE: program.update_bytes, ADD: 3 * grad, NORM: grad}
         count = program.units[rank][ins.unit].numel // program.shards
-        size = count * each.get(ins.op, 4 + item)  # else it rounds
+        size = count * bytes_per_element.get(ins.op, 4 + item)  # any other op is a rounding COPY
         return Moved(kind_of(ins), "", size)
     read, written = ins.reads[0], ins.writes[0]
     value = written if ins.lane == "h2d" or written[0].startswith("file.") else read

@@ -1,7 +1,8 @@
 """What is trained (`ModelSpec`), how the step is split (`Plan`), and on what (`Cluster`).
 
-plan.py, model.py and cluster.py hold the three; settings.py and rules.py what a plan may say;
-forms.py a learner's own schedule, block or pass; tiers.py where offloaded states lie.
+plan.py, model.py and cluster.py define the three. settings.py and rules.py say which plans are
+legal; forms.py checks the user's own schedule, block or passes; tiers.py has the places of
+offloaded states; links.py the time of a call on the links of a cluster.
 """
 
 from paralab.spec.cluster import Cluster, Link

@@ -1,6 +1,6 @@
 """What a plan runs on: nodes of devices, and links inside a node and between nodes.
 
-Units: seconds, bytes, FLOP/s, bytes/s. A cluster is measured (`Cluster.local`), a machine of the
+Units: seconds, bytes, FLOP/s, bytes/s. A cluster is measured (`Cluster.local`), taken from the
 literature (`Cluster.preset`), or stated field by field.
 """
 
@@ -30,46 +30,48 @@ class Cluster(Description):
 
     name              what reports and figures call it
     nodes, devices_per_node   how many; a plan's ranks fill one node after the other
-    flops             rate that large matrix products really reach, FLOP/s per device; in fp32 if
-                      ``products`` states others
-    peak_flops        FLOP/s that a device's datasheet promises, in 16 bits where it has such
-                      products; None: not stated, and no report says how much of it a step uses
-    half_rate_tokens  tokens of a micro-batch at which products reach half of ``flops``, where small
-                      ones are slower: n_1/2 of Hockney's r = r_inf n / (n + n_1/2). 0: they are not
-    memory_bandwidth  bytes/s that elementwise kernels really reach, per device
-    operand_bandwidth bytes/s at which products read what they multiply and write what they make, in
-                      addition to computing, so that a product's rate depends on its shape; None:
-                      caches hide it, as on a processor
+    flops             FLOP/s per device that large matrix products reach in practice; in fp32 if
+                      ``products`` states other precisions
+    peak_flops        FLOP/s of the device's data sheet, in 16 bits if the device has such products.
+                      None: not stated, and reports give no utilisation
+    half_rate_tokens  tokens of a micro-batch at which products reach half of ``flops``, if small
+                      products are slower: n_1/2 of Hockney's r = r_inf n / (n + n_1/2). 0: they are
+                      not
+    memory_bandwidth  bytes/s per device that elementwise kernels reach in practice
+    operand_bandwidth bytes/s at which products read their operands and write their results, in
+                      addition to the time of computing, so that a product's rate depends on its
+                      shape. None: caches hide this time, as on a processor
     elements          seconds of arithmetic per element, in addition to moving it: of "gelu" and
-                      "gelu_backward", of an "exp" in a softmax, and to "draw" one of a dropout
-                      mask; what is not named takes none, as on a GPU, which waits for its memory
-    fused             whether softmax takes scale, mask and dropout with it, and bias, GELU, dropout
-                      and residual are one kernel: what passes between them is not moved. So are
-                      Megatron-LM's; those of `pl.run` are not
-    op_overhead       seconds every kernel costs before it does any work
-    launch_overhead   seconds of the host's program for every kernel. It runs ahead of the device,
-                      so a computation takes the longer of the two
-    call_overhead     seconds that posting a call takes from a device that posts its own
-    wait_overhead     seconds that what follows a wait takes longer on a core whose caches others
-                      have used meanwhile
-    wait_work         seconds of work behind a wait which pays half of that: little work needs
-                      little of the caches. 0: any work pays all
-    memory            bytes per device; by default without a limit, so that every plan fits
-    intra, inter      links inside a node, and between nodes: of one port. inter=None: the same as
-                      intra, so state it where there is more than one node
-    ports             of a node to the others; None: as many as devices. See spec/links.py
-    algorithm         of all-reduces: "ring" or "tree"; None: what takes less time of the two
-    host, disk        links between a device and its host, each way, and to files; None: not stated,
-                      and plans that use it are refused
+                      "gelu_backward", of an "exp" in a softmax, and of a "draw" for a dropout mask.
+                      Missing entries take no time, as on a GPU, whose memory is the bottleneck
+    fused             whether scale, mask and dropout are fused into softmax, and bias, GELU,
+                      dropout and residual into one kernel, so that their intermediate results are
+                      not moved. Megatron-LM's kernels are fused, those of `pl.run` are not
+    op_overhead       seconds that every kernel costs before it does any work
+    launch_overhead   seconds that the host's program takes to launch a kernel. The host runs ahead
+                      of the device, so a computation takes the longer of the two times
+    call_overhead     seconds that posting a call takes on a device that posts its calls itself
+    wait_overhead     seconds that the work after a wait takes longer on a core whose caches other
+                      ranks have used meanwhile
+    wait_work         seconds of work after a wait that pay half of ``wait_overhead``, because
+                      little work needs little of the caches. 0: any work pays all of it
+    memory            bytes per device; by default unlimited, so that every plan fits
+    intra, inter      links inside a node, and between nodes (of one port). inter=None: the same as
+                      intra, so state it if there is more than one node
+    ports             number of a node's ports to other nodes; None: one per device. See
+                      spec/links.py
+    algorithm         of all-reduces: "ring" or "tree"; None: the faster of the two for each call
+    host, disk        links between a device and its host, each way, and to files. None: not stated,
+                      and plans that use the link are refused
     host_bandwidth    bytes/s at which a device's share of the host's processor updates states
-    collectives       links measured per operation inside a node, alpha per message; they take
+    collectives       links measured per operation inside a node, with alpha per message; they take
                       precedence over `intra`
-    products          {"bf16", "fp16" or "tf32": FLOP/s of products x W^T, g W, g^T x} where they
+    products          {"bf16", "fp16" or "tf32": FLOP/s of products x W^T, g W, g^T x} where these
                       differ from fp32's: theory/work.py, `rate`; empty: `flops` in any precision
     odd_products      share of their rate that products in 16 bits reach with an odd number of
-                      columns. Tensor cores take rows of whole multiples of 16 bytes
-    cores             processor cores that this cluster's devices share; None where each device
-                      computes on its own (a laptop's ranks share cores, GPUs do not)
+                      columns. Tensor cores need rows whose bytes are a multiple of 16
+    cores             processor cores that the cluster's devices share; None if each device computes
+                      on its own (a laptop's ranks share cores, GPUs do not)
     """
 
     name: str = "stated"
@@ -99,8 +101,8 @@ class Cluster(Description):
     peak_flops: float | None = None
     half_rate_tokens: float = 0.0
     odd_products: float = 1.0
-    # How `local` measures. instruments/calibrate.py sets it, because measuring runs plans, and what
-    # describes a plan imports nothing that runs one. `import paralab` loads both.
+    # The function behind `local`. instruments/calibrate.py sets it, because measuring runs plans,
+    # and spec/ imports nothing that runs a plan. `import paralab` loads both.
     measure: ClassVar[Callable[..., Cluster]]
 
     def __post_init__(self) -> None:
@@ -112,9 +114,9 @@ class Cluster(Description):
             return [name for name in names if getattr(self, name) is not None]
 
         def keep_table(name: str, keys: tuple, check: Callable[..., Any], legal: str) -> None:
-            given = instance(name, getattr(self, name), Mapping, legal, "table").items()
-            found = {choice(name, key, keys): check(f"{name}[{key!r}]", of) for key, of in given}
-            object.__setattr__(self, name, found)
+            entries = instance(name, getattr(self, name), Mapping, legal, "table").items()
+            table = {choice(name, key, keys): check(f"{name}[{key!r}]", of) for key, of in entries}
+            object.__setattr__(self, name, table)
 
         self.check_counts()
         keep(real, "flops", "memory_bandwidth", "odd_products", above=0.0)
@@ -142,13 +144,13 @@ class Cluster(Description):
         return self.cores is None
 
     def rate(self, precision: str) -> float:
-        """FLOP/s over a layer's three products together, in "fp32", "bf16", "fp16" or "tf32"."""
+        """Mean FLOP/s of a layer's three products, in "fp32", "bf16", "fp16" or "tf32"."""
         choice("precision", precision, ("fp32", *PRODUCTS))
         rates = self.products.get(precision)
         return 3 / sum(1 / rate for rate in rates) if rates else self.flops
 
     def node_of(self, rank: int) -> int:
-        """Ranks fill one node after the other."""
+        """The node of a rank; ranks fill one node after the other."""
         return rank // self.devices_per_node
 
     def link(self, op: str, level: str) -> Link:
@@ -160,35 +162,35 @@ class Cluster(Description):
         return self.collectives.get(op, self.intra)
 
     def reach(self, ranks: Sequence[int]) -> Reach:
-        """Where these ranks are on this cluster's nodes."""
+        """How a group of ranks is spread over this cluster's nodes."""
         if not len(ranks):
             raise illegal("ranks", ranks, "a group has members", "one rank or more")
         return Reach.of(ranks, self.node_of)
 
     @cached_property
     def _far(self) -> Link:
-        """Between two devices on different nodes, with their share of the ports."""
+        """The link between two devices on different nodes, with one device's share of the ports."""
         share = 1.0 if self.ports is None else self.ports / self.devices_per_node
         far: Link = self.inter  # type: ignore[assignment]  # __post_init__ filled it
         return far.replace(bandwidth=share * far.bandwidth)
 
     def ways(self, op: str, reach: Reach) -> dict[str, Way]:
-        """{algorithm: what a call takes by it}: those that this cluster chooses from."""
+        """{algorithm: `Way`} of the algorithms from which this cluster chooses for a call."""
         near = self.collectives.get(op, self.intra)
-        tree = op == "broadcast" and op in self.collectives  # it was fitted by a tree's bytes
-        found = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
-        if op in self.collectives and "ring" in found:
-            return {"ring": found["ring"]}
-        return {self.algorithm: found[self.algorithm]} if self.algorithm in found else found
+        tree = op == "broadcast" and op in self.collectives  # the link was fitted to a tree's bytes
+        choices = ways(op, reach, near, self._far, nccl=self.gpus and not tree)
+        if op in self.collectives and "ring" in choices:
+            return {"ring": choices["ring"]}
+        return {self.algorithm: choices[self.algorithm]} if self.algorithm in choices else choices
 
     def call(self, op: str, wire_bytes: float, reach: Reach) -> tuple[str, float]:
-        """(algorithm, seconds) of a call whose busiest member sends so many bytes."""
+        """(algorithm, seconds) of a call whose busiest member sends ``wire_bytes``."""
         choice("op", op, OPS)
-        took = {name: way.seconds(wire_bytes) for name, way in self.ways(op, reach).items()}
-        return min(took.items(), key=lambda one: one[1])
+        seconds = {name: way.seconds(wire_bytes) for name, way in self.ways(op, reach).items()}
+        return min(seconds.items(), key=lambda entry: entry[1])
 
     def copy_seconds(self, lane: str, size: int, limit: float | None = None) -> float:
-        """Of ``size`` bytes over "h2d", "d2h" or "disk", at no more than ``limit`` bytes/s."""
+        """Seconds to copy ``size`` bytes over "h2d", "d2h" or "disk", at most ``limit`` bytes/s."""
         choice("lane", lane, LINKS)
         name = "disk" if lane == "disk" else "host"
         link = getattr(self, name)
@@ -205,13 +207,13 @@ class Cluster(Description):
                  processors; None: what `pl.set_default_device` says, else the processors
         refresh  measure again
 
-        Raises ValueError if GPUs are asked for where there is none.
+        Raises ValueError if ``device`` is "cuda" and there is no GPU.
         """
         return cls.measure(device=device, refresh=refresh)
 
     @classmethod
     def preset(cls, name: str, *, nodes: int = 1) -> Cluster:
-        """A machine of the literature, ``nodes`` of it.
+        """``nodes`` machines known from the literature.
 
         name  "dgx-v100" (of 16 devices), "dgx-a100" or "dgx-h100" (of 8). Rates are those that
               published benchmarks reach, and kernels are fused as Megatron-LM's are. Each states
@@ -258,10 +260,10 @@ def _dgx(
     host_memory_gbs: float,
     devices: int = 8,
 ) -> dict:
-    """See CLUSTER_PRESETS; figures in GB and GB/s.
+    """The fields of a preset, see CLUSTER_PRESETS; figures in GB and GB/s.
 
-    peaks    {precision: FLOP/s of the data sheet}, where there are such products
-    reached  the share of these that large products reach
+    peaks    {precision: FLOP/s of the data sheet}, of precisions that the device has
+    reached  the share of these peaks that large products reach
     """
     rates = {name: reached * peak for name, peak in peaks.items()}
     return {
@@ -282,24 +284,25 @@ def _dgx(
     }
 
 
-# Of data sheets: dense peaks by precision, memory size and bandwidth, one-way GB/s of a port to
-# other nodes (HDR or NDR InfiniBand, as many as GPUs; the DGX-2 has 8 for 16); PCIe x16 to the
-# host, one way, and an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of
-# DDR5-4800). Disks differ from site to site: state yours. "dgx-v100" is the DGX-2 that the ZeRO
-# papers ran on: 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054,
-# sec. 10), PCIe 3 to hosts of 6 channels of DDR4-2666 a socket; it has no products in bf16 or tf32.
+# From data sheets: dense peaks by precision; memory size and bandwidth; one-way GB/s of a port to
+# other nodes (HDR or NDR InfiniBand, one port per GPU; the DGX-2 has 8 for 16); PCIe x16 to the
+# host, one way; and an eighth of both sockets' memory bandwidth (8 channels each of DDR4-3200, of
+# DDR5-4800). Disks differ from site to site: state yours. "dgx-v100" is the DGX-2 of the ZeRO
+# papers: 16 V100 of 32 GB behind NVSwitch, 800 Gbit/s between nodes (arXiv:1910.02054, sec. 10),
+# PCIe 3 to hosts with 6 channels of DDR4-2666 per socket; it has no products in bf16 or tf32.
 #
-# Published measurements: products, the best that any shape reaches in bf16 (stas00/ml-engineering,
-# MAMF: 271.2 of an A100, 794.5 of an H100), as a share of the peak; of other precisions and of a
-# V100 there is none, so the same share of theirs (an H100 of ours reached 0.77 of its fp32 peak);
-# all-reduces between 8 GPUs of a node, 134.5 GB/s for V100s and 229 for A100s, these 92 us at least
-# for 14 messages, of which 7 us each (VIA-Research/vTrain, its tables); 370 GB/s between H100s (a
-# maintainer of NCCL, nccl-tests issue 212; an all-reduce that the switches add up, NVLink SHARP, is
-# faster, and not what is stated); 0.96 of the ports, 192 of 200 GB/s between DGX A100s (NCCL issue
-# 812).
+# Published measurements:
+# - Products: the best bf16 rate of any shape (stas00/ml-engineering, MAMF: 271.2 TFLOP/s of an
+#   A100, 794.5 of an H100), as a share of the peak. For other precisions and for a V100 nothing is
+#   published, so the same share is used (an H100 of ours reached 0.77 of its fp32 peak).
+# - All-reduces between 8 GPUs of a node: 134.5 GB/s for V100s and 229 for A100s, where they take at
+#   least 92 us for 14 messages, so 7 us each (VIA-Research/vTrain, its tables); 370 GB/s for H100s
+#   (a maintainer of NCCL, nccl-tests issue 212), without the faster reduction in the switches
+#   (NVLink SHARP). Between nodes 0.96 of the ports: 192 of 200 GB/s between DGX A100s (NCCL issue
+#   812).
 #
-# Fitted, to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 65 %
-# of the memory's bandwidth, and 30 us of Megatron-LM's host program for a kernel.
+# Fitted to runs inside one node and on 64 to 512 A100s (tests/benchmarks/bench_published.py): 65 %
+# of the memory's bandwidth, and 30 us per kernel for Megatron-LM's host program.
 _V100 = {"fp32": 15.7e12, "fp16": 125e12}
 _A100 = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}
 _H100 = {"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp16": 989e12}

@@ -1,6 +1,7 @@
-"""What a plan takes in place of a name: a pass or a schedule that is a function of the user's, a
-block that is a module. It is judged as far as can be before a process starts, and without torch;
-but a module's parameters are known when it has been made, which takes torch.
+"""Forms: the user's own code in a plan or a model, a schedule, a pass or a block.
+
+A form is checked as far as possible before a process starts, and without torch; only the parameters
+of a block are known by making its module, which needs torch.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from paralab.parallel.schedules import RELAY, SCHEDULES, Action, build, takes_th
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
 SCHEDULE_NAMES = (*SCHEDULES, RELAY)
-OWN_FORM = "own: "  # a saved plan keeps this and the name of an own form, not its code
+OWN_FORM = "own: "  # a saved plan has this and the name of a form, not its code
 
 
 def form_name(form: Any) -> str:
-    """A form as text: its name, or "own: " and that of a class or function of the user's."""
+    """A form as text: a built-in form's name, or "own: " and the name of the user's function."""
     if callable(form):
         return OWN_FORM + getattr(form, "__name__", type(form).__name__)
     return form
 
 
 def saved(form: Any) -> bool:
-    """Whether it is what a saved plan has kept of a form of the user's."""
+    """Whether ``form`` is the text that a saved plan has in place of the user's code."""
     return isinstance(form, str) and form.startswith(OWN_FORM)
 
 
 def check_grad_sync(form: Any) -> None:
-    """Refuse what is no name of a form; None leaves the gradients to the plan's own passes."""
+    """Raise unless ``form`` names a form; None leaves the gradients to the plan's passes."""
     if callable(form):
         raise illegal(
             "grad_sync",
@@ -42,7 +43,7 @@ def check_grad_sync(form: Any) -> None:
 
 
 def check_passes(forms: Any) -> tuple[Any, ...]:
-    """Passes of the learner's own, as a tuple; refused is what could not be called."""
+    """The user's passes as a tuple. Raises if one of them cannot be called."""
     legal = "functions f(program) -> program, see paralab.programs.own"
     instance("passes", forms, (tuple, list), f"a tuple of {legal}", "sequence")
     for form in forms:
@@ -52,7 +53,7 @@ def check_passes(forms: Any) -> tuple[Any, ...]:
 
 
 def check_schedule(form: Any) -> None:
-    """Refuse what could not be a schedule, as far as can be known before it is called."""
+    """Raise if ``form`` cannot be a schedule, as far as can be known before it is called."""
     if callable(form):
         takes_three(form)
     elif not saved(form):
@@ -60,15 +61,15 @@ def check_schedule(form: Any) -> None:
 
 
 def make_schedule(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:
-    """One list of actions per pipeline rank, proved to be a schedule, or ``ValueError``."""
-    make = _build if callable(form) else _build_once  # an own function may change its mind
+    """One list of actions per pipeline rank; raises ``ValueError`` if these make no schedule."""
+    make = _build if callable(form) else _build_once  # a user's function may return another list
     return make(form, pp, microbatches, virtual_stages)
 
 
 def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:
     from paralab.theory.schedule_check import validate
 
-    if form == RELAY:  # for code that takes a rank as one stage
+    if form == RELAY:  # callers see the relay's rank as one stage
         form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
@@ -82,28 +83,28 @@ _build_once = lru_cache(maxsize=64)(_build)
 
 
 def check_block(form: Any) -> None:
-    """Refuse what could not make a model's blocks, as far as can be known before it is called."""
+    """Raise if ``form`` cannot make blocks, as far as can be known before it is called."""
     if form is not None and not callable(form) and not saved(form):
         legal = "None for the standard block, or a class or function that makes an nn.Module of a "
         raise illegal("block", form, "not a class and not a function", legal + "model")
 
 
 def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the parameters of ``form(model)``, a block of the user's own. It is made for
-    this on torch's "meta" device, without memory and without a random number: every rank makes its
-    own blocks, so each call has to make the same.
+    """{name: shape} of the parameters of ``form(model)``, the user's own block, which is made on
+    torch's "meta" device, without memory and random numbers.
 
-    It is made anew each time that it is asked for, for in a notebook what it reads can change, and
-    what was counted, in other caches too, goes by the first that it made.
+    Every rank makes its own blocks, so each call has to make the same module. In a notebook the
+    variables that ``form`` reads may change; therefore each call makes the block again and compares
+    it with the first one, to which all cached figures belong.
     """
     if isinstance(form, str):
         why = "a saved model keeps only the name of its block"
         raise illegal("block", form, why, "model.replace(block=the class or function itself)")
-    first, shapes = _block_once(form, model)
-    now = _on_meta(form, model)
-    found = {local: tuple(parameter.shape) for local, parameter in now.named_parameters()}
-    if (repr(now), found) != (repr(first), shapes):
-        was, differs = (first, now) if found == shapes else (shapes, found)
+    first_module, shapes = _block_once(form, model)
+    module = _on_meta(form, model)
+    current = {local: tuple(parameter.shape) for local, parameter in module.named_parameters()}
+    if (repr(module), current) != (repr(first_module), shapes):
+        was, differs = (first_module, module) if current == shapes else (shapes, current)
         why = (
             f"block(model) made {shown(was)} when it was first asked for, and now {shown(differs)}"
         )
@@ -113,7 +114,7 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _on_meta(form: Any, model: Any) -> Any:
-    """The module ``form(model)``, or the refusal."""
+    """The module ``form(model)``; raises ``ValueError`` if it is none or cannot be made."""
     import torch
 
     legal = "a class or function that makes an nn.Module of a ModelSpec, or None"
@@ -129,14 +130,14 @@ def _on_meta(form: Any, model: Any) -> Any:
     return module
 
 
-@lru_cache(maxsize=1024)  # as long as any other cache knows the model
+@lru_cache(maxsize=1024)  # keeps a block at least as long as other caches keep its model
 def _block_once(form: Any, model: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """A block, and the shapes of its parameters, proved to be what a plan can train."""
+    """A block and the shapes of its parameters, checked to be trainable under a plan."""
     import torch
 
-    name, module, again = form_name(form), _on_meta(form, model), _on_meta(form, model)
-    if repr(module) != repr(again):
-        why = f"block(model) made {shown(module)}, and the next time {shown(again)}"
+    name, module, second = form_name(form), _on_meta(form, model), _on_meta(form, model)
+    if repr(module) != repr(second):
+        why = f"block(model) made {shown(module)}, and the next time {shown(second)}"
         raise illegal("block", name, why, "one that makes the same module at every call")
     shapes = {}
     for local, parameter in module.named_parameters():

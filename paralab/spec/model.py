@@ -1,6 +1,6 @@
-"""What is trained: a GPT as a frozen description, its parameters counted, and models of the papers.
+"""What is trained: the description of a GPT, its number of parameters, and the models of papers.
 
-The model itself is in model/; nothing here holds a tensor.
+The model itself is in model/; this file holds no tensor.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from paralab.checks import Description, choice, count, illegal, real
 from paralab.spec.forms import block_shapes, check_block, form_name
 
 TIED = ("embedding.token.weight", "head.output.weight")  # one weight, where a model is tied
-# Of an element, by precision. In 16 bits AdamW keeps a 4-byte master copy as well.
+# By precision. AdamW also keeps a 4-byte master copy of 16-bit parameters.
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
-MAX_WEIGHTS = 2**52  # of one kind; at up to 12 * 16 bytes each, which are counted in 63 bits
+MAX_WEIGHTS = 2**52  # layers * hidden^2; 12 weights of up to 16 bytes each, counted in 63 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,13 @@ class ModelSpec(Description):
     block     a block of your own in place of the standard one: a class or function, called as
               ``block(spec)``, that makes an ``nn.Module`` which maps (b, s, h) to (b, s, h). It
               trains with autograd inside; each block is one op of the program. Every call
-              has to make the same module: each rank makes its own. Its parameters start as GPT-2's
-              do, by name and shape, whatever the module has put there: biases 0, norms and what has
-              one dimension 1, all else drawn with deviation 0.02. Buffers keep their values
+              has to make the same module, because each rank makes its own. Its parameters are
+              initialised as GPT-2's, by name and shape, whatever values the module has given them:
+              biases 0, norms and other parameters of one dimension 1, all others drawn with
+              standard deviation 0.02. Buffers keep their values
     """
 
-    layers: int = count(at_most=2**16)  # they are counted one by one
+    layers: int = count(at_most=2**16)  # parameters are listed layer by layer
     hidden: int = count(at_most=2**20)
     heads: int = count(at_most=2**10)
     seq_len: int = count(at_most=2**24)
@@ -68,9 +69,9 @@ class ModelSpec(Description):
         check_block(self.block)
 
     def resolved(self, *, gpus: bool) -> ModelSpec:
-        """This model with ``attention`` named: None stands for "sdpa" on GPUs, and for "explicit"
-        on processors and where there is dropout, whose masks the fused kernel draws itself, so that
-        they would depend on how the heads are split. Reports have the resolved model.
+        """This model with ``attention`` set: None becomes "sdpa" on GPUs, and "explicit" on
+        processors and with dropout, because the fused kernel draws its dropout masks itself, so
+        that they would depend on how the heads are split. Reports have the resolved model.
         """
         if self.attention is not None:
             return self
@@ -113,7 +114,7 @@ class ModelSpec(Description):
         """Psi, all elements: l(12h^2 + 13h) + (V + s)h + 2h, and Vh more if not tied.
 
         PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 2 has the same terms without the last
-        LayerNorm's 2h. With a block of one's own, what that has.
+        LayerNorm's 2h. With a block of your own, the elements of its parameters count instead.
         """
         if self.block is not None:
             return sum(map(math.prod, self.parameter_shapes().values()))
@@ -123,13 +124,13 @@ class ModelSpec(Description):
         return blocks + (self.vocab + self.seq_len) * h + 2 * h + untied
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; of an own ``block`` its name."""
+        """Plain values; for a ``block`` of your own, its name."""
         return {**super().to_dict(), "block": form_name(self.block)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
-        """The inverse of ``to_dict``. Files of version 0.1 have ``frozen`` too, which was empty for
-        a model that trained whole.
+        """The inverse of ``to_dict``. Files of version 0.1 also have ``frozen``, which was empty if
+        all parameters were trained.
         """
         if isinstance(values, Mapping) and not values.get("frozen"):
             values = {name: value for name, value in values.items() if name != "frozen"}
@@ -137,8 +138,9 @@ class ModelSpec(Description):
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:
-        """A model of the literature, "gpt2", "gpt3-175b", or PTD-P's "ptdp-1.7b", "ptdp-7.5b",
-        "ptdp-39b", "ptdp-145b" and "ptdp-1t"; or "laptop", which a laptop trains in seconds.
+        """A model known from the literature: "gpt2", "gpt3-175b", or PTD-P's "ptdp-1.7b",
+        "ptdp-7.5b", "ptdp-39b", "ptdp-145b" and "ptdp-1t"; or "laptop", which trains in seconds on
+        a laptop.
         """
         if not isinstance(name, str) or name not in MODEL_PRESETS:
             raise illegal("preset", name, "unknown model", ", ".join(MODEL_PRESETS))

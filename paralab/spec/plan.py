@@ -1,7 +1,7 @@
-"""How to split a training step: Plan. What is trained is in model.py, and on what in cluster.py.
+"""How a training step is split: `Plan`. model.py has what is trained, cluster.py on what.
 
-All are frozen descriptions of bytes and plain counts, without torch. A wrong value raises
-``ValueError`` here; what goes with what is in rules.py.
+All three are frozen descriptions of plain values, without torch. An illegal value of a field raises
+``ValueError`` when the plan is made; rules.py has the rules for combinations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paralab.spec.forms import (
 )
 from paralab.spec.model import ModelSpec
 from paralab.spec.rules import RULES, refuse, tensor_grid
-from paralab.spec.settings import Asked
+from paralab.spec.settings import Settings
 from paralab.spec.tiers import Offload, as_offload, resolved
 
 
@@ -56,48 +56,48 @@ class Plan(Description):
                      I and W its halves for inputs and weights
     virtual_stages   model chunks, or stages, per pipeline rank, v; more than one with "interleaved"
                      or a schedule of your own. Stage s of the pp * v lies on rank s % pp
-    zero_stage       what data-parallel ranks keep only a share of (ZeRO): 0 nothing, 1 optimizer
-                     states, 2 gradients too (with pp > 1 they are reduced once a step, as with 1),
+    zero_stage       what data-parallel ranks shard (ZeRO): 0 nothing, 1 optimizer states,
+                     2 gradients too (with pp > 1 they are reduced once a step, as with 1),
                      3 parameters too
     shard            with zero_stage 1 to 3: data-parallel ranks that share one copy of the states;
                      dp/shard replicas of it (HSDP). None: all dp of them
     secondary_shard  with stage 3: neighbouring data-parallel ranks, on one node, that share a
                      second copy of the parameters, which backward gathers (hpZ of ZeRO++)
-    prefetch         units beyond the one in use whose parameters stage 3 may hold gathered
+    prefetch         units whose parameters stage 3 may gather ahead of the one in use
     recompute        activations that backward computes again: "none", "selective" (the attention
                      core), "full" (all but each block's input)
     precision        of weights, gradients and products: "fp32", or "bf16" or "fp16" with a master
                      copy in fp32
-    grad_dtype       "fp32": in 16 bits the gradients of parameters are added up over micro-batches,
-                     and over ranks, in fp32; "fp32-copy": in ``precision``, and all of them are
-                     copied to fp32 before the update. None: in ``precision``. What one micro-batch
-                     adds is a product in 16 bits, and is rounded as such
-    tf32             with precision="fp32", on GPUs: products are of operands rounded to tf32's
-                     mantissa of 10 bits, several times as fast. Nothing on CPUs; predictions take
-                     the cluster's rate as it is stated
-    tp_mode          how a layer is cut over tp ranks: "1d", "2d" (q x q of them), "2.5d" (d of
-                     these), "3d" (q x q x q)
+    grad_dtype       with a 16-bit ``precision``, how parameters' gradients are accumulated over
+                     micro-batches and ranks: "fp32"; or "fp32-copy", in ``precision``, with a copy
+                     of all of them to fp32 before the update. None: in ``precision``. In each case
+                     one micro-batch's gradient is a 16-bit product, rounded as such
+    tf32             with precision="fp32", on GPUs: matrix products round their operands to tf32's
+                     mantissa of 10 bits, and are several times as fast. No effect on CPUs;
+                     predictions use the rate that the cluster states
+    tp_mode          how a layer is cut over tp ranks: "1d", "2d" (on a grid of q x q), "2.5d" (on d
+                     such grids), "3d" (on a grid of q x q x q)
     tp_depth         d of "2.5d"; by default the largest up to q with tp = d q^2
     sequence_parallel  with tp_mode="1d": the residual stream is sharded over the tp ranks along
                      the sequence
-    tp_overlap       with tp_mode="1d": backward's messages move while gradients are computed that
-                     do not need them. False: each is waited for as soon as it is posted, as in
-                     Megatron-LM before 30 August 2021
-    partition_activations  with recompute="full": of a block's input each tp rank keeps a part
-    partition_messages  with tp_mode="1d" and pp > 1: of a message between stages each tp rank sends
-                     a part, and the receivers gather it (PTD-P's scatter/gather)
-    offload          where states lie that are not on the device: "cpu" (the host's memory) or
-                     "nvme" (files; gradients in the host's memory), which move what zero_stage
-                     shards. Or a dict: {"parameters", "gradients", "optimizer" or "activations":
-                     "device" | "cpu" | "nvme"}, and the other fields of paralab.spec.tiers.Offload.
-                     States need zero_stage 1 to 3, on one device too; activations recompute="full"
+    tp_overlap       with tp_mode="1d": backward's messages overlap with the computation of
+                     gradients that do not need them. False: each is waited for as soon as it is
+                     posted, as in Megatron-LM before 30 August 2021
+    partition_activations  with recompute="full": each tp rank saves only a part of a block's input
+    partition_messages  with tp_mode="1d" and pp > 1: each tp rank sends a part of a message between
+                     stages, and the receivers gather the parts (PTD-P's scatter/gather)
+    offload          where the states that zero_stage shards are kept instead of on the device:
+                     "cpu" (the host's memory) or "nvme" (files; gradients in the host's memory). Or
+                     a dict: {"parameters", "gradients", "optimizer" or "activations": "device" |
+                     "cpu" | "nvme"}, and the other fields of paralab.spec.tiers.Offload. Offloaded
+                     states need zero_stage 1 to 3, on one device too; activations recompute="full"
     passes           functions of your own, f(program) -> program, which change every rank's list of
                      instructions: see programs/own.py
 
     Ranks are assigned to the axes as numpy.arange(world_size).reshape(pp, dp, tp).
     """
 
-    # The largest are beyond any use: what goes together has narrower ones, in rules.py.
+    # These upper limits are beyond any use; rules.py has narrower ones for combinations.
     dp: int = count(1, at_most=2**20)
     tp: int = count(1, at_most=2**20)
     pp: int = count(1, at_most=2**20)
@@ -147,7 +147,7 @@ class Plan(Description):
 
     @property
     def product_precision(self) -> str:
-        """What products multiply in: ``precision``, or "tf32"."""
+        """The precision of matrix products: ``precision``, or "tf32"."""
         return "tf32" if self.tf32 else self.precision
 
     @property
@@ -162,24 +162,24 @@ class Plan(Description):
 
     @property
     def grad_precision(self) -> str:
-        """Of the gradients of parameters, as they are added up."""
+        """The precision in which the gradients of parameters are accumulated."""
         return "fp32" if self.grad_dtype == "fp32" else self.precision
 
     @property
     def stages(self) -> int:
-        """Parts that the model is cut into: pp * virtual_stages."""
+        """Number of stages into which the model is cut: pp * virtual_stages."""
         return self.pp * self.virtual_stages
 
     @property
     def shard_degree(self) -> int:
-        """N: data-parallel ranks that share one copy of the states."""
+        """N: number of data-parallel ranks that shard one copy of the states."""
         return self.dp if self.shard is None else self.shard
 
     @property
     def tp_grid(self) -> tuple[int, int]:
-        """(q, depth) of the grid on which a tp group stands: q x q, d of these, or q x q x q.
+        """(q, depth) of the grid of a tp group: q x q, d of these, or q x q x q; "1d" is (tp, 1).
 
-        Raises ``ValueError`` naming legal values if tp makes no such grid. "1d" is (tp, 1).
+        Raises ``ValueError`` with legal values if tp makes no such grid.
         """
         return tensor_grid(self.tp, self.tp_mode, self.tp_depth)
 
@@ -188,8 +188,8 @@ class Plan(Description):
         on a rank that the plan does not have.
         """
         rank = whole("rank", rank, at_least=0, at_most=self.world_size - 1)
-        rest, tp_index = divmod(rank, self.tp)
-        return Place(*divmod(rest, self.dp), tp_index)
+        before_tp, tp_index = divmod(rank, self.tp)
+        return Place(*divmod(before_tp, self.dp), tp_index)
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """Global ranks of the group of ``rank`` along ``axis``, in group order.
@@ -205,8 +205,8 @@ class Plan(Description):
 
             choice("axis", axis, tuple(mode_of(self).axes))
             group = self.ranks("tp", rank)
-            mine = next(found for found in groups(self, axis) if at.tp in found)
-            return tuple(group[index] for index in mine)
+            indices = next(candidate for candidate in groups(self, axis) if at.tp in candidate)
+            return tuple(group[index] for index in indices)
         choice("axis", axis, ("tp", "dp", "pp", "shard", "secondary", "replica"))
         if axis == "tp":
             return tuple(range(rank - at.tp, rank - at.tp + self.tp))
@@ -235,7 +235,7 @@ class Plan(Description):
     @property
     def grad_sync_name(self) -> str:
         """How gradients are synchronised, as text: a form's name, or "own: " and the names of the
-        passes that it is left to.
+        user's passes.
         """
         if self.grad_sync is None:
             return OWN_FORM + ", ".join(name.removeprefix(OWN_FORM) for name in self.pass_names)
@@ -243,7 +243,7 @@ class Plan(Description):
 
     @property
     def pass_names(self) -> tuple[str, ...]:
-        """The learner's passes as text: "own: " and a function's name."""
+        """The user's passes as text: "own: " and a function's name."""
         return tuple(map(form_name, self.passes))
 
     @property
@@ -253,13 +253,15 @@ class Plan(Description):
 
     @property
     def relays(self) -> bool:
-        """Whether a rank takes all micro-batches through one part of the model after the other."""
+        """Whether the schedule is a relay: all micro-batches pass through one part of the model
+        before the next part begins.
+        """
         return isinstance(self.schedule, str) and self.schedule == RELAY
 
     @property
     def reduces_often(self) -> bool:
-        """Whether gradients are reduced after every micro-batch: by ZeRO-3, and by ZeRO-2 without a
-        pipeline; in a relay never.
+        """Whether gradients are reduced after every micro-batch: under ZeRO-3, and under ZeRO-2
+        without a pipeline; never in a relay.
         """
         if self.relays:
             return False
@@ -267,31 +269,31 @@ class Plan(Description):
 
     @property
     def reduces_at_once(self) -> bool:
-        """Whether backward waits for none of ZeRO's reductions: of stages 1 and 2 in a pipeline, as
-        the pipeline's stage before waits for this backward. Not with one micro-batch, whose
-        gradients are made and freed one after the other, nor where gradients leave for the host.
+        """Whether backward waits for none of ZeRO's reductions: with stages 1 and 2 in a pipeline,
+        because the previous pipeline stage waits for this backward. Not with one micro-batch, whose
+        gradients are made and freed one after the other, nor if gradients are offloaded.
         """
         leaves = self.tiers is not None and self.tiers.gradients != "device"
         once = self.zero_stage in (1, 2) and self.pp > 1
         return once and self.microbatches > 1 and not leaves
 
     def actions(self) -> list[list[Action]]:
-        """What every pipeline rank computes in a step, in order; proved to be a schedule. Of "l2l",
-        which goes part by part, with the model as one stage: all forwards, then all backwards.
+        """Per pipeline rank the list of actions of a step, validated. For "l2l" the model counts as
+        one stage: all forwards, then all backwards.
 
-        Not to be altered: the kit's own schedules are made once for equal settings. Raises
-        ``ValueError`` if these settings make no schedule, or if what an own function made is none.
+        Do not modify the lists: built-in schedules are cached. Raises ``ValueError`` if these
+        settings make no schedule, or if the user's own function returns none that is valid.
         """
         return make_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; of an own schedule or pass its name."""
+        """Plain values; for a schedule or pass of your own, its name."""
         return {**super().to_dict(), "schedule": self.schedule_name, "passes": self.pass_names}
 
     def validate(self, model: ModelSpec) -> None:
         """Raise ``ValueError`` if this plan cannot train ``model`` in this version."""
         instance("model", model, ModelSpec, "a pl.ModelSpec(...)", "model description")
-        refuse(RULES, Asked(self, model))
+        refuse(RULES, Settings(self, model))
         if self.zero_stage == 3 and self.pp > 1:
             warnings.warn(
                 f"zero_stage=3 with pp={self.pp}: a stage's parameters are gathered again for "

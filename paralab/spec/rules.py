@@ -1,10 +1,10 @@
-"""What goes together: the rules behind `Plan.validate`, as data that a search reads too.
+"""Which settings go together: the rules behind `Plan.validate`, as data that a search reads too.
 
-A rule names a field, says when it holds and, where it does not, why and what would be legal.
-``holds`` is written on settings (settings.py) with operators that a value and a column of values
-share, so the same list judges one plan and all the plans of a search. The words are made for the
-one plan that is refused: a ``ValueError`` that names the field, the value and what would be legal,
-before any process starts. Torch-free.
+A rule has a field, a condition (``holds``) and, for plans that violate it, the reason and the legal
+values. ``holds`` is written on settings (settings.py) with operators that work for a value and for
+a column of values, so one list of rules serves a single plan and all plans of a search. The texts
+are formatted only for a plan that is refused: a ``ValueError`` with the field, the value and what
+would be legal, before any process starts. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.parallel.schedules import RELAY, rounds
-from paralab.spec.settings import Asked, grid
+from paralab.spec.settings import Settings, grid
 
-# Beyond any published run; they mostly catch a slipped digit, which would be worked on for hours.
+# Beyond any published run; the limits mostly catch a typing mistake that would run for hours.
 MAX_RANKS = 65536
 MAX_ACTIONS = 2**18  # micro-batches times stages
-# Reports and torch count bytes in 63 bits; what a step saves for backward takes up to 34 for each.
+# Reports and torch count bytes in 63 bits; a step saves up to 34 bytes per element for backward.
 MAX_ELEMENTS = 2**56
-NONE = None  # what a column is compared with
+NONE = None  # compared by ==, which works for a value and for a column, unlike ``is None``
 
 Words = str | Callable[[Any], str]
 
 
 class Rule(NamedTuple):
-    """What a plan has to be like. Words are a template over settings ``s``, or a function."""
+    """A condition that every plan has to meet.
+
+    field  the field that an error names
+    holds  the condition, a function of settings
+    why, legal  the error's texts: templates over settings ``s``, or functions of them
+    """
 
     field: str
     holds: Callable[[Any], Any]
@@ -38,11 +43,11 @@ class Rule(NamedTuple):
 
 
 def implies(a: Any, b: Any) -> Any:
-    """Of values or of columns: b holds where a does."""
+    """Logical implication, for values or columns: b holds where a does."""
     return (a == 0) | b
 
 
-def refuse(rules: Iterable[Rule], s: Asked) -> None:
+def refuse(rules: Iterable[Rule], s: Settings) -> None:
     """Raise ``ValueError`` for the first rule that does not hold."""
     for rule in rules:
         if not rule.holds(s):
@@ -100,13 +105,13 @@ GRID = (
 
 def tensor_grid(tp: int, mode: str, depth: int | None) -> tuple[int, int]:
     """(q, depth) of the grid of ``tp`` ranks in a tp_mode; see `Plan.tp_grid`."""
-    asked = Asked(SimpleNamespace(tp=tp, tp_mode=mode, tp_depth=depth))
-    refuse(GRID, asked)
-    return asked.grid.q, asked.grid.depth
+    settings = Settings(SimpleNamespace(tp=tp, tp_mode=mode, tp_depth=depth))
+    refuse(GRID, settings)
+    return settings.grid.q, settings.grid.depth
 
 
 def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
-    """A size that the ranks of a tp group share in equal parts."""
+    """The rule that a size is divisible by the number of parts that a tp group makes of it."""
 
     def why(s: Any) -> str:
         group = f"tp={s.tp}" if s.tp_mode == "1d" else f"tp_mode={s.tp_mode!r} with q={s.grid.q}"
@@ -117,7 +122,7 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
         if name == "heads":
             return _heads(s, n)
         if name == "hidden":
-            n = lcm(n, s.heads)  # which divide it
+            n = lcm(n, s.heads)  # hidden is divisible by heads, too
         nearest = sorted({max(n, value // n * n), (value // n + 1) * n})
         beyond = " (the entries beyond the text's are never looked up)" * (name == "vocab")
         return f"a multiple of {n}, such as {' or '.join(map(str, nearest))}{beyond}"
@@ -126,7 +131,9 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
 
 
 def _heads(s: Any, n: int) -> str:
-    """What is legal for them in n parts: they divide hidden, too, which may leave no number."""
+    """Legal numbers of heads for n parts. Heads also have to divide hidden; if no number does both,
+    legal values of tp instead.
+    """
     divides = f"divides hidden={s.hidden}"
     if s.hidden % n == 0:
         fits = (heads for heads in range(n, s.hidden + 1, n) if s.hidden % heads == 0)
@@ -136,9 +143,9 @@ def _heads(s: Any, n: int) -> str:
     return f"tp such as {_nearest(s.tp, fits)} (no multiple of {n} {divides})"
 
 
-def _nearest(value: int, others: Iterable[int]) -> str:
-    """The last number below it and the first above, of rising ones: "2 or 4"."""
-    rising = list(others)
+def _nearest(value: int, candidates: Iterable[int]) -> str:
+    """The nearest numbers below and above ``value`` among rising candidates: "2 or 4"."""
+    rising = list(candidates)
     below, above = [n for n in rising if n < value], [n for n in rising if n > value]
     return " or ".join(map(str, below[-1:] + above[:1]))
 
@@ -254,7 +261,7 @@ PIPELINE = (
     *(
         Rule(
             field,
-            # of the two degrees that a model is cut by, the one that a learner would change
+            # Each rule names one of the two degrees: the one that a user would change.
             lambda s, field=field: implies(
                 (s.virtual_stages == 1) == (field == "pp"), s.pp * s.virtual_stages <= s.layers
             ),
@@ -325,7 +332,7 @@ ZERO = (
     ),
     Rule(
         "secondary_shard",
-        lambda s: s.shard_degree % s.near == 0,
+        lambda s: s.shard_degree % s.backward_shard_degree == 0,
         "the {s.shard_degree} ranks that share the parameters (dp, or shard) make no groups of "
         "that size",
         "a divisor of {s.shard_degree}",
@@ -341,7 +348,7 @@ ZERO = (
 
 
 def _sharded(name: str, least: int) -> Rule:
-    """Of a state that ZeRO shards from stage ``least`` on."""
+    """The rule for a state that ZeRO shards from stage ``least`` on."""
     return Rule(
         f"offload[{name!r}]",
         lambda s: implies(getattr(s.place, name) != "device", s.zero_stage >= least),
@@ -351,7 +358,7 @@ def _sharded(name: str, least: int) -> Rule:
 
 
 def _updated(name: str) -> Rule:
-    """Of a state that an update reads."""
+    """The rule for a state that an update reads."""
     return Rule(
         f"offload[{name!r}]",
         lambda s: implies(getattr(s.place, name) != "device", s.place.optimizer != "device"),

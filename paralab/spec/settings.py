@@ -1,9 +1,9 @@
-"""What rules speak of: the settings of a plan and a model, of one plan or of a column of them.
+"""The settings that rules read, for one plan as values or for many plans as columns. Torch-free.
 
-A setting is a field of `Plan` or of `ModelSpec`, or follows from a few of them (`derived`: the grid
-of a tp group, the place of every state). `Asked` has the settings of one plan, as values; `Columns`
-those of many plans, as NumPy arrays or `Coded` columns, which compare as values do. So what is
-written with operators on settings holds for both: the rules of rules.py. Torch-free.
+A setting is a field of `Plan` or of `ModelSpec`, or is derived from a few of them (`derived`), as
+the grid of a tp group and the place of every state are. `Settings` has the settings of one plan, as
+values; `Columns` those of many plans, as NumPy arrays or `Coded` columns, which compare as values
+do. So an expression with operators on settings works for both, as the rules of rules.py are.
 """
 
 from __future__ import annotations
@@ -18,45 +18,46 @@ from paralab.spec.forms import block_shapes, form_name, make_schedule, saved
 from paralab.spec.tiers import Offload, resolved
 
 ON_DEVICE = Offload()
-# {name: (settings, function)} of what follows from a few settings; "model" is one of these.
+# {derived setting: (names of its arguments, function)}; an argument may also be "model".
 DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 
 
 def derived(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of settings, which its parameters name, a setting itself."""
+    """Register a function of settings as a setting; its parameters name the settings it needs."""
     code = function.__code__
     DERIVED[function.__name__] = code.co_varnames[: code.co_argcount], function
     return function
 
 
 class Grid(NamedTuple):
-    """How a tp group stands: q x q ranks, ``depth`` of these; q = 0 where it makes no such grid.
-    What is named like a size says in how many parts the group deals it out.
+    """The grid of a tp group: ``depth`` squares of q x q ranks; q = 0 if tp makes no such grid.
+    The properties heads, vocab, hidden and microbatch_size are the numbers of equal parts into
+    which the group partitions these sizes.
 
-    asked  the depth that the plan states, or None
+    stated  the depth that the plan states, or None
     """
 
     mode: str
     q: int
     depth: int
-    asked: int | None
+    stated: int | None
 
     @property
     def shape(self) -> str:
-        """What the mode takes."""
+        """The grid that the mode needs, as text."""
         if self.mode == "2.5d":
-            depth = f"d={self.asked}" if self.asked else "d up to q"
+            depth = f"d={self.stated}" if self.stated else "d up to q"
             return f"d grids of q x q ranks, {depth}"
         return "a grid of q x q x q ranks" if self.mode == "3d" else "a grid of q x q ranks"
 
     @property
     def sizes(self) -> str:
-        """The first numbers of ranks that make one."""
-        found = {q ** (3 if self.mode == "3d" else 2) for q in range(1, 13)}
+        """The smallest numbers of ranks that make such a grid, as text."""
+        ranks = {q ** (3 if self.mode == "3d" else 2) for q in range(1, 13)}
         if self.mode == "2.5d":
-            depths = [self.asked] if self.asked else range(1, 9)
-            found = {d * q * q for q in range(1, 9) for d in depths if self.asked or d <= q}
-        return ", ".join(map(str, sorted(found)[:12])) + ", ..."
+            depths = [self.stated] if self.stated else range(1, 9)
+            ranks = {d * q * q for q in range(1, 9) for d in depths if self.stated or d <= q}
+        return ", ".join(map(str, sorted(ranks)[:12])) + ", ..."
 
     @property
     def heads(self) -> int:
@@ -77,21 +78,21 @@ class Grid(NamedTuple):
 
 @derived
 def grid(tp: int, tp_mode: str, tp_depth: int | None) -> Grid:
-    found = (tp, 1)
+    q_and_depth = (tp, 1)
     if tp_mode == "2.5d":
         depths = [tp_depth] if tp_depth else range(round(tp ** (1 / 3)), 0, -1)
         squares = ((math.isqrt(tp // d), d) for d in depths)
-        found = next(((q, d) for q, d in squares if d * q * q == tp), (0, 0))
+        q_and_depth = next(((q, d) for q, d in squares if d * q * q == tp), (0, 0))
     elif tp_mode != "1d":
         power = 3 if tp_mode == "3d" else 2
         q = round(tp ** (1 / power))
-        found = (q, q if power == 3 else 1) if q**power == tp else (0, 0)
-    return Grid(tp_mode, *found, tp_depth)
+        q_and_depth = (q, q if power == 3 else 1) if q**power == tp else (0, 0)
+    return Grid(tp_mode, *q_and_depth, tp_depth)
 
 
 @derived
 def place(offload: Any, zero_stage: int) -> Offload:
-    """Where every state lies."""
+    """The place of every state."""
     return resolved(offload, zero_stage) or ON_DEVICE
 
 
@@ -101,14 +102,14 @@ def shard_degree(dp: int, shard: int | None) -> int:
 
 
 @derived
-def near(secondary_shard: int | None, dp: int, shard: int | None) -> int:
-    """Ranks that share the parameters that backward gathers."""
+def backward_shard_degree(secondary_shard: int | None, dp: int, shard: int | None) -> int:
+    """Number of ranks that share the copy of the parameters that backward gathers."""
     return secondary_shard or shard or dp
 
 
 @derived
 def largest(dp: int, tp: int, pp: int) -> str:
-    """The degree that a slipped digit is in."""
+    """The largest degree: an error about too many ranks names it, as the likely typing mistake."""
     degrees = {"dp": dp, "tp": tp, "pp": pp}
     return max(degrees, key=degrees.__getitem__)
 
@@ -126,7 +127,9 @@ def own_schedule(schedule: Any) -> bool:
 
 @derived
 def is_schedule(schedule: Any, pp: int, microbatches: int, virtual_stages: int) -> bool:
-    """The kit's own are proved by tests; one of the user's own raises its own refusal."""
+    """True for the library's schedules, which tests prove; a user's own is validated, and raises
+    an error of its own if it is not valid.
+    """
     return isinstance(schedule, str) or bool(
         make_schedule(schedule, pp, microbatches, virtual_stages)
     )
@@ -134,7 +137,7 @@ def is_schedule(schedule: Any, pp: int, microbatches: int, virtual_stages: int) 
 
 @derived
 def splits(schedule: Any, pp: int, microbatches: int, virtual_stages: int) -> bool:
-    """Whether a schedule puts weight halves of backward aside."""
+    """Whether a schedule defers weight halves of backward."""
     if isinstance(schedule, str):
         return schedule in SPLIT
     lists = make_schedule(schedule, pp, microbatches, virtual_stages)
@@ -143,24 +146,24 @@ def splits(schedule: Any, pp: int, microbatches: int, virtual_stages: int) -> bo
 
 @derived
 def only_named(schedule: Any, passes: tuple) -> str:
-    """The function of the user's own that a saved plan has kept nothing but the name of, or ""."""
+    """The field of which a saved plan has only the name of the user's function, or ""."""
     forms = [("schedule", schedule), *(("passes", f) for f in passes)]
     return next((name for name, form in forms if saved(form)), "")
 
 
 @derived
 def block_runs(block: Any, model: Any, microbatch_size: int, precision: str) -> bool:
-    """A block of the user's own raises its own refusal."""
+    """True, unless a user's own block fails: this raises an error of its own."""
     if block is not None:
         from paralab.model.facts import facts
 
-        block_shapes(block, model)  # which is compared each time with what the facts are of
+        block_shapes(block, model)  # raises if the block differs from the one that facts are of
         facts(model, microbatch_size, precision)
     return True
 
 
-class Asked:
-    """The settings of one plan for one model."""
+class Settings:
+    """The settings of one plan for one model, each computed when it is first read."""
 
     def __init__(self, plan: Any, model: Any = None) -> None:
         self.__dict__.update({**vars(model or plan), **vars(plan), "plan": plan, "model": model})
@@ -168,21 +171,21 @@ class Asked:
     def __getattr__(self, name: str) -> Any:
         if name in DERIVED:
             names, function = DERIVED[name]
-            found = function(*[getattr(self, other) for other in names])
+            value = function(*[getattr(self, other) for other in names])
         else:
-            found = getattr(self.plan, name)  # a property
-        self.__dict__[name] = found
-        return found
+            value = getattr(self.plan, name)  # a property
+        self.__dict__[name] = value
+        return value
 
     def value(self, field: str) -> Any:
-        """What a refusal shows: of a form of the user's own its name."""
+        """The value that an error shows for a field; of a user's own function, its name."""
         if field.startswith("offload["):
             return getattr(self.place, field[9:-2])
         return form_name(getattr(self, field))
 
 
 class Coded:
-    """A column of any values: the different ones, and for each entry which of them it has."""
+    """A column of arbitrary values: the distinct values, and per entry the index of its value."""
 
     def __init__(self, values: Sequence[Any], codes: Any) -> None:
         self.values, self.codes = values, codes
@@ -202,7 +205,7 @@ class Coded:
 
 
 def column(values: Sequence[Any], codes: Any) -> Any:
-    """An array, of numbers or truths, or else a `Coded` column."""
+    """``values[codes]``: an array if the values are numbers or truths, else a `Coded` column."""
     import numpy as np
 
     kinds = set(map(type, values))
@@ -212,10 +215,11 @@ def column(values: Sequence[Any], codes: Any) -> Any:
 
 
 class Columns:
-    """The settings of many plans for one model: a column each. What no plan has yet is an
-    ``AttributeError``.
+    """The settings of many plans for one model, one column each. A setting that has not been chosen
+    yet raises ``AttributeError``.
 
-    values  {field: the different values}; ``codes``: {field: which of them each plan has}
+    values  {field: its distinct values}
+    codes   {field: per plan the index of its value}
     """
 
     def __init__(self, model: Any, values: dict[str, Sequence[Any]], codes: dict[str, Any]) -> None:
@@ -223,25 +227,25 @@ class Columns:
 
     def __getattr__(self, name: str) -> Any:
         if name in self.values:
-            found = column(self.values[name], self.codes[name])
+            value = column(self.values[name], self.codes[name])
         elif name in DERIVED:
-            found = self.of(*DERIVED[name])
+            value = self.of(*DERIVED[name])
         else:
-            found = getattr(self.model, name)
-        self.__dict__[name] = found
-        return found
+            value = getattr(self.model, name)
+        self.__dict__[name] = value
+        return value
 
     def of(self, names: Sequence[str], function: Callable[..., Any]) -> Any:
-        """A column that follows from others, worked out once for each combination of values."""
+        """A derived column; the function is called once per combination of distinct values."""
         import numpy as np
 
         fields = [name for name in names if name in self.values]
         fixed = {name: getattr(self, name) for name in names if name not in fields}
-        listed = [
-            function(**dict(zip(fields, some, strict=True)), **fixed)
-            for some in product(*(self.values[name] for name in fields))
+        results = [
+            function(**dict(zip(fields, combination, strict=True)), **fixed)
+            for combination in product(*(self.values[name] for name in fields))
         ]
         if not fields:
-            return listed[0]
+            return results[0]
         codes = tuple(self.codes[name] for name in fields)
-        return column(listed, np.ravel_multi_index(codes, [len(self.values[n]) for n in fields]))
+        return column(results, np.ravel_multi_index(codes, [len(self.values[n]) for n in fields]))

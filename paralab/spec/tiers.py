@@ -1,7 +1,7 @@
-"""Where a rank's states lie when not all of them fit its device: `Offload`, one setting of a plan.
+"""Where a rank's states lie if not all of them fit its device: `Offload`, a setting of a plan.
 
-    device  the accelerator's own memory; what ``memory_limit`` bounds
-    cpu     the host's memory, pinned where there is a GPU: the tier "host" in a report
+    device  the accelerator's own memory, which ``memory_limit`` bounds
+    cpu     the host's memory, pinned if there is a GPU: the tier "host" in a report
     nvme    plain files in a folder: the tier "file"
 
 Torch-free: training, prediction and pictures read the same description.
@@ -17,25 +17,26 @@ from paralab.checks import Description, choice, illegal, num_bytes, shown
 
 PLACES = ("device", "cpu", "nvme")
 LINKS = ("h2d", "d2h", "disk")
-WAYS = ("h2d", "d2h", "disk read", "disk write")  # over them, from the device outwards
+WAYS = ("h2d", "d2h", "disk read", "disk write")  # the directions of copies over LINKS
 _STATES = ("parameters", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Description):
-    """Where each state lies, and the links between.
+    """Where each state lies, and limits on the links between the places.
 
-    parameters   what ZeRO's stage 3 shards of them
-    gradients    each rank's share of their sum (stage 2 and 3)
-    optimizer    moments and fp32 master weights; whose Adam step then runs on the host's processor
-    activations  the inputs of the blocks that recompute="full" keeps
-    delayed      the host updates while the device computes the next step already, whose gradients
-                 are then of weights one update old (ZeRO-Offload, arXiv:2101.06840, sec. 5.2)
-    folder       where "nvme" writes; None: the system's folder for temporary files
+    parameters   the place of each rank's shard of the parameters (stage 3)
+    gradients    the place of each rank's shard of their sum (stages 2 and 3)
+    optimizer    the place of the moments and fp32 master weights; off the device, the Adam step
+                 runs on the host's processor
+    activations  the place of the block inputs that recompute="full" saves
+    delayed      the host updates while the device already computes the next step, whose gradients
+                 then belong to weights one update old (ZeRO-Offload, arXiv:2101.06840, sec. 5.2)
+    folder       the folder of the files of "nvme"; None: the system's folder for temporary files
     cached       leave the files in the operating system's page cache. By default every write has
-                 reached the disk when it is done, and nothing is read from the cache
-    bandwidth    {"h2d", "d2h" or "disk": bytes per second}, at most, as a number or text ("1GB"): a
-                 slower link than there is, to see what it would do
+                 reached the disk when it ends, and no read comes from the cache
+    bandwidth    {"h2d", "d2h" or "disk": bytes per second, a number or text ("1GB")}: an upper
+                 bound, to see the effect of a slower link
     """
 
     parameters: str = "device"
@@ -55,18 +56,18 @@ class Offload(Description):
         if self.folder is not None:
             object.__setattr__(self, "folder", str(self.folder))
         try:
-            limits = dict(self.bandwidth or ())
+            stated = dict(self.bandwidth or ())
         except (TypeError, ValueError):
             legal = '{"disk": "500MB"}: bytes per second by link'
             raise illegal("offload['bandwidth']", self.bandwidth, "not a table", legal) from None
-        for name in limits:
+        for name in stated:
             choice("offload['bandwidth']", name, LINKS)
-        most = {n: num_bytes(f"offload['bandwidth'][{n!r}]", v) for n, v in limits.items()}
-        object.__setattr__(self, "bandwidth", tuple(sorted(most.items())))
+        limits = {n: num_bytes(f"offload['bandwidth'][{n!r}]", v) for n, v in stated.items()}
+        object.__setattr__(self, "bandwidth", tuple(sorted(limits.items())))
 
     @property
     def limits(self) -> dict[str, int]:
-        """{link: bytes per second that it moves at most} of those that are slowed down."""
+        """{link: the most bytes per second}, for links with a limit."""
         return dict(self.bandwidth)
 
     @property
@@ -75,12 +76,12 @@ class Offload(Description):
         return any(getattr(self, name) != "device" for name in _STATES[:3])
 
     def uses(self, place: str) -> bool:
-        """Whether anything lies there."""
+        """Whether any state lies in ``place``."""
         return any(getattr(self, name) == place for name in _STATES)
 
 
 def as_offload(value: Any) -> str | Offload | None:
-    """What `Plan` keeps of the setting ``offload``, checked."""
+    """The checked value of the setting ``offload`` that `Plan` stores."""
     if value is None or isinstance(value, Offload):
         return value
     if isinstance(value, str):
@@ -97,9 +98,9 @@ def as_offload(value: Any) -> str | Offload | None:
 
 
 def resolved(value: str | Offload | None, zero_stage: int) -> Offload | None:
-    """The places of everything: "cpu" moves all that ``zero_stage`` shards, "nvme" writes of
-    these parameters and optimizer states to files. Gradients stay on the host then: each is written
-    once and read once by the update that runs there.
+    """The place of every state, from the setting ``offload``. "cpu" moves all states that
+    ``zero_stage`` shards to the host. "nvme" moves sharded parameters and optimizer states to
+    files; gradients go to the host, where the update reads each of them once.
     """
     if not isinstance(value, str):
         return value
