@@ -33,7 +33,7 @@ import paralab as pl
 from paralab.launch import launch_program
 from paralab.ranks import watch
 from paralab.ranks.errors import OutOfMemory
-from paralab.ranks.server import start_method
+from paralab.ranks.server import RankServer, start_method
 from patience import HANG_S
 from processes import below_the_server, marked, until
 
@@ -177,6 +177,26 @@ def test_kill_9_of_a_rank_names_the_rank_and_the_signal() -> None:
         assert caught.value.rank == 1
         assert str(caught.value).startswith("rank 1 was killed by signal 9 (SIGKILL)")
         assert "out-of-memory killer" in str(caught.value)
+
+
+def test_a_death_that_is_told_late_is_named_before_what_it_made_others_raise(monkeypatch) -> None:
+    def program(context) -> None:
+        if context.rank == 1:
+            os.kill(os.getpid(), 9)
+        total()
+
+    def late(server) -> dict[int, int]:
+        tell_at.append(time.monotonic() + 4 * watch.GRACE_SECONDS)
+        if time.monotonic() < tell_at[0]:
+            time.sleep(0.02)
+            return {}
+        return deaths(server)
+
+    tell_at: list[float] = []
+    deaths = RankServer.deaths
+    monkeypatch.setattr(RankServer, "deaths", late)
+    with pytest.raises(pl.RankError, match="rank 1 was killed by signal 9"):
+        launch_program(program, 3)
 
 
 def test_a_rank_that_leaves_says_with_which_code() -> None:

@@ -34,6 +34,7 @@ from paralab.ranks.waits import Standing, hung, main_stack, ranks, standing
 
 START_SECONDS = 300.0  # for all ranks to be there; it is no hang, as an import may be slow
 GRACE_SECONDS = 0.25  # after an echo, for the failure behind it
+DEATH_SECONDS = 10.0  # for the server to tell how a rank died, on however busy a machine
 BRIEF_SECONDS = 0.1  # after a failure of a rank's own, for an earlier one still on its way
 STACK_SECONDS = 5.0  # for ranks to write down where they stand
 BRIEF_STACK_SECONDS = 0.5  # where the user waits for them to be stopped
@@ -52,6 +53,7 @@ class _Rank:
     pid: int = 0
     nccl: bool = False  # it sends from its GPU
     up: bool = False  # its imports are done; the function comes next
+    gone: bool = False  # its pipe is closed: it has ended, and the server will tell how
     result: bytes | None = None
 
 
@@ -137,8 +139,9 @@ class Run:
     def watch(self) -> Exception | None:
         """Listen until all ranks have returned (None) or the launch has failed (why)."""
         while any(rank.result is None for rank in self.ranks):
-            silent = all(r.result is not None or r.rank in self.failures for r in self.ranks)
-            if self.failures and (silent or time.monotonic() >= self.grace_ends):
+            unheard = [r for r in self.ranks if r.result is None and r.rank not in self.failures]
+            patience = DEATH_SECONDS if any(rank.gone for rank in unheard) else 0.0
+            if self.failures and (not unheard or time.monotonic() >= self.grace_ends + patience):
                 break
             self._go_on()
             self._listen()
@@ -182,6 +185,7 @@ class Run:
                 rank.result = rank.control.recv_bytes()
         except (EOFError, OSError):  # its death is reported by the server
             del self.hearing[rank.control]
+            rank.gone = True
             return
         rank.up, rank.nccl = True, rank.nccl or kind == "nccl"
         if kind == "failure":
