@@ -410,7 +410,7 @@ MUTANTS = {
         "tensor parallel", OPS, "total = torch.logsumexp(sums, 0)", "total = sums[0]",
         equal=GRADIENTS),
     "loss: every rank takes the target off": Mutant(
-        "tensor parallel", OPS, "-here.unsqueeze(1).to(g.dtype)",
+        "tensor parallel", OPS, "-local.unsqueeze(1).to(g.dtype)",
         "-torch.ones_like(index, dtype=g.dtype)", equal=GRADIENTS),
     # ---- ops
     "the gradient does not pass by a branch": Mutant(
@@ -421,11 +421,11 @@ MUTANTS = {
     "positions have the first sample's gradient": Mutant(
         "accumulation", OPS, "g.shape[1]).sum(0))", "g.shape[1])[0])", equal=GRADIENTS),
     "attention: queries' gradients are not scaled": Mutant(
-        "accumulation", OPS, "torch.div(gs @ k, root, out=parts[0])",
-        "torch.div(gs @ k, 1.0, out=parts[0])", equal=GRADIENTS),
+        "accumulation", OPS, "torch.div(gs @ k, root, out=gq)",
+        "torch.div(gs @ k, 1.0, out=gq)", equal=GRADIENTS),
     "attention: values of dropped scores": Mutant(
-        "selective", OPS, "parts[2].copy_(used.transpose(-2, -1) @ g)",
-        "parts[2].copy_(probabilities.transpose(-2, -1) @ g)", equal=GRADIENTS),
+        "selective", OPS, "gv.copy_(weighting.transpose(-2, -1) @ g)",
+        "gv.copy_(probabilities.transpose(-2, -1) @ g)", equal=GRADIENTS),
     "GELU: the other form's derivative": Mutant(
         "accumulation", OPS, 'gelu_backward.default(g, x, approximate="tanh")',
         'gelu_backward.default(g, x, approximate="none")', equal=GRADIENTS),
