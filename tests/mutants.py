@@ -438,7 +438,7 @@ MUTANTS = {
     "2D: a block's product is not added": Mutant(
         "2D", GRIDS, "total.addmm_(left, right)", "total", equal=GRADIENTS),
     "2D: the wrong column's weights": Mutant(
-        "2D", GRIDS, "self.spread(method, 2 * step + 1, b, env)", "b", equal=GRADIENTS),
+        "2D", GRIDS, "self.received_block(method, 2 * step + 1, b, env)", "b", equal=GRADIENTS),
     "2D: norm of the own features": Mutant(
         "2D", GRIDS, "mean = means.mean(0)", "mean = means[0]", equal=GRADIENTS),
     "2D: a norm's gradient of the own features": Mutant(
@@ -456,13 +456,13 @@ MUTANTS = {
         "2.5D", LAYOUTS, "return slice(grid * count, (grid + 1) * count)",
         "return slice(0, count)", equal=GRADIENTS),
     "3D: the input's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.beside(self, "input", 1, gx, whole @ w)',
-        "gx.copy_((whole @ w).chunk(self.q)[0])", equal=GRADIENTS),
+        "3D", GRIDS, 'env.beside(self, "input", 1, gx, g_rows @ w)',
+        "gx.copy_((g_rows @ w).chunk(self.q)[0])", equal=GRADIENTS),
     "3D: the weight's gradient is not summed": Mutant(
         "3D", GRIDS, 'env.call(self, "weight", 0, mine, parts)',
         "mine.copy_(parts.view(self.q, *mine.shape)[0])", equal=GRADIENTS),
     "3D: a bias has the first rank's gradient": Mutant(
-        "3D", GRIDS, "[env.groups[self.terms].index].sum(0)", "[0].sum(0)", equal=GRADIENTS),
+        "3D", GRIDS, "[env.groups[self.sum_axis].index].sum(0)", "[0].sum(0)", equal=GRADIENTS),
     # ---- pipelines
     "half the gradient is sent on": Mutant(
         "pipeline", RUN, 'store["g", i, k] = grads',
