@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank has of a micro-batch. Torch-free."""
+"""The sizes of one tensor-parallel rank's part of a micro-batch. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from paralab.spec import BYTES_PER_ELEMENT, ModelSpec, Plan
 
 
 class Part:
-    """The sizes that ops are made of; all ranks of a tensor-parallel group have the same.
+    """The sizes that ops are built from; they are equal on all ranks of a tensor-parallel group.
 
-    tokens    in the residual stream, with ``width`` features each
-    inner     inside a branch: with sequence parallelism those of all ranks
-    lookups   tokens that are looked up in the embedding
-    heads     of the attention, with ``head_width`` features each, over ``length`` tokens
+    tokens    tokens of the residual stream on this rank, with ``width`` features each
+    inner     tokens inside a branch: with sequence parallelism those of all ranks
+    lookups   tokens that this rank looks up in the embedding
+    heads     attention heads, with ``head_width`` features each, over ``length`` tokens
     vocab     entries of the vocabulary whose logits the rank computes
-    masks     {"residual" | "scores": elements of the dropout mask of all ranks}, 0 without dropout
-    p, item   probability of dropout; bytes of an element
-    widens    whether gradients of parameters are added up in more bytes than that
-    q         ranks along an edge of the grid; in 1D all of them
-    features_axis, logits_axis, entries_axis  of the ranks that have the other parts of a token's
-              features in the residual stream, of its logits, of the embedding's entries, or ""
+    masks     {"residual" | "scores": elements of the whole dropout mask}, 0 without dropout
+    p, item   dropout probability; bytes of an activation's element
+    widens    whether gradients of parameters are accumulated in more bytes than ``item``
+    q         ranks along an edge of the grid; in 1D all tensor-parallel ranks
+    features_axis, logits_axis, entries_axis  the axis over which a token's features in the residual
+              stream, its logits, or the embedding's entries are sharded; "": they are not
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan) -> None:
@@ -42,5 +42,5 @@ class Part:
         self.entries_axis = axis_of(plan, mode.weights["token"][0])
 
     def cut_mask(self, what: str, mine: int) -> int:
-        """Bytes of a mask that is drawn whole, where the rank needs ``mine`` elements of it."""
+        """Bytes of the whole mask, if the rank draws it to use only ``mine`` elements; else 0."""
         return self.masks[what] * (self.masks[what] > mine)
