@@ -108,10 +108,10 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                     rows = y.detach().reshape(-1, spec.hidden)  # as the op returns it
             if fits:
                 result = rows.untyped_storage()
-                own = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
-                passes_input = own[0] == own[1]
+                others = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
+                passes_input = others[0] == others[1]
                 kept = {at: storage() for at, storage in saved.items() if storage() is not None}
-                keeps = sum(storage.nbytes() for at, storage in kept.items() if at not in own)
+                keeps = sum(storage.nbytes() for at, storage in kept.items() if at not in others)
                 result_bytes = 0 if passes_input else result.nbytes()
                 forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
                 keeps_result = result._cdata in kept

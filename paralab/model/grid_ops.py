@@ -278,14 +278,14 @@ class SplitNorm(Norm):
         super().__init__(name, part, forks=forks)
         self.parts, axis, item = part.q, part.features_axis, part.item
         self.keeps = pairs = 8 * part.tokens  # bytes of two fp32 numbers for each token
-        low = item < 4
+        in_16_bits = item < 4
         self.calls = {
             "forward": [Call("all_gather", axis, pairs * self.parts, "norm_forward")],
             "input": [Call("all_reduce", axis, pairs, "norm_backward")],
         }
         self.scratch = (
-            4 * self.out * (1 + 2 * low) + pairs * self.parts,
-            self.out * (16 - item if low else 8) + pairs + 4 * part.width - self.deferred,
+            4 * self.out * (1 + 2 * in_16_bits) + pairs * self.parts,
+            self.out * (16 - item if in_16_bits else 8) + pairs + 4 * part.width - self.deferred,
             0,
         )
         self.work = (

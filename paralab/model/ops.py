@@ -86,7 +86,9 @@ F_BAR, G_BAR = Message("all_gather", "reduce_scatter"), Message("reduce_scatter"
 
 
 class Op:
-    """One operation of the model; the module's docstring explains the fields and methods."""
+    """One operation of the model; the module's docstring explains the fields and methods. Most ops
+    define `compute` and `differentiate`, forward and input half of the state's last entry alone.
+    """
 
     params: dict[str, tuple[int, ...]] = {}
     borrows: dict[str, str] = {}
@@ -159,6 +161,7 @@ class Tokens(Op):
         super().__init__(name)
         self.params, self.shares = {"token.weight": shape}, bool(part.entries_axis)
         self.out = part.lookups * shape[1]
+        # Per token its index, int64, and with a sharded vocabulary whether it is elsewhere.
         self.keeps = self.deferred = self.defers_kept = (8 + self.shares) * part.lookups
         entries = math.prod(shape)  # a dense gradient of the whole table is computed, then added
         self.scratch = (0, 0, part.item * (entries + self.out * self.shares))
@@ -443,14 +446,14 @@ class FusedAttention(Attention):
         x, rows, item = self.out, part.inner * part.heads, part.item
         self.keeps_result, self.keeps, self.scratch = not part.p, 4 * rows, (0, 3 * item * x, 0)
         if part.p:
-            copied, low = self.copies(part), item < 4
+            copied, in_16_bits = self.copies(part), item < 4
             causal_mask, score_bytes = 4 * part.length**2, 4 * rows * part.length
-            copies = 5 if copied and low else 3 if low else 1
-            self.keeps = 3 * score_bytes + 4 * (3 if copied or low else 2) * x
+            copies = 5 if copied and in_16_bits else 3 if in_16_bits else 1
+            self.keeps = 3 * score_bytes + 4 * (3 if copied or in_16_bits else 2) * x
             self.scratch = (
-                4 * copies * x + score_bytes // 2 * low + causal_mask,
+                4 * copies * x + score_bytes // 2 * in_16_bits + causal_mask,
                 # Autograd frees what it saved while backward runs.
-                max(4 * score_bytes + (14 if low else 8 * copied) * x, 12 * x) - self.keeps,
+                max(4 * score_bytes + (14 if in_16_bits else 8 * copied) * x, 12 * x) - self.keeps,
                 0,
             )
         scores = rows * part.length
@@ -546,16 +549,23 @@ class Loss(Op):
         super().__init__(name)
         self.parts, axis, tokens = part.q, part.logits_axis, part.inner
         logits = tokens * part.vocab
+        # The log-probabilities, and per token its target, int64, and whether that is on this rank.
         self.keeps = 4 * logits + (9 if axis else 8) * tokens
-        low = 4 * logits * (part.item < 4)
-        self.scratch = (low + 8 - part.item, max(low, 4 * tokens), 0)  # the loss has 32 bits
+        fp32_copy = 4 * logits * (part.item < 4)
+        self.scratch = (
+            fp32_copy + 8 - part.item,
+            max(fp32_copy, 4 * tokens),
+            0,
+        )  # the loss has 32 bits
         if axis:  # backward turns the saved log-probabilities into the gradient, in place
-            freed = 0 if low else 8 * tokens - 4 * logits
-            early = part.item * bool(low)  # in 16 bits the peak comes before the loss exists
+            freed = 0 if fp32_copy else 8 * tokens - 4 * logits
+            early = part.item * bool(fp32_copy)  # in 16 bits the peak comes before the loss exists
             self.scratch = (8 * (3 + part.q) * tokens - early, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
-        moved = (12 + 6 * (low > 0)) * logits  # 16-bit logits are copied to fp32, gradients back
+        moved = (
+            12 + 6 * (fp32_copy > 0)
+        ) * logits  # 16-bit logits are copied to fp32, gradients back
         self.work = (
             elementwise(exp=logits) + Work(kernels=4 + 8 * bool(axis), exact=moved),
             elementwise(exp=logits) + Work(kernels=5, exact=moved),

@@ -129,16 +129,16 @@ class ClusterFit:
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        lines = [f"{len(self.runs)} runs, {said(self.inside)} where it was fitted"]
+        lines = [f"{len(self.runs)} runs, {summary(self.inside)} where it was fitted"]
         if self.errors:
-            lines += [f"out of sample: {said(self.errors)}"]
-            lines += [f"one rate for everything: {said(self.null)}"]
+            lines += [f"out of sample: {summary(self.errors)}"]
+            lines += [f"one rate for everything: {summary(self.null)}"]
         for name, (unit, before, after) in self.constants.items():
             lines.append(f"  {name:<10}{before:>12.4g} -> {after:<12.4g}{unit}")
         return "\n".join(lines)
 
 
-def said(errors: Sequence[float]) -> str:
+def summary(errors: Sequence[float]) -> str:
     """Errors as text: "mean 8.1 %, median 4.9 %, at most 38.2 % off"."""
     off = [100 * abs(error) for error in errors]
     return f"mean {mean(off):.1f} %, median {median(off):.1f} %, at most {max(off):.1f} % off"
