@@ -82,7 +82,7 @@ class Model:
         )
 
 
-CUTS = (
+CUTS = (  # the settings of a plan that ops depend on
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "microbatch_size"),
     *("precision", "grad_dtype"),
 )
@@ -115,7 +115,7 @@ class _Builder:
     def __init__(self, spec: ModelSpec, plan: Plan, borrows: bool) -> None:
         self.spec, self.plan, self.part, self.borrows = spec, plan, Part(spec, plan), borrows
         # In 1D the messages around a pair of layers are ops, and the bias is added after the sum.
-        self.message_ops = plan.tp > 1 and plan.tp_mode == "1d"
+        self.is_1d = plan.tp > 1 and plan.tp_mode == "1d"
 
     def shape(self, name: str) -> tuple[int, ...]:
         return holding(self.spec, self.plan, name, 0).shape
@@ -161,7 +161,7 @@ class _Builder:
         return [
             self.linear(f"{at}.{layer}", column=False),
             *self.leave(f"{at}.leave"),
-            ops.Add(f"{at}.add", self.part, f"{at}.{layer}.bias" if self.message_ops else ""),
+            ops.Add(f"{at}.add", self.part, f"{at}.{layer}.bias" if self.is_1d else ""),
         ]
 
     def head(self) -> list[Op]:
@@ -176,20 +176,18 @@ class _Builder:
 
     def linear(self, name: str, *, column: bool, bias: bool = True) -> Op:
         weight, gathers = self.shape(f"{name}.weight"), self.plan.sequence_parallel and column
-        late = self.message_ops and not column
+        late = self.is_1d and not column
         return ops.Linear(name, self.part, weight, bias=bias, late_bias=late, regathers=gathers)
 
     def enter(self, name: str) -> list[Op]:
         """f or f-bar, in front of a pair of layers; nothing without 1D tensor parallelism."""
         message = ops.F_BAR if self.plan.sequence_parallel else ops.F
-        return [ops.Collective(name, message, self.part.inner * self.part.width)] * self.message_ops
+        return [ops.Collective(name, message, self.part.inner * self.part.width)] * self.is_1d
 
     def leave(self, name: str) -> list[Op]:
         """g or g-bar, behind a pair of layers; nothing without 1D tensor parallelism."""
         message = ops.G_BAR if self.plan.sequence_parallel else ops.G
-        return [
-            ops.Collective(name, message, self.part.tokens * self.part.width)
-        ] * self.message_ops
+        return [ops.Collective(name, message, self.part.tokens * self.part.width)] * self.is_1d
 
 
 class _GridBuilder(_Builder):
