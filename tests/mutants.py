@@ -459,8 +459,8 @@ MUTANTS = {
         "3D", GRIDS, 'env.beside(self, "input", 1, gx, g_rows @ w)',
         "gx.copy_((g_rows @ w).chunk(self.q)[0])", equal=GRADIENTS),
     "3D: the weight's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.call(self, "weight", 0, mine, parts)',
-        "mine.copy_(parts.view(self.q, *mine.shape)[0])", equal=GRADIENTS),
+        "3D", GRIDS, 'env.call(self, "weight", 0, shard, parts)',
+        "shard.copy_(parts.view(self.q, *shard.shape)[0])", equal=GRADIENTS),
     "3D: a bias has the first rank's gradient": Mutant(
         "3D", GRIDS, "[env.groups[self.sum_axis].index].sum(0)", "[0].sum(0)", equal=GRADIENTS),
     # ---- pipelines

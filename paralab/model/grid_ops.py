@@ -252,18 +252,18 @@ class Linear3D(Linear):
         rows, g_rows = deferred
         parts = (g_rows.t() @ rows).view(self.thirds, self.q, -1, rows.shape[1])  # one of q terms
         parts = parts.transpose(0, 1).contiguous()
-        mine = parts.new_empty((parts[0].numel() // rows.shape[1], rows.shape[1]))
-        env.call(self, "weight", 0, mine, parts)
-        into.add("weight", mine)
+        shard = parts.new_empty((parts[0].numel() // rows.shape[1], rows.shape[1]))
+        env.call(self, "weight", 0, shard, parts)
+        into.add("weight", shard)
         if self.bias:
             into.add("bias", g_rows.chunk(self.q)[env.groups[self.sum_axis].index].sum(0))
 
     def gather(self, method, number, part, env):
         """The parts of all ranks of the message's axis, one below the other."""
-        whole = part.new_empty((self.q * part.shape[0], part.shape[1]))
-        env.buffers(whole)
-        env.call(self, method, number, whole, part)
-        return whole
+        gathered = part.new_empty((self.q * part.shape[0], part.shape[1]))
+        env.buffers(gathered)
+        env.call(self, method, number, gathered, part)
+        return gathered
 
 
 class SplitNorm(Norm):
@@ -334,18 +334,18 @@ class Scatter(Op):
     def __init__(self, name: str, part: Part) -> None:
         super().__init__(name)
         self.parts, self.out = part.lookups // part.tokens, part.tokens * part.width
-        axis, whole = part.entries_axis, part.item * part.lookups * part.width
+        axis, payload = part.entries_axis, part.item * part.lookups * part.width
         self.calls = {
-            "forward": [Call("reduce_scatter", axis, whole, self.phase("forward"))],
-            "input": [Call("all_gather", axis, whole, self.phase("input"))],
+            "forward": [Call("reduce_scatter", axis, payload, self.phase("forward"))],
+            "input": [Call("all_gather", axis, payload, self.phase("input"))],
         }
 
     def compute(self, weights, x, env):
-        mine = x.new_empty((x.shape[0] // self.parts, x.shape[1]))
-        env.call(self, "forward", 0, mine, x)
-        return mine, None
+        own_rows = x.new_empty((x.shape[0] // self.parts, x.shape[1]))
+        env.call(self, "forward", 0, own_rows, x)
+        return own_rows, None
 
     def differentiate(self, weights, kept, g, env):
-        whole = g.new_empty((g.shape[0] * self.parts, g.shape[1]))
-        env.call(self, "input", 0, whole, g)
-        return whole, None
+        all_rows = g.new_empty((g.shape[0] * self.parts, g.shape[1]))
+        env.call(self, "input", 0, all_rows, g)
+        return all_rows, None

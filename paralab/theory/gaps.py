@@ -165,11 +165,11 @@ def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
 def _outside(report: Tables) -> float:
     """Seconds of a step without any span on the compute lane: mean over ranks, median step."""
     lane = report.spans[report.spans["lane"] == "compute"]
-    whole, inside = (
+    of_steps, of_spans = (
         (table["end"] - table["start"]).groupby(table["step"]).sum()
         for table in (report.steps, lane)
     )
-    outside = whole.sub(inside, fill_value=0.0).reindex(metrics.measured_steps(report))
+    outside = of_steps.sub(of_spans, fill_value=0.0).reindex(metrics.measured_steps(report))
     return float(outside.median()) / report.world_size
 
 

@@ -173,18 +173,18 @@ def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
 
 
 def idle_seconds(
-    p: Any, m: Any, v: Any, through: Any, mine: Any, weights: Any, fill: Any, ahead: Any = 0.0
+    p: Any, m: Any, v: Any, total: Any, own: Any, halves: Any, filling: Any, ahead: Any = 0.0
 ) -> dict[str, Any]:
     """{schedule: seconds for which a rank waits for others}, each a number or an array.
 
-    through  seconds of a micro-batch on all ranks
-    mine     seconds of a micro-batch on this rank
-    weights  seconds of its weight halves on all other ranks
-    fill     the same, but for each rank at most the seconds of its forward
+    total    seconds of a micro-batch on all ranks
+    own      seconds of a micro-batch on this rank
+    halves   seconds of its weight halves on all other ranks
+    filling  the same, but for each rank at most the seconds of its forward
     ahead    seconds that the other ranks recompute before the gradient that they need exists, so
              that no rank waits for it
 
-    p ranks, m micro-batches and v stages per rank, with equal stages and free links, wait for
+    With p ranks, m micro-batches, v stages per rank, equal stages and free links these are
 
         naive        m (p-1) (F + I + W)   one rank computes at a time
         gpipe, 1f1b  (p-1) (F + I + W)     GPipe, arXiv:1811.06965, sec. 2.3: (p-1)/(m+p-1) of all
@@ -198,15 +198,15 @@ def idle_seconds(
     assumes enough micro-batches. A weight half fills at most the time of a forward: where W > F, F
     counts in place of W, which is exact for m >= 2p - 1.
     """
-    others = through - mine - ahead
+    others = total - own - ahead
     later = (m - 1) / np.maximum(p - 1, 1)  # later micro-batches per gap that they can fill
     return {
         "naive": m * others,
         "gpipe": others,
         "1f1b": others,
-        "interleaved": through * (p - 1) / (p * v) - ahead,
-        "zb-h1": others - weights - fill * np.minimum(later, 1),
-        "zb-h2": others - weights - fill * np.minimum(later, 2),
+        "interleaved": total * (p - 1) / (p * v) - ahead,
+        "zb-h1": others - halves - filling * np.minimum(later, 1),
+        "zb-h2": others - halves - filling * np.minimum(later, 2),
     }
 
 
@@ -232,7 +232,7 @@ def bubble_formula(
     v = whole("virtual_stages", virtual_stages, at_least=1)
     F, B, W = (real(name, t, at_least=0.0) for name, t in {"F": F, "B": B, "W": W}.items())
     work = F + B + W
-    weights, fill = (p - 1) * W, (p - 1) * min(F, W)
-    idle = float(idle_seconds(p, m, v, p * work, work, weights, fill)[name])
+    halves, filling = (p - 1) * W, (p - 1) * min(F, W)
+    idle = float(idle_seconds(p, m, v, p * work, work, halves, filling)[name])
     idle = max(0.0, idle)  # the order of the arguments turns -0.0 into 0.0
     return idle / (idle + m * work) if work else 0.0

@@ -127,9 +127,14 @@ def live(schedule: Iterable[Iterable[Action]]) -> list[list[int]]:
     return per_rank
 
 
-def timed(order: Order, seconds: np.ndarray, *more: Any) -> tuple[list[float], list[float]]:
+def timed(
+    order: Order,
+    seconds: np.ndarray,
+    comm: np.ndarray | None = None,
+    pairs: Mapping[int, int] | None = None,
+) -> tuple[list[float], list[float]]:
     """(start, end) of every action by `walk`; raises ScheduleError if waits form a cycle."""
-    start, end = walk(order, seconds, *more)
+    start, end = walk(order, seconds, comm, pairs)
     if inf in end:
         raise _deadlock(order, end)
     return start, end
@@ -223,9 +228,9 @@ def _fault_of(
             return f"there is no {name} {value}", f"{name} 0 to {count - 1}"
     place = home(stage, p, folded)
     if place != rank:
-        mine = ", ".join([str(s) for s in range(stages) if home(s, p, folded) == rank][:4])
+        own = ", ".join([str(s) for s in range(stages) if home(s, p, folded) == rank][:4])
         rule = "" if folded else f" (stage % {p})"
-        return f"stage {stage} lives on rank {place}{rule}", f"on rank {rank} stage {mine}"
+        return f"stage {stage} lives on rank {place}{rule}", f"on rank {rank} stage {own}"
     return None
 
 
