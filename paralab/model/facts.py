@@ -144,7 +144,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         legal += 'itself: Plan(recompute="full") does'
         if in_backward:
             legal += "; and whose own torch.autograd.Function keeps weights for backward by "
-            legal += "ctx.save_for_backward(...), not as attributes of ctx: other copies come then"
+            legal += "ctx.save_for_backward(...): as attributes of ctx they are empty in backward"
         raise illegal("block", name, why, legal) from error
     if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__

@@ -167,6 +167,7 @@ def fit_cluster(
     devices = max(run.plan.world_size for run in runs)
     wide = cluster.replace(nodes=max(cluster.nodes, -(-devices // cluster.devices_per_node)))
     precision = runs[0].plan.product_precision
+    # Factors that change nothing are left out: of figures that the cluster does not state.
     used = [name for name in FACTORS if FACTORS[name][0](wide, 2.0) != FACTORS[name][0](wide, 1.0)]
     totals = []  # every plan is compiled once
     for number, run in enumerate(runs):

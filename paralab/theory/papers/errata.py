@@ -59,7 +59,7 @@ Korthikanti+, eq. 8 and 9 | s/(3h), a ratio of 1 + s/(6h)
 
 
 def errata() -> pd.DataFrame:
-    """One row per contradiction: where, printed, follows, why, and the function that says so."""
+    """One row per contradiction: where, printed, follows, why, and the function to see."""
     entries = re.split(r"\n(?=\w)", ERRATA.strip())
     rows = [[" ".join(cell.split()) for cell in f"{entry} |".split("|")[:5]] for entry in entries]
     return pd.DataFrame(rows, columns=["where", "printed", "follows", "why", "see"])
