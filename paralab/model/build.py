@@ -1,7 +1,4 @@
-"""From a `ModelSpec` and a `Plan` to the list of ops that one tensor-parallel rank computes.
-
-Torch-free.
-"""
+"""From a `ModelSpec` and a `Plan` to one tensor-parallel rank's list of ops. Torch-free."""
 
 from __future__ import annotations
 

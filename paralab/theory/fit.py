@@ -57,9 +57,7 @@ def fit_rate(
 
 
 def fit_half_rate(points: list[dict[str, Any]]) -> float:
-    """Tokens at which one kind of product reaches half of its rate, from points with few and many
-    tokens.
-    """
+    """Tokens at which a kind of product reaches half its rate; needs points with few and many."""
     terms = [(p["flops"], p["flops"] / p["tokens"], 1.0) for p in points]
     (per_flop, per_token, _), _ = _fitted(points, terms)
     return per_token * _rate(per_flop)

@@ -64,9 +64,8 @@ class Simulation:
     def bubble_rate(self) -> float:
         """Idle share of device time, 1 - sum(busy) / (p cost); 0 if no action takes time."""
         device_time = self.order.ranks * self.cost
-        if not device_time:
-            return 0.0
-        return max(0.0, 1 - sum(self.busy) / device_time)  # rounding may give less than 0
+        # Not below 0, where rounding would put it.
+        return max(0.0, 1 - sum(self.busy) / device_time) if device_time else 0.0
 
     @cached_property
     def peak_live(self) -> list[int]:

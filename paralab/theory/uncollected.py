@@ -1,6 +1,4 @@
-"""Predictions without Python's cyclic garbage collector: they create hundreds of thousands of small
-objects, hardly any of them in reference cycles.
-"""
+"""No cyclic garbage collection: predictions create many small objects, hardly any in cycles."""
 
 from __future__ import annotations
 
