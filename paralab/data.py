@@ -1,16 +1,16 @@
 """Real text without a download, and the same batches for every plan.
 
-The text is read as bytes, so the vocabulary is 256 and there is no tokenizer to fetch. By default
-it is the source code of torch's layers, 0.9 MB of well-formed English and code: torch is there
-wherever ranks train, and of one version the text is the same whatever Python it is installed for,
-so the losses are, too. Any text file or folder of the user's own does as well.
+The text is read as bytes, so the vocabulary has 256 entries and no tokenizer is needed. By default
+it is the source code of torch's layers, 0.9 MB of well-formed English and code. Torch is installed
+wherever ranks train, and one version of it has the same source for every version of Python, so the
+losses are the same too. Any text file or folder of the user's own works as well.
 
 [Note: same batches] Sample number g of a run (step * global batch + position in the batch) starts
-at a place in the text that depends on the seed and g alone. Any rank can therefore fetch any sample
-without asking another, and how many ranks share the batch cannot change what is in it. Micro-batch
-k of a step holds positions k*b ... (k+1)*b - 1; data-parallel rank d of micro-batches d*m ...
-(d+1)*m - 1, so one process that runs the dp*m micro-batches in order sees what the ranks see
-together.
+at an offset of the text that depends on the seed and g alone. Therefore every rank can read any
+sample without communication, and the number of ranks does not change what a batch contains. With b
+samples per micro-batch and m micro-batches per rank, micro-batch k of a step holds positions k*b to
+(k+1)*b - 1, and data-parallel rank d computes micro-batches d*m to (d+1)*m - 1. So one process that
+runs the dp*m micro-batches in order sees the same samples as all ranks together.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ PART = 2**22  # bytes of the text in memory at a time
 
 
 def _scramble(x: int) -> int:
-    """SplitMix64's finalizer (Steele+ 2014): well-mixed 64-bit numbers, on any machine."""
+    """SplitMix64's finalizer (Steele+ 2014): a well-mixed 64-bit number, equal on all machines."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
 
 
 class Corpus:
-    """The text as one long run of bytes over its files; nothing is held in memory.
+    """A text as one sequence of bytes over its files, which are read on demand.
 
-    path  None for the source of torch's layers, or a text file, or a folder (all its text files, in
-          the order of their names, hidden ones left out)
+    path  a text file; or a folder, for all its text files in the order of their names, without
+          hidden ones; or None, for the source of torch's layers
+
     Raises ValueError where the path does not exist or holds no text.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.root = _layers() if path is None else _checked(path)
+        self.root = _torch_layers() if path is None else _checked(path)
         if self.root.is_file():
             self.files = [self.root]
         elif path is None:
@@ -68,12 +69,12 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Names and sizes, hashed: ranks on several machines must agree on it."""
-        what = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
-        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+        names = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
+        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
     @cached_property
     def identity(self) -> str:
-        """What tells this text from every other, wherever its files are; reads all of it."""
+        """A hash of the whole text, independent of where its files are; reads all of them."""
         digest = hashlib.sha256()
         for start in range(0, self.num_bytes, PART):
             digest.update(self.read(start, min(PART, self.num_bytes - start)))
@@ -97,12 +98,14 @@ class Corpus:
         return b"".join(parts)
 
     def sample(self, number: int, *, length: int, seed: int) -> bytes:
-        """Sample ``number`` of a run: ``length`` + 1 bytes, the last ``length`` the targets."""
+        """Sample ``number`` of a run: ``length`` + 1 bytes, of which the last ``length`` are the
+        targets. See [Note: same batches].
+        """
         if self.num_bytes < length + 1:
             why = f"its {self.num_bytes} bytes are fewer than one sample"
             raise illegal("data", str(self.root), why, f"at least seq_len + 1 = {length + 1} bytes")
-        places = self.num_bytes - length
-        start = _scramble((_scramble(seed & _MASK) + number * 0x9E3779B97F4A7C15) & _MASK) % places
+        starts = self.num_bytes - length
+        start = _scramble((_scramble(seed & _MASK) + number * 0x9E3779B97F4A7C15) & _MASK) % starts
         return self.read(start, length + 1)
 
     def microbatch(
@@ -113,38 +116,38 @@ class Corpus:
         return b"".join(self.sample(first + i, length=length, seed=seed) for i in range(size))
 
 
-def _layers() -> Path:
-    """The folder of torch.nn.modules; torch is not imported."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+def _torch_layers() -> Path:
+    """The folder of torch.nn.modules, found without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         why = "the default is the source of torch's layers, and torch is not installed here"
         raise illegal("data", None, why, TEXTS)
-    return Path(found.origin).parent / "nn" / "modules"
+    return Path(spec.origin).parent / "nn" / "modules"
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:
     legal = "None for the source of torch's layers, or the path of a text file or folder"
-    place = checks.path("data", path, legal).absolute()
-    if not place.exists():
+    absolute = checks.path("data", path, legal).absolute()
+    if not absolute.exists():
         raise illegal("data", str(path), "does not exist", legal)
-    if place.is_file() and not os.access(place, os.R_OK):
+    if absolute.is_file() and not os.access(absolute, os.R_OK):
         raise illegal("data", str(path), "may not be read by you", legal)
-    if place.is_file() and not _looks_like_text(place):
+    if absolute.is_file() and not _looks_like_text(absolute):
         why = "not text: it has zero bytes, or is UTF-16"
         raise illegal("data", str(path), why, f"{legal}; UTF-8 is best")
-    return place
+    return absolute
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
+def _walk(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(f for f in subfolders if not f.startswith("."))
         for name in sorted(names):
-            file = Path(place, name)
+            file = Path(folder, name)
             if not name.startswith(".") and file.is_file() and os.access(file, os.R_OK):
                 yield file
 
 
 def _looks_like_text(file: Path) -> bool:
     with open(file, "rb") as opened:
-        begins = opened.read(1024)
-    return b"\0" not in begins and not begins.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+        beginning = opened.read(1024)
+    return b"\0" not in beginning and not beginning.startswith((BOM_UTF16_LE, BOM_UTF16_BE))

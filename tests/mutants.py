@@ -410,7 +410,7 @@ MUTANTS = {
         "tensor parallel", OPS, "total = torch.logsumexp(sums, 0)", "total = sums[0]",
         equal=GRADIENTS),
     "loss: every rank takes the target off": Mutant(
-        "tensor parallel", OPS, "-here.unsqueeze(1).to(g.dtype)",
+        "tensor parallel", OPS, "-local.unsqueeze(1).to(g.dtype)",
         "-torch.ones_like(index, dtype=g.dtype)", equal=GRADIENTS),
     # ---- ops
     "the gradient does not pass by a branch": Mutant(
@@ -421,11 +421,11 @@ MUTANTS = {
     "positions have the first sample's gradient": Mutant(
         "accumulation", OPS, "g.shape[1]).sum(0))", "g.shape[1])[0])", equal=GRADIENTS),
     "attention: queries' gradients are not scaled": Mutant(
-        "accumulation", OPS, "torch.div(gs @ k, root, out=parts[0])",
-        "torch.div(gs @ k, 1.0, out=parts[0])", equal=GRADIENTS),
+        "accumulation", OPS, "torch.div(gs @ k, root, out=gq)",
+        "torch.div(gs @ k, 1.0, out=gq)", equal=GRADIENTS),
     "attention: values of dropped scores": Mutant(
-        "selective", OPS, "parts[2].copy_(used.transpose(-2, -1) @ g)",
-        "parts[2].copy_(probabilities.transpose(-2, -1) @ g)", equal=GRADIENTS),
+        "selective", OPS, "gv.copy_(weighting.transpose(-2, -1) @ g)",
+        "gv.copy_(probabilities.transpose(-2, -1) @ g)", equal=GRADIENTS),
     "GELU: the other form's derivative": Mutant(
         "accumulation", OPS, 'gelu_backward.default(g, x, approximate="tanh")',
         'gelu_backward.default(g, x, approximate="none")', equal=GRADIENTS),
@@ -438,7 +438,7 @@ MUTANTS = {
     "2D: a block's product is not added": Mutant(
         "2D", GRIDS, "total.addmm_(left, right)", "total", equal=GRADIENTS),
     "2D: the wrong column's weights": Mutant(
-        "2D", GRIDS, "self.spread(method, 2 * step + 1, b, env)", "b", equal=GRADIENTS),
+        "2D", GRIDS, "self.received_block(method, 2 * step + 1, b, env)", "b", equal=GRADIENTS),
     "2D: norm of the own features": Mutant(
         "2D", GRIDS, "mean = means.mean(0)", "mean = means[0]", equal=GRADIENTS),
     "2D: a norm's gradient of the own features": Mutant(
@@ -456,13 +456,13 @@ MUTANTS = {
         "2.5D", LAYOUTS, "return slice(grid * count, (grid + 1) * count)",
         "return slice(0, count)", equal=GRADIENTS),
     "3D: the input's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.beside(self, "input", 1, gx, whole @ w)',
-        "gx.copy_((whole @ w).chunk(self.q)[0])", equal=GRADIENTS),
+        "3D", GRIDS, 'env.beside(self, "input", 1, gx, g_rows @ w)',
+        "gx.copy_((g_rows @ w).chunk(self.q)[0])", equal=GRADIENTS),
     "3D: the weight's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.call(self, "weight", 0, mine, parts)',
-        "mine.copy_(parts.view(self.q, *mine.shape)[0])", equal=GRADIENTS),
+        "3D", GRIDS, 'env.call(self, "weight", 0, shard, parts)',
+        "shard.copy_(parts.view(self.q, *shard.shape)[0])", equal=GRADIENTS),
     "3D: a bias has the first rank's gradient": Mutant(
-        "3D", GRIDS, "[env.groups[self.terms].index].sum(0)", "[0].sum(0)", equal=GRADIENTS),
+        "3D", GRIDS, "[env.groups[self.sum_axis].index].sum(0)", "[0].sum(0)", equal=GRADIENTS),
     # ---- pipelines
     "half the gradient is sent on": Mutant(
         "pipeline", RUN, 'store["g", i, k] = grads',

@@ -1,1 +1,1 @@
-"""What is trained: the ops a program runs (ops.py), and a plain GPT to hold them against."""
+"""The model: the ops that a program runs (ops.py), and a plain GPT to compare them with."""

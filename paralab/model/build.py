@@ -1,4 +1,4 @@
-"""From a description to ops: the flat list that one tensor-parallel rank computes. Torch-free."""
+"""From a `ModelSpec` and a `Plan` to one tensor-parallel rank's list of ops. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from paralab.spec import TIED, ModelSpec, Plan
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """ops     in order
-    parts   of the model: (name, first op, past the last), "embedding", "blocks.0" ... and "head"
-    tokens  of a micro-batch, as far as this rank has them in the residual stream
-    width   of the residual stream on this rank
-    item    bytes of an element
+    """The ops of one tensor-parallel rank, for all stages of the pipeline.
+
+    ops     in the order of forward
+    parts   (name, first op, past the last op) of "embedding", "blocks.0" ... and "head"
+    tokens  of a micro-batch that this rank holds in the residual stream
+    width   features of the residual stream on this rank
+    item    bytes of an activation's element
     """
 
     ops: tuple[Op, ...]
@@ -31,23 +33,23 @@ class Model:
 
     @cached_property
     def cores(self) -> frozenset[tuple[int, int]]:
-        """Ranges of ops that "selective" recomputation computes twice: the attention cores."""
+        """The ranges of ops that "selective" recomputation recomputes: the attention cores."""
         return frozenset((i, i + 1) for i, op in enumerate(self.ops) if isinstance(op, Attention))
 
     @cached_property
     def inside(self) -> dict[int, int]:
-        """Boundaries inside a branch: the op that opened it, by boundary."""
-        found: dict[int, int] = {}
+        """{boundary between ops inside a branch: the op that opened the branch}."""
+        opened_by: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             if op.forks:
-                found[index + 1] = index
-            elif index in found and not op.joins:
-                found[index + 1] = found[index]
-        return found
+                opened_by[index + 1] = index
+            elif index in opened_by and not op.joins:
+                opened_by[index + 1] = opened_by[index]
+        return opened_by
 
     @cached_property
     def behind(self) -> dict[int, int]:
-        """Of every op in a block, how far it is behind the same op of the first one: all alike."""
+        """{op of a block: how many ops it comes after the same op of the first block}."""
         blocks = [(i, j) for name, i, j in self.parts if name.startswith("blocks")]
         return {op: i - blocks[0][0] for i, j in blocks for op in range(i, j)}
 
@@ -58,7 +60,7 @@ class Model:
 
     @cached_property
     def numels(self) -> dict[str, dict[str, int]]:
-        """{part of the model: {full name: elements}} of these, in the same order."""
+        """{part of the model: {full name: elements}} of these parameters, in the same order."""
         return {
             part: {n: math.prod(self.shapes[n]) for op in self.ops[i:j] for n in op.owned.values()}
             for part, i, j in self.parts
@@ -66,31 +68,31 @@ class Model:
 
     @cached_property
     def of_op(self) -> tuple[tuple[str, ...], ...]:
-        """Per op the full names of the parameters that its weight half adds to."""
+        """Per op, the full names of the parameters to whose gradients its weight half adds."""
         return tuple((*op.owned.values(), *op.borrows.values()) for op in self.ops)
 
     @cached_property
     def read_by(self) -> tuple[tuple[str, ...], ...]:
-        """Per op the full names of the parameters that it reads."""
+        """Per op, the full names of the parameters that it reads."""
         return tuple(
             (*names, *op.reads.values()) for op, names in zip(self.ops, self.of_op, strict=True)
         )
 
 
-CUTS = (
+CUTS = (  # the settings of a plan that ops depend on
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "microbatch_size"),
     *("precision", "grad_dtype"),
 )
 
 
 def cuts(plan: Plan) -> Plan:
-    """What of a plan makes a layer what it is: plans that are alike in this share their ops."""
+    """The plan reduced to the settings that ops depend on; plans equal in these share their ops."""
     return Plan(**{name: getattr(plan, name) for name in CUTS})
 
 
 def build(spec: ModelSpec, plan: Plan) -> Model:
-    """The ops of one rank's model, every stage's; shapes are the rank's own blocks. A tied head
-    borrows the embedding's weight, but in a pipeline, whose last stage has a copy.
+    """The ops of one tensor-parallel rank for all stages, with the shapes of the rank's own blocks.
+    A tied head borrows the embedding's weight, except in a pipeline, whose last stage has a copy.
     """
     return _built(spec, cuts(plan), spec.tied and plan.pp == 1)
 
@@ -102,12 +104,15 @@ def _built(spec: ModelSpec, plan: Plan, borrows: bool) -> Model:
 
 
 class _Builder:
-    """Makes the ops; what a mode of tensor parallelism does differently is in its subclass."""
+    """Builds the ops for one device and for 1D; the subclass overrides what grids do differently.
+
+    borrows  whether the head has no weight of its own and borrows the embedding's
+    """
 
     def __init__(self, spec: ModelSpec, plan: Plan, borrows: bool) -> None:
         self.spec, self.plan, self.part, self.borrows = spec, plan, Part(spec, plan), borrows
-        # whether the sum over ranks is an op of its own, behind which a layer's bias is added
-        self.sums = plan.tp > 1 and plan.tp_mode == "1d"
+        # In 1D the messages around a pair of layers are ops, and the bias is added after the sum.
+        self.is_1d = plan.tp > 1 and plan.tp_mode == "1d"
 
     def shape(self, name: str) -> tuple[int, ...]:
         return holding(self.spec, self.plan, name, 0).shape
@@ -122,7 +127,7 @@ class _Builder:
         part = self.part
         return Model(tuple(made), tuple(parts), part.tokens, part.width, part.item)
 
-    # ---- what one device has, and 1D ------------------------------------------------------------
+    # ---- one device, and 1D ---------------------------------------------------------------------
     def embedding(self) -> list[Op]:
         return [
             ops.Tokens("embedding", self.part, self.shape(TIED[0])),
@@ -149,11 +154,11 @@ class _Builder:
         ]
 
     def close(self, at: str, layer: str) -> list[Op]:
-        """A branch's last layer, the sum over ranks, and the addition that closes the branch."""
+        """A branch's last layer, the sum over ranks, and the residual addition."""
         return [
             self.linear(f"{at}.{layer}", column=False),
             *self.leave(f"{at}.leave"),
-            ops.Add(f"{at}.add", self.part, f"{at}.{layer}.bias" if self.sums else ""),
+            ops.Add(f"{at}.add", self.part, f"{at}.{layer}.bias" if self.is_1d else ""),
         ]
 
     def head(self) -> list[Op]:
@@ -168,22 +173,22 @@ class _Builder:
 
     def linear(self, name: str, *, column: bool, bias: bool = True) -> Op:
         weight, gathers = self.shape(f"{name}.weight"), self.plan.sequence_parallel and column
-        late = self.sums and not column
+        late = self.is_1d and not column
         return ops.Linear(name, self.part, weight, bias=bias, late_bias=late, regathers=gathers)
 
     def enter(self, name: str) -> list[Op]:
-        """f or f-bar, in front of a pair of layers."""
+        """f or f-bar, in front of a pair of layers; nothing without 1D tensor parallelism."""
         message = ops.F_BAR if self.plan.sequence_parallel else ops.F
-        return [ops.Collective(name, message, self.part.inner * self.part.width)] * self.sums
+        return [ops.Collective(name, message, self.part.inner * self.part.width)] * self.is_1d
 
     def leave(self, name: str) -> list[Op]:
-        """g or g-bar, behind it."""
+        """g or g-bar, behind a pair of layers; nothing without 1D tensor parallelism."""
         message = ops.G_BAR if self.plan.sequence_parallel else ops.G
-        return [ops.Collective(name, message, self.part.tokens * self.part.width)] * self.sums
+        return [ops.Collective(name, message, self.part.tokens * self.part.width)] * self.is_1d
 
 
 class _GridBuilder(_Builder):
-    """2D, 2.5D and 3D: the layers make their messages themselves, and add their own biases."""
+    """2D, 2.5D and 3D: the layers send their messages themselves, and add their own biases."""
 
     def norm(self, name: str, *, forks: bool = True) -> Op:
         return grid_ops.SplitNorm(name, self.part, forks=forks)
@@ -198,10 +203,10 @@ class _GridBuilder(_Builder):
         return make(name, self.part, weight, bias=bias)
 
     def leave(self, name: str) -> list[Op]:
-        """Only the embedding's look-up is followed by a sum of its own."""
+        """Only the embedding is followed by an op that sums over ranks."""
         return [grid_ops.Scatter(name, self.part)] if name.startswith("embedding") else []
 
 
 def loss_share(plan: Plan) -> float:
-    """What the loss of a rank's micro-batch counts in the mean over the global batch."""
+    """The weight of one rank's micro-batch loss in the mean over the global batch."""
     return 1.0 / (plan.microbatches * plan.dp * loss_parts(plan))

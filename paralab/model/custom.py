@@ -1,11 +1,12 @@
 """A block of the user's own: an op with autograd inside.
 
-``ModelSpec(block=f)`` trains the module that ``f(spec)`` makes in place of the standard block. What
-predictions have to know of it is found by `facts.facts`.
+``ModelSpec(block=f)`` trains the module that ``f(spec)`` returns in place of the standard block.
+`facts.facts` measures what predictions have to know about it.
 
-[Note: saved weights] Autograd saves the weights that backward needs, and under ZeRO-3 it would so
-keep every unit that was gathered for forward. Therefore of a saved weight only its place is kept,
-and backward takes what lies there in the weights that it is given, which were gathered again.
+[Note: saved weights] Autograd saves the weights that backward needs, and so under ZeRO-3 it would
+keep alive every unit that was gathered for forward. Therefore a hook replaces each saved weight by
+its place, a name and an offset, and backward reads that place in the weights that it is given,
+which were gathered again.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ class Custom(Op):
 
     def __init__(self, name: str, spec: ModelSpec, batch: int, precision: str) -> None:
         super().__init__(name)
-        found, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
+        block, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
         self.spec, self.params = spec, block_shapes(spec.block, spec)
         self.out = batch * spec.seq_len * spec.hidden
-        self.keeps, self.keeps_result = found.keeps, found.keeps_result
-        self.passes_input, self.passes_grad = found.passes
-        self.constant = found.constant
+        self.keeps, self.keeps_result = block.keeps, block.keeps_result
+        self.passes_input, self.passes_grad = block.passes
+        self.constant = block.constant
         self.deferred = item * sum(map(math.prod, self.params.values()))
-        self.scratch = (found.scratch[0], found.scratch[1], 0)
-        self.work = (found.forward, found.backward, Work())
+        self.scratch = (block.scratch[0], block.scratch[1], 0)
+        self.work = (block.forward, block.backward, Work())
 
     def forward(self, weights, state, env):
         import torch
@@ -49,68 +50,69 @@ class Custom(Op):
             return (y.reshape(x.shape),), None
         leaf = x.detach().view(shape).requires_grad_()
         leaves = {name: weights[name].detach().requires_grad_() for name in self.params}
-        now: dict[str, Any] = {}  # the weights that backward is given
-        place = {
+        for_backward: dict[str, Any] = {}  # the weights that `input_grad` is given, while it runs
+        places = {  # of the weights, by storage: (name, offset in bytes)
             w.untyped_storage()._cdata: (name, w.storage_offset() * w.itemsize)
             for name, w in leaves.items()
         }
-        known = {t.untyped_storage()._cdata for t in (leaf, *module.buffers())}
+        not_activations = {t.untyped_storage()._cdata for t in (leaf, *module.buffers())}
 
-        def save(saved):  # see [Note: saved weights]; the graph keeps what this function refers to
+        def pack(saved):  # see [Note: saved weights]; the graph keeps alive what this closes over
             storage = saved.untyped_storage()._cdata
-            if storage in place and not (saved.is_conj() or saved.is_neg()):
-                name, begin = place[storage]  # in bytes: it may be seen as complex numbers
-                begin = saved.storage_offset() * saved.itemsize - begin
-                return name, saved.dtype, saved.shape, saved.stride(), begin
-            if storage not in known:
+            if storage in places and not (saved.is_conj() or saved.is_neg()):
+                name, begin = places[storage]
+                # In bytes, because the module may view the weight as complex numbers.
+                offset = saved.storage_offset() * saved.itemsize - begin
+                return name, saved.dtype, saved.shape, saved.stride(), offset
+            if storage not in not_activations:
                 env.recorder.owns("activations", saved)
             return saved
 
-        def find(saved):
-            if isinstance(saved, torch.Tensor):
-                return saved
-            name, dtype, size, stride, offset = saved
-            w = now[name]
+        def unpack(packed):
+            if isinstance(packed, torch.Tensor):
+                return packed
+            name, dtype, size, stride, offset = packed
+            w = for_backward[name]
             offset += w.storage_offset() * w.itemsize
             if dtype == w.dtype:
                 return w.as_strided(size, stride, offset // w.itemsize)
-            seen = torch.empty(0, dtype=dtype, device=w.device)
-            if offset % seen.itemsize:  # these weights begin where no such number can
+            view = torch.empty(0, dtype=dtype, device=w.device)
+            if offset % view.itemsize:  # torch has no view at such an offset, so copy
                 last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-                count = (last + 1) * seen.itemsize // w.itemsize
+                count = (last + 1) * view.itemsize // w.itemsize
                 flat = w.as_strided((count,), (1,), offset // w.itemsize)
                 return flat.clone().view(dtype).as_strided(size, stride)
-            return seen.set_(w.untyped_storage(), offset // seen.itemsize, size, stride)
+            return view.set_(w.untyped_storage(), offset // view.itemsize, size, stride)
 
-        views, hooks = wide_views(leaves.values()), saved_tensors_hooks(save, find)
+        views, hooks = wide_views(leaves.values()), saved_tensors_hooks(pack, unpack)
         with torch.enable_grad(), hooks, env.drawing(self.name, 1.0), views:
             y = called(module, leaves, leaf)
-        for w in leaves.values():  # the graph knows them, and their values are not needed
+        for w in leaves.values():  # the graph refers to the leaves, but needs none of their values
             w.data = w.new_empty(0)
-        kept = (leaf, tuple(leaves.values()), get_gradient_edge(y), now)
+        kept = (leaf, tuple(leaves.values()), get_gradient_edge(y), for_backward)
         return (y.detach().reshape(x.shape),), kept
 
     def input_grad(self, weights, kept, grads, env):
         import torch
 
-        leaf, leaves, edge, now = kept
-        now.update(weights)
-        gx, *rest = torch.autograd.grad(
+        leaf, leaves, edge, for_backward = kept
+        for_backward.update(weights)
+        gx, *weight_grads = torch.autograd.grad(
             (edge,), (leaf, *leaves), (grads[0].view(leaf.shape),), allow_unused=True
         )
-        now.clear()
+        for_backward.clear()
         gx = torch.zeros_like(leaf) if gx is None else gx
         for at, shape in enumerate(self.params.values()):
-            if rest[at] is None:  # forward did not use it
-                rest[at] = leaf.new_zeros(shape)
-        return (gx.reshape(grads[0].shape),), rest
+            if weight_grads[at] is None:  # forward did not use this weight
+                weight_grads[at] = leaf.new_zeros(shape)
+        return (gx.reshape(grads[0].shape),), weight_grads
 
     def weight_grad(self, deferred, into, env):
         for name, g in zip(self.params, deferred, strict=True):
             into.add(name, g)
 
     def _module(self, env):
-        """The module on this rank, made once; its parameters are given to it at every call."""
+        """The rank's module, made once and without parameters: every call passes them to it."""
         if self.name not in env.modules:
             from paralab.model import draws
 

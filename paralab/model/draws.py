@@ -1,13 +1,13 @@
 """Random numbers of a training: initial weights and dropout masks.
 
-Both belong to the model and not to a plan, so every way to split a training starts from, and draws,
-the same numbers, and so does the reference.
+Both depend on the model and the run's seed, and not on the plan. So every plan starts from the same
+weights and draws the same masks, and so does the reference.
 
 [Note: initial weights] Every parameter is drawn from a generator of its own, seeded by the run's
-seed and the parameter's name. A rank that holds a part of the model draws what the one-device model
-has there, without drawing the rest; of a tensor of which it holds a block, it draws the whole and
-keeps its block. A dropout mask is seeded by seed, step, micro-batch and op in the same way; where
-torch's own kernels draw, its generators are seeded so while they do (`drawing`).
+seed and the parameter's name. A rank that holds some of the parameters draws only those, and gets
+the numbers of the one-device model; of a sharded parameter it draws the whole and keeps its block.
+A dropout mask is seeded in the same way by seed, step, micro-batch and op. Where torch's own
+kernels draw, `drawing` seeds torch's generators for as long.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def initialize(
     seed: int,
     holding: Callable[[str], Holding] | None = None,
 ) -> None:
-    """Fill ``parameter`` in place with what the model called ``name`` starts from, or the block of
-    that which ``holding(name)`` says it is.
+    """Fill ``parameter`` in place with the initial weights of the parameter called ``name``.
 
-    GPT-2's rule, by name and shape: normal with deviation 0.02, the two projections into the
-    residual stream divided by sqrt(2 l); biases 0; norm weights, and whatever else has at most one
-    dimension, 1. A tied head's copy starts from what the embedding starts from. See [Note: initial
-    weights]. Tensors without values are left alone.
+    holding  {name: `Holding`} as a function, if ``parameter`` is only this rank's block
+
+    The rule is GPT-2's, by name and shape: normal with deviation 0.02, the two projections into the
+    residual stream divided by sqrt(2 l); biases 0; norm weights, and all else with at most one
+    dimension, 1. A tied head's copy gets the embedding's weights. See [Note: initial weights].
+    Tensors on the meta device are left alone.
     """
     if parameter.is_meta:
         return
@@ -53,37 +54,37 @@ def initialize(
         deviation = 0.02
         if name.endswith(("proj.weight", "down.weight")):
             deviation /= math.sqrt(2 * spec.layers)
-        # 32 bits: all that torch's CPU generator takes of a seed
-        own = torch.Generator().manual_seed(name_seed(seed, name))
-        mine = None if holding is None else holding(name)
-        shape = parameter.shape if mine is None else mine.whole
-        drawn = torch.empty(shape).normal_(0.0, deviation, generator=own)
-        parameter.copy_(drawn if mine is None else drawn[mine.box].reshape(mine.shape))
+        # The seed has 32 bits because torch's CPU generator uses no more.
+        generator = torch.Generator().manual_seed(name_seed(seed, name))
+        held = None if holding is None else holding(name)
+        shape = parameter.shape if held is None else held.whole
+        drawn = torch.empty(shape).normal_(0.0, deviation, generator=generator)
+        parameter.copy_(drawn if held is None else drawn[held.box].reshape(held.shape))
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Seed of what the parameter, or the block of the user's own, called ``name`` starts from."""
+    """The seed for the initial values of the parameter, or user's block, called ``name``."""
     return zlib.crc32(f"{seed} {name}".encode())
 
 
 def mask_seed(seed: int, step: int, sample: int, name: str) -> int:
-    """Seed of the dropout of the op ``name``, for micro-batch ``sample`` of the global batch."""
+    """The seed for the dropout of the op ``name`` in micro-batch ``sample`` of the global batch."""
     return zlib.crc32(f"{seed} {step} {sample} {name}".encode())
 
 
 def mask(shape: tuple[int, ...], p: float, *, seed: int, device: str | torch.device) -> Tensor:
-    """Which elements dropout keeps: booleans, each True with probability 1 - p. On "meta" there is
-    nothing to draw.
+    """The elements that dropout keeps: booleans, each True with probability 1 - p; no values on the
+    meta device.
     """
-    found = torch.empty(shape, dtype=torch.bool, device=device)
-    if found.is_meta:
-        return found
-    return found.bernoulli_(1 - p, generator=torch.Generator(device).manual_seed(seed))
+    keep = torch.empty(shape, dtype=torch.bool, device=device)
+    if keep.is_meta:
+        return keep
+    return keep.bernoulli_(1 - p, generator=torch.Generator(device).manual_seed(seed))
 
 
 @contextmanager
 def drawing(seed: int, device: str | torch.device = "cpu") -> Iterator[None]:
-    """torch's own generators draw from ``seed`` in here; afterwards they go on where they were."""
+    """In this context torch's global generators draw from ``seed``; then they are restored."""
     with torch.random.fork_rng([device] if str(device).startswith("cuda") else []):
         torch.manual_seed(seed)
         yield

@@ -1,9 +1,9 @@
 """What predictions have to know of a block of the user's own, ``ModelSpec(block=f)``.
 
-How many bytes it keeps for backward, and what it computes, is not written down anywhere. `facts`
-finds it by one forward and one backward on fake tensors, which have shapes and no values: kept is
-what autograd saves, each storage once; computed are the FLOPs of its matrix products, and the bytes
-that its other kernels read and write.
+No formula says how many bytes such a block saves for backward, or what it computes. `facts`
+measures it with one forward and one backward on fake tensors, which have shapes and no values. The
+saved bytes are those of the storages that autograd saves, each counted once; the work is the FLOPs
+of the matrix products and the bytes that other kernels read and write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from paralab.spec.forms import block_shapes, form_name
 from paralab.spec.model import ModelSpec
 from paralab.theory.work import ITEM, Work, elementwise
 
-# Elements that need arithmetic, of kernels that are no products, by the beginning of their names.
+# {beginning of a kernel's name: the arithmetic of each of its elements, a name in ELEMENTS}. The
+# first match counts; "" is none. Matrix products are not here.
 ARITHMETIC = {
     "gelu_backward": "gelu_backward",
     "gelu": "gelu",
@@ -28,21 +29,21 @@ ARITHMETIC = {
     **dict.fromkeys(("bernoulli", "native_dropout", "rand", "normal"), "draw"),
 }
 
-
 MAPS = "a module that maps (b, s, h) to (b, s, h)"
 
 
 class Facts(NamedTuple):
-    """Of one block and micro-batch.
+    """What one block saves and computes for one micro-batch.
 
-    keeps         bytes that stay for backward besides input, parameters, buffers and result
-    keeps_result  whether the result stays too
-    passes        whether the result is the input, or a view of it; and so backward, its gradient
-    constant      bytes of its buffers
-    scratch       (forward, backward): bytes that exist meanwhile, at most, besides what comes in,
-                  what goes out and what is kept; less than 0 where backward lets go of more of
-                  what was kept than it has made
-    forward, backward  `Work`
+    keeps         bytes saved for backward in addition to input, parameters, buffers and result
+    keeps_result  whether the result is saved too
+    passes        whether the result shares the input's storage; whether the input's gradient shares
+                  that of the result's gradient
+    constant      bytes of the buffers
+    scratch       (forward, backward): peak bytes of temporaries, in addition to inputs, outputs and
+                  what is saved; negative where backward has freed more of what was saved than it
+                  has allocated
+    forward, backward  the `Work` of each
     """
 
     keeps: int
@@ -56,11 +57,11 @@ class Facts(NamedTuple):
 
 @lru_cache(maxsize=64)
 def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
-    """What ``spec.block`` keeps and computes for ``batch`` samples.
+    """What ``spec.block`` saves for backward and computes for ``batch`` samples.
 
-    Raises ``ValueError`` where it does not map (b, s, h) to (b, s, h) of the same precision, cannot
-    run on tensors without values, changes in place what its backward needs, or has a state that
-    changes from call to call: that would be no part of a training, and not the same on all ranks.
+    Raises ``ValueError`` for a block that does not map (b, s, h) to (b, s, h) in the same
+    precision, cannot run on tensors without values, changes in place what its backward needs, or
+    has a state that changes from call to call: such a state would differ between ranks and plans.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -70,17 +71,18 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     name = form_name(spec.block)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     shape = (batch, spec.seq_len, spec.hidden)
-    saved: dict[int, Any] = {}  # storages by address; backward lets go of them, one by one
-    backward, weights = False, set[int]()  # whether forward is over; the parameters' storages
-    changed: list[Any] = []  # tensors that backward needs and forward has changed meanwhile
+    saved: dict[int, Any] = {}  # {address: weak reference to a storage}: backward frees them
+    in_backward, weight_storages = False, set[int]()
+    changed: list[Any] = []  # shapes of saved tensors that forward changed in place afterwards
 
-    def save(tensor: Any) -> Any:
+    def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = weakref.ref(storage)
-        # Of a weight another tensor on the same storage: the weight itself is emptied, see below.
-        return tensor.detach() if storage._cdata in weights else tensor, tensor._version
+        # A weight is emptied before backward, see below, so save another tensor on its storage.
+        own = tensor.detach() if storage._cdata in weight_storages else tensor
+        return own, tensor._version
 
-    def find(packed: Any) -> Any:  # torch compares versions too, but not of what a hook has saved
+    def unpack(packed: Any) -> Any:  # torch does not compare versions of what a hook has saved
         tensor, version = packed
         if tensor._version != version:
             changed.append(tuple(tensor.shape))
@@ -90,59 +92,59 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         with FakeTensorMode():
             module = spec.block(spec)  # type: ignore[misc]
             x = torch.empty(shape, dtype=dtype, requires_grad=True)
-            named = {n: p.detach().to(dtype) for n, p in module.named_parameters()}
-            parameters = [p.requires_grad_() for p in named.values()]
+            tensors = {n: p.detach().to(dtype) for n, p in module.named_parameters()}
+            parameters = [p.requires_grad_() for p in tensors.values()]
             for parameter in module.parameters():  # a rank's module has none of its own either
                 parameter.data = parameter.new_empty(0)
             for local, b in module.named_buffers():
-                named[local] = b.to(dtype) if b.is_floating_point() else b
-            buffers = list(named.values())[len(parameters) :]
-            weights.update(p.untyped_storage()._cdata for p in parameters)
-            versions, given = [buffer._version for buffer in buffers], dict(named)
+                tensors[local] = b.to(dtype) if b.is_floating_point() else b
+            buffers = list(tensors.values())[len(parameters) :]
+            weight_storages.update(p.untyped_storage()._cdata for p in parameters)
+            versions, originals = [buffer._version for buffer in buffers], dict(tensors)
             counter = _counter()
-            with saved_tensors_hooks(save, find), counter:
-                y = called(module, named, x)
+            with saved_tensors_hooks(pack, unpack), counter:
+                y = called(module, tensors, x)
                 if fits := isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
-                    rows = y.detach().reshape(-1, spec.hidden)  # as the op hands it on
+                    rows = y.detach().reshape(-1, spec.hidden)  # as the op returns it
             if fits:
                 result = rows.untyped_storage()
-                own = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
-                passes_input = own[0] == own[1]
-                kept = {at: found() for at, found in saved.items() if found() is not None}
-                keeps = sum(found.nbytes() for at, found in kept.items() if at not in own)
-                came = 0 if passes_input else result.nbytes()
-                forward, above = counter.work, counter.peak - keeps - came
+                others = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
+                passes_input = others[0] == others[1]
+                kept = {at: storage() for at, storage in saved.items() if storage() is not None}
+                keeps = sum(storage.nbytes() for at, storage in kept.items() if at not in others)
+                result_bytes = 0 if passes_input else result.nbytes()
+                forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
                 keeps_result = result._cdata in kept
                 del kept
                 counter.backward()
                 g = torch.empty_like(y)
                 # Backward without the weights, as on a rank: see custom.py's [Note: saved weights].
-                backward, whole = True, [parameter.detach() for parameter in parameters]
+                in_backward, values = True, [parameter.detach() for parameter in parameters]
                 for parameter in parameters:
                     parameter.data = parameter.new_empty(0)
                 with counter:
-                    found = torch.autograd.grad(y, (x, *parameters), g, allow_unused=True)
-                    back = [t.untyped_storage() for t in found if t is not None]
-                    known = g.untyped_storage()._cdata
-                    passes_grad = found[0] is not None and back[0]._cdata == known
-                    made = sum(one.nbytes() for one in back if one._cdata != known)
-                for parameter, values in zip(parameters, whole, strict=True):
-                    parameter.data = values
-                del g, found, back  # a rank's recorder counts what is alive here, fake or not
-                # A second call tells what every call changes: the first may note its shapes, say.
-                before, numbers = _state(module), _generators()
+                    grads = torch.autograd.grad(y, (x, *parameters), g, allow_unused=True)
+                    storages = [t.untyped_storage() for t in grads if t is not None]
+                    given = g.untyped_storage()._cdata
+                    passes_grad = grads[0] is not None and storages[0]._cdata == given
+                    grad_bytes = sum(s.nbytes() for s in storages if s._cdata != given)
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.data = value
+                del g, grads, storages  # else a rank's recorder would count them as alive
+                # Compare around a second call: the first may set attributes that then stay.
+                state, generators = _state(module), _generators()
                 with torch.no_grad():
-                    called(module, dict(given), x)
-                states = [n for n, value in _state(module).items() if before.get(n) != value]
-                drew = [n for n, value in _generators().items() if numbers[n] != value]
+                    called(module, dict(originals), x)
+                varies = [n for n, value in _state(module).items() if state.get(n) != value]
+                drew = [n for n, value in _generators().items() if generators[n] != value]
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        why = f"run on tensors without values, in {precision}, it raised {said}"
+        cause = f"{type(error).__name__}: {error}"
+        why = f"run on tensors without values, in {precision}, it raised {cause}"
         legal = f"{MAPS}, whose shapes do not depend on values, and which recomputes nothing "
         legal += 'itself: Plan(recompute="full") does'
-        if backward:
+        if in_backward:
             legal += "; and whose own torch.autograd.Function keeps weights for backward by "
-            legal += "ctx.save_for_backward(...), not as attributes of ctx: other copies come then"
+            legal += "ctx.save_for_backward(...): as attributes of ctx they are empty in backward"
         raise illegal("block", name, why, legal) from error
     if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
@@ -155,13 +157,13 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                     f"it keeps a tensor in {place}, which is no parameter and no registered buffer"
                 )
                 raise illegal("block", name, why, "a local variable, or register_buffer(...)")
-    replaced = [n for n, tensor in given.items() if named[n] is not tensor]
+    replaced = [n for n, tensor in originals.items() if tensors[n] is not tensor]
     if replaced or versions != [buffer._version for buffer in buffers]:
         why = "its forward changes a buffer, and such a state would not be the same on all ranks"
         legal = "a module whose buffers stay as they are: a LayerNorm in place of a BatchNorm, say"
         raise illegal("block", name, why, legal)
-    if states:
-        why = f"every call of its forward changes {states[0]}, so that what it computes may depend "
+    if varies:
+        why = f"every call of its forward changes {varies[0]}, so that what it computes may depend "
         why += "on how often a rank has called it, which is not the same in every plan"
         legal = "a module whose attributes stay as they are, and a count kept outside of the model"
         raise illegal("block", name, why, legal)
@@ -172,14 +174,16 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         why = f"its forward changes in place a tensor of {changed[0]} that its backward needs"
         raise illegal("block", name, why, "a new tensor there: y = y + x in place of y += x, say")
     constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
-    scratch = above, counter.peak - made
+    scratch = forward_scratch, counter.peak - grad_bytes
     passes = passes_input, passes_grad
     return Facts(keeps, keeps_result, passes, constant, scratch, forward, counter.work)
 
 
 def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
-    """``module(x)`` with ``tensors`` for its parameters and buffers, and only for this call: in a
-    part that has two names torch leaves them behind, and next time takes it for tied no longer.
+    """``module(x)`` with ``tensors`` for its parameters and buffers during this call only.
+
+    torch.func.functional_call leaves them in a submodule that has two names, and then no longer
+    takes that submodule for tied; so the module's own tensors are restored.
     """
     import torch
 
@@ -193,25 +197,25 @@ def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """What the attributes of a module and of its parts are, as far as they can be compared."""
+    """{name: value} of the attributes of a module and its submodules, in a form to compare."""
     from torch import nn
 
-    torchs = vars(nn.Module()).keys() - {"training"}  # among them its parameters and its hooks
+    of_torch = vars(nn.Module()).keys() - {"training"}  # among them its parameters and its hooks
     return {
         f"{local}.{attribute}".lstrip("."): _plain(value)
         for local, part in module.named_modules()
         for attribute, value in vars(part).items()
-        if attribute not in torchs
+        if attribute not in of_torch
     }
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as something that stays as it is now; None for what is not understood."""
+    """A snapshot of ``value`` that later changes do not affect; None for types not known here."""
     import numpy as np
     from torch import Tensor
 
     if isinstance(value, (bool, int, float, complex, str, np.generic)):
-        return repr(value)  # a nan is equal to itself as text alone
+        return repr(value)  # as text, because NaN != NaN
     if isinstance(value, dict):
         return [(repr(key), _plain(entry)) for key, entry in value.items()]
     if isinstance(value, (list, tuple, deque)):
@@ -230,16 +234,17 @@ def _plain(value: Any) -> Any:
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the generators that are one for the whole process, besides torch's."""
+    """{name: state} of the process's global random generators, torch's excepted."""
     import numpy as np
 
     return {"random": random.getstate(), "numpy.random": repr(np.random.get_state(legacy=False))}
 
 
 def _counter() -> Any:
-    """A context in which torch's operations add up to ``work``, of forward and then of backward;
-    and ``peak``: the most bytes that were alive at once of what they made, in backward beyond what
-    was alive when it began.
+    """A context that counts torch's operations, of forward or, after ``backward()``, of backward.
+
+    Its ``work`` is the sum of their `Work`; its ``peak`` the most bytes alive at once of the
+    tensors that they made, in backward less the bytes alive at its start.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -250,22 +255,22 @@ def _counter() -> Any:
     class Counter(Storages):
         def __init__(self) -> None:
             super().__init__("cpu")
-            self.work, self.peak, self.made = Work(), 0, False
-            self.kinds = (1.0, 0.0, 0.0)  # of matrix products: see `Work.products`
+            self.work, self.peak, self.is_result = Work(), 0, False
+            self.kinds = (1.0, 0.0, 0.0)  # share of each kind of matrix product: `Work.products`
 
         def backward(self) -> None:
             self._settle()
             self.work, self.live, self.peak, self.kinds = Work(), 0, 0, (0.0, 0.5, 0.5)
 
         def _born(self, storage: Any) -> str | None:
-            return "other" if self.made else None
+            return "other" if self.is_result else None
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             self._settle()
             result = func(*args, **(kwargs or {}))
-            for self.made, values in ((False, args), (True, result)):
+            for self.is_result, values in ((False, args), (True, result)):
                 for tensor in tensors(values):
                     self._meet(tensor)
             self.peak = max(self.peak, self.live)
@@ -280,9 +285,9 @@ def _counter() -> Any:
                 self.work += Work(flops, 0, 1, kinds, operands=moved)
             else:
                 name = next((n for at, n in ARITHMETIC.items() if kernel.startswith(at)), "")
-                made, read = (sum(t.numel() for t in tensors(some)) for some in (result, args))
-                self.work += Work(0, ITEM * (made + read), 1)
-                self.work += elementwise(**({name: made} if name else {}))
+                written, read = (sum(t.numel() for t in tensors(v)) for v in (result, args))
+                self.work += Work(0, ITEM * (written + read), 1)
+                self.work += elementwise(**({name: written} if name else {}))
             return result
 
     return Counter()

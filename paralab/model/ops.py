@@ -1,40 +1,41 @@
-"""The model, once: a flat list of ops. Each op says, side by side, what it costs and what it does.
+"""The model as a flat list of ops. Each op states what it costs next to the code that computes it.
 
-Between two ops there is a *state*, a tuple of tensors: the residual stream and, inside a branch,
-what the branch has computed so far, ``(x,)`` or ``(x, h)``. An op works on the last entry; `Norm`
+Between two ops lies a *state*, a tuple of tensors: the residual stream, ``(x,)``, and inside a
+branch also what the branch has computed so far, ``(x, h)``. An op transforms the last entry; `Norm`
 opens a branch and `Add` closes it. Every tensor is (T, width), T = b * s tokens of a micro-batch.
 
-An op is data that predictions read, and three methods that ranks run:
+An op has fields, which predictions read, and three methods, which ranks run:
 
     params     {local name: shape} of the parameters that one rank holds
-    borrows    {local name: full name} of another op's parameter, whose gradient it adds to (tied)
-    reads      {local name: full name} of another op's parameter that it only reads
-    out        elements of the last entry of the state that it returns
-    keeps      bytes that forward leaves for backward, besides its input and its result
-    keeps_input, keeps_result  whether its input, or its result, stays for backward too
-    defers_input, defers_grad, defers_made  whether its input, its result's gradient, or the input's
-               gradient that it makes is held from ``input_grad`` until a later ``weight_grad``
-    deferred   bytes held so in addition; ``defers_kept``: how many of them are of ``keeps``
-    passes_input, passes_grad  whether its result takes over its input's memory, and its input's
-               gradient that of its result's gradient (written in place, or passed on)
-    scratch    (forward, input half, weight half): most bytes at once in each, in addition to what
-               comes in, what goes out, and what is kept or deferred
-    work       (forward, input half, weight half) of one micro-batch: `Work`, which is FLOPs, bytes
+    borrows    {local name: full name} of another op's parameter that this op reads and adds a
+               gradient to (a tied head)
+    reads      {local name: full name} of another op's parameter that this op only reads
+    out        elements of the last entry of the state that the op returns
+    keeps      bytes that forward saves for backward in addition to the op's input and result
+    keeps_input, keeps_result  whether forward saves the op's input, or its result, for backward
+    defers_input, defers_grad, defers_made  whether ``input_grad`` holds the op's input, the
+               gradient of its result, or the gradient of its input until a later ``weight_grad``
+    deferred   further bytes held until then; ``defers_kept`` of them were counted in ``keeps``
+    passes_input, passes_grad  whether the result uses the memory of the input, and the gradient of
+               the input that of the result's gradient (written in place, or passed on unchanged)
+    scratch    (forward, input half, weight half): peak bytes of temporaries, in addition to inputs,
+               outputs and what is saved or deferred
+    work       (forward, input half, weight half) of one micro-batch, each a `Work`: FLOPs, bytes
                counted as in fp32, kernels ... (theory/work.py)
-    constant   bytes that it holds in addition to parameters, from step to step
+    constant   bytes in addition to parameters that the op holds from step to step
     calls      {"forward" | "input" | "weight": messages that the op sends inside that method}
-    message    the call that this op *is* in forward and in backward (`Message`), or None
+    message    the `Message` that this op *is*, its calls in forward and in backward, or None
 
     forward(weights, state, env)              -> (state, kept)
     input_grad(weights, kept, grads, env)     -> (grads, deferred)     grads: like the state
     weight_grad(deferred, into, env)             adds to the parameters' gradients, by ``into``
 
-``env`` is the `Env` of interpret/run.py: targets, dropout masks, messages. The input half,
-``input_grad``, is what the stage before waits for; only the optimizer waits for the weight half,
-``weight_grad`` (Zero Bubble, Qi+ 2023, arXiv:2401.10241, sec. 2). A whole backward is both.
-Gradients are written by hand, no autograd: so what is kept is what an op says, and halves, overlap
-and gradients written straight into flat buffers need no hooks. Torch is imported inside the methods
-only.
+``env`` is the `Env` of interpret/run.py: targets, dropout masks, messages. Backward has two halves
+(Zero Bubble, Qi+ 2023, arXiv:2401.10241, sec. 2): the stage before waits for the input half,
+``input_grad``, and only the optimizer waits for the weight half, ``weight_grad``. The gradients are
+written by hand, without autograd. So an op saves for backward exactly what it states, and no hooks
+are needed to split backward, to overlap it with messages, or to write gradients into flat buffers.
+Torch is imported inside the methods only.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ METHODS = ("forward", "input", "weight")
 class Call(NamedTuple):
     """A message that an op sends inside one of its methods.
 
-    op       as in theory/traffic.py: "all_gather", "broadcast", ...
-    axis     of the group: "tp", "tp:row", ...
+    op       the operation as in theory/traffic.py: "all_gather", "broadcast", ...
+    axis     the axis of the group: "tp", "tp:row", ...
     payload  bytes of the full buffer
-    phase    what the report calls it: "loss_forward"
-    root     position in the group of a broadcast's or a reduce's root, else -1
-    beside   whether the op's weight half, where it follows at once, is computed meanwhile
+    phase    the name of this traffic in reports: "loss_forward"
+    root     of a broadcast or a reduce: the root's position in the group; else -1
+    beside   whether the op's weight half, if it follows at once, overlaps with the message
     """
 
     op: str
@@ -71,21 +72,23 @@ class Call(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a `Collective` is: its call in forward and in backward ("" is none)."""
+    """The operations of a `Collective` in forward and in backward; "" stands for no call."""
 
     forward: str
     backward: str
     axis: str = "tp"
 
 
-# Those of Megatron-LM (Shoeybi+ 2019, arXiv:1909.08053, sec. 3), and with sequence parallelism
-# (Korthikanti+ 2022, arXiv:2205.05198, sec. 4.2.2).
+# f and g of Megatron-LM (Shoeybi+ 2019, arXiv:1909.08053, sec. 3), and f-bar and g-bar of sequence
+# parallelism (Korthikanti+ 2022, arXiv:2205.05198, sec. 4.2.2).
 F, G = Message("", "all_reduce"), Message("all_reduce", "")
 F_BAR, G_BAR = Message("all_gather", "reduce_scatter"), Message("reduce_scatter", "all_gather")
 
 
 class Op:
-    """One step of the model; see the module's docstring."""
+    """One operation of the model; the module's docstring explains the fields and methods. Most ops
+    define `compute` and `differentiate`, forward and input half of the state's last entry alone.
+    """
 
     params: dict[str, tuple[int, ...]] = {}
     borrows: dict[str, str] = {}
@@ -93,7 +96,7 @@ class Op:
     calls: dict[str, list[Call]] = {}
     message: Message | None = None
     forks = False  # opens a branch
-    joins = False  # closes one
+    joins = False  # closes a branch
     keeps_input = True
     keeps_result = False
     defers_input = defers_grad = defers_made = False
@@ -107,16 +110,16 @@ class Op:
 
     @property
     def owned(self) -> dict[str, str]:
-        """{local name: full name} of the parameters that are the op's own."""
+        """{local name: full name} of the parameters that the op itself holds."""
         return {local: f"{self.name}.{local}" for local in self.params}
 
     def phase(self, method: str) -> str:
-        """What the report calls the messages of a method: "linear_forward" in a block, else
-        "embedding_forward" or "head_forward"; backward is both other methods.
+        """The name in reports of a method's messages: "linear_forward" in a block, else
+        "embedding_forward" or "head_forward"; with "backward" for the two other methods.
         """
         part = self.name.partition(".")[0]
-        way = "forward" if method == "forward" else "backward"
-        return f"{'linear' if part == 'blocks' else part}_{way}"
+        direction = "forward" if method == "forward" else "backward"
+        return f"{'linear' if part == 'blocks' else part}_{direction}"
 
     def forward(self, weights: dict, state: State, env: Any) -> tuple[State, Any]:
         y, kept = self.compute(weights, state[-1], env)
@@ -126,17 +129,17 @@ class Op:
         g, deferred = self.differentiate(weights, kept, grads[-1], env)
         if not self.forks:
             return (*grads[:-1], g), deferred
-        g += grads[0]  # what passes by the branch
+        g += grads[0]  # the gradient that reaches x along the residual stream
         return (g,), deferred
 
     def weight_grad(self, deferred: Any, into: Any, env: Any) -> None:
-        """Without parameters there is nothing to do."""
+        """An op without parameters has no weight half."""
 
     def in_hand(self, method: str, received: Callable[[Call], int], *, alone: bool = False) -> int:
-        """Bytes at the peak within a method: ``scratch``, and what comes in by its calls.
+        """Peak bytes of temporaries within a method, with those of its calls.
 
-        received  what a group of ranks needs for a call, until it is waited for
-        alone     a weight half that does not follow its input half at once
+        received  the bytes that the backend allocates to receive a call
+        alone     whether this is a weight half that does not follow its input half at once
         """
         calls = self.calls.get(method, ())
         return self.scratch[METHODS.index(method)] + max(map(received, calls), default=0)
@@ -146,10 +149,10 @@ class Op:
 
 
 class Tokens(Op):
-    """Token embedding of this rank's entries of the vocabulary: (b, s) tokens to (T, width).
+    """Token embedding: (b, s) tokens to (T, width), from the rank's entries of the vocabulary.
 
-    A rank that holds a range of the entries finds 0 for the others; the sum over the ranks that
-    share the vocabulary, a `Collective` behind this op, is the embedding.
+    A rank that holds only a range of the entries writes 0 for tokens outside it. The embedding is
+    the sum over the ranks that share the vocabulary, which a `Collective` behind this op computes.
     """
 
     keeps_input, defers_grad = False, True
@@ -158,8 +161,9 @@ class Tokens(Op):
         super().__init__(name)
         self.params, self.shares = {"token.weight": shape}, bool(part.entries_axis)
         self.out = part.lookups * shape[1]
+        # Per token its index, int64, and with a sharded vocabulary whether it is elsewhere.
         self.keeps = self.deferred = self.defers_kept = (8 + self.shares) * part.lookups
-        entries = math.prod(shape)  # a gradient of all of them is made, to be added
+        entries = math.prod(shape)  # a dense gradient of the whole table is computed, then added
         self.scratch = (0, 0, part.item * (entries + self.out * self.shares))
         self.work = (
             Work(0, 8 * self.out * (1 + self.shares), 2 + 4 * self.shares),
@@ -173,11 +177,11 @@ class Tokens(Op):
         tokens, weight = state[0].flatten(), weights["token.weight"]
         if not self.shares:
             return (F.embedding(tokens, weight),), (tokens, None)
-        mine = tokens - env.first_token
-        elsewhere = (mine < 0) | (mine >= weight.shape[0])
-        mine.masked_fill_(elsewhere, 0)
-        found = F.embedding(mine, weight).masked_fill_(elsewhere.unsqueeze(1), 0.0)
-        return (found,), (mine, elsewhere)
+        local = tokens - env.first_token  # positions in this rank's range of the entries
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        local.masked_fill_(elsewhere, 0)
+        x = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(1), 0.0)
+        return (x,), (local, elsewhere)
 
     def input_grad(self, weights, kept, grads, env):
         return (), (*kept, grads[-1])
@@ -195,8 +199,8 @@ class Tokens(Op):
 
 
 class Dropping(Op):
-    """`Positions` and `Add` write the residual stream in place, with dropout. Backward needs the
-    mask, a byte per element.
+    """Base of `Positions` and `Add`, which write the residual stream in place, with dropout.
+    Forward saves only the mask for backward, a byte per element.
     """
 
     keeps_input, passes_input = False, True
@@ -207,14 +211,14 @@ class Dropping(Op):
         self.passes_grad, self.keeps = not part.p, self.out * (part.p > 0)
         self.scratch = (part.cut_mask("residual", self.out), 0, 0)
         drawn = elementwise(draw=part.masks["residual"])
-        self.work = (  # a fused kernel writes the mask, and moves nothing else for it
+        self.work = (  # a fused dropout kernel moves only the mask in addition to x
             drawn + Work(0, 12 * self.keeps, 3 * (part.p > 0), fused=10 * self.keeps),
             Work(0, 12 * self.keeps, part.p > 0),
             Work(),
         )
 
     def drop(self, x, env):
-        """x with dropout, in place, and the mask."""
+        """(x with dropout, in place; the mask, or None without dropout)."""
         mask = env.mask(self.name, self.p, "residual") if self.p else None
         return (x if mask is None else drop_(x, mask, self.p)), mask
 
@@ -223,7 +227,7 @@ class Dropping(Op):
 
 
 class Positions(Dropping):
-    """Learned positions, added to the tokens' embedding, and dropout of the sum."""
+    """Adds the learned positional embedding to the tokens' embedding, with dropout of the sum."""
 
     def __init__(self, name: str, part: Part, shape: tuple[int, int]) -> None:
         super().__init__(name, part)
@@ -253,7 +257,7 @@ class Norm(Op):
         super().__init__(name)
         self.params, self.forks = dict.fromkeys(("weight", "bias"), (part.width,)), forks
         self.out = part.tokens * part.width
-        # mean and deviation, on a processor in the type of x; a GPU keeps them in fp32
+        # Mean and reciprocal deviation of each token: on a CPU in the type of x, on a GPU in fp32.
         self.keeps, self.deferred = 2 * part.item * part.tokens, 2 * part.item * part.width
         self.work = (
             Work(0, 8 * self.out, 2),
@@ -274,8 +278,8 @@ class Norm(Op):
         x, mean, rstd = kept
         weight, bias = weights["weight"], weights["bias"]
         backward = torch.ops.aten.native_layer_norm_backward.default
-        every = True, True, True
-        gx, gw, gb = backward(g, x, weight.shape, mean, rstd, weight, bias, every)
+        wanted = True, True, True  # the gradients of x, weight and bias
+        gx, gw, gb = backward(g, x, weight.shape, mean, rstd, weight, bias, wanted)
         return gx, (gw, gb)
 
     def weight_grad(self, deferred, into, env):
@@ -284,12 +288,13 @@ class Norm(Op):
 
 
 class Linear(Op):
-    """y = x W^T + b. weight: (outputs, inputs) of this rank's block.
+    """y = x W^T + b.
 
-    late_bias  the bias is added by a later op, behind the sum over the ranks; its gradient is made
-               here, because here the result's gradient has all tokens of the sequence
-    regathers  the input is not kept: ranks that hold a part of the sequence gather it again, for
-               the weight half
+    weight     shape of this rank's block of W, (outputs, inputs)
+    late_bias  whether a later op adds the bias, after the sum over the ranks. Its gradient is still
+               computed by this op, where the gradient of y covers all tokens of the sequence
+    regathers  whether x is gathered a second time for the weight half instead of being saved: with
+               sequence parallelism every rank saves only its part of the sequence
     """
 
     defers_grad = True
@@ -310,7 +315,8 @@ class Linear(Op):
         self.bias, self.late_bias = bias, late_bias
         self.keeps_input = self.defers_input = not regathers
         self.out = part.inner * outputs
-        wide = inputs * outputs * part.widens  # a product of its own, to be added in fp32
+        # With wider gradients g^T x needs a tensor of its own, which is then added in fp32.
+        wide = inputs * outputs * part.widens
         self.scratch = (0, 0, part.item * max(wide, outputs * bias))
         x, g, w = linear(part.inner, inputs, outputs)
         added = 4 * self.out * bias
@@ -339,9 +345,9 @@ class Linear(Op):
 class Attention(Op):
     """Causal self-attention of this rank's heads: (T, 3w) queries, keys and values to (T, w).
 
-    "explicit" writes the (s, s) scores that the papers' formulas count; dropout keeps the
-    probabilities, their mask and the dropped ones, as they do (Korthikanti+ 2022, arXiv:2205.05198,
-    sec. 4.1).
+    This is attention="explicit", which writes the (s, s) scores to memory. As in the formulas of
+    Korthikanti+ 2022 (arXiv:2205.05198, sec. 4.1), forward saves the probabilities for backward,
+    and with dropout also the mask and the probabilities after dropout.
     """
 
     def __init__(self, name: str, part: Part) -> None:
@@ -351,16 +357,16 @@ class Attention(Op):
         x = self.out = part.inner * part.heads * part.head_width
         scores, drops = part.inner * part.heads * part.length, part.p > 0
         self.keeps = item * scores + (item + 1) * scores * drops
-        # Products of several samples' heads copy what is not contiguous; a mask is drawn whole.
-        several, drawn = self.copies(part), part.cut_mask("scores", scores)
-        first = item * (1 + several) * x
-        last = max(first - (item + 1) * scores, item * x, drawn - item * (scores + x))
+        # Batched products copy operands that are not contiguous. A mask is drawn whole, then cut.
+        copied, drawn = self.copies(part), part.cut_mask("scores", scores)
+        product = item * (1 + copied) * x
+        dropping = max(product - (item + 1) * scores, item * x, drawn - item * (scores + x))
         self.scratch = (
-            last if drops else max(first, item * (scores - x)),
-            item * max(2 * scores, scores + (2 + several) * x),
+            dropping if drops else max(product, item * (scores - x)),
+            item * max(2 * scores, scores + (2 + copied) * x),
             0,
         )
-        made = elementwise(exp=scores, draw=part.masks["scores"])
+        arithmetic = elementwise(exp=scores, draw=part.masks["scores"])
         # A fused kernel reads and writes the scores once, and once more with dropout.
         forward = Work(
             0, 4 * ((4 + 2 * drops) * scores + 8 * x), 9 + 3 * drops, fused=4 * (2 * scores + 6 * x)
@@ -368,15 +374,17 @@ class Attention(Op):
         backward = Work(
             0, 4 * ((5 + 3 * drops) * scores + 10 * x), 14, fused=4 * ((2 + drops) * scores + 2 * x)
         )
-        self.work = self.worked(made + forward, backward, scores)
+        self.work = self.with_products(arithmetic + forward, backward, scores)
 
     def copies(self, part: Part) -> bool:
-        """Whether it is of several heads of several samples, which lie apart."""
+        """Whether a batched product must copy its operands: with several heads and several samples
+        the matrices of the batch do not lie at equal distances.
+        """
         return part.heads > 1 and part.inner > part.length
 
-    def worked(self, forward: Work, backward: Work, scores: int) -> tuple[Work, Work, Work]:
-        """With the products, of queries and keys, and of probabilities and values; of all
-        ``scores``, where they are in memory.
+    def with_products(self, forward: Work, backward: Work, scores: int) -> tuple[Work, Work, Work]:
+        """The op's `work`: that of the other kernels and of the matrix products, queries with keys
+        and probabilities with values. scores: how many of them go through memory.
         """
         flops = 4 * self.out * self.length
         products = Work(flops, products=(0, flops, 0), operands=8 * (2 * self.out + scores))
@@ -389,32 +397,33 @@ class Attention(Op):
         scores = (q / math.sqrt(self.width)) @ k.transpose(-2, -1)  # (b, a, s, s)
         probabilities = torch.softmax(scores.masked_fill_(env.future_mask, -math.inf), -1)
         del scores
-        mask, used = None, probabilities
+        mask, weighting = None, probabilities
         if self.p:
             mask = env.mask(self.name, self.p, "scores")
-            used = dropped(probabilities, mask, self.p)
-        return self.join(used @ v), (qkv, probabilities, mask, used)
+            weighting = dropped(probabilities, mask, self.p)
+        return self.join(weighting @ v), (qkv, probabilities, mask, weighting)
 
     def differentiate(self, weights, kept, g, env):
         import torch
 
-        qkv, probabilities, mask, used = kept
+        qkv, probabilities, mask, weighting = kept
         q, k, v = self.split(qkv)
         g = self.heads_of(g)
-        found = torch.empty_like(qkv)
-        parts = self.split(found)
-        parts[2].copy_(used.transpose(-2, -1) @ g)
+        gqkv = torch.empty_like(qkv)
+        gq, gk, gv = self.split(gqkv)
+        gv.copy_(weighting.transpose(-2, -1) @ g)
         gp = g @ v.transpose(-2, -1)
         if mask is not None:
             gp = drop_(gp, mask, self.p)
         gs = torch._softmax_backward_data(gp, probabilities, -1, probabilities.dtype)
         del gp
         root = math.sqrt(self.width)
-        torch.div(gs @ k, root, out=parts[0])
-        parts[1].copy_(((q / root).transpose(-2, -1) @ gs).transpose(-2, -1))
-        return found, None
+        torch.div(gs @ k, root, out=gq)
+        gk.copy_(((q / root).transpose(-2, -1) @ gs).transpose(-2, -1))
+        return gqkv, None
 
     def heads_of(self, x):
+        """(T, w) as (b, a, s, d): a view."""
         return x.view(-1, self.length, self.heads, self.width).transpose(1, 2)
 
     def split(self, qkv):
@@ -426,10 +435,10 @@ class Attention(Op):
 
 
 class FusedAttention(Attention):
-    """The same by torch's fused kernel, which writes no scores: autograd runs inside.
+    """attention="sdpa": torch's fused kernel, which writes no scores. Its backward is autograd's.
 
-    It keeps its input, its result, and the logarithm of each row's sum. With dropout a processor's
-    kernel is a composite one: it keeps copies of queries, keys and values, and scores, in fp32.
+    Forward saves the input, the result, and the logarithm of each row's sum. With dropout torch's
+    CPU kernel is a composite, which saves copies of queries, keys, values and scores in fp32.
     """
 
     def __init__(self, name: str, part: Part) -> None:
@@ -437,20 +446,21 @@ class FusedAttention(Attention):
         x, rows, item = self.out, part.inner * part.heads, part.item
         self.keeps_result, self.keeps, self.scratch = not part.p, 4 * rows, (0, 3 * item * x, 0)
         if part.p:
-            several, low = self.copies(part), item < 4
-            square, scores = 4 * part.length**2, 4 * rows * part.length
-            copied = 5 if several and low else 3 if low else 1
-            self.keeps = 3 * scores + 4 * (3 if several or low else 2) * x
+            copied, in_16_bits = self.copies(part), item < 4
+            causal_mask, score_bytes = 4 * part.length**2, 4 * rows * part.length
+            copies = 5 if copied and in_16_bits else 3 if in_16_bits else 1
+            self.keeps = 3 * score_bytes + 4 * (3 if copied or in_16_bits else 2) * x
             self.scratch = (
-                4 * copied * x + scores // 2 * low + square,
-                # what was kept is let go on the way
-                max(4 * scores + (14 if low else 8 * several) * x, 12 * x) - self.keeps,
+                4 * copies * x + score_bytes // 2 * in_16_bits + causal_mask,
+                # Autograd frees what it saved while backward runs.
+                max(4 * score_bytes + (14 if in_16_bits else 8 * copied) * x, 12 * x) - self.keeps,
                 0,
             )
         scores = rows * part.length
-        made = elementwise(exp=scores, draw=scores * (part.p > 0))
-        self.work = self.worked(made + Work(0, 16 * x, 5), made + Work(0, 40 * x, 9), 0)
-        if item == 4:  # torch's kernel for fp32 does not round to tf32 where other products do
+        arithmetic = elementwise(exp=scores, draw=scores * (part.p > 0))
+        forward, backward = arithmetic + Work(0, 16 * x, 5), arithmetic + Work(0, 40 * x, 9)
+        self.work = self.with_products(forward, backward, 0)
+        if item == 4:  # torch's fp32 kernel does not use tf32, where matrix products do
             self.work = tuple(replace(work, products=(0, 0, 0)) for work in self.work)
 
     def compute(self, weights, qkv, env):
@@ -498,7 +508,8 @@ class Gelu(Op):
 class Add(Dropping):
     """Closes a branch: (x, h) -> (x + dropout(h + b),).
 
-    bias  the full name of the row-parallel layer's bias, which is added behind the ranks' sum
+    bias  full name of a row-parallel layer's bias b, added here, after the sum over the ranks; or
+          "" where the layer adds its bias itself
     """
 
     joins = True
@@ -512,7 +523,7 @@ class Add(Dropping):
         self.work = forward + added, *backward
 
     def forward(self, weights, state, env):
-        x, h = state  # no op saves h: the sum is made in its place
+        x, h = state  # no op saves h, so the sum overwrites it
         if self.reads:
             h += weights["bias"]
         h, mask = self.drop(h, env)
@@ -526,9 +537,10 @@ class Add(Dropping):
 class Loss(Op):
     """Mean cross-entropy over the tokens, in fp32: (T, V) logits to a scalar.
 
-    Where ranks hold parts of the vocabulary, two numbers per token travel, once: the logarithm of a
-    rank's sum and, on the rank that has it, the target's logit. Megatron-LM makes three all-reduces
-    of one number: more messages, and from four ranks on fewer bytes.
+    Where the vocabulary is sharded, one all-gather sends two numbers per token and rank: the
+    log-sum-exp of the rank's logits and the target's logit, which is 0 on ranks that do not hold
+    it. Megatron-LM makes three all-reduces of one number per token: more messages, but from four
+    ranks on fewer bytes.
     """
 
     keeps_input, out = False, 1
@@ -537,16 +549,23 @@ class Loss(Op):
         super().__init__(name)
         self.parts, axis, tokens = part.q, part.logits_axis, part.inner
         logits = tokens * part.vocab
+        # The log-probabilities, and per token its target, int64, and whether that is on this rank.
         self.keeps = 4 * logits + (9 if axis else 8) * tokens
-        low = 4 * logits * (part.item < 4)
-        self.scratch = (low + 8 - part.item, max(low, 4 * tokens), 0)  # the result has 32 bits
-        if axis:  # what was kept becomes the gradient
-            freed = 0 if low else 8 * tokens - 4 * logits
-            early = part.item * bool(low)  # at the fullest moment the result is not there yet
+        fp32_copy = 4 * logits * (part.item < 4)
+        self.scratch = (
+            fp32_copy + 8 - part.item,
+            max(fp32_copy, 4 * tokens),
+            0,
+        )  # the loss has 32 bits
+        if axis:  # backward turns the saved log-probabilities into the gradient, in place
+            freed = 0 if fp32_copy else 8 * tokens - 4 * logits
+            early = part.item * bool(fp32_copy)  # in 16 bits the peak comes before the loss exists
             self.scratch = (8 * (3 + part.q) * tokens - early, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
-        moved = (12 + 6 * (low > 0)) * logits  # logits of 16 bits are copied to fp32, and back
+        moved = (
+            12 + 6 * (fp32_copy > 0)
+        ) * logits  # 16-bit logits are copied to fp32, gradients back
         self.work = (
             elementwise(exp=logits) + Work(kernels=4 + 8 * bool(axis), exact=moved),
             elementwise(exp=logits) + Work(kernels=5, exact=moved),
@@ -561,36 +580,36 @@ class Loss(Op):
         if not self.calls:
             logp = torch.log_softmax(logits, -1)
             return (F.nll_loss(logp, targets),), (logp, targets.unsqueeze(1), None)
-        mine = targets - env.first_logit
-        here = (mine >= 0) & (mine < logits.shape[1])
-        mine = mine.masked_fill_(~here, 0).unsqueeze(1)  # (T, 1)
-        target = logits.gather(1, mine).squeeze(1).masked_fill_(~here, 0.0)
-        sums, found = gather_pair(self, torch.logsumexp(logits, 1), target, env)
+        index = targets - env.first_logit  # of the target among this rank's logits
+        local = (index >= 0) & (index < logits.shape[1])  # whether this rank has the target
+        index = index.masked_fill_(~local, 0).unsqueeze(1)  # (T, 1)
+        target = logits.gather(1, index).squeeze(1).masked_fill_(~local, 0.0)
+        sums, target_logits = gather_pair(self, torch.logsumexp(logits, 1), target, env)
         total = torch.logsumexp(sums, 0)
         column = total.unsqueeze(1)
         logp = logits - column if logits is state[-1] else logits.sub_(column)
-        return ((total - found.sum(0)).mean(),), (logp, mine, here)
+        return ((total - target_logits.sum(0)).mean(),), (logp, index, local)
 
     def input_grad(self, weights, kept, grads, env):
         import torch
 
-        (logp, index, here), share = kept, env.share / len(kept[1])
-        if here is None:
+        (logp, index, local), share = kept, env.share / len(kept[1])
+        if local is None:
             g = torch.zeros_like(logp)
             g.scatter_(1, index, g.new_ones(index.shape).mul_(-share))
             torch._log_softmax_backward_data(g, logp, -1, g.dtype, out=g)
         else:
-            g = logp.exp_()  # the last use of what was kept
-            g.scatter_add_(1, index, -here.unsqueeze(1).to(g.dtype)).mul_(share)
-        del share  # in fp16 a tensor, and the copy is the fullest moment
+            g = logp.exp_()  # in place: this is the last use of logp
+            g.scatter_add_(1, index, -local.unsqueeze(1).to(g.dtype)).mul_(share)
+        del share  # a tensor in fp16, which would still exist at the peak, the copy below
         return (g.to(env.dtype),), None
 
 
 class Collective(Op):
     """One of the conjugate operators `F`, `G`, `F_BAR`, `G_BAR` around a tensor-parallel pair.
 
-    It computes nothing itself: parallel/tensor_parallel.py, which explains them, makes instructions
-    of the calls.
+    The op computes nothing: parallel/tensor_parallel.py, which explains the operators, compiles
+    their calls to instructions of the program.
     """
 
     keeps_input = False
@@ -613,14 +632,14 @@ def gather_pair(op: Op, first: Any, second: Any, env: Any) -> tuple[Any, Any]:
     import torch
 
     own = torch.stack([first, second])
-    every = own.new_empty((op.parts, *own.shape))
-    env.buffers(own, every)
-    env.call(op, "forward", 0, every, own)
-    return every.unbind(1)  # (parts, T) each
+    gathered = own.new_empty((op.parts, *own.shape))
+    env.buffers(own, gathered)
+    env.call(op, "forward", 0, gathered, own)
+    return gathered.unbind(1)  # (parts, T) each
 
 
 def dropped(x: Any, mask: Any, p: float) -> Any:
-    """x where the mask is set, scaled up to the same mean; elsewhere 0."""
+    """x / (1 - p) where the mask is set, else 0: dropout with an unchanged mean."""
     return (x * mask).mul_(1 / (1 - p))
 
 

@@ -1,9 +1,9 @@
-"""The reference: a GPT in plain PyTorch on one process, which every plan is held against.
+"""The reference: a GPT in plain PyTorch on one process, with which every plan is compared.
 
-Autograd computes its gradients and torch.optim updates its weights. It shares nothing with the ops
-that ranks run but its random numbers: initial weights and dropout masks are those of draws.py. So a
-plan that trains the same model arrives at the same losses, gradients and weights, and code of
-your own can start from it, on any rank:
+Autograd computes its gradients and torch.optim updates its weights. It shares with the ops that
+ranks run nothing but the random numbers of draws.py: initial weights and dropout masks. So a plan
+that trains the same model arrives at the same losses, gradients and weights, and code of your own
+can start from it, on any rank:
 
     spec = pl.ModelSpec(layers=2, hidden=64, heads=4, seq_len=32)
     gpt = pl.reference.GPT(spec)
@@ -15,8 +15,7 @@ your own can start from it, on any rank:
         optimizer.step()
 
 `Stage` is the part of the model that one stage of a pipeline computes. `train` is this loop with
-mixed precision and clipping. Shapes: B samples, s tokens, h hidden,
-a heads, d = h/a, V vocabulary.
+mixed precision and clipping. Shapes: B samples, s tokens, h hidden, a heads, d = h/a, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,12 +43,13 @@ __all__ = ["GPT", "Stage", "Step", "batches", "optimizer", "train"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
-FIRST_SCALE, LARGEST_SCALE, DOUBLE_AFTER = 2.0**16, 2.0**24, 2000  # of fp16's loss scale; steps
+# fp16's loss scale: its first and largest value, and the steps without overflow until it doubles.
+FIRST_SCALE, LARGEST_SCALE, DOUBLE_AFTER = 2.0**16, 2.0**24, 2000
 
 
 # ---- the model ----------------------------------------------------------------------------------
 class Moment:
-    """Where a training stands: what a dropout mask depends on in addition to its own name."""
+    """The position of a training: what a dropout mask depends on in addition to its name."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.step, self.microbatch = seed, 0, 0
@@ -59,7 +59,7 @@ class Moment:
 
 
 class Dropout(nn.Module):
-    """Each element is dropped with probability p, by a mask that ``name`` and the moment fix."""
+    """Drops each element with probability p; ``name`` and ``moment`` determine the mask."""
 
     def __init__(self, p: float, name: str, moment: Moment) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; "explicit" writes the (s, s) scores, "sdpa" leaves them to torch."""
+    """Causal self-attention; "explicit" writes the (s, s) scores, "sdpa" calls torch's kernel."""
 
     def __init__(self, spec: ModelSpec, name: str, moment: Moment) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         self.dropout = Dropout(spec.dropout, f"{name}.core", moment)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, s, _ = x.shape  # of heads there are as many as qkv has rows for
+        batch, s, _ = x.shape  # the rows of qkv.weight determine how many heads there are
         q, k, v = self.qkv(x).view(batch, s, 3, -1, self.width).permute(2, 0, 3, 1, 4)
         if self.kind == "sdpa":
             p, seed = self.dropout.p * self.training, self.dropout.seed
@@ -157,13 +157,14 @@ class GPT(nn.Module):
     ``gpt(tokens, targets)`` is the mean cross-entropy per token, a scalar in fp32; both arguments
     are (B, s) int64. Names and shapes of the parameters are ``spec.parameter_shapes()``.
 
-    With dropout the first call is micro-batch 0 of step 0, and every call is the next micro-batch:
-    say with `at` where a step begins. ``gpt.eval()`` drops nothing.
+    The position in the training determines the dropout masks. The first call is micro-batch 0 of
+    step 0, and each further call the next micro-batch; call `at` where a step begins.
+    ``gpt.eval()`` drops nothing.
     """
 
     def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
         super().__init__()
-        self.spec, self.moment, self.told = spec, Moment(seed), True
+        self.spec, self.moment, self.placed = spec, Moment(seed), True
         with torch.device("meta"):  # torch's own initial weights are neither stored nor drawn
             self.embedding = Embedding(spec, self.moment)
             names = [f"blocks.{i}" for i in range(spec.layers)]
@@ -179,32 +180,32 @@ class GPT(nn.Module):
             draws.initialize(parameter.data, name=name, spec=spec, seed=seed)
 
     def at(self, step: int, microbatch: int = 0) -> None:
-        """The next call is this micro-batch of the step's global batch: so dropout draws its masks.
+        """Set the position of the next call: the step, and the micro-batch in its global batch.
 
-        Data-parallel rank r of m micro-batches each begins with r * m.
+        With m micro-batches per data-parallel rank, rank r begins with micro-batch r * m.
         """
-        self.moment.step, self.moment.microbatch, self.told = step, microbatch, True
+        self.moment.step, self.moment.microbatch, self.placed = step, microbatch, True
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        self.moment.microbatch += not self.told
-        self.told = False
+        self.moment.microbatch += not self.placed
+        self.placed = False  # the next call is the next micro-batch, unless `at` sets another one
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):
             if self.spec.block is None:
                 x = block(x)
-            else:  # what a block of the user's own draws follows from its name too
+            else:  # the block's name and the position also determine what a user's block draws
                 with draws.drawing(self.moment.seed_of(f"blocks.{i}"), x.device):
                     x = block(x)
         return self.head(x, targets, self.embedding.token.weight if self.spec.tied else None)
 
 
 class Stage(nn.Module):
-    """Stage ``index`` of ``count`` of ``GPT(spec)``: the blocks that a plan of as many stages gives
-    it, on the first one with the embedding, on the last one with the head. Parameters have the
-    whole model's names.
+    """Stage ``index`` of ``count`` of ``GPT(spec)``: the blocks that a plan with ``count`` stages
+    assigns to it, and in the first stage the embedding, in the last the head. Parameters have the
+    names of the whole model.
 
-    The first stage takes tokens, (B, s) int64, every other one what the stage before it returns,
-    (B, s, h); the last one takes ``targets`` too, and returns the mean cross-entropy per token.
+    The first stage takes tokens, (B, s) int64, every other stage the result of the stage before it,
+    (B, s, h); the last stage also takes ``targets``, and returns the mean cross-entropy per token.
 
     Raises ValueError for a tied head, whose weights both ends would need, and for dropout.
     """
@@ -233,11 +234,11 @@ class Stage(nn.Module):
 
 
 # ---- the training -------------------------------------------------------------------------------
-_default = functools.cache(Corpus)  # looked up once; other texts may change
+_default = functools.cache(Corpus)  # cached, as torch's source does not change; other texts may
 
 
-def _text(data: object) -> Corpus:
-    """A text as it is now, or as it was found when a training began."""
+def _corpus(data: object) -> Corpus:
+    """``data``, if it is a `Corpus` already, or the corpus of the text file or folder ``data``."""
     if isinstance(data, Corpus):
         return data
     return _default() if data is None else Corpus(data)  # type: ignore[arg-type]
@@ -255,34 +256,37 @@ def batches(
     ranks: int = 1,
     device: str = "cpu",
 ) -> list[tuple[Tensor, Tensor]]:
-    """A step's micro-batches as (tokens, targets), (B, s) int64 each: those that `pl.run` feeds.
+    """A step's micro-batches as (tokens, targets), (B, s) int64 each: the same as in `pl.run`.
 
-    microbatches  per rank
+    microbatches  micro-batches per rank
     data          a text file or folder; None: the source of torch's layers
-    rank, ranks   which data-parallel rank of how many. One rank with ``ranks`` times as many
-                  micro-batches gets all that they get, in order
+    rank, ranks   the data-parallel rank, and how many there are. One rank with ``ranks`` times as
+                  many micro-batches gets the micro-batches of all of them, in order
 
-    Raises ValueError for a vocabulary that has no room for bytes, and where there is no text.
+    Raises ValueError for a vocabulary of fewer than 256 entries, and where there is no text.
     """
     if spec.vocab < 256:
         raise illegal("vocab", spec.vocab, "text is read as bytes", "256 or more")
     if not 0 <= rank < ranks:
         raise illegal("rank", rank, f"there are ranks={ranks}", f"0 to {ranks - 1}")
-    corpus, found = _text(data), []
+    corpus, pairs = _corpus(data), []
     samples = ranks * microbatches * microbatch_size
     sizes = {"size": microbatch_size, "global_batch": samples, "length": spec.seq_len}
     for k in range(rank * microbatches, (rank + 1) * microbatches):
         text = corpus.microbatch(step=step, index=k, seed=seed, **sizes)
         rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(microbatch_size, -1)
         rows = rows.to(device).long()  # (B, s + 1): each byte's target is the byte after it
-        found.append((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
-    return found
+        pairs.append((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
+    return pairs
 
 
 def optimizer(
     parameters: Iterable[Tensor], name: str = "adamw", lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW with torch's defaults, or plain SGD, as `pl.run` has them; lr: 1e-3 or 0.1."""
+    """The optimizer of `pl.run`: AdamW with torch's defaults, or plain SGD.
+
+    lr  default: 1e-3 for AdamW, 0.1 for SGD
+    """
     choice("optimizer", name, tuple(OPTIMIZERS))
     return OPTIMIZERS[name](parameters, lr=DEFAULT_LR[name] if lr is None else lr, fused=True)
 
@@ -303,26 +307,27 @@ def train(
     data: object = None,
     seed: int = 0,
 ) -> Iterator[Step]:
-    """Train on this process. Yields each `Step` when it is asked for, and keeps none; first, as
-    number 0, one with the weights before any.
+    """Train on this process: an iterator that runs a step when its `Step` is requested, and keeps
+    none. It yields ``steps`` + 1 of them; number 0 has the initial weights.
 
-    The arguments are those of `pl.run` and `pl.Plan`, and ``clip_norm`` may be one for each step. A
-    plan with data-parallel ranks equals dp * microbatches micro-batches here.
+    The arguments are those of `pl.run` and `pl.Plan`; ``clip_norm`` may also be a sequence with a
+    value for each step. A plan with dp data-parallel ranks corresponds to dp * microbatches
+    micro-batches here.
 
-    In 16 bits the optimizer updates weights in fp32, and the model computes with their rounded
-    values; fp16's loss is scaled so that small gradients are not rounded to nothing, and a step in
-    which one overflows is left out (Micikevicius+ 2018, arXiv:1710.03740).
+    In 16 bits the optimizer updates fp32 weights, and the model computes with their rounded values.
+    fp16's loss is scaled so that small gradients do not underflow, and a step whose gradients
+    overflow is skipped (Micikevicius+ 2018, arXiv:1710.03740).
     """
     choice("precision", precision, tuple(DTYPES))
     clips = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
     if clips is clip_norm and len(clips) < steps:
         why = f"{len(clips)} numbers for {steps} steps"
         raise illegal("clip_norm", clip_norm, why, "a number above 0, or one for each step")
-    for most in clips:
-        if most is not None:
-            real("clip_norm", most, above=0.0)
+    for limit in clips:
+        if limit is not None:
+            real("clip_norm", limit, above=0.0)
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size}
-    feed = functools.partial(batches, spec, data=_text(data), seed=seed, **sizes)
+    feed = functools.partial(batches, spec, data=_corpus(data), seed=seed, **sizes)
     gpt = GPT(spec, seed)
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())
@@ -340,37 +345,38 @@ def _steps(
     clip_norm: float | Sequence[float] | None,
     steps: int,
 ) -> Iterator[Step]:
-    """See `train`. parameters: those of ``gpt``; masters: theirs in fp32, which are updated."""
-    scale, good = (FIRST_SCALE if precision == "fp16" else 1.0), 0
+    """The steps of `train`. parameters: those of ``gpt``; masters: their fp32 master weights."""
+    scale, since_change = (FIRST_SCALE if precision == "fp16" else 1.0), 0
     yield Step(0.0, {}, _arrays(parameters))
     for step in range(steps):
         gpt.zero_grad()
         gpt.at(step)
         total = 0.0
-        given = feed(step=step)
-        for tokens, targets in given:
+        microbatches = feed(step=step)
+        for tokens, targets in microbatches:
             loss = gpt(tokens, targets)
-            (loss / len(given) * scale).backward()
+            (loss / len(microbatches) * scale).backward()
             total += loss.item()
         gradients = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).float() / scale
             for name, p in parameters.items()
         }
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        finite, good = bool(norm.isfinite()), good + 1
+        finite, since_change = bool(norm.isfinite()), since_change + 1
         if finite or precision != "fp16":
-            most = clip_norm[step] if isinstance(clip_norm, Sequence) else clip_norm
-            shrink = 1.0 if most is None else min(1.0, most / (norm.item() + 1e-6))
+            limit = clip_norm[step] if isinstance(clip_norm, Sequence) else clip_norm
+            shrink = 1.0 if limit is None else min(1.0, limit / (norm.item() + 1e-6))
             for name, master in masters.items():
                 master.grad = gradients[name] * shrink
             update.step()
             for name, p in parameters.items():
                 p.data.copy_(masters[name])
-        if precision == "fp16" and (not finite or good == DOUBLE_AFTER):
-            scale, good = min(max(scale * (2.0 if finite else 0.5), 1.0), LARGEST_SCALE), 0
-        yield Step(total / len(given), _arrays(gradients), _arrays(parameters))
+        if precision == "fp16" and (not finite or since_change == DOUBLE_AFTER):
+            factor = 2.0 if finite else 0.5
+            scale, since_change = min(max(scale * factor, 1.0), LARGEST_SCALE), 0
+        yield Step(total / len(microbatches), _arrays(gradients), _arrays(parameters))
 
 
 def _arrays(named: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """As they are now."""
+    """fp32 copies, which later steps do not change."""
     return {name: tensor.detach().float().numpy().copy() for name, tensor in named.items()}

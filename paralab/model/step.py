@@ -1,4 +1,4 @@
-"""What a training step on one process arrives at; without torch, so that a notebook can hold it."""
+"""The result of a training step on one process, without torch, so that a notebook can keep it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """loss     mean over the micro-batches, nats per token
-    gradients   mean over the micro-batches, before clipping, {name: array}
-    weights     after the update, as the model computes with them, {name: array}
+    """One training step.
+
+    loss        mean over the micro-batches, nats per token
+    gradients   {name: array}, mean over the micro-batches, before clipping
+    weights     {name: array} after the update, rounded to the precision that the model computes in
     """
 
     loss: float

@@ -1,8 +1,9 @@
-"""Weights that a block of the user's own sees as wider numbers, as complex ones, wherever they lie.
+"""Lets a user's block view its weights as wider numbers, say as complex ones, at any offset.
 
-torch sees two real numbers as a complex one where an even count of them lies before, in a storage.
-A module's parameter begins a storage; on a rank it lies in its unit's flat buffer, behind any
-count. There the module is given a copy, as backward is (custom.py), which no prediction has.
+torch views pairs of real numbers as complex ones only if the view begins at an even offset of its
+storage. A module's parameter has a storage of its own; on a rank it lies anywhere in its unit's
+flat buffer. At an odd offset the module views a copy instead, as backward does (custom.py). No
+prediction counts that copy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def wide_views(weights: Iterable[Tensor]) -> AbstractContextManager:
-    """Within, such views of these weights are possible. Most begin at even places: no mode then."""
+    """A context in which such views of ``weights`` work; it does nothing where offsets are even."""
     if any(w.storage_offset() % 2 for w in weights):
         return _Copying()
     return contextlib.nullcontext()
@@ -34,7 +35,7 @@ class _Copying(TorchFunctionMode):
 
 
 def _width(func: Any, args: tuple) -> int:
-    """Bytes of the numbers that a tensor is to be seen as; 0 of any other call."""
+    """Bytes per number of the view that a call makes; 0 for a call that makes no such view."""
     if func is torch.view_as_complex and args:
         return 2 * args[0].itemsize
     if func is torch.Tensor.view and isinstance(args[-1], torch.dtype):

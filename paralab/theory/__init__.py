@@ -1,10 +1,10 @@
-"""What the papers say, as functions; schedules proved and simulated; replay. No torch.
+"""The formulas of the papers as functions; proof and simulation of schedules; replay. No torch.
 
     import paralab as pl
     pl.theory.zero.bytes_per_device(7.5e9, devices=64, stage=3)
     pl.theory.papers.ptdp_table1()
 
-A module is imported when it is first named: some bring NumPy and pandas along.
+A module is imported when it is first used, because some import NumPy and pandas.
 """
 
 from __future__ import annotations

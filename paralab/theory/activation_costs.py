@@ -1,7 +1,7 @@
-"""Activation memory as Korthikanti+ print it: table 2, and what a pipeline's first stage holds.
+"""Activation memory by the formulas of Korthikanti+: table 2, and a pipeline's first stage.
 
-Korthikanti+ 2022 (arXiv:2205.05198), sec. 4 and 5: bytes that one block keeps for the backward of b
-samples, with 16-bit activations, dropout masks of one byte, and the s x s scores written out:
+Korthikanti+ 2022 (arXiv:2205.05198), sec. 4 and 5: bytes that one block saves for the backward of b
+samples, with 16-bit activations, dropout masks of one byte, and the s x s scores in memory:
 
     no parallelism                           s b h (34 + 5 a s/h)
     tensor parallel                          s b h (10 + 24/t + 5 a s/(h t))
@@ -10,11 +10,11 @@ samples, with 16-bit activations, dropout masks of one byte, and the s x s score
     tensor and sequence parallel, selective  s b h 34/t
     full recomputation                       s b h 2
 
-These are the paper's: it neglects the norms' means and deviations, 4 b s numbers per block, and all
-outside of the blocks. interpret/memory.py has what this program keeps, in its own precision.
+The paper neglects the norms' means and deviations, 4 b s numbers per block, and everything outside
+the blocks. interpret/memory.py computes what paralab's programs save, in the plan's precision.
 
-A pipeline's first stage has p micro-batches on their way, of L/p blocks each: L blocks whatever p
-is; interleaving with v chunks per rank makes it L (1 + (p-1)/(p v)) (sec. 4.2.3).
+A pipeline's first stage holds p micro-batches in flight, for L/p blocks each: as much as L blocks,
+independent of p. Interleaving with v chunks per rank makes it L (1 + (p-1)/(p v)) (sec. 4.2.3).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def layer_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Fraction:
-    """Bytes that one block keeps on each of ``tp`` ranks for ``batch`` samples: table 2.
+    """Bytes that one block saves on each of ``tp`` ranks for ``batch`` samples: table 2.
 
-    recompute  "none", "selective" (the attention core) or "full", where a block's input stays on
-               every rank, as the paper counts it; with sequence parallelism a t-th of it
+    recompute  "none", "selective" (the attention core), or "full", which saves only the block's
+               input: all of it on every rank, as in the paper, or with sequence parallelism 1/t
     """
     t = whole("tp", tp, at_least=1)
     choice("recompute", recompute, ("none", "selective", "full"))

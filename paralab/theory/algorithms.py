@@ -1,7 +1,8 @@
-"""Which algorithm every call of a report takes on its cluster, and what that costs.
+"""The algorithm of every collective of a report on its cluster, and what it costs.
 
-Ring or tree is not recorded: over NCCL the library chooses, and a prediction takes what is quicker
-by alpha and bandwidth (spec/links.py). This is that choice, row by row, with what it was made by.
+No run records whether a collective was a ring or a tree: NCCL chooses by itself, and a prediction
+takes the faster one by alpha and bandwidth (spec/links.py). `algorithms` shows that choice for each
+kind of call, with the seconds that decided it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ COLUMNS += ["latency_s", "moving_s", "otherwise_s"]
 
 
 def algorithms(report: Tables) -> pd.DataFrame:
-    """One row per kind of call: op, axis, where its group is, payload, and how it is done.
+    """One row per kind of call: its operation, axis, group, payload, algorithm and seconds.
 
     members          ranks of the group
-    nodes, near      nodes that the group is on, and members on one of them
-    calls            of all ranks and steps
+    nodes, near      nodes that the group spans, and members on the node with fewest of them
+    calls            number of such calls by all ranks in all steps
     algorithm        "ring", "tree", "pairwise" or "direct"
-    latency_s, moving_s   seconds per call: alpha, once per message that comes after another; and
-                     bytes over bandwidth
+    latency_s, moving_s   seconds per call: alpha, once for each message that has to come after
+                     another one; and bytes over bandwidth
     otherwise_s      seconds by the other algorithm, where there is a choice
 
-    Raises ValueError for a report in outline, whose calls are summed up, or without a cluster.
+    Raises ValueError for a report in outline, which has only sums of calls, or without a cluster.
     """
     if report.cluster is None:
         raise illegal("cluster", None, "the report has none", "a prediction, or report.replay()")
@@ -41,16 +42,16 @@ def algorithms(report: Tables) -> pd.DataFrame:
     cluster, calls = report.cluster, own_calls(report)
     count: Counter[tuple[str, str, Reach, int]] = Counter()
     for row in calls[calls["op"] != "recv"].itertuples(index=False):
-        where = reach(report, row.op, row.rank, row.peer, row.ranks)
-        if where.members > 1:
-            count[row.op, row.axis, where, row.payload_bytes] += 1
+        group = reach(report, row.op, row.rank, row.peer, row.ranks)
+        if group.members > 1:
+            count[row.op, row.axis, group, row.payload_bytes] += 1
     rows = []
-    for (op, axis, where, payload), number in count.items():
-        sent, ways = most_sent(op, payload, where.members), cluster.ways(op, where)
-        name, seconds = cluster.call(op, sent, where)
+    for (op, axis, group, payload), number in count.items():
+        sent, ways = most_sent(op, payload, group.members), cluster.ways(op, group)
+        name, seconds = cluster.call(op, sent, group)
         others = [way.seconds(sent) for other, way in ways.items() if other != name]
         latency = ways[name].latency
-        group = op, axis, where.members, where.nodes, where.near
+        kind = op, axis, group.members, group.nodes, group.near
         times = latency, seconds - latency, min(others, default=None)
-        rows.append((*group, payload, number, name, *times))
+        rows.append((*kind, payload, number, name, *times))
     return pd.DataFrame(rows, columns=COLUMNS)

@@ -1,8 +1,8 @@
-"""From measured seconds to rates: the device's three terms, and a link's alpha and bandwidth.
+"""Rates from measured seconds: a device's rates and overhead, and a link's alpha and bandwidth.
 
-Non-negative least squares of the *relative* error, so that 1 kB and 8 MB, or a small and a large
-model, weigh alike. A coefficient that would come out negative is zero. With two or three unknowns
-the best subset of terms is found by trying all of them.
+The fit is non-negative least squares of the *relative* error, so that 1 kB and 8 MB, or a small and
+a large model, have equal weight. With at most three unknowns it can try every subset of the terms:
+the best one with non-negative coefficients wins, and the coefficients of all other terms are zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paralab.checks import real
 from paralab.spec import Link
 from paralab.spec.links import messages
 
-NEVER = 1e18  # a rate so high that its term vanishes: what a fitted coefficient of zero means
+NEVER = 1e18  # the rate that a fitted coefficient of zero stands for: its term vanishes
 
 
 def fit_device(points: list[dict[str, Any]]) -> tuple[tuple[float, float, float], dict[str, float]]:
@@ -28,10 +28,10 @@ def fit_device(points: list[dict[str, Any]]) -> tuple[tuple[float, float, float]
 
 
 def fit_link(points: list[dict[str, Any]]) -> tuple[Link, dict[str, float]]:
-    """(alpha and bandwidth, accuracy) of one operation; adds "fitted" seconds to every point.
+    """(link, accuracy) of one operation; adds "fitted" seconds to every point.
 
-    A call of ``ranks`` members pays alpha for each message that comes after another; a copy, which
-    names no ranks, once.
+    A call of "ranks" members pays alpha for each message that has to come after another one. A
+    point without "ranks" is a copy, which pays alpha once.
     """
     terms = [
         (float(messages(p["op"], p["ranks"]) if "ranks" in p else 1), float(p["wire_bytes"]))
@@ -46,49 +46,52 @@ def fit_rate(
 ) -> tuple[float, dict[str, float]]:
     """(FLOP/s, accuracy) of one kind of matrix product; adds "fitted" seconds to every point.
 
-    half_rate_tokens  of a device on which small products are slower. There a product also takes
-                      something whatever its size, which is no part of the rate
+    half_rate_tokens  tokens at which a product reaches half of its rate, on a device on which small
+                      products are slower. The fit then has a constant time per product as well,
+                      which is no part of the rate
     """
-    half, each = half_rate_tokens or 0.0, float(half_rate_tokens is not None)
-    terms = [(p["flops"] * (1 + half / p.get("tokens", 1)), each) for p in points]
+    half, constant = half_rate_tokens or 0.0, float(half_rate_tokens is not None)
+    terms = [(p["flops"] * (1 + half / p.get("tokens", 1)), constant) for p in points]
     (per_flop, _), accuracy = _fitted(points, terms)
     return _rate(per_flop), accuracy
 
 
 def fit_half_rate(points: list[dict[str, Any]]) -> float:
-    """Tokens at which one kind of product reaches half of its rate; of points with few and many."""
+    """Tokens at which a kind of product reaches half its rate; needs points with few and many."""
     terms = [(p["flops"], p["flops"] / p["tokens"], 1.0) for p in points]
     (per_flop, per_token, _), _ = _fitted(points, terms)
     return per_token * _rate(per_flop)
 
 
 def _rate(seconds: float) -> float:
-    """How much is done in a second if one of it takes so many."""
+    """Units per second, from seconds per unit."""
     return 1 / max(seconds, 1 / NEVER)
 
 
 def _fitted(
     points: list[dict[str, Any]], terms: list[tuple[float, ...]]
 ) -> tuple[list[float], dict[str, float]]:
-    """(coefficients >= 0 that make sum(coefficient * term) / seconds nearest to 1, in least
-    squares; accuracy); adds "fitted" seconds to every point. terms: a row for each.
+    """(coefficients, accuracy); adds "fitted" seconds to every point. terms: a row for each point.
+
+    The coefficients are those >= 0 for which sum(coefficient * term) / seconds is nearest to 1 in
+    least squares.
     """
     import numpy as np
 
-    took = [real("seconds", p["seconds"], above=0.0) for p in points]
-    rows = np.array(terms, dtype=float) / np.array(took)[:, None]
+    measured = [real("seconds", p["seconds"], above=0.0) for p in points]
+    rows = np.array(terms, dtype=float) / np.array(measured)[:, None]
     largest = rows.max(axis=0)
     scale = np.where(largest > 0, largest, 1.0)
     rows /= scale
-    best, found = math.inf, np.zeros(rows.shape[1])
+    least_error, best = math.inf, np.zeros(rows.shape[1])
     for count in range(1, rows.shape[1] + 1):
         for columns in map(list, combinations(range(rows.shape[1]), count)):
-            some = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
-            error = float(((rows[:, columns] @ some - 1) ** 2).sum())
-            if (some >= 0).all() and error < best:
-                best, found = error, np.zeros(rows.shape[1])
-                found[columns] = some
-    coefficients = (found / scale).tolist()
+            solution = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
+            error = float(((rows[:, columns] @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and error < least_error:
+                least_error, best = error, np.zeros(rows.shape[1])
+                best[columns] = solution
+    coefficients = (best / scale).tolist()
     for point, row in zip(points, terms, strict=True):
         point["fitted"] = sum(map(mul, row, coefficients))
     errors = [abs(p["fitted"] / p["seconds"] - 1) for p in points]

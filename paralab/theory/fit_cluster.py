@@ -1,25 +1,25 @@
-"""From measured iterations to a cluster that predicts the others: `fit_cluster`.
+"""From measured iterations to a cluster that predicts further ones: `fit_cluster`.
 
-At most six figures of a stated cluster are corrected, each by a factor:
+The fit corrects at most six figures of a stated cluster, each by a factor:
 
-    products   FLOP/s that large matrix products reach: no more than a data sheet says
-    memory     bytes/s of kernels and of products' operands
-    launch     seconds of the host's program for a kernel
+    products   FLOP/s that large matrix products reach, at most those of the data sheet
+    memory     bytes/s of kernels and of the operands of products
+    launch     seconds in which the host launches a kernel
     inside     bytes/s of links inside a node
     between    bytes/s of a port between nodes
-    latency    seconds of alpha, of all links
+    latency    alpha of all links, seconds
 
-The factors are those that bring the logarithms of predicted over measured seconds nearest to zero,
-with two restraints. A run that is further off than `CLOSE` pulls no harder than that (Huber 1964,
-"Robust Estimation of a Location Parameter"), as some iterations of a cluster are slow for reasons
-of their own. And a factor of e^`SPREAD` costs as much as one run that far off: what the runs say
-nothing about stays as it was stated, so that a handful of them is enough. Steps of Gauss and
-Newton, shortened where they do not help, with derivatives by differences.
+The error of a run is the logarithm of predicted over measured seconds. The factors minimize a cost
+of all errors with two safeguards. The cost is quadratic up to an error of `CLOSE` and linear beyond
+(Huber 1964, "Robust Estimation of a Location Parameter"), because some iterations of a cluster are
+slow for reasons of their own. And a correction by e^`SPREAD` costs as much as an error of `CLOSE`:
+a figure that no run depends on stays as stated, and a handful of runs is enough. The method is
+Gauss-Newton with shortened steps and derivatives by differences.
 
-What the fit is worth is said out of sample: every model's runs are predicted by a fit of its own
-to the other models' (of a single model, every run by a fit to the others), next to the null model,
-one rate of FLOP/s per device for everything. Of more than ten models, or runs, several are left out
-together, so that there are ten such fits.
+The accuracy is reported out of sample: a fit to the other models predicts the runs of each model
+(with a single model, a fit to the other runs predicts each run). It is compared with the null
+model, one rate of FLOP/s per device for everything. With more than ten models, or runs, several are
+left out together, so that there are ten such fits.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from paralab.programs.program import OPTIMIZERS
 from paralab.spec import Cluster, Link, ModelSpec, Plan
 from paralab.theory.needs import step_flops
 
-CLOSE, SPREAD = 0.05, 0.2  # of logarithms: an error that is common, a correction that is
-STEPS, NUDGE = 3, 0.05
-FOLDS = 10  # fits that are made to say what the fit is worth
-LAUNCHES = (0.7, 1.4, 2.1)  # logarithms of what a launch may take more than was stated
+CLOSE, SPREAD = 0.05, 0.2  # logarithms: a common error, a common correction
+STEPS, NUDGE = 3, 0.05  # of Gauss-Newton at most; difference of logarithms for derivatives
+FOLDS = 10  # fits for the accuracy out of sample
+LAUNCHES = (0.7, 1.4, 2.1)  # logarithms of factors of the launch overhead to start from
 
 
 class Run(NamedTuple):
-    """One measured run; ``seconds`` per iteration."""
+    """One measured run, with its seconds per iteration."""
 
     model: ModelSpec
     plan: Plan
@@ -87,14 +87,14 @@ def _changed(cluster: Cluster, name: str, by: float) -> Cluster:
 
 @dataclass(frozen=True)
 class ClusterFit:
-    """What `fit_cluster` found.
+    """The result of `fit_cluster`.
 
-    cluster    with the corrected figures, and with nodes enough for the runs
+    cluster    the cluster with the corrected figures, and with enough nodes for the runs
     constants  {name: (unit, as stated, as fitted)}
-    runs       what it was fitted to
-    inside     relative errors of the runs that it was fitted to, predicted over measured - 1
-    errors     the same, each of a fit that has not seen the run's group; () of a single run
-    null       the same of one rate for everything, from the same other runs
+    runs       the runs that it was fitted to
+    inside     relative errors of these runs, predicted over measured - 1
+    errors     the same out of sample, each by a fit to the runs of other groups; () for one run
+    null       the same by the null model, one rate for everything, from the same other runs
     """
 
     cluster: Cluster
@@ -105,7 +105,7 @@ class ClusterFit:
     null: tuple[float, ...]
 
     def table(self) -> Any:
-        """A pandas DataFrame with a row per run: what was measured, and who is how far off (%)."""
+        """A pandas DataFrame with a row per run: measured seconds, and errors out of sample (%)."""
         import pandas as pd
 
         rows = [
@@ -126,17 +126,17 @@ class ClusterFit:
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        lines = [f"{len(self.runs)} runs, {said(self.inside)} where it was fitted"]
+        lines = [f"{len(self.runs)} runs, {summary(self.inside)} where it was fitted"]
         if self.errors:
-            lines += [f"out of sample: {said(self.errors)}"]
-            lines += [f"one rate for everything: {said(self.null)}"]
+            lines += [f"out of sample: {summary(self.errors)}"]
+            lines += [f"one rate for everything: {summary(self.null)}"]
         for name, (unit, before, after) in self.constants.items():
             lines.append(f"  {name:<10}{before:>12.4g} -> {after:<12.4g}{unit}")
         return "\n".join(lines)
 
 
-def said(errors: Sequence[float]) -> str:
-    """ "mean 8.1 %, median 4.9 %, at most 38.2 % off"."""
+def summary(errors: Sequence[float]) -> str:
+    """Errors as text: "mean 8.1 %, median 4.9 %, at most 38.2 % off"."""
     off = [100 * abs(error) for error in errors]
     return f"mean {mean(off):.1f} %, median {median(off):.1f} %, at most {max(off):.1f} % off"
 
@@ -147,91 +147,93 @@ def fit_cluster(
     *,
     by: Callable[[Run], Hashable] | None = None,
 ) -> ClusterFit:
-    """The cluster that predicts these iterations best, and how well it predicts others.
+    """The cluster that predicts these iterations best, and its accuracy out of sample.
 
     model_runs  (model, plan, seconds per iteration), a handful or many; or
                 {model: [(plan, seconds), ...]}; or reports of runs
-    cluster     what is known of the machine: a preset, or stated
-    by          what runs have in common that are left out together; default: their model
+    cluster     what is known of the machine: a preset, or figures of your own
+    by          a function of a run to its group, which is left out together; default: its model
 
-    A few seconds per run. Returns a `ClusterFit`: ``cluster`` is for `pl.predict`, ``constants``
-    has what was changed, ``table()`` a row per run. Raises ValueError naming the run that is
-    refused.
+    This takes a few seconds per run. Returns a `ClusterFit`: ``cluster`` is for `pl.predict`,
+    ``constants`` has the changed figures, ``table()`` a row per run. Raises ValueError naming the
+    run that is refused.
     """
     instance("cluster", cluster, Cluster, "a pl.Cluster(...) or a preset")
     instance("by", by, Callable | None, "a function of a run, or None", "function")
     runs = _runs(model_runs)
-    most = max(run.plan.world_size for run in runs)
-    wide = cluster.replace(nodes=max(cluster.nodes, -(-most // cluster.devices_per_node)))
-    in_ = runs[0].plan.product_precision
+    devices = max(run.plan.world_size for run in runs)
+    wide = cluster.replace(nodes=max(cluster.nodes, -(-devices // cluster.devices_per_node)))
+    precision = runs[0].plan.product_precision
+    # Factors that change nothing are left out: of figures that the cluster does not state.
     used = [name for name in FACTORS if _changed(wide, name, 2.0) != wide]
-    steps = []  # each compiled once
+    totals = []  # every plan is compiled once
     for number, run in enumerate(runs):
-        with _of_run(number, run):
+        with _naming_run(number, run):
             check_cluster(run.plan, wide)
             model = run.model.resolved(gpus=wide.gpus)
-            steps.append(Totals(model, run.plan, wide, run.optimizer, many=True))
+            totals.append(Totals(model, run.plan, wide, run.optimizer, many=True))
 
-    known: dict[bytes, Any] = {}
+    cache: dict[bytes, Any] = {}
 
-    def off_at(factors: Any, some: Any) -> Any:
-        """Logarithms of predicted over measured seconds, of these runs with these factors."""
-        off = known.setdefault(factors.tobytes(), np.full(len(runs), np.nan))
-        there = _with(wide, used, factors)
-        for at in some:
-            if math.isnan(off[at]):
-                off[at] = math.log(steps[at].seconds(there) / runs[at].seconds)
-        return off[some]
+    def errors_at(factors: Any, which: Any) -> Any:
+        """The errors, as logarithms, of the runs numbered ``which`` with these factors."""
+        errors = cache.setdefault(factors.tobytes(), np.full(len(runs), np.nan))
+        corrected = _with(wide, used, factors)
+        for number in which:
+            if math.isnan(errors[number]):
+                seconds = totals[number].seconds(corrected)
+                errors[number] = math.log(seconds / runs[number].seconds)
+        return errors[which]
 
-    most = np.full(len(used), np.inf)
+    bounds = np.full(len(used), np.inf)
     if wide.peak_flops:
         rate = max(map(wide.rate, ("bf16", "fp16")))
-        most[used.index("products")] = max(math.log(wide.peak_flops / rate), 0.0)
-    factors, now = _fitted(off_at, np.arange(len(runs)), used, most)
-    errors, null = _out_of_sample(runs, off_at, used, most, by)
+        bounds[used.index("products")] = max(math.log(wide.peak_flops / rate), 0.0)
+    factors, logarithms = _fitted(errors_at, np.arange(len(runs)), used, bounds)
+    errors, null = _out_of_sample(runs, errors_at, used, bounds, by)
     fitted = _with(wide, used, factors)
-    shown = {
-        name: (unit, _figure(cluster, at, in_), _figure(fitted, at, in_))
-        for name, (_, at, unit) in FACTORS.items()
+    constants = {
+        name: (unit, _figure(cluster, field, precision), _figure(fitted, field, precision))
+        for name, (_, field, unit) in FACTORS.items()
         if name in used
     }
-    inside = tuple(math.expm1(one) for one in now)
-    return ClusterFit(fitted, shown, tuple(runs), inside, errors, null)
+    inside = tuple(math.expm1(error) for error in logarithms)
+    return ClusterFit(fitted, constants, tuple(runs), inside, errors, null)
 
 
-def _figure(cluster: Cluster, at: str, precision: str) -> float:
-    """What stands at a name; of products what they reach in the precision that was trained in."""
-    return cluster.rate(precision) if at == "products" else float(attrgetter(at)(cluster))
+def _figure(cluster: Cluster, field: str, precision: str) -> float:
+    """A figure of the cluster; for "products" the rate in the precision of the training."""
+    return cluster.rate(precision) if field == "products" else float(attrgetter(field)(cluster))
 
 
 def _runs(rows: Any) -> list[Run]:
-    """Raises ValueError naming the row that is none."""
+    """The rows as runs. Raises ValueError naming the row that is not a run."""
     if isinstance(rows, Mapping):
         rows = {m: list(s) if isinstance(s, Iterable) else [s] for m, s in rows.items()}
         for pairs in rows.values():
             if not all(isinstance(row, Sequence) for row in pairs):
                 legal = "{model: [(plan, seconds per iteration), ...]}"
                 raise illegal("model_runs", pairs, "not a list of pairs", legal)
-        rows = [(model, *row) for model, several in rows.items() for row in several]
-    found = []
+        rows = [(model, *pair) for model, pairs in rows.items() for pair in pairs]
+    runs = []
     for number, row in enumerate(rows if isinstance(rows, Iterable) else ()):
-        with _of_run(number, row):
+        with _naming_run(number, row):
             if hasattr(row, "step_time"):  # a report
                 row = (row.model, row.plan, row.step_time, row.meta.get("optimizer", "adamw"))
             run = Run(*row)
             run.plan.validate(run.model)
             choice("optimizer", run.optimizer, OPTIMIZERS)
             _work(run)  # refuses a model whose FLOPs are not known
-            found.append(run._replace(seconds=real("seconds", run.seconds, above=0.0)))
-    if not found:
+            runs.append(run._replace(seconds=real("seconds", run.seconds, above=0.0)))
+    if not runs:
         legal = "rows of (model, plan, seconds per iteration), or reports of runs"
         raise illegal("model_runs", rows, "no run in it", legal)
-    return found
+    return runs
 
 
 @contextmanager
-def _of_run(number: int, row: Any) -> Iterator[None]:
-    """What is refused inside is said to be this run's."""
+def _naming_run(number: int, row: Any) -> Iterator[None]:
+    """Errors that are raised inside name this run."""
     try:
         yield
     except (TypeError, AttributeError, ValueError) as error:
@@ -241,70 +243,73 @@ def _of_run(number: int, row: Any) -> Iterator[None]:
 
 # ---- the fit -------------------------------------------------------------------------------------
 def _with(cluster: Cluster, used: Sequence[str], factors: Sequence[float]) -> Cluster:
-    """The cluster with e^factor of each figure."""
+    """The cluster with each figure multiplied by e^factor."""
     for name, factor in zip(used, factors, strict=True):
         cluster = _changed(cluster, name, math.exp(factor))
     return cluster
 
 
-def _cost(off: Any, factors: Any) -> float:
-    """Huber's, of the runs, and of the factors."""
-    size = np.abs(off) / CLOSE
+def _cost(errors: Any, factors: Any) -> float:
+    """Huber's cost of the errors, and the quadratic cost of the factors; both are logarithms."""
+    size = np.abs(errors) / CLOSE
     return float(np.where(size < 1, size**2, 2 * size - 1).sum() + ((factors / SPREAD) ** 2).sum())
 
 
-def _solved(off: Any, slopes: Any, factors: Any, most: Any) -> Any:
-    """Factors at which the cost is least, if ``off`` changed by ``slopes`` as they do here; none
-    above its ``most``.
+def _solved(errors: Any, slopes: Any, factors: Any, bounds: Any) -> Any:
+    """The factors of least cost for errors that are linear in the factors, by reweighted least
+    squares.
+
+    errors, slopes  the errors at ``factors``, and their derivatives      (runs,), (runs, factors)
+    bounds          the largest value of each factor
     """
-    found = np.array(factors)
+    solution = np.array(factors)
     for _ in range(20):
-        here = off + slopes @ (found - factors)
-        pulls = 1 / np.maximum(np.abs(here) / CLOSE, 1) / CLOSE**2  # Huber's weights
-        left = slopes.T @ (pulls[:, None] * slopes) + np.eye(len(found)) / SPREAD**2
-        right = slopes.T @ (pulls * (slopes @ factors - off))
-        found = np.linalg.solve(left, right)
-        over = found > most
-        found[over] = most[over]  # and the others make do with that
-        right = right[~over] - left[~over][:, over] @ found[over]
-        found[~over] = np.linalg.solve(left[~over][:, ~over], right)
-    return found
+        expected = errors + slopes @ (solution - factors)
+        weights = 1 / np.maximum(np.abs(expected) / CLOSE, 1) / CLOSE**2  # Huber's
+        left = slopes.T @ (weights[:, None] * slopes) + np.eye(len(solution)) / SPREAD**2
+        right = slopes.T @ (weights * (slopes @ factors - errors))
+        solution = np.linalg.solve(left, right)
+        over = solution > bounds
+        solution[over] = bounds[over]  # then solve for the others alone
+        right = right[~over] - left[~over][:, over] @ solution[over]
+        solution[~over] = np.linalg.solve(left[~over][:, ~over], right)
+    return solution
 
 
 def _fitted(
-    off_at: Callable[..., Any], some: Any, used: Sequence[str], most: Any
+    errors_at: Callable[..., Any], which: Any, used: Sequence[str], bounds: Any
 ) -> tuple[Any, Any]:
-    """(the factors that fit some of the runs best, their errors with them), as logarithms."""
+    """(the factors that fit the runs numbered ``which`` best, the errors of these runs)."""
     factors = np.zeros(len(used))
-    off = off_at(factors, some)
-    if "launch" in used:  # while the device's work hides launches, no slope tells of them
-        for more in LAUNCHES:
-            there = np.where(np.array(used) == "launch", more, 0.0)
-            found = off_at(there, some)
-            if _cost(found, there) < _cost(off, factors):
-                factors, off = there, found
+    errors = errors_at(factors, which)
+    if "launch" in used:  # where the device's work hides launches, their derivative is zero
+        for launch in LAUNCHES:
+            trial = np.where(np.array(used) == "launch", launch, 0.0)
+            trial_errors = errors_at(trial, which)
+            if _cost(trial_errors, trial) < _cost(errors, factors):
+                factors, errors = trial, trial_errors
     for _ in range(STEPS):
-        nudged = [off_at(factors + row, some) for row in NUDGE * np.eye(len(used))]
-        slopes = np.stack([(there - off) / NUDGE for there in nudged], axis=1)
-        step = _solved(off, slopes, factors, most) - factors
-        for part in (1.0, 0.5, 0.25):
-            found = off_at(factors + part * step, some)
-            if _cost(found, factors + part * step) < _cost(off, factors) - 1e-3:
-                factors, off = factors + part * step, found
+        nudged = [errors_at(factors + row, which) for row in NUDGE * np.eye(len(used))]
+        slopes = np.stack([(at_nudge - errors) / NUDGE for at_nudge in nudged], axis=1)
+        step = _solved(errors, slopes, factors, bounds) - factors
+        for fraction in (1.0, 0.5, 0.25):
+            trial_errors = errors_at(factors + fraction * step, which)
+            if _cost(trial_errors, factors + fraction * step) < _cost(errors, factors) - 1e-3:
+                factors, errors = factors + fraction * step, trial_errors
                 break
         else:
             break
-    return factors, off
+    return factors, errors
 
 
 def _out_of_sample(
     runs: Sequence[Run],
-    off_at: Callable[..., Any],
+    errors_at: Callable[..., Any],
     used: Sequence[str],
-    most: Any,
+    bounds: Any,
     by: Callable[[Run], Hashable] | None,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(errors, those of one rate), of every run by the runs of other groups."""
+    """(relative errors of the fit, those of the null model) of every run, out of sample."""
     groups: list[Hashable] = [by(run) if by else run.model for run in runs]
     if len(set(groups)) == 1:
         groups = list(range(len(runs)))
@@ -316,13 +321,13 @@ def _out_of_sample(
     rates = work / np.array([run.seconds for run in runs])
     errors, null = np.zeros(len(runs)), np.zeros(len(runs))
     for out in (folds == at for at in dict.fromkeys(folds.tolist())):
-        there, _ = _fitted(off_at, np.flatnonzero(~out), used, most)
-        errors[out] = np.expm1(off_at(there, np.flatnonzero(out)))
+        factors, _ = _fitted(errors_at, np.flatnonzero(~out), used, bounds)
+        errors[out] = np.expm1(errors_at(factors, np.flatnonzero(out)))
         null[out] = rates[out] / np.median(rates[~out]) - 1
     return tuple(errors.tolist()), tuple(null.tolist())
 
 
 def _work(run: Run) -> float:
-    """FLOPs of one device in a step."""
+    """FLOPs of one device in a step, with those of recomputation."""
     plan = run.plan
     return step_flops(run.model, plan.global_batch, recompute=plan.recompute) / plan.world_size

@@ -1,15 +1,15 @@
-"""FLOPs of a GPT's matrix products, 2 per multiply-add, as PTD-P prints them.
+"""FLOPs of a GPT's matrix products, 2 per multiply-add, by the formulas of PTD-P.
 
 Narayanan+ 2021 (arXiv:2104.04473), appendix. Forward of b samples of s tokens, width h:
 
-    block   24 b s h^2 (1 + s/(6h))     8 b s h^2 in the attention's two projections, 16 in the MLP,
-                                        4 b s^2 h in the scores and in their product with the values
+    block   24 b s h^2 (1 + s/(6h))     8 b s h^2 in qkv and proj, 16 b s h^2 in the MLP, and
+                                        4 b s^2 h in the scores and their product with the values
     head    2 b s h V
 
-Backward is twice that: one product for the input's gradient, one for the weight's. Their eq. 3,
-F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)), counts the blocks' forward twice, because it recomputes
-activations. Without, the same sum has 72 in place of 96, and V/(12 l h) in place of V/(16 l h): the
-head is not recomputed there either. What the ops of this program do is in model/ops.py.
+Backward computes twice as many: one product for the input's gradient and one for the weight's.
+Their eq. 3, F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)), counts the blocks' forward twice, because
+activations are recomputed; the head's is counted once. Without recomputation the sum is
+72 B s l h^2 (1 + s/(6h) + V/(12 l h)). model/ops.py states what paralab's ops compute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paralab.spec import ModelSpec
 def block_flops(model: ModelSpec, batch: int) -> int:
     """Forward FLOPs of one block on ``batch`` samples: 24 b s h^2 (1 + s/(6h)).
 
-    Raises ValueError for a block of one's own, which no formula knows.
+    Raises ValueError for a block of the user's own, for which there is no formula.
     """
     _check(model, batch)
     if model.block is not None:

@@ -1,7 +1,8 @@
-"""A sentence on every gap of a comparison, in a learner's words.
+"""Notes on a comparison: sentences for a learner on the gap in each row.
 
-Each row says what its quantity means, and how far the three columns are apart. Why they are is the
-same for all rows of time, and is told once, with the step (compare.py says where it comes from).
+The note of a row says what its quantity means and how far its three columns are apart. The reasons
+for gaps are the same for all rows of time, so only the note of the step time gives them: predicted
+and replayed differ by the error of the device model, replayed and measured by what ranks share.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 MOVED, WAITED = "bytes moved between tiers per rank", "copies between tiers"
 EXPOSED_COPIES = "exposed copies"
 COMPUTED = ("forward", "backward", "weight halves", "bucket copies", "optimizer")
-NEAR = 0.05  # a smaller gap needs no reason
+NEAR = 0.05  # relative gaps below this get no explanation
 
 
 def notes_on(
     table: pd.DataFrame, expect: Tables, replayed: Tables, report: Tables, difference: str
 ) -> dict[str, str]:
-    """{quantity: sentences}. ``difference`` says how the bytes differ; empty if they do not."""
+    """{quantity: sentences} for the rows of ``table``, the comparison.
+
+    expect, replayed, report  the predicted, replayed and measured report
+    difference                how the bytes differ, as text; "" if they do not
+    """
     means = {
         "bytes sent per rank": _bytes(expect, difference, observed="observed" in report.meta),
         MOVED: difference or "They agree exactly, copy by copy and rank by rank.",
@@ -46,30 +51,30 @@ def notes_on(
     }
     notes = {}
     for name, row in table.iterrows():
-        said = [_apart(row)] * (row["unit"] == "s") + [means.get(name, "")]
-        if any(said):
-            notes[name] = " ".join(filter(None, said))
+        sentences = [_distances(row)] * (row["unit"] == "s") + [means.get(name, "")]
+        if any(sentences):
+            notes[name] = " ".join(filter(None, sentences))
     notes.setdefault("step time", "The columns agree.")
     return notes
 
 
-def _apart(row: pd.Series) -> str:
-    """How far theory and the wall clock are from the replay, if they are."""
+def _distances(row: pd.Series) -> str:
+    """How far theory and the wall clock are from the replay; "" if they are close to it."""
     predicted, replayed, measured = row["predicted"], row["replayed"], row["measured"]
     if not replayed > 0:
         return "In the replay it takes no time." * (predicted > 0 or measured > 0)
-    said, off, times = [], predicted / replayed - 1, measured / replayed
+    sentences, off, times = [], predicted / replayed - 1, measured / replayed
     if abs(off) > NEAR:
-        said = [f"Theory is {_percent(off)} {'above' if off > 0 else 'below'} the replay."]
+        sentences = [f"Theory is {_percent(off)} {'above' if off > 0 else 'below'} the replay."]
     if times > 1.1:
-        said.append(f"The wall clock shows {times:.1f} times as much as the replay.")
+        sentences.append(f"The wall clock shows {times:.1f} times as much as the replay.")
     elif times < 0.9:
-        said.append(f"The wall clock shows {_percent(1 - times)} less than the replay.")
-    return " ".join(said)
+        sentences.append(f"The wall clock shows {_percent(1 - times)} less than the replay.")
+    return " ".join(sentences)
 
 
 def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[str]:
-    """What the gaps of the whole table come from; each is read off the numbers."""
+    """The causes of the gaps of the whole table, each if the table's numbers show it."""
     work = table.loc[[name for name in COMPUTED if name in table.index]].sum()
     if abs(work["predicted"] - work["replayed"]) > NEAR * work["replayed"]:
         yield "Theory's device is a few rates, and knows nothing of caches."
@@ -88,7 +93,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
             )
         else:
             yield "Every rank could have a core, but they had other work too."
-    if (by_threads := carried(report)) > 0.02 * step["measured"]:
+    if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
             f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the ranks' "
             f"other threads used {by_threads * 1e3:.0f} ms of processor per step and rank, which "
@@ -113,22 +118,23 @@ def _bytes(expect: Tables, difference: str, *, observed: bool) -> str:
 
 
 def _exposed(expect: Tables, replayed: Tables) -> str:
-    """What the device waits for, and what hides the rest."""
-    plan, part = expect.plan, metrics.typical_shares(replayed)
+    """What a device waits for, and how much of the communication is hidden."""
+    plan, shares = expect.plan, metrics.typical_shares(replayed)
     if plan.pp > 1:
-        said = "A rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
+        note = "A rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
         if plan.dp > 1:
-            said += " Waiting for the sum of gradients is in it too."
-        return said
+            note += " Waiting for the sum of gradients is in it too."
+        return note
     if expect.world_size == 1:
         return ""
-    if not part["communication"] > 0:
+    if not shares["communication"] > 0:
         return "Nothing is in flight."
-    hidden = _percent(part["hidden"] / part["communication"])
+    hidden = _percent(shares["hidden"] / shares["communication"])
     return f"On devices of their own computing hides {hidden} of the communication{_hides(plan)}"
 
 
 def _hides(plan: Plan) -> str:
+    """The end of the sentence on hidden communication: what the plan overlaps it with."""
     if plan.tp > 1:
         return ": a layer cannot begin before the messages of the one before it are there."
     if plan.zero_stage == 3:
@@ -146,28 +152,28 @@ def _hides(plan: Plan) -> str:
 
 
 def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
-    """The schedule's own share of the bubble, and that of the links."""
+    """The share of the bubble that the schedule causes, and the share that links cause."""
     alone, formula = ideal.ideal(report).bubble_rate, ideal.formula(expect)
-    said = f"With free links this schedule and the run's own costs leave {_share(alone)} idle"
+    note = f"With free links this schedule and the run's own costs leave {_share(alone)} idle"
     if not math.isnan(formula):
-        said += f", with equal stages {_share(formula)} (formula)"
-    beyond = table.loc["bubble", "replayed"] - alone
-    return f"{said}; in the replay the links add {_share(beyond) if beyond >= 1e-3 else 'nothing'}."
+        note += f", with equal stages {_share(formula)} (formula)"
+    links = table.loc["bubble", "replayed"] - alone
+    return f"{note}; in the replay the links add {_share(links) if links >= 1e-3 else 'nothing'}."
 
 
 def _outside(report: Tables) -> float:
     """Seconds of a step without any span on the compute lane: mean over ranks, median step."""
     lane = report.spans[report.spans["lane"] == "compute"]
-    whole, inside = (
+    of_steps, of_spans = (
         (table["end"] - table["start"]).groupby(table["step"]).sum()
         for table in (report.steps, lane)
     )
-    outside = whole.sub(inside, fill_value=0.0).reindex(about.measured_steps(report))
+    outside = of_steps.sub(of_spans, fill_value=0.0).reindex(about.measured_steps(report))
     return float(outside.median()) / report.world_size
 
 
-def carried(report: Tables) -> float:
-    """Processor seconds that a rank's other threads used: mean over ranks, median step."""
+def other_threads(report: Tables) -> float:
+    """CPU seconds of a rank's threads other than its own: mean over ranks, median step."""
     steps = report.steps[report.steps["step"].isin(about.measured_steps(report))]
     used = steps.groupby("step")["beside"].mean()
     return float(used.median()) if len(used) else 0.0

@@ -1,12 +1,17 @@
-"""The ideal beneath a real pipeline: what its schedule costs even where links are free.
+"""The bubble that a pipeline's schedule causes by itself, with links that cost nothing.
 
-A report knows what every rank computed, in which order, and what that cost. The same order and the
-typical costs, simulated without communication (theory/pipeline.py), are the ideal: what is idle
-there is the schedule's own bubble, and what a run shows beyond it comes from links, from uneven
-costs and from whatever ranks share. `bubbles` has both, and what a formula says, as the idle share
-of device time, 1 - sum(compute) / (p T). The papers often write the idle time over the ideal time,
-(p-1)/m (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2): the same bubble over a smaller whole,
-named `bubble over ideal` here. One is x, the other x / (1 - x).
+A report knows what every rank computed, in which order, and at what cost. The ideal is the same
+order with the typical costs, simulated without communication (theory/pipeline.py). Its idle time is
+the schedule's own bubble; further idle time in a run comes from links, from uneven costs and from
+what the ranks share. Three numbers say how large a bubble is:
+
+    formula     balanced stages, free links: (p-1)/(m+p-1) of device time for GPipe and 1F1B
+    simulated   this schedule with this report's median cost of every (stage, kind), free links
+    replayed    the recorded order, costs and messages on one virtual device per rank
+
+All three are the idle share of device time, 1 - sum(compute) / (p T). Papers often divide the idle
+time by the ideal time instead, (p-1)/m (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2). This
+is named `bubble over ideal` here; where the share of device time is x, it is x / (1 - x).
 """
 
 from __future__ import annotations
@@ -28,36 +33,37 @@ NAN = float("nan")
 
 
 def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]]:
-    """What every rank of one pipeline computed in ``step``, in order: the schedule, read off spans.
+    """The schedule of the report, read from the spans of one step: a list of actions per rank.
 
-    step  default: the typical one. Of several pipelines the first is read; all
-    follow the same schedule.
+    step  default: the typical step
+
+    Of several data-parallel pipelines the first is read, as all follow the same schedule.
     """
     step = metrics.chosen_step(report, step)
     spans = _compute(report)
     spans = spans[spans["step"] == step].sort_values("id")
-    found: list[dict[Action, None]] = [{} for _ in range(report.plan.pp)]
+    schedule: list[dict[Action, None]] = [{} for _ in range(report.plan.pp)]
     columns = (spans[name].tolist() for name in ("rank", "stage", "microbatch"))
     for letter, rank, stage, microbatch in zip(letters(spans), *columns, strict=True):
         pp_index, *pipeline = report.plan.place(rank)
-        if not any(pipeline):  # a backward that messages cut into pieces is one action
-            found[pp_index][Action(stage, letter, microbatch)] = None
-    return [list(actions) for actions in found]
+        if not any(pipeline):  # dict keys: a backward that messages cut into pieces is one action
+            schedule[pp_index][Action(stage, letter, microbatch)] = None
+    return [list(actions) for actions in schedule]
 
 
 def stage_costs(report: Tables) -> dict[str, list[float]]:
-    """{kind: seconds per stage}: the median cost of one micro-batch over the steps that count.
+    """{kind: seconds per stage}: the median cost of one micro-batch over the measured steps.
 
-    What is measured by the processor's or device's own clock, so that ranks which share cores do
-    not stretch one another's costs. 0.0 where a stage has no such kind. Where a stage has weight
-    halves, "backward" is the input half: backwards that it makes whole are left out.
+    Costs are in CPU or device time, so ranks that share cores do not stretch one another's. The
+    cost is 0.0 for a kind that a stage does not have. In a stage with weight halves, "backward" is
+    the input half, and backwards that were not split are left out.
     """
     spans = _compute(report)
     spans = spans[spans["step"].isin(about.measured_steps(report))]
     split = spans["stage"].isin(spans["stage"][spans["kind"] == "weight_grad"])
     spans = spans[~(split & (letters(spans) == "B"))]
     stages = 1 + int(spans["stage"].max()) if len(spans) else 1
-    action = ["kind", "stage", "rank", "step", "microbatch"]  # its pieces add up
+    action = ["kind", "stage", "rank", "step", "microbatch"]  # the spans of one action add up
     typical = spans.groupby(action)["cost"].sum().groupby(action[:2]).median().to_dict()
     return {
         kind: [typical.get((kind, stage), 0.0) for stage in range(stages)] for kind in COMPUTE_KINDS
@@ -72,9 +78,10 @@ def ideal(report: Tables, *, step: int | None = None) -> Simulation:
 
 
 def formula(report: Tables) -> float:
-    """The textbook's bubble of the report's schedule; NaN for a schedule of the user's own.
+    """`bubble_formula` for the report's schedule; NaN for a schedule of the user's own.
 
-    Balanced stages and free links; F, B and W are the medians of this report, mean over ranks.
+    It assumes balanced stages and free links; F, B and W are this report's medians, averaged over
+    the ranks.
     """
     from paralab.theory.pipeline import bubble_formula
 
@@ -89,14 +96,15 @@ def formula(report: Tables) -> float:
 
 
 def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:
-    """Formula, simulated, and what the report says, side by side.
+    """A table of the bubble by formula, by simulation, and in the report.
 
-    cluster  whose links a measured report is replayed on; default as in ``report.replay``
+    cluster  the cluster on whose links a measured report is replayed; default as in
+             ``report.replay``
 
-    Rows: "bubble" (idle over device time, by the formula (p-1)/(m+p-1) for GPipe and 1F1B) and
-    "bubble over ideal" (idle over ideal time, for these (p-1)/m). Columns: formula (`formula`),
-    simulated (`ideal`), then the report's clock; for a measured report replayed before measured.
-    NaN where there is no such number: the schedule of an observed program is not known.
+    Rows: "bubble" (idle over device time) and "bubble over ideal" (idle over ideal time, which for
+    GPipe and 1F1B is the papers' (p-1)/m). Columns: "formula", "simulated", for a measured report
+    "replayed", and last the report's clock. The first two are NaN for an observed program, whose
+    schedule is not known, and the formula also for a schedule of the user's own.
     """
     import pandas as pd
 

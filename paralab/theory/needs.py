@@ -1,22 +1,23 @@
-"""What training a model needs before any of it is split: bytes per parameter, devices, days.
+"""What training a model needs before it is split over devices: bytes per parameter, devices, days.
 
-Bytes per parameter are a recipe, never a constant: each names what is kept, and how wide.
+Bytes per parameter depend on a recipe, which lists what is kept and how wide each element is:
 
-    fp32            4 + 4 + 8        = 16     what paralab trains with, if precision says no other
+    fp32            4 + 4 + 8        = 16     paralab's default precision
     zero-fp16       2 + 2 + 12       = 16     ZeRO, Rajbhandari+ 2020, arXiv:1910.02054, sec. 3.1:
                                               16-bit weights and gradients; master weights and
                                               AdamW's two moments in 32 bits (K = 12)
-    megatron-bf16   2 + 4 + 12       = 18     gradients added up in 32 bits
-    megatron-fp16   2 + 2 + 4 + 12   = 20     16-bit gradients and a 32-bit copy of them; also what
-                                              ZeRO-Infinity counts (arXiv:2104.07857, sec. 3)
+    megatron-bf16   2 + 4 + 12       = 18     gradients accumulated in 32 bits
+    megatron-fp16   2 + 2 + 4 + 12   = 20     16-bit gradients and a 32-bit copy of them; ZeRO-
+                                              Infinity counts the same (arXiv:2104.07857, sec. 3)
 
-A plan in 16 bits has the last three with ``grad_dtype`` of None, "fp32" and "fp32-copy".
+A plan in 16 bits follows the last three, in this order, with ``grad_dtype`` of None, "fp32" and
+"fp32-copy".
 
-These are model states. Activations come on top, and grow with the batch (interpret/memory.py).
+These are model states. Activations come in addition and grow with the batch (interpret/memory.py).
 
-Time: a step of B samples costs F FLOPs (theory/flops.py has PTD-P's eq. 3), so T tokens on n
+Time: a step of B samples costs F FLOPs (PTD-P's eq. 3, in theory/flops.py), so T tokens on n
 devices take T F / (B s) / (n X) seconds at X FLOP/s each. theory/training.py has PTD-P's eq. 4, and
-what follows from days.
+the costs that follow from the days.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ def bytes_per_parameter(recipe: str) -> int:
 
 
 def model_states(model: ModelSpec, recipe: str = "zero-fp16") -> dict[str, int]:
-    """{category: bytes} of one whole copy of the model states; their sum is what has to fit."""
+    """{category: bytes} of one whole copy of the model states."""
     instance("model", model, ModelSpec, "a pl.ModelSpec(...)")
     return {name: width * model.num_params for name, width in recipe_parts(recipe).items()}
 
 
 def devices_for(num_bytes: int, memory: int) -> int:
-    """Devices of ``memory`` bytes that hold ``num_bytes`` between them: a whole number, upward."""
+    """The fewest devices of ``memory`` bytes that together hold ``num_bytes``."""
     return -(-whole("num_bytes", num_bytes, at_least=1) // whole("memory", memory, at_least=1))
 
 
 def step_flops(model: ModelSpec, samples: int, *, recompute: bool | str = False) -> int:
-    """FLOPs of forward and backward of ``samples``, and of what is computed again.
+    """FLOPs of forward, backward and recomputation for ``samples`` samples.
 
     recompute  as in `Plan`: "none" (False), "selective", or "full" (True), PTD-P's eq. 3
 
-    Backward is twice forward. Recomputing the blocks costs their forward once more, recomputing the
-    attention core 4 b s^2 h in each of them; the head's is not recomputed.
+    Backward is twice forward. Recomputing the blocks costs their forward once more, and recomputing
+    the attention cores 4 b s^2 h per block; the head is not recomputed.
     """
     samples = whole("samples", samples, at_least=1)
     if not isinstance(recompute, bool):
@@ -79,8 +80,8 @@ def training_days(
 ) -> float:
     """Days to train on ``tokens`` with ``devices`` that each reach ``flops`` FLOP/s.
 
-    ``flops`` counts what is recomputed, as PTD-P's does: with recompute="none" the same devices
-    reach a lower figure.
+    ``flops`` includes recomputation, as PTD-P's figures do: with recompute="none" the same devices
+    reach a lower one.
     """
     tokens, flops = real("tokens", tokens, above=0.0), real("flops", flops, above=0.0)
     devices = whole("devices", devices, at_least=1)
@@ -89,7 +90,7 @@ def training_days(
 
 
 def recipe_parts(recipe: str) -> Mapping[str, int]:
-    """{what is kept: bytes per parameter} of the recipe called so."""
+    """{kind of state: bytes per parameter} of the recipe with this name."""
     if isinstance(recipe, Mapping):
         raise illegal("recipe", dict(recipe), "not a name", " | ".join(map(repr, RECIPES)))
     return RECIPES[choice("recipe", recipe, tuple(RECIPES))]

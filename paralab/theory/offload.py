@@ -1,9 +1,9 @@
-"""Offload in numbers: what lies on which tier, and what moves over which link in a step.
+"""Offload in numbers: the bytes held on each tier, and those moved over each link in a step.
 
-Read off the program. Per rank it comes to this, with w bytes per element (4 in fp32), c elements of
-the rank's part of each of ZeRO's units, m micro-batches, and k rows of the optimizer's states
-(AdamW's two moments; the fp32 master weights too, in 16 bits and where parameters stay on the
-device):
+They are counted from the compiled program. Per rank and unit they equal the following, with w bytes
+per element (4 in fp32), c elements of the rank's shard of the unit, m micro-batches, and k fp32
+values of the optimizer per parameter (AdamW's two moments; also the master weights, in 16 bits and
+where parameters stay on the device):
 
     link        parameters                  gradients          optimizer    activations
     h2d         offloaded: g w c            0                  0            m w l b s h
@@ -13,16 +13,16 @@ device):
     disk read   g w c, in fp32 w c more     m w c              4 k c        m w l b s h
     disk write  w c                         m w c              4 k c        m w l b s h
 
-The disk's rows where that state is on "nvme". Gradients of which others have a part too (replicas;
-a tied embedding at a pipeline's ends; what tp ranks share) wait on the device and leave once: their
-m is 1. g is how often a unit is needed: 2 m, once for every forward and backward; m if no backward
-comes by. With stage 1, and stage 2 with pp > 1, m of gradients is 1. In a layer relay both m are 1,
-and the head, which turns round, is needed once, as is what is tied to it. ZeRO-Offload (Ren+ 2021,
-arXiv:2101.06840, sec. 3) is the first column's second line and the second's first with w = 2, N = 1
-and m = 1: 4 bytes per parameter.
+The disk's rows are for a state on "nvme". g is how often a unit is needed: 2 m times, once for
+every forward and every backward. Gradients that are first summed with other ranks' (replicas; a
+tied embedding at both ends of a pipeline; parameters shared by tp ranks) wait on the device and
+leave once, so their m is 1. It is also 1 with stage 1, and with stage 2 and pp > 1. In a layer
+relay both m are 1, and the head, where forward turns into backward, is needed once, as is an
+embedding that is tied to it. ZeRO-Offload (Ren+ 2021, arXiv:2101.06840, sec. 3) keeps parameters on
+the device and offloads gradients: with w = 2, m = 1 and one rank, 4 bytes per parameter.
 
-On the host lie 8 bytes per unit besides, a step count and a norm, and buffers: whatever is read or
-written passes through two, in turn (programs/tiers.py).
+The host also holds 8 bytes per unit, a step count and a norm, and buffers: all that is read or
+written passes through two of them in turn (programs/tiers.py).
 """
 
 from __future__ import annotations
@@ -42,36 +42,34 @@ def link_bytes(
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank).pp
     program = quick.program_of(model, plan, optimizer, at)
-    found: dict[str, dict[str, int]] = {link: {} for link in WAYS}
+    links: dict[str, dict[str, int]] = {link: {} for link in WAYS}
     for ins in program.codes[at]:
         if ins.op == COPY and ins.lane in LINKS:
-            what = moved(program, ins, at)
-            parts = found[ins.lane if what.op == "copy" else f"disk {what.op}"]
-            parts[what.category] = parts.get(what.category, 0) + what.bytes
-    return found
+            copy = moved(program, ins, at)
+            parts = links[ins.lane if copy.op == "copy" else f"disk {copy.op}"]
+            parts[copy.category] = parts.get(copy.category, 0) + copy.bytes
+    return links
 
 
 def tier_bytes(
     model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0
 ) -> dict[str, dict[str, int]]:
-    """{"host", "file": {category: bytes}} that ``rank`` has at most in addition to its device's
-    memory.
-    """
-    found = {}
+    """{"host", "file": {category: bytes}}: the peak of ``rank`` on each tier outside its device."""
+    tiers = {}
     for tier in ("host", "file"):
         held = quick.most(model, plan, optimizer=optimizer, rank=rank, tier=tier)
-        found[tier] = {name: size for name, size in held.items() if size}
-    return found
+        tiers[tier] = {name: size for name, size in held.items() if size}
+    return tiers
 
 
 def file_bytes(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw") -> int:
-    """Bytes of all ranks' files."""
+    """Bytes of the files of all ranks together."""
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     if plan.tiers is None or not plan.tiers.uses("nvme"):
         return 0
-    alike = plan.dp * plan.tp  # ranks of a stage
-    each = [
+    per_stage = plan.dp * plan.tp  # ranks of one stage, whose files have the same size
+    sizes = [
         sum(tier_bytes(model, plan, optimizer=optimizer, rank=rank)["file"].values())
-        for rank in range(0, plan.world_size, alike)
+        for rank in range(0, plan.world_size, per_stage)
     ]
-    return sum(each) * alike
+    return sum(sizes) * per_stage

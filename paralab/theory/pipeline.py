@@ -1,14 +1,14 @@
-"""What a pipeline schedule costs: makespan, bubble and live activations, without running it.
+"""The cost of a pipeline schedule: makespan, bubble and live activations, by simulation.
 
-In `simulate` a rank works through its list in order, and an action starts when the rank is free and
-what it needs has arrived (theory/order.py). The bubble is
+In `simulate` a rank works through its list in order; an action starts when its rank is free and the
+result that it needs has arrived (theory/order.py). The bubble is
 
     bubble rate = 1 - sum of compute / (p cost),   cost = the longest of the ranks' (end - start)
 
-which is how the Zero Bubble paper counts (Qi+ 2023, arXiv:2401.10241, sec. 5.3): with ZB-H2 the
-ranks neither start nor end together, so the makespan would say too much. Fed with that paper's
-Table 6 it gives the bubble rates of its Table 5. `bubble_formula` is what the papers say for
-balanced stages and free links. Cost: about 3 microseconds per action. Labs 03 and 04.
+as defined in the Zero Bubble paper (Qi+ 2023, arXiv:2401.10241, sec. 5.3). The makespan in place of
+``cost`` would overstate it: with ZB-H2 the ranks neither start nor end together. From that paper's
+Table 6 the simulation gives the bubble rates of its Table 5. `bubble_formula` has the formulas of
+the papers for balanced stages and free links. About 3 microseconds per action. Labs 03 and 04.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Simulation:
-    """A schedule with a clock. Times are seconds from the start of the first action.
+    """A schedule with the start and end of its actions, in seconds from the first start.
 
     order       the schedule as arrays: rank, stage, kind, microbatch of every action, rank by rank
-    start, end  of every action, in the same order                         (number of actions,)
+    start, end  seconds of every action, in the same order                (number of actions,)
     """
 
     schedule: list[list[Action]]
@@ -46,12 +46,12 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end, seconds."""
+        """Seconds from the first start to the last end."""
         return float(self.end.max() - self.start.min())
 
     @cached_property
     def cost(self) -> float:
-        """The longest of the ranks' (end of the last - start of the first action), seconds."""
+        """Seconds of the rank that takes longest from its first start to its last end."""
         first, last = self.order.first[:-1], self.order.first[1:] - 1
         return float((self.end[last] - self.start[first]).max())
 
@@ -62,17 +62,18 @@ class Simulation:
 
     @cached_property
     def bubble_rate(self) -> float:
-        """Idle share of device time, 1 - sum(busy) / (p cost); 0 if nothing costs anything."""
-        room = self.order.ranks * self.cost
-        return max(0.0, 1 - sum(self.busy) / room) if room else 0.0  # rounding is no bubble
+        """Idle share of device time, 1 - sum(busy) / (p cost); 0 if no action takes time."""
+        device_time = self.order.ranks * self.cost
+        # Not below 0, where rounding would put it.
+        return max(0.0, 1 - sum(self.busy) / device_time) if device_time else 0.0
 
     @cached_property
     def peak_live(self) -> list[int]:
-        """Per rank: most micro-batches (with v chunks: chunks of them) alive at once."""
+        """Per rank, the most micro-batches whose activations are alive at once; see `live`."""
         return peak_live(self.schedule)
 
     def report(self, name: str = "a schedule") -> Tables:
-        """The same as a predicted `Tables` of one step, for whatever draws or compares reports."""
+        """The simulation as a predicted `Tables` of one step, to draw or compare as a report."""
         import pandas as pd
 
         from paralab.report.tables import KIND, Tables
@@ -125,27 +126,28 @@ def simulate(
     overlapped: float = 0.0,
     pairs: Iterable[tuple[str, str]] = (),
 ) -> Simulation:
-    """When every action of a valid schedule starts and ends.
+    """The start and end of every action of a valid schedule.
 
-    All in seconds per micro-batch; each a number, or one per stage:
-    forward      what F takes
-    backward     what I takes, the half that the stage before waits for
-    weight_grad  what W takes; a whole B takes backward + weight_grad
-    comm         how long what leaves a stage (activations or gradients) is on its way to another
-                 rank; the sender computes on meanwhile, and links have room for all
+    Costs are seconds per micro-batch, each a number or one per stage:
+    forward      duration of F
+    backward     duration of I, the half that the stage before waits for
+    weight_grad  duration of W; a whole B takes backward + weight_grad
+    comm         time for which a stage's result (activations or gradients) is in flight to another
+                 rank; the sender goes on computing, and links never delay each other's messages
     folded       stages are on ranks 0 ... p-1, p-1 ... 0, as in DualPipeV, not on s % p
-    overlapped   what a pair takes, a forward and the backward after it on its rank, which begin
-                 and end together and are drawn one after the other; ``pairs`` are their texts
+    overlapped   duration of a pair: a forward and the backward after it on its rank, which start
+                 and end together; they are drawn one after the other
+    pairs        the texts of the actions of each pair: ("4F1", "3B0")
 
     Raises ScheduleError, a ValueError, as `validate` does, if the schedule is not valid.
     """
     schedule, order = checked(schedule, folded=folded)
-    given = {"forward": forward, "backward": backward, "weight_grad": weight_grad, "comm": comm}
-    f, i, w, delay = (_per_stage(name, cost, order.stages) for name, cost in given.items())
+    costs = {"forward": forward, "backward": backward, "weight_grad": weight_grad, "comm": comm}
+    f, i, w, delay = (_per_stage(name, cost, order.stages) for name, cost in costs.items())
     table = np.empty((4, order.stages))
     table[[F, B, I, W]] = f, i + w, i, w
     seconds = table[order.kind, order.stage]
-    delay, both = delay[order.stage], {}
+    delay, also_needs = delay[order.stage], {}
     texts = [str(order.action(node)) for node in range(len(seconds))] if pairs else []
     real("overlapped", overlapped, at_least=0.0)
     for first, second in pairs:
@@ -155,8 +157,8 @@ def simulate(
             raise illegal("pairs", (first, second), why, "an action, and the next one of its rank")
         seconds[node : node + 2] *= overlapped / seconds[node : node + 2].sum()
         delay[node] += seconds[node + 1]
-        both[node] = int(order.source[node + 1])
-    start, end = timed(order, seconds, delay, both)
+        also_needs[node] = int(order.source[node + 1])
+    start, end = timed(order, seconds, delay, also_needs)
     return Simulation(schedule, order, np.array(start), np.array(end))
 
 
@@ -170,39 +172,40 @@ def _per_stage(name: str, cost: Any, stages: int) -> np.ndarray:
 
 
 def idle_seconds(
-    p: Any, m: Any, v: Any, through: Any, mine: Any, weights: Any, fill: Any, ahead: Any = 0.0
+    p: Any, m: Any, v: Any, total: Any, own: Any, halves: Any, filling: Any, ahead: Any = 0.0
 ) -> dict[str, Any]:
     """{schedule: seconds for which a rank waits for others}, each a number or an array.
 
-    through  what a micro-batch takes on all ranks
-    mine     what it takes on this one
-    weights  its weight halves on all other ranks
-    fill     of each of these no more than that rank's forward
-    ahead    what the other ranks compute before its gradient is there, so that no rank waits for it
+    total    seconds of a micro-batch on all ranks
+    own      seconds of a micro-batch on this rank
+    halves   seconds of its weight halves on all other ranks
+    filling  the same, but for each rank at most the seconds of its forward
+    ahead    seconds that the other ranks recompute before the gradient that they need exists, so
+             that no rank waits for it
 
-    With p ranks, m micro-batches, v stages per rank, equal stages and free links that is
+    With p ranks, m micro-batches, v stages per rank, equal stages and free links these are
 
-        naive        m (p-1) (F + I + W)   one rank works at a time
-        gpipe, 1f1b  (p-1) (F + I + W)     GPipe, arXiv:1811.06965, sec. 2.3: (p-1)/(m+p-1) of the
-                                           whole; PTD-P, sec. 2.2.1: (p-1)/m of the ideal time
+        naive        m (p-1) (F + I + W)   one rank computes at a time
+        gpipe, 1f1b  (p-1) (F + I + W)     GPipe, arXiv:1811.06965, sec. 2.3: (p-1)/(m+p-1) of all
+                                           time; PTD-P, sec. 2.2.1: (p-1)/m of the ideal time
         interleaved  (p-1) (F + I + W) / v PTD-P, arXiv:2104.04473, sec. 2.2.2
         zb-h1        (p-1) (F + I - k W)   Zero Bubble, arXiv:2401.10241, sec. 2.3, table 2: k = 1
         zb-h2        (p-1) (F + I - k W)   the same, k = 2
 
-    In the last two a rank's W runs next to the next one's I, and weight halves of later
-    micro-batches fill what is left. There are m - 1 of those, so k is at most (m-1)/(p-1): the
-    paper has micro-batches enough. A weight half hides no more than a forward: where W > F, it is
-    F that counts for W, and that is exact for m >= 2p - 1.
+    In the last two, W of a rank overlaps with I of the next one, and weight halves of later
+    micro-batches fill gaps. There are m - 1 later ones, so k is at most (m-1)/(p-1); the paper
+    assumes enough micro-batches. A weight half fills at most the time of a forward: where W > F, F
+    counts in place of W, which is exact for m >= 2p - 1.
     """
-    others = through - mine - ahead
-    later = (m - 1) / np.maximum(p - 1, 1)  # micro-batches there are to fill a gap with
+    others = total - own - ahead
+    later = (m - 1) / np.maximum(p - 1, 1)  # later micro-batches per gap that they can fill
     return {
         "naive": m * others,
         "gpipe": others,
         "1f1b": others,
-        "interleaved": through * (p - 1) / (p * v) - ahead,
-        "zb-h1": others - weights - fill * np.minimum(later, 1),
-        "zb-h2": others - weights - fill * np.minimum(later, 2),
+        "interleaved": total * (p - 1) / (p * v) - ahead,
+        "zb-h1": others - halves - filling * np.minimum(later, 1),
+        "zb-h2": others - halves - filling * np.minimum(later, 2),
     }
 
 
@@ -215,20 +218,20 @@ def bubble_formula(
     B: float = 1.0,
     W: float = 0.0,
 ) -> float:
-    """The bubble's share of device time that the papers derive; balanced stages, free links.
+    """The bubble's share of device time by the papers' formulas: balanced stages, free links.
 
     F, B, W  seconds of one micro-batch on one *rank* per forward, input half and weight half; as in
-             `simulate` a whole backward is B + W. Only their ratios matter.
+             `simulate`, a whole backward is B + W. Only their ratios matter.
 
-    With idle seconds per rank as in `idle_seconds`, the share is idle / (idle + m (F + B + W)); an
-    idle time below zero counts as none.
+    With the idle seconds of `idle_seconds`, the share is idle / (idle + m (F + B + W)); a negative
+    idle time counts as zero.
     """
     choice("name", name, tuple(SCHEDULES))
     p, m = whole("pp", pp, at_least=1), whole("microbatches", microbatches, at_least=1)
     v = whole("virtual_stages", virtual_stages, at_least=1)
     F, B, W = (real(name, t, at_least=0.0) for name, t in {"F": F, "B": B, "W": W}.items())
     work = F + B + W
-    weights, fill = (p - 1) * W, (p - 1) * min(F, W)
-    idle = float(idle_seconds(p, m, v, p * work, work, weights, fill)[name])
-    idle = max(0.0, idle)  # in this order: -0.0 becomes 0.0
+    halves, filling = (p - 1) * W, (p - 1) * min(F, W)
+    idle = float(idle_seconds(p, m, v, p * work, work, halves, filling)[name])
+    idle = max(0.0, idle)  # the order of the arguments turns -0.0 into 0.0
     return idle / (idle + m * work) if work else 0.0

@@ -1,18 +1,18 @@
-"""Proof that a pipeline schedule can run, or what is wrong with it, before a process starts.
+"""Proof that a pipeline schedule can run, or its first fault, before a process starts.
 
 A schedule is valid if
 
-    every rank's list holds only its own stages, and every stage's F of every micro-batch once,
-    its backward once, either whole (B) or as both halves (I and W);
+    every rank's list holds only actions of its own stages, and for every stage and micro-batch
+    exactly one F and one backward, either whole (B) or as both halves (I and W);
     within a list F comes before B or I, and I before W;
-    and no waits form a cycle: with every rank going through its list in order, waiting for what
-    each action needs, all lists come to their end.
+    and no waits form a cycle: if every rank works through its list in order and waits for what
+    each action needs, all ranks reach the end of their lists.
 
-The last is the happens-before relation of Lamport (1978), "Time, Clocks, and the Ordering of
-Events", having no cycle; a walk that lets every rank go on as far as it can finds one if there is.
-What passes has an order of sends and receives that no backend can deadlock on, even one that
-buffers nothing and matches by order alone (parallel/lowering.py). Lab 04's deadlock clinic reads
-the messages. Cost: about 1 microsecond per action.
+The last condition says that the happens-before relation of Lamport (1978), "Time, Clocks, and the
+Ordering of Events", has no cycle. A walk that advances every rank as far as it can finds a cycle if
+there is one. A valid schedule has an order of sends and receives on which no backend can deadlock,
+even one that buffers nothing and matches messages by order alone (parallel/lowering.py). Lab 04's
+deadlock clinic shows the messages. Cost: about 1 microsecond per action.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from paralab.theory.order import Order, home, order, walk
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, and the first reason.
+    """A schedule cannot run; the error names the first fault.
 
-    rank, position  where in the lists; position -1: something is missing from the rank's list
-    action          what is there, or is missing, as text: "4F0"
-    waits           of a deadlock, the cycle: (rank, action it waits at, action that it needs, and
-                    the rank that has that one further down its list) of each rank in it
+    rank, position  where the fault is; position -1: an action is missing from the rank's list
+    action          the faulty or missing action as text: "4F0"
+    waits           the cycle of a deadlock, for each of its ranks: (rank, the action that it waits
+                    at, the action that this one needs, the rank that has the needed action later in
+                    its list); () for other faults
     """
 
     def __init__(
@@ -59,16 +60,16 @@ def validate(
     microbatches: int | None = None,
     stages: int | None = None,
 ) -> None:
-    """Raise ScheduleError, a ValueError, at the first fault of ``schedule``; else it can run.
+    """Return if ``schedule`` can run; raise ScheduleError, a ValueError, for its first fault.
 
-    Lists that do not hold actions are a plain ValueError.
+    Lists that do not hold actions raise a plain ValueError.
 
     schedule      one list of actions (or of their text) per rank; stage s belongs on rank s % p
-    microbatches  how many there have to be; default: as many as the lists mention
-    stages        likewise, a multiple of the ranks
+    microbatches  required number of micro-batches; default: as many as the lists mention
+    stages        required number of stages, a multiple of the ranks; default likewise
     """
-    _, found = checked(schedule, microbatches=microbatches, stages=stages)
-    timed(found, np.zeros(len(found.rank)))
+    _, arrays = checked(schedule, microbatches=microbatches, stages=stages)
+    timed(arrays, np.zeros(len(arrays.rank)))
 
 
 def checked(
@@ -78,9 +79,11 @@ def checked(
     stages: int | None = None,
     folded: bool = False,
 ) -> tuple[Schedule, Order]:
-    """The lists and their arrays, if all is right but, perhaps, a deadlock; else ScheduleError.
+    """(the lists of actions, their `Order`) of a schedule without a fault; it may still deadlock.
 
-    folded  where the stages are: see `order.home`
+    folded  as in `order.home`, which assigns stages to ranks
+
+    Raises ScheduleError for the first fault.
     """
     lists = actions(schedule)
     if not lists:
@@ -95,119 +98,128 @@ def checked(
         raise illegal("stages", stages, why, f"a multiple of {len(lists)}")
     if microbatches is not None:
         whole("microbatches", microbatches, at_least=1)
-    found = order(lists, stages, microbatches, folded)
-    if found is None:
+    arrays = order(lists, stages, microbatches, folded)
+    if arrays is None:
         raise _first_fault(lists, stages, microbatches, folded)
-    return lists, found
+    return lists, arrays
 
 
 def peak_live(schedule: Sequence[Sequence[Action | str]]) -> list[int]:
-    """Per rank: the most micro-batches whose activations are alive at once; see `live`."""
+    """Per rank, the most micro-batches whose activations are alive at once; see `live`."""
     return [max(counts, default=0) for counts in live(actions(schedule))]
 
 
 def live(schedule: Iterable[Iterable[Action]]) -> list[list[int]]:
-    """Per rank, during each of its actions: how many micro-batches' activations are alive.
+    """Per rank, the number of micro-batches whose activations are alive during each action.
 
-    A forward makes them, a whole backward frees them; a split one keeps the inputs of its weight
-    gradients, so it counts until W. With v stages per rank these are chunks, of 1/v of its layers.
+    A forward allocates them and a whole backward frees them; a split backward needs the inputs of
+    its weight gradients until W. With v stages per rank the unit is a micro-batch's activations in
+    one chunk, 1/v of the rank's layers.
     """
-    counted = []
+    per_rank = []
     for row in schedule:
         alive, counts = 0, []
         for _, kind, _ in row:
             alive += kind == "F"
-            counts.append(alive)  # a backward still holds what it goes through
+            counts.append(alive)  # during a backward its activations are still alive
             alive -= kind in "BW"
-        counted.append(counts)
-    return counted
+        per_rank.append(counts)
+    return per_rank
 
 
-def timed(order: Order, seconds: np.ndarray, *more: Any) -> tuple[list[float], list[float]]:
-    """(start, end) of every action, as `walk` has it; ScheduleError if waits form a cycle."""
-    start, end = walk(order, seconds, *more)
+def timed(
+    order: Order,
+    seconds: np.ndarray,
+    comm: np.ndarray | None = None,
+    pairs: Mapping[int, int] | None = None,
+) -> tuple[list[float], list[float]]:
+    """(start, end) of every action by `walk`; raises ScheduleError if waits form a cycle."""
+    start, end = walk(order, seconds, comm, pairs)
     if inf in end:
         raise _deadlock(order, end)
     return start, end
 
 
 def standing(order: Order, end: Sequence[float]) -> dict[int, tuple[int, str, str, int]]:
-    """Of each rank that does not come to the ``end`` of its list: the action that it waits at, as
-    a number and as text, the one that it needs, and the rank that has that one.
+    """{rank: (number and text of the action that it waits at, text of the action that this one
+    needs, the rank that has the needed action)} of the ranks that do not reach the end of their
+    list. end: of every action by `walk`, infinity if the action is never reached.
     """
-    found: dict[int, tuple[int, str, str, int]] = {}
+    stuck: dict[int, tuple[int, str, str, int]] = {}
     for node in np.flatnonzero(np.isinf(end)).tolist():
         rank, need = int(order.rank[node]), order.source[node]
-        if rank not in found:
-            both = str(order.action(node)), str(order.action(need))
-            found[rank] = (node, *both, int(order.rank[need]))
-    return found
+        if rank not in stuck:
+            texts = str(order.action(node)), str(order.action(need))
+            stuck[rank] = (node, *texts, int(order.rank[need]))
+    return stuck
 
 
 def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
-    """The cycle of waits among the actions that never ``end``."""
-    stands = standing(order, end)
-    rank, path = min(stands), []
+    """The error that names a cycle of waits. end: as in `standing`."""
+    stuck = standing(order, end)
+    rank, path = min(stuck), []
     while rank not in path:
         path.append(rank)
-        *_, rank = stands[rank]
-    waits = [(rank, *stands[rank][1:]) for rank in path[path.index(rank) :]]
-    said, fix = [], ""
+        *_, rank = stuck[rank]
+    waits = [(rank, *stuck[rank][1:]) for rank in path[path.index(rank) :]]
+    sentences, fix = [], ""
     for i, (rank, action, need, other) in enumerate(waits):
-        there = waits[(i + 1) % len(waits)][1]  # what the other one waits at
-        said.append(f"rank {rank} waits at {action}, which needs {need} of rank {other}")
-        if need != there:
-            said[-1] += f", but there {need} comes after {there}"
-            fix = fix or f"{need} before {there} on rank {other}"
+        blocked = waits[(i + 1) % len(waits)][1]  # the action that the other rank waits at
+        sentences.append(f"rank {rank} waits at {action}, which needs {need} of rank {other}")
+        if need != blocked:
+            sentences[-1] += f", but there {need} comes after {blocked}"
+            fix = fix or f"{need} before {blocked} on rank {other}"
     rank, action = waits[0][:2]
-    why = f"deadlock, the waits form a cycle: {'; '.join(said)}"
+    why = f"deadlock, the waits form a cycle: {'; '.join(sentences)}"
     legal = f"an order without the cycle, for instance {fix}"
-    position = stands[rank][0] - int(order.first[rank])
+    position = stuck[rank][0] - int(order.first[rank])
     return ScheduleError(rank, position, action, why, legal, waits)
 
 
 def _first_fault(
     lists: Schedule, stages: int | None, microbatches: int | None, folded: bool
 ) -> ScheduleError:
-    """What `order` found wrong, in words: the first in reading order, then what is missing."""
+    """The error for a schedule that has no `Order`: the first faulty action in reading order, or
+    else the first missing one.
+    """
     p = len(lists)
-    every = [action for row in lists for action in row]
+    flat = [action for row in lists for action in row]
     if stages is None:
-        last = max((a.stage for a in every if _is_number(a.stage)), default=0)
+        last = max((a.stage for a in flat if _is_number(a.stage)), default=0)
         stages = -(-(last + 1) // p) * p
     if microbatches is None:
-        microbatches = 1 + max((a.microbatch for a in every if _is_number(a.microbatch)), default=0)
+        microbatches = 1 + max((a.microbatch for a in flat if _is_number(a.microbatch)), default=0)
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(lists):
-        for at, action in enumerate(row):
+        for position, action in enumerate(row):
             fault = _fault_of(action, rank, p, stages, microbatches, folded)
             if fault := fault or _fault_within(action, seen):
-                return ScheduleError(rank, at, str(action), *fault)
-            seen[action] = (rank, at)
+                return ScheduleError(rank, position, str(action), *fault)
+            seen[action] = (rank, position)
     for microbatch in range(microbatches):
         for stage in range(stages):
-            names = {k: Action(stage, k, microbatch) for k in KINDS}
-            lacks = "F" if names["F"] not in seen else ""
-            if not lacks and names["B"] not in seen:
-                lacks = "W" if names["I"] in seen else "B"
-            if lacks:
-                place, what = home(stage, p, folded), KINDS[lacks]
-                why = f"the {what} of stage {stage}, micro-batch {microbatch}, is in no list"
-                also = " (or both halves, I and W)" if lacks == "B" else ""
-                legal = f"{names[lacks]}{also} in the list of rank {place}"
-                return ScheduleError(place, -1, str(names[lacks]), why, legal)
+            by_kind = {kind: Action(stage, kind, microbatch) for kind in KINDS}
+            missing = "F" if by_kind["F"] not in seen else ""
+            if not missing and by_kind["B"] not in seen:
+                missing = "W" if by_kind["I"] in seen else "B"
+            if missing:
+                rank, name = home(stage, p, folded), KINDS[missing]
+                why = f"the {name} of stage {stage}, micro-batch {microbatch}, is in no list"
+                halves = " (or both halves, I and W)" if missing == "B" else ""
+                legal = f"{by_kind[missing]}{halves} in the list of rank {rank}"
+                return ScheduleError(rank, -1, str(by_kind[missing]), why, legal)
     raise AssertionError("no fault in a schedule without an order")
 
 
 def _is_number(value: Any) -> bool:
-    """A schedule may be made with NumPy's whole numbers, too."""
+    """Whether ``value`` is a whole number, Python's or NumPy's."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _fault_of(
     action: Action, rank: int, p: int, stages: int, microbatches: int, folded: bool
 ) -> tuple[str, str] | None:
-    """Why an action, by itself, cannot be in this rank's list, and what could."""
+    """(why an action cannot be in this rank's list at all, what could); None if it can."""
     stage, kind, microbatch = action
     if type(kind) is not str or kind not in KINDS:
         return f"kind {kind!r} is unknown", ", ".join(f"{k} ({v})" for k, v in KINDS.items())
@@ -216,15 +228,16 @@ def _fault_of(
             return f"there is no {name} {value}", f"{name} 0 to {count - 1}"
     place = home(stage, p, folded)
     if place != rank:
-        mine = ", ".join([str(s) for s in range(stages) if home(s, p, folded) == rank][:4])
+        own = ", ".join([str(s) for s in range(stages) if home(s, p, folded) == rank][:4])
         rule = "" if folded else f" (stage % {p})"
-        return f"stage {stage} lives on rank {place}{rule}", f"on rank {rank} stage {mine}"
+        return f"stage {stage} lives on rank {place}{rule}", f"on rank {rank} stage {own}"
     return None
 
 
 def _fault_within(action: Action, done: Mapping[Action, tuple[int, int]]) -> tuple[str, str] | None:
-    """Why an action cannot come after those in ``done``, {action: (rank, position)}, and what would
-    be legal.
+    """(why an action cannot come after the earlier ones, what would be legal); None if it can.
+
+    done  {earlier action: (rank, position)}
     """
     stage, kind, microbatch = action
     if action in done:

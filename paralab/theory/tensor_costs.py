@@ -1,19 +1,19 @@
-"""The published table of what 1D, 2D, 2.5D and 3D tensor parallelism cost, and its units.
+"""The published table of the costs of 1D, 2D, 2.5D and 3D tensor parallelism, and its units.
 
 `PRINTED` is the table of Colossal-AI's documentation (ColossalAI, docs/source/en/features,
-1D_, 2D_, 2p5D_ and 3D_tensor_parallel.md: one linear layer, forward and backward, on a ring), typed
-as it stands there. Its rows count in different units, so they cannot be compared as they are.
-With square matrices, M = K = N and S = M N elements, P ranks:
+1D_, 2D_, 2p5D_ and 3D_tensor_parallel.md: one linear layer, forward and backward, on a ring),
+unchanged. Its rows have different units, so they cannot be compared as they are. With square
+matrices, M = K = N and S = M N elements, and P ranks:
 
-    row     printed                 counts in     so elements sent per rank are
+    row     printed                 unit          so elements sent per rank are
     1D      2 (P-1)/P               S             2 (P-1)/P S
     2D      6 (q-1)/q               S/q           6 (q-1)/q^2 S
     2.5D    3 (q-1)(d+1)/(d q)      S/q           3 (q-1)(d+1)/(d q^2) S, and 2 (d-1)/(d q^2) S for
                                                   the sum over depth, which the table leaves out
     3D      6 (q-1)/q^3             S             6 (q-1)/q^3 S
 
-`in_one_unit` is the last column; it agrees with `tensor.linear_elements`, which holds for matrices
-of any shape and is tested against what real ranks send.
+`in_one_unit` is the last column. It agrees with `tensor.linear_elements`, which holds for matrices
+of any shape and is tested against the traffic of real ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paralab.spec.rules import tensor_grid
 
 
 class Cost(NamedTuple):
-    """A row as printed: orders of magnitude, one linear layer, forward and backward."""
+    """A row as printed: orders of magnitude for forward and backward of one linear layer."""
 
     processes: str
     compute: str
@@ -44,9 +44,9 @@ PRINTED = {
 
 
 def as_printed(mode: str, tp: int) -> Fraction:
-    """The number in the bandwidth column for ``tp`` ranks, whatever it counts in.
+    """The number in the bandwidth column for ``tp`` ranks, in the unit of its row.
 
-    Raises ValueError where ``tp`` ranks make no grid of this mode.
+    Raises ValueError where ``tp`` ranks form no grid of this mode.
     """
     q, d = tensor_grid(tp, mode, None)
     return {
@@ -58,13 +58,13 @@ def as_printed(mode: str, tp: int) -> Fraction:
 
 
 def unit(mode: str, tp: int) -> Fraction:
-    """What the row counts in, in S: the elements of a whole matrix."""
+    """The unit of the mode's row, as a multiple of S, the elements of a whole matrix."""
     q, _ = tensor_grid(tp, mode, None)
     return Fraction(1, q) if mode in ("2d", "2.5d") else Fraction(1)
 
 
 def left_out(mode: str, tp: int) -> Fraction:
-    """What the table says nothing of, in S: 2.5D's sum of the weight's gradient over depth."""
+    """Traffic that the table leaves out, in S: 2.5D's sum of the weight's gradient over depth."""
     q, d = tensor_grid(tp, mode, None)
     return Fraction(2 * (d - 1), d * q * q) if mode == "2.5d" else Fraction(0)
 

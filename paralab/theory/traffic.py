@@ -1,22 +1,21 @@
-"""Bytes on the link: what every collective makes one rank send, and to whom.
+"""Bytes on the link: how many each rank sends in a collective, and to which ranks.
 
 With n ranks in the group and a payload of S bytes (S = the full buffer, padding included):
 
     all_reduce                      2 (n-1)/n S      ring: a reduce-scatter, then an all-gather
-    all_gather, reduce_scatter        (n-1)/n S      S = the gathered, or the full input, buffer
+    all_gather, reduce_scatter        (n-1)/n S      S = the gathered buffer; the input buffer
     all_to_all                        (n-1)/n S
-    broadcast                         (n-1) S in all, down a binomial tree from the root
-    reduce                            S from every member but the root, straight to it
+    broadcast                         (n-1) S from all members together, in a tree from the root
+    reduce                            S from every member but the root, directly to the root
     send                              S from the sender, 0 from the receiver
 
 An all-reduce cannot send less (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations"); in the next two rows a rank sends what the others lack. Bytes are whole:
-where n does not divide the total, the first members of the group send one byte more, so the total
-is exact.
+clusters of workstations"); in the next two rows a rank sends only what the others lack. Bytes are
+whole numbers: where n does not divide the sum over all members, the first members send one byte
+more, so that the sum is exact.
 
-Over gloo this is what the kernel counts. Over NCCL it is the algorithm's figure, not a counter's:
-an all-reduce goes along a ring or a tree, a broadcast and a reduce along a ring, and a switch may
-do the sum.
+Over gloo the kernel's counters show these bytes. Over NCCL they are a model and not a counter's:
+an all-reduce uses a ring or a tree, a broadcast and a reduce use a ring, and a switch may add up.
 """
 
 from __future__ import annotations
@@ -33,22 +32,21 @@ ROOTED = ("broadcast", "reduce")
 POINT_TO_POINT = ("send", "recv")
 OPS = RING + PAIRWISE + ROOTED + POINT_TO_POINT
 
-# Rows of these phases are bookkeeping (a loss, a clock, a first handshake), not the algorithm's
-# bytes.
+# Phases of calls that the algorithm does not need: reporting a loss, clocks, the first handshake.
 BOOKKEEPING = ("control", "setup")
 SURPLUS = "gloo surplus"  # phase of bytes that gloo sends and an observed operation does not need
 
 
 def share(total: int, n: int, index: int) -> int:
-    """Part ``index`` of ``total`` bytes or elements split over n members, the larger ones first."""
+    """Size of part ``index`` of ``total`` bytes or elements in n parts, the larger ones first."""
     return total // n + (index < total % n)
 
 
 def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> int:
     """Bytes that member ``index`` of an n-member group sends for ``op`` on ``payload`` bytes.
 
-    index, root are positions in the group, not global ranks. Raises ValueError on an unknown op, on
-    a position that the group does not have, and on less than no bytes.
+    index and root are positions in the group, not global ranks. Raises ValueError for an unknown
+    op, a position that the group does not have, and a negative payload.
     """
     choice("op", op, OPS)
     whole("n", n, at_least=1)
@@ -69,14 +67,14 @@ def wire_bytes(op: str, payload: int, n: int, index: int = 0, root: int = 0) -> 
 
 
 class Row(NamedTuple):
-    """One call of one rank; the columns are those of a report.
+    """One call of one rank, with the columns of a report.
 
-    op       as above
-    axis     of the group, as a report names it
+    op       one of OPS
+    axis     the group's axis, as a report names it
     ranks    global ranks of the group, in order
     peer     global rank of a message's other end, or of a broadcast's or reduce's root; else -1
-    level    "intra" or "inter": whether the call crosses nodes
-    phase    what it is for
+    level    "inter" if the call crosses nodes, else "intra"
+    phase    the purpose of the call: "grad_sync", "linear_forward", ...
     payload  bytes of the full buffer
     wire     bytes that this rank sends
     """
@@ -111,33 +109,33 @@ def row(
 
 
 def ends(op: str, rank: int, peer: int, ranks: Sequence[int]) -> Sequence[int]:
-    """Between whom a call is: the two ends of a message, or a group."""
+    """The ranks between which a call is: the two ends of a message, or the whole group."""
     return (rank, peer) if op in POINT_TO_POINT and peer >= 0 else ranks
 
 
 def level(ranks: Sequence[int], node_of: Callable[[int], int]) -> str:
-    """Whether these ranks are on several nodes."""
+    """ "inter" if the ranks are on several nodes, else "intra"."""
     return "inter" if len(set(map(node_of, ranks))) > 1 else "intra"
 
 
 def most_sent(op: str, payload: int, n: int) -> int:
-    """Bytes that the member of a group that sends most sends."""
+    """The most bytes that one member of the group sends."""
     return wire_bytes(op, payload, n, int(op == "reduce" and n > 1))
 
 
 def far_share(
     op: str, ranks: Sequence[int], payload: int, peer: int, node_of: Callable[[int], int]
 ) -> float:
-    """Of what the members of a group send in a call, the share that leaves a node."""
+    """The share of the bytes that the members of a group send in a call which leaves a node."""
     nodes = {rank: node_of(rank) for rank in ranks}
-    if op in RING:  # every member sends as much to the next one
+    if op in RING:  # every member sends equally much, to the next member
         pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
         return sum(nodes[a] != nodes[b] for a, b in pairs) / len(ranks)
-    if op in PAIRWISE:  # and here to every other one
+    if op in PAIRWISE:  # every member sends equally much to every other member
         others = len(ranks) - 1
         near = sum(n * (n - 1) for n in Counter(nodes.values()).values())
         return 1 - near / (len(ranks) * others) if others else 0.0
-    sent: Counter[bool] = Counter()
+    sent: Counter[bool] = Counter()  # {whether the receiver is on another node: bytes}
     for rank in ranks:
         for receiver, size in edges(op, ranks, rank, payload, peer).items():
             sent[nodes[rank] != nodes[receiver]] += size
@@ -145,7 +143,9 @@ def far_share(
 
 
 def _tree_children(n: int, index: int, root: int) -> list[int]:
-    """Whom ``index`` forwards a broadcast to. Round i: the first 2^i from the root send on."""
+    """The members that ``index`` forwards a broadcast to: in round i the first 2^i members, counted
+    from the root, each send to the member 2^i further.
+    """
     position, children, reach = (index - root) % n, [], 1
     while reach < n:
         if position < reach and position + reach < n:
@@ -163,11 +163,12 @@ def edges(
     *,
     sent: int | None = None,
 ) -> dict[int, int]:
-    """The bytes of ``wire_bytes`` by receiving rank, for the rank x rank picture.
+    """{receiving rank: bytes} of what ``rank`` sends in a call, for the rank x rank picture.
 
-    ranks   global ranks of the group, in group order; rank is one of them
-    peer    the other side of a send, or the root of a broadcast or reduce (a global rank)
-    sent    what the rank sends in all, of several calls that were rounded to whole bytes one by one
+    ranks   global ranks of the group, in group order, with ``rank``
+    peer    global rank of the other end of a send, or of the root of a broadcast or reduce
+    sent    bytes that the rank sends, where they are the sum of several calls, each of which was
+            rounded to whole bytes; default: `wire_bytes`
     """
     n, index = len(ranks), list(ranks).index(rank)
     if op == "recv" or n == 1:

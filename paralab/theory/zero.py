@@ -1,8 +1,9 @@
-"""What the ZeRO papers state: bytes per device, largest model, traffic. Formulas, for any size.
+"""The formulas of the ZeRO paper for any model size: bytes per device, and traffic.
 
-Psi parameters, N ranks that share one copy of the model states, a recipe of bytes per parameter
-(theory/needs.py; the paper's is "zero-fp16": 2 + 2 + K with K = 12). Every stage divides one more
-kind of state by N (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7, figure 1):
+Psi is the number of parameters, and N ranks shard one copy of the model states, whose bytes per
+parameter follow a recipe (theory/needs.py; the paper's is "zero-fp16": 2 + 2 + K with K = 12).
+Every stage divides one more kind of state by N (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7,
+figure 1):
 
     stage                    bytes per device            elements sent per device and step
     0  data parallelism      (2 + 2 + K) Psi             2 Psi (N-1)/N
@@ -10,12 +11,13 @@ kind of state by N (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7, figure 1)
     2  Pos+g    + gradients  (2 + (2 + K)/N) Psi         (m + 1) Psi (N-1)/N
     3  Pos+g+p  + parameters (2 + 2 + K)/N Psi           3 m Psi (N-1)/N
 
-The paper prints volumes without (N-1)/N and for one micro-batch: 2, 2, 2 and 3 Psi. With m of them
-stage 2 reduces what each produced and stage 3 gathers again for each, forward and backward.
+The paper prints volumes without (N-1)/N and for one micro-batch: 2, 2, 2 and 3 Psi. With m
+micro-batches, stage 2 reduces the gradients of each, and stage 3 also gathers the parameters for
+the forward and the backward of each.
 
-These are model states; a run keeps in addition padding, buffers and activations; those are in
-`pl.program(...).peak()`, which says what this very program keeps. "16 bytes per parameter over N"
-alone is a factor off: stage 3 holds at least the largest unit whole while it computes.
+These are model states. A run needs in addition padding, buffers and activations, as
+`pl.program(...).peak()` shows for a plan. "16 bytes per parameter over N" is too low for stage 3 by
+a factor: while it computes, it holds at least the largest unit unsharded.
 """
 
 from __future__ import annotations
@@ -51,9 +53,10 @@ def bytes_per_device(params: float, devices: int, stage: int, recipe: str = "zer
 
 
 def as_printed(num_bytes: float) -> str:
-    """Gigabytes as ZeRO's table 1 prints them: 10^9 bytes; from 100 on cut off, below rounded.
+    """Gigabytes of 10^9 bytes, rounded as in ZeRO's table 1.
 
-    From 100 on whole gigabytes, else three digits: 4187.5 is "4187", 41.25 "41.3", 1.875 "1.88".
+    From 100 on they are cut off to a whole number, below rounded to three digits: 4187.5 is "4187",
+    41.25 "41.3", 1.875 "1.88".
     """
     gigabytes = Decimal(repr(float(num_bytes))) / 10**9
     if gigabytes >= 100:
@@ -65,10 +68,10 @@ def as_printed(num_bytes: float) -> str:
 
 # ---- traffic ----
 def volume(stage: int, microbatches: int = 1) -> int:
-    """Elements that a device sends per step, in Psi and for many devices; ZeRO, sec. 7.
+    """Elements that a device sends per step, in multiples of Psi (N-1)/N; ZeRO, sec. 7.
 
-    2, 2, m + 1, 3 m: reduce-scatters of gradients and all-gathers of parameters count one each, an
-    all-reduce is one of each.
+    2, 2, m + 1, 3 m: a reduce-scatter of the gradients and an all-gather of the parameters count
+    one each, an all-reduce counts two.
     """
     m = whole("microbatches", microbatches, at_least=1)
     return (2, 2, m + 1, 3 * m)[whole("stage", stage, at_least=0, at_most=3)]

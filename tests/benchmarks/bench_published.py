@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import paralab as pl
 from paralab.interpret.totals import Totals
-from paralab.theory.fit_cluster import Run, said
+from paralab.theory.fit_cluster import Run, summary
 from paralab.theory.needs import step_flops
 from paralab.theory.papers import korthikanti, ptdp
 
@@ -132,18 +132,18 @@ def one_rate(runs: Sequence[Run], rate: float) -> list[float]:
 def main() -> None:
     for name, runs in papers().items():
         found = errors(runs, PRESET.replace(ports=None))
-        print(f"{name}, preset: {said(found)}")
+        print(f"{name}, preset: {summary(found)}")
         print("   ", " ".join(f"{100 * one:+.1f}" for one in found))
-        print(f"    146 TFLOP/s for everything: {said(one_rate(runs, 146e12))}")
+        print(f"    146 TFLOP/s for everything: {summary(one_rate(runs, 146e12))}")
     for where, by in (("nodes", None), ("node", lambda run: run.model.hidden)):
         runs = rows(where)
         print(f"{where}, preset (two of its figures fitted to these rows): ", end="")
-        print(said(errors(runs, PRESET)))
+        print(summary(errors(runs, PRESET)))
         fit = pl.fit_cluster(runs, STATED, by=by)
         print(f"{where}, fitted: {fit!r}")
         for group in dict.fromkeys(run.model.hidden for run in runs):
             some = [e for e, run in zip(fit.errors, runs, strict=True) if run.model.hidden == group]
-            print(f"    hidden {group}: {said(some)}")
+            print(f"    hidden {group}: {summary(some)}")
         for run, off in zip(runs, fit.errors, strict=True):
             if abs(off) > 0.35 or run.plan.tp == 16:
                 plan = run.plan

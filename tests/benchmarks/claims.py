@@ -27,7 +27,7 @@ from paralab.interpret import walk
 from paralab.interpret.predict import predict
 from paralab.parallel.schedules import interleaved
 from paralab.spec.cluster import available_cores
-from paralab.theory.gaps import carried
+from paralab.theory.gaps import other_threads
 from paralab.theory.ideal import schedule_of, stage_costs
 from paralab.theory.pipeline import bubble_formula, simulate
 from paralab.theory.schedule_check import validate
@@ -241,8 +241,8 @@ def test_the_replay_of_an_overlapped_run_is_within_ten_per_cent_of_the_wall_cloc
 def test_what_a_replay_leaves_out_is_written_down_with_the_step():
     """The processor time of the threads that carry messages: here it counts."""
     runs = runs_of(pl.Plan(dp=2, microbatch_size=4, bucket_bytes=2**20))
-    assert all(carried(run) > 0.02 * run.step_time for run in runs)
-    ratios = [(run.replay().step_time + carried(run)) / run.step_time for run in runs]
+    assert all(other_threads(run) > 0.02 * run.step_time for run in runs)
+    ratios = [(run.replay().step_time + other_threads(run)) / run.step_time for run in runs]
     assert 0.88 <= median(ratios) <= 1.1, ratios
 
 

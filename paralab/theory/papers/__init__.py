@@ -1,12 +1,12 @@
-"""The papers' own tables that labs print, each next to what paralab's formulas make of it.
+"""Tables of papers, as the labs show them, next to the same figures by paralab's formulas.
 
 Every function returns a pandas DataFrame with one row per row of the table. A column "..., printed"
-is what the paper says, "..., recomputed" what theory/ says for the same settings; other columns are
-inputs. The tables that check the formulas alone are in the tests.
+is the paper's figure, "..., recomputed" that of theory/ for the same settings; other columns are
+inputs. Tables that only check the formulas are in the tests.
 
-``rows=`` puts a reader's own rows in place of the paper's, one or several, each a mapping of the
-fields of the table's kind of row (or such a row). What a reader has no printed figure for is left
-out, and empty in the table:
+``rows=`` replaces the paper's rows by the reader's own, one or several, each a row of the table's
+kind or a mapping of its fields. Figures that only a paper would print may be left out, and are then
+empty in the table:
 
     papers.ptdp_table1(rows={"model": model, "plan": pl.Plan(dp=8, tp=8), "tflops": 140})
 
@@ -16,11 +16,11 @@ out, and empty in the table:
 
     ptdp         Narayanan+ 2021, arXiv:2104.04473, Megatron's PTD-P
     korthikanti  Korthikanti+ 2022, arXiv:2205.05198, activations and recomputation
-    errata       where papers contradict themselves, and what this package does about it
+    errata       where papers contradict themselves, and what follows from their own inputs
 
 "GB" is decimal in ZeRO and binary in ZeRO-Infinity, Korthikanti+ and DeepSpeed; columns say GB or
-GiB as it is meant. Where a printed row does not follow from its own inputs it stays as printed, and
-`errata` says so.
+GiB accordingly. A printed figure that does not follow from its own inputs stays as printed, and
+`errata` lists it.
 """
 
 from paralab.theory.papers.errata import errata

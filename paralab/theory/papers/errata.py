@@ -1,7 +1,7 @@
 """Where papers contradict themselves, found by recomputing their tables.
 
-No table of this package is mended in silence: what is printed stays as printed, and the function
-named here says what follows.
+This package corrects no table silently: printed figures stay as printed, and the function named
+here computes what follows from the paper's own inputs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import pandas as pd
 
 # where | as printed
-#     | what follows | why | where in paralab.theory it is said, if it is
+#     | what follows | why | the function of paralab.theory that computes or explains it, if any
 ERRATA = """
 GPipe, table 1, Transformer, Naive-1 | parameters 11.7 G, activations 3.15 G
     | parameters 3.15 GiB, activations 11.7 | 12 bytes times 282.2 M are 3.15 GiB
@@ -59,7 +59,7 @@ Korthikanti+, eq. 8 and 9 | s/(3h), a ratio of 1 + s/(6h)
 
 
 def errata() -> pd.DataFrame:
-    """One row per contradiction: where, printed, follows, why, and the function that says so."""
+    """One row per contradiction: where, printed, follows, why, and the function to see."""
     entries = re.split(r"\n(?=\w)", ERRATA.strip())
     rows = [[" ".join(cell.split()) for cell in f"{entry} |".split("|")[:5]] for entry in entries]
     return pd.DataFrame(rows, columns=["where", "printed", "follows", "why", "see"])

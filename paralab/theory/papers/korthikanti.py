@@ -1,8 +1,8 @@
 """Korthikanti+ 2022, "Reducing Activation Recomputation in Large Transformer Models",
-arXiv:2205.05198: what table 5 says of utilisation.
+arXiv:2205.05198: the utilisations of table 5.
 
-All on A100s of 312 TFLOP/s, 16-bit activations, dropout masks of a byte, no data parallelism. The
-formulas of table 2 are in theory/activation_costs.py.
+All runs are on A100s of 312 TFLOP/s, with 16-bit activations, dropout masks of one byte per element
+and, but for the last row, no data parallelism. theory/activation_costs.py has table 2's formulas.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Measured(NamedTuple):
 
     batch    samples per iteration
     present  seconds per iteration with sequence parallelism and selective recomputation
-    name     what the model is called
+    name     the model's name
     full     seconds per iteration with full recomputation
     gain     as printed: rise in throughput in %; ``mfu``, ``hfu``: utilisations in %
-    peak     FLOP/s of a device
+    peak     peak FLOP/s of a device
     """
 
     model: ModelSpec
@@ -47,9 +47,9 @@ def _row(name: str, *columns: Any) -> Measured:
     return Measured(model, devices, batch, present, name, full, *printed)
 
 
-# Of table 3: heads, hidden, layers, devices, batch. Of table 5: seconds per iteration with full
+# From table 3: heads, hidden, layers, devices, batch. From table 5: seconds per iteration with full
 # recomputation, and with sequence parallelism and selective recomputation; the rise in throughput,
-# MFU and HFU of the latter in %. Last, sec. 6.3: with 8-way data parallelism.
+# MFU and HFU of the latter in %. The last row, with 8-way data parallelism, is from sec. 6.3.
 TABLE_5 = (
     _row("22B", 64, 6144, 48, 8, 4, 1.42, 1.10, 29.0, 41.5, 43.7),
     _row("175B", 96, 12288, 96, 64, 64, 18.13, 13.75, 31.8, 51.4, 52.8),
@@ -60,10 +60,10 @@ TABLE_5 = (
 
 
 def korthikanti_table5(rows: Iterable[Measured | Mapping[str, Any]] | None = None) -> pd.DataFrame:
-    """Table 5: iteration times, throughput, and the two utilisations that follow from them; last,
-    the 530B model on 2240 devices (sec. 6.3).
+    """Table 5: iteration times, throughput, and the two utilisations that follow from them; and as
+    the last row the 530B model on 2240 devices (sec. 6.3).
 
-    rows  a reader's own instead, each a `Measured` or a mapping of its fields
+    rows  the reader's own rows instead, each a `Measured` or a mapping of its fields
 
     "HFU (%), recomputed" is by the paper's eq. 8, which counts the attention core three times over
     (`training.printed_selective_flops`); "HFU (%), counted once" is what its text describes.

@@ -1,17 +1,18 @@
 """PTD-P, Narayanan+ 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", arXiv:2104.04473: tables 1 and 2.
 
-Sequences of 2048 tokens, 51200 entries, A100s of 80 GB and 312 TFLOP/s, everything recomputed.
-Micro-batch sizes and chunks per rank are not printed; they are those of the authors' scripts
-(NVIDIA/Megatron-LM, examples/academic_paper_scripts/sc21). There the model of a trillion parameters
-is not interleaved, though the text says that table 1 is. And where there is a pipeline, gradients
-are summed over data-parallel ranks with `--DDP-impl local`: all at once, behind the last backward.
-Tensor parallelism's messages were waited for at once: Megatron-LM hides those of backward behind
-the weight's gradient since 30 August 2021 (its commit cf7efd4), after the paper. Messages between
-stages go in parts (scatter/gather, sec. 4.1), which is the default of the scripts' version.
+Sequences have 2048 tokens, the vocabulary 51200 entries; devices are A100s of 80 GB and 312
+TFLOP/s, and everything is recomputed. The paper prints neither micro-batch sizes nor chunks per
+rank; they are taken from the authors' scripts (NVIDIA/Megatron-LM,
+examples/academic_paper_scripts/sc21). There the schedule of the model with a trillion parameters is
+not interleaved, though by the text all of table 1 is. With a pipeline the scripts sum gradients
+over data-parallel ranks all at once, after the last backward (`--DDP-impl local`). Ranks waited for
+tensor parallelism's messages at once: only after the paper, since 30 August 2021 (commit cf7efd4),
+does Megatron-LM overlap those of backward with the weight's gradient. Messages between stages are
+sent in parts (scatter/gather, sec. 4.1), which is the default of the scripts' version.
 
-An accuracy means little next to table 1: saying 146 TFLOP/s for every row is 6.1 % off on
-average (`NULL_MODEL`).
+Table 1 is a weak test of a prediction: 146 TFLOP/s for every row (`NULL_MODEL`) is only 6.1 % off
+on average.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paralab.theory.papers.rows import NAN, rows_of
 
 PEAK = 312e12  # FLOP/s, 16-bit, of an A100
 SEQ_LEN, VOCAB = 2048, 51200
-NULL_MODEL = 146e12  # FLOP/s per device for any model: what a prediction has to beat
+NULL_MODEL = 146e12  # FLOP/s per device for any model: a prediction has to be better than this
 
 
 class Row(NamedTuple):
@@ -37,7 +38,7 @@ class Row(NamedTuple):
     params    as printed: billions of parameters
     percent   as printed: % of the peak that a device reached
     pflops    as printed: PFLOP/s of all devices
-    peak      FLOP/s of a device
+    peak      peak FLOP/s of a device
     """
 
     model: ModelSpec
@@ -53,9 +54,9 @@ class Days(NamedTuple):
     """A row of table 2.
 
     tflops  TFLOP/s that a device reached
-    scheme  what the plan is called
+    scheme  name of the plan
     params  as printed: billions of parameters
-    days    as printed: to train on ``tokens``
+    days    as printed: days to train on ``tokens``
     """
 
     model: ModelSpec
@@ -68,7 +69,7 @@ class Days(NamedTuple):
 
 
 def gpt(heads: int, hidden: int, layers: int) -> ModelSpec:
-    """One of the paper's, and of Korthikanti+, who go on from there."""
+    """A model of the paper, or of Korthikanti+, with the same sequence length and vocabulary."""
     return ModelSpec(
         layers=layers,
         hidden=hidden,
@@ -132,8 +133,8 @@ def _days(*columns: Any) -> Days:
 
 
 # The columns of the paper: billions of parameters, model-parallel size, batch, devices, micro-batch
-# size, TFLOP/s, days. A size of 1 is ZeRO-3; at 640 devices it has batch 2560 because 560 did not
-# hold it.
+# size, TFLOP/s, days. A model-parallel size of 1 is ZeRO-3. Its batch of 2560 on 640 devices is the
+# paper's, because the model did not fit on 560.
 TABLE_2 = (
     _days(174.6, 1, 1536, 384, 4, 144, 90),
     _days(174.6, 1, 1536, 768, 2, 88, 74),
@@ -165,10 +166,10 @@ def ptdp_models() -> list[tuple[ModelSpec, Plan]]:
 def ptdp_table1(rows: Iterable[Row | Mapping[str, Any]] | None = None) -> pd.DataFrame:
     """Table 1: ten models from 1.7 billion to a trillion parameters, on 32 to 3072 devices.
 
-    rows  a reader's own instead, each a `Row` or a mapping of its fields
+    rows  the reader's own rows instead, each a `Row` or a mapping of its fields
 
-    "PFLOP/s, recomputed" is what a device reached times devices; seconds per step and FLOPs follow
-    from eq. 3, with what the plan recomputes; bubble is (p-1)/(v m), over the ideal time.
+    "PFLOP/s, recomputed" is the TFLOP/s of a device times the devices; FLOPs and seconds per step
+    follow from eq. 3, with the plan's recomputation; the bubble is (p-1)/(v m), over ideal time.
     """
     made = []
     for row in rows_of(Row, rows, TABLE_1):
@@ -202,10 +203,10 @@ def ptdp_table1(rows: Iterable[Row | Mapping[str, Any]] | None = None) -> pd.Dat
 
 
 def ptdp_table2(rows: Iterable[Days | Mapping[str, Any]] | None = None) -> pd.DataFrame:
-    """Table 2: days for 300 billion tokens, exact, and by the paper's own eq. 4, which is low.
+    """Table 2: days for 300 billion tokens, exact, and by the paper's eq. 4, which is too low.
 
-    rows  a reader's own instead, each a `Days` or a mapping of its fields. Eq. 4 always counts a
-          second forward; the exact days count what the plan recomputes
+    rows  the reader's own rows instead, each a `Days` or a mapping of its fields. Eq. 4 always
+          counts a second forward, the exact days the plan's recomputation
     """
     made = []
     for row in rows_of(Days, rows, TABLE_2):

@@ -1,8 +1,8 @@
-"""Rows of a table: the paper's own, or a reader's.
+"""The rows of a table: the paper's, or the reader's own.
 
-A kind of row is a NamedTuple. Its fields without a default are what the table is computed from;
-those with the default `NAN` are what a paper printed: a reader who has no such figure leaves them
-out, and the column is empty there.
+A kind of row is a NamedTuple. The table is computed from its fields without a default. Fields with
+the default `NAN` are printed figures: a reader who has none leaves them out, and the table is empty
+there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Row = TypeVar("Row", bound=tuple)
 
 
 def rows_of(kind: type[Row], rows: Any, printed: Iterable[Row]) -> list[Row]:
-    """The rows of a table: those that are ``printed`` if ``rows`` is None, else the reader's own.
+    """The reader's own ``rows``, checked; or the paper's, ``printed``, if ``rows`` is None.
 
-    rows  one row or several, each a ``kind`` or a mapping of its fields. Raises ValueError naming
-          the row and the field, if one is missing, unknown, or cannot be what it says
+    rows  one row or several, each a ``kind`` or a mapping of its fields
+
+    Raises ValueError naming the row and the field that is missing, unknown or illegal.
     """
     if rows is None:
         return list(printed)
@@ -32,10 +33,10 @@ def rows_of(kind: type[Row], rows: Any, printed: Iterable[Row]) -> list[Row]:
     legal = f"a {kind.__name__}, a mapping of {fields}, or a list of these"
     if isinstance(rows, (str, ModelSpec, Plan)) or not isinstance(rows, Iterable):
         raise illegal("rows", rows, "not rows of this table", legal)
-    found = [_checked(kind, f"rows[{at}]", row, legal) for at, row in enumerate(rows)]
-    if not found:
+    checked = [_checked(kind, f"rows[{at}]", row, legal) for at, row in enumerate(rows)]
+    if not checked:
         raise illegal("rows", rows, "there is no row", legal)
-    return found
+    return checked
 
 
 def _checked(kind: type[Row], name: str, row: Any, legal: str) -> Row:
@@ -56,9 +57,7 @@ def _checked(kind: type[Row], name: str, row: Any, legal: str) -> Row:
 
 
 def _value(name: str, kind: type, value: Any, default: Any) -> Any:
-    """A field's value, if it can be one; of what a paper prints None and NaN say that it is not
-    known.
-    """
+    """A field's value, checked. None and NaN mean that a printed figure is not known."""
     if kind is int:
         return whole(name, value, at_least=1)
     if kind is float:
