@@ -14,7 +14,7 @@ from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
 from paralab.exercises.ring import BYTES, CLUSTER, MEMORY, RESULT, look_at_calls, look_at_time
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.theory import collectives
 
 LENGTH = 10_001  # elements: no number of ranks divides it
@@ -38,7 +38,7 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 def ring_all_reduce(tries: Tries) -> None:
     size = 4 * LENGTH
     for n in RANKS:
-        for notes, found in tries.run(added, n, LENGTH, where=f"N={n}", standing=(RESULT,)):
+        for notes, found in tries.run(added, n, LENGTH, where=f"N={n}", unbroken=(RESULT,)):
             notes.look(RESULT, _wrong_sum(found, LENGTH), f"{n} ranks, all equal")
             look_at_calls(notes, found, "{}", "rank 0")
             largest, smallest = 4 * -(-LENGTH // n), 4 * (LENGTH // n)
@@ -53,7 +53,7 @@ def ring_all_reduce(tries: Tries) -> None:
             look_at_time(notes, found, limit)
 
 
-def _uneven(found: Found) -> str:
+def _uneven(found: Outcome) -> str:
     """By how much messages differ, in words, if that is more than one element."""
     sizes = found.report.collectives["payload_bytes"]
     more = int(sizes.max() - sizes.min()) // 4 if len(sizes) else 0
@@ -72,7 +72,7 @@ def term(seed: int, rank: int, length: int) -> np.ndarray:
     return np.random.default_rng([seed, rank]).standard_normal(length, dtype=np.float32)
 
 
-def _wrong_sum(found: Found, length: int) -> str:
+def _wrong_sum(found: Outcome, length: int) -> str:
     n = len(found.results)
     terms = [term(found.seed, rank, length) for rank in range(n)]
     total = sum(one.astype("float64") for one in terms)
@@ -104,7 +104,7 @@ def _wrong_sum(found: Found, length: int) -> str:
 def hierarchical_all_reduce(tries: Tries) -> None:
     for nodes, k in NODES:
         n, size = nodes * k, 4 * EVEN
-        how = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "standing": (RESULT,)}
+        how = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "unbroken": (RESULT,)}
         for notes, found in tries.run(added, n, EVEN, k, **how):
             notes.look(RESULT, _wrong_sum(found, EVEN), f"{n} ranks, all equal")
             between = 2 * (nodes - 1) * size // n

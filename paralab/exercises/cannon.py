@@ -16,7 +16,7 @@ from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
 from paralab.exercises.summa import SCALARS, SHAPES, at, blocks, wrong_block
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
 GROUP_GRIDS = (2, 3)
@@ -134,7 +134,7 @@ def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     return found
 
 
-def _far(run: Found, q: int) -> Iterator[str]:
+def _far(run: Outcome, q: int) -> Iterator[str]:
     """Messages that are not to a neighbour, nor to where the first of the row or column went."""
     calls, name = run.report.collectives, at(q)
     for (rank, _), sends in calls[calls["op"] == "send"].groupby(["rank", "phase"]):
@@ -150,7 +150,7 @@ def _far(run: Found, q: int) -> Iterator[str]:
                 yield f"{said}, {' or '.join(dict.fromkeys(map(name, legal)))}"
 
 
-def _wrong(run: Found, number: int, q: int) -> str:
+def _wrong(run: Outcome, number: int, q: int) -> str:
     """The first rank whose block of Y is wrong, in words, or "". A mistake in the moves is named if
     it explains the blocks of all ranks: on some ranks several mistakes have the same result.
     """

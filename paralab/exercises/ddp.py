@@ -59,7 +59,7 @@ GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = REQUIRED
 def my_ddp(tries: Tries) -> None:
     small = sync.look_at_training(tries, trained, BUCKET)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
-    size, right = 4 * sum(sizes), {"limit": TIME, "standing": (GRADIENTS, WEIGHTS)}
+    size, right = 4 * sum(sizes), {"limit": TIME, "unbroken": (GRADIENTS, WEIGHTS)}
     for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, **right):
         if wrong := first(found["wrong"]):
             notes.look(GRADIENTS, wrong, "")

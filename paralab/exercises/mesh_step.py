@@ -16,7 +16,7 @@ from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, reference, torch, watched
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes
 from paralab.model.step import Step
 from paralab.spec import ModelSpec, Plan
@@ -91,7 +91,7 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
     return {"norms": norms, "weights": weights, "right": right, "order": "".join(order)}
 
 
-def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
+def _look(notes: Notes, found: Outcome, model: ModelSpec, plan: Plan) -> None:
     where, old = notes.where, OLD * model.num_params**0.5
     steps, mine = found["right"][0]
     by_turns = found["order"][0].startswith("FB")

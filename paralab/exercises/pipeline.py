@@ -18,7 +18,7 @@ from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, as_many, first
 from paralab.exercises.warmup import BACKWARD_FIRST, LAST_FIRST, lists_of
 from paralab.model.step import Step
@@ -151,7 +151,7 @@ def _checksum(tensor: Any) -> int:
     return zlib.crc32(tensor.detach().numpy().tobytes())
 
 
-def _look(notes: Notes, found: Found, run: Run) -> None:
+def _look(notes: Notes, found: Outcome, run: Run) -> None:
     from paralab.theory.schedule_check import peak_live
 
     _, p, m, v = run

@@ -15,7 +15,7 @@ from paralab.exercises import zero3
 from paralab.exercises.ddp import replayed
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import torch
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, ms
 from paralab.spec import Cluster, Link
 
@@ -72,7 +72,7 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, floa
     return found
 
 
-def _look(notes: Notes, found: Found) -> None:
+def _look(notes: Notes, found: Outcome) -> None:
     for step, (out, right, fixed) in enumerate(found.results[0]):
         wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; "
         wrong += zero3.FIXED if abs(out - fixed) < 1e-4 * fixed else f"{EARLY}, or with wrong ones"

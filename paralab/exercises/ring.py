@@ -13,7 +13,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, first
 from paralab.spec import Cluster, Link
 from paralab.theory.traffic import POINT_TO_POINT
@@ -38,7 +38,7 @@ RESULT, CALLS, BYTES, MEMORY, TIME = REQUIRED
 def all_gather_half(tries: Tries) -> None:
     chunk = 4 * CHUNK
     for n in RANKS:
-        for notes, found in tries.run(hand_round, n, where=f"n={n}", standing=(RESULT,)):
+        for notes, found in tries.run(hand_round, n, where=f"n={n}", unbroken=(RESULT,)):
             notes.look(RESULT, _wrong_chunk(found), "every chunk on every rank")
             look_at_calls(notes, found, "group.{}", "each rank")
             notes.bytes(BYTES, found.sent(), (n - 1) * chunk)
@@ -65,7 +65,7 @@ def chunks(n: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, n]).random((n, CHUNK), dtype=np.float32)
 
 
-def _wrong_chunk(found: Found) -> str:
+def _wrong_chunk(found: Outcome) -> str:
     n = len(found.results)
     right = chunks(n, found.seed)
 
@@ -86,7 +86,7 @@ def _wrong_chunk(found: Found) -> str:
 
 
 # ---- limits that every ring has ------------------------------------------------------------------
-def look_at_calls(notes: Notes, found: Found, named: str, by: str) -> None:
+def look_at_calls(notes: Notes, found: Outcome, named: str, by: str) -> None:
     """Only sends and receives between neighbours.
 
     named  how a call reads in the answer: "group.{}"
@@ -108,7 +108,7 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
     return f"rank {rank} does a {op} {way} rank {peer}, no neighbour of it"
 
 
-def look_at_time(notes: Notes, found: Found, most: float) -> None:
+def look_at_time(notes: Notes, found: Outcome, most: float) -> None:
     """The recorded calls, replayed on `CLUSTER` with computing free, in at most so many seconds."""
     time = found.report.replay(CLUSTER, compute=0.0).step_time
     notes.at_most(TIME, time, most, lambda seconds: f"{1e6 * seconds:.1f} µs")

@@ -19,7 +19,7 @@ from typing import Any
 from paralab.exercises.diagnose import Known, first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import as_many, first
 
 GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
@@ -104,7 +104,7 @@ def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
     return [draw.standard_normal((q, q, *shape), dtype=np.float32) for shape in shapes]
 
 
-def wrong_block(found: Found, name: str, number: int, q: int, known: Known | None = None) -> str:
+def wrong_block(found: Outcome, name: str, number: int, q: int, known: Known | None = None) -> str:
     """The first rank whose block of ``name`` is wrong, in words, or "". known: the mistakes of
     another algorithm than SUMMA.
     """

@@ -16,7 +16,7 @@ from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.one_process import LR, of_one_process
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
@@ -46,7 +46,7 @@ def look_at_training(
     small: list[tuple[Notes, str]] = []
     largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
     for limit, (steps, ranks) in RUNS.items():
-        how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
+        how = {"limit": limit, "unbroken": (GRADIENTS,)}  # wrong ones make wrong weights
         for notes, found in tries.run(work, ranks, steps, limit, memory=False, **how):
             right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
             sent, most = found.sent("data"), 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
@@ -78,7 +78,7 @@ def _small(calls: Any, bucket_bytes: float) -> str:
     return next((said.format(size, bucket_bytes) for size in small), "")
 
 
-def _mistakes(found: Found) -> dict[str, dict[str, Any]]:
+def _mistakes(found: Outcome) -> dict[str, dict[str, Any]]:
     n, mistakes = len(found.results), {}
     for rank, own in enumerate(found["own"]):
         for words, factor in (("", 1), (f" divided by {n}", n)):

@@ -16,7 +16,7 @@ from paralab.exercises import pairs
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
 RANKS = (2, 3, 4)
@@ -130,7 +130,7 @@ def check(kind: str, limits: Collection[str], tries: Tries) -> None:
                 notes.memory(WEIGHTS, found["held"], part + SCALARS, words)
 
 
-def _wrong(found: Found, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:
+def _wrong(found: Outcome, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:
     t, whole = len(found.results), name in ("z", "later", "x")
     tokens = f"{pairs.SEQ - pairs.LATER} of the {pairs.SEQ} tokens"
     later = f"the result of a second forward, of {tokens}"

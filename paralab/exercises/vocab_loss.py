@@ -14,7 +14,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
 RANKS = (2, 4)
@@ -89,7 +89,7 @@ def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, 
     return loss, share / len(z)
 
 
-def _wrong(found: Found, limit: str) -> str:
+def _wrong(found: Outcome, limit: str) -> str:
     t, (logits, targets) = len(found.results), given(found.seed)
     which, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
     whole = of_one_device(logits, targets)

@@ -15,7 +15,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 
 RANKS = (2, 3, 4)
 PSI = 50_002  # elements: 2 divides it, 3 and 4 do not
@@ -39,7 +39,7 @@ def zero_step(tries: Tries) -> None:
     for n in RANKS:
         part = 4 * -(-PSI // n)  # bytes of each of n equal parts that hold all of Psi
         copy = n * part
-        for notes, found in tries.run(train, n, where=f"N={n}", standing=(RESULT,)):
+        for notes, found in tries.run(train, n, where=f"N={n}", unbroken=(RESULT,)):
             notes.look(RESULT, _wrong_step(found, n), "all Ψ, on every rank")
 
             for step in range(STEPS):
@@ -95,7 +95,7 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
     return parameters, gradients
 
 
-def _wrong_step(found: Found, n: int) -> str:
+def _wrong_step(found: Outcome, n: int) -> str:
     right, gradients = of_one_process(found.seed, n)
     for step, (before, after) in enumerate(pairwise(right)):
         plain = before - SETTINGS[n][0] * gradients[step]
