@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Text, Tries, exercise
-from paralab.exercises.questions import given
+from paralab.exercises.questions import plain_answers
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.parallel.schedules import Action, Schedule, actions
 
@@ -91,7 +91,7 @@ REQUIRED = {
 
 @exercise(Takes(kind="a dict {patient: lists}"), required=REQUIRED, patients=PATIENTS)
 def deadlock_clinic(tries: Tries) -> None:
-    for notes, fixed in given(tries):
+    for notes, fixed in plain_answers(tries):
         found = [_lists(fixed.get(patient.name)) for patient in PATIENTS]
         if [lists for lists, _ in found] == [actions(patient.lists) for patient in PATIENTS]:
             notes.end(NOT_STARTED)

@@ -19,7 +19,7 @@ from paralab.checks import shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.memory_patients import PATIENTS, Patient
-from paralab.exercises.questions import given
+from paralab.exercises.questions import plain_answers
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.interpret import quick
 from paralab.spec import Plan
@@ -45,7 +45,7 @@ REQUIRED = {
     patients=PATIENTS,
 )
 def memory_clinic(tries: Tries) -> None:
-    for notes, treatment in given(tries):
+    for notes, treatment in plain_answers(tries):
         found = [treatment.get(patient.name) for patient in PATIENTS]
         if all(pair == ("", {}) for pair in found):
             notes.end(NOT_STARTED)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.unaided import close, ended, untraced
+from paralab.exercises.unaided import bounded, close, untraced
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
@@ -103,7 +103,7 @@ def plans(
     CASES = ()  # on this rank, which ends soon, and has no use for the best plans
     close()
     note = watch.group.context.note
-    return [ended(lambda case=case: _planned(answer[0], case, note)) for case in cases]
+    return [bounded(lambda case=case: _planned(answer[0], case, note)) for case in cases]
 
 
 def _planned(

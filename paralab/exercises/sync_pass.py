@@ -13,7 +13,7 @@ from paralab.exercises.ddp import CLUSTER as NETWORK
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
 from paralab.exercises.sync import PADDING, RANKS
-from paralab.exercises.unaided import ended
+from paralab.exercises.unaided import bounded
 from paralab.exercises.verdict import ms
 from paralab.interpret.predict import predict
 from paralab.programs.instructions import BACKWARD, COLLECTIVES, WAIT
@@ -64,10 +64,10 @@ def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     from paralab.interpret.text import program
 
     plan = PLAN.replace(passes=answer)
-    text, trouble = ended(lambda: program(MODEL, plan))
+    text, trouble = bounded(lambda: program(MODEL, plan))
     if trouble or text.refusal:
         return {"refusal": trouble or text.refusal}
-    other, trouble = ended(lambda: program(MODEL, plan.replace(**OTHER)))
+    other, trouble = bounded(lambda: program(MODEL, plan.replace(**OTHER)))
     if trouble or other.refusal:
         settings = ", ".join(f"{name}={value}" for name, value in OTHER.items())
         return {"refusal": f"with {settings}: {trouble or other.refusal}"}
