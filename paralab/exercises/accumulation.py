@@ -118,8 +118,8 @@ def _look(notes: Notes, step: Step) -> None:
     for position, (limit, (right, known)) in enumerate(
         {LOSS: step.loss(), NORM: step.norm()}.items()
     ):
-        how = {"what": ", detached or by .item()", "tolerance": TOLERANCE}
-        wrong = pair or wrong_number(step.returned[position], right, known, show, **how)
+        settings = {"what": ", detached or by .item()", "tolerance": TOLERANCE}
+        wrong = pair or wrong_number(step.returned[position], right, known, show, **settings)
         notes.look(limit, wrong, show(right))
 
     right_weights, mistakes = step.weights()

@@ -56,8 +56,8 @@ def ring_all_reduce(tries: Tries) -> None:
 def _uneven(outcome: Outcome) -> str:
     """By how much the sizes of messages differ, in words; "" for no more than one element."""
     sizes = outcome.report.collectives["payload_bytes"]
-    more = int(sizes.max() - sizes.min()) // 4 if len(sizes) else 0
-    return f"in chunks that differ by {more:,} elements, more than one" if more > 1 else ""
+    spread = int(sizes.max() - sizes.min()) // 4 if len(sizes) else 0
+    return f"in chunks that differ by {spread:,} elements, more than one" if spread > 1 else ""
 
 
 def summed(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def _wrong_sum(outcome: Outcome, length: int) -> str:
 def hierarchical_all_reduce(tries: Tries) -> None:
     for nodes, k in NODES:
         n, size = nodes * k, 4 * EVEN
-        how = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "unbroken": (RESULT,)}
-        for notes, outcome in tries.run(summed, n, EVEN, k, **how):
+        settings = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "unbroken": (RESULT,)}
+        for notes, outcome in tries.run(summed, n, EVEN, k, **settings):
             notes.look(RESULT, _wrong_sum(outcome, EVEN), f"{n} ranks, all equal")
             between = 2 * (nodes - 1) * size // n
             notes.bytes(BETWEEN, outcome.sent(level="inter"), between, "to other nodes")

@@ -114,13 +114,13 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
 
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> Mistakes:
     """(words, days) of the known mistakes."""
-    how = {"tokens": tokens, "devices": devices, "flops": flops}
-    right = needs.training_days(model, **how)
+    settings = {"tokens": tokens, "devices": devices, "flops": flops}
+    right = needs.training_days(model, **settings)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
     low = f"{100 * (1 - eq4 / right):.1f} % too low"
     said = f"that is 8 Ψ for every token, {low}: it leaves out attention's scores and counts the "
     yield f"{said}head as if it were a block", eq4
-    yield "yours recomputes nothing", needs.training_days(model, **how, recompute=False)
+    yield "yours recomputes nothing", needs.training_days(model, **settings, recompute=False)
     yield f"that is 6 Ψ for every token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
     yield "those are hours", right * 24
@@ -134,8 +134,8 @@ def shares(
     model: ModelSpec, samples: int, seconds: float, devices: int, peak: float
 ) -> dict[str, tuple[float, Mistakes]]:
     """{limit: (right share, known mistakes)} of a step with its blocks recomputed."""
-    of = {"seconds": seconds, "devices": devices, "peak": peak}
-    mfu, hfu = training.utilisation(model, samples, recompute="full", **of)
+    settings = {"seconds": seconds, "devices": devices, "peak": peak}
+    mfu, hfu = training.utilisation(model, samples, recompute="full", **settings)
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
     known_mfu = [
         ("that is HFU: recomputed FLOPs bring the training no further", hfu),

@@ -32,13 +32,13 @@ TIMED = ModelSpec.preset("laptop")
 TIMED_BUCKET = 512 * 1024
 BACKWARDS = 3  # a later one shows what an earlier one leaves in memory, or sums again
 BACKWARD_S = 12e-3
-CALL_S, LINK = 0.25e-3, Link(alpha=0.25e-3, bandwidth=625e6)  # α of a call, not a message
+CALL_S, LINK = 0.25e-3, Link(alpha=0.25e-3, bandwidth=625e6)
 CLUSTER = Cluster(
     name="5 Gbit/s",
     flops=1e12,
     memory_bandwidth=1e11,
     intra=LINK,
-    collectives={
+    collectives={  # with an α that makes a call cost CALL_S, whatever its number of messages
         op: LINK.replace(alpha=CALL_S / messages(op, RANKS))
         for op in ("all_reduce", "all_gather", "reduce_scatter")
     },

@@ -70,7 +70,7 @@ def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str
 
 
 def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: str) -> Mistakes:
-    """(what was done, the bytes it gives) of the mistakes that are made with one category."""
+    """(words, bytes) of the known mistakes with one category."""
     right = right_bytes(spec, b, n, stage, precision)[state]
     psi, w, tensors = spec.num_params, 4 if precision == "fp32" else 2, len(spec.parameter_shapes())
     if state == "activations":

@@ -21,7 +21,7 @@ REPR_WIDTH = 110
 def guess(question: str, *, low: float, high: float, unit: str = "", decimals: int = 1) -> Guess:
     """Ask for a number before the experiment shows it.
 
-    question       what the number means
+    question       what the number is, in words
     low, high      ends of the slider, in ``unit``
     unit           "MB", "%", or "" for a plain number
     decimals       digits after the point, of everything that is shown

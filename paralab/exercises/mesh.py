@@ -29,7 +29,7 @@ REQUIRED = {
 PLACE, MEMBERS, CALLS = REQUIRED
 
 
-class Made(NamedTuple):
+class PlayedGroup(NamedTuple):
     """Stands for the group that `new_group` returns to a member. at: the rank that is played"""
 
     ranks: tuple[int, ...]
@@ -71,8 +71,8 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
     core = dist.distributed_c10d
     ranks_of = core._world.pg_group_ranks
 
-    def group(ranks: Any) -> Made:
-        made = Made(tuple(sorted(map(int, ranks))), rank)
+    def group(ranks: Any) -> PlayedGroup:
+        made = PlayedGroup(tuple(sorted(map(int, ranks))), rank)
         ranks_of[made] = {other: position for position, other in enumerate(made.ranks)}
         return made
 
@@ -102,7 +102,9 @@ def _no_mesh(*_: Any, **__: Any) -> None:
 def _read(value: Any) -> Any:
     """What an answer returns, as plain values: (coordinates, {axis: ranks})."""
     where, groups = value
-    kept = {k: one.ranks if isinstance(one, Made) else None for k, one in dict(groups).items()}
+    kept = {
+        k: one.ranks if isinstance(one, PlayedGroup) else None for k, one in dict(groups).items()
+    }
     return plain(dict(where)), plain(kept)
 
 

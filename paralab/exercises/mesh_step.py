@@ -47,8 +47,8 @@ NORM, WEIGHTS, ORDER, BYTES = REQUIRED
 )
 def mesh_step(tries: Tries) -> None:
     for model, plan in CUTS:
-        how = {"where": f"dp={plan.dp}, pp={plan.pp}", "memory": False}
-        for notes, outcome in tries.run(stepped, plan.world_size, model, plan, **how):
+        settings = {"where": f"dp={plan.dp}, pp={plan.pp}", "memory": False}
+        for notes, outcome in tries.run(stepped, plan.world_size, model, plan, **settings):
             _look(notes, outcome, model, plan)
 
 
@@ -109,8 +109,10 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
-        own = {name: size for size, names in zip(stages, weights, strict=True) for name in names}
-        known = known_weights(before.weights, right.gradients, norm, own, CLIPS[step])
+        norm_of = {
+            name: size for size, names in zip(stages, weights, strict=True) for name in names
+        }
+        known = known_weights(before.weights, right.gradients, norm, norm_of, CLIPS[step])
         wrong = first_wrong_tensor(weights, right.weights, start=before.weights, known=known)
         notes.where = f"{where}, step {step + 1}"
         notes.each(WEIGHTS, wrong)
@@ -123,9 +125,9 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
 
 def required_bytes(plan: Plan, rank: int, psi: int, model: ModelSpec) -> int:
     """Bytes that a rank sends in a step, without scalars. psi: bytes of its stage's gradients"""
-    at, d = plan.place(rank).pp, plan.dp
+    stage, d = plan.place(rank).pp, plan.dp
     message = 4 * plan.microbatch_size * model.seq_len * model.hidden
-    messages = plan.microbatches * message * ((at > 0) + (at < plan.pp - 1))
+    messages = plan.microbatches * message * ((stage > 0) + (stage < plan.pp - 1))
     return messages + 2 * (d - 1) * psi // d
 
 
@@ -150,19 +152,25 @@ def known_weights(
 
 
 def known_norms(
-    right: float, own: float, added: float, mine: float, old: float, plan: Plan, most: float
+    right: float,
+    own: float,
+    sum_of_norms: float,
+    one_pipeline: float,
+    stale: float,
+    plan: Plan,
+    most: float,
 ) -> Mistakes:
     """(words, norm) of the known mistakes.
 
-    own, added  the norm of this rank's stage, and the sum of the norms of all stages
-    mine, old   the norm on the first pipeline's samples, and of the gradients before the first step
-    most        max_norm
+    own, sum_of_norms    the norm of this rank's stage, the sum of the norms of all stages
+    one_pipeline, stale  the norm on the first pipeline's samples, that of the old gradients
+    most                 max_norm
     """
     d, m = plan.dp, plan.microbatches
     unreduced = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
     return [
-        *(("old gradients were not set to zero", old * times) for times in (1, d)),
-        *((unreduced, mine / share) for share in (1, d)),
+        *(("old gradients were not set to zero", stale * times) for times in (1, d)),
+        *((unreduced, one_pipeline / share) for share in (1, d)),
         ("that is the norm of this stage alone: sum squares over pp, and wait for it", own),
         ("it is the norm after clipping", min(right, most)),
         ("every parameter is counted once for each data-parallel rank", right * d**0.5),
@@ -170,7 +178,7 @@ def known_norms(
         ("the loss is not divided by the number of micro-batches", right * m),
         ("the loss is divided neither by m nor by dp", right * m * d),
         ("gradients are averaged twice over dp", right / d),
-        ("norms are added, not squares", added),
+        ("norms are added, not squares", sum_of_norms),
         ("squares are averaged over the stages, not added", right / plan.pp**0.5),
         ("that is the square of the norm", right**2),
     ]

@@ -29,8 +29,8 @@ def of_one_process(model: ModelSpec, *, ranks: int, lr: float = LR, **batch: int
     the "microbatches" of each rank, and their "microbatch_size".
     """
     batch["microbatches"] *= ranks
-    how = {"optimizer": "sgd", "lr": lr, "steps": 3}
-    return launch(_trained, ranks=1, args=(model, how | batch))[0]
+    settings = {"optimizer": "sgd", "lr": lr, "steps": 3}
+    return launch(_trained, ranks=1, args=(model, settings | batch))[0]
 
 
 def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
@@ -44,8 +44,8 @@ def look_at_run(
     "gradients" of the last step, "weights" after it. Returns the report, or None if the run fails,
     which is noted in the first limit.
     """
-    how = {"optimizer": "sgd", "lr": LR, "strict": True, "keep_state": True, "progress": False}
-    report, trouble = launched(run, model, plan, steps=steps, timeout=timeout, **how)
+    settings = {"optimizer": "sgd", "lr": LR, "strict": True, "keep_state": True, "progress": False}
+    report, trouble = launched(run, model, plan, steps=steps, timeout=timeout, **settings)
     if trouble:
         notes.end(trouble, limit=limits[0])
         return None

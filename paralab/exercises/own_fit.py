@@ -70,7 +70,7 @@ def right(rows: Rows, rate: Callable[[Rows], float] = geometric) -> tuple[float,
 
 def known(rows: Rows, place: int) -> Mistakes:
     """(words, number) of the known mistakes with number ``place`` of `LIMITS`."""
-    found, (seen, unseen) = right(rows), errors(rows, geometric)
+    numbers, (seen, unseen) = right(rows), errors(rows, geometric)
     for words, rate in (
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
         ("all FLOPs over all device seconds", of_all),
@@ -79,12 +79,12 @@ def known(rows: Rows, place: int) -> Mistakes:
     ):
         yield f"that is with {words}", right(rows, rate)[place]
     if place:
-        yield "that is in per cent", 100 * found[place]
+        yield "that is in per cent", 100 * numbers[place]
     else:
-        yield "that is in TFLOP/s", found[place] / 1e12
+        yield "that is in TFLOP/s", numbers[place] / 1e12
     yield "errors with their signs cancel each other", (0.0, fmean(seen), fmean(unseen))[place]
     yield "that is of the rate, not of the seconds", fmean(abs(1 / (1 + one) - 1) for one in seen)
-    yield "that is the error in sample: the row helped to fit its own rate", found[1]
+    yield "that is the error in sample: the row helped to fit its own rate", numbers[1]
     yield "a row that equals it is another one, and belongs to the others", _by_unequal_rows(rows)
     yield "the product of many rates overflows: add their logarithms", math.inf
     largest = max(map(abs, unseen if place == 2 else seen))

@@ -75,9 +75,9 @@ def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes
     sbh, scores = s * b * h, model.heads * s * s * b
     block, head = 64 * sbh + 4 * scores, 8 * sbh + 4 * s * b * model.vocab
     saved = model.layers * block + head
-    both = 16 * psi + saved
-    why = "which are not there at once" if both > right else "but no temporary tensors"
-    yield f"model states and all activations, {why}", both
+    all_at_once = 16 * psi + saved
+    why = "which are not there at once" if all_at_once > right else "but no temporary tensors"
+    yield f"model states and all activations, {why}", all_at_once
     yield "the model states alone; temporary tensors are missing", 16 * psi
     yield "from the second micro-batch on all gradients are there", of_one
     yield "weights and moments alone", 12 * psi

@@ -45,10 +45,8 @@ ORDER = "messages of two ranks are matched in the order in which they are sent, 
 NO_OTHER = "no other group"
 HEAD, ROOM = 128, 2**20  # bytes: of a message's header; behind a receive, for a longer message
 OURS = str(Path(__file__).parents[1])
-BELOW = (
-    OURS,
-    torch._ops.__file__,
-)  # files of the frames between torch.distributed's function and `LateCalls`
+# Files of the frames between a function of torch.distributed and `LateCalls`.
+BELOW = OURS, torch._ops.__file__
 
 
 class WrongGroups(Exception):
@@ -139,10 +137,7 @@ class LateCalls:
             dist.Work.is_completed = lambda work: True  # gloo never reports a message as completed
             undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
             dist.group.WORLD = self.watch.group.process_group
-            core, made_by = (
-                dist.distributed_c10d,
-                "_new_group_with_tag",
-            )  # every new group is made by it
+            core, made_by = dist.distributed_c10d, "_new_group_with_tag"  # for any new group
             undo.callback(setattr, core, made_by, core._new_group_with_tag)
             core._new_group_with_tag = functools.partial(self._new_group, core._new_group_with_tag)
             yield

@@ -232,11 +232,11 @@ def wrong_number(
         return f"required: a number{what}, yours is {shown(yours)}"
     if math.isclose(yours, right, rel_tol=tolerance):
         return ""
-    both = [show(right), show(yours)]
-    if both[0] == both[1]:
+    texts = [show(right), show(yours)]
+    if texts[0] == texts[1]:
         digits = 17 if f"{right:,.12g}" == f"{yours:,.12g}" else 12
-        both = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
-    message = f"required: {both[0]}, yours {both[1]}"
+        texts = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
+    message = f"required: {texts[0]}, yours {texts[1]}"
     near = [
         (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
     ]

@@ -57,7 +57,7 @@ def streamed_optimizer(tries: Tries) -> None:
         wrong = f"{result['files']:,} bytes, required: {states:,}"
         notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
         held = max(*result["peaks"], *result["arrays"][1:])  # a first step may import a module
-        most = 4 * COPIES * UNIT + SCALARS  # Python's own objects are in it: a few bytes
+        most = 4 * COPIES * UNIT + SCALARS  # `held` includes Python's own objects, a few bytes
         wrong = f"it has {held:,} bytes at once, required: at most {most:,}"
         notes.look(PEAK, wrong if held > most else "", "no more than that")
         words = f"keeps {{held}} bytes in memory, all states have {states:,}"
@@ -71,7 +71,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     settings = settings_of(seed)
     adam = torch.optim.AdamW(reference_gpt.parameters(), foreach=False, **settings)
     result: dict[str, Any] = {"wrong": "", "peaks": [], "arrays": [], "files": 0}
-    tracemalloc.start()  # it sees NumPy's arrays; to stop it while gloo allocates crashes
+    tracemalloc.start()  # NumPy reports arrays to it; to stop it while gloo allocates crashes
     with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
         optimizer = answer[0](list(named.values()), folder, **settings, unit=UNIT)
         for step in range(STEPS):

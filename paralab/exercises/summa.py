@@ -131,20 +131,20 @@ def wrong_block(
     def mistakes(rank: int) -> list:
         alone, (i, j) = named(rank, mixed, "it is the one term "), places[rank]
         if name == "y":
-            other = sum(x[a, j] @ w[i, a] for a in range(q))
-            return [*alone, ("X went along the columns and W along the rows", other)]
+            swapped = sum(x[a, j] @ w[i, a] for a in range(q))
+            return [*alone, ("X went along the columns and W along the rows", swapped)]
         lines, step, line_sums = ("column", "row"), j, right[i * q : i * q + q]
-        other = sum(dy[a, j] @ w[i, j].T for a in range(q))
-        own = [dy[i, j] @ w[a, j].T for a in range(q)]
+        swapped = sum(dy[a, j] @ w[i, j].T for a in range(q))
+        addends = [dy[i, j] @ w[a, j].T for a in range(q)]
         if name == "dw":
             lines, step, line_sums = ("row", "column"), i, right[j::q]
-            other = sum(x[i, j].T @ dy[i, a] for a in range(q))
-            own = [x[i, a].T @ dy[i, j] for a in range(q)]
-        sums = [sum(own), sum(line_sums)]  # of the rank's own terms, and of all, by an all-reduce
-        own[step] = right[rank]
+            swapped = sum(x[i, j].T @ dy[i, a] for a in range(q))
+            addends = [x[i, a].T @ dy[i, j] for a in range(q)]
+        sums = [sum(addends), sum(line_sums)]  # of its own terms; of all, as by an all-reduce
+        addends[step] = right[rank]
         said = f"it added what every step gave; its block is that of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)
-        return [*alone, (crossed, other), *((said, block) for block in (*sums, sum(own)))]
+        return [*alone, (crossed, swapped), *((said, block) for block in (*sums, sum(addends)))]
 
     return first_wrong(
         f"block of {LETTERS[name]}",

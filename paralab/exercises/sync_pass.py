@@ -50,8 +50,8 @@ def sync_pass(tries: Tries) -> None:
             continue
         notes.look(PROGRAM, "", f"{result['length']} instructions")
         plan = PLAN.replace(passes=outcome.answer)
-        how = {"steps": STEPS, "timeout": tries.timeout}
-        report = look_at_run(notes, (GRADIENTS, WEIGHTS), MODEL, plan, **how)
+        settings = {"steps": STEPS, "timeout": tries.timeout}
+        report = look_at_run(notes, (GRADIENTS, WEIGHTS), MODEL, plan, **settings)
         if report is None:
             continue
         most = int(PADDING * 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params)

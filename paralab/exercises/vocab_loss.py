@@ -21,7 +21,7 @@ RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512
 LARGE = 200.0  # added to every logit of a third of the tokens
 ALONE = 90.0  # one logit of another third of the tokens: exp(90) overflows, exp(-90) is above 0
-COPIES, SCALARS = 5, 6 * 8 * TOKENS  # of the rank's own logits; bytes of numbers per token
+COPIES, SCALARS = 5, 6 * 8 * TOKENS  # copies of the rank's logits; bytes of a few numbers per token
 
 REQUIRED = {
     "loss": "t = 2, 4: the mean over the tokens, on every rank, of logits up to 200 too",
@@ -36,15 +36,15 @@ LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = REQUIRED
 @exercise(Takes("vocab_parallel_loss(logits, targets)"), required=REQUIRED)
 def vocab_parallel_loss(tries: Tries) -> None:
     for t in RANKS:
-        own, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
+        own_logits, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
         for notes, outcome in tries.run(loss_and_back, t, where=f"t={t}"):
             for limit in (LOSS, GRADIENT):
                 wrong = _wrong(outcome, limit) or first(outcome["changed"]) * (limit == LOSS)
                 notes.look(limit, wrong, "right, on every rank")
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
                 notes.bytes(limit, outcome.sent(limit), allowed, f"in {limit[7:]}", least=0)
-            words = f"holds {{held}} bytes in addition to its logits, which are {own:,}"
-            notes.memory(MEMORY, outcome["peak"], COPIES * own + SCALARS, words)
+            words = f"holds {{held}} bytes in addition to its logits, which are {own_logits:,}"
+            notes.memory(MEMORY, outcome["peak"], COPIES * own_logits + SCALARS, words)
 
 
 def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -52,17 +52,17 @@ def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     targets; "changed", the first of these that the answer changes, in words.
     """
     logits, targets = drawn(seed)
-    own = np.split(logits, watch.group.size, axis=1)[watch.group.index].copy()
-    own, targets = torch.from_numpy(own).requires_grad_(), torch.from_numpy(targets)
-    watch.label, lent = FORWARD, watched.Lent(logits=own, targets=targets)
+    own_logits = np.split(logits, watch.group.size, axis=1)[watch.group.index].copy()
+    own_logits, targets = torch.from_numpy(own_logits).requires_grad_(), torch.from_numpy(targets)
+    watch.label, lent = FORWARD, watched.Lent(logits=own_logits, targets=targets)
     with watch.section() as section:
-        loss = answer[0](own, targets)
+        loss = answer[0](own_logits, targets)
         value = watched.array(loss).reshape(-1)
         watch.label = BACKWARD
         (loss * 3).backward()
-    if own.grad is None:
+    if own_logits.grad is None:
         raise ValueError("the logits have no gradient after backward")
-    rest = {"gradient": watched.array(own.grad) / 3, "changed": lent.changed()}
+    rest = {"gradient": watched.array(own_logits.grad) / 3, "changed": lent.changed()}
     return {"loss": value, "peak": section.peak, **rest}
 
 

@@ -120,7 +120,7 @@ class Section:
         self.peak = max(self.watch.peak, self.watch.live) - self.before
 
     def now(self) -> int:
-        gc.collect()  # tensors in reference cycles are not counted
+        gc.collect()  # frees unreachable tensors in reference cycles
         self.watch._settle()
         return self.watch.live - self.before
 

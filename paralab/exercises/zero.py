@@ -65,10 +65,10 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     gradients = [torch.from_numpy(drawn(seed, n, rank, t)) for t in range(STEPS)]
     after, kept = torch.empty(STEPS, PSI), 0
     with watch.section() as section:
-        mine = answer[0](parameters, lr=lr, momentum=momentum)
+        optimizer = answer[0](parameters, lr=lr, momentum=momentum)
         for step, gradient in enumerate(gradients):
             watch.label = f"step {step}"
-            mine.step(gradient)
+            optimizer.step(gradient)
             if parameters.shape != (PSI,):
                 raise ValueError(f"the parameters have shape {tuple(parameters.shape)} now")
             after[step] = parameters.detach()

@@ -101,7 +101,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     kept = peak = gathered = 0
     with watch.section() as all_of_it:
         gpt = reference.GPT(MODEL)
-        mine = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=RATES[group.size])
+        zero = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=RATES[group.size])
         for step in range(steps):
             batches = reference.batches(MODEL, step=step, **shard, **BATCH)
             before = all_of_it.now()
@@ -112,11 +112,11 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
                     gathered = gathered or watch.live - in_step.before
                     loss.backward()
                     del loss
-                mine.step()
+                zero.step()
                 watch.label = "afterwards"
             peak, kept = max(peak, in_step.peak), max(kept, before, all_of_it.now())
             del batches
-        mine.gather()
+        zero.gather()
         if (lost := watched.freed(list(gpt.parameters()))) is not None:
             raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
         weights = watched.arrays(gpt)
