@@ -34,7 +34,7 @@ class Patient:
 
     lists   the actions of each rank, in order, as text
     moves   the number of moves that is enough to repair it
-    story   the schedule that was meant
+    story   the schedule that was meant, in words
     """
 
     name: str

@@ -34,7 +34,7 @@ from paralab.version import __version__
 
 RUNGS = ("warm-up", "implement", "go further")  # of a lab's exercises, in their order
 DEFINED_S = 60.0  # seconds for the cells of one answer
-JUDGED_S = 600.0  # for the check of one answer, whose launches end long before
+JUDGED_S = 600.0  # seconds for the check of one answer, whose launches end long before
 
 
 def read(path: Any, exercises: Sequence[Exercise]) -> Notebook:

@@ -24,7 +24,7 @@ class Patient:
 
     story   what was expected, and what was seen
     met     public issues in which people report it
-    fewer   the same plan on fewer devices
+    fewer   the plan on fewer devices with which it is compared
     drop    per cent by which a treatment has to lower the peak
     cures   the most settings that a treatment may change
     """

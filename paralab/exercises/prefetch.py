@@ -22,7 +22,7 @@ from paralab.spec import Cluster, Link
 TRAINED = {3: 2}  # ranks: steps
 RANKS, STEPS, UNITS = 2, 2, 6
 SIZES = (3000, 1000)  # elements of each tensor of a unit: N divides their sum
-MESSAGE_S, FORWARD_S, BACKWARD_S = 4e-3, 5e-3, 10e-3  # of a unit
+MESSAGE_S, FORWARD_S, BACKWARD_S = 4e-3, 5e-3, 10e-3  # seconds per unit
 SENT = 4 * sum(SIZES) * (RANKS - 1) // RANKS  # bytes by a rank in a gather or a reduce-scatter
 LINK = Link(alpha=0.0, bandwidth=SENT / MESSAGE_S)
 CLUSTER = Cluster(name="timed units", flops=1e12, memory_bandwidth=1e12, intra=LINK)

@@ -25,7 +25,7 @@ from paralab.exercises.verdict import as_many, first
 GRIDS = (2, 4)  # q; up to 3 the own block and two received ones make a whole row
 SHAPES = ((40, 48, 6), (6, 48, 40))  # m, k, n of the blocks
 RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it, not yet freed
-SCALARS = 1000  # bytes
+SCALARS = 1000  # bytes for anything small
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
 
 REQUIRED = {

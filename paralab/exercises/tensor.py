@@ -20,8 +20,8 @@ from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
 RANKS = (2, 3, 4)
-ACTIVATION = 4 * pairs.BATCH * pairs.SEQ * pairs.HIDDEN  # bytes; the smallest weight has as many
-SCALARS = 2000  # bytes
+ACTIVATION = 4 * pairs.BATCH * pairs.SEQ * pairs.HIDDEN  # bytes, as many as proj.weight has
+SCALARS = 2000  # bytes for anything small
 
 LIMITS = {
     "result": "t = 2, 3, 4: that of the whole layer, on every rank",

@@ -22,7 +22,7 @@ PSI = 50_002  # elements: 2 divides it, 3 and 4 do not
 STEPS = 3  # the first begins without momentum, the second shows whether it was kept
 SETTINGS = {2: (0.1, 0.9), 3: (0.05, 0.8), 4: (0.2, 0.5)}  # N: learning rate and momentum
 SCALARS = 1000  # bytes of step counts and the like
-# Copies of Ψ: padded gradient, parts received from others, padded parameters; and N-ths of them.
+# Copies of Ψ: padded gradient, parts received from others, padded parameters; and N-ths of a copy.
 COPIES, PARTS = 3, 3
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
