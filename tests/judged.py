@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from paralab.exercises import ALL, Exercise, Verdict, sources
-from paralab.exercises.graded import asked_for
+from paralab.exercises.graded import answer_names
 from paralab.exercises.verdict import NOT_STARTED
 from patience import HANG_S
 
@@ -63,7 +63,7 @@ def altered(name: str) -> Callable[..., Any]:
         for old, new in changes:
             assert old in text, old
             text = text.replace(old, new)
-        return defined(text, *asked_for(ALL[name]))
+        return defined(text, *answer_names(ALL[name]))
 
     return answer
 
@@ -100,7 +100,7 @@ class Table:
         most: int = 6,
     ) -> None:
         self.exercise, self.alone, self.exact, self.most = exercise, alone, exact, most
-        names, self.launches = asked_for(exercise), 0
+        names, self.launches = answer_names(exercise), 0
         self.right = list(right) or [stored(exercise.name, *names)]
         self.stub = defined(_built(exercise.name) + exercise.stub, *names)
         form = "a class" if isinstance(_parts(self.stub)[0], type) else "a function"

@@ -239,7 +239,7 @@ def test_the_whole_layer_is_what_autograd_makes_of_the_reference_gpt_s(kind):
         whole.up, whole.down = (
             torch.nn.Linear(*sizes).double() for sizes in ((48, 240), (240, 48))
         )
-    given = {n: torch.from_numpy(v).double() for n, v in pairs.given(pairs.PAIRS[kind], 7).items()}
+    given = {n: torch.from_numpy(v).double() for n, v in pairs.drawn(pairs.PAIRS[kind], 7).items()}
     x = given["x"].requires_grad_()
     with torch.no_grad():
         for name, parameter in whole.named_parameters():
@@ -260,12 +260,12 @@ def test_the_terms_of_all_ranks_are_the_sum(kind, t):
     pair = pairs.PAIRS[kind]
     right, last = pairs.of_one_device(pair, 7), list(pair.shapes)[-1]
     z, x = (sum(pairs.terms(pair, 7, t, name)) for name in ("z", "x"))
-    np.testing.assert_allclose(z + pairs.given(pair, 7)[last], right["z"], atol=1e-5)
+    np.testing.assert_allclose(z + pairs.drawn(pair, 7)[last], right["z"], atol=1e-5)
     np.testing.assert_allclose(x, right["x"], atol=1e-10)
 
 
 def test_the_whole_loss_is_torch_s():
-    logits, targets = vocab_loss.given(7)
+    logits, targets = vocab_loss.drawn(7)
     z = torch.from_numpy(logits).double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(z, torch.from_numpy(targets))
     loss.backward()

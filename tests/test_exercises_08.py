@@ -7,7 +7,7 @@ import numpy as np
 import bad_answers_08 as bad
 import paralab as pl
 from judged import Table, altered
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 
 SUMMA = pl.exercises.summa
 summa, torus = (importlib.import_module(f"paralab.exercises.{n}") for n in ("summa", "cannon"))
@@ -77,7 +77,7 @@ def test_the_right_blocks_are_those_of_the_whole_matrices():
     for name, whole in (("y", x @ w), ("dx", dy @ w.T), ("dw", x.T @ dy)):
         rows = [np.split(row, q, axis=1) for row in np.split(whole, q, axis=0)]
         results = [{name: [block]} for row in rows for block in row]
-        found = Found((), 7, None, results)
+        found = Outcome((), 7, None, results)
         assert summa.wrong_block(found, name, number, q) == ""
         results[4][name][0] = 2 * results[4][name][0]
         assert "rank (1, 1): block of" in summa.wrong_block(found, name, number, q)

@@ -257,4 +257,4 @@ def test_the_data_of_an_answer_is_decided_by_what_it_says_however_it_is_compiled
 def test_the_data_of_a_class_is_decided_by_what_the_answer_says_not_by_what_torch_does():
     own = "    def forward(self, x):\n        return 2 * x\n"
     text = f"import torch\n\nclass First(torch.nn.Module):\n{own}\nclass Answer(First):\n    pass\n"
-    assert list(tries._codes((defined(text, "Answer"),))) == [own]
+    assert list(tries._sources((defined(text, "Answer"),))) == [own]

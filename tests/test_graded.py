@@ -14,7 +14,7 @@ import paralab as pl
 from paralab import cli
 from paralab.exercises import graded
 from paralab.exercises.answers import model_states as answers
-from paralab.exercises.graded import DEFINED_S, asked_for, grade, read
+from paralab.exercises.graded import DEFINED_S, answer_names, grade, read
 from paralab.exercises.notebook import needed, until
 from paralab.exercises.notebook import statements as statements_of
 from processes import python
@@ -47,7 +47,7 @@ def is_right(path):
     """Whether what `model_states` needs, executed here, defines a right answer."""
     exercise, book = pl.exercises.model_states, read(path, ALL)
     assert not book.broken
-    names = asked_for(exercise)
+    names = answer_names(exercise)
     source = needed(until(exercise.name, book.statements), names)
     graded._execute({"source": source, "names": names}, path.parent)
     found = pickle.loads((path.parent / "answer").read_bytes())
@@ -182,6 +182,12 @@ def test_what_ipython_reads_is_read_and_an_operator_is_no_magic(tmp_path, cell):
     assert is_right(path)
 
 
+def test_without_a_check_the_last_definition_counts_however_many_cells_there_are():
+    cells = ["def f(): return 1", "%matplotlib inline", "!ls", "!ls", "def f(): return 2"]
+    found, _ = statements_of(cells)
+    assert [one.cell for one in until("model_states", found)] == [0, 4]
+
+
 def test_a_cell_in_another_language_defines_nothing(tmp_path):
     for magic in ("%%writefile answer.py", "%%bash", "%%timeit"):
         row = judged(notebook(tmp_path, f"{magic}\n{ANSWER}"))
@@ -237,7 +243,7 @@ def test_nothing_is_run_for_an_answer_of_the_solutions(path):
     texts = ["".join(one["source"]) for one in cells if one["cell_type"] == "code"]
     statements, broken = statements_of(texts)
     for exercise in (one for one in ALL if one.lab == path.name[:2]):
-        parts = needed(until(exercise.name, statements), asked_for(exercise))
+        parts = needed(until(exercise.name, statements), answer_names(exercise))
         source = "\n\n".join(text for text, _ in parts)
         assert not broken and not re.search(WORK, source), exercise.name
 
@@ -343,4 +349,4 @@ def test_every_task_shows_the_call_whose_names_its_stub_defines(exercise):
             exec(one.stub, found)
     before = set(found)
     exec(exercise.stub, found)
-    assert set(asked_for(exercise)) <= set(found) - before
+    assert set(answer_names(exercise)) <= set(found) - before

@@ -12,8 +12,8 @@
     pl.exercises.all_gather_half.solution()        # source of one answer
 
 A checker looks at the result, gradients, bytes, peak memory of tensors and simulated time, never at
-the wall clock, so its verdict is the same on every machine. Importing this leaves torch and widgets
-out.
+the wall clock, so its verdict is the same on every machine. Importing this package imports neither
+torch nor ipywidgets.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from paralab.exercises.warmup import warmup
 from paralab.exercises.zero import zero_step
 from paralab.exercises.zero3 import my_zero3
 
-LADDERS = {  # of every lab: warm-up, implement, go further
+LADDERS = {  # the exercises of each lab: a warm-up, one or more to implement, one to go further
     "00": (model_states, accumulate, peak_estimate),
     "01": (all_gather_half, ring_all_reduce, hierarchical_all_reduce),
     "02": (average_gradients, my_ddp, sync_pass),
@@ -79,5 +79,5 @@ for _lab, _ladder in LADDERS.items():
 __all__ = ["ALL", "Choice", "Exercise", "Guess", "Verdict", "choose", "guess", *ALL]
 
 
-def __dir__() -> list[str]:  # what Tab offers: no module that an exercise is made of
+def __dir__() -> list[str]:  # what Tab completes: exercises, not the modules behind them
     return sorted(__all__)

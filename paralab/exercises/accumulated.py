@@ -1,4 +1,4 @@
-"""The numbers of one step over several micro-batches: right ones, and those of known mistakes."""
+"""Lab 00: right numbers of a step over several micro-batches, and numbers of known mistakes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Arrays = dict[str, Any]  # {name: NumPy array}
 
 
 class Step(NamedTuple):
-    """One step of an answer, and what it started from.
+    """One step of an answer, with what the checker knows of its micro-batches.
 
-    sizes, clip    samples of each micro-batch, and to which norm the gradient is to be clipped
-    before, after  the weights
+    sizes, clip    samples of each micro-batch, and the norm to which the gradient is to be clipped
+    before, after  the weights before and after the step
     gradients      of each micro-batch, the mean over its own samples: (m, Ψ)
-    losses         the same: (m,)
-    returned       what the answer returned
-    passes         samples in each forward pass that it made
-    peak, largest  bytes: beyond the weights, and those of the largest micro-batch
-    stale          gradients of the step before
-    updates        how often the optimizer has made a step
+    losses         of each micro-batch, the mean over its own samples: (m,)
+    returned       what the answer returned: loss and norm, if it is right
+    passes         samples in each forward pass of the answer
+    peak, largest  bytes beyond the weights: the answer's peak, that of the largest micro-batch
+    stale          gradients of the step before, (m, Ψ)
+    updates        how often the answer called optimizer.step()
     """
 
     sizes: Sequence[int]
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
     @property
     def shares(self) -> np.ndarray:
-        """Of each micro-batch in the mean over all samples."""
+        """The weight of each micro-batch in the mean over all samples, (m,)."""
         return np.array(self.sizes) / sum(self.sizes)
 
     @property
@@ -52,7 +52,7 @@ class Step(NamedTuple):
         return self.shares @ self.gradients
 
     def loss(self) -> tuple[float, Mistakes]:
-        """(the mean of all samples, what the mistakes give)."""
+        """(the mean loss over all samples, what known mistakes give)."""
         loss, m = float(self.shares @ self.losses), len(self.losses)
         return loss, [
             ("the sum over the micro-batches", sum(self.losses)),
@@ -62,7 +62,7 @@ class Step(NamedTuple):
         ]
 
     def norm(self) -> tuple[float, Mistakes]:
-        """(the norm of the mean gradient, what the mistakes give)."""
+        """(the norm of the mean gradient, what known mistakes give)."""
         norm = np.linalg.norm
         right = float(norm(self.mean))
         return right, [
@@ -73,28 +73,31 @@ class Step(NamedTuple):
         ]
 
     def weights(self) -> tuple[Arrays, dict[str, Arrays]]:
-        """(those after the update, {what was done: those that it gives})."""
+        """(the right weights after the step, {known mistake: the weights that it gives})."""
         known = {words: self._updated(*one) for words, one in self._known().items()}
         return self._updated(self.mean, self.clip), known
 
     def _known(self) -> dict[str, tuple[np.ndarray, float]]:
-        """{a mistake: (the gradient that it gives, to what that is then clipped)}."""
+        """{known mistake: (the gradient that it gives, the norm to which that is then clipped)}."""
         clip, inf, parts = self.clip, math.inf, self.shares[:, None] * self.gradients
         mean, means = self.mean, self.gradients.mean(0)
         last, share = self.gradients[-1], parts[-1]
-        each = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
-        clipped = self.shares @ [_clipped(one, clip) for one in self.gradients]
-        so_far = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
-        both = _clipped(self.shares @ self.stale, clip) + mean
+        by_tensor = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
+        by_microbatch = self.shares @ [_clipped(one, clip) for one in self.gradients]
+        running = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
+        accumulated = _clipped(self.shares @ self.stale, clip) + mean
         return {
             "the micro-batches are not added up: it is the last one alone": (last, clip),
             "the micro-batches are not added up: it is the last one's share alone": (share, clip),
             "the mean of the micro-batches' means, but they differ in size": (means, clip),
             "the gradient is not clipped": (mean, inf),
-            "each tensor is clipped by its own norm": (each, inf),
-            "each micro-batch is clipped, not their mean": (clipped, inf),
-            "the sum so far is clipped after each micro-batch, not once at the end": (so_far, clip),
-            "the gradient of the step before is still in it": (both, clip),
+            "each tensor is clipped by its own norm": (by_tensor, inf),
+            "each micro-batch is clipped, not their mean": (by_microbatch, inf),
+            "the sum so far is clipped after each micro-batch, not once at the end": (
+                running,
+                clip,
+            ),
+            "the gradient of the step before is still in it": (accumulated, clip),
         }
 
     def _updated(self, gradient: np.ndarray, clip: float) -> Arrays:
@@ -102,7 +105,7 @@ class Step(NamedTuple):
         return {name: w - LR * part.reshape(w.shape) for (name, w), part in parts}
 
     def _tensors(self, gradient: np.ndarray) -> list[np.ndarray]:
-        """A gradient of all weights, tensor by tensor."""
+        """A gradient of all weights, (Ψ,), cut into those of the tensors."""
         return np.split(gradient, np.cumsum([w.size for w in self.before.values()])[:-1])
 
 

@@ -1,7 +1,8 @@
 """Lab 00: one training step over several micro-batches, in plain PyTorch.
 
 The answer gets a small reference GPT, SGD (which hides no wrong factor) and micro-batches, some of
-them of unequal size. Its peak of memory is held against forward and backward of the largest one.
+them of unequal size. The limit on its peak memory comes from forward and backward of the largest
+micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paralab.exercises.questions import is_number, wrong_number
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
-# Small, and yet one sample's activations outweigh all gradients.
+# Small, and yet the activations of one sample take more bytes than all gradients.
 MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=64, attention="explicit")
 CASES = (  # samples of each micro-batch, clip_norm
     ((4, 4, 4), 1e6),
@@ -27,8 +28,8 @@ CASES = (  # samples of each micro-batch, clip_norm
     ((2, 3, 1), 0.5),
 )
 STEPS, TOLERANCE = 2, 1e-4
-STALE = 2e-3  # in every gradient before the first step; their norm is below every clip_norm
-ROOM = 1.2  # times the peak of one micro-batch
+STALE = 2e-3  # of every element of .grad before the first step; its norm is below any clip_norm
+ROOM = 1.2  # factor on the peak of the largest micro-batch
 
 REQUIRED = {
     "loss": "the mean over all samples of the step",
@@ -52,7 +53,7 @@ def accumulate(tries: Tries) -> None:
 
 # ---- on the rank ---------------------------------------------------------------------------------
 def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
-    """What the rank runs: two steps of each case."""
+    """What the rank runs: the steps of each case."""
     cases = []
     for sizes, clip in CASES:
         gpt, passes = reference.GPT(MODEL, seed), []
@@ -60,35 +61,35 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
         gpt.register_forward_pre_hook(lambda _, args, passes=passes: passes.append(len(args[0])))
         updates: list[Any] = []
         update.register_step_pre_hook(lambda *_, updates=updates: updates.append(1))
-        for parameter in gpt.parameters():  # of a step before the first
+        for parameter in gpt.parameters():  # as if left by an earlier step
             parameter.grad = torch.full_like(parameter, STALE)
         stale, steps = np.full((len(sizes), MODEL.num_params), STALE), []
         for step in range(STEPS):
             shape = {"microbatches": len(sizes), "microbatch_size": max(sizes), "seed": seed}
-            whole = reference.batches(MODEL, step=step, **shape)
-            feed = [(x[:n].clone(), y[:n].clone()) for n, (x, y) in zip(sizes, whole, strict=True)]
+            full = reference.batches(MODEL, step=step, **shape)
+            feed = [(x[:n].clone(), y[:n].clone()) for n, (x, y) in zip(sizes, full, strict=True)]
             with watch.unseen():
                 losses, gradients = _alone(gpt, feed)
                 peak = _peak(max(sizes))
             passes.clear()
             updates.clear()
-            held = 4 * MODEL.num_params  # gradients
+            held = 4 * MODEL.num_params  # bytes of all gradients
             before = watched.arrays(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
             parts = returned if isinstance(returned, (tuple, list)) else (returned,)
-            made = [float(part) if is_number(part) else shown(part) for part in parts]
-            own = section.peak + held  # alive are those of the step before
+            numbers = [float(part) if is_number(part) else shown(part) for part in parts]
+            own = section.peak + held  # those of the step before are alive when it begins
             after = watched.arrays(gpt)
-            of_answer = before, after, gradients, losses, made, [*passes], own, peak + held
-            steps.append(Step(sizes, clip, *of_answer, stale, len(updates)))
+            seen = before, after, gradients, losses, numbers, [*passes], own, peak + held
+            steps.append(Step(sizes, clip, *seen, stale, len(updates)))
             stale = gradients
         cases.append(steps)
     return cases
 
 
 def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], np.ndarray]:
-    """(loss, gradient) of each micro-batch, without what an answer may have hung on its model."""
+    """(losses, gradients) of the micro-batches, on a copy of the model without hooks."""
     twin, losses, gradients = reference.GPT(MODEL), [], []
     twin.load_state_dict(gpt.state_dict())
     for batch in feed:
@@ -99,13 +100,13 @@ def _alone(gpt: Any, feed: Sequence[tuple]) -> tuple[list[float], np.ndarray]:
     return losses, np.stack(gradients)
 
 
-@functools.cache  # for each answer the same
+@functools.cache  # the same for every answer
 def _peak(samples: int) -> int:
-    """Bytes that a micro-batch of so many samples has at its peak beyond all gradients."""
+    """Bytes at the peak of a micro-batch of so many samples, beyond weights and gradients."""
     gpt = reference.GPT(MODEL)
     [batch] = reference.batches(MODEL, step=0, microbatch_size=samples)
     gpt(*batch).backward()
-    with watched.PeakMemory() as memory:  # now all gradients are there
+    with watched.PeakMemory() as memory:  # all gradients exist by now
         gpt(*batch).backward()
     return memory.peak
 
@@ -114,23 +115,25 @@ def _peak(samples: int) -> int:
 def _look(notes: Notes, step: Step) -> None:
     pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
     show = "{:.5f}".format
-    for place, (limit, (right, known)) in enumerate({LOSS: step.loss(), NORM: step.norm()}.items()):
-        how = {"what": ", detached or by .item()", "tolerance": TOLERANCE}
-        wrong = pair or wrong_number(step.returned[place], right, known, show, **how)
+    for position, (limit, (right, known)) in enumerate(
+        {LOSS: step.loss(), NORM: step.norm()}.items()
+    ):
+        settings = {"what": ", detached or by .item()", "tolerance": TOLERANCE}
+        wrong = pair or wrong_number(step.returned[position], right, known, show, **settings)
         notes.look(limit, wrong, show(right))
 
-    wanted, others = step.weights()
+    right_weights, mistakes = step.weights()
     wrong = first_wrong_tensor(
         [step.after],
-        wanted,
+        right_weights,
         tolerance=TOLERANCE,
         start=step.before,
-        known=others,
+        known=mistakes,
         ranks=lambda _: "after the step",
     )
     count = f"optimizer.step() is called {step.updates} times, required: once"
     wrong = wrong or count * (step.updates != 1)
-    notes.look(WEIGHTS, wrong, f"{len(wanted)} tensors, all equal")
+    notes.look(WEIGHTS, wrong, f"{len(right_weights)} tensors, all equal")
 
     passes = "" if sorted(step.passes) == sorted(step.sizes) else f"they had {step.passes} samples"
     notes.look(PASSES, passes, f"{len(step.sizes)} of {len(step.sizes)}")

@@ -1,8 +1,8 @@
-"""Lab 01: all-reduces of one's own, in plain torch.distributed: a ring, and two levels of links.
+"""Lab 01: two all-reduces in plain torch.distributed: on a ring, and on two levels of links.
 
-The ring is held against its own numbers (Patarasuk & Yuan 2009, sec. 4). Chunks are of unequal
-size where N does not divide the tensor. The two-level one is judged by the bytes that cross nodes.
-Time is that of a replay with computing free.
+The ring is compared with its formulas (Patarasuk & Yuan 2009, sec. 4); its chunks are of unequal
+size where N does not divide the tensor, and its time is that of a replay with computing free. The
+two-level all-reduce is judged by the bytes between and inside nodes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
 from paralab.exercises.ring import BYTES, CLUSTER, MEMORY, RESULT, look_at_calls, look_at_time
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.theory import collectives
 
 LENGTH = 10_001  # elements: no number of ranks divides it
 RANKS = (2, 3, 4)
-NODES = ((2, 2), (2, 3), (3, 2))  # how many, and ranks of each
+NODES = ((2, 2), (2, 3), (3, 2))  # nodes, ranks per node
 EVEN = 12_000  # elements: a multiple of the ranks of a node
 BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 
@@ -38,30 +38,30 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 def ring_all_reduce(tries: Tries) -> None:
     size = 4 * LENGTH
     for n in RANKS:
-        for notes, found in tries.run(added, n, LENGTH, where=f"N={n}", standing=(RESULT,)):
-            notes.look(RESULT, _wrong_sum(found, LENGTH), f"{n} ranks, all equal")
-            look_at_calls(notes, found, "{}", "rank 0")
+        for notes, outcome in tries.run(summed, n, LENGTH, where=f"N={n}", unbroken=(RESULT,)):
+            notes.look(RESULT, _wrong_sum(outcome, LENGTH), f"{n} ranks, all equal")
+            look_at_calls(notes, outcome, "{}", "rank 0")
             largest, smallest = 4 * -(-LENGTH // n), 4 * (LENGTH // n)
-            sent, most, least = found.sent(), 2 * (size - smallest), 2 * (size - largest)
-            notes.bytes(BYTES, sent, most, _uneven(found), least=least)
+            sent, most, least = outcome.sent(), 2 * (size - smallest), 2 * (size - largest)
+            notes.bytes(BYTES, sent, most, _uneven(outcome), least=least)
             every = 2 * (n - 1) * size
             wrong = f"together {sum(sent):,} bytes, required: {every:,}"
             notes.look(BYTES, wrong if sum(sent) != every else "", f"{every:,} bytes together")
             words = f"takes {{held}} bytes, one chunk is {largest:,}"
-            notes.memory(MEMORY, found["extra"], largest, words)
+            notes.memory(MEMORY, outcome["extra"], largest, words)
             limit = collectives.seconds("ring_all_reduce", n, size, CLUSTER.intra)
-            look_at_time(notes, found, limit)
+            look_at_time(notes, outcome, limit)
 
 
-def _uneven(found: Found) -> str:
-    """By how much messages differ, in words, if that is more than one element."""
-    sizes = found.report.collectives["payload_bytes"]
-    more = int(sizes.max() - sizes.min()) // 4 if len(sizes) else 0
-    return f"in chunks that differ by {more:,} elements, more than one" if more > 1 else ""
+def _uneven(outcome: Outcome) -> str:
+    """By how much the sizes of messages differ, in words; "" for no more than one element."""
+    sizes = outcome.report.collectives["payload_bytes"]
+    spread = int(sizes.max() - sizes.min()) // 4 if len(sizes) else 0
+    return f"in chunks that differ by {spread:,} elements, more than one" if spread > 1 else ""
 
 
-def added(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict[str, Any]:
-    """What every rank runs: the answer gets this rank's term of the sum."""
+def summed(watch: Any, answer: tuple, seed: int, length: int, *more: Any) -> dict[str, Any]:
+    """What every rank runs: the answer gets this rank's term of the sum, and sums in place."""
     tensor = torch.from_numpy(term(seed, watch.group.index, length))
     with watch.section() as section:
         answer[0](tensor, *more)
@@ -72,9 +72,9 @@ def term(seed: int, rank: int, length: int) -> np.ndarray:
     return np.random.default_rng([seed, rank]).standard_normal(length, dtype=np.float32)
 
 
-def _wrong_sum(found: Found, length: int) -> str:
-    n = len(found.results)
-    terms = [term(found.seed, rank, length) for rank in range(n)]
+def _wrong_sum(outcome: Outcome, length: int) -> str:
+    n = len(outcome.results)
+    terms = [term(outcome.seed, rank, length) for rank in range(n)]
     total = sum(one.astype("float64") for one in terms)
 
     def known(rank: int) -> Iterable[tuple[str, np.ndarray]]:
@@ -83,7 +83,7 @@ def _wrong_sum(found: Found, length: int) -> str:
 
     return first_wrong(
         "",
-        found["tensor"],
+        outcome["tensor"],
         [total] * n,
         start=terms,
         terms=lambda _: [(f"of rank {rank}", one) for rank, one in enumerate(terms)],
@@ -104,12 +104,12 @@ def _wrong_sum(found: Found, length: int) -> str:
 def hierarchical_all_reduce(tries: Tries) -> None:
     for nodes, k in NODES:
         n, size = nodes * k, 4 * EVEN
-        how = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "standing": (RESULT,)}
-        for notes, found in tries.run(added, n, EVEN, k, **how):
-            notes.look(RESULT, _wrong_sum(found, EVEN), f"{n} ranks, all equal")
+        settings = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "unbroken": (RESULT,)}
+        for notes, outcome in tries.run(summed, n, EVEN, k, **settings):
+            notes.look(RESULT, _wrong_sum(outcome, EVEN), f"{n} ranks, all equal")
             between = 2 * (nodes - 1) * size // n
-            notes.bytes(BETWEEN, found.sent(level="inter"), between, "to other nodes")
+            notes.bytes(BETWEEN, outcome.sent(level="inter"), between, "to other nodes")
             inside = 2 * (k - 1) * size // k
-            notes.bytes(INSIDE, found.sent(level="intra"), inside, "to its node")
+            notes.bytes(INSIDE, outcome.sent(level="intra"), inside, "to its node")
             words = f"takes {{held}} bytes, the tensor has {size:,}"
-            notes.memory(MEMORY, found["extra"], size * (k + 1) // k, words)
+            notes.memory(MEMORY, outcome["extra"], size * (k + 1) // k, words)

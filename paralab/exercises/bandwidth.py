@@ -1,8 +1,8 @@
 """Lab 09: which bandwidth keeps a device busy while states or parameters cross a link.
 
 ZeRO-Infinity (Rajbhandari+ 2021, arXiv:2104.07857, sec. 4): intensity I = FLOPs / bytes moved,
-efficiency e = I B / (I B + X), so B = e / (1 - e) X / I; FLOPs with recomputation, 8 b s per
-parameter.
+efficiency e = I B / (I B + X) at X FLOP/s and B bytes per second, so B = e / (1 - e) X / I. FLOPs
+are with recomputation, 8 per parameter and token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HALF, MORE, PAPER = REQUIRED
 CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
     (MORE, 2048, 8, 3e12, 0.8),
     (MORE, 512, 24, 2e11, 0.35),
-    (HALF, 1024, 4, 1e12, 0.5),  # with which mistakes are alike
+    (HALF, 1024, 4, 1e12, 0.5),  # with e = 1/2 several mistakes give the same number
     (PAPER, 2 * 1024, 32, 70e12, 0.9),
 )
 
@@ -32,12 +32,12 @@ def bandwidth(tries: Tries) -> None:
         notes.where = f"{tokens:,} tokens, {moved} bytes per parameter, {100 * e:g} %"
         right = bandwidth_needed(e, 8 * tokens / moved, peak)
         mistakes = unlike(known(right, tokens, moved, e))
-        wrong = reply.number(right, mistakes, _shown, " of bytes per second", 1e-9)
-        notes.look(limit, wrong, _shown(right))
+        wrong = reply.number(right, mistakes, _gb_per_s, " of bytes per second", 1e-9)
+        notes.look(limit, wrong, _gb_per_s(right))
 
 
 def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
-    """(what was done, the bandwidth it gives) of the mistakes that are made."""
+    """(words, bandwidth) of the known mistakes."""
     yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
     yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
     yield "copies take 1 - e of the step, which is (1 - e) / e of the computation", right / e
@@ -52,5 +52,5 @@ def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     yield "those are GiB/s", right / 2**30
 
 
-def _shown(bandwidth: float) -> str:
+def _gb_per_s(bandwidth: float) -> str:
     return f"{bandwidth / 1e9:,.6g} GB/s"

@@ -1,9 +1,9 @@
-"""Lab 08: the warm-up, groups of rows and columns, and the last exercise, Cannon's algorithm.
+"""Lab 08's warm-up, groups of rows and columns, and its last exercise, Cannon's algorithm.
 
-Cannon (1969) multiplies blocks on a q x q torus with messages between neighbours: after a first
-move rank (i, j) has X_il and W_lj with l = i + j, and with every further one the next l. It holds
-two blocks of X and of W in addition to its own: on 4 x 4 ranks a gathered row or column is three.
-Shapes and data are those of summa.py.
+Cannon (1969) multiplies blocks on a q x q torus with messages between neighbours. After a first
+move rank (i, j) has X_il and W_lj with l = i + j, and after each further move those of the next l.
+It may hold two blocks of X and of W in addition to its own: on 4 x 4 ranks a gathered row or column
+takes three. Shapes and data are those of summa.py.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from paralab.checks import shown
 from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
-from paralab.exercises.summa import SCALARS, SHAPES, at, blocks, wrong_block
-from paralab.exercises.tries import Found
+from paralab.exercises.summa import SCALARS, SHAPES, blocks, grid_name, wrong_block
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
 GROUP_GRIDS = (2, 3)
-GRIDS = (2, 4)  # q; with 2, left and right are the same, with 3, two received blocks are a row
-GROUPS = {
+GRIDS = (2, 4)  # q; with 2 left and right are the same, with 3 two received blocks make a row
+GROUPS = {  # {name: (i, j, q) -> its ranks}
     "row": lambda i, j, q: [i * q + b for b in range(q)],
     "column": lambda i, j, q: [a * q + j for a in range(q)],
 }
@@ -38,7 +38,7 @@ REQUIRED = {
 }
 PRODUCT, CALLS, SENT, MEMORY = REQUIRED
 AT_FIRST = " before the first product"
-FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, j)
+FIRST = {  # {words: (i, j) -> how far X goes left and W goes up before the first product}
     f"nothing was moved{AT_FIRST}": lambda i, j: (0, 0),
     f"W was not moved{AT_FIRST}": lambda i, j: (i, 0),
     f"X was not moved{AT_FIRST}": lambda i, j: (0, j),
@@ -52,114 +52,115 @@ FIRST = {  # words: places that X goes left and W goes up at first, on rank (i, 
 @exercise(Takes("row_and_column(q)"), required=GROUPS_REQUIRED)
 def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
-        for notes, found in tries.run(summed, q * q, q, where=f"q={q}", memory=False):
+        for notes, outcome in tries.run(summed, q * q, q, where=f"q={q}", memory=False):
             for limit in GROUPS_REQUIRED:
                 look = _wrong_group if limit in GROUPS else _wrong_sums
-                wrong = first(look(rank, limit, one, q) for rank, one in enumerate(found.results))
+                wrong = first(look(rank, limit, one, q) for rank, one in enumerate(outcome.results))
                 notes.look(limit, wrong, "right, on every rank")
 
 
 def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     """What every rank runs: the members of both groups, and a sum of ranks over each."""
-    given = answer[0](q)
-    watch.calls.agree()  # the sums would wait for a rank that makes one more group
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        what = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(given).__name__
+    groups = answer[0](q)
+    watch.calls.agree()  # else the sums would hang if a rank makes one more group
+    if not isinstance(groups, (tuple, list)) or len(groups) != 2:
+        what = type(groups).__name__
+        what = f"{len(groups)} of them" if isinstance(groups, (tuple, list)) else what
         raise ValueError(f"required: a row and a column, two groups, this is {what}")
-    found: dict[str, Any] = {"sums": []}
-    for name, group in zip(GROUPS, given, strict=True):
+    result: dict[str, Any] = {"sums": []}
+    for name, group in zip(GROUPS, groups, strict=True):
         if not isinstance(group, dist.ProcessGroup):
             other = group == dist.GroupMember.NON_GROUP_MEMBER
             what = "a group that this rank is no member of" if other else shown(group)
             legal = "a group that dist.new_group(ranks) has returned to a member"
             raise ValueError(f"the {name} is {what}, required: {legal}")
-        found[name] = list(dist.get_process_group_ranks(group))
+        result[name] = list(dist.get_process_group_ranks(group))
         total = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(total, group=group)
-        found["sums"].append(total.item())
-    return found
+        result["sums"].append(total.item())
+    return result
 
 
-def _wrong_group(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
-    at, other = divmod(rank, q), "column" if limit == "row" else "row"
-    right = GROUPS[limit](*at, q)
-    if found[limit] == right:
+def _wrong_group(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
+    place, other = divmod(rank, q), "column" if limit == "row" else "row"
+    right = GROUPS[limit](*place, q)
+    if result[limit] == right:
         return ""
-    swapped = f"; it is its {other}" * (found[limit] == GROUPS[other](*at, q))
-    said = f"rank {rank}, at {at}: the {limit} has the ranks {found[limit]}, required: {right}"
+    swapped = f"; it is its {other}" * (result[limit] == GROUPS[other](*place, q))
+    said = f"rank {rank}, at {place}: the {limit} has the ranks {result[limit]}, required: {right}"
     return said + swapped
 
 
-def _wrong_sums(rank: int, limit: str, found: dict[str, Any], q: int) -> str:
+def _wrong_sums(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
     right = [float(sum(members(*divmod(rank, q), q))) for members in GROUPS.values()]
-    said = f"rank {rank}: the sums are {found['sums']}, required: {right}"
-    return said if found["sums"] != right else ""
+    said = f"rank {rank}: the sums are {result['sums']}, required: {right}"
+    return said if result["sums"] != right else ""
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
 @exercise(Takes("cannon(x, w, q)"), required=REQUIRED)
 def cannon(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, found in tries.run(multiply, q * q, q, where=f"q={q}"):
-            cases, ops = range(len(SHAPES)), found.report.collectives["op"].unique()
-            wrong = first(_wrong(found, n, q) for n in cases)
-            wrong = wrong or first(words for one in found["changed"] for words in one)
+        for notes, outcome in tries.run(multiply, q * q, q, where=f"q={q}"):
+            cases, ops = range(len(SHAPES)), outcome.report.collectives["op"].unique()
+            wrong = first(_wrong(outcome, n, q) for n in cases)
+            wrong = wrong or first(words for one in outcome["changed"] for words in one)
             notes.look(PRODUCT, wrong, "every block")
-            other = first(f"calls {op}" for op in ops if op not in ("send", "recv"))
-            notes.look(CALLS, other or first(_far(found, q)), "messages between two ranks")
+            collective = first(f"calls {op}" for op in ops if op not in ("send", "recv"))
+            notes.look(CALLS, collective or first(_far(outcome, q)), "messages between two ranks")
             for number, (m, k, n) in enumerate(SHAPES):
                 most, limit = 4 * q * k * (m + n), 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
                 words = f"sends {{held}} bytes, {q} blocks of X and of W are {most:,}"
-                notes.memory(SENT, found.sent(f"{number}"), most, words, at(q))
-                peaks = [peak[number] for peak in found["peak"]]
+                notes.memory(SENT, outcome.sent(f"{number}"), most, words, grid_name(q))
+                peaks = [peak[number] for peak in outcome["peak"]]
                 words = f"holds {{held}} bytes in addition to x and w, required: at most {limit:,}"
-                notes.memory(MEMORY, peaks, limit, words, at(q))
+                notes.memory(MEMORY, peaks, limit, words, grid_name(q))
 
 
 def multiply(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
-    """What every rank runs: a product of each of SHAPES. Returns blocks, and the most bytes that
-    each had in addition to its arguments.
+    """What every rank runs: a product of each of SHAPES. Returns the blocks "y"; "peak", the most
+    bytes of each product in addition to its arguments; and which of these it "changed", in words.
     """
     i, j = divmod(watch.group.index, q)
-    found: dict[str, Any] = {"y": [], "peak": [], "changed": []}
+    result: dict[str, Any] = {"y": [], "peak": [], "changed": []}
     for number in range(len(SHAPES)):
         x, w = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number)[:2])
         watch.label, lent = f"{number}", watched.Lent(x=x, w=w)
         with watch.section() as section:
             y = answer[0](x, w, q)
-        found["y"].append(watched.array(y))
-        found["peak"].append(section.peak)
-        found["changed"].append(lent.changed())
-        del x, w, y, lent  # so that they are not counted where the next case begins
-    return found
+        result["y"].append(watched.array(y))
+        result["peak"].append(section.peak)
+        result["changed"].append(lent.changed())
+        del x, w, y, lent  # so that the next case does not count them
+    return result
 
 
-def _far(run: Found, q: int) -> Iterator[str]:
-    """Messages that are not to a neighbour, nor to where the first of the row or column went."""
-    calls, name = run.report.collectives, at(q)
+def _far(outcome: Outcome, q: int) -> Iterator[str]:
+    """Messages to ranks that are neither neighbours nor the target of the first move, in words."""
+    calls, name = outcome.report.collectives, grid_name(q)
     for (rank, _), sends in calls[calls["op"] == "send"].groupby(["rank", "phase"]):
         i, j = divmod(int(rank), q)
         row = [i * q + (j + by) % q for by in (-1, 1)]
         column = [(i + by) % q * q + j for by in (-1, 1)]
-        for legal, inside in ((row, True), (column, False)):
-            to = [int(peer) for peer in sends["peer"] if (peer // q == i) == inside]
-            for far in (peer for peer in to if peer not in (*legal, to[0])):
+        for legal, in_row in ((row, True), (column, False)):
+            targets = [int(peer) for peer in sends["peer"] if (peer // q == i) == in_row]
+            for far in (peer for peer in targets if peer not in (*legal, targets[0])):
                 line = far // q == i or far % q == j
                 why = "after the first move" if line else "outside of its row and column"
                 said = f"{name(rank)} sends to {name(far)} {why}, required: to a neighbour"
                 yield f"{said}, {' or '.join(dict.fromkeys(map(name, legal)))}"
 
 
-def _wrong(run: Found, number: int, q: int) -> str:
-    """The first rank whose block of Y is wrong, in words, or "". A mistake in the moves is named if
-    it explains the blocks of all ranks: on some ranks several mistakes have the same result.
+def _wrong(outcome: Outcome, number: int, q: int) -> str:
+    """The first rank whose block of Y is wrong, in words, or "". A mistake in the moves is named
+    only if it explains the blocks of all ranks, because on some ranks several give the same block.
     """
-    x, w = (one.astype("float64") for one in blocks(run.seed, q, number)[:2])
+    x, w = (one.astype("float64") for one in blocks(outcome.seed, q, number)[:2])
     places = [divmod(rank, q) for rank in range(q * q)]
-    found = [y[number] for y in run["y"]]
+    mine = [y[number] for y in outcome["y"]]
 
     def products(moved: Any, steps: Sequence[int], up: int = 1) -> list[np.ndarray]:
-        """Each rank's sum over steps. X goes one place left after each, and W ``up`` places up."""
+        """Each rank's block. X and W are first ``moved``; after a step X goes left, W ``up``."""
         moves = [(i, j, *moved(i, j)) for i, j in places]
         return [
             sum(x[i, (j + left + s) % q] @ w[(i + above + up * s) % q, j] for s in steps)
@@ -179,8 +180,8 @@ def _wrong(run: Found, number: int, q: int) -> str:
     allowed = TOLERANCE * max(abs(block).max() for block in right)
 
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
-        for words, every in mistakes():
-            if all(near(one, other, allowed) for one, other in zip(found, every, strict=True)):
-                yield words, found[rank]
+        for words, all_ranks in mistakes():
+            if all(near(one, other, allowed) for one, other in zip(mine, all_ranks, strict=True)):
+                yield words, mine[rank]
 
-    return wrong_block(run, "y", number, q, known)
+    return wrong_block(outcome, "y", number, q, known)

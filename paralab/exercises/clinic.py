@@ -2,12 +2,12 @@
 
     patient = pl.exercises.deadlock_clinic.patients["two ranks"]
     patient.diagnosis      # the validator's sentence: the cycle of waits
-    patient.chart()        # how far it gets, and who stands where
+    patient.chart()        # how far the schedule gets, and where each rank waits
     pl.exercises.deadlock_clinic.check(fixed)
 
-Each list alone could be part of a schedule that runs; together they deadlock. They are repaired by
-moving actions within a rank's list, and the checker counts the moves: those are the actions outside
-the longest common subsequence of a list before and after. No rank is started.
+Each list alone could be part of a schedule that runs; together they deadlock. The learner repairs a
+schedule by moving actions within a rank's list, and the checker counts the moves: the actions that
+are not in the longest common subsequence of the list before and after. No rank is started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Text, Tries, exercise
-from paralab.exercises.questions import given
+from paralab.exercises.questions import plain_answers
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.parallel.schedules import Action, Schedule, actions
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class Patient:
     """A schedule that deadlocks.
 
-    lists   what each rank does, in order, as text
-    moves   so many are enough to repair it
-    story   what it was meant to be
+    lists   the actions of each rank, in order, as text
+    moves   the number of moves that is enough to repair it
+    story   the schedule that was meant, in words
     """
 
     name: str
@@ -44,12 +44,12 @@ class Patient:
 
     @property
     def diagnosis(self) -> Text:
-        """What the validator says of it, before a process starts: who waits for whom."""
+        """The validator's message, before a process starts: which actions wait for each other."""
         lists = actions(self.lists)
         return Text(_fault(lists, lists) or "nothing is wrong: it runs to its end")
 
     def chart(self) -> Chart:
-        """How far it gets, and at which action each rank then waits."""
+        """A drawing of how far the schedule gets, and at which action each rank then waits."""
         from paralab.view.standstill import stuck
 
         return stuck(self.lists, name=self.name)
@@ -91,12 +91,12 @@ REQUIRED = {
 
 @exercise(Takes(kind="a dict {patient: lists}"), required=REQUIRED, patients=PATIENTS)
 def deadlock_clinic(tries: Tries) -> None:
-    for notes, fixed in given(tries):
-        found = [_lists(fixed.get(patient.name)) for patient in PATIENTS]
-        if [lists for lists, _ in found] == [actions(patient.lists) for patient in PATIENTS]:
+    for notes, fixed in plain_answers(tries):
+        schedules = [_lists(fixed.get(patient.name)) for patient in PATIENTS]
+        if [lists for lists, _ in schedules] == [actions(patient.lists) for patient in PATIENTS]:
             notes.end(NOT_STARTED)
             continue
-        for patient, (lists, wrong) in zip(PATIENTS, found, strict=True):
+        for patient, (lists, wrong) in zip(PATIENTS, schedules, strict=True):
             notes.where, before = patient.name, actions(patient.lists)
             if lists is not None and len(lists) != len(before):
                 lists, wrong = None, f"{len(lists)} lists, required: {len(before)}, one per rank"
@@ -104,36 +104,36 @@ def deadlock_clinic(tries: Tries) -> None:
             if lists is None:
                 continue
             for rank, (old, new) in enumerate(zip(before, lists, strict=True)):
-                other = [*(Counter(old) - Counter(new)), *(Counter(new) - Counter(old))]
-                wrong = f"rank {rank} has {other[0]} lost or added" if other else ""
+                changed = [*(Counter(old) - Counter(new)), *(Counter(new) - Counter(old))]
+                wrong = f"rank {rank} has {changed[0]} lost or added" if changed else ""
                 notes.each(WORK, wrong, "nothing added or lost")
             if not notes.broke((WORK,)):
-                made = sum(map(moves, before, lists))
-                said = f"{made} moves, {patient.moves} would do"
-                notes.each(MOVES, said if made > patient.moves else "", "no more than that")
+                count = sum(map(moves, before, lists))
+                said = f"{count} moves, {patient.moves} would do"
+                notes.each(MOVES, said if count > patient.moves else "", "no more than that")
 
 
 def moves(before: Sequence[Action], after: Sequence[Action]) -> int:
-    """How many actions of a list were moved elsewhere in it: those that could not stay in order.
+    """The number of actions of a list that were moved elsewhere in it.
 
-    Both have the same actions, so the longest common subsequence is the longest rise of the old
-    places in the new order. Raises KeyError on an action that was not there.
+    Both lists have the same actions, so their longest common subsequence is the longest increasing
+    subsequence of the old positions, in the new order. Raises KeyError for an action that is new.
     """
-    place = {action: i for i, action in enumerate(before)}
-    ends: list[int] = []  # the smallest last place of a rise of length 1, 2, ...
+    old_position = {action: i for i, action in enumerate(before)}
+    ends: list[int] = []  # smallest last position of an increasing subsequence of length 1, 2, ...
     for action in after:
-        at = bisect_left(ends, place[action])
-        ends[at : at + 1] = [place[action]]
+        slot = bisect_left(ends, old_position[action])
+        ends[slot : slot + 1] = [old_position[action]]
     return len(after) - len(ends)
 
 
-def _lists(found: Any) -> tuple[Schedule | None, str]:
-    return attempt(lambda: actions(found)) if found is not None else (None, "its lists are missing")
+def _lists(lists: Any) -> tuple[Schedule | None, str]:
+    return attempt(lambda: actions(lists)) if lists is not None else (None, "its lists are missing")
 
 
 def _fault(lists: Schedule, before: Schedule) -> str:
-    """What the validator has against lists with the work of ``before``; "" if they run. What would
-    mend it is left out: that is the exercise.
+    """The validator's objection to lists that have to do the work of ``before``, or "". How to mend
+    them is left out of its message: that is the exercise.
     """
     from paralab.theory.schedule_check import validate
 

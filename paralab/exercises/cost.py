@@ -7,8 +7,8 @@
                     arXiv:2204.02311, appendix B), and HFU, which counts what is recomputed too
                     (Korthikanti+ 2022, arXiv:2205.05198, sec. 6.3)
 
-The checker asks about models from 12 to 128 layers, so that every known mistake has a number of its
-own; it then says which mistake that is.
+The checker's models have 12 to 128 layers, so that every known mistake gives a number of its own,
+by which the checker can name it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paralab.theory import needs, training
 from paralab.theory.flops import block_flops, head_flops
 
 FLOPS, DAYS, MFU, HFU = "FLOPs of a step", "days", "MFU", "HFU"
-DAYS_TOLERANCE = 1e-3  # eq. 4 is off by ten times that and more
+DAYS_TOLERANCE = 1e-3  # the approximation of eq. 4 is off by at least ten times that
 WITHOUT = "nothing is recomputed, and the scores are missing"
-EXACT = 1e-9  # of what is whole numbers, computed in floats
+EXACT = 1e-9  # relative, for rounding
 
 FLOP_CASES = (("gpt2", 8), ("ptdp-7.5b", 512), ("ptdp-145b", 2304), ("ptdp-1t", 3072))
 DAY_CASES = (  # model, tokens, devices, FLOP/s of each: PTD-P sec. 5.1, Table 2, and a small one
@@ -56,29 +56,29 @@ REQUIRED = {
 )
 def training_cost(tries: Tries) -> None:
     parts = (FLOP_CASES, _flops), (DAY_CASES, _days), (SHARE_CASES, _shares)
-    cases = [(part, case) for part, (some, _) in enumerate(parts) for case in some]
-    questions = [(part, _given(*case)) for part, case in cases]
+    cases = [(part, case) for part, (part_cases, _) in enumerate(parts) for case in part_cases]
+    questions = [(part, _arguments(*case)) for part, case in cases]
     for notes, (part, case), reply in ask(tries, cases, questions, *UNAIDED):
         for limit, notes.where, wrong, right in parts[part][1](reply, *case):
             notes.look(limit, wrong, right)
 
 
-def _given(name: str, *rest: Any) -> tuple:
+def _arguments(name: str, *rest: Any) -> tuple:
     return ModelSpec.preset(name), *rest
 
 
-Judged = Iterator[tuple[str, str, str, str]]  # limit, where, what is wrong, what is right
+Judged = Iterator[tuple[str, str, str, str]]  # limit, case, what is wrong, the right value
 
 
 def _flops(reply: Reply, name: str, samples: int) -> Judged:
-    args, show = _given(name, samples), "{:,.6g} FLOPs".format
+    args, show = _arguments(name, samples), "{:,.6g} FLOPs".format
     right = needs.step_flops(*args, recompute=True)
     wrong = reply.number(right, known_flops(*args), show, " of FLOPs", EXACT)
     yield FLOPS, f"{name}, {samples:,} samples", wrong, show(right)
 
 
 def _days(reply: Reply, name: str, tokens: float, devices: int, rate: float) -> Judged:
-    args, show = _given(name, tokens, devices, rate), "{:,.6g} days".format
+    args, show = _arguments(name, tokens, devices, rate), "{:,.6g} days".format
     right = needs.training_days(args[0], tokens=tokens, devices=devices, flops=rate)
     where = f"{name}, {tokens / 1e9:g} B tokens on {devices:,} devices of {rate / 1e12:g} TFLOP/s"
     wrong = reply.number(right, known_days(*args), show, " of days", DAYS_TOLERANCE)
@@ -86,16 +86,16 @@ def _days(reply: Reply, name: str, tokens: float, devices: int, rate: float) -> 
 
 
 def _shares(reply: Reply, name: str, samples: int, *rest: Any) -> Judged:
-    right = shares(*_given(name, samples, *rest))
+    right = shares(*_arguments(name, samples, *rest))
     for limit, wrong in reply.numbers(right, EXACT):
         yield limit, f"{name}, {samples:,} samples", wrong, f"{right[limit][0]:.1%}"
 
 
 def known_flops(model: ModelSpec, samples: int) -> Mistakes:
-    """(what was done, the FLOPs it gives) of the mistakes that are made with eq. 3."""
+    """(words, FLOPs) of the known mistakes with eq. 3."""
     blocks, head = model.layers * block_flops(model, samples), head_flops(model, samples)
     linear = 24 * samples * model.seq_len * model.hidden**2 * model.layers
-    right, unscored = 4 * blocks + 3 * head, 4 * linear + 3 * head
+    right, without_scores = 4 * blocks + 3 * head, 4 * linear + 3 * head
     per_token, once = model.num_params * samples * model.seq_len, 3 * (blocks + head)
     yield "yours recomputes nothing: with recomputation a block's forward is made twice", once
     yield "the head is recomputed there too; it is made once", 4 * (blocks + head)
@@ -106,21 +106,21 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield "that is one token per sample", right / model.seq_len
     yield "those are the linear layers alone; attention and the head are missing", 4 * linear
     yield "the head is missing", 4 * blocks
-    yield "attention's scores are missing", unscored
-    yield "scores are computed for all pairs of tokens, masked or not", (right + unscored) / 2
+    yield "attention's scores are missing", without_scores
+    yield "scores are computed for all pairs of tokens, masked or not", (right + without_scores) / 2
     yield "that is 8 Ψ for every token: a good guess, but not the count", 8 * per_token
     yield f"that is 6 Ψ for every token: {WITHOUT}", 6 * per_token
 
 
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> Mistakes:
-    """(what was done, the days it gives) of the mistakes that are made on the way to days."""
-    how = {"tokens": tokens, "devices": devices, "flops": flops}
-    right = needs.training_days(model, **how)
+    """(words, days) of the known mistakes."""
+    settings = {"tokens": tokens, "devices": devices, "flops": flops}
+    right = needs.training_days(model, **settings)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
     low = f"{100 * (1 - eq4 / right):.1f} % too low"
     said = f"that is 8 Ψ for every token, {low}: it leaves out attention's scores and counts the "
     yield f"{said}head as if it were a block", eq4
-    yield "yours recomputes nothing", needs.training_days(model, **how, recompute=False)
+    yield "yours recomputes nothing", needs.training_days(model, **settings, recompute=False)
     yield f"that is 6 Ψ for every token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
     yield "those are hours", right * 24
@@ -133,11 +133,9 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> M
 def shares(
     model: ModelSpec, samples: int, seconds: float, devices: int, peak: float
 ) -> dict[str, tuple[float, Mistakes]]:
-    """{limit: (the share, the mistakes that are made with it)} of a step with its blocks
-    recomputed.
-    """
-    of = {"seconds": seconds, "devices": devices, "peak": peak}
-    mfu, hfu = training.utilisation(model, samples, recompute="full", **of)
+    """{limit: (right share, known mistakes)} of a step with its blocks recomputed."""
+    settings = {"seconds": seconds, "devices": devices, "peak": peak}
+    mfu, hfu = training.utilisation(model, samples, recompute="full", **settings)
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
     known_mfu = [
         ("that is HFU: recomputed FLOPs bring the training no further", hfu),

@@ -1,9 +1,9 @@
 """Lab 02: data parallelism as DDP does it, a wrapper whose hooks fill buckets during backward.
 
-It trains what `average_gradients` trains (sync.py). In addition backwards of the laptop model run
-through the wrapper, and their recorded order is replayed with stated costs, packing free: so the
-simulated time is the same on every machine, and only buckets that overlap reach the limit (Li+
-2020, arXiv:2006.15704, sec. 3.2).
+The answer trains the model of `average_gradients` (sync.py). In addition, backwards of layers with
+the laptop model's sizes run through the wrapper, and their recorded order is replayed with stated
+costs, in which packing is free. So the simulated time is the same on every machine, and only
+buckets that overlap with backward keep the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ BUCKET = 48 * 1024
 # What is timed: backwards of this model, on these links.
 TIMED = ModelSpec.preset("laptop")
 TIMED_BUCKET = 512 * 1024
-BACKWARDS = 3  # what a step leaves behind costs memory, or is summed again, in a later one
+BACKWARDS = 3  # a later one shows what an earlier one leaves in memory, or sums again
 BACKWARD_S = 12e-3
-CALL_S, LINK = 0.25e-3, Link(alpha=0.25e-3, bandwidth=625e6)  # of a call, whatever its messages
+CALL_S, LINK = 0.25e-3, Link(alpha=0.25e-3, bandwidth=625e6)
 CLUSTER = Cluster(
     name="5 Gbit/s",
     flops=1e12,
     memory_bandwidth=1e11,
     intra=LINK,
-    collectives={
+    collectives={  # with an α that makes a call cost CALL_S, whatever its number of messages
         op: LINK.replace(alpha=CALL_S / messages(op, RANKS))
         for op in ("all_reduce", "all_gather", "reduce_scatter")
     },
@@ -57,24 +57,24 @@ GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = REQUIRED
     Takes("MyDDP(module, bucket_bytes=...)", methods=("no_sync", "finish")), required=REQUIRED
 )
 def my_ddp(tries: Tries) -> None:
-    small = sync.look_at_training(tries, trained, BUCKET)
+    early = sync.look_at_training(tries, trained, BUCKET)
     sizes = [math.prod(shape) for shape in TIMED.parameter_shapes().values()]
-    size, right = 4 * sum(sizes), {"limit": TIME, "standing": (GRADIENTS, WEIGHTS)}
-    for notes, found in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, **right):
-        if wrong := first(found["wrong"]):
+    size, settings = 4 * sum(sizes), {"limit": TIME, "unbroken": (GRADIENTS, WEIGHTS)}
+    for notes, outcome in tries.run(backwards, RANKS, sizes, TIMED_BUCKET, **settings):
+        if wrong := first(outcome["wrong"]):
             notes.look(GRADIENTS, wrong, "")
-        seconds = simulated(found.report, sizes) / BACKWARDS
-        notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(found.report, len(sizes)))
+        seconds = simulated(outcome.report, sizes) / BACKWARDS
+        notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(outcome.report, len(sizes)))
         words = f"has {{held}} bytes in addition to the gradients, which have {size:,}"
-        notes.memory(MEMORY, found["extra"], int(EXTRA_COPIES * size), words)
-    for notes, words in small:
+        notes.memory(MEMORY, outcome["extra"], int(EXTRA_COPIES * size), words)
+    for notes, words in early:
         if words and not notes.broke((BYTES,)):
             notes.look(BYTES, words, "")
 
 
 # ---- what every rank runs ------------------------------------------------------------------------
 def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
-    """Training through the answer's wrapper, of a GPT whose weights only rank 0 has right."""
+    """Training through the answer's wrapper; before, weights of rank r are too large by r."""
 
     def wrap(gpt: Any) -> tuple[Any, Any]:
         watch.label = "weights of rank 0"
@@ -88,7 +88,9 @@ def trained(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict
 def backwards(
     watch: Any, answer: tuple, seed: int, sizes: Sequence[int], bucket_bytes: int
 ) -> dict[str, Any]:
-    """Some backwards through the wrapper: gradients are complete one by one, the last one first."""
+    """Some backwards through the wrapper; gradients complete from the last layer to the first.
+    Returns "extra", the bytes beyond gradients, and "wrong", the first wrong gradient in words.
+    """
     from paralab.exercises.timed import timed
 
     group, draw = watch.group, torch.Generator().manual_seed(seed)
@@ -98,13 +100,13 @@ def backwards(
         ddp = answer[0](module, bucket_bytes=bucket_bytes)
         for backward in range(BACKWARDS):
             with watch.unseen():
-                ones = torch.rand(len(sizes), generator=draw).tolist()  # of rank 0
-            for layer, one in zip(module, ones, strict=True):
-                layer.gradient = one + group.index
+                values = torch.rand(len(sizes), generator=draw).tolist()  # rank 0's gradients
+            for layer, value in zip(module, values, strict=True):
+                layer.gradient = value + group.index
             ddp(torch.zeros(1, requires_grad=True)).backward()
             ddp.finish()
-            for name, parameter in enumerate(parameters):
-                mean = ones[name] + (group.size - 1) / 2
+            for number, parameter in enumerate(parameters):
+                mean = values[number] + (group.size - 1) / 2
                 gradient = parameter.grad
                 with watch.unseen():
                     off = math.nan if gradient is None else (gradient - mean).abs().max().item()
@@ -112,36 +114,36 @@ def backwards(
                     yours = "None" if gradient is None else f"{gradient.flatten()[0]:.5g}"
                     wrong = wrong or (
                         f"in backward {backward + 1} of the timed model, rank {group.index} has "
-                        f"{yours} in the gradient of tensor {name}, required: {mean:.5g}"
+                        f"{yours} in the gradient of tensor {number}, required: {mean:.5g}"
                     )
                 parameter.grad = gradient = None
-    gradients = 4 * sum(sizes)  # are made within, one by one
+    gradients = 4 * sum(sizes)  # alive at the peak: they are made within the section
     return {"extra": section.peak - gradients, "wrong": wrong}
 
 
-# ---- what they found -----------------------------------------------------------------------------
+# ---- what the runs show --------------------------------------------------------------------------
 def replayed(report: Report, cluster: Cluster, **costs: Sequence[float]) -> pd.DataFrame:
-    """Spans of the recorded order of timed layers on ``cluster``. costs: {kind: seconds of each
-    layer}; nothing else takes any.
+    """Spans of timed layers (timed.py), replayed in their recorded order on ``cluster``. costs:
+    {kind: seconds of each layer}; all other work takes no time.
     """
     spans = report.spans.sort_values(["rank", "id"])
-    named = zip(spans["kind"], spans["chunk"], strict=True)  # chunk 0: a span of the answer's own
+    named = zip(spans["kind"], spans["chunk"], strict=True)  # chunk 0: not a layer's span
     cost = [costs[kind][chunk - 1] if chunk and kind in costs else 0.0 for kind, chunk in named]
     return dataclasses.replace(report, spans=spans.assign(cost=cost)).replay(cluster).spans
 
 
 def simulated(report: Report, sizes: Sequence[int]) -> float:
-    """Seconds from the first backward on: every gradient takes its share of 12 ms.
+    """Seconds of all backwards; in each, every gradient takes its share of 12 ms.
 
     sizes  elements of each parameter, in order of registration
     """
     shares = [BACKWARD_S * size / sum(sizes) for size in sizes]
-    found = replayed(report, CLUSTER, backward=shares)
-    return float(found["end"].max() - found["start"][found["kind"] == "backward"].min())
+    spans = replayed(report, CLUSTER, backward=shares)
+    return float(spans["end"].max() - spans["start"][spans["kind"] == "backward"].min())
 
 
 def _why_slow(report: Report, gradients: int) -> str:
-    """What cost the time, read off the recorded order of rank 0's first backward."""
+    """The reason for a long step, from the recorded order of rank 0's first backward, in words."""
     mine = report.spans[report.spans["rank"] == 0].sort_values("id")
     kinds = mine["kind"].tolist()
     ready = [place for place, kind in enumerate(kinds) if kind == "backward"]

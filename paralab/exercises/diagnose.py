@@ -1,8 +1,8 @@
-"""What is wrong with arrays that ranks have: the first wrong rank and element, and why.
+"""Compares the arrays of all ranks with the right ones, and explains the first difference.
 
-Every checker of arrays uses this one function. The known mistakes are those that people make
-wherever ranks compute one thing together: nothing happened, a constant factor, one term of a sum
-alone, a term missing or there twice, the part of another rank.
+All checkers of arrays use `first_wrong`. It knows the mistakes that people make wherever ranks
+compute one result together: an array is unchanged, wrong by a constant factor, one term of a sum
+alone, or another rank's part; a term of the sum is missing, or is in it twice.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from paralab.exercises.late import np
 
-TOLERANCE = 1e-5  # of the largest entry: a few hundred numbers, added in another order
+TOLERANCE = 1e-5  # of the largest entry: for sums of a few hundred numbers in another order
 
-Known = Callable[[int], Iterable[tuple[str, Any]]]
+Known = Callable[[int], Iterable[tuple[str, Any]]]  # rank -> (words, array that a mistake gives)
 
 
 def first_wrong(
@@ -28,15 +28,16 @@ def first_wrong(
     known: Known = lambda rank: (),
     ranks: Callable[[int], str] = "rank {}".format,
 ) -> str:
-    """The first array that is wrong, in words, or "".
+    """The first wrong array and the mistake that explains it, in words; "" if all are right.
 
-    found, wanted  what each rank has, and what it should have
-    tolerance      of the largest entry that any rank should have
-    start          what each rank had before: then "unchanged" is a mistake, and so is a change by
-                   the wrong factor
-    terms          rank -> (name, array) of each term of the sum that is wanted
+    name           the name of the array in these words
+    found, wanted  each rank's array, and the right one
+    tolerance      as a share of the largest entry of all right arrays
+    start          each rank's array before: then to leave it unchanged is a known mistake, and so
+                   is to change it by the wrong factor
+    terms          rank -> (name, array) of each term, if the right array is a sum
     known          rank -> (words, array) of further mistakes
-    ranks          rank -> what it is called
+    ranks          rank -> its name
     """
     wanted = [np.asarray(right, dtype=np.float64) for right in wanted]
     allowed = tolerance * max(
@@ -52,9 +53,9 @@ def first_wrong(
         wrong = np.argwhere(~(np.abs(got - right) <= allowed))  # NaN is wrong too
         if not len(wrong):
             continue
-        at = tuple(int(i) for i in wrong[0])
-        place = f"{at[0]:,}" if len(at) == 1 else f"{at}"
-        values = distinct(float(got[at]), float(right[at]))
+        index = tuple(int(i) for i in wrong[0])
+        place = f"{index[0]:,}" if len(index) == 1 else f"{index}"
+        values = distinct(float(got[index]), float(right[index]))
         before = np.zeros_like(right) if start is None else np.asarray(start[rank], np.float64)
         mistakes = [
             ("it is zero everywhere" if start is None else "it is as it was before", before),
@@ -62,11 +63,11 @@ def first_wrong(
             *_of_terms(list(terms(rank)), right),
             *((f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank),
         ]
-        # what is right but for rounding was no mistake
+        # a mistake whose array is right but for rounding explains nothing
         mistakes = [(words, one) for words, one in mistakes if not near(right, one, allowed / 2)]
         why = _first_near(got, mistakes, allowed)
         why = why or _factor(got, right, before, allowed, start is not None)
-        if not why and 1 < len(wrong) < got.size:  # the mistake may be made in a part of the array
+        if not why and 1 < len(wrong) < got.size:  # the mistake may concern a part of the array
             part = tuple(wrong.T)
             mistakes = [(w, np.asarray(m)[part]) for w, m in mistakes if np.shape(m) == got.shape]
             if why := _first_near(got[part], mistakes, allowed):
@@ -84,10 +85,10 @@ def first_wrong_tensor(
     ranks: Callable[[int], str] = "rank {}".format,
     tolerance: float = TOLERANCE,
 ) -> str:
-    """The first tensor that is wrong on a rank that has it, in words, or "".
+    """`first_wrong` of named tensors, of which a rank may have only some.
 
     found          {name: array} of each rank
-    wanted, start  {name: array}, the same on all of them
+    wanted, start  {name: array}, the same for all ranks
     known          {words: {name: array}} of further mistakes
     """
     for name, right in wanted.items():
@@ -111,8 +112,8 @@ def first_other_bits(
     wanted: Mapping[str, np.ndarray],
     known: Callable[[str], Iterable[tuple[str, Any]]] = lambda name: (),
 ) -> str:
-    """The first tensor that is not the same bit for bit, in words, or "". known: name -> (words,
-    array) of mistakes.
+    """The first tensor that is not equal bit for bit, in words, or "". known: name -> (words,
+    array) of known mistakes.
     """
     for name, right in wanted.items():
         if found[name].shape != right.shape:
@@ -140,7 +141,7 @@ def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: floa
 
 
 def near(got: np.ndarray, other: Any, allowed: float) -> bool:
-    """Whether two arrays are the same but for rounding; NaN is equal to NaN."""
+    """Whether two arrays are equal up to twice ``allowed``; NaN equals NaN."""
     if np.shape(other) != got.shape:
         return False
     return bool(((np.abs(got - other) <= 2 * allowed) | (np.isnan(got) & np.isnan(other))).all())
@@ -157,7 +158,7 @@ def _factor(
         if not (size and np.isfinite(factor) and near(moved, factor * required, close)):
             return ""
     whole = (n and round(n) and abs(n - round(n)) < 1e-3 for n in (factor, factor and 1 / factor))
-    if required.size == 1 and not any(whole):  # every number is some multiple of another
+    if required.size == 1 and not any(whole):  # of single numbers each is a multiple of the other
         return ""
     if started:
         return f"; it has changed by {times(factor)} what is required"
@@ -165,13 +166,13 @@ def _factor(
 
 
 def times(factor: float) -> str:
-    """ "0.5 times"; near 1 with the digits that tell it from 1."""
+    """The factor in words, "0.5 times", with enough digits to differ from 1."""
     digits = next((d for d in range(3, 10) if float(f"{factor:.{d}g}") != 1), 10)
     return f"{factor:.{digits}g} times"
 
 
 def distinct(yours: float, right: float) -> tuple[str, str]:
-    """Both numbers, with as many digits as it takes to tell them apart."""
+    """Both numbers as text, with as many digits as tell them apart."""
     yours, right = yours + 0.0, right + 0.0  # no "-0", which some builds of torch compute
     for digits in range(5, 18):
         both = f"{yours:.{digits}g}", f"{right:.{digits}g}"

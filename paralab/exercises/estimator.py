@@ -1,8 +1,8 @@
 """Lab 06: an estimator of a training step's memory by category, right to the byte.
 
-The right values are those of the compiled program (interpret/memory.py), which the live ledger
-equals: states as they are when the first UPDATE comes, activations at their most. Models and ranks
-are chosen so that padding is not zero and every known mistake has a number of its own.
+The right values come from the compiled program (interpret/memory.py), and equal those of the live
+ledger: states at the first UPDATE, activations at their own peak. Models and numbers of ranks are
+chosen so that padding is not zero and every known mistake gives a number of its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def memory_estimator(tries: Tries) -> None:
 
 @functools.cache
 def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str) -> dict[str, int]:
-    """{category: bytes} as the program of the plan has them on a rank."""
+    """{category: bytes} of a rank in the plan's program."""
     plan = Plan(
         dp=n,
         zero_stage=zero_stage,
@@ -63,13 +63,14 @@ def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str
     )
     program = compiled(spec, plan)
     first = next(i for i, ins in enumerate(program.codes[0]) if ins.op == UPDATE)
-    found = [behind for *_, behind in moments(program)]
-    held = {state: found[first]["device", state] for state in STATES}
-    return held | {"activations": max(one.get(("device", "activations"), 0) for one in found)}
+    bytes_after = [after for *_, after in moments(program)]
+    states = {state: bytes_after[first]["device", state] for state in STATES}
+    activations = max(held.get(("device", "activations"), 0) for held in bytes_after)
+    return states | {"activations": activations}
 
 
 def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: str) -> Mistakes:
-    """(what was done, the bytes it gives) of the mistakes that are made with one category."""
+    """(words, bytes) of the known mistakes with one category."""
     right = right_bytes(spec, b, n, stage, precision)[state]
     psi, w, tensors = spec.num_params, 4 if precision == "fp32" else 2, len(spec.parameter_shapes())
     if state == "activations":
@@ -93,7 +94,7 @@ def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: st
         yield "padded once, and every unit is padded by itself", width * -(-psi // n)
     if shared:
         yield f"stage {stage} shards it: every rank keeps an n-th", width * -(-psi // n) * n
-    for short in range(1, units + 1) if stage else ():  # in how many units n parts are not enough
+    for short in range(1, units + 1) if stage else ():  # units whose size n does not divide
         less = right - width * short * (1 if shared else n)
         yield "parts are rounded down; of a padded unit they are rounded up", less
     yield f"w is {w} bytes in {precision}", right * (2 if w == 2 else 0.5)

@@ -1,8 +1,9 @@
 """One exercise: a task, limits that its checker enforces, three hints, and an answer to compare.
 
-A checker becomes an exercise by `exercise`, which says what it takes and what is required. Task
-and hints are tasks/NAME.md. The answer is answers/NAME.py, with the markers of sources.py around
-what is the learner's to write: stub, solution and the lab's cell are readings of that text.
+The decorator `exercise` makes an exercise of its checker, and states what an answer consists of and
+which limits it has to keep. Task and hints are in tasks/NAME.md, the answer is in answers/NAME.py.
+Markers in that file (sources.py) enclose the part that the learner writes, so that the stub, the
+solution and the lab's cell all come from one text.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from paralab.exercises.verdict import Notes, Verdict
 from paralab.ranks.errors import interrupted
 
 TASKS = Path(__file__).resolve().parent / "tasks"
-TIMEOUT_S = 20.0  # without any sign of life: a check needs a second or two
+TIMEOUT_S = 20.0  # without a sign of life; a check takes a second or two
 
 
 @dataclass(frozen=True, repr=False)
 class Text:
-    """A few words for a notebook cell: the words are the repr."""
+    """A short text that a notebook cell shows as it is, without quotes."""
 
     words: str
 
@@ -44,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True, repr=False)
 class Source(Text):
-    """Source code for a notebook cell."""
+    """Source code that a notebook cell shows."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.words)}</pre>"
@@ -54,12 +55,12 @@ class Source(Text):
 
 
 class Takes(NamedTuple):
-    """What one part of an answer must be.
+    """What one part of an answer has to be.
 
-    call     how it is called, keyword arguments with "=": "MyDDP(module, bucket_bytes=...)"
-    methods  what a class needs
-    kind     what it is, if it is not "a function" or, with a capital letter, "a class": what a dict
-             has to look like, "a dict {patient: lists}"
+    call     how the checker calls it, keyword arguments with "=": "MyDDP(module, bucket_bytes=...)"
+    methods  the methods that a class needs
+    kind     its kind in words, "a dict {patient: lists}"; by default "a class" if the name in
+             ``call`` begins with a capital letter, else "a function"
     """
 
     call: str = ""
@@ -67,24 +68,24 @@ class Takes(NamedTuple):
     kind: str = ""
 
     @property
-    def what(self) -> str:
+    def noun(self) -> str:
         return self.kind or ("a class" if self.call[0].isupper() else "a function")
 
     def refusal(self, part: Any) -> tuple[str, str]:
-        """(what ``part`` is, why that will not do) as far as can be known before it is called, or
-        two empty strings.
+        """(what ``part`` is, why it is refused), as far as that can be known before it is called;
+        two empty strings if nothing is wrong.
         """
-        if self.what.startswith("a dict"):
-            said = f"required: {self.what}, yours is {kind_of(part)}"
+        if self.noun.startswith("a dict"):
+            said = f"required: {self.noun}, yours is {kind_of(part)}"
             return ("", "") if isinstance(part, Mapping) else ("no dict", said)
         if not callable(part):
-            return "nothing to call", f"required: {self.what}, yours is {shown(part)}"
-        if why := _of_ours(part):
+            return "nothing to call", f"required: {self.noun}, yours is {shown(part)}"
+        if why := _from_library(part):
             return "the library's", f"{shown(part)} {why}; required: one of yours"
         function = isinstance(part, type) and inspect.ismethod(getattr(part, "apply", None))
-        if function and self.what.startswith("a function"):  # of autograd
+        if function and self.noun.startswith("a function"):  # of torch.autograd
             name = part.__name__
-            return "a class", f"required: {self.what}, yours is the class {name}: give {name}.apply"
+            return "a class", f"required: {self.noun}, yours is the class {name}: give {name}.apply"
         missing = [m for m in self.methods if not callable(getattr(part, m, None))]
         if isinstance(part, type) and missing:
             return "methods missing", f"the class has no method {' and no '.join(missing)}"
@@ -94,28 +95,28 @@ class Takes(NamedTuple):
             inspect.signature(part).bind(*given[: len(given) - len(named)], **named)
         except TypeError as error:
             return "cannot be called", f"required: {self.call}, yours cannot be called so: {error}"
-        except Exception:  # built in, say: what it takes shows when it is called
+        except Exception:  # a built-in function, say, has no signature
             pass
         return "", ""
 
 
-def _of_ours(part: Any) -> str:
-    """How an answer is this package's, or extends or calls what it shows; "" if it does not."""
-    if _home(part).partition(".")[0] == "paralab":
+def _from_library(part: Any) -> str:
+    """In which way an answer is the library's own code, extends it or calls it; "" if in none."""
+    if _module_of(part).partition(".")[0] == "paralab":
         return "is the library's own"
     kind = part if isinstance(part, type) else type(part)
-    if any(_home(one).partition(".")[0] == "paralab" for one in kind.__mro__):
+    if any(_module_of(one).partition(".")[0] == "paralab" for one in kind.__mro__):
         return "extends a class of the library's"
     for function in (part, *vars(kind).values()):
         if isinstance(function, FunctionType):
-            used = inspect.getclosurevars(function)
-            values = (*used.globals.values(), *used.nonlocals.values())
-            if any(_home(one).startswith("paralab.exercises.answers") for one in values):
+            names = inspect.getclosurevars(function)
+            values = (*names.globals.values(), *names.nonlocals.values())
+            if any(_module_of(one).startswith("paralab.exercises.answers") for one in values):
                 return "calls an answer of the library's"
     return ""
 
 
-def _home(value: Any) -> str:
+def _module_of(value: Any) -> str:
     return (
         value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
     )
@@ -123,20 +124,20 @@ def _home(value: Any) -> str:
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class Exercise:
-    """An exercise of a lab; a notebook shows its task and its limits, anything else may print them
-    (``task``, ``stub``, ``required``). Runs in a script, too.
+    """An exercise of a lab. A notebook shows its task and its limits; a script can print them
+    (``task``, ``stub``, ``required``).
 
-        exercise.check(answer)   a Verdict on the function, class or dict that the task asks for; of
-                                 several, in the task's order
+        exercise.check(answer)   a Verdict on the function, class or dict that the task asks for; if
+                                 it asks for several, in the task's order
         exercise.hint()          one hint at a time
         exercise.solution()      source of one answer
 
     name      the attribute of ``pl.exercises``
-    lab       where it is set, "01": the package's `LADDERS` say it
-    required  {limit: what is required}, in the order in which they are looked at
-    takes     what an answer consists of; only the first part has to be there
-    checker   notes what there is to say about each answer
-    patients  {name: what is to be diagnosed}, of a clinic
+    lab       the lab that it belongs to, "01", from the package's `LADDERS`
+    required  {limit: what is required}, in the order in which the checker looks at them
+    takes     the parts of an answer, of which only the first has to be there
+    checker   judges the answers of a `Tries` and records its findings in their notes
+    patients  {name: plan or schedule to be diagnosed} of a clinic
     """
 
     name: str
@@ -145,10 +146,10 @@ class Exercise:
     takes: tuple[Takes, ...]
     checker: Callable[[Tries], None]
     patients: dict[str, Any] = field(default_factory=dict)
-    _given: list[int] = field(default_factory=list)
+    _hints_given: list[int] = field(default_factory=list)
 
     def check(self, *answer: Any, timeout: float = TIMEOUT_S) -> Verdict:
-        """Hold an answer against every limit.
+        """Compare an answer with every limit.
 
         timeout  seconds without a sign of life until the ranks that run it are stopped
 
@@ -165,26 +166,28 @@ class Exercise:
         tries = [Try(answer, Notes(self.name, self.required)) for answer in answers]
         try:
             for one in tries:
-                self._begin(one)
+                self._refuse_form(one)
             self.checker(Tries([one for one in tries if not one.notes.over], timeout))
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, "") from None
         except Exception as error:
-            if len(tries) > 1:  # one of them keeps the others from their verdicts
+            if len(tries) > 1:  # one answer may have prevented the verdicts on the others
                 return [self.check(*answer, timeout=timeout) for answer in answers]
             said = f"cannot be judged: {type(error).__name__}: {shown(error)}"
             tries[0].notes.end(said, yours="cannot be judged")
         return [one.notes.verdict() for one in tries]
 
-    def _begin(self, one: Try) -> None:
-        """Refuse what cannot be an answer."""
-        if not 1 <= len(one.answer) <= len(self.takes):
-            said = f"required: {', '.join(part.what for part in self.takes)}"
-            one.notes.end(f"{said}; yours has {len(one.answer)} parts", yours="no answer")
-        for part, takes in zip(one.answer, self.takes, strict=False):
+    def _refuse_form(self, candidate: Try) -> None:
+        """End the check of an answer that has the wrong parts, before any of them is called."""
+        if not 1 <= len(candidate.answer) <= len(self.takes):
+            said = f"required: {', '.join(part.noun for part in self.takes)}"
+            candidate.notes.end(
+                f"{said}; yours has {len(candidate.answer)} parts", yours="no answer"
+            )
+        for part, takes in zip(candidate.answer, self.takes, strict=False):
             yours, why = takes.refusal(part)
-            if why and not one.notes.over:
-                one.notes.end(why, yours=yours)
+            if why and not candidate.notes.over:
+                candidate.notes.end(why, yours=yours)
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -192,28 +195,28 @@ class Exercise:
 
     @property
     def task(self) -> str:
-        """Markdown: what to write."""
+        """What to write, in Markdown."""
         return self._texts[0].strip()
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Three pushes, from a nudge to nearly all of it."""
+        """Three hints: the first is a nudge, the third gives nearly everything away."""
         return tuple(" ".join(hint.split()) for hint in self._texts[1:])
 
     def hint(self, number: int | None = None) -> Text:
         """The next hint, or hint ``number`` (1 to 3) again."""
         if number is None:
-            number = len(self._given) + 1
+            number = len(self._hints_given) + 1
             if number > len(self.hints):
                 return Text(f"Those were all {len(self.hints)}; .solution() shows one answer.")
-            self._given.append(number)
+            self._hints_given.append(number)
         number = whole("number", number, at_least=1, at_most=len(self.hints))
-        which = f"hint {number} of {len(self.hints)} for {self.name}"
-        return Text(f"{which}: {self.hints[number - 1]}")
+        title = f"hint {number} of {len(self.hints)} for {self.name}"
+        return Text(f"{title}: {self.hints[number - 1]}")
 
     @property
     def stub(self) -> str:
-        """What the learner starts from."""
+        """The code that the learner starts from."""
         return sources.student(sources.answer(self.name))
 
     def solution(self) -> Source:
@@ -231,10 +234,10 @@ class Exercise:
 def exercise(
     *takes: Takes, required: dict[str, str], patients: Sequence[Any] = ()
 ) -> Callable[[Callable[[Tries], None]], Exercise]:
-    """Make an `Exercise` of its checker, whose name it has."""
+    """Make a checker an `Exercise` with its name; for the arguments see `Exercise`."""
 
-    def made(checker: Callable[[Tries], None]) -> Exercise:
-        about = {"required": required, "patients": {one.name: one for one in patients}}
-        return Exercise(name=checker.__name__, takes=takes, checker=checker, **about)
+    def decorate(checker: Callable[[Tries], None]) -> Exercise:
+        fields = {"required": required, "patients": {one.name: one for one in patients}}
+        return Exercise(name=checker.__name__, takes=takes, checker=checker, **fields)
 
-    return made
+    return decorate

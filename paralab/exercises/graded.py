@@ -1,11 +1,10 @@
 """`paralab check lab.ipynb`: points for the answers in a learner's notebook, as data.
 
-The notebook is read, not run (notebook.py). Its answers, and of the other cells what they need, are
-executed in a process of their own, which hands them over pickled. Another one loads and checks them
-and writes what it found as JSON: both begin in the notebook's folder, where its modules are. The
-checkers are this package's: what a cell redefines or patches does not reach them, and nothing of
-the learner's is loaded here. What answers do later, they do in the ranks of a check, which end by
-their time limits.
+The notebook is read, not run (notebook.py). For each exercise a first process executes the answer
+and the statements that it needs, and pickles it. A second process loads the pickle, checks the
+answer and writes the verdict as JSON. Both start in the notebook's folder, where its modules are.
+So what a cell redefines or patches does not reach the checkers, and the process that reads the
+verdicts loads nothing of the learner's. Answers that run on ranks end by the checks' time limits.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from paralab.exercises.notebook import Notebook
 from paralab.exercises.verdict import Row, Verdict
 from paralab.version import __version__
 
-RUNGS = ("warm-up", "implement", "go further")  # of a lab's ladder, in the order of its exercises
-DEFINED_S = 60.0  # seconds in which the cells of one answer have to be through
-JUDGED_S = 600.0  # for the check of one answer, whose launches end long before
+RUNGS = ("warm-up", "implement", "go further")  # of a lab's exercises, in their order
+DEFINED_S = 60.0  # seconds for the cells of one answer
+JUDGED_S = 600.0  # seconds for the check of one answer, whose launches end long before
 
 
 def read(path: Any, exercises: Sequence[Exercise]) -> Notebook:
-    """The notebook of a lab of these exercises. Raises ValueError if the file is none."""
+    """Read the notebook of one of the labs of these exercises; ValueError if the file is none."""
     return notebook.read(path, {one.lab for one in exercises})
 
 
@@ -48,27 +47,27 @@ def grade(
 ) -> dict[str, Any]:
     """Check a notebook's answers: one point for each exercise of its lab that passes.
 
-    path       the file, or what `read` has made of it
-    exercises  all that there are; those of the notebook's lab are asked for, in ladder order
-    timeout    seconds in which the cells of one answer have to be through
+    path       the file, or the `Notebook` that `read` made of it
+    exercises  the exercises of all labs, each lab's in its order
+    timeout    seconds for the cells of one answer
 
     Raises ValueError if the file is no notebook of a lab. An answer that is missing, fails or does
-    not end is a verdict. What answers print goes to the standard error.
+    not end gets a verdict too. What answers print goes to the standard error.
     """
     timeout = real("timeout", timeout, above=0.0)
     book = path if isinstance(path, Notebook) else read(path, exercises)
     ladder = [one for one in exercises if one.lab == book.lab]
     rows = [
-        {"exercise": exercise.name, "rung": RUNGS[(place > 0) + (place == len(ladder) - 1)]}
-        | _said(exercise, book, timeout)
-        for place, exercise in enumerate(ladder)
+        {"exercise": exercise.name, "rung": RUNGS[(position > 0) + (position == len(ladder) - 1)]}
+        | _points(exercise, book, timeout)
+        for position, exercise in enumerate(ladder)
     ]
     points = {"points": sum(row["points"] for row in rows), "of": len(rows), "exercises": rows}
     return {"notebook": book.name, "lab": book.lab, "paralab": __version__, **points}
 
 
-def _said(exercise: Exercise, book: Notebook, timeout: float) -> dict[str, Any]:
-    names, statements = asked_for(exercise), notebook.until(exercise.name, book.statements)
+def _points(exercise: Exercise, book: Notebook, timeout: float) -> dict[str, Any]:
+    names, statements = answer_names(exercise), notebook.until(exercise.name, book.statements)
     missing = [name for name in names if not any(name in one.defines for one in statements)]
     verdict, trouble = None, f"the notebook does not define {', '.join(missing)}{book.broken}"
     if not missing:
@@ -80,8 +79,8 @@ def _said(exercise: Exercise, book: Notebook, timeout: float) -> dict[str, Any]:
     return {"points": int(verdict.passed), "verdict": repr(verdict), "limits": limits}
 
 
-def asked_for(exercise: Exercise) -> list[str]:
-    """The names that an answer defines: those in the call that its task shows."""
+def answer_names(exercise: Exercise) -> list[str]:
+    """The names that an answer defines, from the call of ``check`` that its task shows."""
     [call] = re.findall(rf"pl\.exercises\.{exercise.name}\.check\(([\w, ]+)\)", exercise.task)
     return [name.strip() for name in call.split(",")]
 
@@ -93,39 +92,46 @@ def _judged(
     folder: Path,
     timeout: float,
 ) -> tuple[Verdict | None, str]:
-    """(the verdict on what ``source`` defines, "") or (None, why there is none)"""
-    with tempfile.TemporaryDirectory() as here:
-        given = {"source": source, "names": names, "exercise": exercise.name}
-        Path(here, "given").write_text(json.dumps(given), encoding="utf-8")
-        for step, seconds, late in (
+    """(the verdict on the answer that ``source`` defines, "") or (None, why there is none).
+
+    source  (statement, whether it may fail), as `notebook.needed` returns them
+    names   the names of the answer's parts
+    folder  where both processes run
+    """
+    with tempfile.TemporaryDirectory() as workspace:
+        request = {"source": source, "names": names, "exercise": exercise.name}
+        Path(workspace, "given").write_text(json.dumps(request), encoding="utf-8")
+        for step, seconds, overdue in (
             (_execute, timeout, "the cells that it needs were not through"),
             (_judge, JUDGED_S, "it was not judged"),
         ):
-            status = _run(step.__name__, here, folder, seconds)
-            said = _read(Path(here, step.__name__))
+            status = _run(step.__name__, workspace, folder, seconds)
+            result = _read(Path(workspace, step.__name__))
             if status is None:
-                return None, f"{late} after {seconds:g} s"
-            if said is None:
+                return None, f"{overdue} after {seconds:g} s"
+            if result is None:
                 return None, f"its cells failed: they ended their process with status {status}"
-            if "failed" in said:
-                return None, f"its cells failed: {said['failed']}"
+            if "failed" in result:
+                return None, f"its cells failed: {result['failed']}"
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        rows = tuple(Row(*map(str, row[:3]), row[3]) for row in said["rows"])
+        rows = tuple(Row(*map(str, row[:3]), row[3]) for row in result["rows"])
         stated = [(row.limit, row.required) for row in rows] == [*exercise.required.items()]
         if stated and all(row.ok in (True, False, None) for row in rows):
-            return Verdict(exercise=exercise.name, rows=rows, said=str(said["said"])), ""
+            return Verdict(exercise=exercise.name, rows=rows, said=str(result["said"])), ""
     return None, "its cells failed: what they patched has spoiled the verdict"
 
 
-def _run(step: str, here: str, folder: Path, seconds: float) -> int | None:
-    """The status of a process that does one step, None if it did not end. Nothing of it is left."""
+def _run(step: str, workspace: str, folder: Path, seconds: float) -> int | None:
+    """Run one step in a process. Returns its exit status, or None if it did not end; its whole
+    process group is killed afterwards.
+    """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "paralab.exercises.graded", step, here],
+        [sys.executable, "-P", "-m", "paralab.exercises.graded", step, workspace],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
-        stdout=2,  # this process's own output is the points alone
+        stdout=2,  # standard output is for the points alone
         start_new_session=True,
     )
     try:
@@ -140,63 +146,65 @@ def _run(step: str, here: str, folder: Path, seconds: float) -> int | None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 # ---- in the two processes ------------------------------------------------------------------------
 class Shell:
-    """In the place of IPython's: its magics and shell commands do nothing."""
+    """Stands for IPython's shell: magics and shell commands do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **settings: None
 
 
-def _execute(given: dict[str, Any], here: Path) -> dict[str, Any]:
-    """Run statements as a notebook would, and hand over the named values."""
+def _execute(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
+    """Run the statements as a notebook would, and pickle the named values."""
     from paralab.ranks.code import pickled
 
-    # so that what it defines travels by value
-    found: dict[str, Any] = {"__name__": "__main__", "get_ipython": Shell}
-    found["display"] = lambda *args, **settings: None
-    tree = ast.parse(_text(given))
-    for place, (_, may_fail) in enumerate(given["source"]):
+    # in "__main__", so that what the cells define is pickled by value
+    namespace: dict[str, Any] = {"__name__": "__main__", "get_ipython": Shell}
+    namespace["display"] = lambda *args, **settings: None
+    tree = ast.parse(_text(request))
+    for position, (_, may_fail) in enumerate(request["source"]):
         if may_fail:
             caught = ast.ExceptHandler(type=ast.Name("Exception", ast.Load()), body=[ast.Pass()])
-            tree.body[place] = ast.Try([tree.body[place]], [caught], [], [])
-    exec(compile(ast.fix_missing_locations(tree), "answer", "exec"), found)
-    Path(here, "answer").write_bytes(pickled(tuple(found[name] for name in given["names"])))
+            tree.body[position] = ast.Try([tree.body[position]], [caught], [], [])
+    exec(compile(ast.fix_missing_locations(tree), "answer", "exec"), namespace)
+    Path(workspace, "answer").write_bytes(
+        pickled(tuple(namespace[name] for name in request["names"]))
+    )
     return {}
 
 
-def _judge(given: dict[str, Any], here: Path) -> dict[str, Any]:
-    """Check the values."""
+def _judge(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
+    """Check the pickled values."""
     from paralab.exercises import ALL
 
-    exercise, text = ALL[given["exercise"]], _text(given)
-    # where a verdict looks for the line of an error
+    exercise, text = ALL[request["exercise"]], _text(request)
+    # a verdict shows the line of an error from here
     linecache.cache["answer"] = len(text), None, text.splitlines(True), "answer"
-    verdict = exercise.check(*pickle.loads(Path(here, "answer").read_bytes()))
+    verdict = exercise.check(*pickle.loads(Path(workspace, "answer").read_bytes()))
     return {"rows": [tuple(row) for row in verdict.rows], "said": verdict.said}
 
 
-def _text(given: dict[str, Any]) -> str:
-    return "\n\n".join(text for text, _ in given["source"])
+def _text(request: dict[str, Any]) -> str:
+    return "\n\n".join(text for text, _ in request["source"])
 
 
-def _main(step: str, here: str) -> None:
+def _main(step: str, workspace: str) -> None:
     sys.path.insert(0, os.getcwd())  # as in a notebook
     sys.argv[1:] = []
-    given = json.loads(Path(here, "given").read_text(encoding="utf-8"))
+    request = json.loads(Path(workspace, "given").read_text(encoding="utf-8"))
     try:
-        said = {"_execute": _execute, "_judge": _judge}[step](given, Path(here))
+        result = {"_execute": _execute, "_judge": _judge}[step](request, Path(workspace))
     except BaseException as error:
-        said = {"failed": f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")}
-    Path(here, step).write_text(json.dumps(said), encoding="utf-8")
+        result = {"failed": f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")}
+    Path(workspace, step).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()
-    os._exit(0)  # whatever threads it has left
+    os._exit(0)  # without waiting for threads that the answer has started
 
 
 if __name__ == "__main__":

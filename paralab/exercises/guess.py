@@ -1,8 +1,9 @@
-"""Predictions that are committed to before the experiment that decides: predict, observe, explain.
+"""Questions that a learner answers before the experiment: predict, observe, explain.
 
-People remember what surprised them, and only what was predicted can surprise. A guess is a number,
-with a slider and a button; a choice is one of a few explanations, with a button each. ``.commit``
-and ``.pick`` do the same without a mouse. ipywidgets is imported when a question is shown.
+People remember what surprised them, and only a prediction can turn out a surprise. A guess is a
+number, with a slider and a button; a choice is one of a few explanations, each with a button.
+``.commit`` and ``.pick`` do the same without a mouse. ipywidgets is imported when a question is
+shown.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ REPR_WIDTH = 110
 
 
 def guess(question: str, *, low: float, high: float, unit: str = "", decimals: int = 1) -> Guess:
-    """Ask for a number before it is known.
+    """Ask for a number before the experiment shows it.
 
-    question       what the number is
+    question       what the number is, in words
     low, high      ends of the slider, in ``unit``
     unit           "MB", "%", or "" for a plain number
     decimals       digits after the point, of everything that is shown
@@ -42,32 +43,32 @@ def choose(question: str, options: Sequence[str]) -> Choice:
 
 
 class Question:
-    """A question, and one answer to it that stands once it is given. Each kind of question has
+    """A question with one answer, which cannot be changed once it is given. Subclasses have
 
-    _state()             what was answered, in words
+    _state()             the answer so far, in words
     _inputs(widgets)     the rows of the widget below the question
-    _show_answer(*rows)  disables these rows, and shows in them what was answered
+    _show_answer(*rows)  disables these rows and shows the answer in them
     """
 
     verb = "guess"
 
     def __init__(self, question: str) -> None:
         self.question = str(question)
-        self.value: float | None = None  # what was answered
+        self.value: float | None = None  # the answer
         self.revealed = False
         self._box: Any = None
 
-    def _stand_by(self, value: float, said: str) -> Text:
+    def _commit(self, value: float, said: str) -> Text:
         if self.value is not None:
             return Text(f"you have {self._state()} already, and that stands")
         if self.revealed:
-            return Text(self._out)
+            return Text(self._too_late)
         self.value = value
         self._close()
         return Text(said)
 
     @property
-    def _out(self) -> str:
+    def _too_late(self) -> str:
         return f"the answer is out: run the question's cell again to {self.verb} again"
 
     def _reveal(self, said: str) -> Text:
@@ -76,12 +77,12 @@ class Question:
         return Text(said)
 
     def _close(self) -> None:
-        """From now on the widget, where there is one, shows the answer that stands."""
+        """Make the widget, if there is one, show the answer and take no other."""
         if self._box is not None:
             self._show_answer(*self._box.children[1:])
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        """The widget where ipywidgets is there, and always the words."""
+        """The widget, and its repr for where widgets are not shown."""
         import ipywidgets as widgets
 
         if self._box is None:
@@ -102,7 +103,7 @@ class Guess(Question):
         self.low, self.high, self.unit, self.decimals = low, high, str(unit), decimals
 
     def commit(self, value: float) -> Text:
-        """Stand by ``value``. Once: a second commitment is declined and the first one stands.
+        """Answer with ``value``. The first commitment stands: a later one is declined.
 
         Raises ValueError if ``value`` is not a number within the question's range.
         """
@@ -110,20 +111,20 @@ class Guess(Question):
         if not self.low <= value <= self.high:
             legal = f"from {self.shown(self.low)} to {self.shown(self.high)}"
             raise illegal("value", value, "out of range", legal)
-        return self._stand_by(value, f"committed: {self.shown(value)}")
+        return self._commit(value, f"committed: {self.shown(value)}")
 
     def reveal(self, actual: float) -> Text:
         """The answer next to the guess; without a commitment, the answer alone."""
         actual = real("actual", actual)
-        was = self.shown(actual)
+        truth = self.shown(actual)
         if self.value is None:
-            return self._reveal(f"it is {was}")
-        said = f"you said {self.shown(self.value)}, it is {was}"
-        if self.shown(self.value) == was:
-            return self._reveal(f"{said}: exactly")
+            return self._reveal(f"it is {truth}")
+        compared = f"you said {self.shown(self.value)}, it is {truth}"
+        if self.shown(self.value) == truth:
+            return self._reveal(f"{compared}: exactly")
         if actual == 0 or self.value / actual < 0:
-            return self._reveal(f"{said}: {self.shown(abs(self.value - actual))} apart")
-        return self._reveal(f"{said}: {self.value / actual:.2f} times what it is")
+            return self._reveal(f"{compared}: {self.shown(abs(self.value - actual))} apart")
+        return self._reveal(f"{compared}: {self.value / actual:.2f} times what it is")
 
     def shown(self, value: float) -> str:
         """``value`` with its unit: "3.4 MB", "43 %", "7"."""
@@ -153,21 +154,21 @@ class Guess(Question):
             description="Commit", tooltip="stand by this guess; it cannot be changed afterwards"
         )
         button.on_click(lambda _: self.commit(slider.value))
-        unit = widgets.Label(self.unit, layout={"flex": "0 0 auto"})  # else it is cut to fit
+        unit = widgets.Label(self.unit, layout={"flex": "0 0 auto"})  # not shortened to fit
         return [widgets.HBox([slider, unit, button]), widgets.Label()]
 
     def _show_answer(self, *rows: Any) -> None:
-        row, said = rows
+        row, label = rows
         slider, _, button = row.children
         slider.disabled = button.disabled = True
-        said.value = self._out
+        label.value = self._too_late
         if self.value is not None:
             slider.value = self.value
-            said.value = f"committed: {self.shown(self.value)}"
+            label.value = f"committed: {self.shown(self.value)}"
 
 
 class Choice(Question):
-    """A question with numbered options, 1 and on, of which one is picked; made by `choose`."""
+    """A question with options, numbered from 1, of which one is picked; made by `choose`."""
 
     verb = "choose"
 
@@ -176,19 +177,19 @@ class Choice(Question):
         self.options = options
 
     def pick(self, number: int) -> Text:
-        """Stand by option ``number``. Once: afterwards the first one stands."""
+        """Answer with option ``number``. The first pick stands: a later one is declined."""
         number = whole("number", number, at_least=1, at_most=len(self.options))
-        return self._stand_by(number, f"picked {number}: {self.options[number - 1]}")
+        return self._commit(number, f"picked {number}: {self.options[number - 1]}")
 
     def reveal(self, number: int, why: str = "") -> Text:
-        """Which option it is, and why; next to what was picked, if anything was."""
+        """Show the right option, the reason ``why``, and the option that was picked, if any."""
         number = whole("number", number, at_least=1, at_most=len(self.options))
         option = self.options[number - 1]
-        said = "" if self.value is None else f"You picked {self.value}. "
-        said += f"It is {number}, {option}."
+        verdict = "" if self.value is None else f"You picked {self.value}. "
+        verdict += f"It is {number}, {option}."
         if self.value == number:
-            said = f"You picked {number}, and that is right: {option}."
-        return self._reveal(f"{said} {why}".strip())
+            verdict = f"You picked {number}, and that is right: {option}."
+        return self._reveal(f"{verdict} {why}".strip())
 
     def _state(self) -> str:
         return "nothing picked yet" if self.value is None else f"picked {self.value}"
@@ -206,9 +207,9 @@ class Choice(Question):
         return [*rows, widgets.Label()]
 
     def _show_answer(self, *rows: Any) -> None:
-        *rows, said = rows
+        *rows, label = rows
         for number, row in enumerate(rows, 1):
             button = row.children[0]
             button.disabled = True
             button.button_style = "primary" if number == self.value else ""
-        said.value = self._out if self.value is None else f"picked {self.value}"
+        label.value = self._too_late if self.value is None else f"picked {self.value}"

@@ -1,11 +1,11 @@
-"""Orders of the jobs of a streamed update: whether one is right, and how long it takes, simulated.
+"""The jobs of a streamed update: whether their order is right, and how long it takes, simulated.
 
-States of U units are in files. A unit is read, updated and written in r, u and w seconds: reads and
-writes on the lane "disk", updates on the lane "host". No order is faster than the busier lane,
+The states of U units are in files. A unit is read, updated and written in r, u and w seconds: reads
+and writes take the lane "disk", updates the lane "host". No order is faster than the busier lane,
 
-    max(U (r + w), r + U u + w)        with one buffer everything is in turn: U (r + u + w)
+    max(U (r + w), r + U u + w)        with one buffer, all jobs in sequence: U (r + u + w)
 
-and one that reads ahead is as fast as that where u <= min(r, w) or u >= r + w.
+and an order that reads ahead is that fast if u <= min(r, w) or u >= r + w.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from paralab.exercises.verdict import SLACK, ms
 from paralab.interpret.walk import JOB, Item, moments
 from paralab.programs.instructions import Instr
 
-Job = tuple[str, int, int]  # what, unit, buffer
+Job = tuple[str, int, int]  # kind, unit, buffer
 
 LANE = {"read": "disk", "update": "host", "write": "disk"}
 READ_S, WRITE_S = 10e-3, 15e-3
 UPDATE_S = {"fast": 8e-3, "slow": 30e-3}  # by host
-MOST = 10  # jobs per unit that are looked at
+MOST = 10  # jobs per unit; a longer list is refused
 
 
 def limit_s(units: int, window: int, update_s: float) -> float:
-    """What no order of jobs is faster than."""
+    """The seconds that no order of jobs can fall below."""
     if window == 1:
         return units * (READ_S + update_s + WRITE_S)
     return max(units * (READ_S + WRITE_S), READ_S + units * update_s + WRITE_S)
 
 
-def as_jobs(found: Any, units: int) -> list[Job]:
-    """What an answer returned, if it is a list of jobs. Raises ValueError if it is not."""
-    if not isinstance(found, list):
-        raise illegal("jobs", found, "not a list", 'a list [("read", 0, 0), ...]')
-    if len(found) > MOST * units:
-        raise illegal("len(jobs)", len(found), "too many", f"{len(LANE)} per unit")
+def as_jobs(returned: Any, units: int) -> list[Job]:
+    """What an answer returned as a list of jobs. Raises ValueError if it is none."""
+    if not isinstance(returned, list):
+        raise illegal("jobs", returned, "not a list", 'a list [("read", 0, 0), ...]')
+    if len(returned) > MOST * units:
+        raise illegal("len(jobs)", len(returned), "too many", f"{len(LANE)} per unit")
     jobs = []
-    for i, job in enumerate(found):
+    for i, job in enumerate(returned):
         if not isinstance(job, (tuple, list)) or len(job) != 3:
             raise illegal(f"jobs[{i}]", job, "not a job", '("read", unit, buffer)')
         kind = choice(f"jobs[{i}][0]", job[0], tuple(LANE))
@@ -50,9 +50,9 @@ def as_jobs(found: Any, units: int) -> list[Job]:
 
 
 def simulate(jobs: Sequence[Job], update_s: float) -> list[tuple[float, float]]:
-    """When each job starts and ends, with the exercise's costs."""
+    """(start, end) of each job in seconds, with the exercise's costs."""
     seconds = {"read": READ_S, "update": update_s, "write": WRITE_S}
-    items = [  # each comes after the last job that has its buffer
+    items = [  # each waits for the job before it that has the same buffer
         Item(JOB, seconds[kind], Instr(kind, writes=(("buffer", buffer, 0),)), LANE[kind])
         for kind, _, buffer in jobs
     ]
@@ -60,21 +60,21 @@ def simulate(jobs: Sequence[Job], update_s: float) -> list[tuple[float, float]]:
 
 
 def first_misplaced(jobs: Sequence[Job], units: int) -> str:
-    """The first job that is in the wrong place, or is missing, in words; "" if none is."""
-    inside: dict[int, int] = {}  # buffer -> the unit in it
+    """The first job that comes too early, too often or not at all, in words, or ""."""
+    inside: dict[int, int] = {}  # {buffer: the unit in it}
     done: set[tuple[str, int]] = set()
     for i, (kind, unit, buffer) in enumerate(jobs):
-        why, held = "", inside.get(buffer)
+        mistake, held = "", inside.get(buffer)
         if (kind, unit) in done:
-            why = f"the {kind} of unit {unit} is there twice"
+            mistake = f"the {kind} of unit {unit} is there twice"
         elif kind == "read" and held is not None:
-            why = f"overwrites unit {held}, which is in that buffer and not written yet"
+            mistake = f"overwrites unit {held}, which is in that buffer and not written yet"
         elif kind != "read" and held != unit:
-            why = f"unit {unit} is not in buffer {buffer} by then"
+            mistake = f"unit {unit} is not in buffer {buffer} by then"
         elif kind == "write" and ("update", unit) not in done:
-            why = f"unit {unit} has not been updated by then"
-        if why:
-            return f"jobs[{i}]={jobs[i]!r}: {why}"
+            mistake = f"unit {unit} has not been updated by then"
+        if mistake:
+            return f"jobs[{i}]={jobs[i]!r}: {mistake}"
         done.add((kind, unit))
         if kind == "read":
             inside[buffer] = unit
@@ -85,14 +85,14 @@ def first_misplaced(jobs: Sequence[Job], units: int) -> str:
 
 
 def too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
-    """By how much the limit is missed, and where the busier lane is first idle, or ""."""
+    """How far the time exceeds its limit, and where the busier lane is first idle, or ""."""
     times, limit = simulate(jobs, UPDATE_S[host]), limit_s(units, window, UPDATE_S[host])
     took = max(end for _, end in times)
     if took <= limit * SLACK:
         return ""
     lane, free = "disk", 0.0
     if limit > units * (READ_S + WRITE_S):
-        lane, free = "host", READ_S  # nothing can be updated before
+        lane, free = "host", READ_S  # no unit can be updated before the first read
     said = f"{host} host, {ms(took)}, required: at most {ms(limit)}:"
     for (kind, unit, _), (start, end) in zip(jobs, times, strict=True):
         if LANE[kind] == lane:

@@ -1,8 +1,8 @@
-"""Modules that are imported when something of them is first used.
+"""Modules that are imported when an attribute of them is first used.
 
-A notebook's process holds answers against their limits without torch, but for layers whose right
-gradients autograd makes: ranks import it, in processes of their own. So a checker, which has code
-for both, names these modules here.
+A checker has code for the ranks, which import torch in their processes, and code for the notebook's
+process, which compares results with the limits and does without torch (but where autograd computes
+the right gradients of layers). So a checker takes these modules from here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 
-class Late:
-    """Stands for a module; nothing is kept of it, for a check replaces functions of torch's."""
+class LateModule:
+    """Stands for a module. Attributes are not cached, because a check replaces some of torch's."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -29,5 +29,5 @@ if TYPE_CHECKING:
     from paralab.exercises import watched
     from paralab.model import reference
 else:
-    np, torch, dist = map(Late, ("numpy", "torch", "torch.distributed"))
-    watched, reference = map(Late, ("paralab.exercises.watched", "paralab.model.reference"))
+    np, torch, dist = map(LateModule, ("numpy", "torch", "torch.distributed"))
+    watched, reference = map(LateModule, ("paralab.exercises.watched", "paralab.model.reference"))

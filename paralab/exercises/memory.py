@@ -2,11 +2,12 @@
 
     patient = pl.exercises.memory_clinic.patients["twice the devices"]
     patient.chart()                      # what fills a device, with fewer devices and with more
-    patient.chart(recompute="full")      # and with a setting changed
+    patient.chart(recompute="full")      # the same, and with a setting changed
     pl.exercises.memory_clinic.check(treatment)
 
-A treatment names what fills the device and changes the plan's settings. Peaks are predicted with
-and without the change; where a plan has two causes, curing one is not enough.
+An answer has a treatment for each plan: the category that takes most memory, and a change of
+settings. Peaks are predicted with and without the change. Where memory has two causes, a treatment
+of one of them is not enough.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from paralab.checks import shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.memory_patients import PATIENTS, Patient
-from paralab.exercises.questions import given
+from paralab.exercises.questions import plain_answers
 from paralab.exercises.verdict import NOT_STARTED, Notes
 from paralab.interpret import quick
 from paralab.spec import Plan
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 SETTINGS = tuple(field.name for field in fields(Plan))
+# What a treatment must not change: {property of the plan: its name in words}.
 STAYS = {"world_size": "devices", "global_batch": "samples per step"}
 STAYS |= {name: name for name in ("precision", "offload")}
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
@@ -45,20 +47,18 @@ REQUIRED = {
     patients=PATIENTS,
 )
 def memory_clinic(tries: Tries) -> None:
-    for notes, treatment in given(tries):
-        found = [treatment.get(patient.name) for patient in PATIENTS]
-        if all(pair == ("", {}) for pair in found):
+    for notes, answer in plain_answers(tries):
+        treatments = [answer.get(patient.name) for patient in PATIENTS]
+        if all(treatment == ("", {}) for treatment in treatments):
             notes.end(NOT_STARTED)
             continue
-        for patient, pair in zip(PATIENTS, found, strict=True):
+        for patient, treatment in zip(PATIENTS, treatments, strict=True):
             notes.where = patient.name
-            _look(notes, patient, pair)
+            _look(notes, patient, treatment)
 
 
 def _look(notes: Notes, patient: Patient, pair: Any) -> None:
-    """Predict a patient with and without the change, (category, {setting: value}). No rank is
-    started.
-    """
+    """Judge a treatment, the pair (category, {setting: value}), by predicted peaks."""
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Mapping)):
         said = f"required: (category, {{setting: value}}), yours is {shown(pair)}"
         notes.look(patient.name, said, "")
@@ -70,19 +70,19 @@ def _look(notes: Notes, patient: Patient, pair: Any) -> None:
         most = parts[category] == max(parts.values())
         wrong = "" if most else f"{said}, something else is more"
     notes.each(FILLS, wrong)
-    plan, wrong = _changed(patient, change)
+    plan, wrong = _treated(patient, change)
     notes.each(SAME, wrong)
     if plan is None:
         return
     changed = {name for name in SETTINGS if getattr(plan, name) != getattr(patient.plan, name)}
-    count = len(changed - {"microbatches"})  # which goes with microbatch_size
+    count = len(changed - {"microbatches"})  # microbatches and microbatch_size count as one
     said = f"{count} settings are changed, required: at most {patient.cures}"
     notes.each(ONE, said if count > patient.cures else "")
-    _hold_against_drop(notes, patient, plan)
+    _look_at_peak(notes, patient, plan)
 
 
-def _changed(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, str]:
-    """(the changed plan, how it trains another thing), or (None, why it cannot train)."""
+def _treated(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, str]:
+    """(the changed plan, "" or how its training differs) or (None, why it cannot train)."""
 
     def made() -> Plan:
         plan = patient.plan.replace(**change)
@@ -99,17 +99,17 @@ def _changed(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, 
     return plan, trouble
 
 
-def _hold_against_drop(notes: Notes, patient: Patient, plan: Plan) -> None:
+def _look_at_peak(notes: Notes, patient: Patient, plan: Plan) -> None:
     was, parts = sum(patient.peak().values()), quick.fullest(patient.model, plan)[1]
-    now, most = sum(parts.values()), max(parts, key=lambda name: parts[name])
+    now, largest = sum(parts.values()), max(parts, key=lambda name: parts[name])
     fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
     wrong = f"the peak {fall}, required: by {patient.drop} %; "
-    wrong += f"of {_size(now)} {_size(parts[most])} are {most}"
-    if now < was and plan.bucket_bytes < patient.plan.bucket_bytes:  # too little of a cure
+    wrong += f"of {_size(now)} {_size(parts[largest])} are {largest}"
+    if now < was and plan.bucket_bytes < patient.plan.bucket_bytes:  # still not small enough
         share = min(100 * plan.bucket_bytes / (4 * patient.model.num_params), 100)
         wrong += f"; a bucket has {share:.0f} % of all gradients"
-    enough = 100 * now <= (100 - patient.drop) * was
-    notes.look(patient.name, "" if enough else wrong, f"{_size(was)} before, {_size(now)} after")
+    cured = 100 * now <= (100 - patient.drop) * was
+    notes.look(patient.name, "" if cured else wrong, f"{_size(was)} before, {_size(now)} after")
 
 
 def _size(count: float) -> str:

@@ -1,10 +1,9 @@
 """The memory clinic's patients: four plans whose memory does not fall with more devices.
 
 The causes are those that people meet (facebookresearch/fairscale issue 1050 lists some): ZeRO
-shards states, and something else fills the device, or fewer ranks shard them than there are. Two of
-the plans have two causes. Peaks are predicted ones (interpret/memory.py), with AdamW, on the rank
-with the highest peak. No rank is started, and nothing here needs more than a laptop to be run for
-real.
+shards states while something else fills the device, or it shards them over fewer ranks than there
+are. Two of the plans have two causes. Peaks are predicted (interpret/memory.py), with AdamW, on the
+rank with the highest peak. No rank is started; a laptop could run all of these plans.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class Patient:
     """A plan that needs about as much memory per device as one on fewer devices.
 
     story   what was expected, and what was seen
-    met     where people met it
-    fewer   the plan that it is compared with
-    drop    per cent by which the peak has to fall
-    cures   how many settings may be changed for that
+    met     public issues in which people report it
+    fewer   the plan on fewer devices with which it is compared
+    drop    per cent by which a treatment has to lower the peak
+    cures   the most settings that a treatment may change
     """
 
     name: str
@@ -47,7 +46,7 @@ class Patient:
         return quick.fullest(self.model, self.plan.replace(**change))[1]
 
     def chart(self, **change: Any) -> Chart:
-        """What fills a device: with fewer devices, as it is, and with settings changed."""
+        """What fills a device: with fewer devices, with the plan, and with settings changed."""
         from paralab.view import theme
         from paralab.view.memory import bytes_bars
 
@@ -58,22 +57,22 @@ class Patient:
         bars = {devices(self.fewer): fewer, devices(self.plan): self.peak()}
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
-        said = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
-        then = " as" if said[0] == said[1] else f", {said[1]}"
-        title = f"{self.name}: the peak is {said[0]} with {devices(self.fewer)}{then} with "
+        sizes = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
+        compared = " as" if sizes[0] == sizes[1] else f", {sizes[1]}"
+        title = f"{self.name}: the peak is {sizes[0]} with {devices(self.fewer)}{compared} with "
         title += devices(self.plan)
-        title += f", {said[-1]} with the change" * bool(change)
+        title += f", {sizes[-1]} with the change" * bool(change)
         return bytes_bars(bars, title=title)
 
     def __repr__(self) -> str:
         lines = f"{self.name}: {self.story}", self._set(self.model), self._set(self.plan)
         return "\n  ".join((*lines, f"met in {self.met}"))
 
-    def _set(self, of: ModelSpec | Plan) -> str:
-        """What is set in a description: the fields that differ from their default."""
-        pairs = [(one.name, getattr(of, one.name), one.default) for one in fields(of)]
-        found = ", ".join(f"{name}={now!r}" for name, now, default in pairs if now != default)
-        return f"{type(of).__name__}({found})"
+    def _set(self, spec: ModelSpec | Plan) -> str:
+        """A model or a plan as text, with the fields that differ from their defaults."""
+        pairs = [(f.name, getattr(spec, f.name), f.default) for f in fields(spec)]
+        changed = ", ".join(f"{name}={now!r}" for name, now, default in pairs if now != default)
+        return f"{type(spec).__name__}({changed})"
 
 
 PATIENTS = (

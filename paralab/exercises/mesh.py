@@ -1,7 +1,7 @@
 """Lab 10: coordinates of a rank in the mesh (pp, dp, tp), and its three groups by `dist.new_group`.
 
-The answer is judged on one process that plays every rank of four meshes: a rank that makes too few
-groups, or in another order, would hang for real.
+One process plays every rank of four meshes in turn. On real ranks the check would hang if a rank
+made too few groups, or made them in another order.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ REQUIRED = {
 PLACE, MEMBERS, CALLS = REQUIRED
 
 
-class Made(NamedTuple):
-    """What `new_group` returns to a member here. at: the rank that is played"""
+class PlayedGroup(NamedTuple):
+    """Stands for the group that `new_group` returns to a member. at: the rank that is played"""
 
     ranks: tuple[int, ...]
     at: int
@@ -44,14 +44,14 @@ class Made(NamedTuple):
 
 @exercise(Takes("mesh_groups(dp=..., pp=..., tp=...)"), required=REQUIRED)
 def mesh_groups(tries: Tries) -> None:
-    for notes, found in tries.run(played, 1):
-        for plan, replies in zip(MESHES, found.results[0], strict=True):
+    for notes, outcome in tries.run(played, 1):
+        for plan, replies in zip(MESHES, outcome.results[0], strict=True):
             if not notes.over:
                 _look(notes, plan, replies)
 
 
 def played(watch: Any, answer: tuple, seed: int) -> list[list[tuple[Any, str, list]]]:
-    """For every mesh and rank: (what the answer returned, what went wrong, groups it made)."""
+    """(what the answer returns, or None and why, the groups that it makes) by mesh and rank."""
 
     def on(plan: Plan, rank: int) -> tuple[Any, str, list]:
         calls: list[tuple[int, ...]] = []
@@ -64,15 +64,16 @@ def played(watch: Any, answer: tuple, seed: int) -> list[list[tuple[Any, str, li
 
 @contextlib.contextmanager
 def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
-    """In a process that is alone, torch.distributed's functions are those on this rank of so many,
-    by whatever names: what they ask and call is replaced.
+    """Within this context torch.distributed's functions behave as on ``rank`` of ``count`` ranks:
+    what they call is replaced, so the names under which an answer imports them do not matter. The
+    ranks of each new group are added to ``calls``.
     """
     core = dist.distributed_c10d
-    placed = core._world.pg_group_ranks
+    ranks_of = core._world.pg_group_ranks
 
-    def group(ranks: Any) -> Made:
-        made = Made(tuple(sorted(map(int, ranks))), rank)
-        placed[made] = {one: place for place, one in enumerate(made.ranks)}
+    def group(ranks: Any) -> PlayedGroup:
+        made = PlayedGroup(tuple(sorted(map(int, ranks))), rank)
+        ranks_of[made] = {other: position for position, other in enumerate(made.ranks)}
         return made
 
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
@@ -83,15 +84,15 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
         return made if rank in made.ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     with (
-        mock.patch.dict(placed),
+        mock.patch.dict(ranks_of),
         mock.patch.object(core, "_new_group_with_tag", new_group),
         mock.patch.object(dist.DeviceMesh, "__init__", _no_mesh),
     ):
-        own, dist.group.WORLD = dist.group.WORLD, group(range(count))
+        world, dist.group.WORLD = dist.group.WORLD, group(range(count))
         try:
             yield
         finally:
-            dist.group.WORLD = own
+            dist.group.WORLD = world
 
 
 def _no_mesh(*_: Any, **__: Any) -> None:
@@ -99,9 +100,11 @@ def _no_mesh(*_: Any, **__: Any) -> None:
 
 
 def _read(value: Any) -> Any:
-    """(coordinates, {axis: ranks}) as plain values."""
+    """What an answer returns, as plain values: (coordinates, {axis: ranks})."""
     where, groups = value
-    kept = {k: one.ranks if isinstance(one, Made) else None for k, one in dict(groups).items()}
+    kept = {
+        k: one.ranks if isinstance(one, PlayedGroup) else None for k, one in dict(groups).items()
+    }
     return plain(dict(where)), plain(kept)
 
 
@@ -111,8 +114,8 @@ def _look(notes: Notes, plan: Plan, replies: Sequence[tuple[Any, str, list]]) ->
         notes.where = f"{mesh}, rank {rank}"
         if trouble:
             return notes.end(trouble, limit=PLACE)
-        at = plan.place(rank)
-        right = {axis: getattr(at, axis) for axis in AXES}
+        place = plan.place(rank)
+        right = {axis: getattr(place, axis) for axis in AXES}
         wrong = "" if value[0] == right else f"required: {right}, yours {shown(value[0])}"
         notes.each(PLACE, wrong)
         notes.each(MEMBERS, _wrong_members(plan, rank, value[1]))
@@ -138,8 +141,8 @@ def _wrong_calls(made: Sequence[list], needed: set) -> str:
     for rank, calls in enumerate(made):
         if calls != made[0]:
             same = sorted(calls) == sorted(made[0])
-            said = "the same groups in another order than rank 0" if same else ""
-            said = said or f"{len(calls)} groups that are not those of rank 0"
-            return f"rank {rank} makes {said}: new_group is a call of all ranks"
+            groups = "the same groups in another order than rank 0" if same else ""
+            groups = groups or f"{len(calls)} groups that are not those of rank 0"
+            return f"rank {rank} makes {groups}: new_group is a call of all ranks"
     missing = sorted(needed - set(made[0]))
     return f"no rank makes the group {list(missing[0])}" if missing else ""

@@ -1,8 +1,8 @@
 """Lab 10: one training step on a data x pipeline mesh.
 
-Micro-batches go through the stages of a pipeline, gradients are averaged over dp, the norm of the
-whole model's gradient clips them, the weights are updated. The answer is judged in three meshes of
-different sizes against one process.
+Micro-batches go through the stages of a pipeline, gradients are averaged over dp and clipped by the
+norm of the whole model's gradient, and the weights are updated. The answer runs on three meshes of
+different sizes, and is compared with one process.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, reference, torch, watched
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes
 from paralab.model.step import Step
 from paralab.spec import ModelSpec, Plan
 
 STEPS, LR = 2, 0.5
-NEAR = 3e-5  # of a norm: two known mistakes are 5e-5 apart
-OLD = 1e4  # each element of the gradients that are there at the first step
-CLIPS = (0.6, 100.0)  # in each step: the first gradient is longer, the second one is not
+NEAR = 3e-5  # relative tolerance of a norm: two known mistakes differ by 5e-5
+OLD = 1e4  # of every element of .grad before the first step
+CLIPS = (0.6, 100.0)  # max_norm of each step: only the first clips
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16, tied=False)
-WIDER = MODEL.replace(hidden=48)  # all sizes of its tensors can be divided by 3
+WIDER = MODEL.replace(hidden=48)  # 3 divides the sizes of all its tensors
 CUTS = (
     (MODEL, Plan(dp=2, pp=2, microbatches=3, microbatch_size=2)),
     (WIDER, Plan(dp=1, pp=4, microbatches=2, microbatch_size=3)),
@@ -47,14 +47,14 @@ NORM, WEIGHTS, ORDER, BYTES = REQUIRED
 )
 def mesh_step(tries: Tries) -> None:
     for model, plan in CUTS:
-        how = {"where": f"dp={plan.dp}, pp={plan.pp}", "memory": False}
-        for notes, found in tries.run(stepped, plan.world_size, model, plan, **how):
-            _look(notes, found, model, plan)
+        settings = {"where": f"dp={plan.dp}, pp={plan.pp}", "memory": False}
+        for notes, outcome in tries.run(stepped, plan.world_size, model, plan, **settings):
+            _look(notes, outcome, model, plan)
 
 
 @cache  # the same for every answer
 def of_one_process(model: ModelSpec, plan: Plan) -> tuple[list[Step], float]:
-    """Its steps, and the norm of the first gradient with the samples of one pipeline alone."""
+    """(steps of one process, norm of the first gradient on the samples of one pipeline alone)"""
     how = {"optimizer": "sgd", "lr": LR, "steps": STEPS, "clip_norm": CLIPS}
     how["microbatch_size"], m = plan.microbatch_size, plan.microbatches
     steps, alone = (list(reference.train(model, microbatches=n * m, **how)) for n in (plan.dp, 1))
@@ -62,18 +62,20 @@ def of_one_process(model: ModelSpec, plan: Plan) -> tuple[list[Step], float]:
 
 
 def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) -> dict[str, Any]:
-    """What every rank runs. Returns the norms, the weights after each step, and the right ones."""
-    rank, at, groups = dist.get_rank(), plan.place(dist.get_rank()), {}
+    """What every rank runs. Returns the norms and the weights of each step, the "order" of forwards
+    and backwards, "FBFB", and on rank 0 the right steps.
+    """
+    rank, place, groups = dist.get_rank(), plan.place(dist.get_rank()), {}
     right = None if rank else of_one_process(model, plan)
     sizes = {"microbatches": plan.microbatches, "microbatch_size": plan.microbatch_size}
     for axis in ("dp", "pp"):
         for ranks in sorted({plan.ranks(axis, other) for other in range(plan.world_size)}):
             made = dist.new_group(ranks)
             groups |= {axis: made} if rank in ranks else {}
-    stage = reference.Stage(model, at.pp, plan.pp)
+    stage = reference.Stage(model, place.pp, plan.pp)
     for parameter in stage.parameters():
         parameter.grad = torch.full_like(parameter, OLD)
-    update, norms, weights = reference.optimizer(stage.parameters(), "sgd", LR), [], []
+    optimizer, norms, weights = reference.optimizer(stage.parameters(), "sgd", LR), [], []
     order: list[str] = []  # of forwards and backwards
 
     def forward(module: Any, given: Any, y: Any) -> None:
@@ -83,36 +85,38 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
 
     stage.register_forward_hook(forward)
     for step in range(STEPS):
-        batches = reference.batches(model, step=step, rank=at.dp, ranks=plan.dp, **sizes)
+        batches = reference.batches(model, step=step, rank=place.dp, ranks=plan.dp, **sizes)
         watch.label = f"step {step}"
-        norm = answer[0](stage, batches, groups, update, CLIPS[step], model.hidden)
+        norm = answer[0](stage, batches, groups, optimizer, CLIPS[step], model.hidden)
         norms.append(float(norm) if is_number(norm) else shown(norm))
         weights.append(watched.arrays(stage))
     return {"norms": norms, "weights": weights, "right": right, "order": "".join(order)}
 
 
-def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
+def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
     where, old = notes.where, OLD * model.num_params**0.5
-    steps, mine = found["right"][0]
-    by_turns = found["order"][0].startswith("FB")
+    steps, one_pipeline = outcome["right"][0]
+    sequential = outcome["order"][0].startswith("FB")
     wrong = "rank 0 computes a micro-batch's backward before it has started another: one rank works"
-    notes.look(ORDER, wrong * by_turns * (plan.pp > 1), "the stages work at the same time")
+    notes.look(ORDER, wrong * sequential * (plan.pp > 1), "the stages work at the same time")
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
-        norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in found["weights"]]
+        norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in outcome["weights"]]
         stages = [sum(squares[name] for name in names) ** 0.5 for names in weights]
-        for rank, norms in enumerate(found["norms"]):
+        for rank, norms in enumerate(outcome["norms"]):
             added = sum(stages[other] for other in plan.ranks("pp", rank))
-            known = known_norms(norm, stages[rank], added, mine, old, plan, CLIPS[step])
+            known = known_norms(norm, stages[rank], added, one_pipeline, old, plan, CLIPS[step])
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
-        own = {name: size for size, names in zip(stages, weights, strict=True) for name in names}
-        known = known_weights(before.weights, right.gradients, norm, own, CLIPS[step])
+        norm_of = {
+            name: size for size, names in zip(stages, weights, strict=True) for name in names
+        }
+        known = known_weights(before.weights, right.gradients, norm, norm_of, CLIPS[step])
         wrong = first_wrong_tensor(weights, right.weights, start=before.weights, known=known)
         notes.where = f"{where}, step {step + 1}"
         notes.each(WEIGHTS, wrong)
-        for rank, size in enumerate(found.sent(f"step {step}")):
+        for rank, size in enumerate(outcome.sent(f"step {step}")):
             psi = 4 * sum(w.size for w in weights[rank].values())
             required = required_bytes(plan, rank, psi, model)
             wrong = f"rank {rank} sends {size:,} bytes, required: {required:,} and a norm's"
@@ -120,18 +124,20 @@ def _look(notes: Notes, found: Found, model: ModelSpec, plan: Plan) -> None:
 
 
 def required_bytes(plan: Plan, rank: int, psi: int, model: ModelSpec) -> int:
-    """What a rank sends in a step, without the scalars. psi: bytes of its stage's gradients"""
-    at, d = plan.place(rank).pp, plan.dp
+    """Bytes that a rank sends in a step, without scalars. psi: bytes of its stage's gradients"""
+    stage, d = plan.place(rank).pp, plan.dp
     message = 4 * plan.microbatch_size * model.seq_len * model.hidden
-    messages = plan.microbatches * message * ((at > 0) + (at < plan.pp - 1))
+    messages = plan.microbatches * message * ((stage > 0) + (stage < plan.pp - 1))
     return messages + 2 * (d - 1) * psi // d
 
 
 def known_weights(
     before: Any, gradients: Any, norm: float, own: dict[str, float], most: float
 ) -> dict[str, dict[str, Any]]:
-    """{what was done: the weights that it gives} of mistakes in clipping. own: the norm of the
-    stage of each name
+    """{words: weights} of known mistakes in clipping.
+
+    own   {name of a tensor: norm of its stage's gradient}
+    most  max_norm
     """
     alone, scaled = {n: min(1.0, most / size) for n, size in own.items()}, most / norm
     factors = {
@@ -146,17 +152,25 @@ def known_weights(
 
 
 def known_norms(
-    right: float, own: float, added: float, mine: float, old: float, plan: Plan, most: float
+    right: float,
+    own: float,
+    sum_of_norms: float,
+    one_pipeline: float,
+    stale: float,
+    plan: Plan,
+    most: float,
 ) -> Mistakes:
-    """(what was done, the norm that it gives) of the mistakes that are made. own, added: the norm
-    of this rank's stage, and the sum of those of all stages; mine: of the first pipeline's samples;
-    old: of the gradients that were there before
+    """(words, norm) of the known mistakes.
+
+    own, sum_of_norms    the norm of this rank's stage, the sum of the norms of all stages
+    one_pipeline, stale  the norm on the first pipeline's samples, that of the old gradients
+    most                 max_norm
     """
     d, m = plan.dp, plan.microbatches
     unreduced = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
     return [
-        *(("old gradients were not set to zero", old * times) for times in (1, d)),
-        *((unreduced, mine / share) for share in (1, d)),
+        *(("old gradients were not set to zero", stale * times) for times in (1, d)),
+        *((unreduced, one_pipeline / share) for share in (1, d)),
         ("that is the norm of this stage alone: sum squares over pp, and wait for it", own),
         ("it is the norm after clipping", min(right, most)),
         ("every parameter is counted once for each data-parallel rank", right * d**0.5),
@@ -164,7 +178,7 @@ def known_norms(
         ("the loss is not divided by the number of micro-batches", right * m),
         ("the loss is divided neither by m nor by dp", right * m * d),
         ("gradients are averaged twice over dp", right / d),
-        ("norms are added, not squares", added),
+        ("norms are added, not squares", sum_of_norms),
         ("squares are averaged over the stages, not added", right / plan.pp**0.5),
         ("that is the square of the norm", right**2),
     ]

@@ -1,6 +1,6 @@
 """Lab 11's warm-up: days of a training and MFU, from the seconds of a step.
 
-MFU is the model's FLOPs over what the devices could do in that time (Chowdhery+ 2022,
+MFU is the model's FLOPs divided by those that the devices could do in that time (Chowdhery+ 2022,
 arXiv:2204.02311, appendix B); days are steps times seconds.
 """
 
@@ -11,7 +11,7 @@ from paralab.exercises.questions import ask
 
 DAYS, MFU = "days", "MFU"
 REQUIRED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
-TOLERANCE = 1e-4  # of days: the last step may count as a whole one
+TOLERANCE = 1e-4  # relative: days may count the last step as a whole one
 CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP/s of each
     (1.9278e19, 1536, 51.4, 219_726_562, 3072, 312e12),
     (6.1e15, 512, 3.7, 4_000_000, 64, 989e12),
@@ -45,7 +45,7 @@ def days_and_mfu(tries: Tries) -> None:
 
 
 def known_shares(right: float, samples: int, seconds: float, devices: int) -> list:
-    """(what was done, the share it gives) of the mistakes that are made with MFU and HFU."""
+    """(words, share) of the known mistakes with MFU and HFU."""
     return [
         ("that is in per cent", 100 * right),
         ("that is the peak of one device", right * devices),

@@ -1,9 +1,9 @@
-"""A learner's notebook, read and not run: its lab, and what an answer in it needs.
+"""Reads a learner's notebook without running it: its lab, and the statements that an answer needs.
 
-An answer needs the statements that import, define, assign or change a name that it uses. A call in
-a cell may change what it is called on and what it is given: xs.append(1), setattr(C, "up", f),
-@add_to(C). Read alone are the arguments of a call whose result is kept, of Python's own functions,
-and of this package's; a function that is an argument stays what it is.
+An answer needs the statements that import, define, assign or change a name that it uses. A call may
+change the object whose method it is, and its arguments: xs.append(1), setattr(C, "up", f),
+@add_to(C). Arguments are taken for unchanged if the result of the call is kept, or if the function
+is one of Python's or of this package's. A function among the arguments is never changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import math
 import re
 import symtable
 from collections.abc import Iterator, Sequence
@@ -22,22 +23,22 @@ from paralab.checks import illegal
 
 LEGAL = "a notebook of a lab, as labs/05_zero.ipynb"
 PYTHON = ("time", "capture", "prun")  # cell magics below which the cell is Python, run once
-CHANGE = {"setattr", "delattr", "next", "exec"}  # of Python's own functions
-READ = {*dir(builtins), "display", "show"} - CHANGE
-LOOKS = {"check", "chart", "show"}  # methods
-FAILS = SyntaxError, ValueError, RecursionError, MemoryError  # what reading a text may raise
+CHANGE = {"setattr", "delattr", "next", "exec"}  # Python's functions that change an argument
+READ = {*dir(builtins), "display", "show"} - CHANGE  # functions that do not
+LOOKS = {"check", "chart", "show"}  # methods that change nothing
+FAILS = SyntaxError, ValueError, RecursionError, MemoryError  # that parsing a text may raise
 
 
 class Statement(NamedTuple):
     """One statement of a notebook.
 
-    cell     which one it is in
+    cell     the number of its cell
     defines  names that it defines, or assigns to
-    changes  names that calls in it may change
-    uses     names that it takes from others
-    always   any answer may need it: what it defines is not known, or holds everywhere
-    calls    what it calls, as written with dots
-    names    {name: what it assigns to it, as written with dots}
+    changes  names whose objects its calls may change
+    uses     names that other statements define
+    always   whether every answer needs it: an import of * or from __future__
+    calls    the functions that it calls, as dotted paths
+    names    {name that it assigns: the dotted path of the value}
     """
 
     cell: int
@@ -55,8 +56,8 @@ class Statement(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Names of a notebook: what it imports, of that what is this package's, and what it defines by
-    def or class.
+    """Names of a notebook so far: those that it imports, those of them that come from this package,
+    and those that it defines by def or class.
     """
 
     imported: set[str]
@@ -64,20 +65,22 @@ class Known(NamedTuple):
     defined: set[str]
 
     def add(self, node: ast.stmt) -> None:
-        for one in ast.walk(node):
-            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                self.defined.add(one.name)
-            elif isinstance(one, (ast.Import, ast.ImportFrom)):
-                for name in one.names:
-                    told = (name.asname or name.name).partition(".")[0]
-                    source = getattr(one, "module", None) or name.name
-                    self.imported.add(told)
-                    self.ours.update({told} if source.partition(".")[0] == "paralab" else ())
+        for inner in ast.walk(node):
+            if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                self.defined.add(inner.name)
+            elif isinstance(inner, (ast.Import, ast.ImportFrom)):
+                for name in inner.names:
+                    bound = (name.asname or name.name).partition(".")[0]
+                    source = getattr(inner, "module", None) or name.name
+                    self.imported.add(bound)
+                    self.ours.update({bound} if source.partition(".")[0] == "paralab" else ())
 
 
 class Notebook(NamedTuple):
-    """What there is to judge. name: the path as it was given; broken: what to say about cells that
-    cannot be read, or "".
+    """A notebook whose answers are to be judged.
+
+    name    its path as the caller gave it
+    broken  in words, the cells that cannot be parsed, or ""
     """
 
     name: str
@@ -88,7 +91,7 @@ class Notebook(NamedTuple):
 
 
 def read(path: Any, labs: set[str]) -> Notebook:
-    """Raises ValueError if the file is no notebook of one of these labs."""
+    """Read a notebook. Raises ValueError if it is not of one of these labs."""
     file = checks.path("notebook", path, LEGAL)
     try:
         cells = json.loads(file.read_text(encoding="utf-8-sig"))["cells"]
@@ -97,9 +100,9 @@ def read(path: Any, labs: set[str]) -> Notebook:
         raise illegal("notebook", str(path), error.strerror or "cannot be read", LEGAL) from error
     except (*FAILS, KeyError, TypeError) as error:
         raise illegal("notebook", str(path), "this is no notebook", LEGAL) from error
-    words = "\n".join(text for kind, text in texts if kind == "markdown")
-    found = [*re.findall(r"(?m)^# (\d\d)\b", words), *re.findall(r"^(\d\d)_", file.name)]
-    lab = next((number for number in found if number in labs), None)
+    markdown = "\n".join(text for kind, text in texts if kind == "markdown")
+    numbers = [*re.findall(r"(?m)^# (\d\d)\b", markdown), *re.findall(r"^(\d\d)_", file.name)]
+    lab = next((number for number in numbers if number in labs), None)
     if lab is None:
         why = "neither its title nor its name says which lab it is"
         raise illegal("notebook", str(path), why, LEGAL)
@@ -109,8 +112,8 @@ def read(path: Any, labs: set[str]) -> Notebook:
 
 
 def statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
-    """(every statement, what to say about cells that cannot be read)"""
-    found: list[Statement] = []
+    """(all statements; in words, the cells that cannot be parsed)"""
+    parsed: list[Statement] = []
     known, broken = Known({"get_ipython"}, set(), set()), ""
     for number, cell in enumerate(cells):
         try:
@@ -118,16 +121,16 @@ def statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
             for node in ast.parse(text).body:
                 known.add(node)
                 if not _is_magic(node):
-                    found.append(_statement(number, text, node, known))
+                    parsed.append(_statement(number, text, node, known))
         except FAILS as error:
             why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
             broken += f"; code cell {number + 1} cannot be read: {why}"
-    return found, broken
+    return parsed, broken
 
 
 def _code(cell: str) -> str:
-    """A cell as Python: with IPython's magics and shell commands as calls of its, and empty if it
-    is in another language.
+    """A cell as Python code, in which IPython's magics and shell commands are calls of get_ipython;
+    empty if the cell is in another language.
     """
     if magic := re.match(r"\s*%%(\w+).*\n?", cell):
         return "\n" + _code(cell[magic.end() :]) if magic[1] in PYTHON else ""
@@ -157,34 +160,34 @@ def _statement(cell: int, text: str, node: ast.stmt, known: Known) -> Statement:
 
 
 def _source(text: str, node: ast.stmt) -> str:
-    """Its text, with its decorators."""
+    """The text of a statement, with its decorators."""
     source = ast.get_source_segment(text, node) or ""
     decorators = getattr(node, "decorator_list", ())
-    marks = [f"@{ast.get_source_segment(text, one)}" for one in decorators]
-    return "\n".join([*marks, source])
+    lines = [f"@{ast.get_source_segment(text, one)}" for one in decorators]
+    return "\n".join([*lines, source])
 
 
 def _names(source: str, node: ast.stmt) -> tuple[frozenset[str], frozenset[str]]:
-    """What a statement defines or assigns to in the notebook, and what it takes from it: names that
-    are a function's own are neither.
+    """(names that a statement defines or assigns, names that it uses), without the local names of
+    functions.
     """
     table = symtable.symtable(source, "notebook", "exec")
-    names, inner = table.get_symbols(), [*table.get_children()]
-    for one in inner:
-        inner += one.get_children()
+    names, scopes = table.get_symbols(), [*table.get_children()]
+    for one in scopes:
+        scopes += one.get_children()
     defines = {n.get_name() for n in names if n.is_assigned() or n.is_imported()}
     defines |= {n.get_name() for n in names if n.is_namespace()}  # functions and classes
     uses = {n.get_name() for n in names if n.is_referenced()}
-    uses |= {n.get_name() for one in inner for n in one.get_symbols() if n.is_global()}
-    for place in _at_cell_level(node):  # table[key] = ...
-        if isinstance(place, (ast.Attribute, ast.Subscript)) and isinstance(place.ctx, ast.Store):
-            defines |= _root(place)
+    uses |= {n.get_name() for one in scopes for n in one.get_symbols() if n.is_global()}
+    for target in _at_cell_level(node):  # table[key] = ...
+        if isinstance(target, (ast.Attribute, ast.Subscript)) and isinstance(target.ctx, ast.Store):
+            defines |= _root(target)
     return frozenset(defines), frozenset(uses)
 
 
 def _at_cell_level(node: ast.AST) -> Iterator[ast.AST]:
-    """What is evaluated when the statement is run: of functions and classes what stands around
-    their bodies.
+    """The nodes that are evaluated when the statement runs: of functions, lambdas and classes all
+    but their bodies.
     """
     yield node
     for field, value in ast.iter_fields(node):
@@ -197,22 +200,22 @@ def _at_cell_level(node: ast.AST) -> Iterator[ast.AST]:
 
 def _changed(node: ast.stmt, known: Known) -> Iterator[str]:
     """Names that the calls of a statement may change."""
-    level = list(_at_cell_level(node))
-    dropped = [one.value for one in level if isinstance(one, ast.Expr)]  # results that none keeps
-    marks = [mark for one in level for mark in getattr(one, "decorator_list", ())]
-    for call in (one for one in level if isinstance(one, ast.Call)):
+    nodes = list(_at_cell_level(node))
+    dropped = [one.value for one in nodes if isinstance(one, ast.Expr)]  # results are not kept
+    decorators = [mark for one in nodes for mark in getattr(one, "decorator_list", ())]
+    for call in (one for one in nodes if isinstance(one, ast.Call)):
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         name = call.func.id if isinstance(call.func, ast.Name) else ""
-        of = _root(call.func)
-        if method in LOOKS or name in READ or of & known.ours:
+        owner = _root(call.func)
+        if method in LOOKS or name in READ or owner & known.ours:
             continue
-        yield from () if name else of - known.imported
+        yield from () if name else owner - known.imported
         words = (*call.args, *(one.value for one in call.keywords))
-        given = {one for word in words for one in _root(word)} - known.imported - READ - CHANGE
-        if call in marks or name in CHANGE:
-            yield from given
+        arguments = {one for word in words for one in _root(word)} - known.imported - READ - CHANGE
+        if call in decorators or name in CHANGE:
+            yield from arguments
         elif call in dropped:
-            yield from given - known.defined
+            yield from arguments - known.defined
 
 
 def _root(node: ast.AST) -> set[str]:
@@ -223,7 +226,9 @@ def _root(node: ast.AST) -> set[str]:
 
 
 def _path(node: ast.AST) -> str:
-    """ "pl.exercises.summa.check"; of what is called, and of what is called by a text, its name."""
+    """The dotted path of an expression, "pl.exercises.summa.check"; of a call that of its function,
+    of x["name"] "x.name".
+    """
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -233,37 +238,37 @@ def _path(node: ast.AST) -> str:
     return _path(node.func) if isinstance(node, ast.Call) else ""
 
 
-def until(name: str, found: Sequence[Statement]) -> list[Statement]:
-    """Without those behind the last check of the exercise ``name`` that only define or change again
-    what was defined.
+def until(name: str, all_statements: Sequence[Statement]) -> list[Statement]:
+    """The statements up to the last check of the exercise ``name``, and those after it that define
+    or change a name for the first time: a later cell may redefine an answer that was checked.
     """
     known: dict[str, str] = {}
     checks = []
-    for one in found:
-        if any(f".{_told(path, known)}".endswith(f".{name}.check") for path in one.calls):
-            checks.append(one.cell)
-        known |= {new: _told(path, known) for new, path in one.names.items()}
-    last = max(checks, default=len(found))
-    before = {name for one in found if one.cell <= last for name in one.touches}
-    return [one for one in found if one.cell <= last or not one.touches <= before]
+    for statement in all_statements:
+        if any(f".{_resolved(path, known)}".endswith(f".{name}.check") for path in statement.calls):
+            checks.append(statement.cell)
+        known |= {new: _resolved(path, known) for new, path in statement.names.items()}
+    last = max(checks, default=math.inf)
+    before = {name for s in all_statements if s.cell <= last for name in s.touches}
+    return [s for s in all_statements if s.cell <= last or not s.touches <= before]
 
 
-def _told(path: str, known: dict[str, str]) -> str:
-    """A path whose first name stands for what was assigned to it."""
+def _resolved(path: str, known: dict[str, str]) -> str:
+    """The path with its first name replaced by the path that was assigned to that name."""
     first, dot, rest = path.partition(".")
     return f"{known.get(first) or first}{dot}{rest}"
 
 
-def needed(found: Sequence[Statement], names: Sequence[str]) -> list[tuple[str, bool]]:
-    """(source, whether it may fail) of what defines ``names`` and of everything that they need, in
-    the notebook's order. A call that only changes something may have failed there, too.
+def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> list[tuple[str, bool]]:
+    """(source, whether it may fail) of the statements that define ``names`` and of all that these
+    need, in the notebook's order. A call that defines nothing may have failed in the notebook too.
     """
     wanted, grown = set(names), -1
     while grown != len(wanted):
         grown = len(wanted)
-        for one in found:
-            if one.touches & wanted:
-                wanted |= one.uses
-    taken = [one for one in found if one.always or one.touches & wanted]
-    taken.sort(key=lambda one: not one.text.startswith("from __future__"))
-    return [(one.text, not (one.always or one.defines & wanted)) for one in taken]
+        for s in all_statements:
+            if s.touches & wanted:
+                wanted |= s.uses
+    taken = [s for s in all_statements if s.always or s.touches & wanted]
+    taken.sort(key=lambda s: not s.text.startswith("from __future__"))
+    return [(s.text, not (s.always or s.defines & wanted)) for s in taken]

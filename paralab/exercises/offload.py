@@ -1,9 +1,9 @@
 """Lab 09: an update whose optimizer states pass through a small window of host memory.
 
-It is what parallel/offload.py does (after ZeRO-Infinity, Rajbhandari+ 2021, arXiv:2104.07857). The
-answer's jobs are followed buffer by buffer, which shows what would be overwritten or written too
-early, and simulated with a fast host and with a slow one (jobs.py). One unit after the other is
-right, and too slow.
+parallel/offload.py does the same (after ZeRO-Infinity, Rajbhandari+ 2021, arXiv:2104.07857). The
+checker follows the answer's jobs buffer by buffer, which shows states that would be overwritten or
+written too early, and simulates them with a fast and with a slow host (jobs.py). It is right, but
+too slow, to read, update and write one unit after the other.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def stream(tries: Tries) -> None:
             notes.end(trouble)
             continue
         misplaced = first_misplaced(jobs, units)
-        beyond = [f"jobs[{i}]={job!r}" for i, job in enumerate(jobs) if job[2] >= window]
-        wrong = f"{beyond[0]}: buffers are 0 to {window - 1}" if beyond else ""
-        found = [(ORDER, misplaced, f"{len(jobs)} jobs"), (MEMORY, wrong, "no other buffer")]
+        outside = [f"jobs[{i}]={job!r}" for i, job in enumerate(jobs) if job[2] >= window]
+        wrong = f"{outside[0]}: buffers are 0 to {window - 1}" if outside else ""
+        findings = [(ORDER, misplaced, f"{len(jobs)} jobs"), (MEMORY, wrong, "no other buffer")]
         if not misplaced:
             wrong = first(too_late(jobs, units, window, host) for host in UPDATE_S)
             ends = (max(end for _, end in simulate(jobs, seconds)) for seconds in UPDATE_S.values())
-            found.append((TIME, wrong, " and ".join(map(ms, ends))))
-        for limit, wrong, right in found:
-            if wrong or (units, window) == TASK_SIZE:  # what is right is said of the task's size
+            findings.append((TIME, wrong, " and ".join(map(ms, ends))))
+        for limit, wrong, right in findings:
+            if wrong or (units, window) == TASK_SIZE:  # a row that is kept states the task's size
                 notes.look(limit, wrong, right)

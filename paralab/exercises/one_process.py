@@ -1,7 +1,7 @@
-"""What one process arrives at: the steps of SGD that answers on several ranks are held against.
+"""The reference that answers on several ranks are compared with: steps of SGD in one process.
 
-SGD hides no wrong factor. Several ranks with m micro-batches each equal one process with all of
-their micro-batches, in the same order.
+SGD, unlike AdamW, hides no wrong constant factor of the gradients. N ranks with m micro-batches
+each have to compute what one process does with all N m micro-batches, in the same order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LR = 0.1
 
 @functools.cache  # the same for every answer
 def of_one_process(model: ModelSpec, *, ranks: int, lr: float = LR, **batch: int) -> list[Step]:
-    """`reference.train` in a process of its own, on the samples of all ranks. batch: "microbatches"
-    of each of them, and their "microbatch_size".
+    """The steps of `reference.train` in a process of its own, on the samples of all ranks. batch:
+    the "microbatches" of each rank, and their "microbatch_size".
     """
     batch["microbatches"] *= ranks
-    how = {"optimizer": "sgd", "lr": lr, "steps": 3}
-    return launch(_trained, ranks=1, args=(model, how | batch))[0]
+    settings = {"optimizer": "sgd", "lr": lr, "steps": 3}
+    return launch(_trained, ranks=1, args=(model, settings | batch))[0]
 
 
 def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
@@ -40,19 +40,19 @@ def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:
 def look_at_run(
     notes: Notes, limits: Sequence[str], model: ModelSpec, plan: Plan, *, steps: int, timeout: float
 ) -> Report | None:
-    """`pl.run` of a plan with SGD, whose "gradients" in the last step and "weights" after it, as
-    ``limits`` say, are held against those of one process. A run that fails is noted in the first
-    of them, and None is returned.
+    """Run a plan with SGD and compare it with one process. ``limits`` names what is compared:
+    "gradients" of the last step, "weights" after it. Returns the report, or None if the run fails,
+    which is noted in the first limit.
     """
-    how = {"optimizer": "sgd", "lr": LR, "strict": True, "keep_state": True, "progress": False}
-    report, trouble = launched(run, model, plan, steps=steps, timeout=timeout, **how)
+    settings = {"optimizer": "sgd", "lr": LR, "strict": True, "keep_state": True, "progress": False}
+    report, trouble = launched(run, model, plan, steps=steps, timeout=timeout, **settings)
     if trouble:
         notes.end(trouble, limit=limits[0])
         return None
     batch = {"microbatches": plan.microbatches, "microbatch_size": plan.microbatch_size}
     right = of_one_process(model, ranks=plan.dp, **batch)[steps]
     for limit in limits:
-        wanted = getattr(right, limit)
-        wrong = first_wrong_tensor([getattr(report, limit)], wanted)
-        notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(wanted)} tensors, all equal")
+        right_tensors = getattr(right, limit)
+        wrong = first_wrong_tensor([getattr(report, limit)], right_tensors)
+        notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right_tensors)} tensors, all equal")
     return report

@@ -1,7 +1,7 @@
-"""Lab 11: one rate from measured steps, and how far off it is on steps that it has not seen.
+"""Lab 11: one FLOP rate fitted to measured steps, and its error on steps that it was not fitted to.
 
-The rate is the geometric mean of the rows' rates, which is the least-squares fit of the logarithm
-of seconds. A row's error out of sample is that of the rate of all other rows: leave one out
+The rate is the geometric mean of the rows' rates, which is the least-squares fit to the logarithms
+of seconds. A row's error out of sample is its error with the rate of all other rows: leave one out
 (Stone 1974, "Cross-validatory choice and assessment of statistical predictions").
 """
 
@@ -37,8 +37,8 @@ def own_fit(tries: Tries) -> None:
     for notes, rows, reply in ask(tries, LOGS, questions):
         notes.where = f"{len(rows)} rows"
         numbers = {
-            limit: (number, known(rows, place))
-            for place, (limit, number) in enumerate(zip(LIMITS, right(rows), strict=True))
+            limit: (number, known(rows, position))
+            for position, (limit, number) in enumerate(zip(LIMITS, right(rows), strict=True))
         }
         for limit, wrong in reply.numbers(numbers, 1e-9):
             notes.look(limit, wrong, f"{numbers[limit][0]:.6g}")
@@ -53,24 +53,24 @@ def geometric(rows: Rows) -> float:
 
 
 def errors(rows: Rows, rate: Callable[[Rows], float]) -> tuple[list[float], list[float]]:
-    """Of every row, with their signs: in sample, and out of sample."""
+    """(relative errors in sample, errors out of sample) of all rows, with their signs."""
 
-    def error(some: Rows, row: tuple[float, int, float]) -> float:
+    def error(fitted: Rows, row: tuple[float, int, float]) -> float:
         flops, devices, seconds = row
-        return flops / (devices * rate(some)) / seconds - 1
+        return flops / (devices * rate(fitted)) / seconds - 1
 
     seen = [error(rows, row) for row in rows]
     return seen, [error(rows[:i] + rows[i + 1 :], row) for i, row in enumerate(rows)]
 
 
 def right(rows: Rows, rate: Callable[[Rows], float] = geometric) -> tuple[float, float, float]:
-    inside, outside = (fmean(map(abs, some)) for some in errors(rows, rate))
+    inside, outside = (fmean(map(abs, signed)) for signed in errors(rows, rate))
     return rate(rows), inside, outside
 
 
 def known(rows: Rows, place: int) -> Mistakes:
-    """(what was done, the number it gives) of the mistakes that are made with number ``place``."""
-    found, (seen, unseen) = right(rows), errors(rows, geometric)
+    """(words, number) of the known mistakes with number ``place`` of `LIMITS`."""
+    numbers, (seen, unseen) = right(rows), errors(rows, geometric)
     for words, rate in (
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
         ("all FLOPs over all device seconds", of_all),
@@ -79,23 +79,23 @@ def known(rows: Rows, place: int) -> Mistakes:
     ):
         yield f"that is with {words}", right(rows, rate)[place]
     if place:
-        yield "that is in per cent", 100 * found[place]
+        yield "that is in per cent", 100 * numbers[place]
     else:
-        yield "that is in TFLOP/s", found[place] / 1e12
+        yield "that is in TFLOP/s", numbers[place] / 1e12
     yield "errors with their signs cancel each other", (0.0, fmean(seen), fmean(unseen))[place]
     yield "that is of the rate, not of the seconds", fmean(abs(1 / (1 + one) - 1) for one in seen)
-    yield "that is the error in sample: the row helped to fit its own rate", found[1]
-    yield "a row that equals it is another one, and belongs to the others", _unlike(rows)
+    yield "that is the error in sample: the row helped to fit its own rate", numbers[1]
+    yield "a row that equals it is another one, and belongs to the others", _by_unequal_rows(rows)
     yield "the product of many rates overflows: add their logarithms", math.inf
     largest = max(map(abs, unseen if place == 2 else seen))
     yield "that is the largest error, not the mean", largest
     yield "that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])
 
 
-def _unlike(rows: Rows) -> float:
-    """The error out of sample, of all rows by those that differ."""
-    left = [(row, [other for other in rows if other != row]) for row in rows]
-    return fmean(abs(c / (n * geometric(some)) / t - 1) for (c, n, t), some in left)
+def _by_unequal_rows(rows: Rows) -> float:
+    """The mean error out of sample, if equal rows are left out together."""
+    splits = [(row, [other for other in rows if other != row]) for row in rows]
+    return fmean(abs(c / (n * geometric(others)) / t - 1) for (c, n, t), others in splits)
 
 
 def of_all(rows: Rows) -> float:

@@ -1,5 +1,6 @@
-"""The two pairs of layers that lab 07's answers shard, whole, in float64: right results, right
-gradients by autograd, each rank's terms, and results of the mistakes that people make.
+"""Lab 07's reference: the two pairs of layers that answers shard, as whole layers in float64.
+
+Right results, right gradients by autograd, each rank's terms, and the results of known mistakes.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from typing import Any, NamedTuple
 
 from paralab.exercises.late import np, torch
 
-BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide heads and inside
-LATER = SEQ // 3  # "later" is the result of a second forward, of the tokens from this one on
+BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide HEADS and INSIDE
+LATER = SEQ // 3  # the second forward, "later", has the tokens from this one on
 WIDTH = HIDDEN // HEADS
 ROOT = f"by the root of h/a, here of {WIDTH}"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
 
 class Pair(NamedTuple):
-    """A column-parallel and a row-parallel layer with something between them.
+    """Two layers, of which the first is sharded by columns and the second by rows.
 
-    shapes   of the weights, {name: shape}, as `torch.nn.Linear` stores them
-    forward  (tensors of the weights and of "x") -> z
-    part     (name, whole array, rank, t) -> what the rank has of it
+    shapes   {name: shape} of the weights, as `torch.nn.Linear` stores them
+    forward  ({name: tensor} of the weights and "x") -> z
+    part     (name, whole array, rank, t) -> the rank's part of it
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -33,14 +34,14 @@ class Pair(NamedTuple):
 
 # ---- the whole layers ----------------------------------------------------------------------------
 def mlp(w: dict[str, Any], *, gelu: str = "tanh") -> Any:
-    """With GELU in its tanh form, as in the reference GPT."""
+    """The MLP, with GELU in its tanh form, as in the reference GPT."""
     inside = torch.nn.functional.gelu(_linear(w, "up", w["x"]), approximate=gelu)
     return _linear(w, "down", inside)
 
 
 def attention(w: dict[str, Any], *, scale: float = WIDTH, sees: int = 1) -> Any:
-    """Causal, of as many heads as qkv has outputs for. sees: tokens from i + ``sees`` are hidden
-    from token i; scores are divided by the root of ``scale``.
+    """Causal attention, of as many heads as qkv has outputs for. For known mistakes: scores are
+    divided by the root of ``scale``, and token i sees the tokens before i + ``sees``.
     """
     tokens = w["x"].shape[1]
     by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH)
@@ -56,7 +57,7 @@ def _linear(w: dict[str, Any], name: str, x: Any) -> Any:
 
 
 def computed(pair: Pair, w: Arrays, **changed: Any) -> Arrays:
-    """The result "z" of these weights and input "x", and all gradients of z times "grad"."""
+    """The result "z", and the gradients of the weights and of "x" if z has the gradient "grad"."""
     leaves = {name: torch.tensor(w[name], requires_grad=True) for name in (*pair.shapes, "x")}
     z = pair.forward(leaves, **changed)
     z.backward(torch.tensor(w["grad"]))
@@ -64,8 +65,8 @@ def computed(pair: Pair, w: Arrays, **changed: Any) -> Arrays:
 
 
 def part_of(groups: int, name: str, whole: Any, rank: int, t: int) -> Any:
-    """Rank's t-th: of the rows of a first layer, each of their ``groups`` on its own; of the
-    columns of a second layer's weight; its bias is replicated.
+    """The rank's part of t: of a first layer a t-th of the rows in each of ``groups`` groups (q, k
+    and v); of a second layer's weight a t-th of the columns. Its bias is replicated.
     """
     if name.startswith(("up", "qkv")):
         return np.concatenate([np.split(one, t)[rank] for one in np.split(whole, groups)])
@@ -87,7 +88,7 @@ PAIRS = {
 }
 
 
-def given(pair: Pair, seed: int) -> dict[str, np.ndarray]:
+def drawn(pair: Pair, seed: int) -> dict[str, np.ndarray]:
     """Weights, input "x" and the result's gradient "grad", the same on every rank."""
     draw, stream = np.random.default_rng(seed), (BATCH, SEQ, HIDDEN)
     sizes = {**pair.shapes, "x": stream, "grad": stream}
@@ -99,7 +100,7 @@ def given(pair: Pair, seed: int) -> dict[str, np.ndarray]:
 
 
 def weights_of(pair: Pair, seed: int) -> dict[str, np.ndarray]:
-    return {name: one.astype("float64") for name, one in given(pair, seed).items()}
+    return {name: one.astype("float64") for name, one in drawn(pair, seed).items()}
 
 
 def of_one_device(pair: Pair, seed: int) -> Arrays:
@@ -110,17 +111,17 @@ def of_one_device(pair: Pair, seed: int) -> Arrays:
 
 
 def terms(pair: Pair, seed: int, t: int, name: str, *, times: int = 1) -> list[np.ndarray]:
-    """What each rank's part of the weights adds to "z", without the last bias, or to "x"; of an
-    input that is ``times`` the right one.
+    """Each rank's term of the sum "z", without the second layer's bias, or of "x". times: a factor
+    on the input.
     """
     w, last = weights_of(pair, seed), list(pair.shapes)[-1]
     w |= {"x": times * w["x"], last: 0 * w[last]}
-    every = [{n: pair.part(n, w[n], rank, t) for n in pair.shapes} for rank in range(t)]
-    return [computed(pair, w | parts)[name] for parts in every]
+    all_parts = [{n: pair.part(n, w[n], rank, t) for n in pair.shapes} for rank in range(t)]
+    return [computed(pair, w | parts)[name] for parts in all_parts]
 
 
 def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tuple[str, Any]]:
-    """(words, what it would be) of results and gradients that are wrong in a known way."""
+    """(words, array) of the known mistakes with one result or gradient."""
     w, last = weights_of(pair, seed), list(pair.shapes)[-1]
     if name == "qkv.bias" or name == "qkv.weight":
         right = pair.part(name, of_one_device(pair, seed)[name], rank, t)
@@ -128,33 +129,33 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         yield "its rows are in the order of heads, not queries, keys, values", by_head
     if name not in ("z", "x"):
         return
-    own, bias = terms(pair, seed, t, name), w[last] * (name == "z")
-    for number, term in enumerate(own):
+    own_terms, bias = terms(pair, seed, t, name), w[last] * (name == "z")
+    for number, term in enumerate(own_terms):
         who = "the rank's own" if number == rank else f"rank {number}'s"
-        for of_bias in (bias, 0):
+        for added_bias in (bias, 0):
             said = f"it is {who} term of the sum, to which no other was added"
-            yield said, term + of_bias
+            yield said, term + added_bias
     parts = [{n: pair.part(n, w[n], r, t) for n in pair.shapes} for r in range(t)]
-    if name == "x":  # the gradient of what enters the second layer is summed if f is there
+    if name == "x":  # f at the second layer sums the gradient of its input
         second = list(pair.shapes)[-2]
         whole = {second: sum(one[second] for one in parts)}
-        found = [computed(pair, w | one | whole)["x"] for one in parts]
+        results = [computed(pair, w | one | whole)["x"] for one in parts]
         words = f"f is applied to the input of {second.partition('.')[0]}"
-        yield f"{words}, and it belongs on x", found[rank]
-        yield f"{words} as well as to x", sum(found)
+        yield f"{words}, and it belongs on x", results[rank]
+        yield f"{words} as well as to x", sum(results)
         words = (
             "the gradient of another use of x, as in x + mlp(x), is summed too: f has to return "
         )
         words += "a tensor of its own, and not to work on x"
-        yield words, sum(own) + (t - 1) * given(pair, seed)["grad"]
+        yield words, sum(own_terms) + (t - 1) * drawn(pair, seed)["grad"]
         return
-    right = sum(own)
+    right = sum(own_terms)
     for times in (0, *range(2, t + 1)):
         yield f"{last} is in it {times} times", right + times * bias
     summed = terms(pair, seed, t, name, times=t)
     yield "the input was summed over the ranks before the layer", sum(summed) + bias
     yield "the input was summed over the ranks, and the result was not", summed[rank] + bias
-    yield "it is the largest of the ranks' terms", np.max(own, axis=0) + bias
+    yield "it is the largest of the ranks' terms", np.max(own_terms, axis=0) + bias
     if pair.forward is mlp:
         yield "GELU is not in its tanh form", computed(pair, w, gelu="none")["z"]
         return
@@ -168,6 +169,6 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         yield words, computed(pair, w, **changed)["z"]
     rows = {n: np.split(w[n], t) for n in ("qkv.weight", "qkv.bias")}
     parts = [one | {n: rows[n][r] for n in rows} for r, one in enumerate(parts)]
-    found = [computed(pair, w | one | {last: 0 * w[last]})["z"] for one in parts]
+    results = [computed(pair, w | one | {last: 0 * w[last]})["z"] for one in parts]
     words = "each rank has a contiguous t-th of qkv: queries of some heads and keys of others"
-    yield words, sum(found) + bias
+    yield words, sum(results) + bias

@@ -1,8 +1,8 @@
-"""Lab 00: the peak of a training step on one device, by formulas.
+"""Lab 00: the peak memory of a training step on one device, by formulas.
 
-The truth is the program's peak, which is that of a run to the byte (tests/test_memory.py). The
-cases are chosen so that each of four moments is the peak of one: the backward of the output matrix,
-of a block's MLP, of its scores, and of the lookup in the embedding.
+The right value is the peak of the compiled program, which a run reaches to the byte
+(tests/test_memory.py). The peak is at one of four moments, each in at least one case: the backward
+of the output matrix, of a block's MLP, of its attention scores, or of the embedding's lookup.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def peak_estimate(tries: Tries) -> None:
 
 @functools.cache  # the same for every answer
 def peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> int:
-    """Bytes, as the compiled program has them."""
+    """Bytes at the peak of the compiled program."""
     model = ModelSpec(**_named(sizes), attention="explicit")
     plan = Plan(microbatch_size=batch, microbatches=microbatches)
     return sum(quick.fullest(model, plan)[1].values())
@@ -70,14 +70,14 @@ def _named(sizes: Sequence[int]) -> dict[str, int]:
 
 
 def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes:
-    """of_one: what is right for a single micro-batch."""
+    """(words, bytes) of the known mistakes. of_one: the peak with a single micro-batch."""
     psi, s, h = model.num_params, model.seq_len, model.hidden
     sbh, scores = s * b * h, model.heads * s * s * b
     block, head = 64 * sbh + 4 * scores, 8 * sbh + 4 * s * b * model.vocab
     saved = model.layers * block + head
-    both = 16 * psi + saved
-    why = "which are not there at once" if both > right else "but no temporary tensors"
-    yield f"model states and all activations, {why}", both
+    all_at_once = 16 * psi + saved
+    why = "which are not there at once" if all_at_once > right else "but no temporary tensors"
+    yield f"model states and all activations, {why}", all_at_once
     yield "the model states alone; temporary tensors are missing", 16 * psi
     yield "from the second micro-batch on all gradients are there", of_one
     yield "weights and moments alone", 12 * psi

@@ -1,10 +1,11 @@
-"""Lab 03: a pipeline's executor, with one stage or several per rank.
+"""Lab 03: a pipeline's executor, with one stage per rank or several.
 
-A step of the reference GPT runs on real ranks, by lists that the checker gives them. What one
-micro-batch keeps is measured on each rank first; the list then says how many may be in flight, and
-their bytes are the limit. GPipe (Huang+ 2019, arXiv:1811.06965, sec. 2.3) and 1F1B (Narayanan+
-2021, arXiv:2006.09503, sec. 3.2) differ in that alone. Messages of two ranks are matched by their
-order, so with two ranks and several stages each an executor has to know what its neighbour sends.
+The answer runs a step of the reference GPT on real ranks, by lists of actions that it is given. On
+each rank the checker first measures the bytes that one micro-batch keeps until its backward. The
+list determines how many micro-batches are in flight, and so the limit of memory: in this alone
+GPipe (Huang+ 2019, arXiv:1811.06965, sec. 2.3) and 1F1B (Narayanan+ 2021, arXiv:2006.09503, sec.
+3.2) differ. Messages between two ranks are matched by their order. So with two ranks and several
+stages on each, an executor has to know in which order its neighbour sends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.questions import plain
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, as_many, first
 from paralab.exercises.warmup import BACKWARD_FIRST, LAST_FIRST, lists_of
 from paralab.model.step import Step
@@ -35,7 +36,7 @@ MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=16, tied=False)  # a blo
 SAMPLES = 2  # of a micro-batch
 SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)
 MESSAGE = 4 * SAMPLES * MODEL.seq_len * MODEL.hidden  # bytes
-MARGIN = 1.1  # of what is measured for one micro-batch
+MARGIN = 1.1  # factor on the bytes that are measured for one micro-batch
 
 
 def _name(run: Run) -> str:
@@ -59,21 +60,25 @@ LIMITS = GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = tuple(_required(RUNS))
 
 def check(runs: Sequence[Run], tries: Tries) -> None:
     for run in runs:
-        for notes, found in tries.run(one_step, run[1], *run, where=_name(run)):
-            _look(notes, found, run)
+        for notes, outcome in tries.run(one_step, run[1], *run, where=_name(run)):
+            _look(notes, outcome, run)
 
 
 def one_step(
     watch: Any, answer: tuple, seed: int, name: str, p: int, m: int, v: int
 ) -> dict[str, Any]:
-    """What every rank runs: one step of its stages by its list, once it is known what one
-    micro-batch keeps in each of them.
+    """What every rank runs: it measures one micro-batch in each of its stages, then lets the answer
+    run a step by its list.
+
+    Returns "gradients", "loss", the "right" step (on rank 0); "done" and "made", as `_write_down`
+    has them; in bytes, the "weights" of the rank, the "peak" of the step beyond weights and
+    gradients, and at most for one micro-batch and stage, those "kept" and those "passing".
     """
     rank, lists = watch.group.index, lists_of(name, p, m, v)
     model = MODEL.replace(layers=v * p)
     sizes = {"microbatches": m, "microbatch_size": SAMPLES, "seed": seed}
     batches = reference.batches(model, step=0, **sizes)
-    with watch.unseen():  # what is right is the same on all ranks
+    with watch.unseen():  # only rank 0 computes the right step
         right = None
         if not rank:
             _, right = reference.train(model, steps=1, optimizer="sgd", **sizes)
@@ -87,12 +92,12 @@ def one_step(
         _write_down(stage, s, done, made)
     with watch.section() as section:
         if v > 1:
-            texts = [list(map(str, row)) for row in lists]
-            loss = answer[0](stages, texts, batches, SHAPE)
+            all_lists = [list(map(str, row)) for row in lists]
+            loss = answer[0](stages, all_lists, batches, SHAPE)
         else:
-            own = [f"{action.kind}{action.microbatch}" for action in lists[rank]]
-            around = (rank - 1 if rank else None), (rank + 1 if rank < p - 1 else None)
-            loss = answer[0](stages[rank], own, *around, batches, SHAPE)
+            own_list = [f"{action.kind}{action.microbatch}" for action in lists[rank]]
+            neighbours = (rank - 1 if rank else None), (rank + 1 if rank < p - 1 else None)
+            loss = answer[0](stages[rank], own_list, *neighbours, batches, SHAPE)
     named = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
     weights = sum(parameter.nbytes for parameter in named.values())
     return {
@@ -111,7 +116,7 @@ def one_step(
 
 
 def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
-    """Bytes of one micro-batch on this stage: kept for its backward, and at most in addition."""
+    """Bytes of one micro-batch in a stage: kept until its backward, and at the peak in addition."""
     tokens, targets = batch
     with watch.section() as section:
         x = torch.zeros(SHAPE, requires_grad=True) if stage.embedding is None else tokens
@@ -123,8 +128,10 @@ def _measured(watch: Any, stage: Any, batch: tuple) -> tuple[int, int]:
 
 
 def _write_down(stage: Any, number: int, done: list[tuple[str, int]], made: dict[str, int]) -> None:
-    """Note every forward of the stage, and every backward that begins in it, with a checksum of
-    what it is given, in ``done``; in ``made`` one of what it gives to another action.
+    """Record what a stage computes, by hooks.
+
+    done  (action, checksum of its input) of each forward and backward, in order: ("1F0", 7)
+    made  {action of another stage: checksum of the message for it}
     """
     calls = count()
 
@@ -151,32 +158,34 @@ def _checksum(tensor: Any) -> int:
     return zlib.crc32(tensor.detach().numpy().tobytes())
 
 
-def _look(notes: Notes, found: Found, run: Run) -> None:
+def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
     from paralab.theory.schedule_check import peak_live
 
     _, p, m, v = run
-    lists, border, right = lists_of(*run), v * p - 1, found.results[0]["right"]
-    wrong: dict[str, list[str]] = {limit: [] for limit in LIMITS}  # of every rank
-    ranks = zip(range(p), found.results, lists, peak_live(lists), found.sent(), strict=True)
-    for rank, one, listed, alive, sent in ranks:
-        crossings = sum((s > 0) + (s < border) for s in range(rank, v * p, p))
+    lists, last_stage, right = lists_of(*run), v * p - 1, outcome.results[0]["right"]
+    wrong: dict[str, list[str]] = {limit: [] for limit in LIMITS}  # of each rank, in words
+    ranks = zip(range(p), outcome.results, lists, peak_live(lists), outcome.sent(), strict=True)
+    for rank, result, listed, alive, sent in ranks:
+        crossings = sum((s > 0) + (s < last_stage) for s in range(rank, v * p, p))
         messages = m * crossings * MESSAGE
         said = f" sends {sent:,} bytes, required: {messages:,}{as_many(sent, messages)}"
-        # The list's micro-batches have room, what is sent and what is received, and gradients of
-        # one micro-batch before they are added.
-        most = MARGIN * (alive * one["kept"] + one["passing"]) + 2 * messages + one["weights"]
-        held = f" holds {one['peak']:,} bytes of activations and messages at once; the list has "
-        held += f"{alive} in flight, of {one['kept']:,} bytes each"
+        # There is room for the micro-batches in flight, for all messages, sent and received, and
+        # for the gradients of one micro-batch before they are added, as large as the weights.
+        most = (
+            MARGIN * (alive * result["kept"] + result["passing"]) + 2 * messages + result["weights"]
+        )
+        held = f" holds {result['peak']:,} bytes of activations and messages at once; the list has "
+        held += f"{alive} in flight, of {result['kept']:,} bytes each"
         for limit, words in (
-            (GRADIENTS, _wrong_gradient(one["gradients"], right)),
-            (LOSS, _wrong_loss(one["loss"], right.loss if rank == p - 1 else 0.0)),
-            (ORDER, _wrong_order([action for action, _ in one["done"]], listed)),
+            (GRADIENTS, _wrong_gradient(result["gradients"], right)),
+            (LOSS, _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0)),
+            (ORDER, _wrong_order([action for action, _ in result["done"]], listed)),
             (BYTES, said if sent != messages else ""),
-            (FLIGHT, held if one["peak"] > most else ""),
+            (FLIGHT, held if result["peak"] > most else ""),
         ):
             wrong[limit].append(words and f"rank {rank}{words}")
     if said := first(wrong[GRADIENTS]):
-        wrong[GRADIENTS] = [said + _mixed_up(found.results)]
+        wrong[GRADIENTS] = [said + _mixed_up(outcome.results)]
     for limit in LIMITS:
         notes.look(limit, first(wrong[limit]), "kept")
 
@@ -189,13 +198,13 @@ def _wrong_gradient(gradients: dict[str, Any], right: Step) -> str:
 
 
 def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
-    """The first action that computes with a message for another one, in words, or ""."""
-    made = {action: sum_ for one in results for action, sum_ in one["made"].items()}
-    meant = {sum_: action for action, sum_ in made.items()}
-    for rank, one in enumerate(results):
-        for action, sum_ in one["done"]:
-            if sum_ in meant and sum_ != made.get(action, sum_):
-                return f"; rank {rank} does {action} with the message for {meant[sum_]}"
+    """The first action that computes with the message for another action, in words, or ""."""
+    made = {action: checksum for result in results for action, checksum in result["made"].items()}
+    action_of = {checksum: action for action, checksum in made.items()}
+    for rank, result in enumerate(results):
+        for action, checksum in result["done"]:
+            if checksum in action_of and checksum != made.get(action, checksum):
+                return f"; rank {rank} does {action} with the message for {action_of[checksum]}"
     return ""
 
 
@@ -208,9 +217,10 @@ def _wrong_loss(loss: Any, right: float) -> str:
 
 
 def _wrong_order(done: Sequence[str], listed: Sequence[Any]) -> str:
-    for place, (mine, asked) in enumerate(zip_longest(done, map(str, listed), fillvalue="nothing")):
-        if mine != asked:
-            return f": action {place + 1} of its list is {asked}, yours does {mine}"
+    pairs = zip_longest(done, map(str, listed), fillvalue="nothing")
+    for position, (mine, required) in enumerate(pairs):
+        if mine != required:
+            return f": action {position + 1} of its list is {required}, yours does {mine}"
     return ""
 
 

@@ -1,11 +1,11 @@
-"""Lab 10: a planner on a budget. Where does every degree of parallelism go, with twelve questions?
+"""Lab 10: a planner that chooses every degree of parallelism, and may try twelve plans.
 
 PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5.4) ends in advice: model parallelism just as large
-as memory asks for, tensor parallelism inside a node and the pipeline across, the rest of the
+as memory requires, tensor parallelism inside a node and the pipeline across nodes, the rest of the
 devices data-parallel, and a micro-batch that is neither too small for the device nor too large for
-the bubble. The answer is a function that knows such rules and may ask for the simulated step
-(interpret/totals.py) and the peak memory of twelve plans. It is held against the best plan that
-`pl.plan_search` finds among all of them: it stands here, because a search takes seconds.
+the bubble. The answer is a function that applies such rules, and may ask for the simulated step
+(interpret/totals.py) and the peak memory of twelve plans. It is compared with the best plan of all,
+found by `pl.plan_search` and written down here, because a search takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.unaided import close, ended, untraced
+from paralab.exercises.unaided import bounded, close, untraced
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.theory.uncollected import uncollected
 
@@ -25,8 +25,8 @@ PRECISION = "bf16"
 
 
 class Case(NamedTuple):
-    """What is to be placed: a model of the literature, nodes of eight devices, samples per step;
-    and the fastest plan that fits, which an answer does not see.
+    """A model from the literature, a number of nodes with eight devices, and samples per step; and
+    the fastest plan that fits, which an answer does not see.
     """
 
     model: str
@@ -56,8 +56,8 @@ CASES = (
 
 
 class Answer(NamedTuple):
-    """What there is to know of a plan: seconds per step, simulated, and bytes on the device with
-    the highest peak memory.
+    """The reply to a question: a plan's simulated seconds per step, and the bytes on the device
+    with the highest peak memory.
     """
 
     seconds: float
@@ -77,9 +77,9 @@ PLAN, FITS, NODE, TIME = REQUIRED
 
 @exercise(Takes("f(model, cluster, batch, ask)"), required=REQUIRED)
 def place(tries: Tries) -> None:
-    asked = [case._replace(best=None) for case in CASES]
-    for notes, found in tries.run(plans, 1, asked, patience=3):
-        for case, (plan, trouble) in zip(CASES, found.results[0], strict=True):
+    open_cases = [case._replace(best=None) for case in CASES]
+    for notes, outcome in tries.run(plans, 1, open_cases, patience=3):
+        for case, (plan, trouble) in zip(CASES, outcome.results[0], strict=True):
             notes.where = f"{case}"
             if trouble:
                 notes.end(trouble)
@@ -98,12 +98,12 @@ def place(tries: Tries) -> None:
 def plans(
     watch: Any, answer: tuple, seed: int, cases: Sequence[Case]
 ) -> list[tuple[Plan | None, str]]:
-    """What one rank runs: (the plan, or why there is none), by case."""
+    """What one rank runs: (the answer's plan, "") or (None, why there is none) of each case."""
     global CASES
-    CASES = ()  # on this rank, which ends soon, and has no use for the best plans
+    CASES = ()  # hides the best plans on this rank, which ends after the check
     close()
     note = watch.group.context.note
-    return [ended(lambda case=case: _planned(answer[0], case, note)) for case in cases]
+    return [bounded(lambda case=case: _planned(answer[0], case, note)) for case in cases]
 
 
 def _planned(
@@ -112,17 +112,17 @@ def _planned(
     note: Callable[[str], None],
     questions: int = QUESTIONS,
 ) -> Plan:
-    left = iter(range(questions))  # an answer that assigns QUESTIONS changes nothing here
+    left = iter(range(questions))  # an answer may assign QUESTIONS without effect
 
     def ask(plan: Plan) -> Answer:
         with untraced():
             suits(plan, case)
             if (number := next(left, None)) is None:
                 raise RuntimeError(f"more than {questions} questions")
-            note(f"question {number}")  # a sign of life
-            said = known(plan, case)
+            note(f"question {number}")  # a sign of life, for the timeout
+            reply = known(plan, case)
             note("")
-            return said
+            return reply
 
     plan = answer(case.spec, case.cluster, case.batch, ask)
     suits(plan, case)
@@ -130,8 +130,8 @@ def _planned(
 
 
 def suits(plan: Any, case: Case) -> None:
-    """Raise ValueError unless ``plan`` is one for this case."""
-    if type(plan) is not Plan:  # a class of one's own could say anything of itself
+    """Raise ValueError unless ``plan`` is a legal plan for this case."""
+    if type(plan) is not Plan:  # a subclass could lie about its fields
         raise illegal("plan", plan, "not a plan", "a pl.Plan(...)")
     plan.validate(case.spec)
     devices, size, step = case.cluster.num_devices, plan.world_size, plan.global_batch
@@ -154,8 +154,8 @@ def suits(plan: Any, case: Case) -> None:
 @functools.lru_cache(maxsize=1024)
 @uncollected()
 def known(plan: Plan, case: Case) -> Answer:
-    """What `ask` says."""
+    """Simulate a plan."""
     from paralab.interpret.totals import Totals
 
-    found = Totals(case.spec, plan, case.cluster, "adamw")
-    return Answer(found.seconds(), found.peak)
+    totals = Totals(case.spec, plan, case.cluster, "adamw")
+    return Answer(totals.seconds(), totals.peak)

@@ -1,18 +1,19 @@
-"""The calls of torch.distributed that a judged answer makes: written down, and delivered late.
+"""Records the calls of torch.distributed that an answer makes, and delivers their results late.
 
-An answer calls torch's own functions. Below them each call is an operation of c10d's, which is seen
-on every thread (instruments/foreign_hooks.py) and counted as NCCL would send it. Messages between
-two ranks are matched in the order in which they are sent, as NCCL does it, so a tag is refused.
-Gloo takes a message that is shorter than its receive, and ends the process at a longer one, so a
-message carries a head: its receive compares sizes and types, and has room for one that is too long.
+An answer calls torch's own functions. Below them each call is a c10d operation, intercepted on any
+thread (instruments/foreign_hooks.py); its bytes are those that NCCL would send. Messages between
+two ranks are matched in the order in which they are sent, as NCCL does, so a tag is refused. Gloo
+accepts a message that is shorter than its receive, and ends the process at a longer one. So each
+message has a header, with which its receive compares size and type, and the receive's buffer has
+room for a message that is too long.
 
-[Note: late] A result must not be read before it has been waited for. On one machine it has often
-arrived by then, and the answer is right by luck. So a call works on copies, and its result is
-delivered in ``wait()``: an answer that reads too early reads what was there before, or NaN where a
-message is received, the same in every run. A tensor that is changed while its call is in flight is
-an error at the wait, and a call that is never waited for is written down. DistributedDataParallel
-and functional collectives wait in C++, where nothing would be delivered: what does not come from a
-function of torch.distributed's is refused.
+[Note: late] A result must not be read before ``wait()``. On one machine it has often arrived by
+then all the same, and the answer would be right by luck. So a call works on copies, and ``wait()``
+delivers its result: an answer that reads too early reads the old contents of its tensor, or NaN
+where a message is received, in every run. Changing a tensor while its call is in flight is an error
+at the wait, and a call that is never waited for is reported. DistributedDataParallel and functional
+collectives wait in C++, where nothing could be delivered, so an operation is refused unless a
+function of torch.distributed calls it.
 """
 
 from __future__ import annotations
@@ -42,59 +43,60 @@ from paralab.transports import Call, Posted, Transport
 
 ORDER = "messages of two ranks are matched in the order in which they are sent, as NCCL does it"
 NO_OTHER = "no other group"
-HEAD, ROOM = 128, 2**20  # bytes in front of a message, and behind one, where a longer one fits
+HEAD, ROOM = 128, 2**20  # bytes: of a message's header; behind a receive, for a longer message
 OURS = str(Path(__file__).parents[1])
-BELOW = OURS, torch._ops.__file__  # frames between torch.distributed's function and `LateCalls`
+# Files of the frames between a function of torch.distributed and `LateCalls`.
+BELOW = OURS, torch._ops.__file__
 
 
 class WrongGroups(Exception):
-    """Ranks were about to make different groups, which would wait for each other."""
+    """Ranks are about to make different groups, and would wait for each other for ever."""
 
 
-class Sent(NamedTuple):
+class InFlight(NamedTuple):
     """A call in flight.
 
-    words    which one it is: "send #0"
-    span     its id
-    given    (a tensor of the answer's, what was in it), of all that it was given
-    results  (a tensor of the answer's, the copy in which its result arrives)
+    words    its name in messages: "send #0"
+    span     the id of its span
+    inputs   (tensor of the answer, its contents at the call), of all tensors among its arguments
+    results  (tensor of the answer, the copy in which the result for it arrives)
     """
 
     words: str
     span: int
-    given: list[tuple[Tensor, Tensor]]
+    inputs: list[tuple[Tensor, Tensor]]
     results: list[tuple[Tensor, Tensor]]
 
     def arrive(self) -> None:
-        """The call has been waited for, and its result may be read."""
-        if not all(torch.equal(_bits(now), _bits(was)) for now, was in self.given):
+        """Deliver the result in ``wait()``. Raises RuntimeError if a tensor has been changed."""
+        if not all(torch.equal(_bytes_of(now), _bytes_of(was)) for now, was in self.inputs):
             raise RuntimeError(f"a tensor of {self.words} was changed before it was waited for")
         for tensor, copy in self.results:
-            came = self._unpacked(tensor, copy) if self.words.startswith("recv") else copy
-            tensor.detach().copy_(came)
+            arrived = self._unpacked(tensor, copy) if self.words.startswith("recv") else copy
+            tensor.detach().copy_(arrived)
 
     def _unpacked(self, tensor: Tensor, packed: Tensor) -> Tensor:
-        """What a message brings, or OrderError if that is no tensor like this one."""
-        kind, sender, number = bytes(packed[:HEAD].tolist()).decode().split("|")[:3]
-        if kind != _kind(tensor):
+        """The tensor in a message. Raises OrderError unless its size and type are as required."""
+        header, sender, call = bytes(packed[:HEAD].tolist()).decode().split("|")[:3]
+        if header != _size_and_type(tensor):
             raise OrderError(
-                f"{self.words} is of {_kind(tensor)}, and {sender} sends {kind} ({number}): a send "
-                f"and its receive need the same size and type, and {ORDER}"
+                f"{self.words} is of {_size_and_type(tensor)}, and {sender} sends {header} "
+                f"({call}): a send and its receive need the same size and type, and {ORDER}"
             )
         return packed[HEAD:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def _kind(tensor: Tensor) -> str:
+def _size_and_type(tensor: Tensor) -> str:
     return f"{tensor.numel()} {tensor.dtype}".replace("torch.", "")
 
 
 def _packed(sender: str, number: str, tensor: Tensor) -> Tensor:
-    """A message: what is sent, behind its size and type and where it comes from."""
-    head = f"{_kind(tensor)}|{sender}|{number}|".encode().ljust(HEAD)
-    return torch.cat([torch.tensor(list(head), dtype=torch.uint8), _bits(tensor)])
+    """A message: the tensor's bytes behind a header with its size, its type and its sender."""
+    head = f"{_size_and_type(tensor)}|{sender}|{number}|".encode().ljust(HEAD)
+    return torch.cat([torch.tensor(list(head), dtype=torch.uint8), _bytes_of(tensor)])
 
 
-def _room(tensor: Tensor) -> Tensor:
+def _receive_buffer(tensor: Tensor) -> Tensor:
     return torch.empty(HEAD + tensor.nbytes + ROOM, dtype=torch.uint8)
 
 
@@ -102,103 +104,105 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class LateCalls:
-    """The calls of one answer on this rank. See [Note: late].
+    """Intercepts the calls of one answer on this rank. See [Note: late].
 
-    watch  the answer's: its label says what calls are for, its recorder has their rows
-    open   calls that have not been waited for, by their Work
+    watch      the answer's watch: its label is the phase of the calls, its recorder gets their rows
+    in_flight  calls that have not been waited for, by their Work
     """
 
     def __init__(self, watch: Any, number: int) -> None:
         self.watch, self.context = watch, watch.group.context
         self.calls = Calls(self.context.rank, self.context.nodes)
         self.strict = Strict(self.context, axis=f"calls of answer {number}")
-        self.open: dict[Any, Sent] = {}
-        self._made = 0  # groups
+        self.in_flight: dict[Any, InFlight] = {}
+        self._groups_made = 0
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Within, calls are the answer's, and the default group is its own."""
+        """Within this context calls are intercepted, and the default group is the answer's own."""
         with contextlib.ExitStack() as undo:
             for op, names in CALLS.items():
                 for name in names.split():
                     stand_before(undo, "c10d", name, functools.partial(self._called, op))
             around(undo, dist.Work, "wait", self._waiting)
-            around(undo, dist.Work, "get_future", _no_future)
-            around(undo, dist.ProcessGroup, "barrier", _unseen)
-            around(undo, dist.distributed_c10d, "_check_single_tensor", _no_tensor)
+            around(undo, dist.Work, "get_future", _refuse_future)
+            around(undo, dist.ProcessGroup, "barrier", _uncounted)
+            around(undo, dist.distributed_c10d, "_check_single_tensor", _require_tensor)
             undo.callback(setattr, dist.Work, "is_completed", dist.Work.is_completed)
-            dist.Work.is_completed = lambda work: True  # gloo never says so of a message
+            dist.Work.is_completed = lambda work: True  # gloo never reports a message as completed
             undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
             dist.group.WORLD = self.watch.group.process_group
-            core, made_by = dist.distributed_c10d, "_new_group_with_tag"  # whatever it is called by
+            core, made_by = dist.distributed_c10d, "_new_group_with_tag"  # for any new group
             undo.callback(setattr, core, made_by, core._new_group_with_tag)
             core._new_group_with_tag = functools.partial(self._new_group, core._new_group_with_tag)
             yield
-            self._announce(NO_OTHER)  # a rank that makes one more is told
+            self._announce(NO_OTHER)  # so that a rank that makes one more group raises an error
 
     def _new_group(
-        self, own: Callable[..., Any], ranks: Any = None, *args: Any, **settings: Any
+        self, original: Callable[..., Any], ranks: Any = None, *args: Any, **settings: Any
     ) -> Any:
-        ranks = None if ranks is None else list(ranks)  # it may be an iterator
-        if not settings.get("use_local_synchronization"):  # a call of the members alone
+        ranks = None if ranks is None else list(ranks)  # ranks may be an iterator
+        if not settings.get("use_local_synchronization"):  # with it, members alone call
             everyone = self.watch.group.ranks
             self.agree(f"the group {sorted(everyone if ranks is None else ranks)}")
-        return own(ranks, *args, **settings)
+        return original(ranks, *args, **settings)
 
     def agree(self, made: str = NO_OTHER) -> None:
-        """Ranks say what group they make before they make it; WrongGroups where one differs."""
+        """Compare the group that this rank is about to make, in words, with that of every rank;
+        raise WrongGroups on all of them if they differ.
+        """
         self._announce(made)
         self.context.note("new_group")
-        keys = (f"group {self._made} of rank {rank}" for rank in self.watch.group.ranks)
-        said = [self.strict.wait_for(key).decode() for key in keys]
+        keys = (f"group {self._groups_made} of rank {rank}" for rank in self.watch.group.ranks)
+        announced = [self.strict.wait_for(key).decode() for key in keys]
         self.context.note("")
-        if other := next((rank for rank, one in enumerate(said) if one != said[0]), 0):
+        if other := next((rank for rank, one in enumerate(announced) if one != announced[0]), 0):
             raise WrongGroups(
-                f"rank {other} makes {said[other]} where rank 0 makes {said[0]}: every rank has to "
-                "call new_group for every group, in the same order"
+                f"rank {other} makes {announced[other]} where rank 0 makes {announced[0]}: every "
+                "rank has to call new_group for every group, in the same order"
             )
 
     def _announce(self, made: str) -> None:
-        self._made += 1
-        self.strict.store.set(f"group {self._made} of rank {self.context.rank}", made)
+        self._groups_made += 1
+        self.strict.store.set(f"group {self._groups_made} of rank {self.context.rank}", made)
 
-    def _called(self, op: str, given: dict[str, Any], own: Callable[..., Any]) -> Any:
-        group = dist.ProcessGroup.unbox(given["process_group"])
-        _refuse(op, given, group)
+    def _called(self, op: str, arguments: dict[str, Any], original: Callable[..., Any]) -> Any:
+        group = dist.ProcessGroup.unbox(arguments["process_group"])
+        _refuse(op, arguments, group)
         if op == "barrier":
-            return own()
-        words, span = self._written_down(op, given, group)
+            return original()
+        words, span = self._record(op, arguments, group)
         with _disable_current_modes():
-            for tensor in tensors(given) if op == "recv" else ():
+            for tensor in tensors(arguments) if op == "recv" else ():
                 if tensor.is_floating_point():
                     tensor.detach().fill_(torch.nan)
-            before = [(tensor, _copy(tensor)) for tensor in tensors(given)]
+            before = [(tensor, _copy(tensor)) for tensor in tensors(arguments)]
             send = functools.partial(_packed, f"rank {self.context.rank}", words)
-            ours = {"send": send, "recv": _room}.get(op, _copy)
-            copied = tree_map_only(Tensor, ours, list(given.values()))
-        result = own(*copied)
+            replace = {"send": send, "recv": _receive_buffer}.get(op, _copy)
+            copied = tree_map_only(Tensor, replace, list(arguments.values()))
+        result = original(*copied)
 
-        filled, root = next(iter(given.values())), given.get("root_rank") == group.rank()
-        gets = {"send": False, "broadcast": not root, "reduce": root}.get(op, True)
-        results = zip(tensors(filled), tensors(copied[0]), strict=True) if gets else ()
+        outputs, root = next(iter(arguments.values())), arguments.get("root_rank") == group.rank()
+        receives = {"send": False, "broadcast": not root, "reduce": root}.get(op, True)
+        results = zip(tensors(outputs), tensors(copied[0]), strict=True) if receives else ()
         in_tuple = isinstance(result, tuple)
         work = result[-1] if in_tuple else result
-        self.open[dist.Work.unbox(work)] = Sent(words, span, before, list(results))
-        return (filled, work) if in_tuple else work
+        self.in_flight[dist.Work.unbox(work)] = InFlight(words, span, before, list(results))
+        return (outputs, work) if in_tuple else work
 
-    def _written_down(self, op: str, given: dict[str, Any], group: Any) -> tuple[str, int]:
-        """Which call this is, in words, and its span. Its bytes are those that NCCL would send."""
-        recorder, used = self.watch.recorder, tensors(given)
-        where = self.calls.where(group, used[0].device)._replace(gloo=False)
+    def _record(self, op: str, arguments: dict[str, Any], group: Any) -> tuple[str, int]:
+        """Record a call, with the bytes that NCCL would send. Returns (its name, its span's id)."""
+        recorder, operands = self.watch.recorder, tensors(arguments)
+        where = self.calls.where(group, operands[0].device)._replace(gloo=False)
         number = self.calls.made[where.axis, where.ranks]
-        rows = list(self.calls.rows(op, given, payload(op, given), where, self.watch.label))
+        rows = list(self.calls.rows(op, arguments, payload(op, arguments), where, self.watch.label))
         if all(name not in POINT_TO_POINT for _, name, *_ in rows):
-            self.strict.collective(where.ranks, op, max(used, key=Tensor.numel))
+            self.strict.collective(where.ranks, op, max(operands, key=Tensor.numel))
         span = recorder.launch(f"comm:{where.axis}", recorder.cut(), recorder.clock.host())
         for row in rows:
             recorder.call((*row, span))
@@ -206,25 +210,25 @@ class LateCalls:
 
     @contextlib.contextmanager
     def _waiting(self, work: Any, *_: Any) -> Iterator[None]:
-        sent = self.open.pop(work, None)
-        if sent is None:  # it has been waited for
+        call = self.in_flight.pop(work, None)
+        if call is None:  # waited for before
             yield
             return
         recorder = self.watch.recorder
-        recorder.enter("wait", after=(sent.span,))
-        self.context.note(sent.words)
+        recorder.enter("wait", after=(call.span,))
+        self.context.note(call.words)
         try:
-            with _disable_current_modes():  # a reduce-scatter copies here from gloo's own tensor
+            with _disable_current_modes():  # gloo's reduce-scatter copies a tensor of its own
                 yield
-                sent.arrive()
+                call.arrive()
         finally:
             self.context.note("")
             recorder.leave()
-            recorder.settled(sent.span)
+            recorder.settled(call.span)
 
 
-def _refuse(op: str, given: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Refuse calls whose results would not arrive, and what NCCL does not have."""
+def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Raise an error for a call whose result could not be delivered or that NCCL does not have."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(BELOW):
         frame = frame.f_back
@@ -232,12 +236,12 @@ def _refuse(op: str, given: dict[str, Any], group: dist.ProcessGroup) -> None:
         raise RuntimeError(
             f"{op} goes around what is counted: call the functions of torch.distributed"
         )
-    for tensor in tensors(given):
+    for tensor in tensors(arguments):
         if not tensor.is_contiguous():
             raise illegal(op, tuple(tensor.shape), "not contiguous", "tensor.contiguous()")
-    if given.get("tag"):
-        raise illegal("tag", given["tag"], ORDER, "no tag, and the same order on both ranks")
-    peer = next((given[name] for name in PEER if name in given), None)
+    if arguments.get("tag"):
+        raise illegal("tag", arguments["tag"], ORDER, "no tag, and the same order on both ranks")
+    peer = next((arguments[name] for name in PEER if name in arguments), None)
     if peer is not None and not 0 <= peer < group.size():
         raise illegal("rank", peer, "no member of the group", f"0 to {group.size() - 1}")
     if peer == group.rank() and op in POINT_TO_POINT:
@@ -246,39 +250,41 @@ def _refuse(op: str, given: dict[str, Any], group: dist.ProcessGroup) -> None:
 
 
 @contextlib.contextmanager
-def _unseen(*_: Any) -> Iterator[None]:
-    """The tensor that a barrier makes is none of the answer's."""
+def _uncounted(*_: Any) -> Iterator[None]:
+    """Does not count the tensor that a barrier makes, which is not the answer's."""
     with _disable_current_modes():
         yield
 
 
-def _no_tensor(given: Any, name: str, *_: Any) -> Any:
-    if not isinstance(given, Tensor):
+def _require_tensor(value: Any, name: str, *_: Any) -> Any:
+    if not isinstance(value, Tensor):
         legal = "a tensor; .grad is None without a gradient"
-        raise illegal(name, given, "it cannot be sent or filled", legal)
+        raise illegal(name, value, "it cannot be sent or filled", legal)
     return contextlib.nullcontext()
 
 
-def _no_future(*_: Any) -> Any:
+def _refuse_future(*_: Any) -> Any:
     raise RuntimeError("a call's future says nothing of a wait: call its wait()")
 
 
-class Direct(Transport):
-    """torch.distributed itself, whose calls are seen."""
+class DirectTransport(Transport):
+    """Calls torch.distributed, where `LateCalls` intercepts the calls."""
 
     def post(self, call: Call) -> Posted:
         span = self.recorder.launch(self.lane, (), self.recorder.clock.host())
         return Posted(span, self.ask(call, call.tensors, self.group), call.finish)
 
 
-class Given(Group):
-    """All ranks, for an answer that is given a group. What it writes down itself no one reads."""
+class AnswerGroup(Group):
+    """All ranks, for an answer that takes a group. `LateCalls` records the answer's calls; what the
+    group records itself is not read.
+    """
 
     def __init__(self, group: Group, number: int, process_group: dist.ProcessGroup) -> None:
         context, ranks = group.context, group.ranks
-        settings = {"context": context, "process_group": process_group, "transport": Direct}
+        how = {"context": context, "process_group": process_group, "transport": DirectTransport}
         unread = Recorder(rank=context.rank, world_size=group.size, device="cpu")
-        super().__init__(ranks, axis="world", recorder=unread, **settings)
+        super().__init__(ranks, axis="world", recorder=unread, **how)
         self._strict = Strict(context, axis=f"group of answer {number}")
 
     def barrier(self, *, phase: str = "control") -> None:

@@ -1,10 +1,10 @@
 """Lab 05: ZeRO-3 that gathers the next unit while this one computes.
 
-The answer is a whole ZeRO-3. Two steps of timed units (timed.py) run on 2 ranks, and the recorded
-order of the second is replayed with stated costs. So the exposed time, in which a rank waits for
-messages, is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec. 3.3.2). The first step
-may be used to learn the order of the units, as DeepSpeed does. What keeps the limits there trains
-on 3 ranks what `my_zero3` trains, within the same limits and one more unit of memory (zero3.py).
+The answer is a whole ZeRO-3. It runs two steps of timed units (timed.py) on 2 ranks, and the
+recorded order of the second is replayed with stated costs. So the exposed time, in which a rank
+waits for messages, is the same on every machine (Zhao+ 2023, arXiv:2304.11277, sec. 3.3.2). In the
+first step an answer may learn the order of the units, as DeepSpeed does. If it keeps these limits,
+it trains on 3 ranks, with the limits of `my_zero3` and one more unit of memory (zero3.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from paralab.exercises import zero3
 from paralab.exercises.ddp import replayed
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import torch
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, ms
 from paralab.spec import Cluster, Link
 
 TRAINED = {3: 2}  # ranks: steps
 RANKS, STEPS, UNITS = 2, 2, 6
 SIZES = (3000, 1000)  # elements of each tensor of a unit: N divides their sum
-MESSAGE_S, FORWARD_S, BACKWARD_S = 4e-3, 5e-3, 10e-3  # of a unit
-SENT = 4 * sum(SIZES) * (RANKS - 1) // RANKS  # bytes of a rank, in a gather or a reduce-scatter
+MESSAGE_S, FORWARD_S, BACKWARD_S = 4e-3, 5e-3, 10e-3  # seconds per unit
+SENT = 4 * sum(SIZES) * (RANKS - 1) // RANKS  # bytes by a rank in a gather or a reduce-scatter
 LINK = Link(alpha=0.0, bandwidth=SENT / MESSAGE_S)
 CLUSTER = Cluster(name="timed units", flops=1e12, memory_bandwidth=1e12, intra=LINK)
 WITHOUT_S = 3 * UNITS * MESSAGE_S  # two gathers and a reduce-scatter of each unit
@@ -41,64 +41,64 @@ REQUIRED = zero3.REQUIRED | {
 
 @exercise(Takes("MyPrefetch(units, lr=...)", methods=("step", "gather")), required=REQUIRED)
 def my_prefetch(tries: Tries) -> None:
-    for notes, found in tries.run(steps, RANKS, where="timed units"):
-        _look(notes, found)
+    for notes, outcome in tries.run(steps, RANKS, where="timed units"):
+        _look(notes, outcome)
     zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
 
 
 def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, float]]:
-    """What every rank runs. Returns what comes out of the units in each step, what should, and what
-    would with the task's lr.
+    """What every rank runs. Returns for each step (output of the units, the right output, the
+    output with the lr of the task's example).
     """
     from paralab.exercises.timed import timed
 
-    module, found = timed([SIZES] * UNITS, watch.recorder), []
+    module, outputs = timed([SIZES] * UNITS, watch.recorder), []
     values = torch.rand(UNITS, len(SIZES), generator=torch.Generator().manual_seed(seed)) + 1
     for layer, numbers in zip(module, values, strict=True):
         layer.gradient = watch.group.index
         for weight, number in zip(layer.weights, numbers, strict=True):
             weight.data.fill_(number)
     watch.label = "before"
-    mine = answer[0](list(module), lr=zero3.RATES[RANKS])
-    values, fixed = values.clone(), values
+    zero = answer[0](list(module), lr=zero3.RATES[RANKS])
+    values, with_task_lr = values.clone(), values
     for step in range(STEPS):
         watch.label = f"step {step}"
         out = module(torch.zeros(1))
-        found.append((out.item(), values.sum().item(), fixed.sum().item()))
+        outputs.append((out.item(), values.sum().item(), with_task_lr.sum().item()))
         out.backward()
-        mine.step()
-        for lr, numbers in ((zero3.RATES[RANKS], values), (zero3.TASK_LR, fixed)):
+        zero.step()
+        for lr, numbers in ((zero3.RATES[RANKS], values), (zero3.TASK_LR, with_task_lr)):
             numbers -= lr * (numbers + (RANKS - 1) / 2)  # the mean of the ranks' gradients
-    return found
+    return outputs
 
 
-def _look(notes: Notes, found: Found) -> None:
-    for step, (out, right, fixed) in enumerate(found.results[0]):
+def _look(notes: Notes, outcome: Outcome) -> None:
+    for step, (out, right, fixed) in enumerate(outcome.results[0]):
         wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; "
         wrong += zero3.FIXED if abs(out - fixed) < 1e-4 * fixed else f"{EARLY}, or with wrong ones"
-        if abs(out - right) > 1e-4 * right:  # what is right is said of the weights of a training
+        if abs(out - right) > 1e-4 * right:  # the row of a right one is the training's
             notes.look(zero3.WEIGHTS, wrong, "")
 
-    spans = found.report.spans.query("rank == 0")
-    calls = found.report.collectives.query("rank == 0")
+    spans = outcome.report.spans.query("rank == 0")
+    calls = outcome.report.collectives.query("rank == 0")
     work = spans[spans["kind"].isin(("forward", "backward")) & (spans["chunk"] > 0)]
     work = work.sort_values("id")
     gathers = calls[calls["op"] == "all_gather"]
     last = calls["phase"] == f"step {STEPS - 1}"
     units = _units(gathers, last)
-    enough = units >= 2 * UNITS - 1  # otherwise a unit was kept, and no gather of it is missing
+    enough = units >= 2 * UNITS - 1  # with fewer, a unit was kept, which needs no gather
     if enough and (early := _early(spans, gathers, work)):
         notes.look(zero3.WEIGHTS, early, "")
     notes.where = ""
     few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
     notes.look(GATHERS, "" if enough else few, f"{units:g} in a step")
-    for place, one in enumerate(work.itertuples()):
-        ahead = _units(gathers, gathers["span"] < one.id) - (place + 1)
-        many = f"{ahead:g} units are gathered ahead when unit {one.chunk} begins its {one.kind}"
+    for position, row in enumerate(work.itertuples()):
+        ahead = _units(gathers, gathers["span"] < row.id) - (position + 1)
+        many = f"{ahead:g} units are gathered ahead when unit {row.chunk} begins its {row.kind}"
         notes.look(GATHERS, many if ahead > 1 else "", f"{units:g} in a step")
 
     costs = {"forward": [FORWARD_S] * UNITS, "backward": [BACKWARD_S] * UNITS}
-    timed = replayed(found.report, CLUSTER, **costs).query("rank == 0").set_index("id")
+    timed = replayed(outcome.report, CLUSTER, **costs).query("rank == 0").set_index("id")
     first = min(calls["span"][last], default=work["id"].iloc[-2 * UNITS])
     seconds = timed["end"].max() - timed["start"][first]
     exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
@@ -106,35 +106,35 @@ def _look(notes: Notes, found: Found) -> None:
 
 
 def _early(spans: Any, gathers: Any, work: Any) -> str:
-    """The first unit that computes while its own gather has not been waited for, if there is one.
+    """The first unit that computes before its own gather has been waited for, in words, or "".
 
-    Its output does not say it in every run: the gather may be over by chance, or the parameters
-    may be in the memory still.
+    The unit's output does not show that in every run: the gather may be over by chance, or the old
+    parameters may still be in memory.
     """
-    turns = 0
-    for place, one in enumerate(work.itertuples()):
-        turns += (one.kind, one.chunk) == ("backward", UNITS)  # it may be kept from its forward
-        arrived = _units(gathers, gathers["span"].isin(_waited_for(spans, one.id)))
-        if arrived < min(_units(gathers, gathers["span"] < one.id), place + 1 - turns):
-            return f"the {one.kind} of unit {one.chunk} begins when its gather is not over: {EARLY}"
+    kept = 0
+    for position, row in enumerate(work.itertuples()):
+        kept += (row.kind, row.chunk) == ("backward", UNITS)  # the last unit, since its forward
+        arrived = _units(gathers, gathers["span"].isin(_waited_for(spans, row.id)))
+        if arrived < min(_units(gathers, gathers["span"] < row.id), position + 1 - kept):
+            return f"the {row.kind} of unit {row.chunk} begins when its gather is not over: {EARLY}"
     return ""
 
 
 def _why(spans: Any, gathers: Any, work: Any) -> str:
-    """The first unit of the last step whose computation hides no gather."""
-    for one in work.iloc[-2 * UNITS :].itertuples():
-        in_flight = set(gathers["span"][gathers["span"] < one.id]) - _waited_for(spans, one.id)
-        if not in_flight and one.chunk != {"forward": UNITS, "backward": 1}[one.kind]:
-            return f": no gather is in flight during the {one.kind} of unit {one.chunk}"
+    """The first unit of the last step during whose computation no gather is in flight, in words."""
+    for row in work.iloc[-2 * UNITS :].itertuples():
+        in_flight = set(gathers["span"][gathers["span"] < row.id]) - _waited_for(spans, row.id)
+        if not in_flight and row.chunk != {"forward": UNITS, "backward": 1}[row.kind]:
+            return f": no gather is in flight during the {row.kind} of unit {row.chunk}"
     return ""
 
 
 def _units(gathers: Any, which: Any) -> float:
-    """How many units these gathers bring, by their bytes."""
+    """How many units these gathers gather, by their bytes."""
     return gathers["wire_bytes"][which].sum() / SENT
 
 
 def _waited_for(spans: Any, before: int) -> set[int]:
-    """The calls whose waits were begun before this span."""
+    """The spans of the calls that were waited for before this span."""
     waits = spans[(spans["kind"] == "wait") & (spans["id"] < before)]
     return {id for ids in waits["after"] for id in ids}

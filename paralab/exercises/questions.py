@@ -1,7 +1,8 @@
-"""Functions that are asked questions: they run on a rank, and their answers travel as plain values.
+"""Calls a learner's functions with the arguments of many questions, on a rank.
 
 A learner's function may return anything: an int of five thousand digits, an object whose repr
-raises, a generator without end. `plain` makes of it what a checker can look at without harm.
+raises, a generator without end. `plain` makes of it a value that a checker can safely look at, and
+that can be sent to the notebook's process.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from paralab.checks import shortened, shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.diagnose import times
 from paralab.exercises.tries import Tries
-from paralab.exercises.unaided import ENDLESS, close, ended
+from paralab.exercises.unaided import ENDLESS, bounded, close
 from paralab.exercises.verdict import NOT_STARTED, Notes
 
-MOST = 20_000  # entries of all lists in an answer together
+MOST = 20_000  # entries of all lists in a reply together
 
 
 @dataclass(frozen=True, repr=False)
-class Odd:
-    """What a checker has no use for, in words."""
+class Opaque:
+    """A value of a type that no checker reads: the name of its type, and its repr."""
 
     type: str
     words: str
@@ -38,13 +39,15 @@ class Odd:
 
 
 class Reply(NamedTuple):
-    """What came of one question: a plain value, or why there is none."""
+    """The reply to one question: a plain value, or in ``trouble`` why there is none."""
 
     value: Any
     trouble: str
 
     def number(self, right: float, known: Mistakes, *how: Any) -> str:
-        """What is wrong with a reply that has to be one number. how: as `wrong_number` has it."""
+        """What is wrong with a reply that has to be one number. how: further arguments of
+        `wrong_number`.
+        """
         return self.trouble or wrong_number(self.value, right, known, *how)
 
     def numbers(
@@ -54,11 +57,11 @@ class Reply(NamedTuple):
 
         right  {limit: (the number, the known mistakes)}, in the order of the tuple
         """
-        found, wrong = self.value, self.trouble
-        if not wrong and not (isinstance(found, (list, tuple)) and len(found) == len(right)):
-            wrong = f"required: ({', '.join(right)}), yours is {kind_of(found)}"
-        for place, (limit, (size, known)) in enumerate(right.items()):
-            number = None if wrong else found[place]
+        numbers, wrong = self.value, self.trouble
+        if not wrong and not (isinstance(numbers, (list, tuple)) and len(numbers) == len(right)):
+            wrong = f"required: ({', '.join(right)}), yours is {kind_of(numbers)}"
+        for position, (limit, (size, known)) in enumerate(right.items()):
+            number = None if wrong else numbers[position]
             rest = ((name, pair[0]) for name, pair in right.items() if name != limit)
             others = [(f"that is the number for {name}", one) for name, one in rest]
             how = "{:.6g}".format, f", {limit}", tolerance
@@ -67,21 +70,25 @@ class Reply(NamedTuple):
     def states(
         self, right: Mapping[str, float], known: Callable[[str], Mistakes], tolerance: float = 0.0
     ) -> str:
-        """What is wrong with the first wrong entry of a reply that is {state: bytes}, or ""."""
-        found = self.value
+        """What is wrong with the first wrong entry of a reply that has to be {state: bytes}, or "".
+
+        right  the right entries
+        known  state -> the known mistakes
+        """
+        states = self.value
         if self.trouble:
             return self.trouble
-        if not isinstance(found, Mapping):
-            return f"required: a dict, {{state: bytes}}, yours is {kind_of(found)}"
-        for state in (*right, *found):
-            if state not in found:
+        if not isinstance(states, Mapping):
+            return f"required: a dict, {{state: bytes}}, yours is {kind_of(states)}"
+        for state in (*right, *states):
+            if state not in states:
                 return f"the state {state!r} is missing"
             if state not in right:
                 required = ", ".join(right)
                 return f"{shown(state)} is in it, and required are only {required}"
         for state, size in right.items():
             how = known(state), size_text, " of bytes", tolerance
-            if wrong := wrong_number(found[state], size, *how):
+            if wrong := wrong_number(states[state], size, *how):
                 return f"{state!r}: {wrong}"
         return ""
 
@@ -89,67 +96,67 @@ class Reply(NamedTuple):
 def ask(
     tries: Tries, cases: Sequence[Any], questions: Sequence[tuple[int, tuple]] = (), *how: Any
 ) -> Iterator[tuple[Notes, Any, Reply]]:
-    """(notes, case, reply) of every answer and case. The limits of a function that is not written
-    yet are left open.
+    """(notes, case, reply) of every answer and case, without the cases of a function that is still
+    a stub: their limits stay open.
 
-    questions  (part of the answer, its arguments), case by case; by default a case is what the
-               first part is called with
-    how        as `ended` has it
+    questions  (which part of the answer to call, its arguments), one per case; by default the first
+               part is called with the case itself
+    how        further arguments of `bounded`
     """
     questions = questions or [(0, tuple(case)) for case in cases]
     for notes, found in tries.run(asked, 1, questions, *how):
         parts, replies = [part for part, _ in questions], found.results[0]
-        asked_of = zip(parts, replies, strict=True)
-        written = {part for part, reply in asked_of if reply.trouble != NOT_STARTED}
+        pairs = zip(parts, replies, strict=True)
+        written = {part for part, reply in pairs if reply.trouble != NOT_STARTED}
         for case, part, reply in zip(cases, parts, replies, strict=True):
             if part in written and not notes.over:
                 yield notes, case, reply
         left = len(set(parts)) - len(written)
         if written and left and not notes.said:
-            more = "is one more function" if left == 1 else f"are {left} more functions"
-            notes.said = f"there {more} to write"
+            words = "is one more function" if left == 1 else f"are {left} more functions"
+            notes.said = f"there {words} to write"
 
 
 def asked(
     watch: Any, answer: tuple, seed: int, questions: Sequence[tuple[int, tuple]], *how: Any
 ) -> list[Reply]:
-    """What the rank runs: part ``number`` of the answer is called with ``args``, for every pair.
-    how: as `ended` has it.
+    """What the rank runs: for each question (number, args) it calls that part of the answer with
+    these arguments. how: further arguments of `bounded`.
     """
     if how:
         close()
     replies: list[Reply] = []
-    endless: dict[int, Reply] = {}  # by part: it is not asked again
+    endless: dict[int, Reply] = {}  # by part; a part that did not end is not called again
     for number, args in questions:
         reply = endless.get(number, Reply(None, NOT_STARTED))
         if number < len(answer) and number not in endless:
             call = functools.partial(answer[number], *copy.deepcopy(args))
-            reply = Reply(*ended(lambda call=call: plain(call()), *how))
+            reply = Reply(*bounded(lambda call=call: plain(call()), *how))
         if ENDLESS in reply.trouble:
             endless[number] = reply
         replies.append(reply)
     return replies
 
 
-def given(tries: Tries) -> Iterator[tuple[Notes, Any]]:
-    """(its notes, the answer as `plain` makes it) of each that is data and no function. What cannot
-    be read ends.
+def plain_answers(tries: Tries) -> Iterator[tuple[Notes, Any]]:
+    """(notes, answer as a plain value) of every answer, for exercises whose answer is data and no
+    function. If an answer cannot be read, its check ends.
     """
-    for one in tries.all:
-        answer, trouble = attempt(lambda one=one: plain(one.answer[0]))
+    for judged in tries.all:
+        answer, trouble = attempt(lambda judged=judged: plain(judged.answer[0]))
         if trouble:
-            one.notes.end(trouble)
+            judged.notes.end(trouble)
         else:
-            yield one.notes, answer
+            yield judged.notes, answer
 
 
 def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
     """``value`` as None, bool, int, float, str, or lists, tuples and dicts of these. A generator
-    becomes a list, an action of a schedule its text, anything else an `Odd`. left: has an item for
-    each entry that there may still be. Raises ValueError where there are more.
+    becomes a list, an action of a schedule its text, anything else an `Opaque`. left: an iterator
+    with one item for each further entry that is allowed. Raises ValueError if there are more.
     """
     left = iter(range(MOST)) if left is None else left
-    if value is None or isinstance(value, (bool, Odd)):
+    if value is None or isinstance(value, (bool, Opaque)):
         return value
     if isinstance(value, str):
         return shortened(str(value), 10_000)
@@ -159,11 +166,11 @@ def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
         pairs = _counted(value.items(), left)
         return {plain(key, 0): plain(entry, depth - 1, left) for key, entry in pairs}
     if type(value).__module__.startswith("paralab.parallel"):
-        return str(value)  # an Action
+        return str(value)  # an `Action` of a schedule
     if depth and isinstance(value, (list, tuple, Iterator, range)):
         entries = [plain(entry, depth - 1, left) for entry in _counted(value, left)]
         return tuple(entries) if isinstance(value, tuple) else entries
-    return Odd(type(value).__name__, " ".join(shown(value).split()))  # a refusal is one line
+    return Opaque(type(value).__name__, " ".join(shown(value).split()))  # a refusal is one line
 
 
 def _counted(entries: Iterable, left: Iterator[int]) -> Iterator[Any]:
@@ -174,8 +181,8 @@ def _counted(entries: Iterable, left: Iterator[int]) -> Iterator[Any]:
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is one finite or infinite number: of Python, NumPy or torch, no text, and
-    no tensor that autograd has a graph of.
+    """Whether ``value`` is one number of Python, NumPy or torch, finite or not: no text, no bool,
+    and no tensor that requires a gradient.
     """
     if not hasattr(value, "__float__") or isinstance(value, (bool, str)):
         return False
@@ -183,7 +190,7 @@ def is_number(value: object) -> bool:
         return False
     try:
         float(value)  # type: ignore[arg-type]
-    except Exception:  # an array of several, or an int of 400 digits
+    except Exception:  # an array of several numbers, or an int of 400 digits
         return False
     return True
 
@@ -198,7 +205,7 @@ def _number(value: Any) -> int | float:
 
 def kind_of(value: Any) -> str:
     """The type of a value as the learner knows it: "an int"."""
-    name = value.type if isinstance(value, Odd) else type(value).__name__
+    name = value.type if isinstance(value, Opaque) else type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -214,39 +221,40 @@ def wrong_number(
     what: str = "",
     tolerance: float = 0.0,
 ) -> str:
-    """What is wrong with a number, and the known mistake that gives it; "" if nothing is.
+    """What is wrong with a number, with the known mistake that explains it; "" if it is right.
 
-    known  (words, the number that this mistake gives); the nearest is named, of equals the first
-    show   a number as text, with its unit
-    what   which number it is: " of FLOPs"
+    known  (words, the number that this mistake gives); the message names the mistake whose number
+           is nearest to ``yours``, and the first of several that are equally near
+    show   formats a number with its unit
+    what   the kind of number, for a message: " of FLOPs"
     """
     if isinstance(yours, bool) or not isinstance(yours, (int, float)):
         return f"required: a number{what}, yours is {shown(yours)}"
     if math.isclose(yours, right, rel_tol=tolerance):
         return ""
-    both = [show(right), show(yours)]
-    if both[0] == both[1]:
+    texts = [show(right), show(yours)]
+    if texts[0] == texts[1]:
         digits = 17 if f"{right:,.12g}" == f"{yours:,.12g}" else 12
-        both = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
-    said = f"required: {both[0]}, yours {both[1]}"
+        texts = [f"{right:,.{digits}g}", f"{yours:,.{digits}g}"]
+    message = f"required: {texts[0]}, yours {texts[1]}"
     near = [
         (abs(yours - n), words) for words, n in known if math.isclose(yours, n, rel_tol=tolerance)
     ]
     if near:
-        return f"{said} ({min(near, key=operator.itemgetter(0))[1]})"
+        return f"{message} ({min(near, key=operator.itemgetter(0))[1]})"
     factor = times(yours / right) if right and 0 < yours / right < math.inf else "1 times"
-    return said if factor == "1 times" else f"{said} ({factor} as much)"
+    return message if factor == "1 times" else f"{message} ({factor} as much)"
 
 
 def unlike(known: Mistakes) -> list[tuple[str, float]]:
-    """Of known mistakes those whose number no other one gives: which one it is, is not known."""
+    """The known mistakes whose number no other mistake gives, so that they can be told apart."""
     known = list(known)
     alike = [sum(math.isclose(number, other) for _, other in known) for _, number in known]
     return [pair for pair, count in zip(known, alike, strict=True) if count == 1]
 
 
 def size_text(count: float) -> str:
-    """Bytes as a data sheet has them, with enough digits to tell answers apart."""
+    """Bytes in TB, GB or MB (powers of ten), with enough digits to tell answers apart."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if abs(count) >= factor:
             return f"{count / factor:,.3f} {unit}"

@@ -1,8 +1,8 @@
 """Lab 06: activation checkpointing, written as an autograd function in plain PyTorch.
 
-A step with dropout and two micro-batches in flight is made as it is, with torch.utils.checkpoint
-and with the answer. Gradients are held against the first, memory against the second (Chen+ 2016,
-arXiv:1604.06174: one forward more).
+A step with dropout and two micro-batches in flight is run three times: without checkpoints, with
+torch.utils.checkpoint and with the answer. The answer's gradients have to equal the first's, its
+memory may not exceed the second's by much (Chen+ 2016, arXiv:1604.06174: one more forward).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL = ModelSpec(layers=6, hidden=32, heads=2, seq_len=32, attention="explicit"
 MICROBATCHES = 2
 DROPOUT = 0.1
 MASKS = "; without dropout all are equal, so the dropout masks differ"
-SPARE = 1.1  # times what torch.utils.checkpoint needs
+SPARE = 1.1  # factor on the peak with torch.utils.checkpoint
 REQUIRED = {
     "gradients": "of one step: those without my_checkpoint, bit for bit",
     "generator": "random numbers drawn after the step: as without it",
@@ -35,8 +35,8 @@ GRADIENTS, GENERATOR, FORWARDS, MEMORY = REQUIRED
 
 @exercise(Takes("my_checkpoint(block, x)"), required=REQUIRED)
 def checkpoint(tries: Tries) -> None:
-    for notes, found in tries.run(stepped, 1):
-        right, yours, without_dropout, bare, torchs = found.results[0]
+    for notes, outcome in tries.run(stepped, 1):
+        right, yours, without_dropout, bare, torchs = outcome.results[0]
         wrong = first_other_bits(yours["gradients"], right["gradients"])
         if wrong and without_dropout and not first_other_bits(*without_dropout):
             wrong += MASKS
@@ -57,23 +57,24 @@ def checkpoint(tries: Tries) -> None:
 
 
 def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, list, int, int]:
-    """What the rank runs: the step without checkpoints and with the answer's; if their gradients
-    differ, those of both without dropout; and the bytes at the peak without, and with torch's.
+    """What the rank runs. Returns the step without checkpoints and with the answer; if their
+    gradients differ, the gradients of both without dropout; and the bytes at the peak of a step
+    without checkpoints, and with torch's.
     """
     with watch.unseen():
         known, right = peaks(), _step(without, seed, contextlib.nullcontext())
     yours = _step(answer[0], seed, watch.section())
-    both = []
-    if first_other_bits(yours["gradients"], right["gradients"]):  # with dropout; and without?
+    without_dropout = []
+    if first_other_bits(yours["gradients"], right["gradients"]):  # do they without dropout, too?
         with watch.unseen():
-            both = [
+            without_dropout = [
                 _step(one, seed, contextlib.nullcontext(), dropout=0.0)["gradients"]
                 for one in (answer[0], without)
             ]
-    return right, yours, both, *known
+    return right, yours, without_dropout, *known
 
 
-@functools.cache  # for each answer the same
+@functools.cache  # the same for every answer
 def peaks() -> list[int]:
     """Bytes at the peak of a step without checkpoints, and with torch's."""
     return [_step(apply, 0, watched.PeakMemory())["peak"] for apply in (without, torchs_own)]
@@ -90,7 +91,7 @@ def torchs_own(block: Any, x: Any) -> Any:
 def _step(
     apply: Callable[[Any, Any], Any], seed: int, measured: Any, dropout: float = DROPOUT
 ) -> dict[str, Any]:
-    """A step in which ``apply`` calls every block. measured: a context that finds a ``peak``."""
+    """A step in which ``apply`` calls every block. measured: a context, whose ``peak`` is read."""
     from torch import nn
     from torch.utils import checkpoint as torchs
 
@@ -98,22 +99,22 @@ def _step(
     gpt, calls = reference.GPT(MODEL), []
 
     class Counted(nn.Sequential):
-        """A block that counts how often it runs, whatever it is called by."""
+        """A block that records each of its runs, whoever calls it."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
             if apply is not torchs_own and torchs.__file__ in files:
                 raise RuntimeError("torch.utils.checkpoint is called: write what it does")
-            calls.append(self.place)
+            calls.append(self.position)
             return super().forward(x)
 
     class Through(nn.Module):
         """Calls a block through the answer."""
 
-        def __init__(self, block: nn.Module, place: int) -> None:
+        def __init__(self, block: nn.Module, position: int) -> None:
             super().__init__()
             self.block = Counted(block, nn.Dropout(dropout))
-            self.block.place = place
+            self.block.position = position
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = apply(self.block, x)
@@ -125,12 +126,12 @@ def _step(
     data = reference.batches(MODEL, step=0, microbatches=MICROBATCHES)
     with measured as section:
         losses = [gpt(*one) for one in data]  # both are in flight when backward begins
-        while losses:  # first that of the first, as in 1F1B
+        while losses:  # in the order of the forwards, as in 1F1B
             losses.pop(0).backward()
     missing = [name for name, p in gpt.named_parameters() if p.grad is None]
     if missing:
         raise ValueError(f"after backward {missing[0]} has no gradient")
-    named = reversed(list(gpt.named_parameters()))  # as backward comes to them
+    named = reversed(list(gpt.named_parameters()))  # in the order of backward
     gradients = {name: watched.array(p.grad) for name, p in named}
     after = watched.array(torch.rand(8))
     peak, counts = getattr(section, "peak", 0), [calls.count(i) for i in range(MODEL.layers)]

@@ -1,8 +1,8 @@
 """Lab 01: the second half of a ring all-reduce, from sends and receives between neighbours.
 
-The checker traces the answer on real ranks in strict order mode, and holds it against the ring's
-own numbers (Patarasuk & Yuan 2009, sec. 4). Time is that of a replay on a stated link, with
-computing free: the same on every machine.
+The checker traces the answer on real ranks in strict order mode, and compares it with the numbers
+of a ring (Patarasuk & Yuan 2009, sec. 4). Its time is that of a replay on a stated link, in which
+computing takes none: so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, first
 from paralab.spec import Cluster, Link
 from paralab.theory.traffic import POINT_TO_POINT
@@ -38,18 +38,18 @@ RESULT, CALLS, BYTES, MEMORY, TIME = REQUIRED
 def all_gather_half(tries: Tries) -> None:
     chunk = 4 * CHUNK
     for n in RANKS:
-        for notes, found in tries.run(hand_round, n, where=f"n={n}", standing=(RESULT,)):
-            notes.look(RESULT, _wrong_chunk(found), "every chunk on every rank")
-            look_at_calls(notes, found, "group.{}", "each rank")
-            notes.bytes(BYTES, found.sent(), (n - 1) * chunk)
+        for notes, outcome in tries.run(hand_round, n, where=f"n={n}", unbroken=(RESULT,)):
+            notes.look(RESULT, _wrong_chunk(outcome), "every chunk on every rank")
+            look_at_calls(notes, outcome, "group.{}", "each rank")
+            notes.bytes(BYTES, outcome.sent(), (n - 1) * chunk)
             words = f"takes {{held}} bytes, one chunk is {chunk:,}"
-            notes.memory(MEMORY, found["extra"], chunk, words)
-            look_at_time(notes, found, (n - 1) * CLUSTER.intra.seconds(chunk))
+            notes.memory(MEMORY, outcome["extra"], chunk, words)
+            look_at_time(notes, outcome, (n - 1) * CLUSTER.intra.seconds(chunk))
 
 
 def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What every rank runs: the answer gets a tensor of which one chunk is finished, and -1
-    elsewhere.
+    """What every rank runs: the answer gets a tensor of which one chunk is finished; the other
+    chunks are -1.
     """
     n, own = watch.group.size, (watch.group.index + 1) % watch.group.size
     tensor = torch.full((n, CHUNK), -1.0)
@@ -61,13 +61,13 @@ def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 
 def chunks(n: int, seed: int) -> np.ndarray:
-    """The finished chunks, (n, k)."""
+    """All finished chunks, (n, k); rank r begins with chunk r + 1."""
     return np.random.default_rng([seed, n]).random((n, CHUNK), dtype=np.float32)
 
 
-def _wrong_chunk(found: Found) -> str:
-    n = len(found.results)
-    right = chunks(n, found.seed)
+def _wrong_chunk(outcome: Outcome) -> str:
+    n = len(outcome.results)
+    right = chunks(n, outcome.seed)
 
     def known(number: int) -> Iterator[tuple[str, np.ndarray]]:
         yield "still unfinished", np.full(CHUNK, -1.0)
@@ -75,24 +75,24 @@ def _wrong_chunk(found: Found) -> str:
             if other != number:
                 yield f"holds the numbers of chunk {other}", right[other]
 
-    for rank, tensor in enumerate(found["tensor"]):
+    for rank, tensor in enumerate(outcome["tensor"]):
         if np.shape(tensor) != (n * CHUNK,):
             return f"rank {rank}: the tensor has shape {np.shape(tensor)} now"
-        own = tensor.reshape(n, CHUNK)
-        wrong = first_wrong("", own, right, tolerance=0.0, known=known, ranks="chunk {}".format)
+        rows = tensor.reshape(n, CHUNK)
+        wrong = first_wrong("", rows, right, tolerance=0.0, known=known, ranks="chunk {}".format)
         if wrong:
             return f"rank {rank}, {wrong}"
     return ""
 
 
-# ---- limits that every ring has ------------------------------------------------------------------
-def look_at_calls(notes: Notes, found: Found, named: str, by: str) -> None:
-    """Only sends and receives between neighbours.
+# ---- limits that both rings have -----------------------------------------------------------------
+def look_at_calls(notes: Notes, outcome: Outcome, named: str, by: str) -> None:
+    """Record whether the answer only sends to and receives from its neighbours.
 
-    named  how a call reads in the answer: "group.{}"
-    by     of whom the sends are counted, which are those of rank 0
+    named  how the answer writes a call: "group.{}"
+    by     whose sends the row counts, in words; the count is that of rank 0
     """
-    n, calls = len(found.results), found.report.collectives
+    n, calls = len(outcome.results), outcome.report.collectives
     rows = calls.sort_values(["rank", "span"]).to_dict("records")
     count = sum(row["op"] == "send" and row["rank"] == 0 for row in rows)
     notes.look(CALLS, first(_strange_call(row, n, named) for row in rows), f"{count} sends by {by}")
@@ -108,7 +108,7 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
     return f"rank {rank} does a {op} {way} rank {peer}, no neighbour of it"
 
 
-def look_at_time(notes: Notes, found: Found, most: float) -> None:
-    """The recorded calls, replayed on `CLUSTER` with computing free, in at most so many seconds."""
-    time = found.report.replay(CLUSTER, compute=0.0).step_time
+def look_at_time(notes: Notes, outcome: Outcome, most: float) -> None:
+    """Record whether a replay of the calls on `CLUSTER` takes at most ``most`` seconds."""
+    time = outcome.report.replay(CLUSTER, compute=0.0).step_time
     notes.at_most(TIME, time, most, lambda seconds: f"{1e6 * seconds:.1f} µs")

@@ -1,9 +1,9 @@
-"""Lab 04: a pipeline schedule of one's own, fast enough and small enough, and right.
+"""Lab 04: a learner's pipeline schedule, which has to be legal, fast and small in memory.
 
-Lists are proved by theory/schedule_check.py and simulated by theory/pipeline.py. GPipe keeps the
-time and not the memory, one micro-batch after another the memory and not the time; 1F1B keeps both
-(Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), and so does a backward split into its halves (Qi+
-2023, arXiv:2401.10241, sec. 2.1), which is faster still.
+The lists of actions are checked by theory/schedule_check.py and simulated by theory/pipeline.py.
+GPipe keeps the limit of time but not of memory, one micro-batch after another that of memory but
+not of time. 1F1B keeps both (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), and so does a schedule
+with each backward split into two halves (Qi+ 2023, arXiv:2401.10241, sec. 2.1), which is faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
 
 PP, MICROBATCHES = 4, 6
-SIZES = (  # with fewer and more micro-batches than stages, and as many
+SIZES = (  # p, m: with fewer micro-batches than stages, as many, and more
     *((2, m) for m in (1, 2, 5)),
     *((3, m) for m in (2, 3, 7)),
     *((4, m) for m in (1, 2, 3, 4, 8, 13)),
@@ -35,13 +35,13 @@ SIZES = (  # with fewer and more micro-batches than stages, and as many
     *((6, m) for m in (2, 9)),
 )
 FORWARD_S, HALF_S = 10e-3, 10e-3  # a whole backward is two halves
-# What is trained: small, a block for every stage.
+# The model that is trained: small, with one block per stage.
 MODEL = ModelSpec(layers=4, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": MICROBATCHES, "microbatch_size": 2}
 
 
 def limit_s(pp: int, microbatches: int) -> float:
-    """(m + p - 1)(F + B): what GPipe and 1F1B take where stages are alike and links free."""
+    """(m + p - 1)(F + B): the time of GPipe and 1F1B for equal stages and free links."""
     return (microbatches + pp - 1) * (FORWARD_S + 2 * HALF_S)
 
 
@@ -57,10 +57,10 @@ VALID, TIME, MEMORY, OTHERS, GRADIENTS = REQUIRED
 
 @dataclass(frozen=True)
 class Written:
-    """The lists that the answer made, as a schedule."""
+    """A schedule for `Plan` that returns the lists that the answer has made."""
 
     lists: Any
-    __name__ = "your answer"  # in messages
+    __name__ = "your answer"  # what error messages call it
 
     def __call__(self, pp: int, microbatches: int) -> Any:
         return self.lists
@@ -69,9 +69,11 @@ class Written:
 @exercise(Takes("f(pp, microbatches)"), required=REQUIRED)
 def own_schedule(tries: Tries) -> None:
     questions = [(0, size) for size in ((PP, MICROBATCHES), *SIZES)]
-    for notes, found in tries.run(asked, 1, questions, *UNAIDED, where=f"p={PP}, m={MICROBATCHES}"):
-        own, *others = found.results[0]
-        simulated, trouble = simulate_reply(own, PP, MICROBATCHES)
+    for notes, outcome in tries.run(
+        asked, 1, questions, *UNAIDED, where=f"p={PP}, m={MICROBATCHES}"
+    ):
+        task_reply, *others = outcome.results[0]
+        simulated, trouble = simulate_reply(task_reply, PP, MICROBATCHES)
         if trouble:
             notes.end(trouble, yours="no schedule")
             continue
@@ -83,20 +85,20 @@ def own_schedule(tries: Tries) -> None:
         for reply, (p, m) in zip(others, SIZES, strict=True):
             notes.where = f"p={p}, m={m}"
             notes.each(OTHERS, missed(reply, p, m, Target()), f"{len(SIZES)} other sizes")
-        notes.where, plan = "", Plan(pp=PP, schedule=Written(own.value), **BATCH)
-        if not notes.broke():  # one that is too late is not trained with
+        notes.where, plan = "", Plan(pp=PP, schedule=Written(task_reply.value), **BATCH)
+        if not notes.broke():  # only a schedule that keeps all limits so far is trained with
             look_at_run(notes, (GRADIENTS,), MODEL, plan, steps=1, timeout=tries.timeout)
 
 
 def simulate(schedule: Schedule) -> Simulation:
-    """A schedule with the exercise's costs: F = 10 ms, B = 20 ms, I = W = 10 ms, links free."""
+    """Simulate with the exercise's costs: F = 10 ms, B = 20 ms, I = W = 10 ms, links free."""
     from paralab.theory import pipeline
 
     return pipeline.simulate(schedule, forward=FORWARD_S, backward=HALF_S, weight_grad=HALF_S)
 
 
 def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation | None, str]:
-    """(the simulated schedule, "") or (None, why it is none)."""
+    """(the simulation of the schedule in a reply, "") or (None, why it is no schedule)."""
     if reply.trouble:
         return None, reply.trouble
     plan = {"pp": pp, "microbatches": microbatches, "schedule": Written(reply.value)}
@@ -104,12 +106,12 @@ def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation
 
 
 def late(simulated: Simulation, best: Callable[[int, int], Schedule] = one_f_one_b) -> str:
-    """The first action that starts later than it could: than in ``best``, which keeps the limit."""
-    order, mine = simulated.order, _starts(simulated)
-    could = _starts(simulate(best(order.ranks, order.microbatches)))
-    for place, (_, _, soonest) in sorted(could.items(), key=lambda item: item[1][2]):
-        action, position, start = mine.get(place, (None, 0, 0.0))
-        if place[1] != "W" and start > soonest * SLACK + 1e-12:
+    """The first action that starts later than in ``best``, a schedule that keeps the limit."""
+    order, starts = simulated.order, _starts(simulated)
+    earliest = _starts(simulate(best(order.ranks, order.microbatches)))
+    for key, (_, _, soonest) in sorted(earliest.items(), key=lambda item: item[1][2]):
+        action, position, start = starts.get(key, (None, 0, 0.0))
+        if key[1] != "W" and start > soonest * SLACK + 1e-12:
             return (
                 f"rank {action.stage} starts {action}, the {_nth(position)} of its list, at "
                 f"{ms(start)}, and could at {ms(soonest)}"
@@ -118,7 +120,7 @@ def late(simulated: Simulation, best: Callable[[int, int], Schedule] = one_f_one
 
 
 def idle(simulated: Simulation) -> str:
-    """Where a rank is first idle between two of its actions."""
+    """The first idle time of a rank between two of its actions, in words."""
     order, start, end = simulated.order, simulated.start, simulated.end
     rows = [range(*pair) for pair in pairwise(order.first)]
     gaps = [(end[i - 1], i) for row in rows for i in row[1:] if start[i] > end[i - 1] + 1e-12]
@@ -133,10 +135,10 @@ def idle(simulated: Simulation) -> str:
 class Target(NamedTuple):
     """What a schedule has to reach, for p ranks and m micro-batches.
 
-    took     seconds, of the whole step or of the rank that takes longest by itself
-    seconds  at most
-    alive    micro-batches on a rank, at most
-    why      what makes a schedule take longer, in words, or ""
+    took     the seconds that count: of the step, or of a rank from its first action to its last
+    seconds  the most that these may be
+    alive    the most micro-batches that a rank may hold
+    why      the reason for a schedule that takes longer, in words, or ""
     """
 
     took: Callable[[Simulation], float] = attrgetter("makespan")
@@ -146,7 +148,7 @@ class Target(NamedTuple):
 
 
 def missed(reply: Reply, p: int, m: int, target: Target) -> str:
-    """What keeps a reply from being a schedule that reaches the target; "" if nothing does."""
+    """Why a reply is no schedule that reaches the target, in words; "" if it is one."""
     simulated, trouble = simulate_reply(reply, p, m)
     if trouble:
         return trouble
@@ -158,13 +160,13 @@ def missed(reply: Reply, p: int, m: int, target: Target) -> str:
 
 
 def _starts(simulated: Simulation) -> dict[tuple[int, str, int], tuple[Action, int, float]]:
-    """{(stage, F or B, micro-batch): (action, place in its list, start)}; I counts as B."""
-    found, starts = {}, iter(simulated.start.tolist())
+    """{(stage, F or B or W, micro-batch): (action, position in its list, start)}; I counts as B."""
+    rows, starts = {}, iter(simulated.start.tolist())
     for row in simulated.schedule:
         for position, action in enumerate(row):
-            way = action.kind.replace("I", "B")
-            found[action.stage, way, action.microbatch] = action, position, next(starts)
-    return found
+            kind = action.kind.replace("I", "B")
+            rows[action.stage, kind, action.microbatch] = action, position, next(starts)
+    return rows
 
 
 def first_too_many(schedule: Schedule, limit: int) -> str:
@@ -182,6 +184,6 @@ def first_too_many(schedule: Schedule, limit: int) -> str:
 
 
 def _nth(position: int) -> str:
-    """The place of list position 0, 1, ... in words: 1st, 2nd."""
+    """A position 0, 1, ... of a list as an ordinal: 1st, 2nd."""
     n = position + 1
     return f"{n}{'th' if 10 <= n % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"

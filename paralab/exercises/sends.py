@@ -1,9 +1,9 @@
 """Lab 12: what a rank of a large plan sends per step, axis by axis, without running it.
 
 The answer is three sums (Narayanan+ 2021, arXiv:2104.04473, sec. 3): all-reduces of activations in
-every block and micro-batch, messages to the stages before and after, and the gradients. It is held
-against the compiled program (`pl.dry_run`) of plans with 16 to 384 ranks, on the first stage and on
-one in the middle. The last stage, whose head sends more, is not asked.
+every block and micro-batch, messages to the stages before and after, and the gradients. It is
+compared with the compiled programs (`pl.dry_run`) of plans with 16 to 384 ranks, on the first stage
+and on one in the middle, not on the last stage, whose head sends more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paralab.exercises.questions import Mistakes, Reply, ask, kind_of, size_text
 from paralab.exercises.unaided import UNAIDED
 from paralab.spec import ModelSpec, Plan
 
-EXACT = 1e-9
+EXACT = 1e-9  # relative, for rounding
 REQUIRED = {
     "tp": "bytes of all-reduces in forward, backward and what is recomputed: to nine digits",
     "pp": "bytes of activations and their gradients: to nine digits",
@@ -31,7 +31,7 @@ def _case(name: str, rank: int, **settings: Any) -> tuple[ModelSpec, Plan, int]:
     return model, Plan(**{"precision": "bf16", "microbatch_size": 3, **settings}), rank
 
 
-CASES = (  # 12 is on the first stage and 192 is not, whatever order of the axes is taken for right
+CASES = (  # rank 192 is on stage 6; an order of the axes with pp not outermost puts it on stage 0
     _case("ptdp-7.5b", 0, tp=4, pp=3, dp=2, microbatches=6, recompute="full"),
     _case("ptdp-7.5b", 9, tp=4, pp=3, dp=2, microbatches=6),
     _case("ptdp-39b", 12, tp=8, pp=6, dp=4, microbatches=7, precision="fp32"),
@@ -45,25 +45,27 @@ def rank_sends(tries: Tries) -> None:
         model, plan, rank = case
         notes.where = f"L={model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, "
         notes.where += f"m={plan.microbatches}, rank {rank}"
-        found, wrong = reply.value, reply.trouble
-        if not wrong and not isinstance(found, Mapping):
-            wrong = f"required: a dict, {{axis: bytes}}, yours is {kind_of(found)}"
+        sent, wrong = reply.value, reply.trouble
+        if not wrong and not isinstance(sent, Mapping):
+            wrong = f"required: a dict, {{axis: bytes}}, yours is {kind_of(sent)}"
         for axis, size in right(*case).items():
             missing = wrong or f"there is no {axis!r} in it"
-            own = Reply(found[axis], "") if not wrong and axis in found else Reply(None, missing)
+            entry = Reply(sent[axis], "") if not wrong and axis in sent else Reply(None, missing)
             known, what = known_bytes(axis, size, *case), f" of bytes along {axis}"
-            notes.each(axis, own.number(size, known, size_text, what, EXACT), "right in all plans")
+            notes.each(
+                axis, entry.number(size, known, size_text, what, EXACT), "right in all plans"
+            )
 
 
 @functools.cache
 def right(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
-    """{axis: bytes} of the compiled program, in the order of the limits."""
+    """{axis: bytes} that the compiled program sends, in the order of the limits."""
     sent = dry_run(model, plan, rank=rank).traffic(by="axis").set_index("axis")["bytes"]
     return {axis: int(sent[axis]) for axis in REQUIRED}
 
 
 def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -> Mistakes:
-    """(what was done, the bytes it gives) of the mistakes that are made; size: what is right."""
+    """(words, bytes) of the known mistakes. size: the right bytes"""
     d, t, m = plan.dp, plan.tp, plan.microbatches
     w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
     a_number = f"a number has {w} bytes"
@@ -73,16 +75,16 @@ def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -
         yield "that is one sample per micro-batch", size / plan.microbatch_size
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
-        calls, call = m * model.layers // plan.pp, 2 * (t - 1) / t * activation
+        calls, per_call = m * model.layers // plan.pp, 2 * (t - 1) / t * activation
         if plan.recompute == "full":
-            yield "forward is made twice, and its two all-reduces too", size - 2 * calls * call
+            yield "forward is made twice, and its two all-reduces too", size - 2 * calls * per_call
         else:
-            yield "that is with recomputation, which this plan has not", size + 2 * calls * call
+            yield "that is with recomputation, which this plan has not", size + 2 * calls * per_call
         order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
-            yield f"the embedding's all-reduce is missing{order}", size - m * call
+            yield f"the embedding's all-reduce is missing{order}", size - m * per_call
         else:
-            yield f"there is no embedding on this stage{order}", size + m * call
+            yield f"there is no embedding on this stage{order}", size + m * per_call
         yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
         yield half, size / 2
         yield "that is the whole model; a stage has L/p blocks", size * plan.pp
@@ -95,14 +97,14 @@ def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -
         yield "every tensor-parallel rank sends the whole activation here", size / t
         yield a_number, size / 2
     else:
-        each = 2 * (d - 1) / d * w  # bytes that an element costs
-        whole, norms = each * model.num_params, model.layers / plan.pp * 6 * model.hidden
+        per_element = 2 * (d - 1) / d * w  # bytes that an element costs
+        whole, norms = per_element * model.num_params, model.layers / plan.pp * 6 * model.hidden
         yield "an all-reduce sends 2 (d-1)/d of its tensor", size * d / (2 * (d - 1))
         yield half, size / 2
         yield "gradients are summed once per step, not per micro-batch", size * m
         yield "a rank holds the parameters of its stage and its part of them", whole
         part = whole / (t * plan.pp)
         yield "an N-th of the parameters: stages and embedding are not equal", part
-        sharded = size - each * norms * (1 - 1 / t)
+        sharded = size - per_element * norms * (1 - 1 / t)
         yield "biases after a row-parallel layer and norms are not sharded", sharded
     yield a_number, size * 2

@@ -1,6 +1,6 @@
-"""One text, several readings: what the learner gets, what an answer looks like, the lab's cell.
+"""One text gives both the stub that a learner gets and the answer, for a notebook and its solution.
 
-Between the marker lines stands what is the learner's to write:
+Marker lines enclose the part that the learner writes:
 
     def devices_needed(total, memory):
         ### BEGIN SOLUTION
@@ -8,15 +8,16 @@ Between the marker lines stands what is the learner's to write:
         return math.ceil(total / memory)
         ### END SOLUTION
 
-`student` puts the STUB lines in the place of everything between the markers (without a STUB line,
-the one above), at the indentation of BEGIN. `solution` leaves out markers and STUB lines. In a
-lab's source the line
+`student` replaces everything between the markers by the STUB lines (without any, by the one shown
+above), at the indentation of BEGIN. `solution` leaves out the markers and the STUB lines. In the
+source of a lab the line
 
     ### ANSWER: model_states
 
-stands for answers/model_states.py; both readings insert it first. An answer that builds on another
-one of its lab imports it; the notebook has that one in an earlier cell. The builder of the labs and
-the exercises read their texts through these two; the builder has a second folder of answers.
+stands for the text of answers/model_states.py, which both functions insert first. An answer that
+builds on an earlier one of its lab imports it; the import is left out, because the notebook has the
+earlier answer in a cell. The exercises and the builder of the labs read all texts through these two
+functions; the builder has a second folder of answers.
 """
 
 from __future__ import annotations
@@ -44,42 +45,42 @@ def answer(name: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
         legal = ", ".join(sorted(known))
         raise ValueError(f"### ANSWER: {name}: there is no such answer; legal: {legal}")
     text = known[name].read_text(encoding="utf-8")
-    abstract = ast.parse(text).body[0]  # the file's docstring is not the learner's
+    abstract = ast.parse(text).body[0]  # the file's docstring is for readers of the package
     return _EARLIER.sub("", "\n".join(text.splitlines()[abstract.end_lineno :])).strip()
 
 
 def student(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
-    """``text`` with every solution replaced by its stub. Raises ValueError on a stray marker."""
+    """``text`` with stubs in place of solutions. Raises ValueError for a misplaced marker."""
     return _read(text, folders, solved=False)
 
 
 def solution(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
-    """``text`` with its solutions and without markers. Raises ValueError on a stray marker."""
+    """``text`` with solutions and without markers. Raises ValueError for a misplaced marker."""
     return _read(text, folders, solved=True)
 
 
 def _read(text: str, folders: Sequence[Path], *, solved: bool) -> str:
     lines: list[str] = []
-    stub: list[str] | None = None  # of the block we are in
+    stub: list[str] | None = None  # the STUB lines of the block that this line is in
     indent = ""
     text = _ANSWER.sub(lambda mark: answer(mark[1], folders), text)
     for number, line in enumerate(text.splitlines(), 1):
         if begin := _BEGIN.match(line):
             if stub is not None:
-                raise _stray(number, line, "the block before it has no END")
+                raise _misplaced(number, line, "the block before it has no END")
             indent, stub = begin[1], []
         elif _END.match(line):
             if stub is None:
-                raise _stray(number, line, "there is no BEGIN before it")
+                raise _misplaced(number, line, "there is no BEGIN before it")
             if not solved:
                 lines += [f"{indent}{words}".rstrip() for words in stub or [DEFAULT_STUB]]
             stub = None
         elif words := _STUB.match(line):
             if stub is None:
-                raise _stray(number, line, "it is not between BEGIN and END")
+                raise _misplaced(number, line, "it is not between BEGIN and END")
             stub.append(words[1] or "")
         elif _MARKER_LIKE.match(line):
-            raise _stray(number, line, "it is not spelled like a marker")
+            raise _misplaced(number, line, "it is not spelled like a marker")
         elif stub is None or solved:
             lines.append(line)
     if stub is not None:
@@ -87,7 +88,7 @@ def _read(text: str, folders: Sequence[Path], *, solved: bool) -> str:
     return "\n".join(lines)
 
 
-def _stray(number: int, line: str, why: str) -> ValueError:
+def _misplaced(number: int, line: str, why: str) -> ValueError:
     return ValueError(
         f"line {number}, {line.strip()!r}: {why}; legal: ### BEGIN SOLUTION, any number of "
         "### STUB: lines and the answer, ### END SOLUTION"

@@ -1,9 +1,9 @@
-"""Lab 00: what a model's states weigh, and how many devices hold them.
+"""Lab 00: how many bytes a model's states take, and how many devices hold them.
 
-Mixed precision with AdamW keeps 16 bytes per parameter whatever the model does: weights and
-gradients in 16 bits, master weights and two moments in 32 (Rajbhandari+ 2020, ZeRO,
-arXiv:1910.02054, sec. 3.1). The checker asks for exact bytes on models and recipes of its own, so a
-constant that happens to fit one of them fails on the next.
+Mixed precision with AdamW keeps 16 bytes per parameter, whatever the model: weights and gradients
+in 16 bits, master weights and two moments in 32 (Rajbhandari+ 2020, ZeRO, arXiv:1910.02054, sec.
+3.1). The checker requires the exact bytes of several models and recipes, so a constant that happens
+to fit one of them fails on the next.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, Reply, ask, size_text
 from paralab.spec import ModelSpec
 
-RECIPES: dict[str, dict[str, int]] = {
+RECIPES: dict[str, dict[str, int]] = {  # {recipe: {state: bytes per parameter}}
     "fp32": {"parameters": 4, "gradients": 4, "moments": 8},
     "mixed": {"parameters": 2, "gradients": 2, "master": 4, "moments": 8},
     "mixed, fp32 gradients": {"parameters": 2, "gradients": 4, "master": 4, "moments": 8},
@@ -27,7 +27,7 @@ REQUIRED = {
     "devices": "four models on devices of 24 and 80 GB, and one that fills its devices exactly",
 }
 TIED, OWN, LARGE, DEVICES = REQUIRED
-STATE_CASES = (
+STATE_CASES = (  # limit, model, tied, recipe
     (TIED, "gpt2", True, "fp32"),
     (TIED, "gpt2", True, "mixed"),
     (OWN, "gpt2", False, "mixed"),
@@ -35,7 +35,8 @@ STATE_CASES = (
     (LARGE, "ptdp-7.5b", True, "mixed"),
     (LARGE, "ptdp-1t", True, "mixed, fp32 gradients"),
 )
-DEVICE_CASES = (  # the first fits exactly, the others leave 0.08, 0.49, 0.76 and 0.61 of a device
+# Model, recipe, GB of a device. The first fits exactly, the others leave 0.08, 0.49, 0.76 and 0.61.
+DEVICE_CASES = (
     ("gpt2", "fp32", 0.497759232),
     ("gpt2", "fp32", 24),
     ("ptdp-7.5b", "mixed", 80),
@@ -70,7 +71,7 @@ def model_states(tries: Tries) -> None:
 
 
 def known_states(model: ModelSpec, size: int) -> Mistakes:
-    """(what was done, the bytes it gives) of the mistakes that are made with one state."""
+    """(words, bytes) of the known mistakes with a state that takes ``size`` bytes per parameter."""
     right, head = model.num_params * size, model.vocab * model.hidden * size
     if not model.tied:
         yield "with tied=False the output matrix is a tensor of its own", right - head

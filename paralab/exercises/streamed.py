@@ -1,10 +1,10 @@
 """Lab 09: an optimizer whose states are in files and pass through memory unit by unit.
 
 The checker trains the reference GPT with the answer and with torch.optim.AdamW on the same
-gradients. Before one of the steps it sets the files to zero and torch's moments too: an answer that
-keeps its states elsewhere arrives at other weights. Memory is counted in every step and between
-steps (ZeRO-Infinity, Rajbhandari+ 2021, arXiv:2104.07857, sec. 5). States that are read from a file
-are NumPy arrays before they are tensors, so in a step both count.
+gradients. Before one of the steps it sets the files and torch's moments to zero: an answer that
+keeps its states elsewhere gets other weights. Memory is measured in every step and between steps
+(ZeRO-Infinity, Rajbhandari+ 2021, arXiv:2104.07857, sec. 5). States that are read from a file are
+NumPy arrays before they are tensors, so within a step both are measured.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from paralab.exercises.late import np, reference, torch, watched
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
-UNIT = 3413  # elements: the embedding has three times as many, and one more
+UNIT = 3413  # elements: the embedding has one more than three units
 STEPS, ZEROED = 4, 2  # before this step files and moments are set to zero
-COPIES = 6  # times 4 bytes per element of a unit: both moments, and temporaries of the update
+COPIES = 6  # numbers of 4 bytes per element of a unit: both moments, and temporaries
 BEFORE = "; before this step the files were set to zero, so the states are not in them alone"
 SCALARS = 20_000  # bytes: names, counts, paths, a file's buffer
-BUFFER = 8192  # bytes of it
+BUFFER = 8192  # bytes of a file's buffer
 REQUIRED = {
     "weights": f"after each of {STEPS} steps: torch.optim.AdamW's, bit for bit",
     "files": "8 bytes per parameter under the folder, and nothing else",
@@ -39,7 +39,7 @@ REQUIRED = {
     "memory between steps": "tensors: at most 20 kB",
 }
 WEIGHTS, FILES, PEAK, KEPT = REQUIRED
-Named = dict[str, Any]
+Named = dict[str, Any]  # {name: value}
 
 
 @exercise(
@@ -51,13 +51,13 @@ Named = dict[str, Any]
     required=REQUIRED,
 )
 def streamed_optimizer(tries: Tries) -> None:
-    for notes, found in tries.run(trained, 1):
-        result, states = found.results[0], 8 * MODEL.num_params
+    for notes, outcome in tries.run(trained, 1):
+        result, states = outcome.results[0], 8 * MODEL.num_params
         notes.look(WEIGHTS, result["wrong"], "all equal")
         wrong = f"{result['files']:,} bytes, required: {states:,}"
         notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
         held = max(*result["peaks"], *result["arrays"][1:])  # a first step may import a module
-        most = 4 * COPIES * UNIT + SCALARS  # Python's own objects are in it: a few bytes
+        most = 4 * COPIES * UNIT + SCALARS  # `held` includes Python's own objects, a few bytes
         wrong = f"it has {held:,} bytes at once, required: at most {most:,}"
         notes.look(PEAK, wrong if held > most else "", "no more than that")
         words = f"keeps {{held}} bytes in memory, all states have {states:,}"
@@ -66,14 +66,14 @@ def streamed_optimizer(tries: Tries) -> None:
 
 def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What the rank runs: some steps with the answer, and the same with torch's AdamW."""
-    gpt, alike = reference.GPT(MODEL), reference.GPT(MODEL)
+    gpt, reference_gpt = reference.GPT(MODEL), reference.GPT(MODEL)
     named = dict(gpt.named_parameters())
     settings = settings_of(seed)
-    adam = torch.optim.AdamW(alike.parameters(), foreach=False, **settings)
+    adam = torch.optim.AdamW(reference_gpt.parameters(), foreach=False, **settings)
     result: dict[str, Any] = {"wrong": "", "peaks": [], "arrays": [], "files": 0}
-    tracemalloc.start()  # NumPy tells it of every array; to stop while gloo allocates is a crash
+    tracemalloc.start()  # NumPy reports arrays to it; to stop it while gloo allocates crashes
     with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
-        mine = answer[0](list(named.values()), folder, **settings, unit=UNIT)
+        optimizer = answer[0](list(named.values()), folder, **settings, unit=UNIT)
         for step in range(STEPS):
             if step == ZEROED:
                 _zero(folder)
@@ -82,30 +82,30 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
                     state["exp_avg_sq"].zero_()
             [(tokens, targets)] = reference.batches(MODEL, step=step, seed=seed % 1000)
             gpt(tokens, targets).backward()
-            first = watched.arrays(alike)
+            before_step = watched.arrays(reference_gpt)
             with watch.unseen():
-                alike(tokens, targets).backward()
+                reference_gpt(tokens, targets).backward()
                 adam.step()
             del tokens, targets
             lent = watched.Lent(**{f"{name}.grad": p.grad for name, p in named.items()})
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
             with _small_buffers(), watch.section() as section:
-                mine.step()
+                optimizer.step()
             result["peaks"].append(section.peak)
             result["arrays"].append(tracemalloc.get_traced_memory()[1] - before)
-            yours, right = watched.arrays(gpt), watched.arrays(alike)
+            yours, right = watched.arrays(gpt), watched.arrays(reference_gpt)
             if not result["wrong"]:
                 with watch.unseen():
-                    grads = {name: p.grad for name, p in alike.named_parameters()}
-                    known = functools.partial(_mistakes, settings, first, grads, yours, step)
+                    grads = {name: p.grad for name, p in reference_gpt.named_parameters()}
+                    known = functools.partial(_mistakes, settings, before_step, grads, yours, step)
                     if wrong := first_other_bits(yours, right, known):
                         wrong += BEFORE * (step == ZEROED)
                         result["wrong"] = f"after step {step + 1} {wrong}"
                 result["wrong"] = result["wrong"] or lent.changed()
             del yours, right, lent
             gpt.zero_grad()
-            alike.zero_grad()
+            reference_gpt.zero_grad()
         result["files"] = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
         adam.state.clear()
         result["kept"] = all_of_it.now()
@@ -114,23 +114,23 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 @contextmanager
 def _small_buffers() -> Iterator[None]:
-    """A file that is opened within the block has a small buffer: that of Python 3.14 has 128 KiB,
-    more than a unit's states. Arrays alone cannot be counted, as read bytes may be states too.
+    """Within this context files are opened with a small buffer: Python 3.14's has 128 KiB, more
+    than a unit's states. Bytes that are read have to be measured, since they may be states too.
     """
-    real = builtins.open
+    original = builtins.open
 
     def small(file: Any, mode: str = "r", buffering: int = -1, *how: Any, **named: Any) -> Any:
-        return real(file, mode, BUFFER if buffering == -1 else buffering, *how, **named)
+        return original(file, mode, BUFFER if buffering == -1 else buffering, *how, **named)
 
     builtins.open = io.open = small
     try:
         yield
     finally:
-        builtins.open = io.open = real
+        builtins.open = io.open = original
 
 
 def settings_of(seed: int) -> Named:
-    """AdamW's, for each answer its own."""
+    """Settings of AdamW, different for each answer."""
     part = seed / 2**32
     betas = 0.8 + part / 10, 0.95 + part / 50
     return {"lr": (1 + part) / 100, "betas": betas, "eps": 1e-6 + part / 1e6, "weight_decay": part}
@@ -139,29 +139,30 @@ def settings_of(seed: int) -> Named:
 def _mistakes(
     settings: Named, first: Named, grads: Named, yours: Named, step: int, name: str
 ) -> Iterator[tuple[str, Any]]:
-    """(words, what the parameter would be) after mistakes in the states of torch's AdamW."""
+    """(words, the parameter after the step) of known mistakes in the states of AdamW."""
 
     def stepped(count: int) -> Any:
-        """After a step that begins with moments of zero, and that is number ``count``, from 0."""
-        part = torch.nn.Parameter(torch.from_numpy(first[name].copy()))
-        part.grad, adam = grads[name], torch.optim.AdamW([part], foreach=False, **settings)
-        moments = {one: torch.zeros_like(part) for one in ("exp_avg", "exp_avg_sq")}
-        adam.state[part] = {"step": torch.tensor(float(count)), **moments}
+        """The parameter after step ``count``, from 0, if it begins with moments of zero."""
+        parameter = torch.nn.Parameter(torch.from_numpy(first[name].copy()))
+        adam = torch.optim.AdamW([parameter], foreach=False, **settings)
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        parameter.grad = grads[name]
+        adam.state[parameter] = {"step": torch.tensor(float(count)), **moments}
         adam.step()
-        return watched.array(part)
+        return watched.array(parameter)
 
     if step:
         yield f"the states that step {step} has made are not in the files", stepped(step)
         return
-    often = stepped(0)
-    for count in range(1, sum(-(-one.size // UNIT) for one in first.values()) + 1):
+    mixed = stepped(0)
+    for count in range(1, sum(-(-array.size // UNIT) for array in first.values()) + 1):
         yield f"the step count is {count + 1} in the first step, not 1", (other := stepped(count))
-        often = np.where(yours[name] == other, other, often)
-    yield "the step count grows more than once in a step", often
+        mixed = np.where(yours[name] == other, other, mixed)
+    yield "the step count grows more than once in a step", mixed
 
 
 def _zero(folder: str) -> None:
-    """Every byte of the files is 0; the files stay where they are, for they may be mapped."""
+    """Set every byte of the files to 0, in place, because the answer may have mapped them."""
     for path in Path(folder).rglob("*"):
         if path.is_file():
             size = path.stat().st_size

@@ -1,14 +1,14 @@
-"""Lab 08: SUMMA, the product that 2D tensor parallelism is made of, and its two gradients.
+"""Lab 08: SUMMA, the matrix product of 2D tensor parallelism, and its two gradients.
 
 Rank (i, j) of q x q has block (i, j) of X, of W and of Y. The three products of a linear layer are
 three forms of one loop (van de Geijn & Watts 1997; Xu+ 2021, arXiv:2104.05343, algorithms 1 to 3):
 
-    Y = X W       X_il to all of row i, W_lj to all of column j, for each l; the rank adds up
+    Y = X W       X_il to all of row i, W_lj to all of column j, for each l; a rank adds its terms
     dX = dY Wᵀ    W_lj to all of column j; the sum of row i's terms to rank (i, l)
     dW = Xᵀ dY    X_il to all of row i; the sum of column j's terms to rank (l, j)
 
-An all-gather of the row and of the column sends as many elements, and is refused for what it holds
-on 4 x 4 ranks. M, K and N differ, and in turn X and W are the large ones.
+An all-gather in the row and the column sends as many elements, but on 4 x 4 ranks it breaks the
+limit of memory. M, K and N differ: X is the larger matrix in one case, W in the other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from paralab.exercises.diagnose import Known, first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import dist, np, torch, watched
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import as_many, first
 
-GRIDS = (2, 4)  # q; with 2 or 3, the own block and two received ones are a whole row
-SHAPES = ((40, 48, 6), (6, 48, 40))  # blocks' m, k, n: X is the large one, then W is
-RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it on its way out
-SCALARS = 1000  # bytes
+GRIDS = (2, 4)  # q; up to 3 the own block and two received ones make a whole row
+SHAPES = ((40, 48, 6), (6, 48, 40))  # m, k, n of the blocks
+RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it, not yet freed
+SCALARS = 1000  # bytes for anything small
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
 
 REQUIRED = {
@@ -42,16 +42,16 @@ FORWARD, SENT, MEMORY, BACKWARD, SENT_BACK = REQUIRED
 @exercise(Takes("MySumma(row, column)", methods=("forward", "backward")), required=REQUIRED)
 def summa(tries: Tries) -> None:
     for q in GRIDS:
-        for notes, found in tries.run(multiply, q * q, where=f"q={q}"):
+        for notes, outcome in tries.run(multiply, q * q, where=f"q={q}"):
             for limit, names in ((FORWARD, ("y",)), (BACKWARD, ("dx", "dw"))):
                 cases = ((name, number) for number in range(len(SHAPES)) for name in names)
-                wrong = first(wrong_block(found, name, number, q) for name, number in cases)
-                if wrong and not all(found["kept"]):
+                wrong = first(wrong_block(outcome, name, number, q) for name, number in cases)
+                if wrong and not all(outcome["kept"]):
                     wrong += "; forward overwrites its x or w, which later steps need"
                 notes.look(limit, wrong, "every block")
             once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
             for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
-                yours, wrong = sum(found.sent(label)) / 4, "nothing is sent in row and column"
+                yours, wrong = sum(outcome.sent(label)) / 4, "nothing is sent in row and column"
                 if yours:
                     wrong = f"{yours:,.0f} elements, required: {required:,}"
                     wrong += as_many(yours, required)
@@ -61,57 +61,60 @@ def summa(tries: Tries) -> None:
                     most = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
                     words = "holds {held} bytes in addition to its own blocks, of which one has "
                     words += f"{4 * k * max(m, n):,} and a whole row or column {q} times as many"
-                    notes.memory(MEMORY, [p[number] for p in found["peak"]], most, words, at(q))
+                    peaks = [peak[number] for peak in outcome["peak"]]
+                    notes.memory(MEMORY, peaks, most, words, grid_name(q))
 
 
 def multiply(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What every rank runs: products of given matrices.
+    """What every rank runs: products of drawn matrices.
 
-    Returns, for each of SHAPES, what forward and backward gave and the most bytes that forward had
-    in addition to its arguments; and whether forward left those as they were.
+    Returns, for each of SHAPES, the blocks "y", "dx" and "dw", and "peak", the most bytes of
+    forward in addition to its arguments; and "kept", whether forward leaves these unchanged.
     """
     q = round(watch.group.size**0.5)
     i, j = divmod(watch.group.index, q)
     rows = [dist.new_group([a * q + b for b in range(q)]) for a in range(q)]
     columns = [dist.new_group([a * q + b for a in range(q)]) for b in range(q)]
-    mine = answer[0](rows[i], columns[j])
-    found: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "kept": True}
+    product = answer[0](rows[i], columns[j])
+    result: dict[str, Any] = {"y": [], "dx": [], "dw": [], "peak": [], "kept": True}
     for number in range(len(SHAPES)):
         x, w, dy = (torch.from_numpy(one[i, j]) for one in blocks(seed, q, number))
         given = x.clone(), w.clone()
         watch.label = FORWARD
         with watch.section() as section:
-            y = mine.forward(x, w)
-        found["kept"] &= all(map(torch.equal, given, (x, w)))
+            y = product.forward(x, w)
+        result["kept"] &= all(map(torch.equal, given, (x, w)))
         watch.label = BACKWARD
-        dx, dw = mine.backward(x, w, dy)
-        found["peak"].append(section.peak)
+        dx, dw = product.backward(x, w, dy)
+        result["peak"].append(section.peak)
         for name, block in (("y", y), ("dx", dx), ("dw", dw)):
-            found[name].append(watched.array(block))
-        del x, w, dy, y, dx, dw, block, given  # they are not counted where the next case begins
-    return found
+            result[name].append(watched.array(block))
+        del x, w, dy, y, dx, dw, block, given  # so that the next case does not count them
+    return result
 
 
-def at(q: int) -> Callable[[int], str]:
-    """What a rank is called: by its row and column."""
+def grid_name(q: int) -> Callable[[int], str]:
+    """rank -> its name, by row and column: "rank (0, 1)"."""
     return lambda rank: f"rank {divmod(rank, q)}"
 
 
 def blocks(seed: int, q: int, number: int) -> list[np.ndarray]:
-    """X, W and dY of the case, as blocks: (q, q, rows, columns)."""
+    """The blocks of X, W and dY of a case, (q, q, rows, columns) each."""
     (m, k, n), draw = SHAPES[number], np.random.default_rng([seed, q, number])
     shapes = ((m, k), (k, n), (m, n))
     return [draw.standard_normal((q, q, *shape), dtype=np.float32) for shape in shapes]
 
 
-def wrong_block(found: Found, name: str, number: int, q: int, known: Known | None = None) -> str:
-    """The first rank whose block of ``name`` is wrong, in words, or "". known: the mistakes of
-    another algorithm than SUMMA.
+def wrong_block(
+    outcome: Outcome, name: str, number: int, q: int, known: Known | None = None
+) -> str:
+    """The first rank whose block of ``name`` is wrong, in words, or "". known: mistakes of another
+    algorithm, in place of SUMMA's.
     """
-    parts = [one.astype("float64") for one in blocks(found.seed, q, number)]
+    parts = [block.astype("float64") for block in blocks(outcome.seed, q, number)]
     x, w, dy = parts
-    # The term (a, b) of rank (i, j); on the right rank a == b, and the sum is over a.
-    term, called = {
+    # Term (a, b) on rank (i, j), and its name. The block is the sum of the terms with a == b.
+    term, pattern = {
         "y": (lambda i, j, a, b: x[i, a] @ w[b, j], "X_{0}{2} W_{3}{1}"),
         "dx": (lambda i, j, a, b: dy[i, a] @ w[j, b].T, "dY_{0}{2} (W_{1}{3})ᵀ"),
         "dw": (lambda i, j, a, b: x[a, i].T @ dy[b, j], "(X_{2}{0})ᵀ dY_{3}{1}"),
@@ -120,34 +123,34 @@ def wrong_block(found: Found, name: str, number: int, q: int, known: Known | Non
     right = [sum(term(*place, a, a) for a in range(q)) for place in places]
 
     def named(rank: int, pairs: Iterable[tuple[int, int]], words: str = "") -> list:
-        here = places[rank]
-        return [(f"{words}{called.format(*here, *pair)}", term(*here, *pair)) for pair in pairs]
+        place = places[rank]
+        return [(f"{words}{pattern.format(*place, *pair)}", term(*place, *pair)) for pair in pairs]
 
     mixed = [(a, b) for a in range(q) for b in range(q) if a != b]
 
     def mistakes(rank: int) -> list:
         alone, (i, j) = named(rank, mixed, "it is the one term "), places[rank]
         if name == "y":
-            other = sum(x[a, j] @ w[i, a] for a in range(q))
-            return [*alone, ("X went along the columns and W along the rows", other)]
-        lines, step, every = ("column", "row"), j, right[i * q : i * q + q]
-        other = sum(dy[a, j] @ w[i, j].T for a in range(q))
-        own = [dy[i, j] @ w[a, j].T for a in range(q)]
+            swapped = sum(x[a, j] @ w[i, a] for a in range(q))
+            return [*alone, ("X went along the columns and W along the rows", swapped)]
+        lines, step, line_sums = ("column", "row"), j, right[i * q : i * q + q]
+        swapped = sum(dy[a, j] @ w[i, j].T for a in range(q))
+        addends = [dy[i, j] @ w[a, j].T for a in range(q)]
         if name == "dw":
-            lines, step, every = ("row", "column"), i, right[j::q]
-            other = sum(x[i, j].T @ dy[i, a] for a in range(q))
-            own = [x[i, a].T @ dy[i, j] for a in range(q)]
-        sums = [sum(own), sum(every)]  # each rank's own terms; those of all, by an all-reduce
-        own[step] = right[rank]
+            lines, step, line_sums = ("row", "column"), i, right[j::q]
+            swapped = sum(x[i, j].T @ dy[i, a] for a in range(q))
+            addends = [x[i, a].T @ dy[i, j] for a in range(q)]
+        sums = [sum(addends), sum(line_sums)]  # of its own terms; of all, as by an all-reduce
+        addends[step] = right[rank]
         said = f"it added what every step gave; its block is that of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)
-        return [*alone, (crossed, other), *((said, one) for one in (*sums, sum(own)))]
+        return [*alone, (crossed, swapped), *((said, block) for block in (*sums, sum(addends)))]
 
     return first_wrong(
         f"block of {LETTERS[name]}",
-        [one[number] for one in found[name]],
+        [block[number] for block in outcome[name]],
         right,
         terms=lambda rank: named(rank, [(a, a) for a in range(q)]),
         known=known or mistakes,
-        ranks=at(q),
+        ranks=grid_name(q),
     )

@@ -1,8 +1,8 @@
 """Lab 02: gradients averaged over the ranks after each backward.
 
-The answer trains the reference GPT on 3 and 4 ranks, and is compared with one process: gradients
-after one step, weights after two, with SGD, which hides no wrong factor. `my_ddp`, the wrapper
-whose hooks do this while backward still runs, trains in the same way (ddp.py).
+The answer trains the reference GPT on 3 and 4 ranks with SGD, which hides no wrong factor, and is
+compared with one process: gradients after one step, weights after two. `my_ddp` (ddp.py), a wrapper
+whose hooks average gradients while backward still runs, is judged by the same trainings.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.one_process import LR, of_one_process
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
 RANKS = 4
-# Small, micro-batches that add up, two full buckets and one that is not.
+# A small model with several micro-batches; for `my_ddp` two full buckets and one that is not.
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": 2, "microbatch_size": 2}
-RUNS = {"gradients": (1, RANKS), "weights": (2, 3)}  # limit: steps and ranks
-PADDING = 1.001
+RUNS = {"gradients": (1, RANKS), "weights": (2, 3)}  # {limit: (steps, ranks)}
+PADDING = 1.001  # factor on the bytes
 REQUIRED = {
     "gradients": f"of one step on {RANKS} ranks: those of one process",
     "weights": "after 2 steps of SGD on 3 ranks: those of one process",
@@ -42,55 +42,60 @@ def average_gradients(tries: Tries) -> None:
 def look_at_training(
     tries: Tries, work: Any, bucket_bytes: float = math.inf
 ) -> list[tuple[Notes, str]]:
-    """Returns what there is to say of buckets that are too small: a reason is said before it."""
-    small: list[tuple[Notes, str]] = []
+    """Check the three limits of `REQUIRED`. Returns (notes, "" or the first bucket that is sent
+    before it is full, in words) of each answer: the caller notes that last.
+
+    work          what every rank runs: `averaged` or `ddp.trained`
+    bucket_bytes  the size at which a bucket is full; infinite if messages may have any size
+    """
+    early: list[tuple[Notes, str]] = []
     largest = bucket_bytes + max(4 * math.prod(s) for s in MODEL.parameter_shapes().values())
     for limit, (steps, ranks) in RUNS.items():
-        how = {"limit": limit, "standing": (GRADIENTS,)}  # wrong ones make wrong weights
-        for notes, found in tries.run(work, ranks, steps, limit, memory=False, **how):
+        settings = {"limit": limit, "unbroken": (GRADIENTS,)}  # wrong gradients make wrong weights
+        for notes, outcome in tries.run(work, ranks, steps, limit, memory=False, **settings):
             right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
-            sent, most = found.sent("data"), 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
+            sent, most = outcome.sent("data"), 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.look(BYTES, wrong, "")
-            wrong = first_wrong_tensor(found["tensors"], right)
-            if wrong:  # to look for its reason takes a run more
-                known = _mistakes(found) | _constant(limit, steps, ranks)
-                wrong = first_wrong_tensor(found["tensors"], right, known=known)
+            wrong = first_wrong_tensor(outcome["tensors"], right)
+            if wrong:  # only now: to look for the mistake takes another training
+                known = _mistakes(outcome) | _fixed_divisor(limit, steps, ranks)
+                wrong = first_wrong_tensor(outcome["tensors"], right, known=known)
             notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right)} tensors, all equal")
             if limit == GRADIENTS:
-                calls = found.report.collectives
-                one = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
-                wrong = f"one message has {one:,} bytes, bucket_bytes and a gradient {largest:,}"
-                notes.look(BYTES, wrong if one > largest else "", "")
-                small.append((notes, _small(calls, bucket_bytes)))
+                calls = outcome.report.collectives
+                size = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
+                wrong = f"one message has {size:,} bytes, bucket_bytes and a gradient {largest:,}"
+                notes.look(BYTES, wrong if size > largest else "", "")
+                early.append((notes, _early_bucket(calls, bucket_bytes)))
                 least = int(most / PADDING)
                 notes.bytes(BYTES, sent, int(PADDING * most), "in a step", least=least)
-    return small
+    return early
 
 
-def _small(calls: Any, bucket_bytes: float) -> str:
-    """The first message of rank 0 in which a bucket is sent before it is full, if there is one."""
+def _early_bucket(calls: Any, bucket_bytes: float) -> str:
+    """The first message of rank 0 that sends a bucket before it is full, in words, or ""."""
     mine = calls[(calls["phase"] == "data") & (calls["rank"] == 0) & (calls["op"] == "all_reduce")]
     sizes = mine.sort_values("span")["payload_bytes"].tolist() if bucket_bytes < math.inf else []
-    small = (size for size in sizes[:-1] if size < bucket_bytes)
-    said = "a message that is not the last has {:,} bytes, a bucket at least {:,}"
-    return next((said.format(size, bucket_bytes) for size in small), "")
+    early = (size for size in sizes[:-1] if size < bucket_bytes)
+    message = "a message that is not the last has {:,} bytes, a bucket at least {:,}"
+    return next((message.format(size, bucket_bytes) for size in early), "")
 
 
-def _mistakes(found: Found) -> dict[str, dict[str, Any]]:
-    n, mistakes = len(found.results), {}
-    for rank, own in enumerate(found["own"]):
+def _mistakes(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    n, mistakes = len(outcome.results), {}
+    for rank, own in enumerate(outcome["own"]):
         for words, factor in (("", 1), (f" divided by {n}", n)):
             said = f"it is rank {rank}'s own gradient{words}, to which no other was added"
             mistakes[said] = {name: gradient / factor for name, gradient in own.items()}
-    unequal = {name: sum(one[name] for one in found["unequal"]) / n for name in own}
+    unequal = {name: sum(one[name] for one in outcome["unequal"]) / n for name in own}
     return mistakes | {"the ranks began with unequal weights": unequal}
 
 
-def _constant(limit: str, steps: int, ranks: int) -> dict[str, dict[str, Any]]:
-    """Of weights, those of gradients that are too large or too small by one factor, as SGD's are
-    with another learning rate.
+def _fixed_divisor(limit: str, steps: int, ranks: int) -> dict[str, dict[str, Any]]:
+    """{words: weights} for an answer that divides gradients by `RANKS` on any number of ranks: with
+    SGD these are the weights of another learning rate.
     """
     if limit != WEIGHTS:
         return {}
@@ -99,16 +104,17 @@ def _constant(limit: str, steps: int, ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
-    """The reference GPT on this rank's samples; the answer is called after the last backward."""
+    """What every rank runs: training that calls the answer after the last backward of a step."""
     return training(watch, steps, what, lambda gpt: (gpt, lambda: answer[0](gpt)))
 
 
 def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> dict[str, Any]:
-    """What every rank runs. Returns the "gradients" of the last step or the "weights" after it, and
-    gradients of this rank's samples alone.
+    """Train the reference GPT on this rank's samples. Returns the "gradients" of the last step or
+    the "weights" after it, whichever ``what`` names, and for known mistakes the gradients of this
+    rank's samples alone, with right weights and with shifted ones.
 
-    wrap   module -> (what is called with tokens and targets, what is called after backward)
-    shift  by how much the weights of this rank are too large
+    wrap   module -> (model to call with tokens and targets, function to call after backward)
+    shift  what is added to every weight of this rank before training
     """
     gpt, group = _shifted(shift), watch.group
     model, finish = wrap(gpt)
@@ -145,7 +151,7 @@ def _shifted(by: int) -> Any:
 
 @functools.cache  # the same for every answer
 def _own(rank: int, ranks: int, shift: int) -> dict[str, Any]:
-    """Gradients of one rank's samples of the first step, with weights that are too large."""
+    """Gradients of one rank's samples of the first step; ``shift`` is added to all weights."""
     gpt = _shifted(shift)
     batches = reference.batches(MODEL, step=0, rank=rank, ranks=ranks, **BATCH)
     for tokens, targets in batches:

@@ -1,8 +1,8 @@
-"""Lab 02: the sums of data parallelism as a pass, a function from a program to a program.
+"""Lab 02: the gradient sums of data parallelism as a pass, a function from a program to a program.
 
-The program's own checks speak first: they name a gradient that is not summed, or is summed twice or
-too early. What they accept runs on real ranks. The step is predicted on a stated cluster, where
-only sums that overlap with backward keep the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
+The program's own checks come first: they name a gradient that is not summed, or is summed twice or
+too early. A program that they accept runs on real ranks. Its step is predicted on a stated cluster,
+where only sums that overlap with backward keep the limit (Li+ 2020, arXiv:2006.15704, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paralab.exercises.ddp import CLUSTER as NETWORK
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
 from paralab.exercises.sync import PADDING, RANKS
-from paralab.exercises.unaided import ended
+from paralab.exercises.unaided import bounded
 from paralab.exercises.verdict import ms
 from paralab.interpret.predict import predict
 from paralab.programs.instructions import BACKWARD, COLLECTIVES, WAIT
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODEL = ModelSpec.preset("laptop").replace(attention="explicit")  # the limits are of that step
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 PLAN = Plan(dp=RANKS, grad_sync=None, bucket_bytes=512 * 1024, **BATCH)
-OTHER = {"microbatches": 3, "bucket_bytes": 256 * 1024}  # compiled, and not run
+OTHER = {"microbatches": 3, "bucket_bytes": 256 * 1024}  # of a second plan, which is not run
 STEPS = 3
 CLUSTER = NETWORK.replace(flops=60e9, elements=on_processor(60e9))
 LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each other 40 ms
@@ -43,31 +43,31 @@ PROGRAM, GRADIENTS, WEIGHTS, BYTES, TIME = REQUIRED
 
 @exercise(Takes("my_pass(program)"), required=REQUIRED)
 def sync_pass(tries: Tries) -> None:
-    for notes, found in tries.run(compiled, 1):
-        text = found.results[0]
-        if text["refusal"]:
-            notes.end(text["refusal"], yours="refused")
+    for notes, outcome in tries.run(compiled, 1):
+        result = outcome.results[0]
+        if result["refusal"]:
+            notes.end(result["refusal"], yours="refused")
             continue
-        notes.look(PROGRAM, "", f"{text['length']} instructions")
-        plan = PLAN.replace(passes=found.answer)
-        how = {"steps": STEPS, "timeout": tries.timeout}
-        report = look_at_run(notes, (GRADIENTS, WEIGHTS), MODEL, plan, **how)
+        notes.look(PROGRAM, "", f"{result['length']} instructions")
+        plan = PLAN.replace(passes=outcome.answer)
+        settings = {"steps": STEPS, "timeout": tries.timeout}
+        report = look_at_run(notes, (GRADIENTS, WEIGHTS), MODEL, plan, **settings)
         if report is None:
             continue
         most = int(PADDING * 2 * (RANKS - 1) / RANKS * 4 * MODEL.num_params)
         notes.bytes(BYTES, list(report.traffic()["bytes"]), most, "in a step", least=0)
-        notes.at_most(TIME, text["seconds"], LIMIT_S, ms, f": {text['why']}")
+        notes.at_most(TIME, result["seconds"], LIMIT_S, ms, f": {result['why']}")
 
 
 def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What one rank runs: two plans are compiled with the pass, and the first is predicted."""
+    """What one rank runs: it compiles two plans with the pass, and predicts the first."""
     from paralab.interpret.text import program
 
     plan = PLAN.replace(passes=answer)
-    text, trouble = ended(lambda: program(MODEL, plan))
+    text, trouble = bounded(lambda: program(MODEL, plan))
     if trouble or text.refusal:
         return {"refusal": trouble or text.refusal}
-    other, trouble = ended(lambda: program(MODEL, plan.replace(**OTHER)))
+    other, trouble = bounded(lambda: program(MODEL, plan.replace(**OTHER)))
     if trouble or other.refusal:
         settings = ", ".join(f"{name}={value}" for name, value in OTHER.items())
         return {"refusal": f"with {settings}: {trouble or other.refusal}"}
@@ -76,7 +76,7 @@ def compiled(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 
 def _why_slow(program: ProgramText) -> str:
-    """What costs the time, read off the list: a wait inside backward, or calls behind it."""
+    """The reason for a long step, in words: a wait during backward, or calls after it."""
     lines = list(program)
     over = max(position for position, ins in lines if ins.op == BACKWARD)
     for position, ins in lines[:over]:

@@ -1,11 +1,12 @@
-"""Lab 04's last exercise: three schedules with a split backward, each against a number.
+"""Lab 04's last exercise: three schedules with a split backward, each of which reaches a target.
 
-F = I = W = 10 ms, links free, one stage per rank. The first has ZB-H1's time within 1F1B's memory,
-the second no idle time between a rank's first and last action (Qi+ 2024, arXiv:2401.10241, sec. 2).
-The third keeps 1F1B's time with a third less memory: a micro-batch that goes down p stages and up
-again as input halves occupies the first rank for (2p+1) of these 10 ms, so (2p+1)/3 are alive at
-least where one starts every 3. Forwards and input halves of p=4 collide at that pace; 1F1B's bubble
-pays for it while m is small, so this target is for the SIZES below, and not for every m.
+F = I = W = 10 ms, links are free, and a rank has one stage. The first target is ZB-H1's time within
+1F1B's memory; the second no idle time between a rank's first and last action (Qi+ 2024,
+arXiv:2401.10241, sec. 2). The third is 1F1B's time with a third less memory. A micro-batch goes
+down p stages as forwards and up again as input halves, so the first rank holds it for 2p + 1 slots
+of 10 ms. If a micro-batch starts every 3 slots, at least (2p + 1)/3 are alive. With p = 4 forwards
+and input halves collide at that pace; the time of 1F1B's bubble makes up for it while m is small.
+So the third target can be reached for the SIZES below, but not for every m.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from paralab.exercises.questions import ask
 from paralab.exercises.schedule import FORWARD_S, Target, idle, late, missed
 from paralab.parallel.schedules import zb_h1
 
-SIZES = ((4, 8), (4, 12), (3, 9), (6, 12), (2, 6))
-
+SIZES = ((4, 8), (4, 12), (3, 9), (6, 12), (2, 6))  # p, m
 
 REQUIRED = {
     "1: ZB-H1's time": "step of at most (3m + p - 1) 10 ms, at most p alive",

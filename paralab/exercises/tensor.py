@@ -1,9 +1,9 @@
-"""Lab 07: f and g, and the two pairs of layers that tensor parallelism cuts with them.
+"""Lab 07: f and g, and the two pairs of layers that tensor parallelism shards with them.
 
-An MLP and an attention layer are each a column-parallel layer followed by a row-parallel one: f in
-front copies in forward and sums in backward, g behind does the reverse (Shoeybi+ 2019,
-arXiv:1909.08053, sec. 3). An answer's f and g are put into the MLP that the library shows. Modules
-have parameters with the names of the whole model's, so that they can train the reference GPT.
+An MLP and an attention layer are each a column-parallel layer followed by a row-parallel one: f
+before the pair copies in forward and sums in backward, g after it does the reverse (Shoeybi+ 2019,
+arXiv:1909.08053, sec. 3). An answer's f and g are judged in the library's MLP. The answer's modules
+have parameters with the names of the whole layers', so that they can train the reference GPT.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paralab.exercises import pairs
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
 RANKS = (2, 3, 4)
-ACTIVATION = 4 * pairs.BATCH * pairs.SEQ * pairs.HIDDEN  # bytes; the smallest weight has as many
-SCALARS = 2000  # bytes
+ACTIVATION = 4 * pairs.BATCH * pairs.SEQ * pairs.HIDDEN  # bytes, as many as proj.weight has
+SCALARS = 2000  # bytes for anything small
 
 LIMITS = {
     "result": "t = 2, 3, 4: that of the whole layer, on every rank",
@@ -37,55 +37,56 @@ RESULT, GRADIENTS, FORWARD, BACKWARD, WEIGHTS = LIMITS
 def forward_and_back(
     watch: Any, answer: tuple, seed: int, kind: str, operators: bool
 ) -> dict[str, Any]:
-    """What every rank runs: forward and backward, and another forward. operators: the answer is f
-    and g.
+    """What every rank runs: forward, backward, and another forward. operators: whether the answer
+    is f and g.
 
-    Returns {"z", "later", "x" and the parameters' names: results and gradients; "held": bytes of
-    weights; "slice": that a parameter is one, in words}
+    Returns the results "z" and "later", the gradients "x" and those under the parameters' names;
+    "held", bytes of weights; "slice", a parameter that is a slice, in words; and for the limits
+    `RESULT` and `GRADIENTS` the first tensor that f or g changes, in words.
     """
     from paralab.exercises.answers import f_and_g, tensor_mlp
 
-    pair, call, how = pairs.PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
+    pair, call, settings = pairs.PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
     lent = {limit: watched.Lent() for limit in (RESULT, GRADIENTS)}
     if operators and len(answer) < 2:
         raise ValueError("f alone is no answer: give both, check(f, g)")
     if operators:
         call = tensor_mlp.MyMLP
-        how = {name: _kept(name, one, lent) for name, one in zip("fg", answer, strict=True)}
-    how |= {"heads": pairs.HEADS} if kind == "attention" else {}
-    numbers = {name: torch.from_numpy(one) for name, one in pairs.given(pair, seed).items()}
+        settings = {name: _noting(name, one, lent) for name, one in zip("fg", answer, strict=True)}
+    settings |= {"heads": pairs.HEADS} if kind == "attention" else {}
+    given = {name: torch.from_numpy(one) for name, one in pairs.drawn(pair, seed).items()}
     with watch.section() as section:
-        whole = _linears({name: numbers[name] for name in pair.shapes})
-        mine = call(*whole, **how)
+        whole = _linears({name: given[name] for name in pair.shapes})
+        module = call(*whole, **settings)
         del whole
         held = section.now()
-    x = numbers["x"].clone().requires_grad_()
+    x = given["x"].clone().requires_grad_()
     watch.label = FORWARD
-    z = mine(x)
-    found = {"z": watched.array(z)}
+    z = module(x)
+    result = {"z": watched.array(z)}
     watch.label = BACKWARD
-    other = numbers["grad"]  # of the other use that a block has for x, x + mlp(x)
-    torch.autograd.backward([z, x.view_as(x)], [other.clone(), other.clone()])
-    found |= {"x": watched.array(x.grad - other), "held": held}
+    residual = given["grad"]  # the gradient of the other use of x in a block, x + mlp(x)
+    torch.autograd.backward([z, x.view_as(x)], [residual.clone(), residual.clone()])
+    result |= {"x": watched.array(x.grad - residual), "held": held}
     watch.label = "a second forward"
     with torch.no_grad():
-        found["later"] = watched.array(mine(numbers["x"][:, pairs.LATER :].clone()))
-    found |= {limit: some.changed() for limit, some in lent.items()}
-    named = dict(mine.named_parameters())
-    found["slice"] = ""
+        result["later"] = watched.array(module(given["x"][:, pairs.LATER :].clone()))
+    result |= {limit: tensors.changed() for limit, tensors in lent.items()}
+    named = dict(module.named_parameters())
+    result["slice"] = ""
     for name in pair.shapes:
         if name not in named:
             raise ValueError(f"it has no parameter {name}; it has {', '.join(named) or 'none'}")
         if named[name].grad is None:
             raise ValueError(f"{name} has no gradient after backward")
-        found[name] = watched.array(named[name].grad)
+        result[name] = watched.array(named[name].grad)
         if named[name].untyped_storage().nbytes() > named[name].nbytes:
-            found["slice"] = f"; {name} is a slice, which keeps the whole tensor alive"
-    return found
+            result["slice"] = f"; {name} is a slice, which keeps the whole tensor alive"
+    return result
 
 
-def _kept(name: str, operator: Any, lent: dict[str, Any]) -> Any:
-    """The operator, with a note of what it is lent in both directions."""
+def _noting(name: str, operator: Any, lent: dict[str, Any]) -> Any:
+    """The operator, with its tensors in forward and backward noted in ``lent``."""
 
     def note(limit: str, what: str, tensor: Any) -> None:
         words = f"{name} changes {what}, which autograd may still need: work on a clone"
@@ -102,7 +103,7 @@ def _kept(name: str, operator: Any, lent: dict[str, Any]) -> Any:
 
 
 def _linears(weights: dict[str, Any]) -> list[Any]:
-    """The whole layers, with copies of these weights, {"up.weight": ..., "up.bias": ...}."""
+    """The whole layers, with copies of the weights {"up.weight": ..., "up.bias": ...}."""
     matrices = {name.partition(".")[0]: w for name, w in weights.items() if w.ndim == 2}
     layers = {name: torch.nn.Linear(*reversed(w.shape)) for name, w in matrices.items()}
     torch.nn.ModuleDict(layers).load_state_dict(weights)
@@ -110,36 +111,38 @@ def _linears(weights: dict[str, Any]) -> list[Any]:
 
 
 # ---- the verdict ---------------------------------------------------------------------------------
-def check(kind: str, limits: Collection[str], tries: Tries) -> None:
+def look_at_layers(kind: str, limits: Collection[str], tries: Tries) -> None:
     pair, operators = pairs.PAIRS[kind], WEIGHTS not in limits
     for t in RANKS:
-        for notes, found in tries.run(forward_and_back, t, kind, operators, where=f"t={t}"):
-            right = pairs.of_one_device(pair, found.seed)
-            of_weights = reversed(pair.shapes)
-            for limit, names in ((RESULT, ["z", "later"]), (GRADIENTS, ["x", *of_weights])):
-                wrong = first(_wrong(found, pair, right, name) for name in names)
-                wrong = wrong or found[limit][0]
+        for notes, outcome in tries.run(forward_and_back, t, kind, operators, where=f"t={t}"):
+            right = pairs.of_one_device(pair, outcome.seed)
+            weights = reversed(pair.shapes)
+            for limit, names in ((RESULT, ["z", "later"]), (GRADIENTS, ["x", *weights])):
+                wrong = first(_wrong(outcome, pair, right, name) for name in names)
+                wrong = wrong or outcome[limit][0]
                 notes.look(limit, wrong, "right, on every rank")
             for limit in (FORWARD, BACKWARD):
                 required = 2 * (t - 1) * ACTIVATION // t
-                notes.bytes(limit, found.sent(limit), required, f"in {limit.split(', ')[1]}")
+                notes.bytes(limit, outcome.sent(limit), required, f"in {limit.split(', ')[1]}")
             if not operators:
-                parts = {n: w for n, w in pairs.given(pair, 0).items() if "." in n}
+                parts = {n: w for n, w in pairs.drawn(pair, 0).items() if "." in n}
                 part = 4 * sum(pair.part(name, whole, 0, t).size for name, whole in parts.items())
-                words = f"holds {{held}} bytes of weights, its part is {part:,}{found['slice'][0]}"
-                notes.memory(WEIGHTS, found["held"], part + SCALARS, words)
+                words = (
+                    f"holds {{held}} bytes of weights, its part is {part:,}{outcome['slice'][0]}"
+                )
+                notes.memory(WEIGHTS, outcome["held"], part + SCALARS, words)
 
 
-def _wrong(found: Found, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:
-    t, whole = len(found.results), name in ("z", "later", "x")
+def _wrong(outcome: Outcome, pair: pairs.Pair, right: dict[str, np.ndarray], name: str) -> str:
+    t, whole = len(outcome.results), name in ("z", "later", "x")
     tokens = f"{pairs.SEQ - pairs.LATER} of the {pairs.SEQ} tokens"
     later = f"the result of a second forward, of {tokens}"
     words = {"z": "the result", "later": later, "x": "the input's gradient"}
     return first_wrong(
         words.get(name, f"the gradient of {name}"),
-        found[name],
+        outcome[name],
         [right[name] if whole else pair.part(name, right[name], rank, t) for rank in range(t)],
-        known=lambda rank: pairs.mistakes(pair, found.seed, t, rank, name),
+        known=lambda rank: pairs.mistakes(pair, outcome.seed, t, rank, name),
     )
 
 
@@ -150,14 +153,14 @@ OPERATORS = {limit: LIMITS[limit] for limit in LIMITS if limit != WEIGHTS}
     Takes("f(x)", kind="a function f"), Takes("g(x)", kind="a function g"), required=OPERATORS
 )
 def f_and_g(tries: Tries) -> None:
-    check("mlp", OPERATORS, tries)
+    look_at_layers("mlp", OPERATORS, tries)
 
 
 @exercise(Takes("MyMLP(up, down, f=f, g=g)"), required=LIMITS)
 def tensor_mlp(tries: Tries) -> None:
-    check("mlp", LIMITS, tries)
+    look_at_layers("mlp", LIMITS, tries)
 
 
 @exercise(Takes("MyAttention(qkv, proj, heads=..., f=f, g=g)"), required=LIMITS)
 def tensor_attention(tries: Tries) -> None:
-    check("attention", LIMITS, tries)
+    look_at_layers("attention", LIMITS, tries)

@@ -1,9 +1,9 @@
-"""Modules whose forwards and backwards cost what a checker says, and are recorded in order.
+"""Modules whose forwards and backwards are recorded in order, so that a checker can assign costs.
 
-A `Layer` has parameters that autograd treats like all others: hooks fire, gradients are
-accumulated, and a view of them is saved for backward. Its arithmetic is one sum. So an answer's
-hooks run in the order in which they would in a real model, and the recorded order, with stated
-costs, is a time that is the same on every machine.
+Autograd treats the parameters of a `Layer` like all others: hooks fire, gradients are accumulated,
+and a view of each is saved for backward. A layer computes no more than a sum. So an answer's hooks
+run in the same order as in a real model; replaying that order with stated costs gives a time that
+is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from paralab.exercises.watched import freed
 
 
 class Layer(nn.Module):
-    """Parameters of these sizes. ``number`` (from 1) is its span's chunk."""
+    """A layer with parameters of these sizes. number: from 1, the chunk of its spans."""
 
     def __init__(self, number: int, sizes: Sequence[int], recorder: Any) -> None:
         super().__init__()
         self.number, self.recorder = number, recorder
         self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
-        self.gradient = 0.0  # of every element, in addition to the weight's mean
+        self.gradient = 0.0  # of every element; the mean of its weight is added
 
     def forward(self, x: Tensor) -> Tensor:
         return _Work.apply(x, self, *self.weights)
 
 
 def timed(layers: Sequence[Sequence[int]], recorder: Any) -> nn.Sequential:
-    """Layers of these sizes, one after the other."""
+    """A layer for each entry of ``layers``, which has the sizes of its parameters."""
     return nn.Sequential(*(Layer(i, sizes, recorder) for i, sizes in enumerate(layers, 1)))
 
 
 class _Work(torch.autograd.Function):
-    """x plus the mean of every weight: so a weight that is not there changes what comes out."""
+    """x plus the mean of every weight, so that the output shows a weight that was not gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, *weights: Tensor) -> Tensor:
-        _look_at(weights, layer, "forward")
+        _refuse_freed(weights, layer, "forward")
         ctx.layer = layer
         ctx.save_for_backward(*(weight[:] for weight in weights))
         with layer.recorder.span("forward", chunk=layer.number):
@@ -48,15 +48,15 @@ class _Work(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        layer, weights = ctx.layer, ctx.saved_tensors  # a hook of the answer's may get them
-        _look_at(weights, layer, "backward")
+        layer, weights = ctx.layer, ctx.saved_tensors  # reading them may run hooks of the answer
+        _refuse_freed(weights, layer, "backward")
         with layer.recorder.span("backward", chunk=layer.number):
-            made = [torch.full_like(w, layer.gradient + w.mean()) for w in weights]
-        return gradient, None, *made
+            gradients = [torch.full_like(w, layer.gradient + w.mean()) for w in weights]
+        return gradient, None, *gradients
 
 
-def _look_at(weights: Sequence[Tensor], layer: Layer, doing: str) -> None:
+def _refuse_freed(weights: Sequence[Tensor], layer: Layer, phase: str) -> None:
     if freed(weights) is not None:
         raise RuntimeError(
-            f"{doing} of layer {layer.number} has begun while its parameters are freed"
+            f"{phase} of layer {layer.number} has begun while its parameters are freed"
         )

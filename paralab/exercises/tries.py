@@ -1,9 +1,9 @@
-"""The tries of learners: answers, and the notes that become their verdicts.
+"""Runs learners' answers on ranks, and keeps the notes that become their verdicts.
 
 `Tries.run` is the only way in which a checker runs an answer: in the processes of a launch, never
-in the notebook's. There it may loop without end, call sys.exit or fill the memory: the launch is
-ended by its time limit, and what came of it is an observation. What the answers are given, and how
-they are watched, is watched.py.
+in the notebook's. There the answer may loop without end, call sys.exit or fill the memory: the time
+limit ends the launch, and the verdict says what happened. What an answer gets on its rank, and how
+it is watched, is in watched.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from paralab.exercises.attempts import launched, said
+from paralab.exercises.attempts import launched, without_stub
 from paralab.exercises.verdict import Notes
 from paralab.launch import unsent
 from paralab.ranks.failure import ENDED
@@ -27,45 +27,45 @@ from paralab.trace import trace
 
 @dataclass
 class Try:
-    """``answer``: its parts, as they were given to ``check``."""
+    """An answer to be judged, as the parts that ``check`` was called with, and its notes."""
 
     answer: tuple
     notes: Notes
 
     @cached_property
     def seed(self) -> int:
-        """For the data that this answer gets: a number that the answer itself decides, so that no
-        answer can know its data, and a verdict reads the same twice.
+        """The seed of the data for this answer, a checksum of its source: no answer can be written
+        for the data that it gets, and the same answer gets the same verdict again.
         """
-        return zlib.crc32("".join(_codes(self.answer)).encode())
+        return zlib.crc32("".join(_sources(self.answer)).encode())
 
 
-def _codes(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
-    """What the functions in ``value`` say. within: classes that it is a part of."""
+def _sources(value: Any, within: tuple[type, ...] = ()) -> Iterator[str]:
+    """The sources of all functions in ``value``. within: the classes that ``value`` is part of."""
     if isinstance(value, tuple):
-        for one in value:
-            yield from _codes(one, within)
+        for part in value:
+            yield from _sources(part, within)
     elif isinstance(value, type):
         for base in value.__mro__ if value not in within else ():
-            if base.__module__ == value.__module__:  # the answer's own, not what torch says
-                yield from _codes(tuple(vars(base).values()), (*within, value))
+            if base.__module__ == value.__module__:  # written by the learner, unlike torch's
+                yield from _sources(tuple(vars(base).values()), (*within, value))
     elif code := getattr(value, "__code__", None):
         lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
         try:
-            text = "".join(inspect.getblock(lines))  # the same for every Python
-        except Exception:  # Python does not find where it ends
+            text = "".join(inspect.getblock(lines))  # the same in every version of Python
+        except Exception:  # Python does not find the end of the function
             text = ""
         yield text or code.co_code.hex()
 
 
 @dataclass(frozen=True)
-class Found:
-    """What came of one answer in one launch.
+class Outcome:
+    """What one answer did in one launch.
 
     answer   its parts
-    seed     of the data that it got
+    seed     the seed of the data that it got
     report   its calls and spans
-    results  what each rank returned; ``found["y"]`` is the entry "y" of each
+    results  what ``work`` returned on each rank; ``outcome["y"]`` is the entry "y" of each
     """
 
     answer: tuple
@@ -77,21 +77,21 @@ class Found:
         return [result[name] for result in self.results]
 
     def sent(self, *labels: str, level: str = "") -> list[int]:
-        """Bytes that each rank sent while the watch had one of these labels; of none: ever. level:
-        those alone that stay in a node ("intra") or leave it ("inter").
+        """Bytes that each rank sent while its watch had one of these labels; without labels, in the
+        whole run. level: count only bytes that stay in a node ("intra") or leave it ("inter").
         """
         calls = self.report.traffic(("rank", "level", "phase"), bookkeeping=True)
         calls = calls[calls["level"] == level] if level else calls
         calls = calls[calls["phase"].isin(labels)] if labels else calls
-        sent = calls.groupby("rank")["bytes"].sum()
-        return [int(sent.get(rank, 0)) for rank in range(len(self.results))]
+        total = calls.groupby("rank")["bytes"].sum()
+        return [int(total.get(rank, 0)) for rank in range(len(self.results))]
 
 
 @dataclass
 class Tries:
-    """What a checker gets: the answers that are judged together.
+    """What a checker gets: the answers that it judges together.
 
-    timeout  seconds without a sign of life until the ranks of a launch are stopped
+    timeout  seconds without a sign of life until the ranks of a launch are stopped, per answer
     """
 
     all: list[Try]
@@ -106,49 +106,55 @@ class Tries:
         limit: str = "",
         nodes: int = 1,
         patience: float = 1,
-        standing: Iterable[str] | None = None,
+        unbroken: Iterable[str] | None = None,
         memory: bool = True,
-    ) -> Iterator[tuple[Notes, Found]]:
-        """Run ``work(watch, answer, seed, *args)`` on every rank, in one launch for all tries that
-        are not over; yield what came of each. One that fails is noted in ``limit`` (by default the
-        first), and is over.
+    ) -> Iterator[tuple[Notes, Outcome]]:
+        """Run ``work(watch, answer, seed, *args)`` on every rank, in one launch for all answers
+        whose check goes on; yield the notes and the outcome of each. A failure is noted in
+        ``limit`` (by default the first limit) and ends the check of its answer.
 
-        where     the case, in words: "N=2"
+        where     the case, in words for the verdict: "N=2"
         nodes     virtual nodes, as `pl.trace` has them
-        patience  how many times the timeout
-        standing  limits: an answer that has broken one of them is not run again; by default all
-        memory    whether ``work`` asks for bytes of tensors: every operation is looked at, which
-                  takes as long as a small model. Without, one that reads a freed tensor ends its
-                  process, and the answer runs again, looked at, for the words
+        patience  factor on the timeout
+        unbroken  limits: an answer that has broken one of them is not run; by default all limits
+        memory    whether ``work`` measures bytes of tensors. Then every operation is watched, which
+                  takes as long as a small model does. Without, an answer that reads a freed tensor
+                  crashes its process, and runs again watched, so that the verdict can say why
         """
-        tries = [one for one in self.all if not (one.notes.over or one.notes.broke(standing))]
+        tries = [t for t in self.all if not (t.notes.over or t.notes.broke(unbroken))]
         if not tries:
             return
-        answers = [(one.answer, one.seed) for one in tries]
-        how = {"nodes": nodes, "device": "cpu", "timeout": patience * len(tries) * self.timeout}
-        report, trouble = launched(trace, _program, ranks, (work, answers, args, memory), **how)
+        answers = [(t.answer, t.seed) for t in tries]
+        timeout = patience * len(tries) * self.timeout
+        settings = {"nodes": nodes, "device": "cpu", "timeout": timeout}
+        report, trouble = launched(
+            trace, _program, ranks, (work, answers, args, memory), **settings
+        )
         if trouble and len(tries) > 1:
             raise RuntimeError(f"one of several answers ended their launch: {trouble}")
-        if trouble.startswith("fn='_program': "):  # the launch's refusal of what it was given
+        if trouble.startswith("fn='_program': "):  # the launch refuses to send the answer
             trouble = unsent("answer", *tries[0].answer) or trouble
         if not memory and ENDED in trouble:
-            report, trouble = launched(trace, _program, ranks, (work, answers, args, True), **how)
-        for number, one in enumerate(tries):
-            one.notes.where = where
+            report, trouble = launched(
+                trace, _program, ranks, (work, answers, args, True), **settings
+            )
+        for position, judged in enumerate(tries):
+            judged.notes.where = where
             parts = [{"failed": trouble}]
             if not trouble:
-                parts = [result[number] for result in report.results]
+                parts = [result[position] for result in report.results]
             if failed := [part["failed"] for part in parts if "failed" in part]:
-                one.notes.end(said(failed[0]), limit=limit)
+                judged.notes.end(without_stub(failed[0]), limit=limit)
                 continue
-            late = [f"rank {p['rank']} never waits for {p['open'][0]}" for p in parts if p["open"]]
-            if late:
-                one.notes.look(limit or next(iter(one.notes.limits)), late[0], "")
+            open_ = [f"rank {p['rank']} never waits for {p['open'][0]}" for p in parts if p["open"]]
+            if open_:
+                judged.notes.look(limit or next(iter(judged.notes.limits)), open_[0], "")
             own = Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=report.meta)
-            yield one.notes, Found(one.answer, one.seed, own, [part["result"] for part in parts])
+            results = [part["result"] for part in parts]
+            yield judged.notes, Outcome(judged.answer, judged.seed, own, results)
 
 
-def _program(group: Any, *given: Any) -> Any:
+def _program(group: Any, *args: Any) -> Any:
     from paralab.exercises import watched
 
-    return watched.each(group, *given)
+    return watched.run_answers(group, *args)

@@ -1,8 +1,8 @@
 """Lab 12: what a rank of a large plan holds, and a better plan for the same model.
 
-What is right is read from compiled programs (`pl.dry_run`) and, for days, from `pl.predict`, not
-from a second formula. 1F1B keeps p - r micro-batches on stage r: PTD-P (Narayanan+ 2021,
-arXiv:2104.04473), sec. 2.2.
+The right values come from compiled programs (`pl.dry_run`) and, for days, from `pl.predict`, not
+from a second formula. 1F1B keeps at most p - r micro-batches on stage r (Narayanan+ 2021, PTD-P,
+arXiv:2104.04473, sec. 2.2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paralab.exercises.unaided import UNAIDED
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
 
-# Degrees and sizes differ from each other, so that each known mistake has a number of its own.
+# Degrees and sizes all differ, so that each known mistake gives a number of its own.
 MODEL = ModelSpec(layers=12, hidden=96, heads=6, seq_len=40, vocab=528, tied=False)
 PLANS = (
     Plan(tp=2, pp=4, dp=3, microbatches=6, microbatch_size=5, precision="bf16"),
@@ -85,7 +85,7 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
 def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     work = _dry(plan, stage).spans.query("kind in ['forward', 'backward']").groupby("microbatch")
     begun, done = work["start"].min(), work["end"].max()
-    right = max(int((begun <= at).sum() - (done <= at).sum()) for at in begun)
+    right = max(int((begun <= time).sum() - (done <= time).sum()) for time in begun)
     p, m = plan.pp, plan.microbatches
     return right, (
         ("that is GPipe: all of them", m),
@@ -122,12 +122,12 @@ def trillion_plan(tries: Tries) -> None:
         notes.look(LEGAL, trouble, "legal")
         if plan is None:
             continue
-        batch, ours = plan.global_batch, published.global_batch
-        said = f"{batch:,} samples per step, required: {ours:,}"
-        notes.look(BATCH, "" if batch == ours else said, f"{ours:,} samples")
+        batch, required = plan.global_batch, published.global_batch
+        said = f"{batch:,} samples per step, required: {required:,}"
+        notes.look(BATCH, "" if batch == required else said, f"{required:,} samples")
         ranks = plan.world_size
         notes.at_most(GPUS, ranks, published.world_size, "{:,}".format)
-        if batch == ours and ranks <= published.world_size:
+        if batch == required and ranks <= published.world_size:
             days, held = _predicted(model, plan)
             notes.at_most(FITS, held, MOST_GB, "{:.1f} GB".format)
             notes.at_most(DAYS, days, MOST_DAYS, "{:.1f} days".format)
@@ -144,7 +144,7 @@ def _legal(model: ModelSpec, settings: Mapping[str, Any]) -> Plan:
 
 @functools.cache
 def _predicted(model: ModelSpec, plan: Plan) -> tuple[float, float]:
-    """(days, GB of the rank with the highest peak)"""
+    """(days of the training, GB on the rank with the highest peak)"""
     nodes = Cluster.preset("dgx-a100", nodes=-(-plan.world_size // 8))
     report = predict(model, plan, nodes, steps=1, detail="actions")
     updates = TOKENS / (plan.global_batch * model.seq_len)

@@ -1,7 +1,8 @@
-"""Calls of a learner's function that end, and that cannot ask this package, which knows the answer.
+"""Calls learners' functions with a bound on the lines they run, and without help from this package,
+which could compute the answer.
 
-A profiler sees the calls of this package, on all threads; the functions that answer most questions
-are closed in addition, as an answer can switch the profiler off.
+A profile function sees every call into this package, on all threads. An answer can switch it off,
+so the functions that answer most questions are disabled in addition.
 """
 
 from __future__ import annotations
@@ -17,39 +18,43 @@ from typing import Any
 
 from paralab.exercises.attempts import attempt
 
-LINES = 2_000_000  # of the learner's own code that one question may run: half a second
+LINES = 2_000_000  # of the learner's own code that one call may run: half a second
 ENDLESS = "lines of it were run, and it has not ended"
 OURS = str(Path(__file__).parents[1])
-NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})
-KNOWING = {  # what answers most questions, whichever thread asks
+NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})  # files that are not counted
+ANSWERING = {  # {module: function} that answers most questions
     "paralab.programs.search": "plan_search",
     "paralab.interpret.predict": "predict",
     "paralab.interpret.text": "program",
     "paralab.dry_run": "dry_run",
 }
-UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")  # for `ended`
+# Arguments of `bounded` for an answer that may use no more of paralab than specifications.
+UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")
 
 
 def close() -> None:
-    """On this rank, which ends soon, nothing can be asked any more, by whatever name an answer has
-    imported it.
+    """Disable the functions in `ANSWERING` on this rank, which ends after the check. Their code is
+    replaced, so that every name under which an answer has imported them is disabled too.
     """
-    for home, name in KNOWING.items():
-        function = inspect.unwrap(getattr(importlib.import_module(home), name))
+    for module, name in ANSWERING.items():
+        function = inspect.unwrap(getattr(importlib.import_module(module), name))
         function.__code__ = _refused.__code__
 
 
 def _refused(*_: Any, **__: Any) -> None:
-    from paralab.exercises.unaided import UNAIDED  # it runs in other modules
+    from paralab.exercises.unaided import UNAIDED  # this code runs with another module's globals
 
     raise RuntimeError(UNAIDED[0])
 
 
-def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()) -> tuple[Any, str]:
-    """`attempt`, with an error in place of a loop without end, which could fill the memory before a
-    timeout; and, if ``alone`` gives a reason, in place of a call of this package, which knows the
-    answer, but for its folders and files that are ``legal``. An answer that catches such an error
-    has failed all the same.
+def bounded(
+    call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ()
+) -> tuple[Any, str]:
+    """`attempt`, in which a loop without end raises an error, before it fills the memory. An answer
+    that catches the error has failed all the same.
+
+    alone  a reason why this package must not be called: calling it raises an error with this text
+    legal  folders and files of this package that may be called all the same
     """
     left, stopped, allowed = LINES, "", tuple(f"{OURS}/{name}" for name in legal)
 
@@ -73,7 +78,7 @@ def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ())
 
     before = sys.getprofile(), sys.gettrace()
     sys.setprofile(entered if alone else before[0])
-    threading.setprofile(entered if alone else None)  # of threads that begin within
+    threading.setprofile(entered if alone else None)  # for threads that the call starts
     sys.settrace(counted)
     try:
         value, trouble = attempt(call)
@@ -81,14 +86,14 @@ def ended(call: Callable[[], Any], alone: str = "", legal: tuple[str, ...] = ())
         sys.settrace(before[1])
         sys.setprofile(before[0])
         threading.setprofile(None)
-    if stopped and not trouble:  # it was caught, and nothing is seen any more
+    if stopped and not trouble:  # the answer caught the error, with which tracing ended
         return None, f"raised RuntimeError: {stopped}"
     return value, trouble
 
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """The library's own work within a question, at its own speed."""
+    """Within this context no lines are counted: the library works for the answer, at full speed."""
     before = sys.gettrace()
     sys.settrace(None)
     try:

@@ -1,7 +1,8 @@
-"""What a checker found, limit by limit: what was required, what the answer did, whether it holds.
+"""The verdict on an answer: for each limit what is required, what the answer does, and a yes or no.
 
-Rows are text with rounded numbers and no clock readings, so a verdict reads the same twice and a
-notebook's stored one can be compared. Torch is not imported here.
+Rows are text with rounded numbers and no clock readings, so the same answer gets the same verdict
+every time, and a verdict can be compared with the one that a notebook stores. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOT_STARTED = "not started yet"
-# Readable on light and dark pages; next to a word that says the same, never alone.
+# Readable on light and dark pages; the colour stands next to a word that says the same.
 GOOD, BAD = "var(--jp-success-color1, #0B8A55)", "var(--jp-error-color1, #D8452E)"
-SLACK = 1 + 1e-9  # of rounding, in simulated seconds
-LONGEST = 600  # characters of a row: an answer's value of megabytes is no help in a notebook
+SLACK = 1 + 1e-9  # factor on limits of simulated seconds, for rounding
+LONGEST = 600  # characters of a text in a row: an answer may have returned megabytes
 
 
 class Row(NamedTuple):
-    """One limit. ``ok`` is None where an earlier failure left nothing to look at."""
+    """One limit. ``ok`` is None if an earlier failure ended the check before this limit."""
 
     limit: str
     required: str
@@ -39,11 +40,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Verdict:
-    """What `Exercise.check` returns. True where every limit is kept.
+    """What `Exercise.check` returns; it is true if every limit is kept.
 
-    passed   all rows are ok
-    said     the first thing that is wrong, in one sentence; "" if nothing is
-    rows     every limit of the exercise
+    passed   whether all rows are ok
+    said     the first mistake that was found, in one sentence; "" if there is none
+    rows     one for every limit of the exercise, in its order
     """
 
     exercise: str
@@ -56,12 +57,12 @@ class Verdict:
 
     @property
     def started(self) -> bool:
-        """Whether there was anything to look at."""
+        """False for a stub: then no limit was looked at."""
         return self.said != NOT_STARTED
 
     @property
     def table(self) -> pd.DataFrame:
-        """The rows; columns limit, required, yours, ok."""
+        """The rows, with the columns limit, required, yours, ok."""
         import pandas as pd
 
         rows = [(row.limit, row.required, row.yours, row.word) for row in self.rows]
@@ -71,26 +72,26 @@ class Verdict:
         return self.passed
 
     def __repr__(self) -> str:
-        kept, left = (sum(row.ok is ok for row in self.rows) for ok in (True, None))
+        kept, open_rows = (sum(row.ok is ok for row in self.rows) for ok in (True, None))
         if not self.started:
             return f"{self.exercise}: {NOT_STARTED}; .hint() gives one hint at a time"
         if self.passed:
             return f"{self.exercise}: passed, all {kept} limits kept"
-        looked_at = f"{kept} of {len(self.rows) - left} limits kept"
-        more = f", {left} not looked at" * (left > 0)
-        return f"{self.exercise}: not yet, {looked_at}{more}: {self.said}"
+        count = f"{kept} of {len(self.rows) - open_rows} limits kept"
+        rest = f", {open_rows} not looked at" * (open_rows > 0)
+        return f"{self.exercise}: not yet, {count}{rest}: {self.said}"
 
     def _repr_html_(self) -> str:
         tints = {True: GOOD, False: BAD, None: "inherit"}
         passed = self.passed if self.started else None
         state = {True: "passed", False: "not yet", None: NOT_STARTED}[passed]
-        left = 'style="text-align:left"'
-        head = "".join(f"<th {left}>{word}</th>" for word in Row._fields)
+        align = 'style="text-align:left"'
+        head = "".join(f"<th {align}>{word}</th>" for word in Row._fields)
         body = ""
         for row in self.rows:
-            cells = "".join(f"<td {left}>{html.escape(t)}</td>" for t in (row.required, row.yours))
+            cells = "".join(f"<td {align}>{html.escape(t)}</td>" for t in (row.required, row.yours))
             bold = f"text-align:left;font-weight:600;color:{tints[row.ok]}"
-            body += f"<tr><th {left}>{html.escape(row.limit)}</th>{cells}"
+            body += f"<tr><th {align}>{html.escape(row.limit)}</th>{cells}"
             body += f'<td style="{bold}">{row.word}</td></tr>'
         said = f": {html.escape(self.said)}" if passed is False else ""
         return (
@@ -104,72 +105,79 @@ def ms(seconds: float) -> str:
 
 
 def as_many(yours: float, required: float, words: str = ", {} times as many") -> str:
-    """The factor, in ``words``; "" where it rounds to 1, or nothing is required."""
+    """``words`` with the factor yours / required; "" if that rounds to 1 or nothing is required."""
     factor = f"{yours / required:.3g}" if required else "1"
     return "" if factor == "1" else words.format(factor)
 
 
 def first(wrongs: Iterable[str]) -> str:
-    """The first of these that says something, or ""."""
+    """The first text that is not empty, or ""."""
     return next((wrong for wrong in wrongs if wrong), "")
 
 
 class Notes:
-    """The rows of one verdict while a checker fills them in, in the order of the stated limits.
+    """The findings of a checker about one answer, from which `verdict` makes a row per limit.
 
     limits   {name: what is required} of every limit of the exercise
-    where    the case that is looked at, in words: "N=2"
-    over     a failure has ended the check
+    where    the case that the checker looks at, in words: "N=2"
+    said     the first mistake, in one sentence
+    over     whether a failure has ended the check
     """
 
     def __init__(self, exercise: str, limits: dict[str, str]) -> None:
         self.exercise, self.limits = exercise, limits
-        self._found: dict[str, tuple[str, bool]] = {}
+        self._findings: dict[str, tuple[str, bool]] = {}
         self.where, self.said, self.over = "", "", False
 
     def note(self, limit: str, yours: str, ok: bool, said: str = "") -> None:
-        """Write down one look at ``limit``; of several looks the first failure stands."""
+        """Record a finding about ``limit``. A later finding never replaces a failure.
+
+        yours  the text of the row
+        said   the sentence for a failure, by default made of the row
+        """
         if limit not in self.limits:
             raise KeyError(f"{limit!r} is not a stated limit of {self.exercise}")
         if not self.broke((limit,)):
-            self._found[limit] = (shortened(show_places(yours), LONGEST), bool(ok))
+            self._findings[limit] = (shortened(show_places(yours), LONGEST), bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
             self.said = shortened(show_places(said), LONGEST)
 
     def look(self, limit: str, wrong: str, right: str) -> None:
-        """Note ``wrong``, or, if that is empty, that the limit is kept, as ``right`` says."""
-        self.note(limit, self._here(wrong or right), not wrong, self._here(wrong))
+        """Record that the limit is broken, with the words ``wrong``; if these are empty, that it is
+        kept, with the words ``right``.
+        """
+        self.note(limit, self._at_case(wrong or right), not wrong, self._at_case(wrong))
 
     def each(self, limit: str, wrong: str, right: str = "right everywhere") -> None:
-        """One of many looks at a limit: what is right needs no place."""
-        self.note(limit, self._here(wrong) if wrong else right, not wrong, self._here(wrong))
+        """`look` at one of many cases of a limit: only a failure names its case."""
+        self.note(limit, self._at_case(wrong) if wrong else right, not wrong, self._at_case(wrong))
 
     def end(self, trouble: str, *, limit: str = "", yours: str = "failed") -> None:
-        """Nothing more can be looked at: ``trouble`` says why, or `NOT_STARTED`."""
+        """End the check, for the reason ``trouble`` or because the answer is `NOT_STARTED`."""
         self.over = True
         if trouble == NOT_STARTED:
             self.said = self.said or NOT_STARTED
             return
         limit = limit or next(iter(self.limits))
-        self.note(limit, self._here(yours), False, self._here(trouble))
+        self.note(limit, self._at_case(yours), False, self._at_case(trouble))
 
-    def _here(self, words: str) -> str:
+    def _at_case(self, words: str) -> str:
         return f"{self.where}: {words}" if self.where else words
 
     def broke(self, limits: Iterable[str] | None = None) -> bool:
-        """Whether one of these limits, by default any, has been found broken."""
+        """Whether one of these limits, by default of all limits, is broken."""
         limits = self.limits if limits is None else limits
-        return not all(self._found.get(limit, ("", True))[1] for limit in limits)
+        return not all(self._findings.get(limit, ("", True))[1] for limit in limits)
 
     def at_most(
         self, limit: str, yours: float, most: float, show: Callable[[float], str], why: str = ""
     ) -> None:
-        """``yours`` may not be more than ``most``. show: a number as text, with its unit; why: what
-        makes it too much, ": no gather is in flight", or "".
+        """Record whether ``yours`` is at most ``most``. show: formats a number with its unit; why:
+        the cause of an excess, such as ": no gather is in flight", or "".
         """
         said = f"{limit}: {show(yours)}, required: at most {show(most)}{why}"
-        self.note(limit, self._here(show(yours)), yours <= most * SLACK, self._here(said))
+        self.note(limit, self._at_case(show(yours)), yours <= most * SLACK, self._at_case(said))
 
     def bytes(
         self,
@@ -180,18 +188,18 @@ class Notes:
         *,
         least: int | None = None,
     ) -> None:
-        """Every rank has to send ``least`` to ``most`` bytes, without a ``least`` ``most`` exactly.
-        doing: "in a step", or "".
+        """Record whether each rank sends from ``least`` to ``most`` bytes; without ``least``,
+        exactly ``most``. sent: bytes by rank; doing: "in a step", or "".
         """
         least, doing = most if least is None else least, f" {doing}" if doing else ""
-        off = [max(size - most, least - size) for size in sent]
-        worst = off.index(max(off))
+        excess = [max(size - most, least - size) for size in sent]
+        worst = excess.index(max(excess))
         required = f"at most {most:,}" if not least else f"{least:,} to {most:,}"
         required = f"{most:,}" if least == most else required
         wrong = ""
-        if off[worst] > 0 and not sent[worst]:
+        if excess[worst] > 0 and not sent[worst]:
             wrong = f"rank {worst} sends nothing through the group{doing}"
-        elif off[worst] > 0:
+        elif excess[worst] > 0:
             wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required}"
             wrong += as_many(sent[worst], most)
         self.look(limit, wrong, f"{sent[worst]:,} bytes")
@@ -204,7 +212,9 @@ class Notes:
         words: str,
         ranks: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        """No rank may have more than ``most`` bytes. words: "keeps {held} bytes, an N-th is 7"."""
+        """Record whether each rank holds at most ``most`` bytes. held: bytes by rank; words: for a
+        failure, "keeps {held} bytes, an N-th is 7"; ranks: rank -> its name.
+        """
         worst = held.index(max(held))
         said = f"{ranks(worst)} {words.format(held=f'{held[worst]:,}')}"
         self.look(limit, said if held[worst] > most else "", f"{held[worst]:,} bytes")
@@ -212,6 +222,6 @@ class Notes:
     def verdict(self) -> Verdict:
         rows = []
         for limit, required in self.limits.items():
-            rows.append(Row(limit, required, *self._found.get(limit, ("", None))))
+            rows.append(Row(limit, required, *self._findings.get(limit, ("", None))))
         said = self.said or ("" if all(row.ok for row in rows) else NOT_STARTED)
         return Verdict(exercise=self.exercise, rows=tuple(rows), said=said)

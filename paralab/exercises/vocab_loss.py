@@ -1,9 +1,9 @@
 """Lab 07: the cross-entropy of logits that are sharded over the vocabulary, forward and backward.
 
-The logits are the largest activation of a model, and a loss needs three numbers per token of them:
+The logits are the largest activation of a model, and the loss needs only three numbers per token:
 the maximum, the sum of exponentials, the target's logit (Shoeybi+ 2019, arXiv:1909.08053, sec. 3).
-Logits are so large that exp overflows without the maximum. An answer that gathers them breaks the
-limits of bytes and of memory.
+The checker's logits are so large that exp overflows unless the maximum is subtracted. An answer
+that gathers the logits breaks the limits of bytes and of memory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch, watched
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
 RANKS = (2, 4)
 TOKENS, VOCAB = 96, 512
 LARGE = 200.0  # added to every logit of a third of the tokens
-ALONE = 90.0  # one logit of another third: exp overflows without its maximum, 1 / exp is above 0
-COPIES, SCALARS = 5, 6 * 8 * TOKENS  # of the rank's own logits; and a few numbers per token
+ALONE = 90.0  # one logit of another third of the tokens: exp(90) overflows, exp(-90) is above 0
+COPIES, SCALARS = 5, 6 * 8 * TOKENS  # copies of the rank's logits; bytes of a few numbers per token
 
 REQUIRED = {
     "loss": "t = 2, 4: the mean over the tokens, on every rank, of logits up to 200 too",
@@ -36,36 +36,38 @@ LOSS, GRADIENT, FORWARD, BACKWARD, MEMORY = REQUIRED
 @exercise(Takes("vocab_parallel_loss(logits, targets)"), required=REQUIRED)
 def vocab_parallel_loss(tries: Tries) -> None:
     for t in RANKS:
-        own, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
-        for notes, found in tries.run(loss_and_back, t, where=f"t={t}"):
+        own_logits, most = 4 * TOKENS * VOCAB // t, 4 * 6 * (t - 1) * TOKENS // t
+        for notes, outcome in tries.run(loss_and_back, t, where=f"t={t}"):
             for limit in (LOSS, GRADIENT):
-                wrong = _wrong(found, limit) or first(found["changed"]) * (limit == LOSS)
+                wrong = _wrong(outcome, limit) or first(outcome["changed"]) * (limit == LOSS)
                 notes.look(limit, wrong, "right, on every rank")
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
-                notes.bytes(limit, found.sent(limit), allowed, f"in {limit[7:]}", least=0)
-            words = f"holds {{held}} bytes in addition to its logits, which are {own:,}"
-            notes.memory(MEMORY, found["peak"], COPIES * own + SCALARS, words)
+                notes.bytes(limit, outcome.sent(limit), allowed, f"in {limit[7:]}", least=0)
+            words = f"holds {{held}} bytes in addition to its logits, which are {own_logits:,}"
+            notes.memory(MEMORY, outcome["peak"], COPIES * own_logits + SCALARS, words)
 
 
 def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
-    """What every rank runs. Returns {"loss", "gradient": arrays; "peak": bytes in addition}."""
-    logits, targets = given(seed)
-    own = np.split(logits, watch.group.size, axis=1)[watch.group.index].copy()
-    own, targets = torch.from_numpy(own).requires_grad_(), torch.from_numpy(targets)
-    watch.label, lent = FORWARD, watched.Lent(logits=own, targets=targets)
+    """What every rank runs. Returns "loss" and "gradient"; "peak", bytes in addition to logits and
+    targets; "changed", the first of these that the answer changes, in words.
+    """
+    logits, targets = drawn(seed)
+    own_logits = np.split(logits, watch.group.size, axis=1)[watch.group.index].copy()
+    own_logits, targets = torch.from_numpy(own_logits).requires_grad_(), torch.from_numpy(targets)
+    watch.label, lent = FORWARD, watched.Lent(logits=own_logits, targets=targets)
     with watch.section() as section:
-        loss = answer[0](own, targets)
-        found = watched.array(loss).reshape(-1)
+        loss = answer[0](own_logits, targets)
+        value = watched.array(loss).reshape(-1)
         watch.label = BACKWARD
         (loss * 3).backward()
-    if own.grad is None:
+    if own_logits.grad is None:
         raise ValueError("the logits have no gradient after backward")
-    gradient = {"gradient": watched.array(own.grad) / 3, "changed": lent.changed()}
-    return {"loss": found, "peak": section.peak, **gradient}
+    rest = {"gradient": watched.array(own_logits.grad) / 3, "changed": lent.changed()}
+    return {"loss": value, "peak": section.peak, **rest}
 
 
-def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of all of the vocabulary, (n, V), and targets, (n,)."""
+def drawn(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(logits over the whole vocabulary, (n, V); targets, (n,))"""
     draw = np.random.default_rng(seed)
     logits = 3 * draw.standard_normal((TOKENS, VOCAB), dtype=np.float32)
     logits[::3] += np.float32(LARGE)
@@ -79,7 +81,7 @@ def given(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(loss, (1,), gradient of the logits), in float64. A target below 0 counts as none."""
+    """(loss, (1,); gradient of the logits, (n, V)) in float64. A target below 0 stands for none."""
     z = logits.astype(np.float64)
     z -= z.max(1, keepdims=True)
     rows, share = np.arange(len(z))[targets >= 0], np.exp(z)
@@ -89,21 +91,21 @@ def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, 
     return loss, share / len(z)
 
 
-def _wrong(found: Found, limit: str) -> str:
-    t, (logits, targets) = len(found.results), given(found.seed)
-    which, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
+def _wrong(outcome: Outcome, limit: str) -> str:
+    t, (logits, targets) = len(outcome.results), drawn(outcome.seed)
+    position, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
     whole = of_one_device(logits, targets)
     right = [whole[0]] * t if limit == LOSS else np.split(whole[1], t, axis=1)
 
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
         local = targets - rank * VOCAB // t
-        here = (local >= 0) & (local < VOCAB // t)
-        alone = of_one_device(parts[rank], np.where(here, local, -1))
+        has_target = (local >= 0) & (local < VOCAB // t)
+        local_softmax = of_one_device(parts[rank], np.where(has_target, local, -1))
         said = "it is that of a softmax over the rank's own part of the vocabulary, as without an "
         said += "all-reduce, or with one whose result is read before its wait()"
-        yield said, alone[which]
+        yield said, local_softmax[position]
         if limit == LOSS:
-            yield from _known_losses(logits, targets, rank, t, here)
+            yield from _known_losses(logits, targets, rank, t, has_target)
         share = whole[1] + np.eye(VOCAB)[targets] / TOKENS
         if limit == GRADIENT:
             own = np.split(share, t, axis=1)[rank]
@@ -111,27 +113,27 @@ def _wrong(found: Found, limit: str) -> str:
             own[np.arange(TOKENS), local.clip(0, VOCAB // t - 1)] -= 1 / TOKENS
             yield "1 is subtracted on ranks too that do not have the target", own
 
-    if not all(np.isfinite(one).all() for one in found[limit]):
+    if not all(np.isfinite(one).all() for one in outcome[limit]):
         return f"the {limit} is infinite or not a number: exp overflows without the maximum"
-    return first_wrong(f"the {limit}", found[limit], right, known=known)
+    return first_wrong(f"the {limit}", outcome[limit], right, known=known)
 
 
 def _known_losses(
-    logits: np.ndarray, targets: np.ndarray, rank: int, t: int, here: np.ndarray
+    logits: np.ndarray, targets: np.ndarray, rank: int, t: int, has_target: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """What the loss is if one of the three numbers is not that of all ranks."""
+    """(words, loss) if one of the three numbers is not computed over all ranks."""
     z, width = logits.astype(np.float64).reshape(TOKENS, t, -1), VOCAB // t  # (n, t, V/t)
     local = (targets[:, None] - width * np.arange(t)).clip(0, width - 1)
     clamped = np.take_along_axis(z, local[:, :, None], axis=2)  # (n, t, 1)
-    high, target = z.max(2), logits[np.arange(TOKENS), targets]
-    largest = high.max(1)
+    maxima, target = z.max(2), logits[np.arange(TOKENS), targets]
+    largest = maxima.max(1)
     sums = np.exp(z - largest[:, None, None]).sum(2)  # of each rank's part
-    each = high[:, rank] + np.log(np.exp(z - high[:, :, None]).sum((1, 2)))
-    alone, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
+    own_maximum = maxima[:, rank] + np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
+    own_sums, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
     for words, losses in (
-        ("every rank subtracts the maximum of its own part", each - target),
-        ("the sums of exp were not added over the ranks", alone - target),
+        ("every rank subtracts the maximum of its own part", own_maximum - target),
+        ("the sums of exp were not added over the ranks", own_sums - target),
         ("ranks without the target contribute another logit", whole - clamped.sum((1, 2))),
-        ("the target's logit is missing on ranks that do not have it", whole - target * here),
+        ("the target's logit is missing on ranks that do not have it", whole - target * has_target),
     ):
         yield f"it is so if {words}", losses.mean(keepdims=True)

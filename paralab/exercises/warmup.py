@@ -1,6 +1,6 @@
 """Lab 03: how many forwards a rank of a pipeline runs before its first backward.
 
-The answer is asked for many sizes, and held against the schedules themselves.
+The checker calls the answer for many sizes, and counts the forwards in the schedules themselves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
 from paralab.parallel.schedules import Action, Schedule, build
 
-SIZES = [
+SIZES = [  # rank, p, m, v
     (rank, p, m, v)
     for p, m, v in ((4, 8, 1), (2, 5, 1), (3, 1, 1), (8, 3, 1), (4, 8, 2), (2, 2, 3), (3, 9, 4))
     for rank in range(p)
@@ -31,14 +31,15 @@ def warmup(tries: Tries) -> None:
 
 
 def counted(rank: int, p: int, m: int, v: int) -> int:
-    """Forwards that the schedule itself has before the first backward of this rank."""
+    """The number of forwards before the first backward in this rank's list."""
     return [action.kind for action in lists_of("1f1b", p, m, v)[rank]].index("B")
 
 
 def lists_of(name: str, p: int, m: int, v: int) -> Schedule:
-    """The lists of a schedule by name. With `BACKWARD_FIRST` the steady pairs of rank 0 change
-    places: what it needs from rank 1 is then no longer in the order in which rank 1 sends it. With
-    `LAST_FIRST` backwards come in the reverse order of forwards, as in GPipe's paper.
+    """The lists of a schedule by name: "gpipe", "1f1b", or one of two variants. `BACKWARD_FIRST` is
+    interleaved, and in the steady phase rank 0's backward comes before the forward of its pair: so
+    rank 0 needs messages in another order than rank 1 sends them. In `LAST_FIRST` backwards come in
+    the reverse order of forwards, as in GPipe's paper.
     """
     if name == LAST_FIRST:
         rows = [[(s, i) for s in range(rank, v * p, p) for i in range(m)] for rank in range(p)]
@@ -46,21 +47,21 @@ def lists_of(name: str, p: int, m: int, v: int) -> Schedule:
             [Action(s, "F", i) for s, i in row] + [Action(s, "B", i) for s, i in reversed(row)]
             for row in rows
         ]
-    made = build("interleaved" if v > 1 else name, pp=p, microbatches=m, virtual_stages=v)
+    schedule = build("interleaved" if v > 1 else name, pp=p, microbatches=m, virtual_stages=v)
     if name == BACKWARD_FIRST:
-        row = made[0]
-        for at in range(counted(0, p, m, v) - 1, len(row) - 1, 2):
-            if row[at].kind == "F":
-                row[at : at + 2] = row[at + 1], row[at]
-    return made
+        row = schedule[0]
+        for position in range(counted(0, p, m, v) - 1, len(row) - 1, 2):
+            if row[position].kind == "F":
+                row[position : position + 2] = row[position + 1], row[position]
+    return schedule
 
 
 def _miscounted(rank: int, p: int, m: int, v: int) -> Mistakes:
-    chunks, other = 2 * (p - rank - 1) + (v - 1) * p + 1, p - 1 - rank
+    chunks, mirrored = 2 * (p - rank - 1) + (v - 1) * p + 1, p - 1 - rank
     yield "the first forward of the steady phase is missing", counted(rank, p, m, v) - 1
     yield f"there are no more than {m * v} forwards to run", chunks if v > 1 else p - rank
     yield "that is the interleaved warm-up, and this is 1F1B", min(v * m, chunks)
-    yield f"that is the count of rank {other}", counted(other, p, m, v)
+    yield f"that is the count of rank {mirrored}", counted(mirrored, p, m, v)
     yield "the factor of 2 is missing", chunks - (p - rank - 1)
     yield "(v-1) p forwards are missing", chunks - (v - 1) * p
     yield "the distance to the last rank does not grow with v", v * (p - rank - 1) + 1

@@ -1,7 +1,7 @@
-"""What every rank of a check runs: answers, one after the other, each with a watch on it.
+"""What every rank of a check runs: the answers, one after the other, each under a `Watch`.
 
-An answer's calls of torch.distributed are seen, and their results delivered late (plain.py). Memory
-is that of tensors (instruments/memory.py), as every limit says.
+The watch records an answer's calls of torch.distributed and delivers their results late (plain.py).
+It counts the memory of tensors (instruments/memory.py), in which the limits are stated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paralab.comm import Group
-from paralab.exercises.attempts import whence
-from paralab.exercises.plain import Given, LateCalls, WrongGroups
+from paralab.exercises.attempts import origin
+from paralab.exercises.plain import AnswerGroup, LateCalls, WrongGroups
 from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
@@ -29,12 +29,12 @@ from paralab.trace import part_of
 
 
 class Watch(PeakMemory):
-    """What one answer does on this rank.
+    """Observes one answer on this rank, and counts the memory of its tensors.
 
-    label     the ledger's phase for the calls to come
-    recorder  what the answer does, and its calls
-    calls     its calls of torch.distributed
-    group     all ranks, for an answer that is given a group
+    label     the phase under which the ledger has the calls that follow
+    recorder  has the answer's spans and calls
+    calls     intercepts its calls of torch.distributed
+    group     all ranks, for an answer that takes a group
     """
 
     def __init__(self, group: Group, number: int) -> None:
@@ -43,14 +43,14 @@ class Watch(PeakMemory):
         self._freed = False  # whether the answer has ever freed a storage
         self.recorder = Recorder(rank=group.context.rank, world_size=group.size, device="cpu")
         world = torch.distributed.new_group() if number else group.process_group
-        self.group = Given(group, number, world)
+        self.group = AnswerGroup(group, number, world)
         self.calls = LateCalls(self, number)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._freed:
-            _look_at_freed(func, (args, kwargs))
+            _refuse_freed(func, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _resized(self, life: Life) -> None:
@@ -58,7 +58,9 @@ class Watch(PeakMemory):
 
     @contextlib.contextmanager
     def looking(self, memory: bool) -> Iterator[None]:
-        """Within, if ``memory``, tensors are counted, and none that is freed is computed with."""
+        """Within this context, if ``memory``, tensors are counted, and computing with a freed
+        tensor is an error.
+        """
         with contextlib.ExitStack() as looks:
             if memory:
                 looks.enter_context(self)
@@ -66,44 +68,46 @@ class Watch(PeakMemory):
             yield
 
     def unseen(self) -> AbstractContextManager:
-        """Within, no tensor is counted: this package computes what is right, not the answer."""
+        """Within this context no tensor is counted: the checker computes, not the answer."""
         return _disable_current_modes()
 
     def section(self) -> Section:
-        """A context: bytes from here on, beyond those that are alive now."""
+        """A context that counts bytes of tensors beyond those that are alive when it begins."""
         assert self._counting, "a run without memory"
         return Section(self)
 
 
-def _look_at_freed(func: Any, given: Any) -> None:
-    """Refuse to compute with a freed tensor. Views of it, and new ones of its size, may be made."""
-    if not _reads_nothing(func) and (found := freed(given)) is not None:
+def _refuse_freed(func: Any, arguments: Any) -> None:
+    """Raise RuntimeError for an operation that reads a freed tensor. To make a view of it, or a new
+    tensor of its size, is no error.
+    """
+    if not _reads_nothing(func) and (lost := freed(arguments)) is not None:
         raise RuntimeError(
-            f"{_name(func).strip('_')} computes with a tensor of {tuple(found.shape)} whose "
+            f"{_operation(func).strip('_')} computes with a tensor of {tuple(lost.shape)} whose "
             "storage is freed: it has to be gathered before"
         )
 
 
-def _name(func: Any) -> str:
+def _operation(func: Any) -> str:
     return func.__name__.split(".")[0]
 
 
 @functools.cache
 def _reads_nothing(func: Any) -> bool:
-    name = _name(func)
-    made = name.endswith("_like") or name.startswith(("new_", "set_", "resize_"))
-    # these views are refused by torch, in words of storage sizes
-    return made or (func.is_view and name not in ("t", "transpose", "as_strided"))
+    name = _operation(func)
+    makes = name.endswith("_like") or name.startswith(("new_", "set_", "resize_"))
+    # torch refuses these views itself, but its message speaks of storage sizes
+    return makes or (func.is_view and name not in ("t", "transpose", "as_strided"))
 
 
-def freed(given: Any) -> Tensor | None:
-    """The first tensor in it whose storage is freed: to read that would end the process."""
-    found = (t for t in tensors(given) if t.numel() and not t.untyped_storage().nbytes())
-    return next(found, None)
+def freed(values: Any) -> Tensor | None:
+    """The first tensor in ``values`` whose storage is freed: to read it would crash the process."""
+    lost = (t for t in tensors(values) if t.numel() and not t.untyped_storage().nbytes())
+    return next(lost, None)
 
 
 class Section:
-    """``now()``: bytes that stay; ``peak``: the most there were, once the section is over."""
+    """Bytes of tensors since it began: ``now()`` alive, ``peak`` at most, once it has ended."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.before, self.peak = watch, 0, 0
@@ -116,22 +120,23 @@ class Section:
         self.peak = max(self.watch.peak, self.watch.live) - self.before
 
     def now(self) -> int:
-        gc.collect()  # what is gone is counted as gone
+        gc.collect()  # frees unreachable tensors in reference cycles
         self.watch._settle()
         return self.watch.live - self.before
 
 
-def each(
+def run_answers(
     group: Group,
     work: Callable[..., Any],
     answers: Sequence[tuple[Any, int]],
     args: tuple,
     memory: bool,
 ) -> list[dict[str, Any]]:
-    """Run ``work`` on every (answer, seed). Each has a recorder and a process group of its own.
-    memory: whether operations are looked at.
+    """Run ``work`` on every (answer, seed), each with a recorder and a process group of its own.
+    memory: whether every operation is watched. Returns, by answer, the tables of its recorder and
+    what ``work`` returned, or {"failed": why}.
     """
-    # torch 2.13 renamed two functions; an answer may call them as all versions have them
+    # torch 2.13 warns about two names that an answer may use, as all versions have them
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     parts = []
     for number, (answer, seed) in enumerate(answers):
@@ -143,35 +148,35 @@ def each(
                 with recorder.span("compute"):
                     result = work(watch, answer, seed, *args)
                 recorder.end_step()
-        except WrongGroups as wrong:  # no rank waits for this one
+        except WrongGroups as wrong:  # every rank raises it, so none waits for this one
             parts.append({"failed": f"{wrong}{place(wrong)}"})
             continue
         except (Exception, SystemExit, GeneratorExit) as error:
             if len(answers) == 1:
-                error.add_note(whence(error))
+                error.add_note(origin(error))
                 raise
-            said = describe(error, rank, 0.0).what + whence(error)
-            parts.append({"failed": f"rank {rank} {said}"})
+            failure = describe(error, rank, 0.0).what + origin(error)
+            parts.append({"failed": f"rank {rank} {failure}"})
             continue
         part = part_of(group.context, recorder.tables(), result)
-        parts.append(part | {"open": [sent.words for sent in watch.calls.open.values()]})
+        parts.append(part | {"open": [call.words for call in watch.calls.in_flight.values()]})
     return parts
 
 
 def array(value: Any) -> Any:
-    """A copy of a tensor, for the verdict. Raises TypeError if it is none."""
+    """A NumPy copy of a tensor, for the verdict. Raises TypeError for anything else."""
     if not isinstance(value, Tensor):
         raise TypeError(f"required: a tensor, this is a {type(value).__name__}")
     return value.detach().cpu().numpy().copy()
 
 
 def arrays(module: Any) -> dict[str, Any]:
-    """{name: a copy} of a module's parameters."""
+    """{name: NumPy copy} of a module's parameters."""
     return {name: array(parameter) for name, parameter in module.named_parameters()}
 
 
 class Lent:
-    """Tensors that an answer is given and has to leave as they are."""
+    """Tensors that an answer gets and must not change."""
 
     def __init__(self, **named: Tensor) -> None:
         self._all: list[tuple[str, Tensor, Any]] = []
@@ -179,10 +184,10 @@ class Lent:
             self.note(f"it changes {name}, which its caller still needs: work on a copy", tensor)
 
     def note(self, words: str, tensor: Tensor) -> None:
-        """words: what there is to say if the tensor is changed."""
+        """Remember the contents of a tensor. words: the mistake, if they change."""
         self._all.append((words, tensor.detach(), array(tensor)))
 
     def changed(self) -> str:
-        """What there is to say of the first that is not as it was, or ""."""
-        found = (words for words, now, was in self._all if array(now).tobytes() != was.tobytes())
-        return next(found, "")
+        """The words for the first tensor that has changed, or ""."""
+        changes = (words for words, now, was in self._all if array(now).tobytes() != was.tobytes())
+        return next(changes, "")

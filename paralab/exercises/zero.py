@@ -1,10 +1,10 @@
-"""Lab 05: the heart of ZeRO's first stage, in one class.
+"""Lab 05: the update of ZeRO's first stage, in one class.
 
-An all-reduce is a reduce-scatter and an all-gather, and the optimizer fits between the two: every
-rank updates one N-th of the parameters, so it needs the optimizer state of that N-th alone
-(Rajbhandari+ 2020, arXiv:1910.02054, sec. 5.1 and 7.2.1: the bytes are those of plain data
-parallelism, which is refused for what it keeps). Gradients are made up by the checker. Psi is
-padded wherever it is divided by N.
+An all-reduce is a reduce-scatter and an all-gather, and the optimizer fits between the two: each
+rank updates one N-th of the parameters, so it needs the optimizer states of that N-th alone
+(Rajbhandari+ 2020, arXiv:1910.02054, sec. 5.1 and 7.2.1). Plain data parallelism sends the same
+bytes, and breaks the limit of what is kept between steps. The checker draws the gradients. Ψ is
+padded to a multiple of N.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.tries import Found
+from paralab.exercises.tries import Outcome
 
 RANKS = (2, 3, 4)
 PSI = 50_002  # elements: 2 divides it, 3 and 4 do not
-STEPS = 3  # the first has no momentum yet, the second shows whether it was kept
+STEPS = 3  # the first begins without momentum, the second shows whether it was kept
 SETTINGS = {2: (0.1, 0.9), 3: (0.05, 0.8), 4: (0.2, 0.5)}  # N: learning rate and momentum
 SCALARS = 1000  # bytes of step counts and the like
-COPIES, PARTS = 3, 3  # padded gradient, the others' parts of it, padded parameters; N-ths of them
+# Copies of Ψ: padded gradient, parts received from others, padded parameters; and N-ths of a copy.
+COPIES, PARTS = 3, 3
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
 AS_FIRST = "it has moved as in a first step, without what v was before"
@@ -39,24 +40,24 @@ def zero_step(tries: Tries) -> None:
     for n in RANKS:
         part = 4 * -(-PSI // n)  # bytes of each of n equal parts that hold all of Psi
         copy = n * part
-        for notes, found in tries.run(train, n, where=f"N={n}", standing=(RESULT,)):
-            notes.look(RESULT, _wrong_step(found, n), "all Ψ, on every rank")
+        for notes, outcome in tries.run(train, n, where=f"N={n}", unbroken=(RESULT,)):
+            notes.look(RESULT, _wrong_step(outcome, n), "all Ψ, on every rank")
 
             for step in range(STEPS):
-                notes.bytes(BYTES, found.sent(f"step {step}"), 2 * (n - 1) * part, "in a step")
+                notes.bytes(BYTES, outcome.sent(f"step {step}"), 2 * (n - 1) * part, "in a step")
 
             words = f"keeps {{held}} bytes, an N-th is {part:,}"
-            notes.memory(KEPT, found["kept"], part + SCALARS, words)
+            notes.memory(KEPT, outcome["kept"], part + SCALARS, words)
 
             words = f"has {{held}} bytes at once, a copy of Ψ is {copy:,}"
-            notes.memory(PEAK, found["passing"], COPIES * copy + PARTS * part, words)
+            notes.memory(PEAK, outcome["passing"], COPIES * copy + PARTS * part, words)
 
 
 def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     """What every rank runs: some steps with given gradients.
 
-    Returns the parameters after every step, (steps, Psi), the most bytes that are still there after
-    one beyond parameters and gradients, and the most that there are within beyond those.
+    Returns the parameters after every step, (steps, Ψ); the most bytes that the answer keeps after
+    a step, "kept", and the most that it has within a step in addition, "passing".
     """
     n, rank = watch.group.size, watch.group.index
     lr, momentum = SETTINGS[n]
@@ -64,10 +65,10 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     gradients = [torch.from_numpy(drawn(seed, n, rank, t)) for t in range(STEPS)]
     after, kept = torch.empty(STEPS, PSI), 0
     with watch.section() as section:
-        mine = answer[0](parameters, lr=lr, momentum=momentum)
+        optimizer = answer[0](parameters, lr=lr, momentum=momentum)
         for step, gradient in enumerate(gradients):
             watch.label = f"step {step}"
-            mine.step(gradient)
+            optimizer.step(gradient)
             if parameters.shape != (PSI,):
                 raise ValueError(f"the parameters have shape {tuple(parameters.shape)} now")
             after[step] = parameters.detach()
@@ -76,15 +77,15 @@ def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
 
 
 def drawn(seed: int, n: int = 1, rank: int = 0, step: int = -1) -> np.ndarray:
-    """The gradient of one rank's share of the batch, (Psi,), divided by ``n`` already; or, without
-    a step, the parameters before the first.
+    """The gradient of one rank's share of the batch in a step, already divided by ``n``, (Ψ,);
+    without a step, the parameters before the first one.
     """
     draw = np.random.default_rng([seed, n, rank, 1 + step])
     return draw.standard_normal(PSI, dtype=np.float32) / n
 
 
 def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(parameters before the first step and after each one, the gradients of the steps)."""
+    """(parameters before the first step and after each one, gradients summed over the ranks)."""
     (lr, momentum), velocity = SETTINGS[n], np.zeros(PSI)
     parameters, gradients = [drawn(seed).astype(np.float64)], []
     for step in range(STEPS):
@@ -95,16 +96,16 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
     return parameters, gradients
 
 
-def _wrong_step(found: Found, n: int) -> str:
-    right, gradients = of_one_process(found.seed, n)
+def _wrong_step(outcome: Outcome, n: int) -> str:
+    right, gradients = of_one_process(outcome.seed, n)
     for step, (before, after) in enumerate(pairwise(right)):
-        plain = before - SETTINGS[n][0] * gradients[step]
+        first_step = before - SETTINGS[n][0] * gradients[step]
         wrong = first_wrong(
             f"step {step + 1}",
-            [steps[step] for steps in found["parameters"]],
+            [steps[step] for steps in outcome["parameters"]],
             [after] * n,
             start=[before] * n,
-            known=lambda _, plain=plain: [(AS_FIRST, plain)],
+            known=lambda _, first_step=first_step: [(AS_FIRST, first_step)],
         )
         if wrong:
             return wrong

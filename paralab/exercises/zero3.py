@@ -1,8 +1,8 @@
-"""Lab 05: ZeRO-3 in plain PyTorch, units gathered before use, freed after it, gathered again.
+"""Lab 05: ZeRO-3 in plain PyTorch: units are gathered before use, freed after it, gathered again.
 
 The answer trains the reference GPT with SGD, which hides no wrong factor. Its weights, gathered
-after the steps, are compared with one process (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5.3 and
-7.2.2; Zhao+ 2023, arXiv:2304.11277, sec. 3.2).
+after the steps, are compared with those of one process (Rajbhandari+ 2020, arXiv:1910.02054, sec.
+5.3 and 7.2.2; Zhao+ 2023, arXiv:2304.11277, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paralab.exercises.sync import BATCH
 from paralab.parallel.buckets import units
 from paralab.spec import ModelSpec, Plan
 
-# Units are small and many: a model that stays whole shows in the peak.
+# Many small units, so that a model that is never freed shows in the peak.
 MODEL = ModelSpec(layers=5, hidden=30, heads=2, seq_len=8, tied=False)
 RUNS = {4: 1, 3: 2}  # ranks: steps
-TASK_LR, RATES = 0.1, {4: 0.05, 3: 0.2, 2: 0.4}  # in the task's example; by ranks
+TASK_LR, RATES = 0.1, {4: 0.05, 3: 0.2, 2: 0.4}  # in the task's example; in the check, by ranks
 SCALARS = 4000  # bytes of counts and the like
-UNITS = 4  # whole ones at the peak: parameters, their gradients, both again in flat buffers
+UNITS = 4  # whole units at the peak: parameters, gradients, and both again in flat buffers
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
 STALE = "the gradient of the step before is still in it"
@@ -33,7 +33,7 @@ LAST = "the micro-batches are not added up: it is the last one's share alone"
 
 
 def room(units: int) -> str:
-    """The limit of a step's peak."""
+    """The limit of a step's peak, in words."""
     return f"tensors: at most {units} units in addition to what is kept and what forward saves"
 
 
@@ -51,22 +51,22 @@ def my_zero3(tries: Tries) -> None:
 
 
 def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> None:
-    """The first four limits, of answers that have broken none yet.
+    """Check the limits of `my_zero3`, of answers that have broken none yet.
 
     runs        {ranks: steps}
-    most_units  whole ones at the peak
+    most_units  the number of whole units that there may be at the peak
     """
     for n, steps in runs.items():
-        for notes, found in tries.run(train, n, steps, where=f"N={n}"):
+        for notes, outcome in tries.run(train, n, steps, where=f"N={n}"):
             lr = RATES[n]
             trained = of_one_process(MODEL, ranks=n, lr=lr, **BATCH)
             before, last = trained[steps - 1 : steps + 1]
-            both = {name: last.weights[name] - lr * g for name, g in before.gradients.items()}
-            start, shares = found.results[0]["start"], found["share"]
+            with_stale = {name: last.weights[name] - lr * g for name, g in before.gradients.items()}
+            start, shares = outcome.results[0]["start"], outcome["share"]
             alone = {name: w - lr / n * sum(s[name] for s in shares) for name, w in start.items()}
             fixed = {name: w - TASK_LR * last.gradients[name] for name, w in start.items()}
-            known = {STALE: both, LAST: alone, FIXED: fixed}  # the last two after one step
-            wrong = first_wrong_tensor(found["weights"], last.weights, start=start, known=known)
+            known = {STALE: with_stale, LAST: alone, FIXED: fixed}  # the last two: of one step
+            wrong = first_wrong_tensor(outcome["weights"], last.weights, start=start, known=known)
             notes.look(WEIGHTS, wrong, "all equal")
 
             numels = {name: math.prod(s) for name, s in MODEL.parameter_shapes().items()}
@@ -74,47 +74,49 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             parts = [4 * unit.numel // n for unit in padded]
             most = 3 * BATCH["microbatches"] * (n - 1) * sum(parts)
             for step in range(steps):
-                notes.bytes(BYTES, found.sent(f"step {step}"), most, "in a step", least=0)
+                notes.bytes(BYTES, outcome.sent(f"step {step}"), most, "in a step", least=0)
 
             words = f"keeps {{held}} bytes, an N-th of both is {2 * sum(parts):,}"
-            notes.memory(KEPT, found["kept"], 2 * sum(parts) + SCALARS, words)
+            notes.memory(KEPT, outcome["kept"], 2 * sum(parts) + SCALARS, words)
 
-            passing = [r["peak"] - r["forward"] for r in found.results]
+            peaks = [result["peak"] - result["forward"] for result in outcome.results]
             most = most_units * n * max(parts)
             words = "has {held} bytes in addition to what forward saves, required: at most "
             words += f"{most:,}, which are {most_units} units"
-            if any(r["gathered"] - r["forward"] > most for r in found.results):
+            if any(result["gathered"] - result["forward"] > most for result in outcome.results):
                 words += "; more are still gathered when backward begins"
-            notes.memory(PEAK, passing, most, words)
+            notes.memory(PEAK, peaks, most, words)
 
 
 def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
-    """What every rank runs. Returns the gathered weights, the bytes that are there after a step,
-    those that a step has at its peak and when backward first begins beyond that, and what `plain`
-    says of a plain GPT.
+    """What every rank runs: training with the answer.
+
+    Returns the "weights", gathered after the last step; in bytes, what is "kept" between steps, and
+    beyond what a step begins with its "peak", and what is "gathered" when backward first begins;
+    and the numbers of a `plain` GPT.
     """
     group, m = watch.group, BATCH["microbatches"]
-    share = {"rank": group.index, "ranks": group.size, "device": "cpu"}
-    start, share_of_last, forward = plain(**share)
+    shard = {"rank": group.index, "ranks": group.size, "device": "cpu"}
+    start, share_of_last, forward = plain(**shard)
     kept = peak = gathered = 0
     with watch.section() as all_of_it:
         gpt = reference.GPT(MODEL)
-        mine = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=RATES[group.size])
+        zero = answer[0]([gpt.embedding, *gpt.blocks, gpt.head], lr=RATES[group.size])
         for step in range(steps):
-            micro = reference.batches(MODEL, step=step, **share, **BATCH)
+            batches = reference.batches(MODEL, step=step, **shard, **BATCH)
             before = all_of_it.now()
-            with watch.section() as this:
+            with watch.section() as in_step:
                 watch.label = f"step {step}"
-                for tokens, targets in micro:
+                for tokens, targets in batches:
                     loss = gpt(tokens, targets) / m
-                    gathered = gathered or watch.live - this.before
+                    gathered = gathered or watch.live - in_step.before
                     loss.backward()
                     del loss
-                mine.step()
+                zero.step()
                 watch.label = "afterwards"
-            peak, kept = max(peak, this.peak), max(kept, before, all_of_it.now())
-            del micro
-        mine.gather()
+            peak, kept = max(peak, in_step.peak), max(kept, before, all_of_it.now())
+            del batches
+        zero.gather()
         if (lost := watched.freed(list(gpt.parameters()))) is not None:
             raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
         weights = watched.arrays(gpt)
@@ -122,10 +124,10 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     return {"start": start, "share": share_of_last, "weights": weights, **held}
 
 
-@functools.cache  # on every rank the same for each answer
+@functools.cache  # on each rank the same for every answer
 def plain(**share: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Of a plain GPT: its weights, the gradients of the rank's last micro-batch in the first step,
-    divided by m, and the bytes that forward has at its peak beyond the weights.
+    """(weights of a plain GPT, gradients of this rank's last micro-batch in the first step divided
+    by m, bytes at the peak of a forward beyond the weights)
     """
     gpt = reference.GPT(MODEL)
     [*_, last] = reference.batches(MODEL, step=0, **share, **BATCH)
