@@ -23,7 +23,7 @@ from paralab.data import Corpus
 from paralab.default_device import LEGAL
 from paralab.instruments.calibrate import device_of_run, gpu_each
 from paralab.interpret.quick import table
-from paralab.launch import MAX_TIMEOUT, MAX_RANKS, launch_program
+from paralab.launch import MAX_RANKS, MAX_TIMEOUT, launch_program
 from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
