@@ -111,7 +111,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def part_of(owner: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dict[str, Any]:
-    """A rank's part of a report. ``owner`` has its rank, device, nodes; ``meta`` adds or corrects."""
+    """A rank's part of a report. ``owner`` has rank, device, nodes; ``meta`` adds or corrects."""
     import torch
 
     facts = {"device": owner.device, "nodes": list(owner.nodes), "torch": str(torch.__version__)}
