@@ -127,7 +127,7 @@ class Group:
         return self._call("all_gather", [output, part], phase)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, phase: str | None = None) -> Pending:
-        """Send part i of ``tensor`` to member i; ``output`` gets what they send to it."""
+        """Send part i of ``tensor`` to member i; ``output`` gets the received parts in order."""
         return self._call("all_to_all", [output, tensor], phase)
 
     def reduce_scatter(

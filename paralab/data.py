@@ -1,16 +1,16 @@
 """Real text without a download, and the same batches for every plan.
 
 The text is read as bytes, so the vocabulary is 256 and there is no tokenizer to fetch. By default
-it is the source code of torch's layers, 0.9 MB of well-formed English and code: torch is there
-wherever ranks train, and of one version the text is the same whatever Python it is installed for,
-so the losses are, too. Any text file or folder of the user's own does as well.
+it is the source code of torch's layers, 0.9 MB of well-formed English and code: it is there
+wherever ranks train, and is the same for a version of torch whatever the version of Python, so that
+losses are the same too. Any text file or folder will do instead.
 
 [Note: same batches] Sample number g of a run (step * global batch + position in the batch) starts
-at a place in the text that depends on the seed and g alone. Any rank can therefore fetch any sample
-without asking another, and how many ranks share the batch cannot change what is in it. Micro-batch
-k of a step holds positions k*b ... (k+1)*b - 1; data-parallel rank d of micro-batches d*m ...
-(d+1)*m - 1, so one process that runs the dp*m micro-batches in order sees what the ranks see
-together.
+at a place in the text that depends on the seed and g alone. So any rank can read any sample by
+itself, and the number of data-parallel ranks does not change a global batch. With micro-batches of
+b samples, micro-batch k of a step holds positions k*b ... (k+1)*b - 1, and data-parallel rank d
+takes micro-batches d*m ... (d+1)*m - 1. So one process that runs the dp*m micro-batches in order
+sees what all ranks see together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paralab.checks import illegal
 
 _MASK = 2**64 - 1
 TEXTS = "a text file, or a folder with text files"
-PART = 2**22  # bytes of the text in memory at a time
+READ_BYTES = 2**22  # the most of the text that `identity` has in memory at a time
 
 
 def _scramble(x: int) -> int:
@@ -41,11 +41,12 @@ def _scramble(x: int) -> int:
 
 
 class Corpus:
-    """The text as one long run of bytes over its files; nothing is held in memory.
+    """The text: the bytes of all its files one after the other, read from disk when needed.
 
     path  None for the source of torch's layers, or a text file, or a folder (all its text files, in
-          the order of their names, hidden ones left out)
-    Raises ValueError where the path does not exist or holds no text.
+          the order of their names, without hidden ones)
+
+    Raises ValueError if the path does not exist or has no text in it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -67,16 +68,16 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Names and sizes, hashed: ranks on several machines must agree on it."""
-        what = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
-        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+        """A hash of the files' names and sizes, equal on all ranks that read the same text."""
+        facts = [(f.name, size) for f, size in zip(self.files, self.sizes, strict=True)]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @cached_property
     def identity(self) -> str:
-        """What tells this text from every other, wherever its files are; reads all of it."""
+        """Length and digest of the text, wherever its files are. Reads all of it."""
         digest = hashlib.sha256()
-        for start in range(0, self.num_bytes, PART):
-            digest.update(self.read(start, min(PART, self.num_bytes - start)))
+        for start in range(0, self.num_bytes, READ_BYTES):
+            digest.update(self.read(start, min(READ_BYTES, self.num_bytes - start)))
         return f"{self.num_bytes} bytes, sha256 {digest.hexdigest()}"
 
     def read(self, start: int, count: int) -> bytes:
@@ -97,7 +98,7 @@ class Corpus:
         return b"".join(parts)
 
     def sample(self, number: int, *, length: int, seed: int) -> bytes:
-        """Sample ``number`` of a run: ``length`` + 1 bytes, the last ``length`` the targets."""
+        """Sample ``number`` of a run: ``length`` + 1 bytes; all but the first are targets."""
         if self.num_bytes < length + 1:
             why = f"its {self.num_bytes} bytes are fewer than one sample"
             raise illegal("data", str(self.root), why, f"at least seq_len + 1 = {length + 1} bytes")
