@@ -5,15 +5,15 @@
     report = pl.run(model, pl.Plan(dp=4), steps=8)     # four real processes
     expect = pl.predict(model, pl.Plan(dp=4))          # what theory says about this machine
     pl.compare(expect, report)
-    pl.program(model, pl.Plan(dp=4))                   # what every rank does, to read
+    pl.program(model, pl.Plan(dp=4))                   # the list of instructions of a rank
     pl.observe(fn, ranks=4)                            # your own PyTorch program, unchanged
-    pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # one rank of any plan: bytes, no times
+    pl.dry_run(model, pl.Plan(dp=4096), rank=7)        # bytes of one rank of a plan of any size
     pl.explore(model)                                  # a plan on sliders, predicted and run
-    cluster = pl.Cluster.preset("dgx-a100", nodes=2)   # or one of your own, or Cluster.local()
-    pl.plan_search(model, cluster)                     # which plan is best, and why
-    pl.theory.papers.ptdp_table1()                     # what papers print, and for rows of your own
+    cluster = pl.Cluster.preset("dgx-a100", nodes=2)   # or Cluster(...), or Cluster.local()
+    pl.plan_search(model, cluster)                     # the fastest plans that fit
+    pl.theory.papers.ptdp_table1()                     # a paper's table, printed and recomputed
 
-Importing this package is quick and leaves torch out; ranks import torch in processes of their own.
+Importing this package is quick, because it does not import torch. The ranks do, in their processes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
     "warm_up",
 ]
 
-_LATER = {  # what brings NumPy, plotly and widgets along, the ops of a model, or torch
+_LAZY = {  # imported at first use: they import NumPy, plotly, widgets, the model's ops or torch
     "exercises": "paralab.exercises",
     "fit_cluster": "paralab.theory.fit_cluster:fit_cluster",
     "plan_search": "paralab.programs.search:plan_search",
@@ -85,12 +85,13 @@ _LATER = {  # what brings NumPy, plotly and widgets along, the ops of a model, o
 def explore(
     model: ModelSpec | None = None, plan: Plan | None = None, cluster: Cluster | None = None
 ) -> Explore:
-    """A whole plan with sliders: the prediction follows them, “Run it” starts real processes.
+    """A widget with the settings of a plan as sliders, next to the prediction for them; “Run it”
+    runs the plan on real processes.
 
     model    default: eight small layers
-    plan     where the sliders start; default: two pipelines of two stages, or one device where
-             model or cluster have no room for that
-    cluster  what is predicted on; default `Cluster.local`, this machine
+    plan     where the sliders start; default: two pipelines of two stages, or one device if that
+             plan does not fit the model or the cluster
+    cluster  the devices and links of the prediction; default `Cluster.local`, this machine
     """
     from paralab.view.widget_explore import Explore
 
@@ -98,10 +99,10 @@ def explore(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return pkgutil.resolve_name(_LATER[name])
+    if name in _LAZY:
+        return pkgutil.resolve_name(_LAZY[name])
     raise AttributeError(f"module 'paralab' has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:  # what Tab offers: also what is imported later, and no module of ours
-    return sorted({*__all__, *_LATER})
+def __dir__() -> list[str]:  # for tab completion: lazy names too, but not the package's modules
+    return sorted({*__all__, *_LAZY})

@@ -1,4 +1,4 @@
-"""Ranks that were started apart make sure that they were started alike."""
+"""The check that ranks started by different commands train the same thing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from paralab.programs.program import Program
 
 
 def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
-    """Raise on every rank if the ranks were not started with the same model, plan, settings and
-    text, or where passes of the learner's own made different lists of one pipeline rank's program.
+    """Raise ``ValueError`` if the ranks were not started with the same model, plan, settings and
+    text, or if the learner's passes made different programs for the same pipeline rank.
 
-    On several machines each is started by its own command line and reads its own files. And a pass
-    runs in every process: what it draws, or the order of a set, may be another one in each.
+    what  the model, plan and settings of this rank, as text
+
+    Under torchrun each machine is started by its own command line and reads its own files. A pass
+    runs in every process, where random numbers and the order of a set may differ.
     """
     context = group.context
     if group.size == 1:

@@ -1,4 +1,4 @@
-"""What goes to a rank's device, a step's text, and what comes back, numbers and whole tensors."""
+"""Data for a rank's device, the micro-batches of a step, and back: scalars and whole tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def load_batches(
     seed: int,
     pinned: bool = False,
 ) -> list[Tensor]:
-    """This rank's micro-batches of one step, (b, s + 1) each; data.py's [Note: same batches].
+    """The micro-batches of one step for data-parallel rank ``rank``, each (b, s + 1). [Note: same
+    batches] in data.py says which samples they hold.
 
-    pinned  for a GPU: a copy from other memory may wait until the device has done what it has
+    pinned  in page-locked memory: a copy to a GPU from other memory may block the host
     """
-    size, found = plan.microbatch_size, []
+    size, batches = plan.microbatch_size, []
     first = rank * plan.microbatches
     sizes = {"size": size, "global_batch": plan.global_batch, "length": model.seq_len}
     for index in range(first, first + plan.microbatches):
@@ -32,15 +33,15 @@ def load_batches(
         batch = torch.frombuffer(bytearray(text), dtype=torch.uint8).view(size, -1)
         if pinned:
             batch = torch.empty(batch.shape, dtype=batch.dtype, pin_memory=True).copy_(batch)
-        found.append(batch)
-    return found
+        batches.append(batch)
+    return batches
 
 
 def read_scalars(scalars: list[Tensor], *, device: str = "cpu") -> list[float]:
-    """The one place where numbers come back from the device, once per step.
+    """The values of ``scalars``. A step reads from the device here alone, once, at its end.
 
-    A rank that has none to read waits for ``device``, too: the step is over when it is done.
-    Tensors on "meta" have no values to read.
+    A rank without scalars waits for ``device`` too, because the step ends when its device is done.
+    Tensors on "meta" have no values: the result is empty then.
     """
     values = torch.stack(scalars or [torch.zeros((), device=device)]).double()
     return [] if values.is_meta else values.tolist()[: len(scalars)]

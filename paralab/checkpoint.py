@@ -1,22 +1,22 @@
-"""Saving a training and going on with it later, under the same plan or any other.
+"""Saving a training and resuming it later, under the same plan or any other.
 
-What a training is at a moment belongs to the model, not to the plan: every parameter, its AdamW
-moments, how many steps have been done. So that is what a checkpoint holds, under the names of the
-single-device model,
+The state of a training belongs to the model, not to the plan: every parameter, its AdamW moments,
+the number of steps done. A checkpoint holds this state under the names of the single-device model,
 
     weight/blocks.0.mlp.up.weight      exp_avg/...      exp_avg_sq/...
 
-and a plan only says which rank writes, and later reads, which elements of it (`Piece`). Every rank
-writes one safetensors file of what it keeps, and no rank ever holds all of it: 12 bytes per
-parameter in all with AdamW in fp32, 12/world_size on each rank, since of replicas one is written.
-report/boxes.py says which; report/checkpoints.py makes a checkpoint appear all at once.
+and the plan only determines which rank writes, and later reads, which elements (`Piece`). Each rank
+writes one safetensors file, and no rank ever holds the whole state. With AdamW in fp32 it has 12
+bytes per parameter, of which each rank writes about 12/world_size, because one of several replicas
+is written: report/boxes.py says by which rank. report/checkpoints.py publishes a checkpoint all at
+once.
 
-With mixed precision the stored weight is the fp32 master: what the ranks compute with is that,
-rounded. So precision is not in the checkpoint either. Nor is randomness: batches and dropout masks
-follow from seed and step. With another global batch, the batches are those that a run with it would
-see from that step on.
+With mixed precision the stored weight is the fp32 master copy, of which the weights that ranks
+compute with are a rounding. So a checkpoint does not depend on the precision either. It has no
+random state: batches and dropout masks follow from seed and step. If the global batch changes, the
+batches are those that a run with the new one would see from that step on.
 
-The messages that this takes are no part of a step, and are not in the report's ledger.
+Messages for checkpoints are no part of a step, and are not in the report's ledger.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from paralab.report import boxes, checkpoints
 
 
 def _held(pieces: Sequence[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes], Tensor]:
-    """{(name in the checkpoint, offsets, sizes): values} of what a rank keeps."""
-    found = {}
+    """{(name in the checkpoint, offsets, sizes): values} of each piece of state on this rank."""
+    held = {}
     for piece in pieces:
         tensors = dict(piece.state)
         tensors["weight"] = tensors.pop("master", piece.weight)
         for kind, values in tensors.items():
             if values.numel():
                 box = (f"{kind}/{piece.name}", tuple(piece.offsets), tuple(values.shape))
-                found[box] = values.detach()
-    return found
+                held[box] = values.detach()
+    return held
 
 
 # ---- saving -------------------------------------------------------------------------------------
@@ -54,11 +54,13 @@ def _held(pieces: Sequence[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes],
 def saving(
     trainer: Any, folder: str | None, *, every: int | None, steps: int
 ) -> Iterator[Callable[[int], None]]:
-    """Yields what is to be called after every step with the number of steps done, on every rank.
+    """Yields a function that every rank calls after each step with the number of this run's steps
+    done, and that saves into ``folder`` when a checkpoint is due. Without a folder it does nothing.
 
-    It saves into ``folder`` after ``every`` so many steps of the training, those of the run it was
-    resumed from included, and after the last of this run's ``steps``. Does nothing without a
-    folder. Rank 0 keeps other runs out of the folder for as long as the block runs.
+    every  save when the steps of the whole training, earlier runs included, are a multiple of it
+    steps  the steps of this run; a checkpoint is due after the last one in any case
+
+    Rank 0 locks the folder against other runs until the block ends.
     """
 
     def save_if_due(done: int) -> None:
@@ -66,11 +68,11 @@ def saving(
         if folder is not None and (done == steps or (every and step % every == 0)):
             save(trainer, Path(folder), step=step)
 
-    first = folder is not None and dist.get_rank() == 0
-    with ExitStack() as held:
+    locks = folder is not None and dist.get_rank() == 0
+    with ExitStack() as lock:
         try:
-            if first:
-                held.enter_context(checkpoints.locked(Path(folder)))
+            if locks:
+                lock.enter_context(checkpoints.locked(Path(folder)))
         except ValueError as error:
             raise Refused(str(error)) from None
         yield save_if_due
@@ -79,31 +81,31 @@ def saving(
 def save(trainer: Any, folder: Path, *, step: int) -> None:
     """Write the state after ``step`` steps into ``folder``; every rank calls this.
 
-    Raises ``OSError`` on all ranks if one could not write; if rank 0 cannot make or publish the
-    folder, on rank 0, and the job ends with it. The checkpoint before is whole then.
+    Raises ``OSError`` on all ranks if one of them cannot write its file, and on rank 0, with which
+    the job ends, if it cannot create or publish the folder. The previous checkpoint stays intact.
     """
-    rank, written = dist.get_rank(), checkpoints.scratch(folder, step)
+    rank, unpublished = dist.get_rank(), checkpoints.scratch(folder, step)
     trainer.settle()
     held = _held(trainer.pieces())
 
-    def everyones(mine: Any) -> list[Any]:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return found
+    def gathered(mine: Any) -> list[Any]:
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+        return by_rank
 
     try:
         if rank == 0:
             checkpoints.sweep(folder)
-            written.mkdir()
-        shares = boxes.shared_out(everyones(list(held)))
-        mine, file, wrote, failed = shares[rank], boxes.file_of(rank), None, ""
+            unpublished.mkdir()
+        shares = boxes.shared_out(gathered(list(held)))
+        mine, file, facts, failure = shares[rank], boxes.file_of(rank), None, ""
         try:
-            wrote = boxes.write(written / file, mine, (held[box[:3]].cpu() for box in mine))
+            facts = boxes.write(unpublished / file, mine, (held[box[:3]].cpu() for box in mine))
         except OSError as error:
-            failed = f"rank {rank}: {error}"
-        files = everyones((file, wrote, failed))
-        if failed := next((said for *_, said in files if said), ""):
-            raise OSError(failed)
+            failure = f"rank {rank}: {error}"
+        files = gathered((file, facts, failure))
+        if failure := next((reason for *_, reason in files if reason), ""):
+            raise OSError(failure)
         if rank == 0:
             model, optimizer = trainer.model, trainer.optimizer_name
             about = {
@@ -120,10 +122,10 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
                 "files": {name: facts for name, facts, _ in files},
                 "tensors": boxes.index(checkpoints.shapes(model, optimizer), chain(*shares)),
             }
-            checkpoints.publish(written, about, step=step)
+            checkpoints.publish(unpublished, about, step=step)
     except OSError as error:
         if rank == 0:
-            checkpoints.sweep(folder)  # what there is of it takes the room that was missing
+            checkpoints.sweep(folder)  # the unfinished files take up space that the disk may lack
         raise OSError(
             f"cannot save the checkpoint of step {step} into {folder}: {error}; "
             "what was saved there before is whole"
@@ -132,28 +134,30 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
 
 # ---- resuming -----------------------------------------------------------------------------------
 def load(trainer: Any, folder: str) -> None:
-    """Give ``trainer`` the state that is stored in ``folder``; every rank calls this.
+    """Give ``trainer`` the state stored in the checkpoint at ``folder``; every rank calls this.
 
-    trainer  has `pieces`, which are filled, and `restored`, told of it: what follows from the
-             pieces (rounded weights, gathered buffers) is its own business
+    trainer  its `pieces` are filled, then its `restored` is called, which recomputes whatever
+             follows from them (rounded weights, gathered buffers)
 
-    Raises ``Refused``, in the caller a ``ValueError``, naming the file that is damaged.
+    Raises ``Refused``, which reaches the caller of `pl.run` as a ``ValueError``, if a file is
+    damaged.
     """
     try:
-        found = checkpoints.find(folder)
-        found.check_state(trainer.model, trainer.optimizer_name)
-        for name in sorted(found.files)[dist.get_rank() :: dist.get_world_size()]:
-            if checkpoints.facts(found.folder / name) != found.files[name]:
-                checkpoints.damaged(found.folder / name, "its checksum does not fit")
+        checkpoint = checkpoints.find(folder)
+        checkpoint.check_state(trainer.model, trainer.optimizer_name)
+        for name in sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]:
+            if checkpoints.facts(checkpoint.folder / name) != checkpoint.files[name]:
+                checkpoints.damaged(checkpoint.folder / name, "its checksum does not fit")
     except ValueError as error:
         raise Refused(str(error)) from None
     with ExitStack() as opened:
         files: dict[str, Any] = {}
         for (name, offsets, sizes), values in _held(trainer.pieces()).items():
-            for box in found.tensors[name].boxes:
-                if both := boxes.common(offsets, sizes, box):
+            for box in checkpoint.tensors[name].boxes:
+                if overlap := boxes.common(offsets, sizes, box):
                     if box.file not in files:
-                        file = safe_open(found.folder / box.file, framework="pt")
+                        file = safe_open(checkpoint.folder / box.file, framework="pt")
                         files[box.file] = opened.enter_context(file)
-                    values[both[0]].copy_(files[box.file].get_slice(box.key)[both[1]])
-    trainer.restored(found.step, found.counters)
+                    here, there = overlap  # in ``values``, in the stored box
+                    values[here].copy_(files[box.file].get_slice(box.key)[there])
+    trainer.restored(checkpoint.step, checkpoint.counters)

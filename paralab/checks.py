@@ -1,7 +1,8 @@
-"""Refusals with one voice: what was asked, why it cannot be, what would work.
+"""Checks of arguments, whose errors all have one form: what was given, why it is refused, what is
+legal.
 
-Everything a learner can get wrong goes through these few functions before any process starts. They
-raise ``ValueError`` with ``field=value: why; legal: what`` as its message.
+Whatever a learner can get wrong is checked by these few functions before a process starts. What
+they call the refusal is a ``ValueError`` with the message ``field=value: why; legal: what``.
 """
 
 from __future__ import annotations
@@ -17,38 +18,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SHOWN = 300  # characters of a value in a sentence
+VALUE_LENGTH = 300  # characters of a value that a message shows
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-KEPT = 40_000  # of what an error says: a message of megabytes is no help in a notebook
+MESSAGE_LENGTH = 40_000  # characters of a message: megabytes are no help in a notebook
 
 
 def illegal(name: str, value: object, why: str, legal: str) -> ValueError:
-    """The one form of every refusal: what was asked, why it cannot be, what would work."""
+    """The refusal of ``value`` for the setting ``name``: why, and what is legal instead."""
     return ValueError(f"{name}={shown(value)}: {why}; legal: {legal}")
 
 
 def shown(value: object) -> str:
-    """``repr``, shortened and without addresses, which are others in every run; of a value that has
-    none its type.
+    """``repr(value)``, shortened, and without addresses, which differ from run to run. If ``repr``
+    raises, the type of ``value``.
     """
     try:
-        return shortened(ADDRESS.sub("", repr(value)), SHOWN)
+        return shortened(ADDRESS.sub("", repr(value)), VALUE_LENGTH)
     except Exception as error:  # an int of more than 4300 digits, say
         return f"<{type(value).__name__} without a repr: {type(error).__name__}>"
 
 
-def shortened(text: str, most: int = KEPT) -> str:
-    """The beginning and the end of a long text, and between them how much was left out."""
-    gone = len(text) - most
-    if gone <= 0:
+def shortened(text: str, most: int = MESSAGE_LENGTH) -> str:
+    """``text``; if it is longer than ``most`` characters, its beginning, how much is left out, and
+    its end.
+    """
+    excess = len(text) - most
+    if excess <= 0:
         return text
     half = most // 2
-    return f"{text[:half]} ... {gone} characters left out ... {text[half + gone :]}"
+    return f"{text[:half]} ... {excess} characters left out ... {text[half + excess :]}"
 
 
 def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> int:
     """``value`` as an int in range, or the refusal. Booleans and floats are not whole numbers."""
-    if type(value) is int and at_least <= value <= at_most:  # as nearly always
+    if type(value) is int and at_least <= value <= at_most:  # a fast path: nearly all values
         return value
     legal = f"a whole number of at least {at_least}"
     if at_most < 2**62:
@@ -88,24 +91,24 @@ def real(
 
 
 def path(name: str, value: object, legal: str) -> Path:
-    """``value`` as the path of a file, of a folder or of what is not there yet, or the refusal. A
-    FIFO or a device is none of these: reading one may wait for ever.
+    """``value`` as the path of a file, of a folder or of nothing that exists yet, or the refusal.
+    FIFOs and devices are refused, because reading one may block for ever.
     """
     if not isinstance(value, (str, os.PathLike)):
         raise illegal(name, value, "not a path", legal)
     if not os.fspath(value):
         raise illegal(name, value, "empty, which would be the current folder", legal)
     try:
-        found = Path(value).expanduser()
-        kind = stat.S_IFMT(found.stat().st_mode)
+        place = Path(value).expanduser()
+        kind = stat.S_IFMT(place.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        return found
+        return place
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise illegal(name, value, f"cannot be opened: {why}", legal) from None
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise illegal(name, str(value), "neither a file nor a folder", legal)
-    return found
+    return place
 
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -113,8 +116,9 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def number(text: str) -> int | float | str:
-    """The number that ``text`` writes, or ``text``: then the field refuses it in its own words. To
-    Python "1_0" and digits of other scripts are numbers too; typed by hand they are mistakes.
+    """``text`` as a number; or ``text`` itself, if it is none, which the setting then refuses with
+    its own message. Python accepts "1_0" and digits of other scripts; typed by hand they are
+    mistakes.
     """
     if "_" in text or not text.isascii():
         return text
@@ -127,7 +131,9 @@ def number(text: str) -> int | float | str:
 
 
 def size(text: str) -> int | float | str:
-    """Bytes: a plain number, or one with a unit. 1.5MiB is fine, half a byte is not."""
+    """``text`` as a number of bytes, also with a unit: "1.5MiB". A number with a unit that is not
+    whole bytes, and what `number` cannot read, is returned as it is.
+    """
     upper = text.strip().upper()
     for unit, factor in UNITS.items():
         value = number(upper.removesuffix(unit).strip()) if upper.endswith(unit) else text
@@ -139,12 +145,12 @@ def size(text: str) -> int | float | str:
 
 def num_bytes(name: str, value: object) -> int:
     """``value`` as a number of bytes: an int, or text as "64MB" (10^6) or "64MiB" (2^20)."""
-    found = size(value) if isinstance(value, str) else value
+    amount = size(value) if isinstance(value, str) else value
     legal = 'bytes, at least 1, as a whole number or as text: "64MB" (10^6), "64MiB" (2^20)'
-    if isinstance(found, str):
+    if isinstance(amount, str):
         raise illegal(name, value, "not a number of bytes", legal)
     try:
-        return whole(name, found, at_least=1)
+        return whole(name, amount, at_least=1)
     except ValueError:
         raise illegal(name, value, "not a whole number of bytes above 0", legal) from None
 
@@ -157,38 +163,38 @@ def choice(name: str, value: object, options: tuple[Any, ...]) -> Any:
     raise illegal(name, value, "unknown choice", " | ".join(repr(o) for o in options))
 
 
-def instance(name: str, value: object, kind: Any, legal: str, said: str = "") -> Any:
-    """``value`` if it is a ``kind``, called ``said`` or, if that says it, as the setting, or the
-    refusal.
+def instance(name: str, value: object, kind: Any, legal: str, noun: str = "") -> Any:
+    """``value`` if it is a ``kind``, or the refusal, which calls a ``kind`` a ``noun`` (default: by
+    the name of the setting).
     """
     if not isinstance(value, kind):
-        raise illegal(name, value, f"not a {said or name}", legal)
+        raise illegal(name, value, f"not a {noun or name}", legal)
     return value
 
 
 def count(
     default: Any = dataclasses.MISSING, *, at_least: int = 1, at_most: int = 2**62
 ) -> dataclasses.Field:
-    """A field of a description that is a whole number in this range; None too, where that is the
-    default.
+    """A field of a `Description` for a whole number in this range. If the default is None, the
+    field may be None too.
     """
     return dataclasses.field(default=default, metadata={"range": (at_least, at_most)})
 
 
 @functools.cache
 def _counts(kind: type) -> list[tuple[str, Any, tuple[int, int]]]:
-    """(name, default, range) of the fields of a description that are a `count`."""
+    """(name, default, range) of each field of a `Description` that `count` made."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     return [(f.name, f.default, f.metadata["range"]) for f in fields if "range" in f.metadata]
 
 
 class Description:
-    """What the descriptions share: the ranges of their counts, a change of some fields, and a
-    plain-dict form to save.
+    """The base of `ModelSpec`, `Plan`, `Cluster`, `Link` and `Offload`: it checks the ranges of
+    counts, copies with changes, and converts to and from plain dicts for files.
     """
 
     def check_counts(self) -> None:
-        """Replace every `count` by an int in its range, or raise its refusal."""
+        """Convert every `count` field to an int in its range, or raise its refusal."""
         for name, default, (low, high) in _counts(type(self)):
             value = getattr(self, name)
             if not (value is None and default is None):
@@ -196,8 +202,8 @@ class Description:
                 object.__setattr__(self, name, value)
 
     def replace(self, **changes: Any) -> Any:
-        """A copy with some fields changed, checked like a new one. Raises ``ValueError`` on a field
-        that there is not.
+        """A copy with some fields changed, checked like a new object. Raises ``ValueError`` on an
+        unknown field.
         """
         self._known(changes)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
@@ -207,14 +213,14 @@ class Description:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        """The inverse of ``to_dict``. Raises ``ValueError`` on a field that it does not know, and
-        on one that is missing.
+        """The inverse of ``to_dict``. Raises ``ValueError`` on an unknown field and on a missing
+        one.
         """
         cls._known(values)
         missing = dataclasses.MISSING
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            given = (field.default, field.default_factory) != (missing, missing)
-            if field.name not in values and not given:
+            has_default = (field.default, field.default_factory) != (missing, missing)
+            if field.name not in values and not has_default:
                 why, legal = f"{field.name} is missing", f"a table with {field.name} too"
                 raise illegal(cls.__name__, dict(values), why, legal)
         return cls(**values)

@@ -1,13 +1,13 @@
-"""`paralab run`, `predict`, `dry-run`, `program`, `observe`, `check`, `show`, `doctor`: in a shell.
+"""The shell commands of paralab: run, predict, dry-run, program, observe, check, show and doctor.
 
 Every field of ``ModelSpec`` and ``Plan`` that takes no code is an option (options.py). Under
-torchrun the same command is one rank of a job that may span machines: it writes its part of the
-report into a folder, which ``pl.load`` merges.
+torchrun `run` and `observe` are one rank of a job that may span machines: each rank writes its part
+of the report into a folder, and ``pl.load`` merges the parts.
 
-What is legal is said in one place, the descriptions themselves: options are handed on as typed, and
-a refusal comes back as exit status 2. A run that failed is 1, an interrupted one 130, one that a
-signal has ended 128 and the signal's number. None of them shows this process's traceback, only what
-the rank said. torch is imported by the ranks alone.
+Options are not checked here: `ModelSpec`, `Plan` and the functions that take them decide what is
+legal, and a refusal of theirs becomes exit status 2. A failed run has exit status 1, an interrupted
+one 130, one ended by another signal 128 plus the signal's number. Such an end shows what the rank
+said, without a traceback of this process. torch is imported by the ranks alone.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from paralab.spec.cluster import CLUSTER_PRESETS
 from paralab.theory.compare import compare
 from paralab.version import __version__
 
-DIFF = "diff_"  # --diff-zero-stage 3: the same plan but for this
-SPEAKER_FIRST = 20.0  # seconds that the one rank which says why has for it
+DIFF = "diff_"  # prefix of the options of `program`'s second plan, as in --diff-zero-stage 3
+OTHERS_WAIT = 20.0  # seconds that a machine's other ranks live on, while its first says why
 MEASURING = "measuring this machine, or reading what was measured before …"
-READ = {  # what a command may be given to read, and why nothing is written there
+INPUTS = {  # {option or argument that is read: why no output file may be the same}
     "script": "that is the script itself",
     "path": "that is the report which is to be shown",
     "data": "that is the text of --data",
     "resume": "that is what --resume reads",
 }
-# {a file to write: (help, the report's method, what is said then)}
+# {option of an output file: (help, method of the report, message when it is written)}
 FILES = {
     "save": ("the report, as JSON", "save", "saved {0}; see it again: paralab show {0}"),
     "html": ("one self-contained page", "to_html", "wrote {0}: open it in a browser"),
@@ -75,7 +75,7 @@ RANKS_OF_A_RUN = (
     Option("device", str, "cpu or cuda (default: a GPU per rank where there are as many)"),
     TIMEOUT,
 )
-OBSERVE = (
+OBSERVE_OPTIONS = (
     Option("ranks", number, "processes (default 4)"),
     Option("nodes", number, "place them on this many virtual nodes"),
     Option("steps", str, "what ends a step: optimizer, or marked by paralab.step()"),
@@ -90,13 +90,16 @@ CLIP_NORM = Option("clip_norm", number, "clip the gradients' global norm to this
 
 
 class Command(NamedTuple):
-    """A command of a model and a plan: what it does, its own options, the files it can write."""
+    """A command that takes a model and a plan: the function that runs it and returns the exit
+    status, its help, its own options, the keys of `FILES` that it can write, a function that adds
+    options of another form to its parser, and the end of its help.
+    """
 
     act: Callable[[argparse.Namespace], int]
     help: str
     options: tuple[Option, ...]
     files: tuple[str, ...] = ()
-    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    add_more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     epilog: str | None = None
 
 
@@ -115,9 +118,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"paralab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, act: Callable[[argparse.Namespace], int], said: str, **how: Any) -> Any:
-        does = said[0].upper() + said[1:] + "."
-        added = commands.add_parser(name, help=said, description=does, allow_abbrev=False, **how)
+    def add(name: str, act: Callable[[argparse.Namespace], int], does: str, **how: Any) -> Any:
+        text = does[0].upper() + does[1:] + "."
+        added = commands.add_parser(name, help=does, description=text, allow_abbrev=False, **how)
         added.set_defaults(act=act, parser=added)
         return added
 
@@ -126,9 +129,9 @@ def make_parser() -> argparse.ArgumentParser:
         added = add(name, command.act, command.help, **how)
         add_model_and_plan(added)
         add_options(added.add_argument_group("this command"), command.options)
-        command.more(added)
+        command.add_more(added)
         _add_files(added, command.files)
-    seen = add(
+    observe = add(
         "observe",
         _observe,
         "run your own PyTorch script and see its time, bytes and memory",
@@ -136,21 +139,21 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Under torchrun every rank writes its part: "
         "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
     )
-    add_options(seen.add_argument_group("this command"), OBSERVE)
-    _add_out(seen, "parts")
-    seen.add_argument("script", metavar="SCRIPT")
-    own = seen.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    own.required = False  # none is a remainder, too
-    _add_files(seen, tuple(FILES))
+    add_options(observe.add_argument_group("this command"), OBSERVE_OPTIONS)
+    _add_out(observe, "parts")
+    observe.add_argument("script", metavar="SCRIPT")
+    own = observe.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    own.required = False  # a script may have no arguments
+    _add_files(observe, tuple(FILES))
     show = add("show", _show, "print a saved report, or a torchrun job's folder")
     show.add_argument("path", metavar="FILE_OR_FOLDER")
     _add_files(show, ("html", "perfetto"))
-    every = (
+    codes = (
         "Exit status 0 with every point, 1 without, 2, before any is judged, if a file is no "
         "notebook of a lab. Of several notebooks a list is printed. What answers print goes to "
         "stderr."
     )
-    check = add("check", _check, "points for the answers in labs' notebooks, as JSON", epilog=every)
+    check = add("check", _check, "points for the answers in labs' notebooks, as JSON", epilog=codes)
     check.add_argument("notebooks", metavar="NOTEBOOK", nargs="+")
     doctor.add_command(commands)
     return parser
@@ -162,28 +165,28 @@ def _add_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
 
 
 def _add_out(parser: argparse.ArgumentParser, folder: str) -> None:
-    where = f"under torchrun: where every rank writes its part (default {folder})"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+    text = f"under torchrun: where every rank writes its part (default {folder})"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     parser.set_defaults(folder=folder)
 
 
 def _add_to_run(parser: argparse.ArgumentParser) -> None:
-    said = "predict the run from this machine's speed; compare"
-    parser.add_argument("--predict", action="store_true", help=said)
+    text = "predict the run from this machine's speed; compare"
+    parser.add_argument("--predict", action="store_true", help=text)
     _add_out(parser, "paralab-run")
 
 
 def _add_to_program(parser: argparse.ArgumentParser) -> None:
     add_other_plan(parser, DIFF)
-    said = "every line: repetitions not folded"
-    parser.add_argument("--all", action="store_true", help=said)
+    text = "every line: repetitions not folded"
+    parser.add_argument("--all", action="store_true", help=text)
 
 
 @contextmanager
 def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Turn what the descriptions refuse into argparse's exit 2.
+    """Turn refusals of illegal settings into argparse's message and exit status 2.
 
-    Only a refusal in the one form of ``checks.illegal`` is the user's: any other ValueError is a
+    Only an error in the form of ``checks.illegal`` is the user's mistake. Any other ValueError is a
     defect of this package, and keeps its traceback.
     """
     try:
@@ -194,18 +197,19 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
         if not rank.isdecimal() or int(rank) == 0:
             parser.error(str(error))  # once per machine, not once per rank
-        time.sleep(SPEAKER_FIRST)  # torchrun ends a machine's ranks with the first that goes
+        time.sleep(OTHERS_WAIT)  # torchrun kills all ranks of a machine when the first one ends
         sys.exit(2)
 
 
-def _own(given: argparse.Namespace, *without: str) -> dict[str, Any]:
+def _own_settings(given: argparse.Namespace, *without: str) -> dict[str, Any]:
+    """The options of the command itself that were given, but for those named in ``without``."""
     names = (option.name for option in COMMANDS[given.command].options)
     return settings_of(given, *(name for name in names if name not in without))
 
 
-def _asked(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
-    """The model and the plan, legal together. A file that could not be written is refused before
-    minutes are spent on what goes into it.
+def _model_and_plan(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
+    """The model and the plan, legal together. Output files that cannot be written are refused here
+    too, before the command spends minutes on their contents.
     """
     model, plan = model_of(given), plan_of(given)
     plan.validate(model)
@@ -214,23 +218,23 @@ def _asked(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
 
 
 def _check_files(given: argparse.Namespace) -> None:
-    """Refuse what cannot be written, and one file for two things, of which one may be read."""
+    """Refuse an output file that cannot be written, is an input too, or is named twice."""
     places = {
-        name: place for name in (*READ, "checkpoint") if (place := getattr(given, name, None))
+        name: place for name in (*INPUTS, "checkpoint") if (place := getattr(given, name, None))
     }
-    there = {os.path.realpath(place): name for name, place in places.items()}
+    taken = {os.path.realpath(place): name for name, place in places.items()}
     for name in FILES:
         if (file := getattr(given, name, None)) is not None:
             written.check(name, file)
-            other = there.setdefault(os.path.realpath(file), name)
+            other = taken.setdefault(os.path.realpath(file), name)
             if other != name:
-                why = READ.get(other, f"--{other} writes there, too")
+                why = INPUTS.get(other, f"--{other} writes there, too")
                 raise illegal(name, str(file), why, "another file")
 
 
 def _print_summary(report: Any) -> None:
-    shown = {"header": False, "index_names": False, "formatters": {"value": readable}}
-    table = report.summary().to_string(**shown)
+    style = {"header": False, "index_names": False, "formatters": {"value": readable}}
+    table = report.summary().to_string(**style)
     print(f"\n{report!r}\n{table}\n")
 
 
@@ -241,31 +245,31 @@ def _write(
     sections: Sequence[tuple[str, str]] = (),
 ) -> None:
     for name in names:
-        _, method, said = FILES[name]
+        _, method, message = FILES[name]
         if file := getattr(given, name, None):
             getattr(report, method)(file, **({"sections": sections} if name == "html" else {}))
-            print(said.format(file))
+            print(message.format(file))
 
 
 # ---- the commands -------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
-    settings = _own(given, "checkpoint")
-    if "checkpoint" in given:  # --save is the report's here
+    settings = _own_settings(given, "checkpoint")
+    if "checkpoint" in given:  # on the command line --save is for the report
         settings["save"] = given.checkpoint
     with _refusals(given.parser):
-        model, plan = _asked(given)
-        folder = _parts(given, "one rank has one part of the report", "predict")
+        model, plan = _model_and_plan(given)
+        folder = _part_folder(given, "one rank has one part of the report", "predict")
         with _save_is_checkpoint():
             if folder is not None:
                 return _run_one_rank(folder, model, plan, settings)
             report = experiment.run(model, plan, **settings)
-    _write(report, given, ("save",))  # now: what follows may be interrupted
+    _write(report, given, ("save",))  # first, as what follows may be interrupted
     _print_summary(report)
     sections = []
     if given.predict:
         print(MEASURING, flush=True)
-        here = Cluster.local(device=about.device_of(report))
-        expect = predict(model, plan, here, optimizer=report.meta["optimizer"])
+        machine = Cluster.local(device=about.device_of(report))
+        expect = predict(model, plan, machine, optimizer=report.meta["optimizer"])
         comparison = compare(expect, report)
         print(f"\n{comparison}")
         sections.append(("Predicted and measured", comparison._repr_html_()))
@@ -275,7 +279,7 @@ def _run(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _save_is_checkpoint() -> Iterator[None]:
-    """What `pl.run` says of its ``save`` is said of --checkpoint."""
+    """Let errors of `pl.run` about its ``save`` name the option --checkpoint."""
     try:
         yield
     except ValueError as error:
@@ -283,15 +287,15 @@ def _save_is_checkpoint() -> Iterator[None]:
         raise
 
 
-def _parts(given: argparse.Namespace, why: str, *not_its: str) -> str | None:
-    """The folder for the part of one rank, or None if torchrun did not start this. Refuses what is
-    not a rank's to say (``why``), or --out where there are no parts.
+def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:
+    """The folder for this rank's part of the report; None if torchrun did not start this process.
+    Refuses files and ``illegal_options`` on a rank (``why``), and --out on any other process.
     """
     if not torchrun_started_this():
         if given.out is not None:
             raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
         return None
-    for name in (*FILES, *not_its):
+    for name in (*FILES, *illegal_options):
         if value := getattr(given, name, None):
             raise illegal(name, str(value), why, "--out FOLDER, then paralab show FOLDER")
     return str(given.out or given.folder)
@@ -305,11 +309,11 @@ def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str,
 
 
 def _observe(given: argparse.Namespace) -> int:
-    settings = settings_of(given, *(option.name for option in OBSERVE))
+    settings = settings_of(given, *(option.name for option in OBSERVE_OPTIONS))
     script, arguments, why = given.script, given.arguments, "this is one rank, and torchrun's"
     with _refusals(given.parser):
         _check_files(given)
-        folder = _parts(given, why, "ranks", "nodes", "device", "timeout")
+        folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
         if folder is None:
             report = observing.observe(script, args=arguments, live=True, **settings)
     if folder is not None:
@@ -329,23 +333,23 @@ def _check(given: argparse.Namespace) -> int:
     known = tuple(exercises.ALL.values())
     with _refusals(given.parser):
         books = [read(path, known) for path in given.notebooks]
-    found = [grade(book, known) for book in books]
-    text = json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False)
-    print(text.encode(errors="replace").decode())  # an answer may have said half a character
-    return 0 if all(one["points"] == one["of"] for one in found) else 1
+    grades = [grade(book, known) for book in books]
+    text = json.dumps(grades[0] if len(grades) == 1 else grades, indent=2, ensure_ascii=False)
+    print(text.encode(errors="replace").decode())  # an answer may print half a surrogate pair
+    return 0 if all(each["points"] == each["of"] for each in grades) else 1
 
 
 def _dry_run(given: argparse.Namespace) -> int:
     with _refusals(given.parser):
-        model, plan = _asked(given)
-        report = dry_run(model, plan, cluster=_preset(given, plan), **_own(given, "nodes"))
+        model, plan = _model_and_plan(given)
+        report = dry_run(model, plan, cluster=_preset(given, plan), **_own_settings(given, "nodes"))
     _print_summary(report)
     _write(report, given)
     return 0
 
 
 def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
-    """The cluster that was named, of as many nodes as were asked for or as hold the plan."""
+    """The preset that --cluster names, with --nodes or else enough nodes for the plan; or None."""
     if given.cluster is None:
         if "nodes" in given:
             raise illegal("nodes", given.nodes, "only a cluster has several", "--cluster NAME too")
@@ -355,16 +359,16 @@ def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
     return Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
 
 
-def _add_cluster(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    named = f"{', '.join(CLUSTER_PRESETS)} (default: {otherwise})"
-    parser.add_argument("--cluster", metavar="NAME", help=named)
+def _add_cluster(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"{', '.join(CLUSTER_PRESETS)} (default: {default})"
+    parser.add_argument("--cluster", metavar="NAME", help=text)
 
 
 def _program(given: argparse.Namespace) -> int:
-    from paralab.interpret.text import program  # brings the ops of a model
+    from paralab.interpret.text import program  # here, as it imports the ops of a model
 
-    lines = ("op", "lane", "microbatch")
-    settings, chosen = _own(given, *lines), settings_of(given, *lines)
+    filters = ("op", "lane", "microbatch")
+    settings, chosen = _own_settings(given, *filters), settings_of(given, *filters)
     with _refusals(given.parser):
         model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
         if given.all and other is not None:
@@ -379,7 +383,7 @@ def _program(given: argparse.Namespace) -> int:
 
 def _predict(given: argparse.Namespace) -> int:
     with _refusals(given.parser):
-        model, plan = _asked(given)
+        model, plan = _model_and_plan(given)
         cluster = _preset(given, plan)
         if cluster is not None and "device" in given:
             raise illegal("device", given.device, "a preset has its own", "no --cluster")
@@ -392,20 +396,20 @@ def _predict(given: argparse.Namespace) -> int:
     _print_summary(report)
     if refusal := fits(report):
         print(refusal + ".\n")
-    for what, sizes in _amounts(report).items():
+    for title, sizes in _amounts(report).items():
         lines = [f"  {name:<24}{size / 1e6:>14,.2f} MB" for name, size in sizes.items() if size]
-        print("\n".join([what, *(lines or ["  none"])]) + "\n")
+        print("\n".join([title, *(lines or ["  none"])]) + "\n")
     _write(report, given)
     return 0
 
 
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
-    """{what: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
-    where = {"intra": "inside a node", "inter": "across nodes"}
+    """{title: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
+    words = {"intra": "inside a node", "inter": "across nodes"}
     ranks = len(about.reported_ranks(report))
     sent = amounts.traffic(report, ["axis", "level"]).itertuples(index=False)
     return {
-        "sent per rank and step": {f"{axis}, {where[at]}": n / ranks for axis, at, n in sent},
+        "sent per rank and step": {f"{axis}, {words[level]}": n / ranks for axis, level, n in sent},
         "peak memory of the rank with the highest": report.peaks()[report.clock].to_dict(),
     }
 
@@ -457,7 +461,7 @@ COMMANDS = {
             CLIP_NORM,
         ),
         ("save", "html"),
-        partial(_add_cluster, otherwise="processors of one node"),
+        partial(_add_cluster, default="processors of one node"),
     ),
     "program": Command(
         _program,
@@ -470,7 +474,7 @@ COMMANDS = {
             Option("lane", comma_separated, "only what runs there: compute, or an axis, as dp"),
             Option("microbatch", number, "only this micro-batch's"),
         ),
-        more=_add_to_program,
+        add_more=_add_to_program,
     ),
     "predict": Command(
         _predict,
@@ -481,17 +485,17 @@ COMMANDS = {
             OPTIMIZER,
         ),
         ("save", "html", "perfetto"),
-        partial(_add_cluster, otherwise="this machine, measured"),
+        partial(_add_cluster, default="this machine, measured"),
     ),
 }
 
 
 class _Output(io.FileIO):
-    """A standard output whose reader may leave before the end, as `head` does, or whose disk may be
-    full: the rest is dropped, and the command goes on to the files that it was asked for.
+    """A standard output that may fail before the end, because its reader leaves, as `head` does, or
+    its disk is full. The rest is dropped, and the command goes on to write its files.
     """
 
-    failed: OSError | None = None  # why, where it is no reader's wish
+    failed: OSError | None = None  # the error, unless the reader left
 
     def write(self, data: Any) -> int | None:
         try:
@@ -504,27 +508,27 @@ class _Output(io.FileIO):
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal that would have ended the process before it had cleaned up."""
+    """SIGTERM or SIGHUP as an exception, so that the process cleans up before it ends."""
 
 
-def _end(number: int, frame: Any) -> NoReturn:
+def _raise_ended(number: int, frame: Any) -> NoReturn:
     raise _Ended(number)
 
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """What ends a job, and a terminal that closes, end the command as Ctrl-C does, for as long as
-    the block runs; under torchrun they are the job's own business.
+    """While the block runs, SIGTERM and SIGHUP (a terminal that closes) end the command as Ctrl-C
+    does. Not under torchrun, which handles them for the job.
     """
     ends = () if torchrun_started_this() else (signal.SIGTERM, signal.SIGHUP)
-    ours = [one for one in ends if signal.getsignal(one) is signal.SIG_DFL]
-    for one in ours:
-        signal.signal(one, _end)
+    caught = [each for each in ends if signal.getsignal(each) is signal.SIG_DFL]
+    for each in caught:
+        signal.signal(each, _raise_ended)
     try:
         yield
     finally:
-        for one in ours:
-            signal.signal(one, signal.SIG_DFL)
+        for each in caught:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -535,21 +539,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         binary = io.BufferedWriter(raw)
         sys.stdout = io.TextIOWrapper(binary, out.encoding, line_buffering=out.line_buffering)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal has no letter for is a "?"
+        if isinstance(stream, io.TextIOWrapper):  # print "?" for what a terminal cannot show
             stream.reconfigure(errors="replace")
     given = make_parser().parse_args(arguments)
     try:
         with _signals():
-            done = given.act(given)
+            status = given.act(given)
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()
         if raw is not None and raw.failed:
             raise raw.failed
-        return done
+        return status
     except KeyboardInterrupt as error:
         number = error.args[0] if isinstance(error, _Ended) else signal.SIGINT
         print("paralab: interrupted; the ranks are stopped", file=sys.stderr)
         return 128 + number
     except (RankError, RankTimeout, OutOfMemory, OSError) as error:
         print(f"paralab: {error}", file=sys.stderr)
-        return getattr(error, "status", 1)  # a script's own
+        return getattr(error, "status", 1)  # the exit status of a script

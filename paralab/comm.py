@@ -1,9 +1,9 @@
-"""Communication between ranks: every byte that a step sends passes here and is written down.
+"""Communication between ranks: every byte that a step sends passes through here and is recorded.
 
-A `Group` is one communicator: some ranks along one axis of the plan. Each call but `barrier` is
-asynchronous and returns a `Pending`; ``.wait()`` is where the rank is idle, and it is recorded as a
-wait, never as communication. How a call reaches torch.distributed, by gloo or NCCL, is in
-transports.py.
+A `Group` is one communicator: ranks along one axis of the plan. Each call but `barrier` is
+asynchronous and returns a `Pending`. A rank is idle in its ``.wait()``, and the timeline shows this
+time as a wait, never as communication. transports.py hands the calls to torch.distributed, on gloo
+or NCCL.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from paralab.transports import Call, Gloo, Nccl, Posted, Staged, Transport
 
 
 class Group:
-    """Ranks that communicate with each other, and the ledger of what they sent.
+    """Ranks that communicate with each other; it records what this rank sends them.
 
     ranks      global ranks, in group order; this rank is one of them
-    axis       the plan's axis the group lies on: "dp", "tp", "pp", "replica", "tp:row", "world" ...
-    context    the rank's context: who it is, its device, its backend, `note`
-    transport  the class that carries the calls; by default NCCL's where there is NCCL, and where
-               gloo meets CUDA the way through host buffers
+    axis       the plan's axis that they lie on: "dp", "tp", "pp", "replica", "tp:row", "world" ...
+    context    this rank's `RankContext`
+    transport  the class that carries the calls; default: `Gloo` for CPU tensors, for tensors on a
+               GPU `Nccl`, or `Staged` where the backend is gloo
 
-    ``phase`` says in the ledger what a call was for; by default "grad_sync" on axis "dp" and "data"
-    on any other.
+    A call's ``phase`` is its purpose, a column of the ledger; default: "grad_sync" on axis "dp",
+    "data" on any other.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Group:
         settings = {"axis": axis, "context": context, "recorder": recorder}
         self.transport = transport(self.ranks, group=self.process_group, **settings)
         self._calls = 0
-        self._open: dict[int, str] = {}  # calls that nobody has waited for: number, operation
+        self._unwaited: dict[int, str] = {}  # {number of a call not waited for: operation}
         self._subgroups: dict[tuple, Group | None] = {}
-        self._rows: dict[tuple, Row] = {}  # of calls alike: what is written down of each
+        self._ledger_rows: dict[tuple, Row] = {}  # cache: calls that are alike have equal rows
         self._strict = Strict(context, axis=axis) if context.strict else None
 
     def subgroup(self, ranks: Sequence[int], *, axis: str) -> Group | None:
-        """Some of these ranks as a group of their own; None on the others.
+        """The group of ``ranks``; None on a rank that is not one of them.
 
-        Every rank of the world calls this on its world group, with the same arguments and in the
-        same order. Asked for again, the group is the one made before. NCCL connects a group at its
-        first call, in which all members have to take part: that one is made here.
+        Every rank calls this on its world group, with the same arguments and in the same order. A
+        second call for the same ranks and axis returns the same group. NCCL connects a communicator
+        at its first call, in which all members have to take part, so that call is made here.
         """
         ranks = tuple(ranks)
         if self.size < self.context.world_size:
@@ -83,36 +83,39 @@ class Group:
                 "process_group": self._new_group(ranks),
                 "transport": type(self.transport),
             }
-            made = Group(ranks, axis=axis, **settings) if self.context.rank in ranks else None
-            if made is not None and made.size > 1 and isinstance(made.transport, Nccl):
-                made.barrier(phase="setup")
-            self._subgroups[key] = made
+            group = Group(ranks, axis=axis, **settings) if self.context.rank in ranks else None
+            if group is not None and group.size > 1 and isinstance(group.transport, Nccl):
+                group.barrier(phase="setup")
+            self._subgroups[key] = group
         return self._subgroups[key]
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """torch gives it a limit of its own, 10 minutes with NCCL, if it is told none."""
+        """With the time limit of the run: torch's default is another, 10 minutes with NCCL."""
         return dist.new_group(list(ranks), timeout=timedelta(seconds=self.context.limit))
 
     def open_ways(self, rings: Sequence[Sequence[int]]) -> None:
-        """Make a communicator of two ranks, with a CUDA stream, for each direction between two
-        neighbours in a pipeline: a *way*.
+        """Make a *way* for each direction between two neighbours of a pipeline: a communicator of
+        these two ranks, with a CUDA stream.
 
-        Every rank of the world calls this at the same point, with all rings, one of which is this
-        group. Then each way carries one message: NCCL connects two ranks when both have come to
-        their first call, and all members go through theirs in one order.
+        rings  the ranks of every pipeline, this group among them; the last stage is a neighbour of
+               the first, as interleaving needs it
+
+        Every rank of the world calls this at the same point. Each way then carries one message,
+        because NCCL connects two ranks at their first call, for which both must be there: all ranks
+        go through their ways in the same order.
         """
-        mine, ways = self.context.rank, self.transport.ways
+        me, ways = self.context.rank, self.transport.ways
         for ring in rings:
             pairs = {tuple(sorted((a, b))) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
             for low, high in sorted(pairs):
                 for source, target in ((low, high), (high, low)):
-                    made = self._new_group([low, high])
-                    if mine in (low, high):
-                        way = ("send", target) if mine == source else ("recv", source)
-                        ways[way] = made, torch.cuda.Stream(self.context.device)
+                    process_group = self._new_group([low, high])
+                    if me in (low, high):
+                        way = ("send", target) if me == source else ("recv", source)
+                        ways[way] = process_group, torch.cuda.Stream(self.context.device)
         for side, peer in ways:
-            first = torch.zeros(1, device=self.context.device)
-            self.exchange([(side, first, peer)], phase="setup").wait()
+            message = torch.zeros(1, device=self.context.device)
+            self.exchange([(side, message, peer)], phase="setup").wait()
 
     # ---- collectives ------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, *, phase: str | None = None) -> Pending:
@@ -120,32 +123,32 @@ class Group:
         return self._call("all_reduce", [tensor], phase, reads=[tensor])
 
     def all_gather(self, output: Tensor, part: Tensor, *, phase: str | None = None) -> Pending:
-        """``output`` = the members' ``part`` one after the other, (n * numel,)."""
+        """Concatenate the members' ``part`` into ``output``, of shape (n * part.numel(),)."""
         return self._call("all_gather", [output, part], phase)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, phase: str | None = None) -> Pending:
-        """Part i of ``tensor`` goes to member i; ``output`` holds what the members sent here."""
+        """Send part i of ``tensor`` to member i; ``output`` gets the received parts in order."""
         return self._call("all_to_all", [output, tensor], phase)
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, *, phase: str | None = None
     ) -> Pending:
-        """``output`` = this rank's part of the members' sum. tensor: (n * output.numel(),)."""
+        """``output`` = this rank's part of the summed ``tensor``, (n * output.numel(),)."""
         return self._call("reduce_scatter", [output, tensor], phase)
 
     def broadcast(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
-        """Every member gets global rank ``root``'s tensor, on gloo down a binomial tree."""
+        """Copy global rank ``root``'s tensor to every member, on gloo down a binomial tree."""
         fills = [tensor] * (self.context.rank != root)
         return self._call("broadcast", [tensor], phase, fills=fills, root=root)
 
     def reduce(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
-        """Global rank ``root``'s tensor becomes the members' sum; the others keep theirs."""
+        """Sum into global rank ``root``'s tensor; the other members' tensors stay as they are."""
         return self._call("reduce", [tensor], phase, reads=[tensor], root=root)
 
     def barrier(self, *, phase: str = "control") -> None:
-        """No rank goes on before all are here, with NCCL its host and its device."""
+        """Wait until all members have called it; with NCCL the host waits as well as the device."""
         self.all_reduce(torch.zeros(1, device=self.context.device), phase=phase).wait()
-        if isinstance(self.transport, Nccl):  # the wait above orders the compute stream alone
+        if isinstance(self.transport, Nccl):  # the wait above holds the compute stream only
             torch.cuda.current_stream().synchronize()
 
     def _call(
@@ -158,7 +161,9 @@ class Group:
         reads: Sequence[Tensor] = (),
         root: int | None = None,
     ) -> Pending:
-        """A collective. Its payload is the largest tensor; by default it fills the first one."""
+        """Post a collective. Its payload is the largest tensor. By default it fills the first one;
+        `transports.Call` has the arguments.
+        """
         _check_sizes(op, tensors, self.size)
         if root is not None and root not in self.ranks:
             raise illegal("root", root, "not a rank of this group", f"one of {self.ranks}")
@@ -174,11 +179,11 @@ class Group:
             number=self._calls,
         )
         row = (op, payload.nbytes, -1 if root is None else root)
-        return self._noted(self.transport.post(call), op, [row], phase)
+        return self._record(self.transport.post(call), op, [row], phase)
 
     # ---- point to point -------------------------------------------------------------------------
     def send(self, tensor: Tensor, *, to: int, phase: str | None = None) -> Pending:
-        """Send to global rank ``to``; matched with its receives in order, never by tag."""
+        """Send to global rank ``to``. Sends and receives match in order, never by tag."""
         return self.exchange([("send", tensor, to)], phase=phase)
 
     def recv(self, tensor: Tensor, *, source: int, phase: str | None = None) -> Pending:
@@ -188,14 +193,14 @@ class Group:
     def exchange(
         self, parts: Sequence[tuple[str, Tensor, int]], *, phase: str | None = None
     ) -> Pending:
-        """Several sends and receives at once, ("send" | "recv", tensor, global rank) each.
+        """Post several messages as one call; a part is ("send" | "recv", tensor, global rank).
 
-        What two ranks send each other belongs into one exchange: NCCL runs a pair's calls one after
-        the other, so two sends that face each other would wait for ever.
+        Two ranks that send to each other have to do it in one exchange: NCCL runs the calls of a
+        pair one after the other, so that two opposite sends would wait for each other for ever.
         """
         self._check_ways(parts)
         if self._strict is not None:
-            self.recorder.enter("wait")  # a strict send waits for its receive, as NCCL may
+            self.recorder.enter("wait")  # a strict send waits for its receive, as one on NCCL may
             self.blocked_in("exchange", [(side, peer) for side, _, peer in parts])
             self._strict.rendezvous(self.ranks, parts)
             self.blocked_in()
@@ -209,10 +214,10 @@ class Group:
             number=self._calls,
         )
         rows = [(side, tensor.nbytes, peer) for side, tensor, peer in parts]
-        return self._noted(self.transport.post(call), first, rows, phase)
+        return self._record(self.transport.post(call), first, rows, phase)
 
     def _check_ways(self, parts: Sequence[tuple[str, Tensor, int]]) -> None:
-        """A message for a rank that there is not would be waited for until the time is over."""
+        """Refuse a message whose other end is no other member: its wait would end in a timeout."""
         if not parts:
             legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
             raise illegal("parts", parts, "nothing to send or to receive", legal)
@@ -224,44 +229,44 @@ class Group:
                 others = tuple(rank for rank in self.ranks if rank != self.context.rank)
                 raise illegal(name, peer, "not another rank of this group", f"one of {others}")
 
-    # ---- what is written down -------------------------------------------------------------------
-    def _noted(
+    # ---- the record of the calls ----------------------------------------------------------------
+    def _record(
         self, posted: Posted, op: str, rows: list[tuple[str, int, int]], phase: str | None
     ) -> Pending:
-        """Write the rows (operation, payload bytes, root or peer) of a call that was posted."""
+        """Record a posted call; rows: (operation, payload bytes, peer or root, -1 for none)."""
         number, phase = self._calls, phase or self.phase
-        how = {"phase": phase, "node_of": self.context.nodes.__getitem__}
-        for what in rows:
-            name, payload, peer = what
-            made = self._rows.get((what, phase))
-            if made is None:
+        shared = {"phase": phase, "node_of": self.context.nodes.__getitem__}
+        for key in rows:
+            name, payload, peer = key
+            ledger_row = self._ledger_rows.get((key, phase))
+            if ledger_row is None:
                 group = self.axis, self.ranks, self.context.rank
-                made = row(name, *group, peer=peer, payload=payload, **how)
-                self._rows[what, phase] = made
-            self.recorder.call((number, *made, posted.span))
+                ledger_row = row(name, *group, peer=peer, payload=payload, **shared)
+                self._ledger_rows[key, phase] = ledger_row
+            self.recorder.call((number, *ledger_row, posted.span))
         self._calls += 1
-        self._open[number] = op
+        self._unwaited[number] = op
         return Pending(self, posted, (op, number))
 
     def end(self) -> list[str]:
-        """The calls of this group, and of its subgroups, that nobody has waited for, in words.
-
-        Called after the last one. Raises OrderError if strict, and if another member has made more.
+        """Check a group after its last call. Returns a description of each call of it and of its
+        subgroups that this rank has not waited for. In a strict group, raises OrderError if
+        another member has made more calls.
         """
         if self._strict is not None:
             self._strict.end(self.ranks)
-        own = [self.transport.words(op, number) for number, op in self._open.items()]
-        inner = filter(None, self._subgroups.values())
-        return [*own, *(words for group in inner for words in group.end())]
+        own = [self.transport.describe(op, number) for number, op in self._unwaited.items()]
+        subgroups = filter(None, self._subgroups.values())
+        return [*own, *(description for group in subgroups for description in group.end())]
 
     def blocked_in(self, op: str = "", call: object = "") -> None:
-        """Note why this rank is idle, for the watchdog; without arguments: it computes again."""
-        self.context.note(self.transport.words(op, call) if op else "")
+        """Tell the watchdog which call this rank waits for; without arguments, that it computes."""
+        self.context.note(self.transport.describe(op, call) if op else "")
 
 
 def _check_sizes(op: str, tensors: Sequence[Tensor], n: int) -> None:
-    """Refuse tensors that do not fit each other, in a collective of n ranks: gloo sends what lies
-    behind the end of one in memory, or leaves a part of it out.
+    """Refuse tensors whose sizes do not fit a collective of ``n`` ranks: gloo would read past the
+    end of one, or leave a part of it out.
     """
     for tensor in tensors:
         instance("tensor", tensor, Tensor, "a torch.Tensor")
@@ -281,47 +286,47 @@ def _check_sizes(op: str, tensors: Sequence[Tensor], n: int) -> None:
 
 
 def everyone(context: Any, *, axis: str = "world") -> Group:
-    """All ranks as a group with a recorder of its own, in which nothing else is written down."""
+    """The group of all ranks, with a new recorder that no other group uses."""
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
     return Group(range(context.world_size), axis=axis, context=context, recorder=recorder)
 
 
 class Pending:
-    """A call in flight. ``wait()`` returns when its result may be read; twice is harmless."""
+    """A call in flight. After ``wait()`` its result may be read; waiting twice is harmless."""
 
-    __slots__ = ("_group", "_posted", "_what", "_done")
+    __slots__ = ("_group", "_posted", "_label", "_done")
 
-    def __init__(self, group: Group, posted: Posted, what: tuple[str, int]) -> None:
-        self._group, self._posted, self._what, self._done = group, posted, what, False
+    def __init__(self, group: Group, posted: Posted, label: tuple[str, int]) -> None:
+        self._group, self._posted, self._label, self._done = group, posted, label, False
 
     def wait(self) -> None:
         wait_all([self])
 
     def _settle(self) -> None:
-        """Hold the rank (with NCCL: its compute stream) until it is over; raises what the transport
-        raised.
+        """Hold the rank (with NCCL: its compute stream) until the call is over. Raises what the
+        transport raised.
         """
         works = self._posted.works
         while works:
-            works.pop(0).wait()  # each holds its tensors, and is let go before the next
+            works.pop(0).wait()  # pop: a work keeps its tensors alive
         self._group.recorder.settled(self._posted.span)
 
     def _end(self) -> None:
         self._done = True
-        self._group._open.pop(self._what[1], None)
+        self._group._unwaited.pop(self._label[1], None)
         if self._posted.finish is not None:
             self._posted.finish()
 
 
 def wait_all(calls: Sequence[Pending]) -> None:
-    """Wait for several calls of one group: one wait in the picture, as nothing runs in between."""
+    """Wait for several calls of one group: one wait in the timeline, as nothing runs in between."""
     calls = [call for call in calls if not call._done]
     if not calls:
         return
     group = calls[0]._group
     group.recorder.enter("wait", after=tuple(call._posted.span for call in calls))
     for call in calls:
-        group.blocked_in(*call._what)
+        group.blocked_in(*call._label)
         call._settle()
     group.blocked_in()
     group.recorder.leave()

@@ -1,5 +1,5 @@
-"""The device of runs that name none. It is kept in the environment, PARALAB_DEVICE, which ranks and
-shells pass on. Torch-free.
+"""The device of runs that name none. It is kept in the environment variable PARALAB_DEVICE, which
+ranks and child processes inherit. Torch-free.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ LEGAL = (None, "cpu", "cuda")
 
 
 def set_default_device(device: str | None) -> None:
-    """From now on launches, runs, traces and predictions of this process that name no device take
-    this one. For `pl.observe` it chooses the process group alone: a program's device is its own.
+    """Set the device for all later launches, runs, traces and predictions of this process that name
+    none. `pl.observe` takes the process group for it; the program chooses its device itself.
 
     device  "cpu", "cuda", or None: a GPU for each rank where there are as many, else the CPU
 
@@ -27,5 +27,5 @@ def set_default_device(device: str | None) -> None:
 
 
 def default_device() -> str | None:
-    """What was set; raises ValueError if the variable says something else."""
+    """The device that was set, or None. Raises ValueError if PARALAB_DEVICE has another value."""
     return choice(VARIABLE, os.environ.get(VARIABLE) or None, LEGAL)

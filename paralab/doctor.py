@@ -1,10 +1,10 @@
 """`paralab doctor`: what this machine can do, and which labs run here, in sentences.
 
-`examine` finds the facts out, `diagnose` says what they mean for a learner. A *problem* keeps labs
-from running, and makes the exit status 1. Nothing is changed on the machine, no ranks are started,
-and even the links are measured only with ``--calibrate``. torch is asked in a process of its own:
-this one stays light, and a torch that hangs or crashes at import is an answer, not the end. A fact
-that cannot be found out is None.
+`examine` collects the facts, `diagnose` says what they mean for a learner. A *problem* keeps all
+labs from running, and makes the exit status 1. Nothing is changed on the machine, no ranks are
+started, and links are measured only with ``--calibrate``. torch is imported in another process, so
+that this one stays light and survives a torch that hangs or crashes at import. A fact that cannot
+be found out is None.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from paralab.spec.cluster import available_cores
 from paralab.version import __version__
 from paralab.view.theme import scaled
 
-Machine = SimpleNamespace  # what `examine` found
+Machine = SimpleNamespace  # the facts that `examine` returns
 GB, MB = 10**9, 10**6
 OLDEST_PYTHON = (3, 11)
-# Measured under JupyterLab after training: server and kernel, and each rank.
+# Bytes of JupyterLab (server and kernel) and of a rank, measured after training.
 BASE_MEMORY, RANK_MEMORY = 500 * MB, 70 * MB
-SCRATCH = 300 * MB  # of temporary files: notes between ranks, saved runs, lab 09's 200 MB
-SHARED = GB  # of /dev/shm, through which NCCL's ranks talk: NVIDIA's advice for containers
+SCRATCH = 300 * MB  # for temporary files: notes between ranks, saved runs, lab 09's 200 MB
+SHARED = GB  # for /dev/shm, through which NCCL's ranks communicate: NVIDIA's advice for containers
 TORCH_TIMEOUT = 120.0  # seconds: a first import from a cold disk is slow
 PACKAGES = ("numpy", "pandas", "plotly", "anywidget", "ipywidgets", "jupyterlab")
 PACKAGES += ("cloudpickle", "safetensors", "tqdm")
-# The labs by the most ranks that they start at once.
+# {the most ranks that a lab starts at once: these labs}
 LABS = {
     1: ("00", "09"),
     2: ("11",),
@@ -87,7 +87,7 @@ def _command(given: argparse.Namespace) -> int:
 
 # ---- the facts ----------------------------------------------------------------------------------
 def examine(*, device: str = "cpu") -> Machine:
-    """Ask the system; sizes are in bytes. device: whose links."""
+    """The facts about this machine; sizes are in bytes. device: whose links to report."""
     counted = temp = None
     with contextlib.suppress(OSError):
         counted = witness.loopback_bytes()
@@ -107,7 +107,7 @@ def examine(*, device: str = "cpu") -> Machine:
         temp_free=room_in(temp),
         forkserver=start_method() == "fork",
         loopback_counter=counted is not None,
-        load_shown=processors.spent()[0] > 0,  # how busy other programs are
+        load_shown=processors.spent()[0] > 0,  # the system says how busy other programs are
     )
 
 
@@ -131,72 +131,72 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 def ask_torch(
     *, timeout: float = TORCH_TIMEOUT, command: Sequence[str] = (sys.executable, "-c", _PROBE)
 ) -> dict[str, Any]:
-    """What torch says of itself: version, cuda, gpus ("name" and "memory" of each), backends;
-    error: why it said nothing.
+    """torch's version, its CUDA's version, gpus ("name" and "memory" of each) and backends; error:
+    why these are unknown, or None.
     """
-    silent = {"version": None, "cuda": None, "gpus": [], "backends": []}
+    unknown = {"version": None, "cuda": None, "gpus": [], "backends": []}
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return silent | {"error": f"importing it took more than {timeout:g} s"}
+        return unknown | {"error": f"importing it took more than {timeout:g} s"}
     if ran.returncode == 0:
         return json.loads(ran.stdout.splitlines()[-1]) | {"error": None}
     if ran.returncode < 0:
-        return silent | {"error": f"its process ended with signal {-ran.returncode}"}
-    return silent | {"error": ran.stderr.strip().split("\n")[-1]}
+        return unknown | {"error": f"its process ended with signal {-ran.returncode}"}
+    return unknown | {"error": ran.stderr.strip().split("\n")[-1]}
 
 
 def calibrated(device: str = "cpu") -> str | None:
-    """What the cached calibration says of one core or one GPU, and of an all-reduce between ranks;
-    None if there is none.
+    """The cached calibration in words: the speed of a core or GPU, and of an all-reduce between
+    ranks. None if there is none.
     """
     known = calibrate.known(device)
     if known is None:
         return None
     cluster = known["cluster"]
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
-    said = (
+    summary = (
         f"measured {known['made'][:10]}: {scaled(cluster['flops'], 'FLOP/s')} on a "
         f"{'GPU' if device == 'cuda' else 'core'}, between ranks {scaled(link['alpha'], 's')} and "
         f"{scaled(link['bandwidth'], 'B/s')}"
     )
     if known.get("busy", 0.0) > calibrate.BUSY:
-        said += "; other programs were busy, so it is measured again once they are not"
-    return said
+        summary += "; other programs were busy, so it is measured again once they are not"
+    return summary
 
 
 def free_memory() -> int | None:
-    """Bytes that a new process could use: of the machine, or of the container if that is less."""
-    found, group = [], Path("/sys/fs/cgroup")
+    """Bytes that a new process could use, in the machine or, if that is less, in the container."""
+    limits, group = [], Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(1024 * int(lines["MemAvailable"].split()[0]))
+        limits.append(1024 * int(lines["MemAvailable"].split()[0]))
     with contextlib.suppress(OSError, ValueError):  # "max" is no number
         limit = int((group / "memory.max").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        found.append(max(0, limit - used))
-    return min(found, default=None)
+        limits.append(max(0, limit - used))
+    return min(limits, default=None)
 
 
 def room_in(folder: str | None) -> int | None:
-    """Bytes that are free there; None if it is no folder."""
+    """Free bytes on the disk of ``folder``; None if it is no folder."""
     with contextlib.suppress(OSError, TypeError):
         return shutil.disk_usage(folder).free  # type: ignore[arg-type]
     return None
 
 
-# ---- what they mean -----------------------------------------------------------------------------
+# ---- the diagnosis ------------------------------------------------------------------------------
 class Check(NamedTuple):
-    """said: a fact and what it means; mend: what helps, if no lab runs because of it."""
+    """finding: a fact and what it means; remedy: what helps, if it keeps labs from running."""
 
     name: str
-    said: str
-    mend: str = ""
+    finding: str
+    remedy: str = ""
 
 
 class Diagnosis(NamedTuple):
-    """labs: those that run here as they are; problems: what has to be mended before any does."""
+    """labs: those that run on this machine; problems: each with its remedy, if no lab runs."""
 
     machine: Machine
     checks: list[Check]
@@ -207,12 +207,12 @@ class Diagnosis(NamedTuple):
         """Everything, for a terminal."""
         width = max(len(check.name) for check in self.checks)
         rows = [f"paralab {__version__} on {self.machine.system}", ""]
-        rows += [f"  {check.name:<{width}}  {check.said}" for check in self.checks]
+        rows += [f"  {check.name:<{width}}  {check.finding}" for check in self.checks]
         room = _room(self.machine)
         more = [f"{', '.join(labs)} start {ranks}" for ranks, labs in LABS.items() if ranks > room]
         end = ["All labs run here. Open them with: make lab"]
         if self.problems:
-            end = ["What has to be mended first:", *(f"  - {said}" for said in self.problems)]
+            end = ["What has to be mended first:", *(f"  - {problem}" for problem in self.problems)]
         elif more:
             end = [
                 f"Labs {', '.join(self.labs)} run here as they are. Open them with: make lab",
@@ -221,86 +221,90 @@ class Diagnosis(NamedTuple):
         return "\n".join([*rows, "", *end])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: facts, what they mean, labs, problems."""
-        says = {check.name: check.said for check in self.checks}
-        return {**self._asdict(), "machine": vars(self.machine), "checks": says}
+        """Plain values for JSON: machine, checks, labs, problems."""
+        findings = {check.name: check.finding for check in self.checks}
+        return {**self._asdict(), "machine": vars(self.machine), "checks": findings}
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """What the facts mean."""
+    """What the facts mean for the labs."""
     checks = list(_checks(machine))
-    problems = [f"{check.name}: {check.said}; {check.mend}" for check in checks if check.mend]
+    problems = [
+        f"{check.name}: {check.finding}; {check.remedy}" for check in checks if check.remedy
+    ]
     room = 0 if problems else _room(machine)
-    labs = [lab for ranks, some in LABS.items() if ranks <= room for lab in some]
+    labs = [lab for ranks, names in LABS.items() if ranks <= room for lab in names]
     return Diagnosis(machine, checks, sorted(labs), problems)
 
 
-def _checks(at: Machine) -> Iterator[Check]:
-    said = "every rank of every lab has one"
-    if at.cores < max(LABS):
-        said = "more ranks take turns, so look at the replayed clock, not at the wall's"
-    yield Check("cores", f"{_count(at.cores, 'core')}: {said}")
+def _checks(machine: Machine) -> Iterator[Check]:
+    finding = "every rank of every lab has one"
+    if machine.cores < max(LABS):
+        finding = "more ranks take turns, so look at the replayed clock, not at the wall's"
+    yield Check("cores", f"{_count(machine.cores, 'core')}: {finding}")
 
     free = "how much of it is free is not shown here"
-    if at.free_memory is not None:
-        free = f"{_size(at.free_memory)} free"
-    said = f"{_size(at.memory)}, {free}: room for {_count(_room(at), 'rank')}"
-    mend = f"close something: one rank and JupyterLab take {_size(BASE_MEMORY + RANK_MEMORY)}"
-    yield Check("memory", said, mend * (_room(at) < 1))
+    if machine.free_memory is not None:
+        free = f"{_size(machine.free_memory)} free"
+    finding = f"{_size(machine.memory)}, {free}: room for {_count(_room(machine), 'rank')}"
+    remedy = f"close something: one rank and JupyterLab take {_size(BASE_MEMORY + RANK_MEMORY)}"
+    yield Check("memory", finding, remedy * (_room(machine) < 1))
 
-    yield Check("torch", *_torch(at))
-    yield Check("GPUs", _gpus(at))
-    said = at.links or "not measured yet: paralab doctor --calibrate takes ten to fifteen seconds"
+    yield Check("torch", *_torch(machine))
+    yield Check("GPUs", _gpus(machine))
+    links = (
+        machine.links or "not measured yet: paralab doctor --calibrate takes ten to fifteen seconds"
+    )
     unseen = "; how busy other programs are is not shown here, so measure when they are not"
-    yield Check("links", said + unseen * (not at.load_shown))
+    yield Check("links", links + unseen * (not machine.load_shown))
 
-    said, mend = "none that can be written to", "ranks meet in files there: set TMPDIR"
-    if at.temp_free is not None:
-        said = f"{at.temp}, {_size(at.temp_free)} free"
-        mend = f"make room for {_size(SCRATCH)}, or set TMPDIR" * (at.temp_free < SCRATCH)
-    yield Check("temp folder", said, mend)
+    finding, remedy = "none that can be written to", "ranks meet in files there: set TMPDIR"
+    if machine.temp_free is not None:
+        finding = f"{machine.temp}, {_size(machine.temp_free)} free"
+        remedy = f"make room for {_size(SCRATCH)}, or set TMPDIR" * (machine.temp_free < SCRATCH)
+    yield Check("temp folder", finding, remedy)
 
     warm = "from a warm server: a launch takes a tenth of a second"
     cold = "started one by one, some seconds per launch: they are not forked here"
-    yield Check("ranks", warm if at.forkserver else cold)
+    yield Check("ranks", warm if machine.forkserver else cold)
     lacks = "none that the kernel shows: lab 01's witness is Linux's, its other cells run"
-    yield Check("byte counter", "the kernel's" if at.loopback_counter else lacks)
+    yield Check("byte counter", "the kernel's" if machine.loopback_counter else lacks)
 
-    old = tuple(int(part) for part in at.python.split(".")[:2]) < OLDEST_PYTHON
-    yield Check("Python", at.python, "3.11 or newer is needed" * old)
-    said = ", ".join(f"{name} {found or 'missing'}" for name, found in at.packages.items())
-    missing = [name for name, found in at.packages.items() if found is None]
-    mend = f"{sys.executable} -m pip install {' '.join(missing)}"
-    yield Check("packages", said, mend * bool(missing))
+    old = tuple(int(part) for part in machine.python.split(".")[:2]) < OLDEST_PYTHON
+    yield Check("Python", machine.python, "3.11 or newer is needed" * old)
+    finding = ", ".join(f"{name} {found or 'missing'}" for name, found in machine.packages.items())
+    missing = [name for name, found in machine.packages.items() if found is None]
+    remedy = f"{sys.executable} -m pip install {' '.join(missing)}"
+    yield Check("packages", finding, remedy * bool(missing))
 
 
-def _torch(at: Machine) -> tuple[str, str]:
-    """(what torch says of itself, what to mend)."""
-    error, backends = at.torch["error"], at.torch["backends"]
+def _torch(machine: Machine) -> tuple[str, str]:
+    """(finding, remedy) for torch."""
+    error, backends = machine.torch["error"], machine.torch["backends"]
     if error is not None:
         install = f"{sys.executable} -m pip install --force-reinstall torch"
         cpu = "--index-url https://download.pytorch.org/whl/cpu"
         return f"cannot be imported: {error}", f"{install} (without a GPU: {cpu})"
-    mend = "ranks on CPUs talk over gloo: install a torch from pytorch.org"
-    said = f"{at.torch['version']} with {' and '.join(backends) or 'no backend'}"
-    return said, mend * ("gloo" not in backends)
+    remedy = "ranks on CPUs talk over gloo: install a torch from pytorch.org"
+    finding = f"{machine.torch['version']} with {' and '.join(backends) or 'no backend'}"
+    return finding, remedy * ("gloo" not in backends)
 
 
-def _gpus(at: Machine) -> str:
-    if at.torch["error"] is not None:
+def _gpus(machine: Machine) -> str:
+    if machine.torch["error"] is not None:
         return "unknown: torch could not be asked"
-    gpus = at.torch["gpus"]
+    gpus = machine.torch["gpus"]
     if not gpus:
-        why = " (this torch is built without CUDA)" if at.torch["cuda"] is None else ""
+        why = " (this torch is built without CUDA)" if machine.torch["cuda"] is None else ""
         return f'none that torch sees{why}; only a lab\'s "On your GPUs" needs one'
-    said = ", ".join(f"{gpu['name']} with {_size(gpu['memory'])}" for gpu in gpus)
-    little = f"; /dev/shm has {_size(at.shared)}, too little for NCCL: give it {_size(SHARED)}"
-    return f"{len(gpus)}: {said}" + little * (len(gpus) > 1 and (at.shared or 0) < SHARED)
+    finding = ", ".join(f"{gpu['name']} with {_size(gpu['memory'])}" for gpu in gpus)
+    little = f"; /dev/shm has {_size(machine.shared)}, too little for NCCL: give it {_size(SHARED)}"
+    return f"{len(gpus)}: {finding}" + little * (len(gpus) > 1 and (machine.shared or 0) < SHARED)
 
 
-def _room(at: Machine) -> int:
-    """Ranks that free memory has room for, next to a notebook."""
-    free = at.memory if at.free_memory is None else at.free_memory
+def _room(machine: Machine) -> int:
+    """The number of ranks that fit into free memory next to a notebook."""
+    free = machine.memory if machine.free_memory is None else machine.free_memory
     return max(0, min(MAX_RANKS, (free - BASE_MEMORY) // RANK_MEMORY))
 
 

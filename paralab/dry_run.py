@@ -1,10 +1,10 @@
-"""`pl.dry_run`: one rank of a plan of any size, without its memory, its peers or a process.
+"""`pl.dry_run`: what one rank of a plan of any size holds and sends, without running it.
 
-The program of one pipeline rank is compiled and read: how many parameters the rank holds, what
-fills its memory, what it sends to whom, what it copies. These are the facts that no clock is needed
-for, and the list that they are read from is the one that `pl.run` executes: exact, of a model of
-10^12 parameters on 3072 devices, in a second or two. It has no times: what happens is numbered
-(interpret/dry.py). `pl.predict` has times, and looks at every rank.
+The program of the rank's pipeline rank is compiled and read: how many parameters the rank holds,
+what fills its memory, what it sends to which ranks, what it copies. None of these facts needs a
+clock, and they are read from the list of instructions that `pl.run` executes, so they are exact. A
+model of 10^12 parameters on 3072 devices takes a second or two. The report has no times: events are
+numbered in the order in which they happen (interpret/dry.py). `pl.predict` has times, of all ranks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ def dry_run(
     """What ``rank`` would hold, send and copy if ``model`` ran under ``plan``: bytes, no times.
 
     model, plan  what to train and how to split it (default: one device), over any number of ranks
-    rank         which of the plan's ranks to be
+    rank         which of the plan's ranks to look at
     optimizer    "adamw" or "sgd"
-    steps        optimizer steps; they are alike
-    clip_norm    clip the gradients' norm, which takes messages of its own
-    cluster      says which ranks share a node, for the messages' level, and how much memory a
-                 device has, for the picture, and whether its devices are GPUs; default: one node
-                 of processors
+    steps        optimizer steps, which are all alike
+    clip_norm    clip the gradients' global norm to this, which takes further messages
+    cluster      says which ranks share a node (the level of a message), whether its devices are
+                 GPUs, and how much memory one has (for the chart); default: one node of processors
 
     Returns a `Report` on the clock "dry run" with the rows of that rank in the tables collectives,
-    memory (every step's), copies, steps and spans. Their times number what happens, one after the
-    other. ``meta`` has the "rank" and its "num_params". Bytes are those of a run on the cluster's
-    kind of device, row by row; a message counts as sent the moment it leaves. Memory on a 2D or
+    memory (of every step), copies, steps and spans. In place of times they have the events' numbers
+    in order. ``meta`` has the "rank" and its "num_params". Bytes are, row by row, those of a run on
+    the cluster's kind of device; a message counts as sent the moment it leaves. Memory on a 2D or
     2.5D grid is that of the rank that holds most; others hold up to a few per cent less. Raises
     ValueError on anything that no run could do.
     """
@@ -58,7 +57,7 @@ def dry_run(
         raise illegal("cluster", cluster.name, why, "one with more nodes, or None")
     gpus = cluster is not None and cluster.gpus
     model = model.resolved(gpus=gpus)
-    asked = {
+    settings = {
         "rank": whole("rank", rank, at_least=0, at_most=plan.world_size - 1),
         "optimizer": optimizer,
         "steps": whole("steps", steps, at_least=1),
@@ -74,7 +73,7 @@ def dry_run(
         plan=plan,
         cluster=cluster,
         meta={
-            **asked,
+            **settings,
             "num_params": sum(prod(shapes[name]) for u in program.units[pp] for name in u.names),
             "nodes": list(map(node_of, range(plan.world_size))),
         },

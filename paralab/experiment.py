@@ -1,6 +1,7 @@
-"""`pl.run`: check what was asked, launch the ranks, put their parts together into one report.
+"""`pl.run`: check the arguments, launch the ranks, merge their parts into one report.
 
-The caller's process (a notebook's kernel) never imports torch; the ranks do.
+The caller's process (a notebook's kernel) never imports torch; the ranks do. `run_under_torchrun`
+is what one rank of a torchrun job does instead: it trains, and writes its part into a folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paralab.data import Corpus
 from paralab.default_device import LEGAL
 from paralab.instruments.calibrate import device_of_run, gpu_each
 from paralab.interpret.quick import table
-from paralab.launch import MAX_RANKS, NEVER, launch_program
+from paralab.launch import MAX_RANKS, MAX_TIMEOUT, launch_program
 from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
@@ -35,12 +36,12 @@ from paralab.theory.offload import file_bytes
 from paralab.version import __version__
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
-SAVE = "a folder that you may write to, or the name of a new one"
+LEGAL_SAVE = "a folder that you may write to, or the name of a new one"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of a run, checked: what `train` needs besides the model and the plan."""
+    """The checked arguments of `run` that `train` needs besides the model and the plan."""
 
     steps: int = 4
     optimizer: str = "adamw"
@@ -58,51 +59,54 @@ class Settings:
     def check(
         cls, model: ModelSpec, plan: Plan, *, resume_changes: Sequence[str] = (), **settings: Any
     ) -> Settings:
-        """Raise ``ValueError`` on anything that no run could do, before a process starts."""
-        asked = cls(**settings)
+        """The settings, checked and with defaults filled in. Raises ``ValueError`` on anything that
+        no run could do, so before a process starts. Creates the folder ``save``.
+        """
+        given = cls(**settings)
         instance("plan", plan, Plan, "a pl.Plan(...)")
         plan.validate(model)
         if model.vocab < 256:
             raise illegal("vocab", model.vocab, "text is read as bytes", "256 or more")
-        optimizer = choice("optimizer", asked.optimizer, tuple(DEFAULT_LR))
-        lr = DEFAULT_LR[optimizer] if asked.lr is None else real("lr", asked.lr, above=0.0)
-        clip, limit = asked.clip_norm, asked.memory_limit
+        optimizer = choice("optimizer", given.optimizer, tuple(DEFAULT_LR))
+        lr = DEFAULT_LR[optimizer] if given.lr is None else real("lr", given.lr, above=0.0)
+        clip, limit = given.clip_norm, given.memory_limit
         clip = None if clip is None else real("clip_norm", clip, above=0.0)
-        if plan.passes or plan.grad_sync is None:  # what a pass gets wrong is refused here
+        if plan.passes or plan.grad_sync is None:  # refuses what a pass of the caller gets wrong
             compiled(model, plan, optimizer=optimizer, clips=clip is not None)
-        corpus = Corpus(asked.data)
+        corpus = Corpus(given.data)
         corpus.sample(0, length=model.seq_len, seed=0)  # refuses a text shorter than one sample
-        seed = whole("seed", asked.seed, at_least=0, at_most=2**31 - 1)
-        if asked.save_every is not None:
-            whole("save_every", asked.save_every, at_least=1)
-            if asked.save is None:
+        seed = whole("seed", given.seed, at_least=0, at_most=2**31 - 1)
+        if given.save_every is not None:
+            whole("save_every", given.save_every, at_least=1)
+            if given.save is None:
                 why, legal = "there is no folder to save into", 'save="a folder" too, or None'
-                raise illegal("save_every", asked.save_every, why, legal)
-        changes, resume = checkpoints.check_changes(resume_changes), asked.resume
+                raise illegal("save_every", given.save_every, why, legal)
+        changes, resume = checkpoints.check_changes(resume_changes), given.resume
         if changes and resume is None:
             why, legal = "there is nothing to resume", 'resume="a folder" too, or ()'
             raise illegal("resume_changes", changes, why, legal)
-        if resume is not None:  # the latest now, under its own name: the same for all ranks
-            found = checkpoints.find(resume)
-            now = {"optimizer": optimizer, "seed": seed, "lr": lr}
-            now |= {"global_batch": plan.global_batch, "data": corpus.identity, "clip_norm": clip}
-            found.check(model, changes, **now)
-            resume = str(found.folder)
+        if resume is not None:  # "latest" is looked up once, so all ranks read the same checkpoint
+            checkpoint = checkpoints.find(resume)
+            ours = {"optimizer": optimizer, "seed": seed, "lr": lr}
+            ours |= {"global_batch": plan.global_batch, "data": corpus.identity, "clip_norm": clip}
+            checkpoint.check(model, changes, **ours)
+            resume = str(checkpoint.folder)
         scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
         checked = replace(
-            asked,
-            steps=whole("steps", asked.steps, at_least=1),
+            given,
+            steps=whole("steps", given.steps, at_least=1),
             lr=lr,
             clip_norm=clip,
-            data=None if asked.data is None else str(corpus.root),
+            data=None if given.data is None else str(corpus.root),
             seed=seed,
-            keep_state=choice("keep_state", asked.keep_state, (True, False)),
+            keep_state=choice("keep_state", given.keep_state, (True, False)),
             memory_limit=None if limit is None else num_bytes("memory_limit", limit),
             resume=resume,
         )
-        if asked.save is None:
+        if given.save is None:
             return checked
-        folder = written.check_folder("save", asked.save, SAVE)  # made, so nothing else is refused
+        # Last, because it creates the folder: a run that is refused for another reason makes none.
+        folder = written.check_folder("save", given.save, LEGAL_SAVE)
         checkpoints.check_save(folder, resume)
         return replace(checked, save=str(folder))
 
@@ -137,38 +141,39 @@ def run(
     clip_norm     clip the gradients' global L2 norm to this
     data          a text file or folder (default: the source of torch's layers)
     seed          draws weights and batches
-    memory_limit  bytes of tensors that a rank may have alive, or text, "64MB" (10^6) or "64MiB"
-                  (2^20): one more ends the run with OutOfMemory. Then `report.memory` has every
-                  step, else step 0 alone; and every step is slower by what the ledger costs, 5 to
-                  20 % on a processor and more on a GPU, so no time of it is a measurement
+    memory_limit  bytes that the live tensors of a rank may take, as a number or as text, "64MB"
+                  (10^6) or "64MiB" (2^20); a rank that needs more ends the run with OutOfMemory.
+                  `report.memory` then has every step, otherwise step 0 alone. The ledger that
+                  counts the bytes slows each step down, by 5 to 20 % on a processor and more on a
+                  GPU, so the times of such a run are no measurements
     keep_state    also return ``report.weights`` and ``report.gradients``, which `report.save`
                   leaves out
-    save          a folder for checkpoints, written after the last step; the last two are kept, so a
-                  folder with another training's checkpoints is refused, unless it is resumed
-    save_every    also save every so many steps, counted from the start of the training
-    resume        a folder that ``save`` wrote: go on from its latest checkpoint (or from one in
-                  it, "folder/step-00000004"), under this plan or any other. ``steps`` is then the
-                  number of further ones; model, optimizer, seed, lr, clip_norm, global batch and
-                  text must be those of the checkpoint, and the batches are those that come next
-    resume_changes  which of these may differ all the same: some of "lr", "global_batch", "data",
-                  "clip_norm"
+    save          a folder for checkpoints; one is written after the last step. The folder keeps the
+                  last two, so a folder with checkpoints of another training is refused
+    save_every    also save whenever the training has done a multiple of this many steps
+    resume        a folder that ``save`` wrote: continue from its latest checkpoint (or from a given
+                  one, "folder/step-00000004"), under the same plan or any other, for ``steps`` more
+                  steps, with the batches that come next. Model, optimizer, seed, lr, clip_norm,
+                  global batch and text must be those of the checkpoint
+    resume_changes  which of these settings may differ from the checkpoint's: any of "lr",
+                  "global_batch", "data", "clip_norm"
     device        "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
                   rank where there are as many, else the CPU
-    timeout       seconds without any sign of life before the ranks are stopped
+    timeout       seconds without any sign of life after which the ranks are stopped
     progress      show a bar that moves with the ranks' steps; or a function called as
                   progress(rank, steps done, steps), at most 20 times a second for each rank
-    strict        hold every call to NCCL's order rules, whatever the backend
+    strict        check every call against NCCL's order rules, on gloo too (strict.py)
     stop          an event: set it from any thread, at any moment, and the run ends within a second
 
-    Raises ValueError before a process starts, and RankError, RankTimeout, OutOfMemory or Stopped
-    after; no process is left behind in any case.
+    Raises ValueError before a process starts; RankError, RankTimeout, OutOfMemory or Stopped
+    afterwards. No process is left behind in any case.
     """
     __tracebackhide__ = True
     if not callable(progress):
         choice("progress", progress, (True, False))
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
-        plan.validate(model)  # what no machine can do is said first
+        plan.validate(model)  # a plan that no machine can run is refused as such first
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
         why = f"the plan needs {plan.world_size} ranks, and one machine starts {MAX_RANKS} at most"
         others = "or pl.predict or pl.dry_run, which need none, or torchrun on several machines"
@@ -210,7 +215,7 @@ def run(
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:
-            gloo = not gpus or not gpu_each(plan.world_size)  # ranks that share a GPU use it too
+            gloo = not gpus or not gpu_each(plan.world_size)  # ranks that share a GPU use gloo too
             error.explain(table(model, plan, optimizer=checked.optimizer, gloo=gloo))
             raise
     return Report.from_parts(parts, model=model, plan=plan, meta=_meta(checked, parts[0]["meta"]))
@@ -225,12 +230,11 @@ def run_under_torchrun(
     timeout: float = 120.0,
     **settings: Any,
 ) -> int:
-    """Be one rank of a `torchrun` job and write this rank's part into ``folder``. Returns the rank.
-
-    ``pl.load(folder)`` merges the parts once they lie in one place.
+    """Be one rank of a `torchrun` job, and write its part of the report into ``folder``, where
+    ``pl.load(folder)`` merges the parts of all ranks. Returns the rank.
     """
     checked = Settings.check(model, plan, **settings)
-    timeout = min(real("timeout", timeout, above=0.0), NEVER)
+    timeout = min(real("timeout", timeout, above=0.0), MAX_TIMEOUT)
     choice("device", device, LEGAL)
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
@@ -238,7 +242,7 @@ def run_under_torchrun(
         why = f"the plan needs {plan.world_size} ranks, torchrun started {world}"
         legal = f"a plan of {world} ranks, or --nproc-per-node * --nnodes = {plan.world_size}"
         raise illegal("dp", plan.dp, why, legal)
-    import torch.distributed as dist  # this process is a rank
+    import torch.distributed as dist  # this process is a rank, so it may import torch
 
     from paralab.ranks.torchrun import torchrun_context
 
@@ -249,7 +253,7 @@ def run_under_torchrun(
     meta = _meta(checked, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
-    meta["run_id"] = context.store.get("paralab/run_id").decode()  # one name for all the parts
+    meta["run_id"] = context.store.get("paralab/run_id").decode()  # rank 0's, in all parts
     save_part(Path(folder), part, model=model, plan=plan, meta=meta)
     dist.destroy_process_group()  # else NCCL's threads may hang at exit
     return context.rank
@@ -263,28 +267,28 @@ def _program(
     return train(context, model, plan, **settings)
 
 
-def _meta(settings: Settings, of_rank: dict[str, Any]) -> dict[str, Any]:
+def _meta(settings: Settings, rank_meta: dict[str, Any]) -> dict[str, Any]:
     return {
         "run_id": uuid.uuid4().hex,
         "paralab": __version__,
         "python": platform.python_version(),
         "cores": available_cores(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **of_rank,
+        **rank_meta,
         **vars(settings),
     }
 
 
 class _ProgressBar:
-    """A tqdm bar over the steps that every rank has finished; quiet where nothing would show it."""
+    """A tqdm bar over the steps that every rank has finished, in a notebook or a terminal only."""
 
     def __init__(
-        self, steps: int, plan: Plan, wanted: bool | Callable[[int, int, int], None]
+        self, steps: int, plan: Plan, display: bool | Callable[[int, int, int], None]
     ) -> None:
         self.steps, self.done, self.bar = steps, [0] * plan.world_size, None
-        self.tell = wanted if callable(wanted) else None
-        looked_at = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
-        if wanted is True and looked_at:
+        self.callback = display if callable(display) else None
+        visible = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+        if display is True and visible:
             from tqdm.auto import tqdm
 
             ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
@@ -297,8 +301,8 @@ class _ProgressBar:
         self.done[rank] = done
         if self.bar is not None:
             self.bar.update(min(self.done) - self.bar.n)
-        if self.tell is not None:
-            self.tell(rank, done, total)
+        if self.callback is not None:
+            self.callback(rank, done, total)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -1,10 +1,10 @@
-"""The ranks as a grid, one axis per kind of parallelism: who belongs to whose groups.
+"""The ranks as a grid with one axis per kind of parallelism, whose rows are the process groups.
 
     numpy.arange(world_size).reshape(pp, dp, tp)
 
-Neighbours in rank are tensor-parallel to each other: they send most and wait for it, and lie on one
-node. Then come the data-parallel ones; a pipeline's stages, which send least, lie farthest apart
-(PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3.2).
+Consecutive ranks form a tensor-parallel group, so that they share a node: they send most, and wait
+for it. The ranks of a data-parallel group are farther apart. The stages of a pipeline, which send
+least, are farthest apart (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 
 
 class Grid:
-    """One rank's groups: ``world``, ``tp``, ``dp``, ``pp``; ``shard``, ``replica``, ``secondary``;
-    and ``ends``.
+    """The groups of one rank.
 
-    tp       {axis: group}: "tp", all ranks that share a layer, and the axes of its mode's grid
-
-    shard    the data-parallel ranks that share one copy of the model states; ``replica`` those that
-             keep the same part of theirs, None where there is one copy; ``secondary`` those
-             that share a second copy of the parameters, or None
-
-    ends     the first and the last rank of the pipeline, on these two, if they are different (the
-             embedding group of Megatron-LM); else None
+    world      all ranks; ``dp`` and ``pp``: this rank's data-parallel ranks and its pipeline
+    tp         {axis: group}: "tp" for the ranks that share a layer, and the axes of the grid that
+               the plan's tensor-parallel mode makes of them
+    shard      the data-parallel ranks over which one copy of the model states is partitioned
+    replica    the ranks with the same shard of different copies; None if there is one copy
+    secondary  the ranks over which a second copy of the parameters is partitioned, or None
+    ends       on the first and the last rank of a pipeline of several ranks a group of these two
+               (the embedding group of Megatron-LM); None on other ranks
     """
 
     def __init__(self, plan: Plan, context: Any, recorder: Recorder) -> None:
@@ -61,8 +60,8 @@ class Grid:
             self._connect(sorted(pipelines))
 
     def _connect(self, pipelines: list[tuple[int, ...]]) -> None:
-        """NCCL connects a communicator at its first call: here, not within the first step's
-        backward. Those of some of the ranks are connected already (`Group.subgroup`).
+        """Connect the world group and the pipelines before the first step, as NCCL connects a
+        communicator at its first call. `Group.subgroup` has connected the other groups.
         """
         if self.world.size > 1:
             self.world.barrier(phase="setup")
@@ -70,8 +69,8 @@ class Grid:
             self.pp.open_ways(pipelines)
 
     def mesh(self) -> DeviceMesh:
-        """The same grid as torch has it, over the same process groups, for what is built on it
-        (DTensor, fully_shard): dimensions "pp", "dp", "tp", of these the ones with several ranks.
+        """The grid as a `DeviceMesh` over the same process groups, for DTensor and fully_shard.
+        Its dimensions are those of "pp", "dp", "tp" that have several ranks.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,12 +85,12 @@ class Grid:
         )
 
     def _mine(self, groups: set[tuple[int, ...]], axis: str) -> Group | None:
-        """Of disjoint groups the one that this rank is in; every rank asks for the same ones."""
+        """The one of these disjoint groups that this rank is in. All ranks pass the same ones."""
         groups = sorted(groups)
         if len(groups[0]) in (1, self.context.world_size):  # needs no communicator of its own
             return next(self._group(g, axis) for g in groups if self.context.rank in g)
-        made = [self.world.subgroup(ranks, axis=axis) for ranks in groups]
-        return next((group for group in made if group is not None), None)
+        subgroups = [self.world.subgroup(ranks, axis=axis) for ranks in groups]
+        return next((group for group in subgroups if group is not None), None)
 
     def _group(self, ranks: Sequence[int], axis: str) -> Group:
         return Group(ranks, axis=axis, context=self.context, recorder=self.recorder)

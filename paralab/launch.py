@@ -2,15 +2,15 @@
 
     losses = pl.launch(fn, ranks=4, args=(0.1,))      # fn(0.1) on four ranks, results in rank order
 
-A warm launch of 4 ranks takes some 0.1 s (ranks/server.py says why), so a real run fits inside a
-cell; where ranks cannot be forked (macOS), some seconds. Functions and their arguments travel by
-value (code.py), so nothing is imported again. Ranks meet through a file in a temporary folder:
-no port, no host name.
+A warm launch of 4 ranks takes about 0.1 s (ranks/server.py says why), so a notebook cell can start
+real ranks; where ranks cannot be forked (macOS) it takes some seconds. The function and its
+arguments are pickled by value (ranks/code.py), so ranks need not import the module that defines
+them. Ranks rendezvous through a file in a temporary folder: no port, no host name.
 
 One rule covers every failure. An exception in a rank, a rank that dies, no sign of life for
-``timeout`` seconds, an interrupt, a ``stop`` event that is set: all ranks are killed, the folder is
-removed, what they printed is shown, and one error says what happened first. torch is not imported
-in this process.
+``timeout`` seconds, an interrupt, a ``stop`` event that is set: in each case all ranks are killed,
+the folder is removed, the ranks' output is shown, and one error says what happened first. torch is
+not imported in this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paralab.ranks.server import LOOK_SECONDS, RankServer, start_method
 from paralab.ranks.watch import Run
 
 MAX_RANKS = 64
-NEVER = 1e8  # seconds: what is longer is three years, too, which gloo can count in
+MAX_TIMEOUT = 1e8  # seconds, three years: longer ones become this, which gloo can hold
 
 
 def launch(
@@ -47,46 +47,47 @@ def launch(
     live: bool = False,
     stop: threading.Event | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args)`` on every rank; its results in rank order. The default process group is up.
+    """Call ``fn(*args)`` on every rank, where the default process group is initialized, and return
+    the results in rank order.
 
     ranks    processes, 1 to 64
-    timeout  seconds without any sign of life (a result, a line printed, a call that ends) before
-             the ranks are stopped; the time that they take to start does not count
+    args     the arguments, the same on every rank
+    timeout  seconds without any sign of life (a result, a line printed, a call that ends) after
+             which the ranks are stopped; the time that they take to start does not count
     device   "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
              rank where there are as many, else the CPU
-    live     show what ranks print as it comes; otherwise in rank order at the end
-    stop     set it from any thread, at any moment, and the ranks end within a second
+    live     show what ranks print as it comes, instead of in rank order at the end
+    stop     an event: set it from any thread, at any moment, and the ranks end within a second
 
     Raises ``RankError``, ``RankTimeout``, ``OutOfMemory`` or ``Stopped``, and ``ValueError`` before
-    a process starts. A second call from another thread waits for the first; one from a rank ends
-    in ``RankError``, and from the ``progress`` function of `pl.run` it is refused with
-    ``RuntimeError``.
+    a process starts. A second call from another thread waits for the first. A call from a rank ends
+    in ``RankError``; one from the ``progress`` function of `pl.run` raises ``RuntimeError``.
     """
     __tracebackhide__ = True
     how = {"timeout": timeout, "device": device, "live": live, "stop": stop}
-    return launch_program(fn, ranks, args, told=False, any_tensor=True, **how)
+    return launch_program(fn, ranks, args, with_context=False, any_tensor=True, **how)
 
 
 def warm_up() -> None:
-    """Start loading torch for the ranks to come, in the background. Returns at once; idempotent."""
-    if _house.lock.acquire(blocking=False):  # else a launch is in progress, and there is a server
+    """Start the server that loads torch for later launches. Returns at once; idempotent."""
+    if _shared_server.lock.acquire(blocking=False):  # else a launch has started the server
         try:
-            _house.server()
+            _shared_server.server()
         finally:
-            _house.lock.release()
+            _shared_server.lock.release()
 
 
-class _House:
-    """What this process has only one of: the server, and the turn to use it."""
+class _SharedServer:
+    """The rank server of this process, and the lock that lets one launch at a time use it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.owner: int | None = None  # thread that has the turn
+        self.owner: int | None = None  # the thread whose launch is in progress
         self._server: RankServer | None = None
 
     def server(self) -> RankServer:
-        """The running server; a new one if there is none, it has died, or another start method is
-        asked for. Needs the lock.
+        """The running server; a new one if there is none, if it has died, or if PARALAB_START now
+        names another start method. The caller holds the lock.
         """
         method = start_method()
         if self._server is not None and (not self._server.alive() or self._server.method != method):
@@ -102,7 +103,7 @@ class _House:
 
     @contextlib.contextmanager
     def turn(self, stop: threading.Event | None) -> Iterator[RankServer]:
-        """The server, when the launches before this one have ended."""
+        """Wait until the launches before this one have ended, then yield the server."""
         me = threading.get_ident()
         if self.owner == me:
             raise RuntimeError(
@@ -120,20 +121,20 @@ class _House:
             self.lock.release()
 
 
-_house = _House()
-atexit.register(lambda: _house.close())
+_shared_server = _SharedServer()
+atexit.register(lambda: _shared_server.close())
 
 
-def _forget_house() -> None:
-    """In a fork of this process: the server belongs to the original."""
-    global _house
-    if _house._server is not None:
-        _house._server.let_go()
-    _house = _House()
+def _forget_server() -> None:
+    """Run in a fork of this process: the server goes on belonging to the parent."""
+    global _shared_server
+    if _shared_server._server is not None:
+        _shared_server._server.let_go()
+    _shared_server = _SharedServer()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_house)
+    os.register_at_fork(after_in_child=_forget_server)
 
 
 def launch_program(
@@ -141,7 +142,7 @@ def launch_program(
     ranks: int,
     args: Sequence[Any] = (),
     *,
-    told: bool = True,
+    with_context: bool = True,
     any_tensor: bool = False,
     optimizers: bool = True,
     timeout: float = 120.0,
@@ -151,17 +152,19 @@ def launch_program(
     strict: bool = False,
     stop: threading.Event | None = None,
 ) -> list[Any]:
-    """`launch` for a program that is told who it is: ``program(context, *args)``.
+    """`launch` for a function that gets its `RankContext` too: ``program(context, *args)``.
 
-    told         False for `launch`, whose ``fn`` is not
-    any_tensor   where ranks have a GPU each, the process group carries the host's tensors too, over
-                 gloo. Otherwise it is NCCL alone, which refuses them
-    optimizers   False where ranks use none of torch's: they need not wait for what it imports
-    on_progress  called here as ``on_progress(rank, done, total)``, in the thread that launched
-    strict       carried to ``context.strict``
+    with_context  False: call ``program(*args)``, as `launch` does
+    any_tensor    where each rank has a GPU, let the process group carry CPU tensors too, over gloo;
+                  otherwise it is NCCL alone, which refuses them
+    optimizers    False if ranks use no optimizer of torch's, whose imports take more than a second
+    on_progress   called as ``on_progress(rank, done, total)``, in the thread of this call
+    strict        the value of ``context.strict``
+
+    The other arguments are those of `launch`.
     """
     __tracebackhide__ = True
-    name = "program" if told else "fn"
+    name = "program" if with_context else "fn"
     if "PARALAB_RANK" in os.environ:
         raise Nested(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch "
@@ -171,7 +174,7 @@ def launch_program(
         raise illegal(name, program, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
-    timeout = min(real("timeout", timeout, above=0.0), NEVER)
+    timeout = min(real("timeout", timeout, above=0.0), MAX_TIMEOUT)
     choice("device", device, LEGAL)
     choice("live", live, (False, True))
     choice("strict", strict, (False, True))
@@ -179,35 +182,38 @@ def launch_program(
         raise illegal("stop", stop, "not an event", "None | threading.Event()")
     payload = _pickled(name, program, tuple(args))
     try:
-        here = os.getcwd()
+        cwd = os.getcwd()
     except FileNotFoundError:
         raise FileNotFoundError("the current folder was deleted: change to another one") from None
     task = {
         "ranks": ranks,
         "device": device or default_device(),
         "strict": strict,
-        "with_context": told,
+        "with_context": with_context,
         "any_tensor": any_tensor,
-        # One rank's output extends the time of all, so gloo's own, per call, has to be far longer:
-        # the error that says who waits for whom comes from here.
+        # `watch` gives all ranks more time whenever one of them shows a sign of life; gloo's limit
+        # is per call and knows nothing of that. It has to be far longer, so that `watch` gives up
+        # first: its error says which rank waits for which.
         "group_timeout": 10 * timeout + 60,
-        "cwd": here,
-        "path": [entry or here for entry in sys.path],
+        "cwd": cwd,
+        "path": [entry or cwd for entry in sys.path],
         "argv": sys.argv,
         "env": dict(os.environ),
-        "lines": _cells(),
+        "lines": _cell_sources(),
     }
-    with _house.turn(stop) as server:
+    with _shared_server.turn(stop) as server:
         run = Run(server, timeout=timeout, on_progress=on_progress, stop=stop)
         try:
-            run.start(ranks, pickle.dumps(task), payload, live=live, trains=told and optimizers)
+            run.start(
+                ranks, pickle.dumps(task), payload, live=live, trains=with_context and optimizers
+            )
             error = run.watch()
         except KeyboardInterrupt as interrupt:
             raise interrupted(interrupt, run.interrupted()) from None
         finally:
             try:
                 run.end()
-            except KeyboardInterrupt:  # just before `end` began to hold it off
+            except KeyboardInterrupt:  # raised just before `end` began to hold interrupts off
                 run.end()
                 raise
         if error is not None:
@@ -215,31 +221,32 @@ def launch_program(
         return run.results()
 
 
-def _cells() -> dict[str, Any]:
-    """The source of code that is in no file: notebook cells, for the tracebacks of ranks."""
+def _cell_sources() -> dict[str, Any]:
+    """The entries of `linecache` that have no file, for tracebacks in ranks: notebook cells."""
     entries = linecache.cache.items()
     return {name: entry for name, entry in list(entries) if len(entry) == 4 and entry[1] is None}
 
 
 def _pickled(name: str, function: Callable[..., Any], args: tuple) -> bytes:
+    """(function, args) as bytes. Raises ``ValueError`` naming the object that cannot be sent."""
     try:
         return pickled((function, args))
     except Exception as error:
-        said = str(error) or type(error).__name__
-    for what, value in _parts(name, function, args):
+        reason = str(error) or type(error).__name__
+    for label, value in _labelled(name, function, args):
         try:
             pickled(value)
         except Exception as error:
-            table = any(hasattr(one, "registry") for one in (value, function))
-            why = "functools.singledispatch keeps weak references" if table else error
-            said = f"{what}, a {type(value).__name__}, cannot be sent to a rank ({why})"
+            dispatches = any(hasattr(each, "registry") for each in (value, function))
+            why = "functools.singledispatch keeps weak references" if dispatches else error
+            reason = f"{label}, a {type(value).__name__}, cannot be sent to a rank ({why})"
             break
     legal = "numbers, arrays, functions; open files, locks and connections inside the function"
-    raise illegal(name, getattr(function, "__name__", function), said, legal)
+    raise illegal(name, getattr(function, "__name__", function), reason, legal)
 
 
 def unsent(name: str, *functions: Any) -> str:
-    """Why one of these functions cannot be sent to a rank, or ""."""
+    """Why one of ``functions`` cannot be sent to a rank; "" if all of them can."""
     for function in functions:
         try:
             _pickled(name, function, ())
@@ -248,13 +255,13 @@ def unsent(name: str, *functions: Any) -> str:
     return ""
 
 
-def _parts(name: str, function: Any, args: tuple) -> Iterator[tuple[str, Any]]:
-    """What a function takes along, by the names the user gave it."""
+def _labelled(name: str, function: Any, args: tuple) -> Iterator[tuple[str, Any]]:
+    """(label, value) of each object that is pickled with a function, by its name in user code."""
     for index, value in enumerate(args):
         yield f"args[{index}]", value
     with contextlib.suppress(TypeError, ValueError):  # no Python function; a name without a value
-        taken = inspect.getclosurevars(function)
-        for kind, values in (("variable", taken.nonlocals), ("global", taken.globals)):
+        closure = inspect.getclosurevars(function)
+        for kind, values in (("variable", closure.nonlocals), ("global", closure.globals)):
             for variable, value in values.items():
                 yield f"its {kind} {variable!r}", value
     yield name, function

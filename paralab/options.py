@@ -1,8 +1,8 @@
-"""A shell's options, read off the descriptions, and what was typed as a model and a plan again.
+"""The command line's options for a model and a plan, and the model and plan that they describe.
 
-Every field of ``ModelSpec`` and ``Plan`` but ``block`` and ``passes``, which take code, is an
-option of the same name: a field that a later version adds is reachable the day it exists. Values
-are handed on as typed: what is legal is said by the descriptions alone.
+Every field of ``ModelSpec`` and ``Plan`` is an option of the same name, but for ``block`` and
+``passes``, which take code; so a new field needs no code here. An option's text becomes a number
+where the field takes one, and is otherwise passed on: `ModelSpec` and `Plan` decide what is legal.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paralab.checks import number, size
 from paralab.spec import MODEL_PRESETS, ModelSpec, Plan
 
 DEFAULT_PRESET = "laptop"
-CODE = ("block", "passes")  # fields that take code of one's own, which a shell cannot write
+CODE = ("block", "passes")  # fields whose values are code, which an option cannot hold
 SIZES = ": 4194304, 4MiB (2^20) or 4MB (10^6)"
 
 
 def explained(kind: type) -> dict[str, str]:
-    """{field: the first sentence on it} of a dataclass's docstring, whose entries are lines that
-    begin with the field's name, and what is indented below them.
+    """{field: the first sentence on it} from a dataclass's docstring. The entry of a field is the
+    line that begins with its name, and the lines indented below.
     """
     entries = re.findall(r"^(\w+)  +(.+(?:\n +.+)*)", inspect.getdoc(kind) or "", re.MULTILINE)
     first = {name: re.split(r"\.\s", " ".join(text.split()))[0] for name, text in entries}
@@ -32,7 +32,7 @@ def explained(kind: type) -> dict[str, str]:
 
 
 def comma_separated(text: str) -> list[str]:
-    """A list written with commas; of nothing, the text itself, which what reads it refuses."""
+    """The names between commas; without any, the text itself, so that the setting refuses it."""
     return [name.strip() for name in text.split(",") if name.strip()] or [text]
 
 
@@ -46,43 +46,43 @@ READERS: dict[str, Callable[[str], Any]] = {  # by annotation
 
 
 class Option(NamedTuple):
-    """The name of the setting, what reads its value (bool: a yes or no), help."""
+    """A setting's name, what reads its text (bool: it is --name or --no-name), its help."""
 
     name: str
     reader: Callable[[str], Any]
-    said: str
+    help: str
 
 
 def add_options(group: Any, options: Iterable[Option]) -> None:
-    """An option that is not given is not in the result."""
-    for name, reader, said in options:
-        how: dict[str, Any] = {"type": reader, "metavar": name.upper()}
+    """Add ``options`` to an argparse group. One that is not given leaves no attribute behind."""
+    for name, reader, text in options:
+        value: dict[str, Any] = {"type": reader, "metavar": name.upper()}
         if reader is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        shared = {"dest": name, "default": argparse.SUPPRESS, "help": said}
-        group.add_argument("--" + name.replace("_", "-"), **shared, **how)
+            value = {"action": argparse.BooleanOptionalAction}
+        shared = {"dest": name, "default": argparse.SUPPRESS, "help": text}
+        group.add_argument("--" + name.replace("_", "-"), **shared, **value)
 
 
-def _fields(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:
-    said = explained(kind)
+def _options_of(kind: type, defaults: dict[str, Any]) -> Iterator[Option]:
+    sentences = explained(kind)
     for field in dataclasses.fields(kind):
         if field.name in CODE:
             continue
         value = defaults[field.name]
         default = "" if value is None or value == () else f" (default {value})"
         reader = size if field.name.endswith("_bytes") else READERS.get(str(field.type), str)
-        what = said.get(field.name, "")  # under python -OO there are no docstrings
-        what += SIZES if reader is size else ""
-        yield Option(field.name, reader, what + default)
+        text = sentences.get(field.name, "")  # under python -OO there are no docstrings
+        text += SIZES if reader is size else ""
+        yield Option(field.name, reader, text + default)
 
 
 def add_other_plan(command: argparse.ArgumentParser, prefix: str) -> None:
-    """The plan's options once more, for a second plan that differs in these."""
+    """Add the plan's options once more, with a prefix, for a second plan to compare with."""
     name = prefix.replace("_", "-")
     about = f"Every option of the plan with --{name} before its name, as --{name}dp 4."
     group = command.add_argument_group("the plan to compare it with", about)
-    fields = _fields(Plan, Plan().to_dict())
-    add_options(group, (Option(prefix + one.name, one.reader, argparse.SUPPRESS) for one in fields))
+    options = _options_of(Plan, Plan().to_dict())
+    add_options(group, (Option(prefix + o.name, o.reader, argparse.SUPPRESS) for o in options))
 
 
 def add_model_and_plan(command: argparse.ArgumentParser) -> None:
@@ -94,33 +94,31 @@ def add_model_and_plan(command: argparse.ArgumentParser) -> None:
         help=f"start from {', '.join(MODEL_PRESETS)} (default {DEFAULT_PRESET}); "
         "the options below change it",
     )
-    add_options(model, _fields(ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict()))
-    add_options(command.add_argument_group("the plan"), _fields(Plan, Plan().to_dict()))
+    add_options(model, _options_of(ModelSpec, ModelSpec.preset(DEFAULT_PRESET).to_dict()))
+    add_options(command.add_argument_group("the plan"), _options_of(Plan, Plan().to_dict()))
 
 
 def model_of(given: argparse.Namespace) -> ModelSpec:
-    """The preset with what the command line changes of it. Raises ``ValueError`` if there is no
-    such model.
-    """
-    return ModelSpec.preset(given.preset).replace(**_taken(ModelSpec, given))
+    """The preset as the given options change it. Raises ``ValueError`` if that is illegal."""
+    return ModelSpec.preset(given.preset).replace(**_given_fields(ModelSpec, given))
 
 
 def plan_of(given: argparse.Namespace) -> Plan:
-    """The plan that the command line names. Raises ``ValueError`` if there is no such plan."""
-    return Plan(**_taken(Plan, given))
+    """The plan of the options that were given. Raises ``ValueError`` if that is illegal."""
+    return Plan(**_given_fields(Plan, given))
 
 
 def other_plan_of(given: argparse.Namespace, prefix: str) -> Plan | None:
-    """The same plan with what the options with this prefix change, or None without any."""
+    """`plan_of`, changed by the options with this prefix; None if none was given."""
     names = {prefix + field.name: field.name for field in dataclasses.fields(Plan)}
     changes = {names[name]: value for name, value in vars(given).items() if name in names}
     return plan_of(given).replace(**changes) if changes else None
 
 
 def settings_of(given: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the options ``names`` that were given."""
+    """{name: value} of those of the options ``names`` that were given."""
     return {name: getattr(given, name) for name in names if name in given}
 
 
-def _taken(kind: type, given: argparse.Namespace) -> dict[str, Any]:
+def _given_fields(kind: type, given: argparse.Namespace) -> dict[str, Any]:
     return settings_of(given, *(field.name for field in dataclasses.fields(kind)))

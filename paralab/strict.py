@@ -1,11 +1,11 @@
-"""Strict order: what passes here cannot deadlock on NCCL.
+"""Strict order: a program whose calls pass these checks does not deadlock on NCCL.
 
 Gloo matches messages by tag and buffers what it sends, so a program with a wrong order may run on
-it. NCCL matches by order alone: the k-th call that two ranks make on each other has to fit, a batch
-is one call, and a send may have to wait for its receive. In strict mode `Group` keeps to
-the harder rule whatever the backend: every exchange waits until its counterparts have arrived (so
-whatever order passes here has a run in which nothing is buffered), and the k-th calls must be each
-other's mirror image. Collectives are numbered per group and must agree on operation, bytes and
+it. NCCL matches by order alone: the k-th calls of two ranks to each other have to fit, a batch is
+one call, and a send may block until its receive is posted. In strict mode `Group` enforces these
+rules on every backend. Every exchange waits until its peers are at theirs, so that a program that
+ends has run without any buffering. The k-th exchanges of two ranks must mirror each other. The
+collectives of a group are numbered, and its members must agree on operation, number of elements and
 element type.
 """
 
@@ -26,7 +26,7 @@ class OrderError(RuntimeError):
 
 
 class Strict:
-    """The order book of one group on one rank. context: the rank's context, with its store."""
+    """The checks of one group on one rank. context: the rank's `RankContext`, with the store."""
 
     def __init__(self, context: Any, *, axis: str) -> None:
         self.rank = context.rank
@@ -34,16 +34,17 @@ class Strict:
         self._numbers: Counter[tuple] = Counter()
 
     def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:
-        """Raise OrderError if this group's call with this number was something else."""
+        """Raise OrderError if another member's call with the same number was a different one."""
         self._agree(ranks, f"{op} of {payload.numel()} {payload.dtype}")
 
     def end(self, ranks: tuple[int, ...]) -> None:
-        """Raise OrderError if another member has made a collective more."""
+        """Raise OrderError if another member has made more collectives."""
         self._agree(ranks, "the end of the function")
 
     def _agree(self, ranks: tuple[int, ...], mine: str) -> None:
-        """Does not wait: the first member to arrive writes its call down, and every other one
-        compares its own with that.
+        """Raise OrderError if ``mine``, the call in words, is not that of the other members.
+
+        Does not wait: the first member to arrive stores its call, the others compare theirs.
         """
         number = self._next(ranks)
         first = self.store.compare_set(f"{ranks}/{number}", "", f"{self.rank} {mine}").decode()
@@ -56,11 +57,11 @@ class Strict:
             )
 
     def rendezvous(self, ranks: tuple[int, ...], parts: Sequence[tuple[str, Tensor, int]]) -> None:
-        """Wait until each peer is at its own exchange; raise OrderError if they do not fit."""
+        """Wait until each peer is at its exchange; raise OrderError if the two do not fit."""
         by_peer: dict[int, list[list]] = defaultdict(list)
         for kind, tensor, peer in parts:
             by_peer[peer].append([kind, tensor.numel(), str(tensor.dtype)])
-        places = {}  # peer -> (the two ranks, the how-manieth exchange of theirs this is)
+        places = {}  # {peer: (the two ranks, the number of their exchanges before this one)}
         for peer, calls in by_peer.items():
             pair = (min(self.rank, peer), max(self.rank, peer))
             places[peer] = (pair, self._next((ranks, pair)))
@@ -75,11 +76,10 @@ class Strict:
                 )
 
     def wait_for(self, key: str) -> bytes:
-        """The value of ``key`` once it is there.
+        """The value of ``key`` in the store, once a rank has set it.
 
-        A store on a file looks only every 10 ms: too slow for a peer who is about to come, but
-        cheap while waiting for one who is not. The longer it has been, the longer until it is asked
-        again.
+        A `FileStore` polls only every 10 ms: too slow for a peer that is about to arrive, but cheap
+        for a long wait. So for the first 0.1 s the key is polled here, less and less often.
         """
         began = time.monotonic()
         while (waited := time.monotonic() - began) < 0.1 and not self.store.check([key]):
@@ -92,12 +92,12 @@ class Strict:
 
 
 def _in_order(calls: list[list]) -> tuple[list, list]:
-    """(sends, receives), each in the order asked for; NCCL pairs them up in that order."""
+    """(sends, receives), each in the order of the exchange, in which NCCL pairs them up."""
     return ([c[1:] for c in calls if c[0] == "send"], [c[1:] for c in calls if c[0] == "recv"])
 
 
 def _why(calls: list[list]) -> str:
-    """What is wrong with these calls of two ranks, and what would be right."""
+    """Why these calls of two ranks do not fit each other, and what would."""
     for kind, other in (("send", "receives"), ("recv", "sends")):
         if all(call[0] == kind for call in calls):
             return (

@@ -1,4 +1,4 @@
-"""`pl.trace`: any function on real ranks, with everything that it sent and computed written down.
+"""`pl.trace`: any function on real ranks, with all that it sends and computes recorded.
 
     def hello(group):
         tensor = torch.ones(8) * group.index
@@ -8,9 +8,9 @@
     report = pl.trace(hello, ranks=4)
     report.results, report.traffic(), report.timeline(), report.replay(cluster)
 
-The report is of the same type as that of a training run, with one step, no model and no losses; so
-whatever draws, counts or replays a run does the same with a function of your own. Torch is not
-imported in this process: what ranks return as tensors arrives as NumPy arrays.
+The report has the type of a training run's, with one step, no model and no losses, so every method
+that draws, counts or replays a run works for a function of your own. Torch is not imported in this
+process: tensors that ranks return arrive as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paralab.launch import MAX_RANKS, _pickled, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
 
-NUMBERS = {int, float, bool, str, type(None)}  # and what else no tensor is in
+PLAIN = {int, float, bool, str, type(None)}  # types that contain no tensor
 
 
 def trace(
@@ -44,27 +44,28 @@ def trace(
     live: bool = False,
     stop: threading.Event | None = None,
 ) -> Report:
-    """Call ``fn(group, *args)`` on every rank and return what it did, and what it returned.
+    """Call ``fn(group, *args)`` on every rank; return a report of its calls, times and results.
 
-    fn       gets a `comm.Group` of all ranks: ``group.index`` and ``group.size`` say who it is,
-             ``group.context.device`` where its tensors belong, its methods send and receive
+    fn       its first argument is a `comm.Group` of all ranks: ``group.index`` is the rank,
+             ``group.size`` the world size, ``group.context.device`` the device for its tensors,
+             and the group's methods are the collectives, ``send`` and ``recv``
     ranks    processes, 1 to 64
-    args     further arguments, the same on every rank; data of its own for each rank can come as
-             one NumPy array, of which rank r takes ``torch.from_numpy(array[r])``
-    nodes    place the ranks on this many virtual nodes, the first ones on node 0; calls between
-             two of them count as "inter", and a replay uses the link between nodes
-    memory   also find the peak of tensor bytes that ``fn`` had alive beyond what was alive when it
-             was called, arguments included: ``report.meta["peak_bytes"]``, one number per rank
-    timeout  seconds without any sign of life before the ranks are stopped
+    args     further arguments, the same on every rank. For data that differs, pass one NumPy array
+             and take ``torch.from_numpy(array[group.index])``
+    nodes    spread the ranks over this many virtual nodes, the lowest on node 0; calls between
+             nodes count as "inter", and a replay uses the link between nodes for them
+    memory   also measure by how much the bytes of live tensors rose at most while ``fn`` ran (its
+             arguments were alive before): ``report.meta["peak_bytes"]``, one number per rank
+    timeout  seconds without any sign of life after which the ranks are stopped
     device   "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
              rank where there are as many, else the CPU
-    strict   hold every call to NCCL's order rules, whatever the backend, and refuse one that a
-             rank makes alone, even if nobody waits for it
-    live     show what ranks print as it comes; otherwise in rank order at the end
+    strict   check every call against NCCL's order rules, on gloo too, and refuse a call that only
+             some members of its group make, even if no rank waits for it
+    live     show what ranks print as it comes, instead of in rank order at the end
     stop     an event that ends the ranks when it is set
 
     ``report.results`` has the return values in rank order, tensors as NumPy arrays. Raises
-    ValueError before a process starts, RankError, RankTimeout or OutOfMemory after.
+    ValueError before a process starts; RankError, RankTimeout, OutOfMemory or Stopped afterwards.
     """
     __tracebackhide__ = True
     if not callable(fn):
@@ -84,10 +85,10 @@ def trace(
     )
     for part in parts:
         if calls := part["unwaited"]:
-            said = f"rank {part['rank']} has not waited for {calls[0]}"
-            said += f" and {len(calls) - 1} more" * (len(calls) > 1)
-            more = "what is returned may be half-finished, so call .wait() on what a call returns"
-            warnings.warn(f"{said}: {more}", stacklevel=2)
+            problem = f"rank {part['rank']} has not waited for {calls[0]}"
+            problem += f" and {len(calls) - 1} more" * (len(calls) > 1)
+            advice = "what is returned may be half-finished, so call .wait() on what a call returns"
+            warnings.warn(f"{problem}: {advice}", stacklevel=2)
             break
     peaks = {"peak_bytes": [part["peak_bytes"] for part in parts]} if memory else {}
     meta = {"function": name_of(fn), "strict": strict, **parts[0]["meta"], **peaks}
@@ -95,7 +96,7 @@ def trace(
 
 
 def places(fn: Any, ranks: int, args: Sequence[Any], nodes: int) -> tuple[int, ...]:
-    """The node of each rank. Refuses what cannot be sent to ranks by the names the caller knows."""
+    """The node of each rank. Raises ``ValueError`` for any of the arguments that is illegal."""
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
@@ -109,26 +110,26 @@ def name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def part_of(who: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dict[str, Any]:
-    """What a rank hands back. ``who`` has its rank, device and nodes, if ``meta`` does not say."""
+def part_of(owner: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dict[str, Any]:
+    """A rank's part of a report. ``owner`` has rank, device, nodes; ``meta`` adds or corrects."""
     import torch
 
-    said = {"device": who.device, "nodes": list(who.nodes), "torch": str(torch.__version__)}
+    facts = {"device": owner.device, "nodes": list(owner.nodes), "torch": str(torch.__version__)}
     return {
-        "rank": who.rank,
+        "rank": owner.rank,
         "clock_offset": 0.0,  # one machine, one clock
         "clock_uncertainty": 0.0,
         **tables,
         "losses": [],
         "result": _plain(result),
-        "meta": said | meta,
+        "meta": facts | meta,
     }
 
 
 def _program(
     fn: Callable[..., Any], context: Any, node_of: tuple[int, ...], memory: bool, *args: Any
 ) -> dict[str, Any]:
-    """What every rank runs: ``fn`` as step 0, between two moments that all ranks share."""
+    """What every rank runs: ``fn`` as step 0."""
     __tracebackhide__ = True  # an error's traceback begins with the caller's function
     import torch
 
@@ -136,7 +137,7 @@ def _program(
     from paralab.instruments.memory import PeakMemory
 
     context = replace(context, nodes=node_of)
-    # Connections are made, and the ranks brought together, in a notebook that is thrown away.
+    # Connects the ranks and lets them start together; this group's recorder is thrown away.
     everyone(context, axis="setup").barrier()
     group = everyone(context)
     recorder = group.recorder
@@ -154,7 +155,7 @@ def _program(
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with every tensor in it as a NumPy array, which has no bfloat16: float32 then."""
+    """``value`` with its tensors as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -163,12 +164,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(zip(value, _plain(list(value.values())), strict=True))
     if isinstance(value, tuple) and type(value).__module__.partition(".")[0] == "torch":
-        value = tuple(value)  # a torch.Size, or what torch.max returns: to read one takes torch
-    kind, make = type(value), None
+        value = tuple(value)  # a torch.Size, or what torch.max returns: unpickling it takes torch
+    kind, rebuild = type(value), None
     if kind in (list, tuple):
-        make = kind
+        rebuild = kind
     elif isinstance(value, tuple):
-        make = getattr(kind, "_make", None)  # of a named tuple
-    if make is None or NUMBERS.issuperset(map(type, value)):
+        rebuild = getattr(kind, "_make", None)  # a named tuple has it
+    if rebuild is None or PLAIN.issuperset(map(type, value)):
         return value
-    return make(map(_plain, value))
+    return rebuild(map(_plain, value))

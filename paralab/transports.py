@@ -1,29 +1,29 @@
-"""Three ways for a call to torch.distributed: gloo, gloo for tensors on a GPU, NCCL.
+"""The three transports of a `comm.Group`: gloo, gloo for tensors on a GPU, NCCL.
 
-Each is a class with ``post(call)``, which starts the call and returns a `Posted`: its span, what to
-wait for, and what is left to do at its end.
+Each is a class with ``post(call)``, which hands the call to torch.distributed and returns a
+`Posted`: its span, what to wait for, and what is left to do after the wait.
 
-What gloo does badly is done better with what it does well (bytes counted on the loopback
-interface): its reduce-scatter is n all-reduces, twice the minimum, so ours is an all-to-all and a
-local sum; its reduce sends up to 2.3 times the minimum, so ours is direct sends and a local sum.
-Both add in rank order.
+Two of gloo's collectives send too much, as counted on the loopback interface, and are replaced. Its
+reduce-scatter consists of n all-reduces, twice the minimum; ours is an all-to-all and a local sum
+in rank order. Its reduce sends up to 2.3 times the minimum; ours is direct sends to the root, which
+adds them to its own tensor in rank order.
 
-[Note: CUDA] With NCCL a group's calls run on a stream of their own and nothing blocks the host. A
-call is completed by an event of its own, and a wait is for that event alone, not for what was put
-on the stream since: a gather that is fetched ahead must not delay the compute that waits for the
-gather before it. Between pipeline ranks every way, a direction and a peer, has a communicator and a
-stream of its own, so that a receive that is posted ahead does not hold up a send.
+[Note: CUDA] With NCCL the calls of a group run on a CUDA stream of their own, and nothing blocks
+the host. Each call has an event that completes it. A wait is for this event alone, not for calls
+put on the stream since: a prefetched all-gather must not delay the compute that waits for the
+all-gather before it. Between pipeline ranks each way (a direction and a peer) has a communicator
+and a stream of its own, so that a receive posted ahead does not hold up a send.
 
-[Note: arrivals] Gloo's sends and receives say nothing when they end; only a thread that waits for
-one hears of it. So a thread for each direction and peer waits for them in turn, as a pair's
-messages arrive in order: the end of a receive is then the moment at which its bytes were there, not
-the moment at which the rank had time to look, and a buffer that has been sent is let go at once.
+[Note: arrivals] Gloo's sends and receives have no callback; only a thread that waits for a message
+learns when it ends. So for each way one thread waits for the messages, one after the other, as they
+arrive in order. The end of a receive is then the moment at which its bytes had arrived, not that at
+which the rank had time to look, and a buffer is freed as soon as it has been sent.
 
-[Note: lent] Gloo's thread says that a collective is over before it lets go of the tensors: in 2 to
-7 % of 12,000 calls they were still held when the rank went on, for up to 11 ms, and in half of them
-where every core was busy. A peak of memory that was counted just then would be another in the next
-run. So where memory is counted, gloo is lent storages that share the bytes, and a wait is over when
-gloo has none of them.
+[Note: lent] Gloo's thread reports the end of a collective before it drops its references to the
+tensors. In 2 to 7 % of 12,000 calls, and in half of them where every core was busy, it still held
+them when the rank went on, for up to 11 ms. A peak of memory counted just then would differ from
+run to run. So where memory is counted, gloo is lent tensors with storages of their own that share
+the bytes, and a wait ends when gloo holds none of these any more.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from paralab.instruments.recorder import Recorder
 from paralab.ranks.host import send_first
 from paralab.ranks.lookout import Lookout
 
-# How torch.distributed is asked for a collective: (*tensors, the root if there is one). torch 2.13
-# renamed two; the old names still work there, with a warning.
-ASK: dict[str, Callable] = {
+# {operation: function of torch.distributed}, called with (*tensors, the root if there is one).
+# torch 2.13 renamed two; the old names still work there, with a warning.
+FUNCTIONS: dict[str, Callable] = {
     "all_reduce": dist.all_reduce,
     "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
     "all_to_all": dist.all_to_all_single,
@@ -54,19 +54,21 @@ ASK: dict[str, Callable] = {
     "reduce": dist.reduce,
 }
 Way = tuple[str, int]  # "send" or "recv", and the global rank at the other end
-PATIENCE = 1.0  # seconds that gloo may hold what it was lent after it says that a call is over
+PATIENCE = 1.0  # seconds that a wait goes on for if gloo does not drop the tensors lent to it
 
 
 class Call(NamedTuple):
-    """What one call does.
+    """One call of a group, as a transport needs to know it.
 
-    op       a collective's name, or "exchange"
-    tensors  what it works on: a collective's result first, one tensor per way of an exchange
-    fills    those of them that it fills; ``reads``: those of these that it reads first
+    op       the name of a collective, or "exchange"
+    tensors  of a collective its result, then its input if that is another tensor; of an exchange
+             the tensor of each way
+    fills    those of ``tensors`` that the call writes
+    reads    those of ``fills`` that the call reads before it writes them
     root     (global rank,) of a broadcast or a reduce, else ()
-    ways     of an exchange
-    number   of the group's calls, for the words that say why a rank is idle
-    finish   what this rank does when it has waited for the call
+    ways     of an exchange: direction and peer of each message; else ()
+    number   counts the calls of the group; in messages it says in which call a rank waits
+    finish   what is left to do on this rank after the wait, or None
     """
 
     op: str
@@ -80,7 +82,7 @@ class Call(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """span: its id; works: what to wait for, in order; finish: what is to be done after that."""
+    """A call in flight: its span's id, what to wait for in order, what to do after the wait."""
 
     span: int
     works: list[Any]
@@ -88,7 +90,7 @@ class Posted(NamedTuple):
 
 
 class Transport:
-    """What the three have in common. The settings are those of the group, `comm.Group`."""
+    """What the three have in common. The arguments are those of `comm.Group`."""
 
     def __init__(
         self, ranks: Sequence[int], *, axis: str, context: Any, recorder: Recorder, group: Any
@@ -96,32 +98,32 @@ class Transport:
         self.ranks, self.context, self.recorder, self.group = ranks, context, recorder, group
         self.axis, self.lane = axis, f"comm:{axis}"
 
-    def words(self, op: str, number: object) -> str:
-        """A call of this group, for a message."""
+    def describe(self, op: str, number: object) -> str:
+        """A call of this group in words, for a message."""
         where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
         return f"{op} #{number} on {where}, step {self.recorder.step}"
 
     def post(self, call: Call) -> Posted:
         raise NotImplementedError
 
-    def ask(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[Any]:
-        """Hand the call to torch.distributed."""
-        if len(self.ranks) == 1:  # nothing to send: the result is the own part
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[Any]:
+        """Hand the call, with ``tensors`` for its own, to torch.distributed. Returns its works."""
+        if len(self.ranks) == 1:  # nothing to send: the result is this rank's part
             if len(tensors) == 2:
                 tensors[0].view(-1).copy_(tensors[1].view(-1))
             return []
         if not call.ways:
-            return [ASK[call.op](*tensors, *call.root, group=group, async_op=True)]
-        sides = {"send": dist.isend, "recv": dist.irecv}
+            return [FUNCTIONS[call.op](*tensors, *call.root, group=group, async_op=True)]
+        functions = {"send": dist.isend, "recv": dist.irecv}
         ops = [
-            dist.P2POp(sides[side], tensor, peer, group=group)
+            dist.P2POp(functions[side], tensor, peer, group=group)
             for (side, peer), tensor in zip(call.ways, tensors, strict=True)
         ]
         return dist.batch_isend_irecv(ops)
 
 
 class Gloo(Transport):
-    """Between processors. Other threads move the bytes, and say when they are through."""
+    """Gloo between CPUs. Its threads move the bytes, and the end of each call is recorded there."""
 
     def __init__(self, ranks: Sequence[int], **settings: Any) -> None:
         super().__init__(ranks, **settings)
@@ -129,25 +131,25 @@ class Gloo(Transport):
         self.arrivals: dict[Way, SimpleQueue] = {}
 
     def post(self, call: Call) -> Posted:
-        call, recorder, after = self.as_own(call), self.recorder, self.recorder.cut()
-        tensors, held, finish = self.lend(call)
+        call, recorder, after = self.substitute(call), self.recorder, self.recorder.cut()
+        tensors, more, finish = self.lend(call)
         span = recorder.launch(self.lane, after, recorder.clock.host())
-        works = self.watch(call, self.ask(call, tensors, self.group), span)
-        return Posted(span, [*works, *held], finish)
+        works = self.watch(call, self.start(call, tensors, self.group), span)
+        return Posted(span, [*works, *more], finish)
 
-    def as_own(self, call: Call) -> Call:
-        """The call as gloo does it best, at the same bytes on the wire as everywhere."""
+    def substitute(self, call: Call) -> Call:
+        """The call that sends the bytes of the closed form in place of ``call``, mostly itself."""
         if call.op == "reduce_scatter":
             output, tensor = call.tensors
             with self.recorder.making("buffers"):
                 received = torch.empty_like(tensor)
 
-            def add_up() -> None:
+            def sum_parts() -> None:
                 with self.recorder.span("copy"):
                     torch.sum(received.view(len(self.ranks), -1), dim=0, out=output.view(-1))
 
-            made = {"tensors": [received, tensor], "fills": [received], "finish": add_up}
-            return call._replace(op="all_to_all", **made)
+            changes = {"tensors": [received, tensor], "fills": [received], "finish": sum_parts}
+            return call._replace(op="all_to_all", **changes)
         if call.op == "reduce":
             (tensor,), (root,) = call.tensors, call.root
             if root != self.context.rank:
@@ -156,18 +158,18 @@ class Gloo(Transport):
             with self.recorder.making("buffers"):
                 parts = [torch.empty_like(tensor) for _ in others]
 
-            def add() -> None:
+            def add_parts() -> None:
                 with self.recorder.span("copy"):
                     for part in parts:
                         tensor.add_(part)
 
             ways = [("recv", rank) for rank in others]
-            made = {"tensors": parts, "fills": parts, "finish": add, "ways": ways}
-            return call._replace(reads=(), root=(), **made)
+            changes = {"tensors": parts, "fills": parts, "finish": add_parts, "ways": ways}
+            return call._replace(reads=(), root=(), **changes)
         return call
 
     def lend(self, call: Call) -> tuple[list[Tensor], list[Any], Callable | None]:
-        """(what gloo is given, what to wait for besides its works, what to do at the end)"""
+        """(the tensors for gloo, what to wait for after its works, what to do after the wait)"""
         ledger = self.recorder.ledger
         if ledger is None or self.context.backend != "gloo":
             return call.tensors, [], call.finish
@@ -175,7 +177,7 @@ class Gloo(Transport):
         return lent.tensors, [lent], call.finish
 
     def watch(self, call: Call, works: list[Any], span: int) -> list[Any]:
-        """Note the end of each of ``works``. Returns what to wait for in their place."""
+        """Let the end of each of ``works`` be recorded. Returns what the rank is to wait for."""
 
         def ended() -> None:
             self.recorder.completed(span, self.recorder.clock.host())
@@ -189,17 +191,17 @@ class Gloo(Transport):
         return works
 
     def _arrival(self, way: Way, work: Any, ended: Callable[[], None]) -> Arrival:
-        """See [Note: arrivals]."""
+        """The end of a message, which the thread of ``way`` waits for. See [Note: arrivals]."""
         if way not in self.arrivals:
             self.arrivals[way] = SimpleQueue()
-            threading.Thread(target=_hear, args=(self.arrivals[way],), daemon=True).start()
+            threading.Thread(target=_wait_in_turn, args=(self.arrivals[way],), daemon=True).start()
         arrival = Arrival(ended)
         self.arrivals[way].put((work, arrival))
         return arrival
 
 
 class Staged(Gloo):
-    """Gloo for tensors on a GPU, which it cannot read: through pinned host buffers and back.
+    """Gloo for tensors on a GPU, which it cannot read: they go through pinned host buffers.
 
     NCCL refuses two ranks on one GPU, so ranks that share one send from pinned (page-locked) host
     memory, which the device copies at full speed. Both copies are recorded, on the lanes "d2h"
@@ -212,19 +214,19 @@ class Staged(Gloo):
         self._free: dict[tuple, list[Tensor]] = {}  # (shape, dtype): buffers that no call uses
 
     def lend(self, call: Call) -> tuple[list[Tensor], list[Any], Callable | None]:
-        """Host buffers. What the call only fills is not copied down before."""
-        twins = {id(t): self._take(t) for t in call.tensors}
-        filled = {id(t) for t in call.fills} - {id(t) for t in call.reads}
-        self._copy("d2h", [(twins[id(t)], t) for t in call.tensors if id(t) not in filled])
+        """Host buffers in place of the tensors. Only those that the call reads are copied there."""
+        buffers = {id(t): self._take(t) for t in call.tensors}
+        unread = {id(t) for t in call.fills} - {id(t) for t in call.reads}
+        self._copy("d2h", [(buffers[id(t)], t) for t in call.tensors if id(t) not in unread])
 
-        def back() -> None:
-            self._copy("h2d", [(t, twins[id(t)]) for t in call.fills])
-            for twin in twins.values():
-                self._free[tuple(twin.shape), twin.dtype].append(twin)
+        def copy_back() -> None:
+            self._copy("h2d", [(t, buffers[id(t)]) for t in call.fills])
+            for buffer in buffers.values():
+                self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
             if call.finish is not None:
                 call.finish()
 
-        return [twins[id(t)] for t in call.tensors], [], back
+        return [buffers[id(t)] for t in call.tensors], [], copy_back
 
     def _take(self, tensor: Tensor) -> Tensor:
         free = self._free.setdefault((tuple(tensor.shape), tensor.dtype), [])
@@ -248,16 +250,16 @@ class Staged(Gloo):
 
 
 class Nccl(Transport):
-    """Between GPUs: the stream is the calls' lane. See [Note: CUDA]."""
+    """NCCL between GPUs, on a CUDA stream of the group. See [Note: CUDA]."""
 
     def __init__(self, ranks: Sequence[int], **settings: Any) -> None:
         super().__init__(ranks, **settings)
         self.stream = torch.cuda.Stream(self.context.device)
-        self.ways: dict[Way, tuple[Any, Any]] = {}  # each one's communicator and stream
+        self.ways: dict[Way, tuple[Any, Any]] = {}  # {way: (communicator, its stream)}
         if self.recorder.lookout is None:
             passed, context = self.recorder.clock.passed, self.context
-            how = {"rank": context.rank, "limit": context.limit}
-            self.recorder.lookout = Lookout(context.note, passed, context.alive, **how)
+            of_rank = {"rank": context.rank, "limit": context.limit}
+            self.recorder.lookout = Lookout(context.note, passed, context.alive, **of_rank)
             self.recorder.lookout.start()
 
     def post(self, call: Call) -> Posted:
@@ -268,23 +270,23 @@ class Nccl(Transport):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             span = recorder.launch(self.lane, after, recorder.clock.mark())
-            for work in self.ask(call, call.tensors, group):
-                work.wait()  # orders the stream, not the host
+            for work in self.start(call, call.tensors, group):
+                work.wait()  # holds the stream, not the host
             recorder.completed(span, recorder.clock.mark())
-            over = torch.cuda.Event()
-            over.record(stream)
+            event = torch.cuda.Event()
+            event.record(stream)
         op = call.ways[0][0] if call.ways else call.op
-        recorder.lookout.posted(self.words(op, call.number), over)
-        return Posted(span, [Enqueued(over, call.tensors)], call.finish)
+        recorder.lookout.posted(self.describe(op, call.number), event)
+        return Posted(span, [Enqueued(event, call.tensors)], call.finish)
 
 
 class Enqueued:
-    """A call that was put on a stream: the event that completes it, and its tensors.
+    """A call on a CUDA stream: the event that completes it, and its tensors.
 
-    The tensors live as long as the rank has not waited. Behind the wait whatever the allocator
-    makes of their memory is ordered behind the call, not before. torch's ``record_stream`` keeps
-    memory back until the host happens to see that the stream has passed it; a host that runs ahead
-    of its device then holds every unit that ZeRO-3 has gathered.
+    The tensors are kept alive until the rank has waited. From then on the compute stream runs
+    behind the call, so that the allocator may use their memory again. torch's ``record_stream``
+    would keep the memory until the host happens to see that the stream has passed the call: a host
+    that runs ahead of its device would then hold every unit that ZeRO-3 has gathered.
     """
 
     __slots__ = ("event", "tensors")
@@ -293,64 +295,69 @@ class Enqueued:
         self.event, self.tensors = event, tensors
 
     def wait(self) -> None:
-        """Order the compute stream behind this call alone; the host does not wait."""
+        """Make the compute stream wait for this call alone; the host does not wait."""
         torch.cuda.current_stream().wait_event(self.event)
         self.tensors = ()
 
 
 class Lent:
-    """A call's tensors for gloo, as storages of their own that share the bytes, and when gloo has
-    let go of them and of every view it made. See [Note: lent].
+    """Tensors for gloo, with storages of their own that share the bytes of a call's tensors.
+    ``wait`` returns when gloo has dropped them and all its views of them. See [Note: lent].
     """
 
     def __init__(self, tensors: Sequence[Tensor], ledger: Any) -> None:
-        self._uses = torch._C._storage_Use_Count
+        self._holders = torch._C._storage_Use_Count
         self.tensors = [torch.from_dlpack(tensor.detach()) for tensor in tensors]
         ledger.shares_bytes(*self.tensors)
-        self._own = self._counts()
+        self._own = self._counts()  # of the references that are not gloo's
 
     def wait(self) -> None:
         give_up = time.monotonic() + PATIENCE
         while self._counts() != self._own and time.monotonic() < give_up:
-            time.sleep(1e-5)  # the thread may need Python's lock to go on
+            time.sleep(1e-5)  # gloo's thread may need Python's lock to drop them
 
     def _counts(self) -> list[int]:
-        """References to the tensors, to their Python objects, which gloo's thread gives up last,
-        and to their storages, for views.
+        """Reference counts of each tensor, of its Python object, which gloo's thread drops last,
+        and of its storage, which a view holds.
         """
         counts = []
         for tensor in self.tensors:
             storage = tensor.untyped_storage()
-            counts += [tensor._use_count(), sys.getrefcount(tensor), self._uses(storage._cdata)]
+            counts += [
+                tensor._use_count(),
+                sys.getrefcount(tensor),
+                self._holders(storage._cdata),
+            ]
         return counts
 
 
 class Arrival:
-    """The end of one send or receive, for the one thread that computes."""
+    """The end of one send or receive: the thread of its way reports it, the rank waits for it."""
 
     __slots__ = ("ended", "error", "_lock")
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self.ended, self.error = ended, None
-        self._lock = threading.Lock()  # held until the end
+        self._lock = threading.Lock()  # released at the end of the message
         self._lock.acquire()
 
     def wait(self) -> None:
-        """Wait until the end. Raises what the transport raised."""
+        """Wait for the end of the message. Raises what torch.distributed raised."""
         with self._lock:
             pass
         if self.error is not None:
             raise self.error
 
 
-def _hear(queue: SimpleQueue) -> None:
+def _wait_in_turn(queue: SimpleQueue) -> None:
+    """The thread of a way: wait for each message and report its end."""
     while True:
         work, arrival = queue.get()
         try:
             work.wait()
-        except Exception as raised:  # the rank hears of it where it waits itself
-            arrival.error = raised
-        work = None  # with it the message's memory: the rank may count on it once it hears
+        except Exception as error:  # raised again where the rank waits for the message
+            arrival.error = error
+        work = None  # frees the message's memory before the rank learns of its end
         arrival.ended()
         arrival._lock.release()
-        del arrival  # nothing is kept alive while there is nothing to wait for
+        del arrival  # keep nothing alive while the queue is empty

@@ -129,7 +129,7 @@ class _Alone(Group):
 class _Nobody(Gloo):
     """What would be sent goes to no rank, and is there at once."""
 
-    def ask(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[_Over]:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[_Over]:
         return [_Over(tensors)]
 
     def watch(self, call: Call, works: list[_Over], span: int) -> list[_Over]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from paralab.launch import _house
+from paralab.launch import _shared_server
 from patience import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,7 @@ def is_alive(pid: int) -> bool:
 
 def below_the_server() -> list[int]:
     """Ranks, and what they have started or left behind."""
-    server = _house._server
+    server = _shared_server._server
     if server is None or not server.alive():
         return []
     found = psutil.Process(server.pid).children(recursive=True)

@@ -25,7 +25,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import paralab as pl
-from paralab.launch import _house
+from paralab.launch import _shared_server
 from paralab.report import boxes, checkpoints
 
 FILE = "rank-0.safetensors"
@@ -167,9 +167,9 @@ def forever(run: Callable[..., Any], folder: Path) -> None:
 
 VICTIM = """
 import sys, threading, paralab as pl
-from paralab.launch import _house
+from paralab.launch import _shared_server
 folder, data = sys.argv[1:]
-with _house.turn(None) as server:
+with _shared_server.turn(None) as server:
     server.get_ready()
 print("ready", flush=True)
 sys.stdin.readline()
@@ -220,7 +220,7 @@ def _killed_again_and_again(
         def end(caller: Any = caller, before: str = before, seen: list[str] = seen) -> None:
             wait_for_another(folder, before)
             time.sleep(draw.uniform(0.0, 2 * between))
-            server = _house._server.pid if caller is None else children(caller.pid)[0]
+            server = _shared_server._server.pid if caller is None else children(caller.pid)[0]
             seen.append(published(folder))
             kill(children(server) + ([] if caller is None else [server, caller.pid]))
             seen.append(published(folder))

@@ -403,7 +403,7 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
 def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(
     capsys, monkeypatch, variables, said
 ):
-    monkeypatch.setattr(cli, "SPEAKER_FIRST", 0.0)
+    monkeypatch.setattr(cli, "OTHERS_WAIT", 0.0)
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -412,7 +412,7 @@ def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(
 
 
 def test_under_torchrun_a_refusal_is_said_once(experiment, as_rank, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "SPEAKER_FIRST", 0.0)
+    monkeypatch.setattr(cli, "OTHERS_WAIT", 0.0)
     as_rank(0)
     assert "dp=0" in refused(capsys, "run", "--dp", "0")
     as_rank(1)

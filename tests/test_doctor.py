@@ -43,7 +43,7 @@ def on(**changes: object) -> doctor.Diagnosis:
 
 
 def says(found: doctor.Diagnosis, what: str) -> str:
-    return next(check.said for check in found.checks if check.name == what)
+    return next(check.finding for check in found.checks if check.name == what)
 
 
 # ---- a machine that will do ---------------------------------------------------------------------

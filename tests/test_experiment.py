@@ -30,7 +30,7 @@ def test_the_progress_bar_moves_with_the_slowest_ranks_steps(run, model, monkeyp
 
 
 def test_the_bar_shows_steps_that_every_rank_has_finished():
-    bar = _ProgressBar(5, pl.Plan(dp=2), wanted=False)
+    bar = _ProgressBar(5, pl.Plan(dp=2), display=False)
     shown = []
     bar.bar = type("Bar", (), {"n": 0, "update": lambda self, by: shown.append(by)})()
     bar.move(0, 3, 5)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import paralab as pl
 from paralab.comm import everyone
-from paralab.launch import _House, _house, launch_program
+from paralab.launch import _shared_server, _SharedServer, launch_program
 from paralab.ranks.host import RECEIVING
 from paralab.ranks.server import ESSENTIAL, START, TO_TRAIN, WHEN_IDLE, kill, start_method
 from paralab.ranks.waits import Standing, sentence
@@ -44,7 +44,7 @@ forks = pytest.mark.skipif(start_method() == "spawn", reason="a server that spaw
 @pytest.fixture
 def house(monkeypatch):
     """A server of the test's own."""
-    monkeypatch.setattr(LAUNCH, "_house", house := _House())
+    monkeypatch.setattr(LAUNCH, "_shared_server", house := _SharedServer())
     yield house
     house.close()
 
@@ -313,7 +313,7 @@ LOCK = threading.Lock()
     ],
 )
 def test_a_wrong_argument_is_refused_before_a_process_starts(monkeypatch, settings, named) -> None:
-    monkeypatch.setattr(_House, "server", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr(_SharedServer, "server", lambda self: pytest.fail("a process was started"))
     given = {"fn": sum_of_ranks, "ranks": 2, **settings}
     with pytest.raises(ValueError, match=named):
         pl.launch(given.pop("fn"), **given)
@@ -363,7 +363,7 @@ def test_ranks_are_born_with_every_preload_and_cuda_untouched_by_a_server_withou
         return not missing or bool(time.sleep(1.5))
 
     assert until(all_there), "never preloaded"
-    assert psutil.Process(_house._server.pid).num_threads() == 1
+    assert psutil.Process(_shared_server._server.pid).num_threads() == 1
 
 
 @forks
@@ -432,7 +432,7 @@ def test_a_server_that_died_takes_its_ranks_along_and_is_replaced(tmp_path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pl.warm_up()
     pl.warm_up()
-    before = _house._server.pid
+    before = _shared_server._server.pid
     died: list[bool] = []
 
     def kill_server(rank: int, pid: int, _: int) -> None:
@@ -444,7 +444,7 @@ def test_a_server_that_died_takes_its_ranks_along_and_is_replaced(tmp_path, monk
         launch_program(say_pid_and_wait, 2, on_progress=kill_server)
     assert died == [True] and list(tmp_path.iterdir()) == []
     assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)
-    assert _house._server.pid != before
+    assert _shared_server._server.pid != before
 
 
 def test_a_rank_ends_by_itself_when_its_launcher_closes_the_pipe(monkeypatch) -> None:
@@ -485,7 +485,7 @@ def test_a_fork_of_the_caller_does_not_use_the_callers_server() -> None:
     pl.launch(sum_of_ranks, ranks=1)
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if LAUNCH._house._server is None else 1)
+        os._exit(0 if LAUNCH._shared_server._server is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)
 

@@ -435,7 +435,7 @@ CELLS = """
 import select
 import psutil
 import paralab as pl
-from paralab.launch import _house
+from paralab.launch import _shared_server
 
 def hang():
     import torch, torch.distributed as dist
@@ -449,7 +449,7 @@ def rank():
     return dist.get_rank()
 
 def left():
-    return psutil.Process(_house._server.pid).children()
+    return psutil.Process(_shared_server._server.pid).children()
 """
 
 

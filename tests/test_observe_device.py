@@ -640,8 +640,9 @@ def test_the_group_of_ranks_with_gpus_serves_the_host_too(call, own, monkeypatch
     chosen = process.Chosen("cuda:0", "nccl") if own else process.Chosen("cpu", "gloo")
     monkeypatch.setattr(process, "choose_device", lambda *given: chosen)
     monkeypatch.setattr(process.dist, "init_process_group", joined)
-    notes, sent = type("Notes", (), {"write": lambda self, text: None})(), []
-    launcher = type("Launcher", (), {"send": lambda self, *message: sent.append(message)})()
+    notes, sent = type("Notes", (), {"write": lambda self, text: None, "alive": None})(), []
+    speaks = {"send": lambda self, *message: sent.append(message), "progress": None}
+    launcher = type("Launcher", (), speaks)()
     with pytest.raises(Seen) as found:
         process._work(0, told.value.args[0], str(tmp_path), launcher, notes)
     assert sent == [("nccl",)] * own  # for the words of a hang

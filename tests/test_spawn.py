@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paralab.launch import _house
+from paralab.launch import _shared_server
 from paralab.ranks.server import START
 from processes import python
 from together import Trained, cases
@@ -31,7 +31,7 @@ def test_plans_train_what_one_process_does(text, monkeypatch) -> None:
     monkeypatch.setenv(START, "spawn")
     for one in PLANS:
         trained.assert_equals_the_reference(one)
-        assert _house._server.method == "spawn"
+        assert _shared_server._server.method == "spawn"
 
 
 # ---- without what only Linux has ----------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import paralab as pl
-from paralab.launch import _house
+from paralab.launch import _shared_server
 from patience import HANG_S
 from processes import below_the_server, until
 
@@ -90,14 +90,14 @@ def test_stop_while_queued_ends_the_waiting_and_not_the_launch_in_front(tmp_path
 
 
 def test_stop_while_torch_still_loads_does_not_wait_for_it():
-    with _house.lock:
-        _house.close()  # the next launch needs a new server, which takes seconds
+    with _shared_server.lock:
+        _shared_server.close()  # the next launch needs a new server, which takes seconds
     stop = threading.Event()
     call = Background(lambda: pl.launch(lambda: 1, ranks=1, stop=stop))
-    assert until(lambda: _house._server is not None)
+    assert until(lambda: _shared_server._server is not None)
     stop.set()
     assert isinstance(call.result(), pl.Stopped)
-    assert bool(_house._server.loading) == (_house._server.method == "fork")
+    assert bool(_shared_server._server.loading) == (_shared_server._server.method == "fork")
     assert pl.launch(lambda: 1, ranks=1) == [1]  # the same server, ready by now
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import paralab as pl
 from paralab import view
-from paralab.launch import _house
+from paralab.launch import _shared_server
 from paralab.view import widget_parts, widget_picture, widgets
 from paralab.view.chart import Chart
 from paralab.view.widget_live import View
@@ -347,8 +347,8 @@ def test_closing_a_widget_ends_its_run(widget, monkeypatch):
     widget.run()
     widget.close()
     widget._current_run.thread.join(PATIENCE)
-    assert widget.state == "stopped" and _house.lock.acquire(timeout=PATIENCE)
-    _house.lock.release()
+    assert widget.state == "stopped" and _shared_server.lock.acquire(timeout=PATIENCE)
+    _shared_server.lock.release()
 
 
 def test_two_widgets_take_turns():

@@ -757,9 +757,9 @@ def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
         both = [[tensor for tensor, _ in some] for some in (sends, takes)]
         return [machine.call(group, "message", keys, *both, real)]
 
-    gather = transports.ASK["all_gather"]
-    machine.undo.callback(transports.ASK.update, dict(transports.ASK))
-    transports.ASK.update(
+    gather = transports.FUNCTIONS["all_gather"]
+    machine.undo.callback(transports.FUNCTIONS.update, dict(transports.FUNCTIONS))
+    transports.FUNCTIONS.update(
         all_reduce=all_reduce,
         all_gather=all_gather,
         all_to_all=all_to_all_single,

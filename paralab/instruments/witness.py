@@ -161,11 +161,11 @@ def calls(group: Any, nbytes: int) -> dict[str, Callable[[], None]]:
     import torch
 
     from paralab.parallel.collectives import ALGORITHMS
-    from paralab.transports import ASK
+    from paralab.transports import FUNCTIONS
 
     whole = torch.zeros(nbytes // 4)  # (n k,)
     part = torch.zeros(whole.numel() // group.size)  # (k,)
-    made: dict[str, Callable[[], None]] = {NATIVE: lambda: ASK["reduce_scatter"](part, whole)}
+    made: dict[str, Callable[[], None]] = {NATIVE: lambda: FUNCTIONS["reduce_scatter"](part, whole)}
     for op in OPS:
         if op in ALGORITHMS:
             made[op] = functools.partial(ALGORITHMS[op], group, whole)

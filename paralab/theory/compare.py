@@ -1,14 +1,14 @@
-"""Predicted, replayed, measured: the same quantities three times, and a sentence on each gap.
+"""`pl.compare`: the same quantities predicted, replayed and measured, and a sentence on each gap.
 
-    predicted  the device model and the link model: what theory says
-    replayed   the run's own compute costs on one virtual device per rank, with the prediction's
-               links: what devices of their own would have shown
-    measured   the wall clock
+    predicted  by the device model and the link model
+    replayed   the compute costs that the run recorded, with the prediction's links and one virtual
+               device per rank (replay.py)
+    measured   by the wall clock
 
-Bytes and calls are counted, so they agree exactly or something is wrong. Between predicted and
-replayed lies the error of the device model; between replayed and measured, what the ranks share:
-cores, caches, the machine's other work. Reading data and the Python between spans is in the
-measured step alone.
+Bytes and calls are counted, so they agree exactly or something is wrong. The gap between predicted
+and replayed is the error of the device model. The gap between replayed and measured comes from what
+the ranks share: cores, caches, other work of the machine. The time for reading data and for Python
+between spans is in the measured step alone.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("predicted", "replayed", "measured")
-CALLED = "calls and messages"
-UNITS = {"bytes sent per rank": "B", CALLED: "calls", MOVED: "B", "bubble": "share"}
+CALLS = "calls and messages"
+UNITS = {"bytes sent per rank": "B", CALLS: "calls", MOVED: "B", "bubble": "share"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Comparison:
-    """What `compare` returns; prints as a table with its sentences.
+    """What `compare` returns; prints as a table, with a sentence on each gap.
 
-    table   DataFrame, one row per quantity and step: columns predicted, replayed, measured
-            (seconds, bytes or calls; NaN where there is no such report) and unit. Of a pipeline
-            the bubble too, a share of device time
-    notes   {quantity: what the gap means}
-    bytes_agree   whether report and prediction sent the same bytes in the same number of calls
-    expect, replayed, measured   the reports that were compared; measured is None if only a replay
-                                 was given
+    table        DataFrame with a row per quantity, of one step: columns predicted, replayed and
+                 measured (seconds, bytes or calls; NaN without such a report), and unit. For a
+                 pipeline it has the bubble too, a share of device time
+    notes        {quantity: what its gap means}
+    bytes_agree  whether run and prediction have the same calls and copies, to the byte; for an
+                 observed program, whether each rank sends the same sum of bytes
+    expect, replayed, measured  the reports that were compared; ``measured`` is None if ``report``
+                 was a replay
     """
 
     expect: Tables
@@ -57,10 +58,10 @@ class Comparison:
     bytes_agree: bool
 
     def __repr__(self) -> str:
-        # No times: notebooks compare this line, and a run must give the same one twice.
+        # Without times, so that it is the same for every run: notebooks store this line.
         columns = " | ".join(c for c in COLUMNS if c != "measured" or self.measured is not None)
         verdict = "agree" if self.bytes_agree else "DIFFER"
-        return f"Comparison({_shape(self.expect)}: {columns}, bytes {verdict})"
+        return f"Comparison({_plan_text(self.expect)}: {columns}, bytes {verdict})"
 
     def __str__(self) -> str:
         rows = [("per step", *COLUMNS)]
@@ -83,7 +84,7 @@ class Comparison:
             cells = "".join(f"<td {number}>{_shown(row[c], row['unit'])}</td>" for c in COLUMNS)
             label, note = html.escape(str(name)), html.escape(self.notes.get(str(name), ""))
             body.append(f"<tr><th {text}>{label}</th>{cells}<td {text}>{note}</td></tr>")
-        caption = html.escape(f"{_shape(self.expect)} on cluster {self.expect.cluster.name}")
+        caption = html.escape(f"{_plan_text(self.expect)} on cluster {self.expect.cluster.name}")
         return (
             f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{''.join(body)}</tbody></table>"
@@ -91,19 +92,19 @@ class Comparison:
 
 
 def compare(expect: Tables, report: Tables) -> Comparison:
-    """Hold a prediction against a run of the same model and plan.
+    """Compare a prediction with a run of the same model and plan.
 
     expect  what `pl.predict` returned
-    report  what `pl.run` returned, or `pl.observe`, whose program was to train the predicted model
-            by the predicted plan; or a replay of it. The order of the two does not matter
+    report  what `pl.run` returned, or a replay of that; or what `pl.observe` returned for a program
+            that trains the predicted model under the predicted plan. The two may be swapped
 
-    The run is replayed with the links of the prediction's cluster, so that these two differ in
-    compute costs alone. A program that was observed may make other calls than ours: of its bytes
-    the sum of each rank is compared. Returns a `Comparison`. Raises ValueError naming the first
-    difference if the two are not about the same thing, or if a run on GPUs is held against a
-    prediction for processors.
+    The run is replayed with the links of the prediction's cluster, so that prediction and replay
+    differ in compute costs alone. An observed program may make other calls than the library's, so
+    only the sum of its bytes is compared, for each rank. Returns a `Comparison`. Raises ValueError
+    naming the first difference if the two are not of the same model, plan, optimizer and number of
+    ranks, or if a run on GPUs is compared with a prediction for processors.
     """
-    expect, report = _in_order(expect, report)
+    expect, report = _prediction_and_run(expect, report)
     if report.model is None and "observed" in report.meta:
         report = replace(report, model=expect.model, plan=expect.plan)
     _same_subject(expect, report)
@@ -116,12 +117,12 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     }
     import pandas as pd
 
-    both, pipeline = (expect, report), expect.plan.pp > 1
-    split = any((one.spans["kind"] == "weight_grad").any() for one in both)
-    copies = any(len(one.copies) for one in both)
-    rows = {"weight halves": pipeline and split, "bubble": pipeline}
-    rows |= dict.fromkeys((MOVED, WAITED, EXPOSED_COPIES), copies)
-    names = [name for name in columns["predicted"] if rows.get(name, True)]
+    reports, pipeline = (expect, report), expect.plan.pp > 1
+    split = any((each.spans["kind"] == "weight_grad").any() for each in reports)
+    copies = any(len(each.copies) for each in reports)
+    applies = {"weight halves": pipeline and split, "bubble": pipeline}
+    applies |= dict.fromkeys((MOVED, WAITED, EXPOSED_COPIES), copies)
+    names = [name for name in columns["predicted"] if applies.get(name, True)]
     table = pd.DataFrame(columns, index=pd.Index(names, name="quantity"), dtype=float)
     table["unit"] = [UNITS.get(name, "s") for name in names]
     difference = _first_traffic_difference(expect, report)
@@ -135,7 +136,8 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     )
 
 
-def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
+def _prediction_and_run(a: Any, b: Any) -> tuple[Tables, Tables]:
+    """The two reports, the prediction first. Raises ``ValueError`` if they are not such a pair."""
     for name, value in (("expect", a), ("report", b)):
         instance(name, value, Tables, "what pl.predict and pl.run return", "report")
         needs_times(value, "a comparison")
@@ -155,15 +157,17 @@ def _in_order(a: Any, b: Any) -> tuple[Tables, Tables]:
 
 
 def _same_subject(expect: Tables, report: Tables) -> None:
-    for name, one in (("expect", expect), ("report", report)):
-        if one.model is None:
+    """Raise ``ValueError`` naming the first setting in which prediction and run differ."""
+    for name, tables in (("expect", expect), ("report", report)):
+        if tables.model is None:
             why = "it trained no model, so there is nothing to hold it against"
             legal = "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe"
-            raise illegal(name, one, why, legal)
+            raise illegal(name, tables, why, legal)
     if expect.world_size != (ranks := len(about.reported_ranks(report))):
         raise ValueError(f"world_size: {expect.world_size} ranks were predicted, {ranks} were run")
     for name in ("model", "plan"):
-        # As they are saved: of an own class or function the name, so that loaded runs compare too.
+        # In the form of files, which has the name of a user's class or function in its place, so
+        # that loaded reports can be compared too.
         ours, theirs = getattr(expect, name).to_dict(), getattr(report, name).to_dict()
         for setting, x in ours.items():
             if x != (y := theirs[setting]):
@@ -186,25 +190,25 @@ def _same_subject(expect: Tables, report: Tables) -> None:
 
 # ---- quantities -------------------------------------------------------------------------------
 def _quantities(report: Tables) -> dict[str, float]:
-    """Every row of the table, in order, for one report: mean over ranks, median over the steps that
-    count.
+    """{quantity: its value in one report}, in the order of the table's rows: the mean over ranks,
+    the median over `about.measured_steps`.
     """
     steps, spans, calls = about.measured_steps(report), report.spans, about.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
     waited = metrics.middle([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
     copies = metrics.middle([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
-    here = spans[spans["lane"] == "compute"]
-    seconds = metrics.seconds_of(report, here).groupby([here["step"], here["kind"]]).sum()
+    lane = spans[spans["lane"] == "compute"]
+    seconds = metrics.seconds_of(report, lane).groupby([lane["step"], lane["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
     ranks, count = len(about.reported_ranks(report)), max(len(steps), 1)
-    summed = about.in_outline(report)  # a row of its calls is many
+    outline = about.in_outline(report)  # a row of collectives stands for many calls
 
     def spent(kind: str) -> float:
         return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [math.nan])
 
     return {
         "bytes sent per rank": calls["wire_bytes"].sum() / ranks / count,
-        CALLED: math.nan if summed else (calls["op"] != "recv").sum() / ranks / count,
+        CALLS: math.nan if outline else (calls["op"] != "recv").sum() / ranks / count,
         MOVED: moved["bytes"].sum() / ranks / count,
         "forward": spent("forward"),
         "backward": spent("backward"),
@@ -221,56 +225,59 @@ def _quantities(report: Tables) -> dict[str, float]:
 
 
 def _first_traffic_difference(expect: Tables, report: Tables) -> str:
-    """How the calls of a run differ from the predicted ones, rank by rank; empty if they do not."""
+    """Where calls and copies of a run first differ from those predicted; "" if they agree."""
     if "observed" in report.meta:
-        return _sums_differ(expect, report)
+        return _first_sum_difference(expect, report)
     summed = about.in_outline(expect)
     predicted, run = _traffic(expect, summed), _traffic(report, summed)
-    first = {rank: rows for (_, rank), rows in sorted(predicted.items(), reverse=True)}
+    # {rank: its calls in the first predicted step}, as all predicted steps are alike
+    by_rank = {rank: calls for (_, rank), calls in sorted(predicted.items(), reverse=True)}
     for step in about.measured_steps(report):
         for rank in about.reported_ranks(expect):
-            want, got = first.get(rank, Counter()), run.get((step, rank), Counter())
+            want, got = by_rank.get(rank, Counter()), run.get((step, rank), Counter())
             if want != got:
                 missing, extra = want - got, got - want
-                said = [f"{_call(c)} was predicted" for c in list(missing)[:1]]
-                said += [f"{_call(c)} was run" for c in list(extra)[:1]]
-                return f"step {step}, rank {rank}: {', '.join(said)}"
+                clauses = [f"{_in_words(c)} was predicted" for c in list(missing)[:1]]
+                clauses += [f"{_in_words(c)} was run" for c in list(extra)[:1]]
+                return f"step {step}, rank {rank}: {', '.join(clauses)}"
     return ""
 
 
-def _sums_differ(expect: Tables, report: Tables) -> str:
-    """How the bytes of an observed program's step differ from the predicted, rank by rank."""
-    plan, seen = (amounts.traffic(one, "rank").set_index("rank") for one in (expect, report))
+def _first_sum_difference(expect: Tables, report: Tables) -> str:
+    """The first rank whose bytes per step in an observed program are not those predicted; or ""."""
+    plan, run = (amounts.traffic(each, "rank").set_index("rank") for each in (expect, report))
     for rank, (planned,) in plan.iterrows():
-        if planned != (sent := seen.loc[rank, "bytes"]):
+        if planned != (sent := run.loc[rank, "bytes"]):
             return f"rank {rank}: the plan sends {planned:,} bytes per step, the program {sent:,}"
     return ""
 
 
 def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:
-    """By step and rank: every call and copy, and how often; ``summed``: all of a kind as one."""
+    """{(step, rank): how often it makes each call and copy}; with ``summed`` the calls of a kind,
+    and the copies of a kind, count as one.
+    """
     kind = ["step", "rank", "op", "lane", "category"]
     names = {"axis": "lane", "wire_bytes": "bytes"}
     calls = about.own_calls(report).rename(columns=names).assign(category="")
-    found: dict[tuple[int, int], Counter] = defaultdict(Counter)
+    counts: dict[tuple[int, int], Counter] = defaultdict(Counter)
     for rows in (calls, report.copies.assign(payload_bytes=0)):
         rows = rows[[*kind, "payload_bytes", "bytes"]]
         if summed:
             rows = rows.groupby(kind, as_index=False, sort=False).sum()
-        for step, rank, *what in rows.itertuples(index=False):
-            found[step, rank][tuple(what)] += 1
-    return found
+        for step, rank, *call in rows.itertuples(index=False):
+            counts[step, rank][tuple(call)] += 1
+    return counts
 
 
-def _call(what: tuple[str, str, str, int, int]) -> str:
-    op, lane, category, payload, size = what
+def _in_words(call: tuple[str, str, str, int, int]) -> str:
+    op, lane, category, payload, size = call
     if category:
         return f"a {op} of {size:,} bytes of {category} on lane {lane}"
     return f"a{'n' * (op[0] in 'aeiou')} {op} of {payload:,} bytes on axis {lane} sending {size:,}"
 
 
 # ---- text -------------------------------------------------------------------------------------
-def _shape(report: Tables) -> str:
+def _plan_text(report: Tables) -> str:
     plan = report.plan
     form = plan.grad_sync_name * (plan.dp > 1 or plan.pp == 1)
     if plan.zero_stage:

@@ -1,22 +1,23 @@
 """Replay: a measured run on one virtual device per rank.
 
-Ranks that share processor cores wait for cores, not only for each other, and the wall clock shows
-both. What a rank computed is known apart from that: every span on the compute lane carries the CPU
-seconds of its own thread. So the recorded order, the recorded dependencies and those costs go
-through the walk that times programs (interpret/walk.py), with a stated link model, and out comes
-the timeline that devices of their own would have given.
+Ranks that share processor cores wait for a core as well as for each other, and the wall clock shows
+both. What a rank computes is recorded apart from that: every span on the compute lane has a cost,
+the CPU seconds of its own thread. A replay takes the recorded order, the recorded dependencies,
+these costs and a link model, and times them with the walk that also times predictions
+(interpret/walk.py). The result is the timeline that a device per rank would have given.
 
-    cost of a span   median over steps >= 1 and ranks that hold the same stages, of spans of the
-                     same stage and kind at the same place: a backward that launches collectives is
-                     cut there, and every part has its own; its input half is a kind of its own
-    collective       alpha + wire bytes / bandwidth, from its row in the traffic table
-    copy             the same between memory tiers, if the cluster states these links; no faster
-                     than the plan's ``bandwidth``. Else as long as it took
+    compute span     the median cost of all spans at the same place of the program: over steps >= 1
+                     and the ranks with the same stages. A backward that launches collectives is cut
+                     into a span per launch, each with its own cost; the input half of a split
+                     backward counts as another kind than a whole backward
+    collective       alpha + wire bytes / bandwidth, with the bytes of its row in the ledger
+    copy             the same for the link between two memory tiers, but no faster than the plan's
+                     ``bandwidth``; without such a link in the cluster, as long as in the run
     wait             as long as the walk says, whatever it took in the run
 
-Its one assumption: a computation costs the same alone as next to others. Shared caches and memory
-bandwidth break it by a few per cent. What ran outside spans (reading data, Python between spans)
-takes no time here.
+This assumes that a computation costs the same alone as next to others. Shared caches and memory
+bandwidth break the assumption by a few per cent. What ran outside spans (reading data, Python
+between spans) takes no time in a replay.
 """
 
 from __future__ import annotations
@@ -37,26 +38,25 @@ from paralab.theory.traffic import POINT_TO_POINT, ends, level
 if TYPE_CHECKING:
     import pandas as pd
 
-IDLE = ("wait", "comm")  # kinds of spans that cost a rank nothing of its own
-PROCESSORS = ("compute", "host")  # lanes whose spans cost processor time, not time on a link
+NO_COST = ("wait", "comm")  # kinds of spans in which the rank itself computes nothing
+COMPUTE_LANES = ("compute", "host")  # on other lanes spans take the time of a link
 
 
 def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1.0) -> Tables:
-    """The same run with its recorded costs on ``cluster``, one device per rank; ``report`` stays as
-    it is.
+    """The run on one device per rank of ``cluster``, with the recorded costs, as a new report.
 
-    report   measured; or predicted, or replayed before, whose costs are taken as they are
-    cluster  whose links carry the collectives, and on whose nodes the ranks of a plan are; default
-             ``Cluster.local`` of the kind of device that the run was on, with the run's own nodes.
-             Its device speed is not used: compute costs are the recorded ones
-    compute  scales those costs, and those of copies between host and device; 0.0 leaves the links
-             alone. Of a device that computes at another speed no FLOP/s are reported
+    report   a measured run; or a prediction or a replay, whose costs are used as they are
+    cluster  its links carry the collectives, and its nodes hold the ranks; default
+             ``Cluster.local`` for the run's kind of device, with the nodes of the run. Its device
+             speed is not used, because the compute costs are the recorded ones
+    compute  scales these costs, and those of copies between host and device; with 0.0 links alone
+             take time. With a scale other than 1.0 the report gives no FLOP/s
 
-    Span ids, rows and bytes are those of ``report``; start, end and cost are new, all steps of one
-    kind cost the same, and every step starts on all ranks at once. Raises ValueError if the report
-    holds collectives that a rank of their group never launched, if the cluster has fewer devices
-    than the plan has ranks, or if a run on GPUs is replayed where there is none and no cluster is
-    given.
+    Span ids, rows and bytes are those of ``report``. Start, end and cost are new; spans at the same
+    place cost the same in all steps, and each step starts at the same moment on all ranks. Raises
+    ValueError if a rank of a group never launched one of its collectives, if the cluster has fewer
+    devices than the plan has ranks, or if no cluster is given for a run on GPUs on a machine
+    without.
     """
     if in_outline(report):
         why = "an outline has its calls summed up, without the time of each"
@@ -71,45 +71,46 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     setup = _setup_spans(report)
     costs = _typical_costs(report, setup, scale=compute)
     calls, copies = _calls(report, cluster), _copies(report, cluster)
+    # {(step, whether inside it, not its setup): the spans of each rank}
     by_step: dict[tuple[int, bool], list[list[Any]]] = defaultdict(
         lambda: [[] for _ in range(report.world_size)]
     )
-    # In order of id: the order in which each rank wrote its spans down.
+    # By id: the order in which each rank recorded its spans.
     for span in report.spans.sort_values("id").itertuples(index=False):
         by_step[span.step, span.id not in setup][span.rank].append(span)
     for step in set(report.steps["step"].tolist()):
         by_step[step, True]  # a step without spans still has a start and an end
     now = 0.0
-    start: dict[int, float] = {}  # of every span
+    start: dict[int, float] = {}  # by span id
     end: dict[int, float] = {}
-    steps: dict[tuple[int, int], tuple[float, float]] = {}
+    steps: dict[tuple[int, int], tuple[float, float]] = {}  # {(step, rank): (start, end)}
     for (step, inside), ranks in sorted(by_step.items()):
         programs = [_program(spans, calls, costs, copies) for spans in ranks]
         times = moments([items for items, _ in programs])
         latest = now
         for rank, (_, places) in enumerate(programs):
-            over = free = now  # all that this rank does; its compute lane
-            for span, mine in zip(ranks[rank], places, strict=True):
-                parts = times[rank][mine]
-                start[span.id] = now + min(parts)[0]
-                end[span.id] = now + max([ended for _, ended in parts])
+            rank_end = lane_end = now  # of all lanes of the rank; of its compute lane
+            for span, place in zip(ranks[rank], places, strict=True):
+                item_times = times[rank][place]
+                start[span.id] = now + min(item_times)[0]
+                end[span.id] = now + max([item_end for _, item_end in item_times])
                 if span.kind == "wait":
-                    start[span.id] = free
+                    start[span.id] = lane_end
                 if span.lane == "compute":
-                    free = end[span.id]
-                over = max(over, end[span.id])
-            latest = max(latest, over)
+                    lane_end = end[span.id]
+                rank_end = max(rank_end, end[span.id])
+            latest = max(latest, rank_end)
             if inside:
-                steps[step, rank] = (now, over)
+                steps[step, rank] = (now, rank_end)
         now = latest
-    zero = min((begun for begun, _ in steps.values()), default=0.0)
-    start, end = ({span: t - zero for span, t in side.items()} for side in (start, end))
+    zero = min((step_start for step_start, _ in steps.values()), default=0.0)
+    start, end = ({span: t - zero for span, t in times.items()} for times in (start, end))
     spans, keys = report.spans, list(zip(report.steps["step"], report.steps["rank"], strict=True))
-    own = spans["id"].map(costs).where(spans["lane"].isin(PROCESSORS)).fillna(spans["cost"])
+    cost = spans["id"].map(costs).where(spans["lane"].isin(COMPUTE_LANES)).fillna(spans["cost"])
     meta = dict(report.meta)
     if report.clock == "predicted":
         meta["costs"] = "predicted"
-    # Of a replay that is replayed again, what its costs are of those recorded.
+    # A replay that is replayed again has scaled the recorded costs before.
     if (scale := compute * meta.pop("compute", 1.0)) != 1.0:
         meta["compute"] = scale
     return dataclasses.replace(
@@ -117,7 +118,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
         clock="replayed",
         meta=meta,
         cluster=cluster,
-        spans=_retimed(spans, "id", start, end).assign(cost=own),
+        spans=_retimed(spans, "id", start, end).assign(cost=cost),
         collectives=_retimed(report.collectives, "span", start, end),
         copies=_retimed(report.copies, "span", start, end),
         memory=_retimed_memory(report, start, end),
@@ -129,7 +130,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
 
 
 def _placed(report: Tables, cluster: Cluster) -> Tables:
-    """The report with its ranks on the cluster's nodes; on which links calls were is said anew."""
+    """The report with its ranks on the cluster's nodes, and each call's level as it is there."""
     if (ranks := report.world_size) > cluster.num_devices:
         why = f"it has {cluster.num_devices} devices, and the run {ranks} ranks, one on each"
         raise illegal("cluster", cluster.name, why, "one with more nodes, or None for this machine")
@@ -143,40 +144,40 @@ def _placed(report: Tables, cluster: Cluster) -> Tables:
     return dataclasses.replace(report, meta=meta, collectives=calls.assign(level=levels))
 
 
-# ---- what everything costs --------------------------------------------------------------------
+# ---- costs ------------------------------------------------------------------------------------
 def _typical_costs(report: Tables, setup: set[int], *, scale: float) -> dict[int, float]:
-    """{span: the median cost of its kind}, warm-up left out where there is anything else.
+    """{span id: the median cost of the spans at its place}; step 0 counts only where it is alone.
 
-    Data-parallel ranks do the same, so they count as one. The ranks of a traced function may do
-    different things.
+    Ranks of the same pipeline stage do the same work, so the median is over them too; not if the
+    report is of a traced function, in which every rank may do something else.
     """
-    spans = report.spans[~report.spans["kind"].isin(IDLE) & ~report.spans["id"].isin(setup)]
+    spans = report.spans[~report.spans["kind"].isin(NO_COST) & ~report.spans["id"].isin(setup)]
     spans = spans.sort_values("id")
-    place = ["stage", "chunk", "lane", "kind"]
-    parts = spans.groupby(["rank", "step", "microbatch", *place])["id"]
+    action = ["stage", "chunk", "lane", "kind"]
+    parts = spans.groupby(["rank", "step", "microbatch", *action])["id"]  # spans of a cut action
     role = spans["rank"]
     if report.model is not None:
-        role = role.map(lambda rank: report.plan.place(rank)[0])
-    columns = (spans[name] for name in place[:-1])
-    alike = [role, *columns, letters(spans), parts.transform("size"), parts.cumcount()]
-    on_link = ~spans["lane"].isin(PROCESSORS)  # what it took there; else its thread's CPU seconds
-    own = spans["cost"].clip(lower=0.0).mask(on_link, spans["end"] - spans["start"])
-    warm = own.where(spans["step"] >= 1)
-    typical, cold = (seconds.groupby(alike).transform("median") for seconds in (warm, own))
+        role = role.map(lambda rank: report.plan.place(rank).pp)
+    columns = (spans[name] for name in action[:-1])
+    place = [role, *columns, letters(spans), parts.transform("size"), parts.cumcount()]
+    on_link = ~spans["lane"].isin(COMPUTE_LANES)  # its cost is its duration, not CPU seconds
+    cost = spans["cost"].clip(lower=0.0).mask(on_link, spans["end"] - spans["start"])
+    warm = cost.where(spans["step"] >= 1)
+    typical, cold = (seconds.groupby(place).transform("median") for seconds in (warm, cost))
     return dict(zip(spans["id"], scale * typical.fillna(cold), strict=True))
 
 
 # ---- programs ---------------------------------------------------------------------------------
 def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
-    """By comm span: its calls, each under the name that its members give it.
+    """{id of a comm span: its calls as items}. All members give a call the same name.
 
-    Collectives of a group are matched in order, and so are the sends and receives of a pair, as
-    NCCL does. A group's own numbers count both: a pipeline's ranks, which send more or less often,
-    would not agree on them.
+    Names are numbered, as NCCL matches the collectives of a group in order, and the sends of one
+    rank to another with their receives. The column "call" counts both kinds together, so its
+    numbers differ between the ranks of a pipeline, which send different numbers of messages.
     """
-    found: dict[int, list[Item]] = defaultdict(list)
-    took: dict[str, float] = defaultdict(float)  # of its slowest member; of a message, the sender
-    count: Counter[tuple[Any, ...]] = Counter()
+    items: dict[int, list[Item]] = defaultdict(list)
+    seconds: dict[str, float] = defaultdict(float)  # of the slowest member; of a sender
+    made: Counter[tuple[Any, ...]] = Counter()
     reaches: dict[tuple[int, ...], Reach] = {}
     lanes = dict(zip(report.spans["id"], report.spans["lane"], strict=True))
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
@@ -186,24 +187,24 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
         if message:  # each direction of each pair is a link of its own
             members = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
             name = f"message {{}} from rank {members[0]} to rank {members[1]} ({row.axis})"
-        side = (row.rank, row.op == "recv", name)
-        name = name.format(count[side])
-        count[side] += 1
+        kind = (row.rank, row.op == "recv", name)
+        name = name.format(made[kind])
+        made[kind] += 1
         if row.op != "recv":
             if members not in reaches:
                 reaches[members] = reach(report, row.op, row.rank, row.peer, row.ranks)
-            seconds = cluster.call(row.op, row.wire_bytes, reaches[members])[1]
-            took[name] = max(took[name], seconds)
+            needed = cluster.call(row.op, row.wire_bytes, reaches[members])[1]
+            seconds[name] = max(seconds[name], needed)
         lane = lanes.get(row.span, ""), message, members
-        found[row.span].append(Item(CALL, 0.0, name, lane, len(members)))
+        items[row.span].append(Item(CALL, 0.0, name, lane, len(members)))
     return {
-        span: [item._replace(takes=took[item.name]) for item in items]
-        for span, items in found.items()
+        span: [call._replace(takes=seconds[call.name]) for call in calls]
+        for span, calls in items.items()
     }
 
 
 def _copies(report: Tables, cluster: Cluster) -> dict[int, float]:
-    """Seconds by span of copies over links that ``cluster`` states."""
+    """{span id: seconds} of the copies over links that ``cluster`` has."""
     tiers, rows = report.plan.tiers, report.copies
     limits = {} if tiers is None else tiers.limits
     links = {"h2d": cluster.host, "d2h": cluster.host, "disk": cluster.disk}
@@ -220,53 +221,54 @@ def _program(
     costs: dict[int, float],
     copies: dict[int, float],
 ) -> tuple[list[Item], list[slice]]:
-    """One rank's step as the walk reads it, and for every span where its items are.
+    """(the items of one rank's step for the walk, the slice of them that belongs to each span).
 
-    A call comes after what the rank has computed, a job also after jobs; the rank waits for both.
+    A call or a job starts when the rank comes to it, a job not before the jobs in the ``after`` of
+    its span. The rank waits where a compute span has a call or a job in its ``after``.
     """
     items: list[Item] = []
     places: list[slice] = []
-    begun: dict[int, list[Any]] = {}  # span that nothing has waited for: what it is waited for by
+    unwaited: dict[int, list[Any]] = {}  # {id of a call's or job's span: names for a WAIT}
     for span in spans:
         if span.lane == "compute":
-            names = [name for other in span.after for name in begun.pop(other, ())]
+            names = [name for other in span.after for name in unwaited.pop(other, ())]
             items += [Item(WAIT, name=name) for name in names]
             new = [Item(WORK, costs.get(span.id, 0.0))]
         elif span.id in calls:
             new = calls[span.id]
-            begun[span.id] = [call.name for call in new]
+            unwaited[span.id] = [call.name for call in new]
         else:
             seconds = copies.get(span.id, costs.get(span.id, 0.0))
-            after = tuple(("", other, 0) for other in span.after if other in begun)
-            job = Instr("", reads=after, writes=(("", span.id, 0),))  # which read what these wrote
+            after = tuple(("", other, 0) for other in span.after if other in unwaited)
+            job = Instr("", reads=after, writes=(("", span.id, 0),))  # span ids in place of values
             new = [Item(JOB, seconds, job, span.lane)]
-            begun[span.id] = [job.writes]
+            unwaited[span.id] = [job.writes]
         places.append(slice(len(items), len(items) + len(new)))
         items += new
     return items, places
 
 
 def _setup_spans(report: Tables) -> set[int]:
-    """Handshakes before the first step, and what waited for them: no part of any step."""
+    """Ids of the spans that are no part of a step: first handshakes, and the waits for them."""
     calls, spans = report.collectives, report.spans
     setup = set(calls["span"][calls["phase"] == "setup"].tolist())
     waits = spans[spans["kind"] == "wait"]
-    mine = [bool(after) and setup.issuperset(after) for after in waits["after"]]
-    return setup | set(waits["id"][mine].tolist())
+    for_setup = [bool(after) and setup.issuperset(after) for after in waits["after"]]
+    return setup | set(waits["id"][for_setup].tolist())
 
 
 # ---- tables -----------------------------------------------------------------------------------
 def _retimed(
     table: pd.DataFrame, column: str, start: dict[int, float], end: dict[int, float]
 ) -> pd.DataFrame:
-    """A copy of ``table`` with the times of the spans that ``column`` names; others keep theirs."""
+    """A copy of ``table`` with new times for the rows whose span, in ``column``, has some."""
     sides = {"start": start, "end": end}
     new = {side: table[column].map(times).fillna(table[side]) for side, times in sides.items()}
     return table.assign(**new)
 
 
 def _retimed_memory(report: Tables, start: dict[int, float], end: dict[int, float]) -> pd.DataFrame:
-    """Memory samples at the same place between the same spans of their rank's compute lane."""
+    """Memory samples, moved with the spans of their rank's compute lane, or between two of them."""
     table = report.memory
     if table.empty:
         return table.copy()
@@ -277,10 +279,10 @@ def _retimed_memory(report: Tables, start: dict[int, float], end: dict[int, floa
     for rank, lane in spans[spans["lane"] == "compute"].groupby("rank"):
         old = lane[["start", "end"]].to_numpy().ravel()
         moved = [side[span] for span in lane["id"] for side in (start, end)]
-        mine = (table["rank"] == rank).to_numpy()
-        times, place = np.unique(new[mine], return_inverse=True)
+        of_rank = (table["rank"] == rank).to_numpy()
+        times, place = np.unique(new[of_rank], return_inverse=True)
         times = np.interp(times, old, moved)
-        for i in range(1, len(times)):  # what was no time apart is still one after the other
+        for i in range(1, len(times)):  # keep samples apart where the new span has no length
             times[i] = max(times[i], times[i - 1] + 1e-9)
-        new[mine] = times[place]
+        new[of_rank] = times[place]
     return table.assign(time=new)

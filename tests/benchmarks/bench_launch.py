@@ -23,7 +23,7 @@ import numpy as np
 from pairs import row
 
 import paralab as pl
-from paralab.launch import _house, launch_program
+from paralab.launch import _shared_server, launch_program
 
 WARM = 20
 BARS = {"first_s": 2.0, "warm_s": 0.15, "pss_mb": 60.0, "note_us": 2.0}
@@ -59,7 +59,7 @@ def _array() -> np.ndarray:
 
 def measure() -> dict[str, float]:
     """All figures above; seconds, megabytes (2**20 bytes), microseconds."""
-    _house.close()  # so that the first launch is one
+    _shared_server.close()  # so that the first launch is one
     first = _seconds()
     time.sleep(5)  # let the server load what it leaves for later
     warm = [_seconds() for _ in range(WARM)]
