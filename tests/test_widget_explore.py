@@ -156,8 +156,8 @@ IMPOSSIBLE = [
      "1, or schedule="),
     ({"offload": "cpu"}, "<b>zero_stage=0</b> cannot be: offload=&#x27;cpu&#x27; moves the states",
      "1 (optimizer), 2"),
-    ({"dp": 512}, "<b>dp=512</b> cannot be: the plan needs 1024 devices, &#x27;stated&#x27; has 64",
-     "fewer ranks"),
+    ({"dp": 512}, "<b>dp=512</b> cannot be: the plan needs 1024 devices, and cluster "
+     "&#x27;stated&#x27; has 64", "fewer ranks"),
     ({"sequence_parallel": True}, "<b>sequence_parallel=True</b> cannot be: it shards the sequence",
      "False"),
 ]  # fmt: skip
