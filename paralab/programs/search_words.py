@@ -127,7 +127,8 @@ def what_helps(search: Any) -> ValueError:
     plan, need, room = search.plans[at], size(search.memory[at]), size(search.memory_limit)
     pinned = [name for name in reversed(search.settings) if name in search.pinned]
     helps = [f"other values of {', '.join(pinned)}"] * bool(pinned)
-    helps += [f"a memory of at least {need}", "more devices", "a smaller model"]
+    helps += [f"a memory of at least {search.memory[at]:,.0f} bytes"]  # exact: need is rounded
+    helps += ["more devices", "a smaller model"]
     if search.cluster.host is None:
         helps.append("a cluster that states its host's link and bandwidth, for offload")
     helps += ["precision='bf16'"] * (plan.precision == "fp32")

@@ -75,7 +75,7 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
         form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
-        why = f"it returned {len(lists)} lists"
+        why = f"it returned {len(lists)} list" + "s" * (len(lists) != 1)
         raise illegal("schedule", form_name(form), why, f"{pp}, one per pipeline rank")
     validate(lists, microbatches=microbatches, stages=pp * virtual_stages)
     return lists
