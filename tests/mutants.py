@@ -278,13 +278,13 @@ MUTANTS = {
         check="reads gshard bucket 0, which no instruction has written"),
     "ZeRO-1: updated shares are not gathered": Mutant(
         "ZeRO-1", ZERO, 'if v[0] == "shard"', 'if v[0] == "shards"',
-        check="each rank updates its share of", equal=GRADIENTS),
+        check="each rank updates its shard of", equal=GRADIENTS),
     "ZeRO-1: every rank owns the first share": Mutant(
         "ZeRO-1", STATE, "shard = low.chunk(n)[self.index]", "shard = low.chunk(n)[0]",
         equal=GRADIENTS),
     "ZeRO-2: the last share is not added": Mutant(
         "ZeRO-2", ZERO, "return new_code + pending_adds", "return new_code",
-        check="nothing reads the gradient of"),
+        check="that it writes is never read"),
     "ZeRO-2: the last micro-batch alone, kept": Mutant(
         "ZeRO-2", ZERO, "ADD if u in seen else KEEP", "KEEP",
         check="writes gshard bucket 0 again"),
@@ -293,13 +293,13 @@ MUTANTS = {
         "flat_of(self.store[ins.writes[0]]).copy_(", equal=GRADIENTS),
     "ZeRO-2: gradients of all micro-batches leave as one": Mutant(
         "ZeRO-2", ZERO, "pending_adds, seen = completed(code, per_microbatch=True), [], set()",
-        "pending_adds, seen = completed(code), [], set()", check="nothing reads the gradient of"),
+        "pending_adds, seen = completed(code), [], set()", check="that it writes is never read"),
     "ZeRO-3: what forward gathered is kept for backward": Mutant(
         "frozen ZeRO-3", COMPILE, "action = back, ins.mb, stage_of[ins.at[0]]",
         "action = ins.mb, stage_of[ins.at[0]]", frozen="param_gather"),
     "HSDP: a share is not summed over the replicas": Mutant(
         "HSDP", ZERO, "for u, v in calls", "for u, v in calls[1:]",
-        check="never summed over the ranks that keep the same share", equal=GRADIENTS),
+        check="never summed over the ranks that keep the same shard", equal=GRADIENTS),
     "HSDP: shares are summed over the wrong axis": Mutant(
         "HSDP", ZERO, '(v,), (v,), "replica"', '(v,), (v,), "dp"',
         check="is summed over 'dp' already", equal=GRADIENTS),
@@ -331,7 +331,7 @@ MUTANTS = {
         "elsewhere = not self.spec.tied and name == TIED[1]", equal=GRADIENTS),
     "a unit is not updated": Mutant(
         "data parallel", UPDATES, "for u in units:", "for u in units[1:]:",
-        check="is there 0 times"),
+        check="is updated 0 times"),
     "gradients are copied to fp32 before ranks have added them up": Mutant(
         "copied to fp32", UPDATES, "new_code, units = list(code), gradients(code)",
         "new_code, units = [ins for ins in code if ins.op != ALL_REDUCE], gradients(code)",
@@ -518,7 +518,7 @@ MUTANTS = {
         check="reads gshard bucket 0, which no instruction has written"),
     "host: what waits for others never leaves": Mutant(
         "replicas on the host", OFFLOAD, "for u in sorted(u for u in last_at if u in waits):",
-        "for u in ():", check="nothing reads the gradient of"),
+        "for u in ():", check="that it writes is never read"),
     "host: norms' gradients leave before they are summed": Mutant(
         "sequence parallel on the host", BUCKETS, "holding(model, plan, name, 0).partial",
         "not model.layers", check="reads gshard bucket 0, which no instruction has written"),
@@ -573,6 +573,6 @@ MUTANTS = {
         "pipeline", DERIVE,
         "for v in reads:\n            last_use[v] = position\n        for v in writes",
         "for v in reads:\n            last_use.setdefault(v, position)\n        for v in writes",
-        check="reads x blocks.0, which is freed"),
+        check="reads x blocks.0, which was freed"),
 }
 # fmt: on

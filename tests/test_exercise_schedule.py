@@ -48,7 +48,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (lambda p, m: bad.one_f_one_b(p, m, lambda r: max(p - r - 1 - (p == 5), 0)), {"other sizes"},
      "p=5, m=3: takes 270 ms, required: at most 210 ms: rank 2 starts 2F2, the 4th of its list"),
     (lambda p, m: [action for row in bad.one_f_one_b(p, m) for action in row], {"schedule"},
-     "own: your answer': made 48 lists; legal: 4, one"),
+     "own: your answer': it returned 48 lists; legal: 4, one"),
     (lambda p, m: [[("F", i) for i in range(m)] for _ in range(p)], {"schedule"},
      "schedule[0][0]=('F', 0): not an action"),
     (lambda p, m: np.array(bad.one_f_one_b(p, m), dtype=object), {"schedule"},

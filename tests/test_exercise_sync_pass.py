@@ -70,7 +70,7 @@ WRONG = [  # answer, limits it misses, words of the verdict
      "='UPDATE bucket 0': the gradient of"),
     (lambda program: each(program, reduce_scatter), {PROGRAM}, "bucket 0"),
     (lambda program: behind_backward(program, all_reduce(0)), {PROGRAM},
-     "is no instruction; legal: Instr(op, ...), or a helper such as all_reduce(unit); insert() "
+     "is not an instruction; legal: Instr(op, ...), or a helper such as all_reduce(unit); insert() "
      "takes lists of them"),
     (lambda program: by_unit(program).code, {PROGRAM}, "it returned a list"),
     (for_one_plan, {PROGRAM}, "with microbatches=3, bucket_bytes=262144: "),

@@ -177,15 +177,21 @@ def test_a_forgotten_unit_is_refused_by_name():
     [
         (lambda code: None, "='own: <lambda>': it returned a NoneType, not a program"),
         (lambda code: [], "it returned an empty list"),
-        (lambda code: [*code, "sum"], "'sum', is no instruction"),
+        (lambda code: [*code, "sum"], "'sum', is not an instruction"),
         (lambda code: [*code, Instr("SUM")], "has an unknown op 'SUM'; legal: ADD, ALL_GATHER"),
-        (lambda code: [*code, all_reduce(0, "tensor")], "has the lane 'tensor', which this plan"),
-        (lambda code: [*code, all_reduce(0, "ends")], "has the lane 'ends', which this plan"),
-        (lambda code: [*code, all_reduce(99)], "names ('grad', 99, 0), which is no value"),
+        (lambda code: [*code, all_reduce(0, "tensor")], "has the lane 'tensor', where this plan"),
+        (lambda code: [*code, all_reduce(0, "ends")], "has the lane 'ends', where this plan"),
+        (lambda code: [*code, all_reduce(99)], "names ('grad', 99, 0), which is not a value"),
         (lambda code: [*code, all_reduce(0)._replace(reads=())], "reads 0 values and writes 1"),
-        (lambda code: [*code, all_reduce(0)._replace(reads=[3])], "tuples of values"),
+        (
+            lambda code: [*code, all_reduce(0)._replace(reads=[3])],
+            "has reads or writes that are not tuples",
+        ),
         (lambda code: [all_gather(0), *code], "reads part bucket 0, which no instruction has"),
-        (lambda code: [i for i in code if i.op != UPDATE], "UPDATE of head.norm"),
+        (
+            lambda code: [i for i in code if i.op != UPDATE],
+            "head.norm.bias and 5 more (bucket 0) is updated 0 times",
+        ),
         (lambda code: [i for i in code if i.op != FORWARD], "the schedule has FORWARD embedding"),
         (lambda code: [i for i in code if i.op != BACKWARD or i.mb], "the schedule has BACKWARD"),
     ],
@@ -240,13 +246,13 @@ def writes_one_more(program):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (keeps_and_reads, "reads grad bucket 0, which KEEP has given another name; legal: "),
+        (keeps_and_reads, "reads grad bucket 0, which KEEP has renamed; legal: "),
         (adds_to_nothing, "adds to gshard bucket 0, which no instruction has written; legal: KEEP"),
         (
             leaves_one_out,
-            "writes 0 gradients of blocks.3.norm2.bias and 9 more (bucket 1), and its",
+            "gradient of blocks.3.norm2.bias and 9 more (bucket 1) 0 times instead of 1; legal",
         ),
-        (writes_one_more, "and its ops add to 0; legal: a pass that leaves compute as it is"),
+        (writes_one_more, "1 times instead of 0; legal: a pass that does not change compute"),
     ],
 )
 def test_what_would_end_in_a_ranks_traceback_is_refused(wrong, words):
@@ -260,14 +266,20 @@ def test_what_would_end_in_a_ranks_traceback_is_refused(wrong, words):
         (lambda v: Instr(ADD, reads=(v,), writes=(v,)), "reads and writes the same value"),
         (lambda v: Instr(KEEP, reads=(v,), writes=(v,)), "reads and writes the same value"),
         (lambda v: Instr(RESCALE), "adapts a loss scale"),
-        (lambda v: Instr(COPY, 0, -1, 0, (v,), (v,), "h2d"), "has the lane 'h2d', which this plan"),
+        (
+            lambda v: Instr(COPY, 0, -1, 0, (v,), (v,), "h2d"),
+            "has the lane 'h2d', where this plan runs no COPY; legal: lane=''",
+        ),
         (lambda v: Instr(WAIT), "waits for nothing; legal: wait(call)"),
-        (lambda v: Instr(FORWARD), "computes no range of ops"),
-        (lambda v: Instr(UPDATE, 0, -1, 0), "updates no unit, or with no gradient"),
-        (lambda v: Instr(UPDATE, reads=(v,)), "updates no unit, or with no gradient"),
-        (lambda v: all_reduce(0, ["dp"]), "holds what can change: unhashable type: 'list'"),
-        (lambda v: all_reduce(0)._replace(reads=(list(v),)), "holds what can change"),
-        (lambda v: all_reduce(0)._replace(writes=(("grad", 0, 1),)), "sums into another value"),
+        (lambda v: Instr(FORWARD), "has at=0, not a range of ops"),
+        (lambda v: Instr(UPDATE, 0, -1, 0), "names no unit to update or no gradient"),
+        (lambda v: Instr(UPDATE, reads=(v,)), "names no unit to update or no gradient"),
+        (lambda v: all_reduce(0, ["dp"]), "has a mutable field (unhashable type: 'list')"),
+        (lambda v: all_reduce(0)._replace(reads=(list(v),)), "has a mutable field"),
+        (
+            lambda v: all_reduce(0)._replace(writes=(("grad", 0, 1),)),
+            "writes its sum to another value",
+        ),
         (lambda v: Instr(COPY, 0, -1, 0, (v,), (("gshard", 0, 0),)), "copies to 'gshard', which"),
     ],
 )
@@ -335,17 +347,17 @@ def swapped(program):
 @pytest.mark.parametrize(
     ("wrong", "plan", "words"),
     [
-        (early, {}, "holds that of micro-batch 1 0 times; legal: one made of it behind position"),
-        (overlap, {}, "holds that of micro-batch 0 2 times; legal: one made of it behind position"),
+        (early, {}, "what micro-batch 1 adds is in it 0 times; legal: a copy or sum after"),
+        (overlap, {}, "what micro-batch 0 adds is in it 2 times; legal: a copy or sum after"),
         (
             copied_early,
             {"dp": 1, "precision": "bf16", "grad_dtype": "fp32-copy"},
-            "holds that of micro-batch 1 0 times",
+            "what micro-batch 1 adds is in it 0 times",
         ),
         (
             added_twice,
             {"zero_stage": 2, "grad_sync": "overlapped"},
-            "holds that of micro-batch 1 2 times",
+            "what micro-batch 1 adds is in it 2 times",
         ),
         (swapped, {}, "holds the gradient of blocks.1.mlp.up.bias and 5 more (bucket 4); legal: "),
     ],
@@ -366,7 +378,7 @@ def test_a_norm_of_what_is_not_complete_is_refused():
         return program.replace(insert(code, {first: [norm]}))
 
     plan = pl.Plan(microbatches=2, passes=(ahead,))
-    with pytest.raises(ValueError, match=r"'NORM .*that of micro-batch 1 0 times; legal: one made"):
+    with pytest.raises(ValueError, match=r"'NORM .* micro-batch 1 adds is in it 0 times; legal: a"):
         compiled(SPEC, plan, clips=True)
 
 
@@ -389,9 +401,9 @@ def of_one(program):
 @pytest.mark.parametrize(
     ("wrong", "settings", "words"),
     [
-        (without_norm, {"clip_norm": 0.01}, "without which it would not be clipped; legal: ('norm"),
+        (without_norm, {"clip_norm": 0.01}, "its gradient would not be clipped; legal: ('norm"),
         (of_one, {"clip_norm": 0.01}, "does not read the gradient of blocks.3"),
-        (without_norm, {"precision": "fp16"}, "would not leave out a step that overflows; legal: "),
+        (without_norm, {"precision": "fp16"}, "would not skip a step that overflows; legal: "),
         (of_one, {"precision": "fp16"}, "does not read the gradient of blocks.3"),
     ],
 )
@@ -414,7 +426,10 @@ def test_what_tp_ranks_share_is_summed_in_one_message_or_refused():
         return program.replace(code)
 
     said = refusal(split, dp=1, tp=2, sequence_parallel=True)
-    assert "sums not all that 'tp' shares; legal: one sum of all 5, in place" in said
+    assert (
+        "does not sum all gradients that the ranks of 'tp' share; legal: one sum of all 5, in place"
+        in said
+    )
 
 
 def test_a_list_that_is_another_one_in_every_process_is_refused_by_the_passs_name(run):

@@ -195,11 +195,11 @@ def test_names_and_own_functions_build_alike():
         (dict(schedule="1f1b", virtual_stages=2), "virtual_stages=2.*interleaved"),
         (
             dict(schedule="interleaved", microbatches=3),
-            "microbatches=3.*a multiple of 2, like 2 or 4",
+            "microbatches=3.*a multiple of 2, such as 2 or 4",
         ),
         (
             dict(schedule="interleaved", microbatches=1),
-            "a multiple of 2, like 2; or schedule=.1f1b.*any",
+            "a multiple of 2, such as 2; or schedule=.1f1b.*any",
         ),
         (dict(schedule="gpipe", pp=0), "pp=0"),
         (dict(schedule="gpipe", microbatches=0), "microbatches=0"),

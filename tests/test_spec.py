@@ -270,8 +270,11 @@ def test_a_refusal_of_an_object_reads_the_same_in_every_run():
         (lambda: DGX.rate("FP16"), "precision='FP16': unknown choice"),
         (lambda: DGX.call("allreduce", 8.0, DGX.reach([0, 1])), "op='allreduce': unknown choice"),
         (lambda: DGX.copy_seconds("gpu", 8), "lane='gpu': unknown choice"),
-        (lambda: DGX.replace(disk=None).copy_seconds("disk", 8), "lane='disk': no such link is"),
-        (lambda: DGX.reach([]), "ranks=.*: a group has members"),
+        (
+            lambda: DGX.replace(disk=None).copy_seconds("disk", 8),
+            "lane='disk': the cluster does not state this",
+        ),
+        (lambda: DGX.reach([]), "ranks=.*: a group without members"),
         (lambda: wire_bytes("allreduce", 8, 2), "op='allreduce': unknown choice"),
         (lambda: wire_bytes("all_reduce", -8, 2), "payload=-8: out of range"),
         (lambda: wire_bytes("all_reduce", 8, 0), "n=0: out of range"),
@@ -320,7 +323,7 @@ def test_the_largest_sizes_that_are_legal_are_counted_in_63_bits():
     lambda model, plan: pl.dry_run(model, plan, steps=10**6),
 ])  # fmt: skip
 def test_more_steps_than_a_report_can_hold_are_refused(ask):
-    with pytest.raises(ValueError, match="^steps=.* rows each, which are alike; legal: up to "):
+    with pytest.raises(ValueError, match="^steps=.* rows per step, .* too large; legal: up to "):
         ask(pl.ModelSpec(**GOOD_MODEL), pl.Plan())
 
 

@@ -153,12 +153,13 @@ IMPOSSIBLE = [
     ),
     ({"pp": 12}, "<b>pp=12</b> cannot be: pp*virtual_stages is 12 stages", "up to 8"),
     ({"virtual_stages": 2}, "<b>virtual_stages=2</b> cannot be: schedule=&#x27;1f1b&#x27; has one",
-     "virtual_stages=1"),
-    ({"offload": "cpu"}, "<b>zero_stage=0</b> cannot be: offload=&#x27;cpu&#x27; moves what ZeRO",
+     "1, or schedule="),
+    ({"offload": "cpu"}, "<b>zero_stage=0</b> cannot be: offload=&#x27;cpu&#x27; moves the states",
      "1 (optimizer), 2"),
-    ({"dp": 512}, "<b>dp=512</b> cannot be: the plan needs 1024 devices, &#x27;stated&#x27; has 64",
-     "fewer ranks"),
-    ({"sequence_parallel": True}, "<b>sequence_parallel=True</b> cannot be: one rank has", "False"),
+    ({"dp": 512}, "<b>dp=512</b> cannot be: the plan needs 1024 devices, and cluster "
+     "&#x27;stated&#x27; has 64", "fewer ranks"),
+    ({"sequence_parallel": True}, "<b>sequence_parallel=True</b> cannot be: it shards the sequence",
+     "False"),
 ]  # fmt: skip
 
 

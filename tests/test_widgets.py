@@ -233,7 +233,9 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     pipeline, tensor = make("pipeline"), make("tensor")
     pipeline.set(schedule="interleaved")
     pipeline.knobs["microbatches"].value = 6
-    assert pipeline.state == "error" and "a multiple of 4, like 4 or 8" in pipeline._trouble.value
+    assert (
+        pipeline.state == "error" and "a multiple of 4, such as 4 or 8" in pipeline._trouble.value
+    )
     with pytest.raises(ValueError, match="a multiple of 4"):
         pipeline.predict()
     pipeline.knobs["microbatches"].value = 12

@@ -33,12 +33,12 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
         return said + "."
     if found:
         change, size = min(found, key=lambda pair: pair[1])
-        more = "more data-parallel ranks to share the states (dp), " if plan.dp == 1 else ""
+        more = "More data-parallel ranks to shard the states (dp), more" if plan.dp == 1 else "More"
         return (
-            f"By prediction {_said(change, size)} comes nearest, and is too much still: it takes "
-            f"{more}ranks to share the layers (tp, pp), a smaller model or a larger limit."
+            f"By prediction {_said(change, size)} comes nearest, but does not fit. {more} ranks to "
+            "split the layers (tp, pp), a smaller model or a larger limit would help."
         )
-    return "No setting of this plan takes less: it takes more ranks, a smaller model or batch."
+    return "No other setting of this plan needs less: use more ranks, a smaller model or batch."
 
 
 def _changes(plan: Plan) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ def check_steps(steps: int, rows: int) -> None:
     """Refuse more steps, of ``rows`` each and all alike, than a report can hold."""
     most = max(1, MOST // rows)
     if steps > most:
-        why = f"of about {rows} rows each, which are alike"
+        why = f"with about {rows:,} rows per step, the report would be too large"
         raise illegal("steps", steps, why, f"up to {most}")
 
 
@@ -122,14 +122,14 @@ def check_cluster(plan: Plan, cluster: Cluster) -> None:
     if plan.world_size > cluster.num_devices:
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
         why = f"the plan needs {plan.world_size} devices, "
-        why += f"{cluster.name!r} has {cluster.num_devices}"
+        why += f"and cluster {cluster.name!r} has {cluster.num_devices}"
         legal = "fewer ranks, or a cluster with more nodes"
         raise illegal(largest, getattr(plan, largest), why, legal)
     if plan.tiers is None:
         return
     needed = ["host", "host_bandwidth"] + ["disk"] * plan.tiers.uses("nvme")
     if missing := [name for name in needed if getattr(cluster, name) is None]:
-        why = f"the plan offloads, and {cluster.name!r} does not state it"
+        why = f"the plan offloads, and cluster {cluster.name!r} does not state {missing[0]}"
         legal = ", ".join(f"{name}={STATED[name]}" for name in missing)
         raise illegal(missing[0], None, why, f"cluster.replace({legal})")
 

@@ -134,7 +134,7 @@ def walked(program: Program, costs: Costs, after: float = inf) -> Times:
         if len(rank.left) < len(timed)
     ]
     if stuck:  # what a learner writes is checked before (programs/checks.py)
-        raise ValueError(f"no rank can go on: {'; '.join(stuck)}")
+        raise ValueError(f"deadlock: {'; '.join(stuck)}")
     names = ("left", "calls", "waits", "behind")
     moments = ([getattr(rank, name) for rank in ranks] for name in names)
     return Times(lists, last, *moments)

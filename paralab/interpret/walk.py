@@ -199,12 +199,12 @@ def moments(lists: Sequence[Sequence[Item]]) -> list[list[tuple[float, float]]]:
             if len(set(calls)) > 1:
                 pairs = zip(members, calls, strict=True)
                 launches = ", ".join(f"rank {member} launches {call}" for member, call in pairs)
-                raise ValueError(f"no rank can go on: {launches}")
+                raise ValueError(f"members of a group make different calls: {launches}")
     walk = Walk(0.0)
     ranks = [Rank(walk, items, Order(None)) for items in lists]
     walk.go(ranks)
     if walk.launched:
-        raise ValueError("no rank can go on: ranks wait for each other's calls in a circle")
+        raise ValueError("deadlock: ranks wait for each other's calls in a cycle")
     return [
         [rank.calls.get(at, work) for at, work in enumerate(pairwise([0.0, *rank.left]))]
         for rank in ranks

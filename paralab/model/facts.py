@@ -141,38 +141,38 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         cause = f"{type(error).__name__}: {error}"
         why = f"run on tensors without values, in {precision}, it raised {cause}"
         legal = f"{MAPS}, whose shapes do not depend on values, and which recomputes nothing "
-        legal += 'itself: Plan(recompute="full") does'
+        legal += 'itself (Plan(recompute="full") does that)'
         if in_backward:
-            legal += "; and whose own torch.autograd.Function keeps weights for backward by "
-            legal += "ctx.save_for_backward(...): as attributes of ctx they are empty in backward"
+            legal += "; an autograd.Function of yours saves weights with ctx.save_for_backward(...)"
+            legal += ", not as attributes of ctx, because backward uses other copies of them"
         raise illegal("block", name, why, legal) from error
     if not fits:
         made = f"{tuple(y.shape)} in {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
-        raise illegal("block", name, f"it makes {made} of {shape} in {dtype}", MAPS)
+        raise illegal("block", name, f"it maps {shape} in {dtype} to {made}", MAPS)
     for local, part in module.named_modules():
         for attribute, value in vars(part).items():
             if isinstance(value, torch.Tensor):
                 place = f"{local}.{attribute}".lstrip(".")
                 why = (
-                    f"it keeps a tensor in {place}, which is no parameter and no registered buffer"
+                    f"its attribute {place} is a tensor, but no parameter and no registered buffer"
                 )
                 raise illegal("block", name, why, "a local variable, or register_buffer(...)")
     replaced = [n for n, tensor in originals.items() if tensors[n] is not tensor]
     if replaced or versions != [buffer._version for buffer in buffers]:
-        why = "its forward changes a buffer, and such a state would not be the same on all ranks"
-        legal = "a module whose buffers stay as they are: a LayerNorm in place of a BatchNorm, say"
+        why = "its forward changes a buffer, which would then differ between ranks"
+        legal = "a module whose buffers do not change: for example LayerNorm instead of BatchNorm"
         raise illegal("block", name, why, legal)
     if varies:
-        why = f"every call of its forward changes {varies[0]}, so that what it computes may depend "
-        why += "on how often a rank has called it, which is not the same in every plan"
-        legal = "a module whose attributes stay as they are, and a count kept outside of the model"
+        why = f"every call of its forward changes {varies[0]}, so its result may depend on the "
+        why += "number of calls on a rank, which differs between plans"
+        legal = "a module whose attributes do not change; count outside the model"
         raise illegal("block", name, why, legal)
     if drew:
-        why = f"its forward draws with {drew[0]}, and each rank would draw other numbers"
-        raise illegal("block", name, why, "torch.rand(...), which a plan starts alike on all ranks")
+        why = f"its forward draws with {drew[0]}, and each rank would draw different numbers"
+        raise illegal("block", name, why, "torch.rand(...), which is seeded alike on all ranks")
     if changed:
-        why = f"its forward changes in place a tensor of {changed[0]} that its backward needs"
-        raise illegal("block", name, why, "a new tensor there: y = y + x in place of y += x, say")
+        why = f"its forward changes in place a tensor of shape {changed[0]} that its backward needs"
+        raise illegal("block", name, why, "a new tensor, such as y = y + x instead of y += x")
     constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
     scratch = forward_scratch, counter.peak - grad_bytes
     passes = passes_input, passes_grad

@@ -213,7 +213,8 @@ class Stage(nn.Module):
     def __init__(self, spec: ModelSpec, index: int, count: int, seed: int = 0) -> None:
         super().__init__()
         if spec.tied or spec.dropout:
-            why = "a stage has neither the embedding of another one nor its masks"
+            why = "a tied head needs the embedding, which another stage has, and a stage does not "
+            why += "know for which micro-batch to draw dropout masks"
             raise illegal("spec", spec, why, "tied=False and dropout=0.0")
         whole("count", count, at_least=1, at_most=spec.layers)
         parts = partition(spec, count)
@@ -268,7 +269,7 @@ def batches(
     if spec.vocab < 256:
         raise illegal("vocab", spec.vocab, "text is read as bytes", "256 or more")
     if not 0 <= rank < ranks:
-        raise illegal("rank", rank, f"there are ranks={ranks}", f"0 to {ranks - 1}")
+        raise illegal("rank", rank, f"there are {ranks} ranks", f"0 to {ranks - 1}")
     corpus, pairs = _corpus(data), []
     samples = ranks * microbatches * microbatch_size
     sizes = {"size": microbatch_size, "global_batch": samples, "length": spec.seq_len}

@@ -116,7 +116,8 @@ def hierarchical_all_reduce(group: Group, tensor: Tensor, *, node_size: int) -> 
     node_size = whole("node_size", node_size, at_least=1, at_most=group.size)
     if group.size % node_size:
         legal = [d for d in range(1, group.size + 1) if group.size % d == 0]
-        raise illegal("node_size", node_size, f"does not divide {group.size} ranks", str(legal))
+        why = f"the group's {group.size} ranks cannot be divided into nodes of {node_size}"
+        raise illegal("node_size", node_size, why, ", ".join(map(str, legal)))
     first, place = r - r % node_size, r % node_size
     node = ranks[first : first + node_size]
     twins = ranks[place::node_size]  # the members of this place, one per node
@@ -136,7 +137,7 @@ def _flat(tensor: Tensor) -> Tensor:
         raise illegal(
             "tensor",
             tuple(tensor.shape),
-            "its elements do not lie one after the other",
+            "it is not contiguous in memory",
             "tensor.contiguous()",
         )
     return tensor.view(-1)

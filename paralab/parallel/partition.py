@@ -30,7 +30,7 @@ def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, 
         raise illegal(
             "stages",
             stages,
-            f"the model has {model.layers} blocks, a stage needs one",
+            f"the model has {model.layers} blocks, and every stage needs one",
             f"1 to {model.layers}",
         )
     small = build(model.replace(layers=1), Plan(microbatch_size=batch))

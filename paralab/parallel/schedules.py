@@ -151,8 +151,8 @@ def rounds(pp: int, microbatches: int) -> tuple[str, str]:
     """(why, legal) for an error: ``microbatches`` is not a multiple of ``pp``."""
     near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
     return (
-        f"interleaved takes them {pp} (pp) at a time through each of a rank's stages",
-        f"a multiple of {pp}, like {' or '.join(map(str, near))}; or schedule='1f1b' with "
+        f"schedule='interleaved' runs them through each of a rank's stages in groups of pp={pp}",
+        f"a multiple of {pp}, such as {' or '.join(map(str, near))}; or schedule='1f1b' with "
         "virtual_stages=1, which takes any number",
     )
 
@@ -238,7 +238,7 @@ def parse(text: str) -> Action:
     return Action(int(stage), kind, int(microbatch))
 
 
-_LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, like "4F0"'
+_LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, such as "4F0"'
 
 
 def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
@@ -299,9 +299,8 @@ def build(
         raise illegal(
             "virtual_stages",
             v,
-            f"{schedule} has one stage per rank",
-            "1, or schedule='interleaved', or a function f(pp, microbatches, "
-            "virtual_stages) of your own",
+            f"schedule={schedule!r} has one stage per rank",
+            "1, or schedule='interleaved' or a function of your own",
         )
     return function(pp, microbatches)
 

@@ -107,9 +107,9 @@ def _gradients(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
             actual = Counter(v[1] for v in ins.writes if v[0] == "grad")
             for u in sorted(expected | actual):
                 if expected[u] != actual[u]:
-                    why = f"writes {actual[u]} gradients of {refuse.names.parameters(u)}, and its "
-                    why += f"ops add to {expected[u]}"
-                    raise refuse(position, why, "a pass that leaves compute as it is")
+                    why = f"writes the gradient of {refuse.names.parameters(u)} {actual[u]} times "
+                    why += f"instead of {expected[u]}"
+                    raise refuse(position, why, "a pass that does not change compute")
 
 
 # ---- lifetimes -----------------------------------------------------------------------------------
@@ -129,20 +129,21 @@ def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
                 continue  # workers' lanes wait for each other themselves
             if does != "reads" or v in call.writes:
                 why = f"{does} {names.value(v)}, which a call in flight uses: "
-                raise refuse(position, why + names.instruction(call), "a WAIT for it before")
+                raise refuse(position, why + names.instruction(call), "a WAIT for that call first")
 
     for position, ins in enumerate(code):
         if ins.op == WAIT:
             if ins.reads not in flights:
-                raise refuse(position, "this call is not in flight", "a WAIT behind its call")
+                why = "the call that it waits for is not in flight"
+                raise refuse(position, why, "one WAIT after each call")
             for call in flights.pop(ins.reads):
                 for v in {*call.reads, *call.writes}:
                     used_by[v].remove(call)
         else:
             for v in ins.reads:
                 if v not in alive:
-                    why = "which is freed" if v in freed else "which no instruction has written"
-                    why = "which KEEP has given another name" if v in renamed else why
+                    why = "which was freed" if v in freed else "which no instruction has written"
+                    why = "which KEEP has renamed" if v in renamed else why
                     raise refuse(position, f"reads {names.value(v)}, {why}", "a value that exists")
                 require_unused(position, ins, v, "reads")
             if ins.op == KEEP:
@@ -151,10 +152,10 @@ def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
             for v in ins.writes:
                 if ins.op == ADD and v not in alive:
                     why = f"adds to {names.value(v)}, which no instruction has written"
-                    raise refuse(position, why, "KEEP of what is first, and ADD of the others")
+                    raise refuse(position, why, "KEEP of the first value, and ADD of the others")
                 require_unused(position, ins, v, "writes")
                 if v in alive and v not in ins.reads and not lasts(v) and not _adds(ins, v):
-                    raise refuse(position, f"writes {names.value(v)} again", "another version")
+                    raise refuse(position, f"writes {names.value(v)} again", "a new version of it")
                 alive.add(v)
                 renamed.discard(v)
             if ins.lane:
@@ -163,14 +164,16 @@ def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
                     used_by.setdefault(v, []).append(ins)
         for v in ins.frees:
             if (v not in alive and v not in renamed) or lasts(v):
-                why = "which lasts from step to step" if lasts(v) else "which does not exist"
-                raise refuse(position, f"frees {names.value(v)}, {why}", "one free of each value")
+                why, legal = "which does not exist", "one free of each value"
+                if lasts(v):
+                    why, legal = "which lasts from step to step", "no free of such a value"
+                raise refuse(position, f"frees {names.value(v)}, {why}", legal)
             require_unused(position, ins, v, "frees")
             alive.discard(v)
             renamed.discard(v)
             freed.add(v)
     for call in (call for calls in flights.values() for call in calls if call.phase != LATE):
-        raise refuse(len(code), f"no WAIT for {names.instruction(call)}", "a WAIT for every call")
+        raise refuse(len(code), f"has no WAIT for {names.instruction(call)}", "one WAIT per call")
     for v in alive | renamed:
         if not lasts(v):
             raise refuse(len(code), f"{names.value(v)} is never freed", "a free at its last use")
@@ -209,20 +212,21 @@ def _order(program: Program, refusals: list[Refusal]) -> None:
                 break  # once that rank arrives at this call, both go on
             for r, (_, other) in others.items():
                 if not _fits(other, ins):
-                    report = refusals[pp].names.instruction(other)
-                    legal = "a send for every receive, the same collectives, in one order"
-                    raise refusals[pp](position, f"meets {report} of pipeline rank {r}", legal)
+                    call = refusals[pp].names.instruction(other)
+                    why = f"pipeline rank {r} makes a call that does not match, {call!r}"
+                    legal = "in the same order a RECEIVE for each SEND, and the same collectives"
+                    raise refusals[pp](position, why, legal)
             for r in (pp, *others):
                 cursor[r] += 1
             ready += others
     stuck = {pp: next_call(pp) for pp in range(len(calls)) if next_call(pp) is not None}
     for pp, (position, _) in stuck.items():
         report = "; ".join(
-            f"pipeline rank {r} waits at {n}, {refusals[r].names.instruction(ins)!r}"
+            f"pipeline rank {r} waits at position {n}, {refusals[r].names.instruction(ins)!r}"
             for r, (n, ins) in stuck.items()
         )
-        legal = "the ranks of every call come to it in one order"
-        raise refusals[pp](position, f"no rank can go on: {report}", legal)
+        legal = "an order in which no ranks wait for each other in a cycle"
+        raise refusals[pp](position, f"deadlock: {report}", legal)
 
 
 def _meets(theirs: Instr, mine: Instr, pp: int) -> bool:

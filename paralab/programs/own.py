@@ -107,13 +107,13 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     plan = program.plan
     if not isinstance(ins, Instr):
         legal = "Instr(op, ...), or a helper such as all_reduce(unit); insert() takes lists of them"
-        return "is no instruction", legal
+        return "is not an instruction", legal
     if not all(isinstance(vs, tuple) for vs in (ins.reads, ins.writes)):
-        return "does not read and write tuples of values", 'reads=(("grad", 0, 0),)'
+        return "has reads or writes that are not tuples", 'reads=(("grad", 0, 0),)'
     try:
         hash(ins)  # instructions are used as dictionary keys
     except TypeError as error:
-        return f"holds what can change: {error}", "strings, whole numbers and tuples of them"
+        return f"has a mutable field ({error})", "strings, whole numbers and tuples of them"
     if ins.op not in OPS:
         return f"has an unknown op {ins.op!r}", ", ".join(sorted(OPS))
     groups = {"dp", *mode_of(plan).axes, *(["pp", "ends"] * (plan.pp > 1))}
@@ -123,30 +123,33 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     if ins.op in MESSAGES:
         lanes = {"pp"} if plan.pp > 1 else set()
     if ins.lane not in lanes and ins.op != WAIT:
-        legal = ", ".join(map(repr, sorted(lanes))) or "no message, without a pipeline"
-        return f"has the lane {ins.lane!r}, which this plan does not have for it", legal
+        legal = f"lane={' or '.join(map(repr, sorted(lanes)))}"
+        legal = legal if lanes else "no messages: with pp=1 there is no pipeline"
+        return f"has the lane {ins.lane!r}, where this plan runs no {ins.op}", legal
     if ins.op in MESSAGES and not (0 <= ins.peer < plan.pp and ins.peer != pp):
-        return f"has no other end: peer={ins.peer}", "another pipeline rank"
+        legal = f"another pipeline rank of 0 to {plan.pp - 1}"
+        return f"has peer={ins.peer}, with which this rank exchanges no messages", legal
     for v in (*ins.reads, *ins.writes):
         try:
             program.size(v, pp)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             units = f"units are 0 to {len(program.units[pp]) - 1}"
-            return f"names {v!r}, which is no value", f"(kind, where, version); {units}"
+            return f"names {v!r}, which is not a value", f"(kind, where, version); {units}"
     if ins.op in COMPUTE and not isinstance(ins.at, tuple):
-        return "computes no range of ops", "at=(i, j), and a pass leaves compute as it is"
+        return f"has at={ins.at!r}, not a range of ops", "at=(i, j); a pass does not change compute"
     if ins.op == WAIT and not ins.reads:
         return "waits for nothing", "wait(call)"
     counts = len(ins.reads), len(ins.writes)
     shared = sums_shared(ins)
     if shared and ins.at not in program.shared(pp, None):
-        return f"sums what {ins.at!r} does not share", str(list(program.shared(pp, None)))
+        legal = ", ".join(map(str, program.shared(pp, None))) or "none in this plan"
+        return f"has at={ins.at!r}, over which ranks share no gradients", f"at of these: {legal}"
     if shared:  # one message; ranks and predictions look its contents up by axis and phase
         kind = "gshard" if plan.zero_stage else "grad"
         expected = {(kind, share.unit, 0) for share in program.shared(pp, None)[ins.at]}
         if set(ins.reads) != expected:
             return (
-                f"sums not all that {ins.lane!r} shares",
+                f"does not sum all gradients that the ranks of {ins.lane!r} share",
                 f"one sum of all {len(expected)}, in place",
             )
     fits = counts == MOVES.get(ins.op, counts) or (shared and counts[0] == counts[1])
@@ -155,17 +158,18 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
     if ins.op == ADD and ins.lane:  # on the host it also reads the value that it adds to
         fits = fits or (counts == (2, 1) and ins.reads[1:] == ins.writes)
     if ins.op in (ADD, KEEP) and ins.reads[:1] == ins.writes:
-        return "reads and writes the same value", "a value that is added to, or kept as, another"
+        return "reads and writes the same value", f"{ins.op} from one value to another"
     if ins.op == ALL_REDUCE and fits and ins.reads != ins.writes:
-        return "sums into another value", "a sum in place: writes=reads"
+        return "writes its sum to another value", "a sum in place: writes=reads"
     if ins.op == COPY and fits and not ins.lane and ins.writes[0][0] not in COPIED:
         legal = ", ".join(map(repr, sorted(COPIED)))
-        return f"copies to {ins.writes[0][0]!r}, which a rank copies nothing to", legal
+        return f"copies to {ins.writes[0][0]!r}, which no COPY writes", f"one of {legal}"
     if ins.op == UPDATE and not (ins.reads and 0 <= ins.unit < len(program.units[pp])):
         legal = f"reads=(gradient, ...), unit=0 to {len(program.units[pp]) - 1}"
-        return "updates no unit, or with no gradient", legal
+        return "names no unit to update or no gradient to read", legal
     if ins.op == RESCALE and plan.precision != "fp16":
-        return f"adapts a loss scale, which precision={plan.precision!r} has not", "fp16's alone"
+        return f"adapts a loss scale, and precision={plan.precision!r} has none", "precision='fp16'"
     if not fits:
-        return f"reads {counts[0]} values and writes {counts[1]}", f"{MOVES[ins.op]}"
+        read, written = MOVES[ins.op]
+        return f"reads {counts[0]} values and writes {counts[1]}", f"{read} read, {written} written"
     return None

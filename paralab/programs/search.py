@@ -100,7 +100,7 @@ def plan_search(
     devices = whole("devices", wanted, at_least=1, at_most=MAX_RANKS)
     if devices > available:
         legal = f"up to {available}, or cluster.replace(nodes=...)"
-        raise illegal("devices", devices, f"{cluster.name!r} has {available}", legal)
+        raise illegal("devices", devices, f"cluster {cluster.name!r} has {available}", legal)
     choice("optimizer", optimizer, OPTIMIZERS)
     top = whole("top", top, at_least=1, at_most=MAX_TOP)
     room = cluster.memory if memory is None else num_bytes("memory", memory)

@@ -93,14 +93,14 @@ def _sentence(search: Any, at: int) -> str:
     """Why the plan at this position loses against the best."""
     if not search.fits[at]:
         need, limit = float(search.memory[at]), search.memory_limit
-        excess = f"{size(need - limit)} too much" if need > limit else "too near to what there is"
+        excess = f"{size(need - limit)} too much" if need > limit else "too close to the limit"
         text = f"does not fit: the smallest such plan needs {size(need)}, {excess}"
         return f"{text}; {_largest(search, at)}"
     closed, simulated = search.closed[[at, 0]], search.simulated[[at, 0]]
     extra_seconds = closed[0] - closed[1]
     if extra_seconds <= 0.005 * closed[1] and np.isfinite(simulated).all():
         return (
-            f"hardly: simulated {simulated[0]:.4g} s against {simulated[1]:.4g} s, estimated "
+            f"almost equal: simulated {simulated[0]:.4g} s against {simulated[1]:.4g} s, estimated "
             f"{closed[0]:.4g} s against {closed[1]:.4g} s"
         )
     extra_by_term = {name: float(term[at] - term[0]) for name, term in search.terms.items()}
@@ -108,7 +108,7 @@ def _sentence(search: Any, at: int) -> str:
     grown = [n for n in reversed(order) if extra_by_term[n] > 0.1 * abs(extra_seconds)][:3]
     shrunk = [n for n in order if extra_by_term[n] < -0.1 * abs(extra_seconds)][:2]
     text = ", ".join(f"{GROWS[name]} +{extra_by_term[name]:.3g} s" for name in grown)
-    gain = "; it saves less: " + ", ".join(f"{GROWS[n]} {extra_by_term[n]:.3g} s" for n in shrunk)
+    gain = "; against that: " + ", ".join(f"{GROWS[n]} {extra_by_term[n]:.3g} s" for n in shrunk)
     longer = f"{extra_seconds:.3g} s longer ({extra_seconds / closed[1]:+.1%}): {text}"
     return longer + gain * bool(shrunk and grown)
 
@@ -126,10 +126,11 @@ def what_helps(search: Any) -> ValueError:
     at = int(needs.argmin())
     plan, need, room = search.plans[at], size(search.memory[at]), size(search.memory_limit)
     pinned = [name for name in reversed(search.settings) if name in search.pinned]
-    helps = [f"not pinning {', '.join(pinned)}"] * bool(pinned)
-    helps += [f"a memory of at least {need}", "more devices", "a smaller model"]
+    helps = [f"other values of {', '.join(pinned)}"] * bool(pinned)
+    helps += [f"a memory of at least {search.memory[at]:,.0f} bytes"]  # exact: need is rounded
+    helps += ["more devices", "a smaller model"]
     if search.cluster.host is None:
-        helps.append("a cluster that states its links to host and files (offload)")
+        helps.append("a cluster that states its host's link and bandwidth, for offload")
     helps += ["precision='bf16'"] * (plan.precision == "fp32")
     why = f"none of {len(search.plans):,} plans fits in {room}: the smallest needs {need} "
     why += f"({brief(plan)}), {_largest(search, at)}"

@@ -110,8 +110,8 @@ def space(
             plans, rules_left = _sifted(plans.given(name, tried[name], microbatches), rules_left)
             continue
         if len(plans) * len(tried[name]) > MOST:
-            why = f"on {devices} devices it makes more than {MOST:,} plans to look through"
-            legal = "one with fewer divisors, or some settings pinned, as dp=[8, 16]"
+            why = f"on {devices} devices there are more than {MOST:,} plans to search"
+            legal = "one with fewer divisors, or some settings restricted, as in dp=[8, 16]"
             raise illegal("global_batch", global_batch, why, legal)
         plans, rules_left = _sifted(plans.chosen(name, tried[name]), rules_left)
     for holds in rules_left:  # normally none; otherwise this raises with the missing setting
@@ -120,7 +120,7 @@ def space(
         pins = ", ".join(f"{name}={value!r}" for name, value in pinned.items())
         why = f"no legal plan of {model.layers} layers has dp*tp*pp = {devices} and "
         why += f"dp*microbatches*microbatch_size = {global_batch}" + f" with {pins}" * bool(pins)
-        legal = "fewer settings pinned, a global_batch with more divisors, or another number of "
+        legal = "fewer given settings, a global_batch with more divisors, or another number of "
         raise illegal("devices", devices, why, legal + "devices")
     return plans
 
@@ -159,7 +159,7 @@ def values(
     tried |= {name: as_values(name, value) for name, value in pinned.items()}
     for value in tried["offload"]:
         check_cluster(Plan(offload=value), cluster)
-    why = "not searched, but pl.predict times it, one plan at a time"
+    why = "the search does not try it, but pl.predict(model, plan) predicts such a plan"
     for name, known in (("grad_sync", GRAD_SYNC_FORMS), ("schedule", SCHEDULES), ("passes", ((),))):
         for value in tried[name]:
             if value not in known:
@@ -174,7 +174,7 @@ def as_values(name: str, pinned: Any) -> tuple:
     several = isinstance(pinned, (list, tuple, set, range)) and name != "passes"
     listed = list(pinned) if several else [pinned]
     if not listed:
-        raise illegal(name, pinned, "no value to try", "a value, or a list of some")
+        raise illegal(name, pinned, "no value to try", "a value, or a list of at least one")
     return tuple(dict.fromkeys(getattr(Plan(**{name: value}), name) for value in listed))
 
 

@@ -51,7 +51,7 @@ NORMS = frozenset(("norm", "host.verdict"))  # the values from which an UPDATE r
 PASS_ON = frozenset((KEEP, ADD, COPY, ALL_GATHER))  # their result is as partial as their operand
 RANKS = {
     "dp": "data-parallel ranks",
-    "replica": "ranks that keep the same share",
+    "replica": "ranks that keep the same shard",
     "ends": "first and the last pipeline rank, which both hold the tied embedding",
     "pp": "pipeline ranks",
     "tp": "tensor-parallel ranks",
@@ -107,20 +107,20 @@ class Sums:
                 self._follow(position, ins)
         for unit in self.added_at:
             if self.updated[unit] != 1:
-                why = f"UPDATE of {self.parameters(unit)} is there {self.updated[unit]} times"
-                raise self.refuse(len(self.code), why, "one UPDATE of all that has a gradient")
+                why = f"{self.parameters(unit)} is updated {self.updated[unit]} times"
+                raise self.refuse(len(self.code), why, "one UPDATE of each unit with a gradient")
         rescaled = sum(ins.op == RESCALE for ins in self.code)
         if rescaled != (self.program.plan.precision == "fp16"):
             why = f"the loss scale is adapted {rescaled} times"
-            raise self.refuse(len(self.code), why, "one RESCALE, behind the norm")
+            raise self.refuse(len(self.code), why, "one RESCALE, after the NORM")
         for v, position in self.unread.items():
-            why = f"nothing reads the gradient of {self.parameters(v[1])} that it leaves"
-            raise self.refuse(position, why, "what adds it up or updates with it")
+            why = f"the gradient of {self.parameters(v[1])} that it writes is never read"
+            raise self.refuse(position, why, "a sum, an ADD or an UPDATE that reads it")
         if self.wrong_contents is not None:
             raise self.wrong_contents
         for unit, position in self.stale.items():
-            why = f"each rank updates its share of {self.parameters(unit)}, and no other gets it"
-            raise self.refuse(position, why, "ALL_GATHER over 'dp' behind it, for the next step")
+            why = f"each rank updates its shard of {self.parameters(unit)}, which is never gathered"
+            raise self.refuse(position, why, "ALL_GATHER over 'dp' after it, for the next step")
 
     def _follow(self, position: int, ins: Instr) -> None:
         if ins.op in (ALL_REDUCE, REDUCE_SCATTER):
@@ -182,12 +182,11 @@ class Sums:
             self.wrong_contents = self.refuse(position, why, legal)
             return
         wrong = min((expected - contents) or (contents - expected), key=lambda added: added[2])
-        why = f"{name} is to hold what each micro-batch adds to the gradient of "
-        why += f"{self.parameters(unit)} once, and holds that of micro-batch {wrong[2]} "
-        why += f"{contents[wrong]} "
-        legal = f"one made of it behind position {self.last[unit]}, which adds to it last; or the "
+        why = f"{name} has to contain what each micro-batch adds to the gradient of "
+        why += f"{self.parameters(unit)} once, but what micro-batch {wrong[2]} adds is in it "
+        legal = f"a copy or sum after the last addition, at position {self.last[unit]}; or the sum "
         self.wrong_contents = self.refuse(
-            position, why + "times", legal + "sum of parts that have none in common"
+            position, f"{why}{contents[wrong]} times", legal + "of parts without overlap"
         )
 
     def _require_all_units(self, position: int, ins: Instr) -> None:
@@ -195,15 +194,16 @@ class Sums:
         missing = self.whole.keys() - {v[1] for v in ins.reads}
         if missing:
             why = f"does not read the gradient of {self.parameters(min(missing))}"
-            raise self.refuse(position, why, "one NORM, of what each UPDATE reads")
+            raise self.refuse(position, why, "one NORM of all gradients")
 
     def _require_norm(self, position: int, ins: Instr) -> None:
         """An update has to read the norm if gradients are clipped or scaled."""
         scaled = self.program.plan.precision == "fp16"
         if (self.program.clips or scaled) and not any(v[0] in NORMS for v in ins.reads):
-            lost = "be clipped" if self.program.clips else "leave out a step that overflows"
-            why = f"does not read the norm, without which it would not {lost}"
-            raise self.refuse(position, why, "('norm', 0, 0) among what it reads, behind the NORM")
+            why = "does not read the norm, so that its gradient would not be clipped"
+            if not self.program.clips:
+                why = "does not read the norm, so that it would not skip a step that overflows"
+            raise self.refuse(position, why, "('norm', 0, 0) in its reads, after the NORM")
 
     def _computed(self, position: int, ins: Instr, v: Value) -> None:
         """Compute writes or adds to ``v``."""
@@ -216,9 +216,9 @@ class Sums:
         at_first = self.partial_at_first[unit]
         if self.partial.setdefault(v, at_first) != at_first:
             why = f"adds to the gradient of {self.parameters(unit)}, which is summed over "
-            why += f"{_axes(at_first - self.partial[v])} already: another sum would count "
+            why += f"{_axes(at_first - self.partial[v])} already: a second sum would count "
             why += "that part once per rank"
-            legal = "a sum behind the last position that adds to it"
+            legal = f"a sum after position {self.last[unit]}, which adds to it last"
             raise self.refuse(position, why, legal)
 
     def _summed(self, position: int, ins: Instr, v: Value, target: Value) -> None:
@@ -234,7 +234,8 @@ class Sums:
             name = f"the gradient of {self.parameters(v[1])}"
             legal = f"one sum over each of its axes: {_axes(self.partial_at_first[v[1]])}"
             if axis in self.partial_at_first[v[1]]:
-                why = f"is summed over {ins.lane!r} already: again would count it once per rank"
+                why = f"is summed over {ins.lane!r} already: a second sum would count it "
+                why += "once per rank"
         raise self.refuse(position, f"{name} {why}", legal)
 
     def _passed_on(self, position: int, ins: Instr) -> None:
@@ -242,7 +243,7 @@ class Sums:
         axes = self.partial.get(v, frozenset())
         target_axes = self.partial.get(target, axes) if ins.op == ADD else axes
         if target_axes != axes:
-            why = f"one is partial over {_axes(axes)}, the other over {_axes(target_axes)}"
+            why = f"one value is partial over {_axes(axes)}, the other over {_axes(target_axes)}"
             raise self.refuse(position, why, "two values summed over the same axes")
         self.partial[target] = axes
         contents = self.contents.get(v, Counter())

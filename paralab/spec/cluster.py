@@ -123,7 +123,9 @@ class Cluster(Description):
         choice("algorithm", self.algorithm, (None, *ALGORITHMS))
         choice("fused", self.fused, (True, False))
         if self.odd_products > 1:
-            raise illegal("odd_products", self.odd_products, "a share", "above 0, at most 1")
+            raise illegal(
+                "odd_products", self.odd_products, "a share is at most 1", "above 0, at most 1"
+            )
         keep(real, "op_overhead", "launch_overhead", "call_overhead", "wait_overhead", at_least=0.0)
         keep(real, "wait_work", "half_rate_tokens", at_least=0.0)
         keep(_link, "intra", *stated("inter", "host", "disk"))
@@ -164,7 +166,7 @@ class Cluster(Description):
     def reach(self, ranks: Sequence[int]) -> Reach:
         """How a group of ranks is spread over this cluster's nodes."""
         if not len(ranks):
-            raise illegal("ranks", ranks, "a group has members", "one rank or more")
+            raise illegal("ranks", ranks, "a group without members", "one rank or more")
         return Reach.of(ranks, self.node_of)
 
     @cached_property
@@ -195,7 +197,9 @@ class Cluster(Description):
         name = "disk" if lane == "disk" else "host"
         link = getattr(self, name)
         if link is None:
-            raise illegal("lane", lane, "no such link is stated", f"Cluster({name}=Link(…))")
+            raise illegal(
+                "lane", lane, "the cluster does not state this link", f"Cluster({name}=Link(…))"
+            )
         return max(link.seconds(size), size / limit if limit else 0.0)
 
     @classmethod
@@ -232,7 +236,7 @@ def _link(name: str, value: Any) -> Link:
 
 def _three(name: str, rates: Any) -> tuple[float, ...]:
     if not isinstance(rates, (tuple, list)) or len(rates) != 3:
-        raise illegal(name, rates, "not three rates", "FLOP/s of x W^T, g W and g^T x")
+        raise illegal(name, rates, "not three rates", "(FLOP/s of x W^T, of g W, of g^T x)")
     return tuple(real(name, rate, above=0.0) for rate in rates)
 
 

@@ -35,9 +35,11 @@ def check_grad_sync(form: Any) -> None:
         raise illegal(
             "grad_sync",
             form_name(form),
-            "a plan is compiled, and what a class of your own does is known only when it runs",
-            " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | None, with a pass of your own that says "
-            "which sums there are: passes=(f,)",
+            "a plan is compiled before it runs, and what a class of your own does would be known "
+            "only during the run",
+            " | ".join(map(repr, GRAD_SYNC_FORMS))
+            + " | None, with a pass of your own that inserts "
+            "the sums: passes=(f,)",
         )
     choice("grad_sync", form, (*GRAD_SYNC_FORMS, None))
 
@@ -73,7 +75,7 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
         form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
-        why = f"made {len(lists)} lists"
+        why = f"it returned {len(lists)} list" + "s" * (len(lists) != 1)
         raise illegal("schedule", form_name(form), why, f"{pp}, one per pipeline rank")
     validate(lists, microbatches=microbatches, stages=pp * virtual_stages)
     return lists
@@ -85,8 +87,8 @@ _build_once = lru_cache(maxsize=64)(_build)
 def check_block(form: Any) -> None:
     """Raise if ``form`` cannot make blocks, as far as can be known before it is called."""
     if form is not None and not callable(form) and not saved(form):
-        legal = "None for the standard block, or a class or function that makes an nn.Module of a "
-        raise illegal("block", form, "not a class and not a function", legal + "model")
+        legal = "None for the standard block, or a class or function that makes an nn.Module from "
+        raise illegal("block", form, "neither a class nor a function", legal + "a ModelSpec")
 
 
 def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
@@ -105,11 +107,9 @@ def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
     current = {local: tuple(parameter.shape) for local, parameter in module.named_parameters()}
     if (repr(module), current) != (repr(first_module), shapes):
         was, differs = (first_module, module) if current == shapes else (shapes, current)
-        why = (
-            f"block(model) made {shown(was)} when it was first asked for, and now {shown(differs)}"
-        )
-        legal = "a block whose sizes come from its model alone, or, after what it reads has "
-        raise illegal("block", form_name(form), why, legal + "changed, the same code defined again")
+        why = f"block(model) made {shown(was)} the first time, and now makes {shown(differs)}"
+        legal = "a block whose sizes depend on its model alone; if a variable that it reads has "
+        raise illegal("block", form_name(form), why, legal + "changed, define the block again")
     return shapes
 
 
@@ -117,7 +117,8 @@ def _on_meta(form: Any, model: Any) -> Any:
     """The module ``form(model)``; raises ``ValueError`` if it is none or cannot be made."""
     import torch
 
-    legal = "a class or function that makes an nn.Module of a ModelSpec, or None"
+    legal = "None for the standard block, or a class or function that makes an nn.Module from a "
+    legal += "ModelSpec"
     name = form_name(form)
     try:
         with torch.device("meta"):
@@ -137,20 +138,20 @@ def _block_once(form: Any, model: Any) -> tuple[Any, dict[str, tuple[int, ...]]]
 
     name, module, second = form_name(form), _on_meta(form, model), _on_meta(form, model)
     if repr(module) != repr(second):
-        why = f"block(model) made {shown(module)}, and the next time {shown(second)}"
+        why = f"block(model) made {shown(module)} the first time, and {shown(second)} the second"
         raise illegal("block", name, why, "one that makes the same module at every call")
     shapes = {}
     for local, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             why = f"its parameter {local!r} has no shape until it is called"
-            raise illegal("block", name, why, "layers that are given their sizes, no lazy ones")
+            raise illegal("block", name, why, "layers with given sizes, not lazy ones")
         if not parameter.requires_grad:
             why = (
                 f"its parameter {local!r} requires no gradient, and every parameter of a model is "
             )
             raise illegal("block", name, why + "trained", "a buffer: module.register_buffer(...)")
         if not parameter.is_floating_point():
-            why = f"its parameter {local!r} is of {parameter.dtype}, and ranks hold real numbers"
-            raise illegal("block", name, why, "two parameters in place of a complex one")
+            why = f"its parameter {local!r} is {parameter.dtype}, not real floating point"
+            raise illegal("block", name, why, "two real parameters in place of a complex one")
         shapes[local] = tuple(parameter.shape)
     return module, shapes

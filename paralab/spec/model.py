@@ -55,7 +55,7 @@ class ModelSpec(Description):
         self.check_counts()
         if self.layers * self.hidden**2 > MAX_WEIGHTS:
             most = math.isqrt(MAX_WEIGHTS // self.layers)
-            why = f"{self.layers} layers have more parameters than can be counted"
+            why = f"{self.layers} such layers have too many parameters to count in 63 bits"
             raise illegal("hidden", self.hidden, why, f"up to {most}")
         if self.hidden % self.heads:
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]

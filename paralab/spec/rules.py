@@ -73,7 +73,7 @@ SIZES = (
         "{s.largest}",
         lambda s: s.dp * s.tp * s.pp <= MAX_RANKS,
         "dp*tp*pp is {s.world_size} ranks",
-        f"up to {MAX_RANKS}",
+        f"dp*tp*pp up to {MAX_RANKS}",
     ),
     Rule(
         "microbatch_size",
@@ -82,9 +82,9 @@ SIZES = (
             * (s.hidden + s.heads * s.seq_len * (s.attention != "sdpa"))
             <= MAX_ELEMENTS
         ),
-        "a step has more activations than can be counted",
+        "a step has too many activations to count in 63 bits",
         "smaller sizes: microbatch_size * microbatches * seq_len * layers * (hidden + heads * "
-        f"seq_len) up to {MAX_ELEMENTS}; with attention='sdpa' without heads * seq_len",
+        f"seq_len) up to {MAX_ELEMENTS}, or the same without heads * seq_len if attention='sdpa'",
     ),
 )
 GRID = (
@@ -124,7 +124,7 @@ def _partitioned(name: str, parts: Callable[[Any], Any]) -> Rule:
         if name == "hidden":
             n = lcm(n, s.heads)  # hidden is divisible by heads, too
         nearest = sorted({max(n, value // n * n), (value // n + 1) * n})
-        beyond = " (the entries beyond the text's are never looked up)" * (name == "vocab")
+        beyond = " (no text uses the additional entries)" * (name == "vocab")
         return f"a multiple of {n}, such as {' or '.join(map(str, nearest))}{beyond}"
 
     return Rule(name, lambda s: getattr(s, name) % parts(s) == 0, why, legal)
@@ -155,25 +155,25 @@ TENSOR = (
     Rule(
         "sequence_parallel",
         lambda s: implies(s.sequence_parallel, s.tp > 1),
-        "one rank has the whole sequence",
+        "it shards the sequence over the tp ranks, and tp=1 has only one",
         "False, or tp_mode='1d' with tp of at least 2",
     ),
     Rule(
         "sequence_parallel",
         lambda s: implies(s.sequence_parallel, s.tp_mode == "1d"),
-        "tp_mode={s.tp_mode!r} has the residual stream in parts already",
+        "tp_mode={s.tp_mode!r} shards the residual stream already",
         "False, or tp_mode='1d' with tp of at least 2",
     ),
     Rule(
         "tp_overlap",
         lambda s: implies(s.tp_mode != "1d", s.tp_overlap),
-        "tp_mode={s.tp_mode!r} has no such choice: when its messages move is part of its products",
+        "tp_mode={s.tp_mode!r} has no such choice: its messages are steps of its matrix products",
         "True, or tp_mode='1d'",
     ),
     Rule(
         "partition_activations",
         lambda s: implies(s.partition_activations, s.recompute == "full"),
-        "it cuts what recomputation keeps of a block, and recompute is {s.recompute!r}",
+        "it shards the block inputs that recompute='full' saves, and recompute is {s.recompute!r}",
         "False, or recompute='full'",
     ),
     Rule(
@@ -182,7 +182,7 @@ TENSOR = (
             s.partition_activations,
             (s.tp > 1) & (s.tp_mode == "1d") & (s.sequence_parallel == 0),
         ),
-        "every tp rank has its own part of a block's input already",
+        "it shards block inputs that are replicated over the tp ranks, and this plan has none",
         "False, or tp_mode='1d' with tp of at least 2 and sequence_parallel=False",
     ),
     Rule(
@@ -191,7 +191,8 @@ TENSOR = (
             s.partition_messages,
             (s.pp > 1) & (s.tp > 1) & (s.tp_mode == "1d") & (s.sequence_parallel == 0),
         ),
-        "it is for messages between stages that all tp ranks hold alike",
+        "it shards messages between stages that are replicated over the tp ranks, and this plan "
+        "has none",
         "False, or tp_mode='1d' with tp and pp of at least 2 and sequence_parallel=False",
     ),
     _partitioned("heads", lambda s: s.grid.heads),
@@ -207,8 +208,8 @@ TENSOR = (
     Rule(
         "attention",
         lambda s: implies((s.tp > 1) & (s.dropout > 0), s.attention != "sdpa"),
-        "its fused kernel draws its dropout mask itself, and the heads of one rank would not get "
-        "the mask they have on one device",
+        "its fused kernel draws its own dropout masks, so with tp > 1 the heads would not get the "
+        "masks that they get on one device",
         "'explicit', or dropout=0",
     ),
 )
@@ -219,8 +220,8 @@ RELAYS = (
         Rule(
             field,
             lambda s, field=field: implies(s.schedule == RELAY, getattr(s, field) == 1),
-            "schedule='l2l' is one rank's relay: all parts of the model take turns there",
-            "1, or a pipeline's schedule",
+            "schedule='l2l' runs the parts of the model one after the other, all on the same rank",
+            "1, or a pipeline schedule",
         )
         for field in ("pp", "virtual_stages")
     ),
@@ -231,32 +232,33 @@ RELAYS = (
                 s.schedule == RELAY,
                 s.zero_stage == 3 if field == "zero_stage" else s.place.parameters != "device",
             ),
-            "there is nothing to relay: schedule='l2l' brings parameters up part by part, and "
-            "these are on the device",
-            "zero_stage=3 with parameters on 'cpu' or 'nvme', or a pipeline's schedule",
+            f"schedule='l2l' fetches parameters part by part from the host or from files, {why}",
+            "zero_stage=3 with parameters on 'cpu' or 'nvme', or a pipeline schedule",
         )
-        for field in ("zero_stage", "offload")
+        for field, why in (
+            ("zero_stage", "and only zero_stage=3 can keep them there"),
+            ("offload", "and this plan keeps them on the device"),
+        )
     ),
     Rule(
         "recompute",
         lambda s: implies(s.schedule == RELAY, s.recompute == "full"),
-        "schedule='l2l' comes back to a block after all others: of every micro-batch its input "
-        "alone can wait that long",
-        "'full', or a pipeline's schedule",
+        "schedule='l2l' saves only the input of each block for backward, and recomputes the rest",
+        "'full', or a pipeline schedule",
     ),
 )
 PIPELINE = (
     Rule(
         "virtual_stages",
         lambda s: implies(s.virtual_stages > 1, s.pp > 1),
-        "one rank has no other to take turns with: all the chunks would be its own",
+        "with pp=1 all stages would be on the same rank, so there is no pipeline to interleave",
         "1, or pp of at least 2",
     ),
     Rule(
         "virtual_stages",
         lambda s: (s.virtual_stages == 1) | (s.schedule == "interleaved") | s.own_schedule,
         "schedule={s.schedule!r} has one stage per rank",
-        'schedule="interleaved" or a function of your own, or virtual_stages=1',
+        "1, or schedule='interleaved' or a function of your own",
     ),
     *(
         Rule(
@@ -274,7 +276,7 @@ PIPELINE = (
     Rule(
         "microbatches",
         lambda s: s.microbatches * s.pp * s.virtual_stages <= MAX_ACTIONS,
-        "in {s.stages} stages make a schedule that takes minutes to write down",
+        "with {s.stages} stages it would take minutes to list the schedule's actions",
         lambda s: f"up to {max(1, MAX_ACTIONS // s.stages)}",
     ),
     Rule(
@@ -291,19 +293,19 @@ PRECISION = (
     Rule(
         "grad_dtype",
         lambda s: (s.grad_dtype == NONE) | (s.precision != "fp32"),
-        "precision='fp32' adds gradients up in fp32 as it is",
+        "with precision='fp32' gradients are accumulated in fp32 already",
         "None, or precision='bf16' or 'fp16'",
     ),
     Rule(
         "grad_dtype",
         lambda s: implies(s.grad_dtype == "fp32-copy", s.place.optimizer == "device"),
-        "the copy is for an update on the device, and this one runs on the host",
+        "the fp32 copy is for an update on the device, and this plan's update runs on the host",
         "None or 'fp32', or the optimizer on 'device'",
     ),
     Rule(
         "tf32",
         lambda s: implies(s.tf32, s.precision == "fp32"),
-        "precision={s.precision!r} has no products of fp32 operands",
+        "tf32 is for products of fp32 matrices, and precision={s.precision!r} has none",
         "False, or precision='fp32'",
     ),
 )
@@ -313,13 +315,13 @@ ZERO = (
     Rule(
         "shard",
         lambda s: (s.shard == NONE) | (s.zero_stage > 0),
-        "zero_stage=0 keeps everything on every rank, so there is nothing to share",
+        "zero_stage=0 shards nothing",
         "None, or zero_stage of 1 to 3",
     ),
     Rule(
         "shard",
         lambda s: s.dp % s.shard_degree == 0,
-        "dp={s.dp} ranks cannot be split into groups of it",
+        "dp={s.dp} ranks cannot be divided into groups of {s.shard}",
         lambda s: ", ".join(str(n) for n in range(1, s.dp + 1) if s.dp % n == 0),
     ),
     Rule(
@@ -327,14 +329,14 @@ ZERO = (
         lambda s: (
             (s.secondary_shard == NONE) | ((s.zero_stage == 3) & (s.place.parameters == "device"))
         ),
-        "the second copy is for zero_stage=3 with parameters on the device, gathered in backward",
+        "only zero_stage=3 with parameters on the device keeps a second copy of them",
         "None, or zero_stage=3 with parameters on 'device'",
     ),
     Rule(
         "secondary_shard",
         lambda s: s.shard_degree % s.backward_shard_degree == 0,
-        "the {s.shard_degree} ranks that share the parameters (dp, or shard) make no groups of "
-        "that size",
+        "the {s.shard_degree} ranks that shard the parameters (dp, or shard) cannot be divided "
+        "into groups of {s.secondary_shard}",
         "a divisor of {s.shard_degree}",
     ),
     Rule(
@@ -347,12 +349,16 @@ ZERO = (
 )
 
 
+NAMED = {"optimizer": "the optimizer's states"}
+
+
 def _sharded(name: str, least: int) -> Rule:
     """The rule for a state that ZeRO shards from stage ``least`` on."""
     return Rule(
         f"offload[{name!r}]",
         lambda s: implies(getattr(s.place, name) != "device", s.zero_stage >= least),
-        f"zero_stage={{s.zero_stage}} does not deal {name} out",
+        "only sharded states are offloaded, and zero_stage={s.zero_stage} does not shard "
+        + NAMED.get(name, name),
         f"'device', or zero_stage of at least {least}",
     )
 
@@ -362,8 +368,8 @@ def _updated(name: str) -> Rule:
     return Rule(
         f"offload[{name!r}]",
         lambda s: implies(getattr(s.place, name) != "device", s.place.optimizer != "device"),
-        "the update runs where the optimizer's states are, and on the device it would have to "
-        "fetch them back",
+        "the update runs on the device, where the optimizer's states are, and would have to fetch "
+        f"the {name} back",
         "'device', or the optimizer on 'cpu' or 'nvme' too",
     )
 
@@ -372,13 +378,13 @@ OFFLOAD = (
     Rule(
         "zero_stage",
         lambda s: (s.zero_stage > 0) | ((s.offload != "cpu") & (s.offload != "nvme")),
-        "offload={s.offload!r} moves what ZeRO shards, and stage 0 shards nothing",
-        "1 (optimizer), 2 (gradients too), 3 (parameters too); dp=1 is enough",
+        "offload={s.offload!r} moves the states that ZeRO shards, and zero_stage=0 shards none",
+        "1 (optimizer), 2 (gradients too), 3 (parameters too), also with dp=1",
     ),
     Rule(
         "offload",
         lambda s: (s.offload == NONE) | s.place.states | (s.place.activations != "device"),
-        "nothing in it leaves the device",
+        "it leaves every state on the device",
         "None, or a state on 'cpu' or 'nvme'",
     ),
     _sharded("optimizer", 1),
@@ -392,7 +398,7 @@ OFFLOAD = (
             s.place.activations != "device",
             (s.recompute == "full") & (s.partition_activations == 0),
         ),
-        "what moves is each block's input, which alone is kept when blocks are recomputed",
+        "only the block inputs that recompute='full' saves whole are offloaded",
         "'device', or recompute='full' without partition_activations",
     ),
     Rule(
@@ -403,8 +409,8 @@ OFFLOAD = (
             & (s.place.gradients == "cpu")
             & (s.place.optimizer == "cpu"),
         ),
-        "the host updates its own copy of the parameters while the device computes with the one "
-        "before",
+        "the host updates its own copy of the parameters while the device computes with the "
+        "previous one",
         "False, or parameters on 'device', gradients and optimizer on 'cpu'",
     ),
 )
@@ -414,14 +420,13 @@ BLOCK = (
     Rule(
         "tp",
         lambda s: (s.block == NONE) | (s.tp == 1),
-        "how to cut a block of your own over ranks is not known",
+        "a block of your own cannot be split over tensor-parallel ranks",
         "1, or the standard block: block=None",
     ),
     Rule(
         "recompute",
         lambda s: (s.block == NONE) | (s.recompute != "selective"),
-        "it computes the attention core again, and where that is in a block of your own is not "
-        "known",
+        "it recomputes the attention core, and where that is in a block of your own is not known",
         "'none', 'full', or the standard block: block=None",
     ),
     Rule("block", lambda s: s.block_runs, "does not run", "None for the standard block"),

@@ -117,7 +117,7 @@ def largest(dp: int, tp: int, pp: int) -> str:
 @derived
 def most_stages(layers: int, pp: int, virtual_stages: int) -> str:
     most = layers if virtual_stages == 1 else layers // pp
-    return f"up to {most}" if most else f"pp of at most {layers} first"
+    return f"up to {most}" if most else f"1 with pp of at most {layers}"
 
 
 @derived

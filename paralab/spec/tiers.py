@@ -58,7 +58,7 @@ class Offload(Description):
         try:
             stated = dict(self.bandwidth or ())
         except (TypeError, ValueError):
-            legal = '{"disk": "500MB"}: bytes per second by link'
+            legal = 'bytes per second by link, such as {"disk": "500MB"}'
             raise illegal("offload['bandwidth']", self.bandwidth, "not a table", legal) from None
         for name in stated:
             choice("offload['bandwidth']", name, LINKS)
