@@ -190,8 +190,8 @@ def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
         try:
             yield observer
         except RuntimeError as error:
-            if isinstance(told := getattr(error, "told", None), OutOfMemory):
-                raise told from error
+            if isinstance(report := getattr(error, "out_of_memory", None), OutOfMemory):
+                raise report from error
             if "support saved tensor hooks" not in str(error):
                 raise
             why = "the ledger has hooks on saved tensors, and torch.func takes none"

@@ -40,7 +40,7 @@ class ForeignLedger(Ledger):
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
-        self._on.enter_context(self.resizes(self._loose))  # FSDP2 gathers into what it resizes
+        self._while_on.enter_context(self.resizes(self._loose))  # as FSDP2's buffers are
         return self
 
     @untraced
@@ -54,11 +54,11 @@ class ForeignLedger(Ledger):
         self.before_each()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _spent(self, error: BaseException, told: OutOfMemory) -> None:
-        """The program may have an answer to it, a smaller batch: torch's own error goes on, and
-        takes the table along.
+    def _exhausted(self, error: BaseException, out_of_memory: OutOfMemory) -> None:
+        """The program may catch torch's error and go on, with a smaller batch say. So torch's error
+        is raised; the ledger's is attached to it, for `observing` to raise if no one catches it.
         """
-        error.told = told
+        error.out_of_memory = out_of_memory
 
     def _meet(self, tensor: Tensor) -> Life | None:
         life = None
@@ -84,7 +84,7 @@ class ForeignLedger(Ledger):
         self._loose(self._meet(root))  # a parameter; if it is not known, one that was gathered
         if not any(reference() is root for reference in self._parameters):
             self._parameters.append(weakref.ref(root))
-            self._listen(root)
+            self._hook_gradient(root)
         return tensor
 
     # ---- what a storage is for ------------------------------------------------------------------

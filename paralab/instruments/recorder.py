@@ -81,11 +81,11 @@ class Recorder:
         if ledger is None:
             yield
             return
-        before, ledger.made = ledger.made, category
+        before, ledger.block_category = ledger.block_category, category
         try:
             yield
         finally:
-            ledger.made = before
+            ledger.block_category = before
 
     def holds(self, tier: str, category: str, more: int) -> None:
         """The rank has offloaded ``more`` bytes (if negative, freed them) to "host" or "file"."""
