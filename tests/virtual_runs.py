@@ -116,7 +116,7 @@ def measured(
     from paralab.instruments import measure
 
     machine, context = on_virtual(context, cluster=stated)
-    measure.ASKED["cuda"] = wanted
+    measure.WORKLOADS["cuda"] = wanted
     rows = program(context)
     assert machine.wrong == []
     return rows
