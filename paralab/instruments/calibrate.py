@@ -9,8 +9,8 @@ imports torch). measure.py has the code of the ranks, theory/fit.py the fits:
     links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth, as the event engine counts them
     calls   the time that posting a call takes the rank's own thread, and the extra time of a
-            computation right after a wait, which finds the caches used by others. With few cores,
-            one rank more than there are cores: in a run, too, only some waits give the core away
+            computation right after a wait, as other ranks have used the caches. Where cores are
+            few there is one rank more than cores: in a run, too, only some waits yield the core
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
     tiers   copies from one part of memory to another ("host to device" where both are the same
             memory); files, written and read past the page cache; AdamW steps
@@ -304,9 +304,9 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
         bandwidth, overhead = fit.bandwidth, fit.alpha
     else:
         (flops, bandwidth, overhead), accuracy["device"] = fit_device(points["device"])
-    # On a host of GPUs, all updates but the largest fit into the host's caches.
-    from_memory = largest["wire_bytes"] / largest["seconds"]
-    update_rate = from_memory if of_gpus else tier_links["optimizer"].bandwidth
+    update_rate = tier_links["optimizer"].bandwidth
+    if of_gpus:  # all updates but the largest fit into their host's caches
+        update_rate = largest["wire_bytes"] / largest["seconds"]
     cluster = Cluster(
         name="local GPUs" if of_gpus else "local",
         devices_per_node=len(of_gpus) or VIRTUAL_DEVICES,

@@ -64,6 +64,7 @@ class Observer(Program):
     def __enter__(self) -> Observer:
         recorder, undo = self.recorder, self.undo
         self.flights.intercept(undo)
+        # These two functions allocate DistributedDataParallel's buckets.
         makers = (dist.Reducer, "_rebuild_buckets"), (DistributedDataParallel, "_ddp_init_helper")
         for owner, name in makers:
             around(undo, owner, name, lambda *_: recorder.making("buffers"))
@@ -74,7 +75,7 @@ class Observer(Program):
         undo.callback(optimizers.register_optimizer_step_post_hook(self._updated).remove)
         if self.ledger is not None:
             self.ledger.before_each = self.flights.drop_last_work
-            if self.no_gpu_yet:
+            if self.awaits_gpu:
                 self.ledger.on_uncounted = self.look_for_gpu
             self.ledger.__enter__()
             around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
@@ -165,14 +166,14 @@ class Observer(Program):
             if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
                 self.ledger.owns_trained(optimizer, model=bool(self.met), described=self.described)
-            elif self.no_gpu_yet:
+            elif self.awaits_gpu:
                 self.look_for_gpu(*updated(optimizer))
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 
     def _assign_step(self, optimizer: Any) -> None:
-        """Optimizers that step directly one after the other share one training step. Refuse one
-        whose step belongs to none.
+        """Optimizers that step directly one after the other share one training step. Raises
+        ValueError where the end of a training step is not known.
         """
         why, others = "", {type(known).__name__ for known in self._optimizers}
         if "backward" in self.inside:
@@ -183,9 +184,9 @@ class Observer(Program):
         if why:
             why += ", so where a training step ends is not known"
             raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
-        if optimizer in self._step_sharers:
+        if optimizer in self._step_sharers:  # it steps again: a new training step
             self._step_sharers.clear()
-        elif self._step_sharers:
+        elif self._step_sharers:  # the training step that the last optimizer ended goes on
             self.go_on()
 
     def _updated(self, optimizer: Any, *_: Any) -> None:

@@ -145,7 +145,7 @@ class Flights:
         return self.program.inside[-1] if self.program.inside else "data"
 
     def _in_flight(self, work: Any, spans: tuple[int, ...], on_gpu: bool) -> None:
-        """These calls have been launched, and ``work`` stands for them."""
+        """These calls have been launched. ``work`` stands for them; None: they were waited for."""
         if work is None:  # [Note: at once]
             self.settle(spans)
         elif spans:

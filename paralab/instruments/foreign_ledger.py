@@ -40,7 +40,7 @@ class ForeignLedger(Ledger):
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
-        self._while_on.enter_context(self.resizes(self._to_buffer))  # as FSDP2's buffers are
+        self._while_on.enter_context(self.resizes(self._to_buffer))  # FSDP2 resizes its buffers
         return self
 
     @untraced

@@ -28,7 +28,7 @@ from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-# Whether an optimizer has a closure, another thread trains, messages are coalesced, calls waited
+# Whether an optimizer calls a closure, another thread trains, messages are coalesced, calls waited
 # for on other streams, CUDA graphs captured, or compilations skipped because of the ledger.
 FLAGS = ("closures", "threads", "batches", "aside", "graphs", "compiles")
 
@@ -53,9 +53,10 @@ class Program:
         self.inside: list[str] = []  # kinds of the parts of a step that are open, outermost first
         self.counts: Counter[Any] = Counter()  # forwards of each module, backwards, in this step
         self.last_calls: dict[int, tuple[int]] = {}  # storage: span of its last call in this step
-        self.device, self.no_gpu_yet = "cpu", torch.cuda.is_available()  # see [Note: device]
+        # awaits_gpu: the program may yet turn out to compute on a GPU, see [Note: device]
+        self.device, self.awaits_gpu = "cpu", torch.cuda.is_available()
         self.stream: Any = None  # the stream that the program computes on
-        self._gpus, self._thread = self.no_gpu_yet, threading.get_ident()
+        self._gpus, self._thread = self.awaits_gpu, threading.get_ident()
         self.about: dict[str, Any] = {"modules": [], "parameters": []}  # meta["observed"]
         self.about |= dict.fromkeys(FLAGS, False)
         self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # outermost modules that were called
@@ -115,11 +116,11 @@ class Program:
         """If these have the program's first tensor on a GPU, record that GPU's times and bytes from
         now on, and return True: see [Note: device].
         """
-        inner = (t for tensor in tensors for t in plain(tensor)) if self.no_gpu_yet else ()
+        inner = (t for tensor in tensors for t in plain(tensor)) if self.awaits_gpu else ()
         first = next((t for t in inner if t.is_cuda), None)
         if first is None or self.captures():
             return False
-        self.no_gpu_yet, self.device = False, f"cuda:{first.get_device()}"
+        self.awaits_gpu, self.device = False, f"cuda:{first.get_device()}"
         self.stream = torch.cuda.current_stream(first.device)
         self.recorder.moves_to(self.device)
         self.recorder.allocator.share(self.undo)

@@ -1,5 +1,4 @@
-"""Fragmentation and caching, shown on the storages of a real step: bytes are free, but not in one
-piece.
+"""Fragmentation and caching on the storages of a real step: bytes are free, but not in one piece.
 
 An allocator hands out addresses, and cannot move a block once it is in use. Where long-lived
 storages are placed between short-lived ones, the gaps that the short-lived ones leave may each be

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 GRAIN = 32  # a span gets a sample where a category changed by 1/32 of the most bytes ever alive
 ALLOCATOR_EXTRA = 256 * 2**20  # bytes; see `_bound_allocator`
-UNNAMED = ("buffers", "workspace", "other")  # a storage of these that autograd saves: activation
+UNNAMED = ("buffers", "workspace", "other")  # what autograd saves of these becomes activations
 
 
 class Ledger(Storages):

@@ -366,7 +366,7 @@ def measure_calls(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
         times["product"].append(multiplied())
         group.all_reduce(message, phase="setup").wait()
         times["product after a wait"].append(multiplied() - times["product"][-1])
-    return [{"what": k, "seconds": median(v[len(v) // 4 :])} for k, v in times.items()]
+    return [{"what": name, "seconds": median(t[len(t) // 4 :])} for name, t in times.items()]
 
 
 def measure_tiers(context: Any, *, ranks: int, budget: float = 0.4) -> list[dict[str, Any]]:

@@ -106,7 +106,7 @@ class Recorder:
 
     @contextmanager
     def unwritten(self) -> Iterator[None]:
-        """The block, which lies between two steps, leaves no row in any table."""
+        """The block, which lies between two steps, leaves no span, collective or copy."""
         tables = (self._spans, self._calls, self._copies)
         counts = [len(table) for table in tables]
         try:
