@@ -1,6 +1,6 @@
-"""`pl.observe`: any PyTorch program, with everything that it computed, sent and held written down.
+"""`pl.observe`: run any PyTorch program, and record what it computed, sent and held in memory.
 
-    report = pl.observe(train, ranks=4)          # train() on four ranks, a process group is up
+    report = pl.observe(train, ranks=4)          # train() on four ranks, whose process group is up
     report.traffic(["axis", "op"]), report.memory_chart(), report.timeline(), report.explain()
 
     with pl.observe() as seen:                   # this process: a few steps of any model
@@ -10,8 +10,8 @@
     paralab observe --ranks 4 train.py --lr 0.1                   # a script, unchanged
     torchrun --nproc-per-node 2 -m paralab observe train.py       # one part per rank, for pl.load
 
-A step ends where an optimizer's ``step`` ends, or where the program calls `step`. What instruments
-see, on which device, and what they cost, is in instruments/foreign.py. Torch-free.
+A step ends where an optimizer's ``step`` ends, or where the program calls `step`. The docstring of
+instruments/foreign.py says what is intercepted and what that costs. Torch-free.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = ("optimizer", "marked")
 NOTHING = """nothing was seen in this process: no module was called, no collective, no optimizer. \
 A program that starts its ranks itself (torch.multiprocessing.spawn) is not observed: let \
 paralab observe --ranks N, or torchrun, start them"""
-_observers: list[Any] = []  # the innermost one hears of `step`
+_observers: list[Any] = []  # those that are active; the last one is the innermost
 
 
 def observe(
@@ -58,30 +58,31 @@ def observe(
 ) -> Any:
     """Call ``fn(*args)`` on every rank and return the `Report` of what it did.
 
-    fn            ordinary code on torch.distributed, whose default process group is up; or the path
-                  of a script, which makes its process group itself, from torchrun's variables.
-                  Without one: a context manager for this process, which yields an object
+    fn            a function that uses torch.distributed, whose default process group is up; or the
+                  path of a script, which makes its process group itself, from torchrun's variables.
+                  None: return a context manager that observes this process, and yields an object
                   that has the report's methods after the block
-    ranks         processes, 1 to 64; ``args`` the same on every rank, of a script as text
-    nodes         place the ranks on this many virtual nodes, the first ones on node 0
-    steps         "optimizer": a step ends where the optimizer's ``step`` ends; where several step
-                  one after the other, the last one's. "marked": where the program calls
-                  ``paralab.step()``
-    memory_steps  how many steps, from the first, the live ledger counts bytes in. Such a step is 5
-                  to 20 % slower, and more where operations are small; later ones are timed without
-                  it. Optimizers make their states at the end of the first, so there are two. While
-                  it counts, torch.compile compiles nothing, and what it would have compiled is
-                  compiled in the step after; with 0, in the first. torch.func refuses to work while
-                  it counts: observe such a program with 0
+    ranks         processes, 1 to 64
+    args          the same on every rank; a script gets them as text
+    nodes         place the ranks on this many virtual nodes, the first ranks on node 0
+    steps         "optimizer": a step ends where the optimizer's ``step`` ends; where several
+                  optimizers step one after the other, where the last one's does. "marked": where
+                  the program calls ``paralab.step()``
+    memory_steps  the number of steps, from the first, in which the live ledger counts bytes. Such a
+                  step is 5 to 20 % slower, more where operations are small; later steps are timed
+                  without the ledger. The default is 2, as optimizers make their states at the end
+                  of the first step. While the ledger counts, torch.compile compiles nothing and
+                  torch.func refuses to work. What torch.compile skips it compiles in the step
+                  after; with 0 it compiles from the first step on, and torch.func works
     launch        timeout, device, live, stop: as in `pl.launch`
 
-    The device is the program's own, and ``report.meta["device"]`` says which: times and bytes are a
-    GPU's from the first tensor that ``fn`` has there, and the CPU's if it has none. Its peaks, as
-    torch.cuda.max_memory_allocated() says them, are what they are without; after a block in this
-    process they are those of the block's last step.
-    ``report.losses`` are what ``fn`` returns if that is one number per step, the mean of the ranks
-    that return some; ``report.results`` are the returned values in rank order, tensors as NumPy
-    arrays. Raises ValueError before a process starts, or where steps cannot be told apart;
+    The program chooses its device, and ``report.meta["device"]`` says which: times and bytes are a
+    GPU's from the first tensor that ``fn`` has there, and the CPU's if it has none. What the
+    program reads from torch.cuda.max_memory_allocated() is the same as without the observation;
+    after a block in this process it is the peak of the block's last step.
+    ``report.losses`` is what ``fn`` returns if that is one number per step, averaged over the ranks
+    that return numbers; ``report.results`` are the returned values in rank order, tensors as NumPy
+    arrays. Raises ValueError before a process starts, or where the ends of steps are not known;
     RankError, RankTimeout or OutOfMemory after.
     """
     __tracebackhide__ = True
@@ -94,19 +95,19 @@ def observe(
             why = "without a function this process is observed, as it is"
             raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
-    what = fn if callable(fn) else _script_file(fn)
-    node_of, program = places(what, ranks, args, nodes), functools.partial(_program, what)
+    program = fn if callable(fn) else _script_file(fn)
+    node_of, on_rank = places(program, ranks, args, nodes), functools.partial(_on_rank, program)
     arguments = (node_of, settings, *args)
-    parts = launch_program(program, ranks, arguments, any_tensor=True, **launch)
-    return _report(_named(what), parts)
+    parts = launch_program(on_rank, ranks, arguments, any_tensor=True, **launch)
+    return _report(_name(program), parts)
 
 
-def _named(what: Any) -> str:
-    return what.name if isinstance(what, Path) else name_of(what)
+def _name(program: Any) -> str:
+    return program.name if isinstance(program, Path) else name_of(program)
 
 
 def step() -> None:
-    """A training step of an observed program ends here; without an observation nothing happens."""
+    """End a training step of the observed program. Without an observation nothing happens."""
     if _observers:
         _observers[-1].end_step()
 
@@ -114,9 +115,11 @@ def step() -> None:
 def observe_under_torchrun(
     path: str | os.PathLike[str], args: Sequence[str] = (), *, folder: str, **settings: Any
 ) -> int:
-    """Be one rank of a torchrun job: run the script, write this rank's part. Returns the rank.
+    """In one rank of a torchrun job: run the script, and write this rank's part of the report into
+    ``folder``. Returns the rank.
 
-    The ranks meet before the script lets them, so that parts have one name and clocks one zero.
+    The ranks communicate before the script runs, to agree on the id of the run and to compare their
+    clocks.
     """
     script, checked = _script_file(path), _settings(**settings)
     check_part(folder)
@@ -127,17 +130,17 @@ def observe_under_torchrun(
     context = torchrun_context()
     if context.rank == 0:
         context.store.set("run_id", uuid.uuid4().hex)
-    said = {"run_id": context.store.get("run_id").decode()}
+    shared = {"run_id": context.store.get("run_id").decode()}
     offset, uncertainty = measure_offset(everyone(context))  # its messages are not in the report
     with _observed(context, checked) as observer:
         own = os.getpid()
         _script(context, script, *args)
-        if os.getpid() != own:  # a fork of the program came to its end
+        if os.getpid() != own:  # this is a process that the program has forked, at its end
             sys.stdout.flush()
             os._exit(0)
         part = _part(observer, context, None, script.name)
     part |= {"clock_offset": offset, "clock_uncertainty": uncertainty}
-    meta = _meta(script.name) | part.pop("meta") | said
+    meta = _meta(script.name) | part.pop("meta") | shared
     save_part(Path(folder), part, model=None, plan=Plan(dp=context.world_size), meta=meta)
     return context.rank
 
@@ -168,31 +171,32 @@ def _report(name: str, parts: list[dict[str, Any]]) -> Report:
 
 
 # ---- on a rank ----------------------------------------------------------------------------------
-def _program(
-    what: Any, context: Any, nodes: tuple[int, ...], settings: dict[str, Any], *args: Any
+def _on_rank(
+    program: Any, context: Any, nodes: tuple[int, ...], settings: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
+    """Runs in a launched rank: run the program under observation, and return the rank's part."""
     __tracebackhide__ = True
     context = replace(context, nodes=nodes)
-    run = _function if callable(what) else _launched_script
+    run = _function if callable(program) else _launched_script
     with _observed(context, settings) as observer:
-        return _part(observer, context, run(context, what, *args), _named(what))
+        return _part(observer, context, run(context, program, *args), _name(program))
 
 
 @contextlib.contextmanager
-def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
-    """who  has its rank, world_size and nodes; the device is the program's own"""
+def _observed(context: Any, settings: dict[str, Any]) -> Iterator[Any]:
+    """Observe what the block does, on a rank with the rank, world_size and nodes of ``context``."""
     __tracebackhide__ = True
     from paralab.instruments.foreign import Observer
     from paralab.instruments.recorder import Recorder
 
-    recorder = Recorder(rank=who.rank, world_size=who.world_size)
-    with Observer(recorder, nodes=who.nodes, **settings) as observer:
+    recorder = Recorder(rank=context.rank, world_size=context.world_size)
+    with Observer(recorder, nodes=context.nodes, **settings) as observer:
         _observers.append(observer)
         try:
             yield observer
         except RuntimeError as error:
-            if isinstance(told := getattr(error, "told", None), OutOfMemory):
-                raise told from error
+            if isinstance(report := getattr(error, "out_of_memory", None), OutOfMemory):
+                raise report from error
             if "support saved tensor hooks" not in str(error):
                 raise
             why = "the ledger has hooks on saved tensors, and torch.func takes none"
@@ -201,12 +205,13 @@ def _observed(who: Any, settings: dict[str, Any]) -> Iterator[Any]:
             _observers.remove(observer)
 
 
-def _part(observer: Any, who: Any, result: Any, name: str = "this process") -> dict[str, Any]:
+def _part(observer: Any, context: Any, result: Any, name: str = "this process") -> dict[str, Any]:
+    """This rank's part of the report, with what the program returned."""
     tables = observer.part()
     if observer.saw_nothing and result is None:
         raise illegal("program", name, NOTHING, "a program that trains in its ranks")
     used = {"device": observer.device, "backend": observer.calls.backend(observer.device)}
-    part = part_of(who, tables, result, observed=observer.about, **used)
+    part = part_of(context, tables, result, observed=observer.about, **used)
     result = part["result"]
     if isinstance(result, (list, tuple)) and len(result) == len(tables["steps"]["step"]):
         with contextlib.suppress(TypeError, ValueError):
@@ -235,21 +240,21 @@ def _launched_script(context: Any, path: Path, *args: Any) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context.store.set("observed/port", str(store.port))
     port = context.store.get("observed/port").decode()
-    said = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}  # one machine
-    said |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}  # one machine
+    variables |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(context.rank))
     sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
-    os.environ |= said | dict.fromkeys(sizes, str(context.world_size))
+    os.environ |= variables | dict.fromkeys(sizes, str(context.world_size))
     os.environ["TORCHELASTIC_RUN_ID"] = "paralab"
-    own = os.getpid()  # the store is there already, but not for processes that the script starts
-    rendezvous = sys.modules["torch.distributed.rendezvous"]  # under that name is a function, too
+    own = os.getpid()  # ranks connect to the store above; processes that the script starts do not
+    rendezvous = sys.modules["torch.distributed.rendezvous"]  # the attribute is a function
     rendezvous._torchelastic_use_agent_store = lambda: os.getpid() == own
     with ending():
-        _names = _script(context, path, *args)  # kept, as by Python, until the end
+        _names = _script(context, path, *args)  # alive until the end, as a script's globals are
 
 
 def _script(context: Any, path: Path, *args: Any) -> dict[str, Any]:
-    """The script as ``python path args``, which makes its own process group. ``sys.exit(0)`` is an
-    end like any other. Returns its names.
+    """Run a script as ``python path args`` does; it makes its process group itself. Returns its
+    global names, after ``sys.exit(0)`` none.
     """
     __tracebackhide__ = True
     import runpy
@@ -261,17 +266,19 @@ def _script(context: Any, path: Path, *args: Any) -> dict[str, Any]:
     sys.path.insert(0, str(path.parent))
     try:
         return runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as left:
-        if left.code not in (None, 0):
+    except SystemExit as error:
+        if error.code not in (None, 0):
             raise
         return {}
 
 
 # ---- in this process ----------------------------------------------------------------------------
 class _Seen:
-    """What ``with pl.observe()`` yields: afterwards ``report``, whose methods are its own too.
+    """What ``with pl.observe()`` yields. After the block it has the ``report``, and the report's
+    attributes as its own.
 
-    Of what there was before the block, the parameters, gradients and optimizer states count.
+    Parameters, gradients and optimizer states that exist before the block count; other tensors that
+    do are not counted.
     """
 
     report: Report | None = None
@@ -293,8 +300,8 @@ def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
         why = f"this process is one of {ranks} ranks, and the report would be of one process"
         legal = "pl.observe(fn, ranks=N), or torchrun ... -m paralab observe FILE"
         raise illegal("fn", None, why, legal)
-    seen, who = _Seen(), SimpleNamespace(rank=0, world_size=1, device="cpu", nodes=(0,))
-    with _observed(who, {**settings, "existing": True}) as observer:
+    seen, context = _Seen(), SimpleNamespace(rank=0, world_size=1, device="cpu", nodes=(0,))
+    with _observed(context, {**settings, "existing": True}) as observer:
         yield seen
-        part = _part(observer, who, ())
+        part = _part(observer, context, ())
     seen.report = _report("this process", [part])

@@ -148,9 +148,9 @@ def test_a_missing_sum_is_refused_with_parameters_axis_and_place():
     (update,) = of(left, UPDATE, unit=unit)
     (adds,) = of(left, BACKWARD, mb=1, unit=unit)
     assert "the gradient of blocks.1.mlp.up.weight is never summed over the data-parallel" in said
-    assert "so every rank would follow its own samples" in said
+    assert "so every rank would train on its own samples only" in said
     assert f"instruction {of(left, NORM)[0]}=" in said and update > of(left, NORM)[0]
-    assert f"legal: ALL_REDUCE over 'dp' behind position {adds}, 'BACKWARD blocks.1" in said
+    assert f"legal: ALL_REDUCE over 'dp' after position {adds}, 'BACKWARD blocks.1" in said
 
 
 @pytest.mark.parametrize(

@@ -512,7 +512,7 @@ def ahead_for(hours, drift, ties):
     event.query = lambda self: self.when <= now[0]
     virtual_cuda.Stream.query = lambda stream: False
     marks.time = type("Time", (), {"perf_counter": lambda: now[0]})
-    marks.TIED = ties
+    marks.RESYNC = ties
     clock, kept, steps = marks.clock_of("cuda:0"), [], int(hours * 3600 / 0.3)
     for _ in range(steps):
         clock.anchor(waits=False)

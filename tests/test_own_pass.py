@@ -167,7 +167,7 @@ def test_a_forgotten_unit_is_refused_by_name():
     said = refusal(forgets_one)
     names = pl.program(SPEC, pl.Plan(dp=2, **LEFT)).units[2].names
     assert f"the gradient of {names[0]} and {len(names) - 1} more (bucket 2) is never" in said
-    assert "(axis 'dp')" in said and "legal: ALL_REDUCE over 'dp' behind position" in said
+    assert "(axis 'dp')" in said and "legal: ALL_REDUCE over 'dp' after position" in said
     shown = repr(pl.program(SPEC, pl.Plan(dp=2, **LEFT, passes=(forgets_one,))))
     assert shown.splitlines()[-1] == f"refused: {said}"
 
@@ -469,7 +469,7 @@ def test_what_is_no_function_is_refused_when_the_plan_is_made():
 
 
 def test_zero_does_not_leave_its_sums_to_passes():
-    with pytest.raises(ValueError, match="grad_sync=None: zero_stage=1 brings its own way"):
+    with pytest.raises(ValueError, match="grad_sync=None: zero_stage=1 sums gradients by reduce-"):
         pl.Plan(dp=2, zero_stage=1, grad_sync=None).validate(SPEC)
 
 

@@ -34,7 +34,7 @@ STATED = pl.Cluster(
         for i, op in enumerate(measure.OPS)
     },
 )
-WANTED = measure.Asked(
+WANTED = measure.Workloads(
     models=((1, 32, 2, 16, 1),),
     precisions=("fp32", "tf32", "bf16", "fp16"),
     products=((32, 64, 192), (64, 64, 64), (128, 128, 256), (512, 96, 96)),

@@ -268,7 +268,8 @@ def test_what_can_be_and_should_not_is_said_in_the_widget_and_not_printed(bench,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bench.set(zero_stage=3)
-    assert bench.state == "idle" and "zero_stage=1 moves them once" in bench._trouble.value
+    assert bench.state == "idle"
+    assert "with zero_stage=1 they are gathered once" in bench._trouble.value
     bench.set(zero_stage=1)
     assert not bench._trouble.value and capfd.readouterr() == ("", "")
 

@@ -113,7 +113,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """A measurement of the calibration, on a virtual GPU that is as fast as stated."""
     machine, context = on_virtual(context, cluster=stated)
-    measure.ASKED["cuda"] = wanted
+    measure.WORKLOADS["cuda"] = wanted
     rows = program(context)
     assert machine.wrong == []
     return rows

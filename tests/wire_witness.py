@@ -56,10 +56,10 @@ def calls_and_steps(context: Any, gate: witness.Gate, repeats: int, ops: list[st
 
     witness.REPEATS, group = repeats, everyone(context)
     recorder, calls = group.recorder, witness.calls(group, PAYLOAD)
-    sent = [witness.held(calls[op], gate, recorder) for op in ops]
+    sent = [witness.repeated(calls[op], gate, recorder) for op in ops]
     for model, plan in steps_of(context.world_size).values():
         trainer = Trainer(context, model, plan, recorder=recorder)
-        sent.append(witness.held(functools.partial(trainer.step, 0), gate, recorder))
+        sent.append(witness.repeated(functools.partial(trainer.step, 0), gate, recorder))
     return sent
 
 

@@ -96,8 +96,8 @@ def _step(context: Any, model: pl.ModelSpec, plan: pl.Plan, kind: type, **settin
     class Watching(kind):
         top, then = 0, {}
 
-        def _look_back(self) -> None:
-            super()._look_back()
+        def _keep_peak(self) -> None:
+            super()._keep_peak()
             self.look()
 
         def look(self) -> None:

@@ -1,1 +1,1 @@
-"""Instruments: what a rank writes down while it trains, and what this machine measures."""
+"""Instruments: what records a rank's times, traffic and memory, and what measures this machine."""

@@ -1,9 +1,9 @@
-"""What CUDA's caching allocator says of a step, next to what the ledger counts.
+"""The peaks of CUDA's caching allocator in each step, to compare with the ledger's.
 
-The ledger counts the bytes of tensors. The allocator rounds every block up, keeps a block until all
-streams that use it have passed, keeps what was given back for the next request, and serves cuBLAS's
-workspaces too; NCCL and the CUDA context take theirs besides. What it keeps for itself is what a
-device lacks that "should have had room".
+The ledger counts the bytes of tensors. The allocator takes more: it rounds every block up, keeps a
+block until all streams that use it have passed, caches freed blocks for later requests, and also
+serves cuBLAS's workspaces. (The memory of NCCL and of the CUDA context does not come from it.) The
+difference explains a device that runs out of memory although the tensors would fit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-PEAKS = ("allocated", "active", "reserved")  # columns of the report that are peaks of a step
+PEAKS = ("allocated", "active", "reserved")  # columns of the table that are peaks of a step
 
 
 class Allocator:
-    """Of one device; asking it neither waits for the device nor meets it."""
+    """The allocator of one device. Reading its counters does not synchronize with the device."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -29,74 +29,75 @@ class Allocator:
         self.native = self._cuda.get_allocator_backend() == "native"
 
     def begin(self) -> None:
-        """A step begins: what there is now is its first peak."""
+        """A step begins: its peaks start from the bytes that are in use now."""
         self._reset(self.device)
 
     def row(self) -> tuple[int, ...]:
         """The peaks since `begin`, and the largest free block now, in bytes."""
-        found = self._found()
-        return (*(found[f"{name}_bytes.all.peak"] for name in PEAKS), self._largest_free())
+        stats = self._peak_stats()
+        return (*(stats[f"{name}_bytes.all.peak"] for name in PEAKS), self._largest_free())
 
-    def _found(self) -> dict[str, Any]:
+    def _peak_stats(self) -> dict[str, Any]:
         return self._stats(self.device)
 
     def _largest_free(self) -> int:
         """The largest block that the allocator could hand out without asking the driver."""
         if not self.native:
             return 0
-        segments, here = self._cuda.memory_snapshot(), self.device.index
-        blocks = [b for segment in segments if segment["device"] == here for b in segment["blocks"]]
+        segments, own = self._cuda.memory_snapshot(), self.device.index
+        blocks = [b for segment in segments if segment["device"] == own for b in segment["blocks"]]
         return max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)
 
 
 class SharedAllocator(Allocator):
-    """Of a program that may ask for its peaks itself: torch has one counter of each.
+    """The allocator of an observed program, which may read and reset the peak counters itself.
 
-    What the program is told has the peaks put back that there were before a step began; and where
-    the program resets the counters, its step keeps the peak that it had. Once the observation has
-    ended, the counters are those of its last step.
+    torch has one counter per peak, which `begin` resets at every step. So what the program reads is
+    raised to the peaks from before the reset; and where the program resets a counter, the peak of
+    the step so far is kept. After the observation the counters are those of its last step.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
-        self._theirs: dict[str, int] = {}  # peaks since the program's last reset, before our last
-        self._ours: dict[str, int] = {}  # peaks of this step, before the program's last reset
+        self._program_peaks: dict[str, int] = {}  # from the program's last reset to our last
+        self._step_peaks: dict[str, int] = {}  # of this step, up to the program's last reset
 
     def begin(self) -> None:
-        _keep(self._theirs, self._stats(self.device))
-        self._ours.clear()
+        _raise_peaks(self._program_peaks, self._stats(self.device))
+        self._step_peaks.clear()
         super().begin()
 
-    def _found(self) -> dict[str, Any]:
-        return _keep(self._ours.copy(), super()._found())
+    def _peak_stats(self) -> dict[str, Any]:
+        return _raise_peaks(self._step_peaks.copy(), super()._peak_stats())
 
     def share(self, undo: ExitStack) -> None:
-        """Until ``undo`` is closed, be there where the program asks for peaks or resets them."""
+        """Until ``undo`` is closed, intercept the program's reads and resets of the peaks."""
         import torch
         from torch.cuda import memory
 
         accelerator = getattr(torch, "accelerator", None)
         modules = (torch.cuda, memory, accelerator, getattr(accelerator, "memory", None))
-        instead = {"memory_stats": self._told, "reset_peak_memory_stats": self._forgets}
-        for module, name in itertools.product(modules, instead):
-            if (own := getattr(module, name, None)) is not None:
-                undo.callback(setattr, module, name, own)
-                asked = functools.partial(instead[name], own)
-                setattr(module, name, functools.update_wrapper(asked, own))
+        wrappers = {"memory_stats": self._on_read, "reset_peak_memory_stats": self._on_reset}
+        for module, name in itertools.product(modules, wrappers):
+            if (original := getattr(module, name, None)) is not None:
+                undo.callback(setattr, module, name, original)
+                wrapper = functools.partial(wrappers[name], original)
+                setattr(module, name, functools.update_wrapper(wrapper, original))
 
-    def _told(self, own: Callable[..., Any], *device: Any, **named: Any) -> Any:
-        found = own(*device, **named)
-        if found and self._is_mine(*device, **named):
-            found |= {name: max(size, found[name]) for name, size in self._theirs.items()}
-        return found
+    def _on_read(self, original: Callable[..., Any], *device: Any, **named: Any) -> Any:
+        stats = original(*device, **named)
+        if stats and self._is_own(*device, **named):
+            stats |= {name: max(size, stats[name]) for name, size in self._program_peaks.items()}
+        return stats
 
-    def _forgets(self, own: Callable[..., Any], *device: Any, **named: Any) -> Any:
-        if self._is_mine(*device, **named):
-            _keep(self._ours, self._stats(self.device))
-            self._theirs.clear()
-        return own(*device, **named)
+    def _on_reset(self, original: Callable[..., Any], *device: Any, **named: Any) -> Any:
+        if self._is_own(*device, **named):
+            _raise_peaks(self._step_peaks, self._stats(self.device))
+            self._program_peaks.clear()
+        return original(*device, **named)
 
-    def _is_mine(self, device: Any = None) -> bool:
+    def _is_own(self, device: Any = None) -> bool:
+        """Whether the program means this device: an index, a name, or None for the current one."""
         if device is not None and not isinstance(device, int):
             import torch
 
@@ -104,8 +105,8 @@ class SharedAllocator(Allocator):
         return (self._cuda.current_device() if device is None else device) == self.device.index
 
 
-def _keep(kept: dict[str, int], found: dict[str, Any]) -> dict[str, int]:
-    """Raise what is kept to the peaks that were found."""
-    peaks = {name: size for name, size in found.items() if name.endswith(".peak")}
+def _raise_peaks(kept: dict[str, int], stats: dict[str, Any]) -> dict[str, int]:
+    """Raise each kept peak, in place, to that of ``stats`` if it is higher."""
+    peaks = {name: size for name, size in stats.items() if name.endswith(".peak")}
     kept |= {name: max(size, kept.get(name, 0)) for name, size in peaks.items()}
     return kept

@@ -1,31 +1,32 @@
-"""What this machine really does: the numbers behind `Cluster.local`, measured once and cached.
+"""The speed of this machine: the numbers behind `Cluster.local`, measured once and cached.
 
-Five short measurements in ranks of their own (ten to fifteen seconds together; the caller never
-imports torch). measure.py has what runs in the ranks, theory/fit.py the fit:
+Five short measurements run in ranks of their own (ten to fifteen seconds together; the caller never
+imports torch). measure.py has the code of the ranks, theory/fit.py the fits:
 
     device  forward, backward and optimizer of small GPTs with one thread, in two to four
             ranks at once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B
             + kernels * o, the model of theory/work.py
     links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth, as the event engine counts them
-    calls   what posting a call takes a rank's own thread, and what more a computation takes after
-            a wait: what ran meanwhile has used the caches. On few cores by one rank more than there
-            are: in a run, too, some waits give a core to another rank, and some do not
+    calls   the time that posting a call takes the rank's own thread, and the extra time of a
+            computation right after a wait, as other ranks have used the caches. Where cores are
+            few there is one rank more than cores: in a run, too, only some waits yield the core
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
-    tiers   copies from one part of memory to another, which is what "host to device" is where both
-            are the same chips; files, written and read past the page cache; AdamW steps
+    tiers   copies from one part of memory to another ("host to device" where both are the same
+            memory); files, written and read past the page cache; AdamW steps
 
-On GPUs, with one rank on each, products in fp32 say F, and all products at how many tokens they
-reach half of their rate; kernels that only read and write say B and o, and how long the host takes
-to ask for one is `Cluster.launch_overhead`. Posting a call runs ahead of the device as a launch
-does. The host is page-locked memory. A single GPU has no links but that.
+On GPUs, with one rank on each, the products in fp32 give F, and all products give the number of
+tokens at which they reach half of their rate. Kernels that only read and write give B and o; the
+time in which the host launches one is `Cluster.launch_overhead`. Posting a call costs a GPU
+nothing, as the host posts ahead of the device. The host's memory is page-locked. The only link of a
+single GPU is the link to its host.
 
-What was measured while other programs computed is measured once more when they do not: links can
-come out half as fast.
+A calibration during which other programs computed is repeated once when they do not: the bandwidth
+of links, for example, can come out as half of what it is.
 
-The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). Its alpha here is
-the price of gloo's threads and sockets on loopback, not of a wire; more ranks than were calibrated
-pay more of it.
+The alpha-beta model is Hockney's (1994, "The communication challenge for MPP"). On loopback, alpha
+is the cost of gloo's threads and sockets, not of a network; with more ranks than were calibrated it
+is larger.
 """
 
 from __future__ import annotations
@@ -64,19 +65,19 @@ from paralab.theory.traffic import most_sent
 from paralab.theory.work import on_processor
 from paralab.version import __version__
 
-# Cores change their speed from second to second: what computing takes is measured in as many
-# passes, what messages and files take in every third, in which it is repeated more often.
+# The speed of cores changes from second to second, so computations are measured in every pass;
+# messages and files in every third, with more repetitions.
 PASSES = 6
 COMPUTING = ("device", "calls", "products")
 FORMAT = 11  # of the cache file; files of another format are measured again
-BUSY = 0.25  # of the processors, taken by other programs: what is measured next to them is not kept
-VIRTUAL_DEVICES = 64  # a laptop rank is a device of its own; how many is up to patience
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # files that are there where torch may see a GPU
+BUSY = 0.25  # share of the processors: if other programs took more, a later call measures again
+VIRTUAL_DEVICES = 64  # on processors each rank counts as a device: the most ranks of a run
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # torch can only see a GPU if one of these files exists
 
-# Measurements of this process whose cache folder cannot be written, by path: without them every
+# Calibrations of this process whose cache file could not be written, by path: without them every
 # prediction would measure again.
 _unwritten: dict[Path, dict[str, Any]] = {}
-_again: set[Path] = set()  # measured once more, as other programs were busy the first time
+_repeated: set[Path] = set()  # paths of calibrations that this process repeated: others were busy
 
 
 def local_cluster(*, device: str | None = None, refresh: bool = False) -> Cluster:
@@ -87,9 +88,9 @@ def local_cluster(*, device: str | None = None, refresh: bool = False) -> Cluste
              else the processors
     refresh  measure again and replace the cache
 
-    On processors every rank counts as a device of its own with one core's speed; ``cores`` says how
-    many there really are, ``memory`` is the machine's (or its container's) and is shared by all.
-    Raises ValueError if GPUs are asked for where there is none.
+    On processors every rank counts as a device of its own with the speed of one core; ``cores`` is
+    the number of real cores, ``memory`` the machine's (or its container's), shared by all ranks.
+    Raises ValueError for device="cuda" where there is no GPU.
     """
     return Cluster.from_dict(calibration(device=device, refresh=refresh)["cluster"])
 
@@ -100,7 +101,8 @@ Cluster.measure = staticmethod(local_cluster)
 def gpus() -> tuple[tuple[str, int], ...]:
     """(name, bytes of memory) of each GPU that `pl.run` would give to a rank.
 
-    A rank asks torch, once for every value of CUDA_VISIBLE_DEVICES; none does without a driver.
+    A rank asks torch, once per process and value of CUDA_VISIBLE_DEVICES. Without a driver there is
+    no GPU, and no rank is started.
     """
     if not any(map(os.path.exists, DRIVERS)):
         return ()
@@ -117,25 +119,25 @@ def _seen(visible: str | None) -> tuple[tuple[str, int], ...]:
 
 
 def gpu_each(ranks: int) -> bool:
-    """Whether there is a GPU for each of so many ranks; those that share one use gloo."""
+    """Whether there is a GPU for each of the ranks; ranks that share a GPU use gloo, not NCCL."""
     return ranks <= len(gpus())
 
 
 def device_of_run(ranks: int) -> str:
-    """What `pl.run` takes for so many ranks if no device is named: ranks/process.py decides."""
+    """The device of a `pl.run` that names none, by its number of ranks, as in ranks/process.py."""
     return default_device() or ("cuda" if gpu_each(ranks) else "cpu")
 
 
 def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str, Any]:
-    """Everything measured: {"cluster", "points", "accuracy", "busy", "seconds", "made"}, plain JSON
-    values.
+    """The whole calibration as plain JSON values: {"cluster", "points", "accuracy", "busy",
+    "seconds", "made"}.
 
     device     as in `local_cluster`
-    accuracy   {"device", an operation, or as "bf16 forward" a product: {"median", "worst"}},
+    accuracy   {"device", an operation, or a product such as "bf16 forward": {"median", "worst"}},
                relative errors of the fit at its own points
-    busy       share of the processors that other programs took, between or after measurements. If
-               that was more than a quarter, a later call measures again once it is not; a process
-               does so once, for on some machines others are always busy now and then
+    busy       share of the processors that other programs took before or after the fit. If it was
+               more than a quarter, a later call measures again when it is lower; a process does so
+               only once, as on some machines other programs are busy again and again
     """
     choice("device", device, LEGAL)
     device = device or default_device() or "cpu"
@@ -143,25 +145,25 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
         legal = "'cpu'; or cluster= the machine with the GPUs: pl.Cluster.preset('dgx-a100'), or "
         legal += "what pl.Cluster.local(device='cuda') was there"
         raise illegal("device", device, "there is no GPU here that could be measured", legal)
-    path, found = cache_path(device), None if refresh else known(device)
-    disturbed = found is not None and path not in _again and found.get("busy", 0.0) > BUSY
-    if found is None or (disturbed and processors_busy() <= BUSY):
-        found = measured(device)
+    path, result = cache_path(device), None if refresh else known(device)
+    disturbed = result is not None and path not in _repeated and result.get("busy", 0.0) > BUSY
+    if result is None or (disturbed and processors_busy() <= BUSY):
+        result = measured(device)
         if disturbed:
-            _again.add(path)
-        _write(path, found)
-    return found
+            _repeated.add(path)
+        _write(path, result)
+    return result
 
 
 def calibration_points(
     *, device: str | None = None, refresh: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
-    """The measured points, rows each with its seconds and, where there is one, the fit's: {"links",
-    "calls", "device", "products", "tiers", "kernels": rows}.
+    """The measured points, {"links", "calls", "device", "products", "tiers", "kernels": rows}. A
+    row has its seconds and, if a fit was made, the seconds of the fit.
 
     links   op, ranks, payload_bytes, wire_bytes, seconds, fitted
-    calls   what, seconds: "post"; "forward", "backward", "product"; each "after a wait": how much
-            more
+    calls   what, seconds: "post"; "forward", "backward", "product"; with "after a wait" behind one
+            of these, the extra seconds
     device  layers, hidden, heads, seq_len, samples, what, flops, bytes, kernels, seconds, fitted
     products  precision, what (forward, input, weight), tokens, flops, odd, seconds, fitted
     tiers   op (host, disk, optimizer), payload_bytes, wire_bytes, seconds, fitted
@@ -172,17 +174,14 @@ def calibration_points(
 
 # ---- the cache --------------------------------------------------------------------------------
 def known(device: str = "cpu") -> dict[str, Any] | None:
-    """The calibration that is there already, in this process or in the cache; nothing is measured.
-
-    None if there is none.
-    """
+    """The calibration in this process or in the cache, or None. Nothing is measured."""
     path = cache_path(device)
     return _unwritten.get(path) or _read(path)
 
 
 def cache_path(device: str = "cpu") -> Path:
-    """The cache file: one per processor, core count, and version of torch and paralab; of GPUs one
-    per their names and number too.
+    """The cache file: one per processor, core count, and version of torch and paralab; for GPUs
+    also per their names, memory and number.
     """
     base = os.environ.get("PARALAB_CACHE_DIR")
     if base:
@@ -201,7 +200,7 @@ def fingerprint(device: str = "cpu") -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version; None if there is none."""
+    """The installed version of a package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -219,7 +218,7 @@ def _processor() -> str:
 def memory_bytes() -> int:
     """Memory of the machine, or of the container it runs in if that is less."""
     limits = [2**34]
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # else 16 GiB is a guess
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown: assume 16 GiB
         limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
@@ -228,19 +227,21 @@ def memory_bytes() -> int:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The cache, or None if there is none or it is damaged: then it is measured again."""
+    """The cached calibration; None if there is no such file, or it is damaged or incomplete."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         Cluster.from_dict(known["cluster"])
         points, fit = known["points"], known["accuracy"]["device"]["median"]
-        whole = None not in (points["links"], points["device"], fit)
-        return known if whole and known["format"] == FORMAT else None
+        complete = None not in (points["links"], points["device"], fit)
+        return known if complete and known["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:
-    """All or nothing: two notebooks may calibrate at once. What cannot be written is remembered."""
+    """Write the file atomically, as two notebooks may calibrate at once; if that fails, keep the
+    calibration in this process.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written.write(path, json.dumps(known).encode())
@@ -251,82 +252,83 @@ def _write(path: Path, known: dict[str, Any]) -> None:
 
 # ---- measuring --------------------------------------------------------------------------------
 def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """`calibration`, measured now and not kept.
+    """What `calibration` returns, measured now and not cached.
 
-    between  what is called behind every pass: runs that are made there meet the machine at the
-             speeds that are measured, however these change
+    between  is called after every pass: a run that it makes has the same speed of the machine as
+             the measurements around it, however that speed changes
     """
     from paralab.launch import launch_program
 
     began, cores = time.perf_counter(), available_cores()
-    found = gpus() if device == "cuda" else ()
-    ranks = len(found) or max(2, min(4, cores))
-    programs = {
-        "device": (measure_device, 0 if found else ranks),
-        "calls": (measure_calls, 0 if found else ranks + (ranks >= cores)),
-        "products": (functools.partial(measure_products, budget=0.3 if found else 0.15), ranks),
+    of_gpus = gpus() if device == "cuda" else ()
+    ranks = len(of_gpus) or max(2, min(4, cores))
+    programs = {  # each with the number of ranks that it runs in
+        "device": (measure_device, 0 if of_gpus else ranks),
+        "calls": (measure_calls, 0 if of_gpus else ranks + (ranks >= cores)),
+        "products": (functools.partial(measure_products, budget=0.3 if of_gpus else 0.15), ranks),
         "tiers": (functools.partial(measure_tiers, ranks=ranks), 1),
-        "kernels": (measure_kernels, ranks if found else 0),
+        "kernels": (measure_kernels, ranks if of_gpus else 0),
         "links": (measure_links, ranks if ranks > 1 else 0),
     }
     passes: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in programs}
-    for number in range(1 if found else PASSES):
+    for number in range(1 if of_gpus else PASSES):
         for name, (program, count) in programs.items():
             if count and (name in COMPUTING or not number % 3):
                 passes[name] += launch_program(program, count, (), device=device, optimizers=False)
         between()
-    busy = processors_busy()  # nothing of ours runs now: the server of ranks has loaded torch
+    busy = processors_busy()  # by others: the server of ranks has loaded torch and is idle
     links = _from_last_launch(passes.pop("links"), ranks)
-    points = {"links": links} | {name: _typical(some) for name, some in passes.items()}
+    points = {"links": links} | {name: _typical(rows) for name, rows in passes.items()}
     tiers, kernels = points["tiers"], points["kernels"]
-    post, wait, work = (0.0, 0.0, 0.0) if found else overheads(points["calls"])
+    post, wait, work = (0.0, 0.0, 0.0) if of_gpus else overheads(points["calls"])
     updates = [row for row in tiers if row["op"] == "optimizer"]
     largest = max(updates, key=lambda row: row["wire_bytes"])
     launch = next((row["seconds"] for row in kernels if row["op"] == "launch"), 0.0)
     accuracy: dict[str, dict[str, float]] = {}
-    collectives, between = _links(links, accuracy), _links(tiers, accuracy)
+    collectives, tier_links = _links(links, accuracy), _links(tiers, accuracy)
     kinds: dict[tuple[str, str, bool], list[dict[str, Any]]] = defaultdict(list)
     for row in points["products"]:
         kinds[row["precision"], row["what"], row["odd"]].append(row)
     even = {kind[:2]: rows for kind, rows in kinds.items() if not kind[2]}
-    half = median(map(fit_half_rate, even.values())) if found else None
+    half = median(map(fit_half_rate, even.values())) if of_gpus else None
     rates: dict[str, list[float]] = defaultdict(list)
-    shares: list[float] = []
+    odd_shares: list[float] = []  # rate of products with an odd dimension / rate of the others
     for (precision, what), rows in even.items():
         rate, accuracy[f"{precision} {what}"] = fit_rate(rows, half)
         rates[precision].append(rate)
         odd = kinds.get((precision, what, True), ())
-        shares += [row["flops"] / row["seconds"] / rate for row in odd]
-    if found:
-        flops = 3 / sum(1 / rate for rate in rates.pop("fp32"))  # as many of each kind
-        own, accuracy["device"] = fit_link([row for row in kernels if row["op"] == "kernel"])
-        bandwidth, overhead = own.bandwidth, own.alpha
+        odd_shares += [row["flops"] / row["seconds"] / rate for row in odd]
+    if of_gpus:
+        flops = 3 / sum(1 / rate for rate in rates.pop("fp32"))  # mean of equally many per kind
+        fit, accuracy["device"] = fit_link([row for row in kernels if row["op"] == "kernel"])
+        bandwidth, overhead = fit.bandwidth, fit.alpha
     else:
         (flops, bandwidth, overhead), accuracy["device"] = fit_device(points["device"])
+    update_rate = tier_links["optimizer"].bandwidth
+    if of_gpus:  # all updates but the largest fit into their host's caches
+        update_rate = largest["wire_bytes"] / largest["seconds"]
     cluster = Cluster(
-        name="local GPUs" if found else "local",
-        devices_per_node=len(found) or VIRTUAL_DEVICES,
+        name="local GPUs" if of_gpus else "local",
+        devices_per_node=len(of_gpus) or VIRTUAL_DEVICES,
         flops=flops,
         half_rate_tokens=half or 0.0,
         memory_bandwidth=bandwidth,
         op_overhead=overhead,
         launch_overhead=launch,
-        elements={} if found else on_processor(flops),
+        elements={} if of_gpus else on_processor(flops),
         call_overhead=post,
         wait_overhead=wait,
         wait_work=work,
-        memory=min(size for _, size in found) if found else memory_bytes(),
-        intra=collectives.get("send", between["host"]),  # one GPU's only link is that to its host
+        memory=min(size for _, size in of_gpus) if of_gpus else memory_bytes(),
+        intra=collectives.get("send", tier_links["host"]),  # a single GPU's link is to its host
         collectives=collectives,
-        host=between["host"],
-        disk=between["disk"],
-        # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py. Next to
-        # a GPU only the largest are more than the host's caches hold.
-        host_bandwidth=7
-        * (largest["wire_bytes"] / largest["seconds"] if found else between["optimizer"].bandwidth),
+        host=tier_links["host"],
+        disk=tier_links["disk"],
+        # AdamW reads and writes 7 tensors of the size that was counted: interpret/costs.py.
+        host_bandwidth=7 * update_rate,
         products=rates,
-        odd_products=min(1.0, median(shares)) if shares else 1.0,
-        cores=None if found else cores,
+        odd_products=min(1.0, median(odd_shares)) if odd_shares else 1.0,
+        cores=None if of_gpus else cores,
     )
     return {
         "format": FORMAT,
@@ -340,15 +342,15 @@ def measured(device: str, between: Callable[[], Any] = lambda: None) -> dict[str
 
 
 def _links(rows: list[dict[str, Any]], accuracy: dict[str, dict[str, float]]) -> dict[str, Link]:
-    """The link of each operation; adds to ``accuracy``."""
-    found = {}
+    """The fitted link of each operation; the errors of the fits are added to ``accuracy``."""
+    links = {}
     for op in dict.fromkeys(row["op"] for row in rows):
-        found[op], accuracy[op] = fit_link([row for row in rows if row["op"] == op])
-    return found
+        links[op], accuracy[op] = fit_link([row for row in rows if row["op"] == op])
+    return links
 
 
 def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows that every rank has in every pass, with the median of their seconds."""
+    """One row for each that every rank has in every pass, with the median of their seconds."""
     return [
         {**same[0], "seconds": median(row["seconds"] for row in same)}
         for same in zip(*ranks, strict=True)
@@ -356,25 +358,26 @@ def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def overheads(calls: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """Seconds of posting a call; seconds that what follows a wait costs more, and of work that
-    costs half as much more: `Cluster.wait_work`.
+    """(seconds of posting a call, extra seconds of the work after a wait, seconds of the work that
+    costs half of that extra: `Cluster.wait_work`).
     """
     seconds = {row["what"]: row["seconds"] for row in calls}
-    more = [seconds[f"{what} after a wait"] for what in ("forward", "backward")]
-    wait, little = max(0.0, sum(more) / len(more)), seconds["product after a wait"]
-    work = seconds["product"] * (wait / little - 1) if 0 < little < wait else 0.0
+    extra = [seconds[f"{part} after a wait"] for part in ("forward", "backward")]
+    wait, of_product = max(0.0, sum(extra) / len(extra)), seconds["product after a wait"]
+    work = seconds["product"] * (wait / of_product - 1) if 0 < of_product < wait else 0.0
     return seconds["post"], wait, work
 
 
-def _from_last_launch(found: list[list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
-    """One row per operation and size: last end - last launch. found: pass by pass, rank by rank.
+def _from_last_launch(measured: list[list[dict[str, Any]]], ranks: int) -> list[dict[str, Any]]:
+    """One row per operation and size. Its seconds are those from the last rank's launch to the last
+    rank's end: the lower quartile over the repetitions of all passes, as other work can only add to
+    them, and makes whole launches ten times as slow while it has the processors.
 
-    The lower quartile over the repetitions of all passes: on a wall clock, other work can only add,
-    and whole launches are ten times as slow while others have the processors.
+    measured  the rows of `measure_links` of each rank, pass by pass
     """
     took: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for first in range(0, len(found), ranks):
-        for same in zip(*found[first : first + ranks], strict=True):
+    for first in range(0, len(measured), ranks):
+        for same in zip(*measured[first : first + ranks], strict=True):
             op, payload = same[0]["op"], same[0]["payload_bytes"]
             members = same[:2] if op == "send" else same
             for marks in zip(*(row["marks"] for row in members), strict=True):

@@ -1,9 +1,9 @@
 """One clock for ranks on several machines.
 
-Cristian's algorithm (1989, "Probabilistic clock synchronization"): the first rank asks another for
-its time. The answer was written somewhere within the round trip, so taking it for the middle is
-wrong by half the trip at most. Of many rounds the shortest trip says most. With NCCL a wait orders
-the device's stream and lets the host go on: it is `item` that returns when a message is here.
+Cristian's algorithm (1989, "Probabilistic clock synchronization"): the first rank asks each other
+rank for its time. The other rank reads its clock at some moment of the round trip, so to assume the
+middle of the trip is wrong by half the trip at most. Of many rounds the shortest is kept. A wait of
+NCCL holds only the device's stream, not the host; `item` returns when the message has arrived.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def measure_offset(group: Group, *, rounds: int = 32) -> tuple[float, float]:
-    """(seconds to add to this rank's clock to read the first rank's, uncertainty in seconds).
+    """(seconds to add to this rank's clock to get the first rank's, uncertainty in seconds).
 
-    The first rank asks the others in turn; every member of ``group`` has to call this. Clocks are
-    ``time.perf_counter``, which all processes of one machine share: there nothing is sent.
+    Every member of ``group`` has to call this; the first rank asks the others in turn. Clocks are
+    ``time.perf_counter``, which all processes of one machine share: on one machine nothing is sent.
     """
     if len(set(group.context.nodes)) == 1:
         return 0.0, 0.0
@@ -36,12 +36,12 @@ def measure_offset(group: Group, *, rounds: int = 32) -> tuple[float, float]:
 def _ask(group: Group, other: int, rounds: int) -> None:
     stamp, best = _message(group, 0.0), (float("inf"), 0.0)
     for _ in range(rounds):
-        asked = time.perf_counter()
+        sent_at = time.perf_counter()
         group.send(stamp, to=other, phase="setup").wait()
         group.recv(stamp, source=other, phase="setup").wait()
         theirs = stamp.item()
-        trip = time.perf_counter() - asked
-        best = min(best, (trip, asked + trip / 2 - theirs))
+        trip = time.perf_counter() - sent_at
+        best = min(best, (trip, sent_at + trip / 2 - theirs))
     group.send(_message(group, *best), to=other, phase="setup").wait()
 
 
@@ -58,5 +58,5 @@ def _answer(group: Group, first: int, rounds: int) -> tuple[float, float]:
 
 
 def _message(group: Group, *values: float) -> torch.Tensor:
-    # float32 would round a clock to 0.1 s; NCCL sends from device memory only
+    # float32 would round a clock's seconds to 0.1; NCCL sends from device memory only
     return torch.tensor(values, dtype=torch.float64, device=group.context.device)

@@ -1,13 +1,13 @@
 """Observe a program that was not written for paralab: its calls, its spans, its steps, its memory.
 
-Nothing of the program changes. What sees it, and what that costs:
+The program is not changed. What is intercepted, and what that costs:
 
-    collectives    every operation ``c10d.*`` gets a kernel in front of its own, for as long as the
-                   observation lasts. All of torch passes there: DistributedDataParallel's reducer
-                   in C++, FSDP2, DTensor and its ``_c10d_functional.*``, pipelining, raw calls.
-                   About 30 us per call, on no other operation. Over NCCL, memory of an asynchronous
-                   call's result that the program gives back is used again once the host has seen
-                   that the call has ended: see [Note: ends] of
+    collectives    every operation ``c10d.*`` gets a kernel in front of its own while the
+                   observation lasts. All of torch's collectives pass there: those of
+                   DistributedDataParallel's reducer in C++, FSDP2, DTensor and its
+                   ``_c10d_functional.*``, pipelining, raw calls. About 30 us per call, and nothing
+                   for other operations. Over NCCL, freed memory of an asynchronous call's result is
+                   reused only once the host knows that the call has ended: [Note: ends] of
                    foreign_flights.py
     waits          ``Work.wait`` and ``_c10d_functional.wait_tensor``: a few us per wait
     spans          ``Module.__call__``, autograd's call of its engine and hooks of optimizers: a few
@@ -15,9 +15,9 @@ Nothing of the program changes. What sees it, and what that costs:
     memory         the live ledger, a dispatch mode on every operation: 5 to 20 % of a step. It is
                    on in the first ``memory_steps`` steps; later steps are timed without it
 
-Where a program is, is in foreign_program.py, how its calls are seen in foreign_hooks.py, what they
-send in foreign_calls.py, when they end in foreign_flights.py, what its tensors are for in
-foreign_ledger.py.
+foreign_program.py keeps the program's state, foreign_hooks.py intercepts functions and operations,
+foreign_calls.py says what calls send, foreign_flights.py when they end, and foreign_ledger.py what
+tensors are for.
 """
 
 from __future__ import annotations
@@ -49,22 +49,24 @@ class Observer(Program):
     """``with Observer(recorder, ...) as observer: program()``, then ``observer.part()``.
 
     settings  as `Program` takes them
-    existing  count what modules and optimizers hold already (an observation of this process)
+    existing  count tensors that modules and optimizers have already (observing this process)
     """
 
     def __init__(self, recorder: Recorder, *, existing: bool = False, **settings: Any) -> None:
         super().__init__(recorder, **settings)
         self.existing, self.flights = existing, Flights(self)
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have stepped
-        self._turn: weakref.WeakSet[Any] = weakref.WeakSet()  # since the last forward or backward
-        self._stepping: list[int] = []  # ids of those whose step is open, the outermost first
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # all that have stepped
+        # those that have stepped since the last forward or backward: they share a training step
+        self._step_sharers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepping: list[int] = []  # ids of optimizers inside their step, outermost first
 
     # ---- on and off ---------------------------------------------------------------------------
     def __enter__(self) -> Observer:
         recorder, undo = self.recorder, self.undo
-        self.flights.follow(undo)
-        reducer = (dist.Reducer, "_rebuild_buckets"), (DistributedDataParallel, "_ddp_init_helper")
-        for owner, name in reducer:
+        self.flights.intercept(undo)
+        # These two functions allocate DistributedDataParallel's buckets.
+        makers = (dist.Reducer, "_rebuild_buckets"), (DistributedDataParallel, "_ddp_init_helper")
+        for owner, name in makers:
             around(undo, owner, name, lambda *_: recorder.making("buffers"))
         around(undo, torch.nn.Module, "__call__", self._forward)
         around(undo, torch.autograd, "_engine_run_backward", self._backward)
@@ -72,14 +74,14 @@ class Observer(Program):
         undo.callback(optimizers.register_optimizer_step_pre_hook(self._update).remove)
         undo.callback(optimizers.register_optimizer_step_post_hook(self._updated).remove)
         if self.ledger is not None:
-            self.ledger.before_each = self.flights.let_go
-            if self.looks:
-                self.ledger.elsewhere = self.shows
+            self.ledger.before_each = self.flights.drop_last_work
+            if self.awaits_gpu:
+                self.ledger.on_uncounted = self.look_for_gpu
             self.ledger.__enter__()
             around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:
                 self.ledger.adopt(gc.get_objects())
-        recorder.begin_step(0)  # unless it turns out to have been the setup
+        recorder.begin_step(0)  # it is discarded if it turns out to be the setup
         recorder.enter("compute")
         return self
 
@@ -90,12 +92,14 @@ class Observer(Program):
     # ---- forward and backward -----------------------------------------------------------------
     @contextlib.contextmanager
     def _part(self, kind: str, counted: Any) -> Iterator[None]:
-        """A forward or a backward; how many of ``counted`` there were is its micro-batch."""
-        self._turn.clear()
+        """A forward or a backward. Its micro-batch is how many of ``counted`` came before it in the
+        step: forwards of the same module, or backwards.
+        """
+        self._step_sharers.clear()
         self.begin()
-        self.raw = False
-        self.recorder.enter(kind, self.numbers[counted])
-        self.numbers[counted] += 1
+        self.only_calls = False
+        self.recorder.enter(kind, self.counts[counted])
+        self.counts[counted] += 1
         self.inside.append(kind)
         try:
             yield
@@ -104,83 +108,85 @@ class Observer(Program):
             self.recorder.leave()
 
     def _forward(self, module: Any, *_: Any) -> Any:
-        """Around a module's call: the outermost is a forward."""
+        """Around a module's call: the outermost call is a forward."""
         inner = "forward" in self.inside or "backward" in self.inside
-        return UNSEEN if inner or not self._watches() else self._outermost(module)
+        return UNSEEN if inner or not self._watches() else self._outer_forward(module)
 
     @contextlib.contextmanager
-    def _outermost(self, module: Any) -> Iterator[None]:
+    def _outer_forward(self, module: Any) -> Iterator[None]:
         with self._part("forward", id(module)):
-            if own := self.meet(module):
-                self.shows(*own)
-                self.recorder.owns("parameters", *own)
+            if parameters := self.meet(module):
+                self.look_for_gpu(*parameters)
+                self.recorder.owns("parameters", *parameters)
             yield
 
     def _backward(self, *_: Any) -> Any:
-        """Around the autograd engine's work."""
+        """Around autograd's call of its engine."""
         if self.captures():
             return UNSEEN
         if not self.is_main():
             self.about["threads"] |= of_python()
             return UNSEEN
-        return UNSEEN if "backward" in self.inside else self._whole_backward()
+        return UNSEEN if "backward" in self.inside else self._outer_backward()
 
     @contextlib.contextmanager
-    def _whole_backward(self) -> Iterator[None]:
+    def _outer_backward(self) -> Iterator[None]:
         self.about["closures"] |= "optimizer" in self.inside
-        self.flights.of_backward.clear()
+        self.flights.backward_calls.clear()
         with self._part("backward", "backward"):
             yield
             spans = self.flights.was_waiting()
         self.flights.settle(spans)
         if not self.about["parameters"] and "FSDPModule" not in self.about["modules"]:
-            self.describe()  # modules may be gone when the program has ended
+            self.describe()  # at the program's end its modules may be gone
         if self.recorder.ledger is not None:
             self.ledger.find_gradients()
 
     def _watches(self) -> bool:
-        """Whether this thread is watched, and captures no graph."""
+        """Whether this is the observed thread, and it does not capture a graph."""
         return self.is_main() and not self.captures()
 
     # ---- optimizers ---------------------------------------------------------------------------
     def _update(self, optimizer: Any, *_: Any) -> None:
-        """Before an optimizer's step; within it, an inner one's."""
+        """Before an optimizer's step, which may lie inside another optimizer's step."""
         if not self._watches():
             return
         if id(optimizer) in self._stepping:  # its last step raised, and the program went on
             self._stepping.clear()
-            self.inside = [one for one in self.inside if one != "optimizer"]
+            self.inside = [part for part in self.inside if part != "optimizer"]
             self.recorder.leave()
         self._stepping.append(id(optimizer))
         if "optimizer" not in self.inside:
             if not self.marked:
-                self._takes_turn(optimizer)
+                self._assign_step(optimizer)
             self._optimizers.add(optimizer)
             self.begin()
-            self.raw = False
+            self.only_calls = False
             self.describe()
             if self.recorder.ledger is not None:
                 self.ledger.find_gradients(optimizer)
-                self.ledger.owns_trained(optimizer, model=bool(self.met), named=self.named)
-            elif self.looks:
-                self.shows(*updated(optimizer))
+                self.ledger.owns_trained(optimizer, model=bool(self.met), described=self.described)
+            elif self.awaits_gpu:
+                self.look_for_gpu(*updated(optimizer))
             self.recorder.enter("optimizer")
         self.inside.append("optimizer")
 
-    def _takes_turn(self, optimizer: Any) -> None:
-        """Optimizers that step one after the other step in one step. Refuse what is in none."""
-        why, others = "", {type(one).__name__ for one in self._optimizers}
+    def _assign_step(self, optimizer: Any) -> None:
+        """Optimizers that step directly one after the other share one training step. Raises
+        ValueError where the end of a training step is not known.
+        """
+        why, others = "", {type(known).__name__ for known in self._optimizers}
         if "backward" in self.inside:
             why = "it steps inside a backward"
-        elif others and not self._turn and optimizer not in self._optimizers:
+        elif others and not self._step_sharers and optimizer not in self._optimizers:
             why = f"a forward or a backward lies between the step of {' and '.join(sorted(others))}"
             why += " and its own"
         if why:
             why += ", so where a training step ends is not known"
             raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
-        if optimizer in self._turn:
-            self._turn.clear()
-        elif self._turn:
+        if optimizer in self._step_sharers:  # it steps again: a new training step
+            self._step_sharers.clear()
+        elif self._step_sharers:  # the training step that the last optimizer ended goes on
             self.go_on()
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
@@ -192,7 +198,7 @@ class Observer(Program):
             self.ledger.owns_state(optimizer)
         if "optimizer" not in self.inside:
             self.recorder.leave()
-            self._turn.add(optimizer)
+            self._step_sharers.add(optimizer)
             if not self.marked:
                 self.end_step()
 
@@ -206,16 +212,16 @@ class Observer(Program):
     def part(self) -> dict[str, Any]:
         """This rank's tables, when the program has ended.
 
-        What follows the last step is left out; a program without steps is one step.
+        What follows the last step is left out; a program without steps counts as one step.
         """
         self.describe()
-        self.saw_nothing = not self.found and not self.calls.made
-        if not self.found or (self.open and not self.step):
+        self.saw_nothing = not self.started and not self.calls.made
+        if not self.started or (self.in_step and not self.step):
             self.end_step()
-        if self.open:
+        if self.in_step:
             self.recorder.leave()
             self.recorder.drop_step()
         tables = self.recorder.tables()
-        if self.raw:
+        if self.only_calls:
             tables["collectives"] |= {"phase": list(as_data(tables["collectives"]))}
         return tables

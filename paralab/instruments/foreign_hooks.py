@@ -1,13 +1,13 @@
-"""Be there when a program calls something of torch's, for as long as an observation lasts.
+"""Intercept a program's calls of torch's functions and operations while an observation lasts.
 
-[Note: before] The kernel that sees an operation's calls is one of the dispatch key BackendSelect,
-which lies below autograd and the dispatch modes and above the devices' own kernels: the call passes
-there on every thread, from Python and C++, inside modes and DTensor. Redispatching gives Python's
-lock back, which gloo's threads need to end a call.
+[Note: before] An operation is intercepted by a kernel for the dispatch key BackendSelect, which
+comes after autograd and the dispatch modes and before the kernels of the devices. So the kernel
+sees the call on every thread, from Python and from C++, inside modes and inside DTensor. It then
+redispatches, which releases Python's lock: gloo's threads need it to end a call.
 
-[Note: self] While torch.profiler records stacks, it takes every frame with the code of
-``Module.__call__`` for a call of a module, and reads its ``self``. So what stands in for a method
-has that name, and a code object that nothing else runs.
+[Note: self] While torch.profiler records stacks, it takes every frame that runs the code object of
+``Module.__call__`` for a call of a module, and reads the local ``self``. So the replacement of a
+method names its first argument ``self``, and has a code object of its own.
 """
 
 from __future__ import annotations
@@ -23,74 +23,72 @@ import torch
 from torch._C import DispatchKey
 from torch.library import Library
 
-UNSEEN = contextlib.nullcontext()  # around what is let by
+UNSEEN = contextlib.nullcontext()  # the block around a call that is not recorded
 
 
 def around(
     undo: ExitStack, owner: Any, name: str, block: Callable[..., AbstractContextManager]
 ) -> None:
-    """Until ``undo`` is closed, ``owner.name`` is called within ``with block(*its arguments)``; not
-    where torch.compile traces it, which would break the graph. What the block yields, if anything,
-    is called with the result.
+    """Until ``undo`` is closed, each call of ``owner.name`` runs in ``with block(*arguments)``; not
+    while torch.compile traces it, as a block would break the graph. If the block yields a function,
+    that is called with the result.
     """
-    own = getattr(owner, name)
+    original = getattr(owner, name)
 
     def within(*args: Any, **kwargs: Any) -> Any:
-        with block(*args) as heard:
-            result = own(*args, **kwargs)
-            if heard is not None:
-                heard(result)
+        with block(*args) as on_result:
+            result = original(*args, **kwargs)
+            if on_result is not None:
+                on_result(result)
             return result
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (own if torch.compiler.is_compiling() else within)(self, *args, **kwargs)
+        return (original if torch.compiler.is_compiling() else within)(self, *args, **kwargs)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (own if torch.compiler.is_compiling() else within)(*args, **kwargs)
+        return (original if torch.compiler.is_compiling() else within)(*args, **kwargs)
 
     method.__code__ = method.__code__.replace()  # a copy: see [Note: self]
-    undo.callback(setattr, owner, name, own)
+    undo.callback(setattr, owner, name, original)
     call = method if isinstance(owner, type) else function
-    setattr(owner, name, functools.wraps(own)(call))
+    setattr(owner, name, functools.wraps(original)(call))
 
 
 def untraced(function: Any) -> Any:
-    """The function, which torch.compile takes for no part of the program, nor what it calls: code
-    that a compiled program meets on its way would be compiled with it.
+    """Return the function, after telling torch.compile to skip it and whatever it calls. Without
+    this a compiled program that calls it would be compiled together with it.
     """
-    _compiler("SKIP", function.__code__)
+    _set_compiler_action("SKIP", function.__code__)
     return function
 
 
 def compile_again() -> bool:
-    """What torch.compile has met under a dispatch mode, it skips for good: let it look again. What
-    it has compiled stays. Whether it has met anything.
+    """Let torch.compile compile the code that it met under a dispatch mode, and would skip for good
+    otherwise. Code that is compiled stays compiled. Returns whether it has met any code.
     """
     if "torch._dynamo" not in sys.modules:
         return False
     from torch._dynamo.convert_frame import input_codes
 
-    met = [code for seen in input_codes.seen if (code := seen()) is not None]
-    _compiler("DEFAULT", *met)
+    met = [code for reference in input_codes.seen if (code := reference()) is not None]
+    _set_compiler_action("DEFAULT", *met)
     return bool(met)
 
 
-def _compiler(action: str, *codes: Any) -> None:
-    """What torch.compile does with frames of these codes, and with what they call."""
+def _set_compiler_action(action: str, *codes: Any) -> None:
+    """Set what torch.compile does with frames of these code objects, and with what they call."""
     with contextlib.suppress(ImportError):  # another version of torch
         from torch._C._dynamo import eval_frame
 
-        does = getattr(eval_frame._FrameAction, action)
-        always = eval_frame._FrameExecStrategy(does, does)
+        value = getattr(eval_frame._FrameAction, action)
+        strategy = eval_frame._FrameExecStrategy(value, value)  # for the frame; for what it calls
         for code in codes:
-            eval_frame.set_code_exec_strategy(code, always)
+            eval_frame.set_code_exec_strategy(code, strategy)
 
 
-def stand_before(undo: ExitStack, namespace: str, name: str, seen: Callable[..., Any]) -> None:
-    """Until ``undo`` is closed, a call of the operation is ``seen({argument: value}, the call)``.
-    The call takes other arguments in the place of its own, or none.
-
-    See [Note: before].
+def stand_before(undo: ExitStack, namespace: str, name: str, handler: Callable[..., Any]) -> None:
+    """Until ``undo`` is closed, a call of the operation is ``handler({name: argument}, original)``;
+    ``original`` makes the call, with other arguments if it is given any. See [Note: before].
     """
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if packet is None:  # another version of torch
@@ -100,10 +98,10 @@ def stand_before(undo: ExitStack, namespace: str, name: str, seen: Callable[...,
     def kernel(keys: Any, *args: Any) -> Any:
         below = keys.remove(DispatchKey.BackendSelect)
 
-        def own(*others: Any) -> Any:
-            return packet.default.redispatch(below, *(others or args))
+        def original(*replaced: Any) -> Any:
+            return packet.default.redispatch(below, *(replaced or args))
 
-        return seen(dict(zip(names, args, strict=False)), own)
+        return handler(dict(zip(names, args, strict=False)), original)
 
     library = Library(namespace, "IMPL")
     undo.callback(library._destroy)

@@ -1,12 +1,12 @@
-"""What is known of an observed program: what it is made of, where it computes, in which step it is.
+"""The state of an observed program: its modules, its device and stream, and its current step.
 
-[Note: graphs] While a program captures a CUDA graph nothing is written down and no event is asked:
-an event that is recorded in a captured stream cannot be asked later, and asking any may end the
-capture. What a graph does when it is replayed is not seen.
+[Note: graphs] While a program captures a CUDA graph nothing is recorded and no event is queried: an
+event that is recorded in a captured stream cannot be queried later, and to query any event may end
+the capture. What a graph does when it is replayed is not seen.
 
-[Note: device] A program's device is the program's own: where there are GPUs it may well compute on
-the CPU. It does until it shows a tensor on a GPU: to the ledger, in a collective, or as a parameter
-of a module or an optimizer. From then on times are that GPU's, and bytes those on GPUs.
+[Note: device] The program chooses its device: where there are GPUs it may still compute on the CPU.
+It is taken to do so until the first tensor on a GPU is seen: by the ledger, in a collective, or as
+a parameter of a module or an optimizer. From then on times are that GPU's, and bytes those on GPUs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-# Whether an optimizer evaluates, another thread trains, messages were coalesced, calls waited for
-# on other streams, CUDA graphs captured, or something would have been compiled without the ledger.
+# Whether an optimizer calls a closure, another thread trains, messages are coalesced, calls waited
+# for on other streams, CUDA graphs captured, or compilations skipped because of the ledger.
 FLAGS = ("closures", "threads", "batches", "aside", "graphs", "compiles")
 
 
 class Program:
-    """A program that runs, and that it is to be observed.
+    """One rank of a program that is observed.
 
-    nodes         index of the node that each rank runs on
-    memory_steps  how many steps the live ledger is on, from the first; 0: never
-    marked        steps end at `end_step` alone, not at an optimizer's
+    nodes         for each rank the index of the node that it runs on
+    memory_steps  the number of steps, from the first, in which the live ledger is on; 0: never
+    marked        steps end where the program calls `end_step`, not where an optimizer's step ends
     """
 
     def __init__(
@@ -46,24 +46,25 @@ class Program:
     ) -> None:
         self.recorder, self.calls = recorder, Calls(recorder.rank, nodes)
         self.memory_steps, self.marked, self.undo = memory_steps, marked, ExitStack()
-        self.ledger = ForeignLedger(recorder) if memory_steps else None  # on: the recorder has it
+        self.ledger = ForeignLedger(recorder) if memory_steps else None  # recorder.ledger while on
         self.step = 0  # the step that is open, or comes next
-        self.open = self.found = False  # inside a step; a forward, backward or optimizer was met
-        self.raw = True  # the program has none of these: its first step is all that it did
-        self.inside: list[str] = []  # which of these are open, the outermost first
-        self.numbers: Counter[Any] = Counter()  # a module's forwards, and backwards, in this step
-        self.users: dict[int, tuple[int]] = {}  # of a storage in this step: span of its last call
-        self.device, self.looks = "cpu", torch.cuda.is_available()  # see [Note: device]
-        self.stream: Any = None  # that the program computes on
-        self._gpus, self._thread = self.looks, threading.get_ident()
-        self.about: dict[str, Any] = {"modules": [], "parameters": []}  # as a report has it
+        self.in_step = self.started = False  # a step is open; the first step has begun
+        self.only_calls = True  # there was no forward, backward or optimizer yet
+        self.inside: list[str] = []  # kinds of the parts of a step that are open, outermost first
+        self.counts: Counter[Any] = Counter()  # forwards of each module, backwards, in this step
+        self.last_calls: dict[int, tuple[int]] = {}  # storage: span of its last call in this step
+        # awaits_gpu: the program may yet turn out to compute on a GPU, see [Note: device]
+        self.device, self.awaits_gpu = "cpu", torch.cuda.is_available()
+        self.stream: Any = None  # the stream that the program computes on
+        self._gpus, self._thread = self.awaits_gpu, threading.get_ident()
+        self.about: dict[str, Any] = {"modules": [], "parameters": []}  # meta["observed"]
         self.about |= dict.fromkeys(FLAGS, False)
-        self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # modules called by the program
-        self.named: set[int] = set()  # ids of parameters described
+        self.met: weakref.WeakSet[Any] = weakref.WeakSet()  # outermost modules that were called
+        self.described: set[int] = set()  # ids of the parameters in about["parameters"]
 
     # ---- modules and parameters -----------------------------------------------------------------
     def meet(self, module: Any) -> list[Tensor]:
-        """What a module holds that is called for the first time."""
+        """The parameters and buffers of a module at its first call; at later calls none."""
         if module in self.met:
             return []
         self.met.add(module)
@@ -72,16 +73,16 @@ class Program:
         return list(_at_rest(module))
 
     def describe(self) -> None:
-        """The parameters of the modules met, at a moment when FSDP2 has gathered none."""
+        """Describe the modules' parameters; called at moments when FSDP2 has gathered none."""
         for module in self.met:
             for name, parameter in module.named_parameters():
-                if id(parameter) not in self.named:
-                    self.named.add(id(parameter))
-                    self.about["parameters"].append(self._described(name, parameter))
+                if id(parameter) not in self.described:
+                    self.described.add(id(parameter))
+                    self.about["parameters"].append(self._description(name, parameter))
 
-    def _described(self, name: str, parameter: Tensor) -> dict[str, Any]:
-        """A parameter in a report: name, elements in all and on this rank, bytes here, how it is
-        sharded, and on which axes over how many ranks.
+    def _description(self, name: str, parameter: Tensor) -> dict[str, Any]:
+        """A parameter as a report has it: name, elements in all and on this rank, bytes on this
+        rank, whether it is trained, its placements, and {axis: ranks} over which it is sharded.
         """
         placed, cut = getattr(parameter, "placements", None), {}
         local = parameter if placed is None else parameter.to_local()
@@ -102,102 +103,108 @@ class Program:
 
     # ---- thread, device and stream --------------------------------------------------------------
     def is_main(self) -> bool:
-        """Whether this thread is watched. What another one trains is said to be unknown."""
+        """Whether this is the thread that is observed. Others only set a flag, "threads"."""
         return threading.get_ident() == self._thread
 
     def is_program(self) -> bool:
-        """Whether this thread is watched, or is one on which the engine works for it: that is no
-        thread of Python's.
+        """Whether this thread is the observed one, or a thread of autograd's engine that works for
+        it: during a backward, a thread that Python did not start.
         """
         return self.is_main() or ("backward" in self.inside and not of_python())
 
-    def shows(self, *seen: Tensor) -> bool:
-        """Whether one of these is the program's first tensor on a GPU: see [Note: device]."""
-        inner = (t for tensor in seen for t in plain(tensor)) if self.looks else ()
+    def look_for_gpu(self, *tensors: Tensor) -> bool:
+        """If these have the program's first tensor on a GPU, record that GPU's times and bytes from
+        now on, and return True: see [Note: device].
+        """
+        inner = (t for tensor in tensors for t in plain(tensor)) if self.awaits_gpu else ()
         first = next((t for t in inner if t.is_cuda), None)
         if first is None or self.captures():
             return False
-        self.looks, self.device = False, f"cuda:{first.get_device()}"
+        self.awaits_gpu, self.device = False, f"cuda:{first.get_device()}"
         self.stream = torch.cuda.current_stream(first.device)
         self.recorder.moves_to(self.device)
         self.recorder.allocator.share(self.undo)
         self.describe()
-        self.met.clear()  # where their parameters are now is looked up at their next call
+        self.met.clear()  # at their next call the parameters count where they are by then
         return True
 
     def captures(self) -> bool:
         """Whether this thread's stream is being captured: see [Note: graphs]."""
         cuda = torch.cuda
-        found = self._gpus and cuda.is_initialized() and cuda.is_current_stream_capturing()
-        self.about["graphs"] |= found
-        return found
+        captures = self._gpus and cuda.is_initialized() and cuda.is_current_stream_capturing()
+        self.about["graphs"] |= captures
+        return captures
 
     def is_aside(self, device: Any = None) -> bool:
-        """Whether this is another stream than that which the program computes on."""
-        computes = self.stream
-        return computes is not None and torch.cuda.current_stream(device or self.device) != computes
+        """Whether the current stream is another one than that on which the program computes."""
+        own = self.stream
+        return own is not None and torch.cuda.current_stream(device or self.device) != own
 
     # ---- steps ----------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Something of a step happens; before the first one was the setup."""
-        if self.open:
+        """Open a step if none is open, as something of a step happens. Before the first step was
+        the setup, of which only the calls are kept.
+        """
+        if self.in_step:
             return
-        if not self.found:
+        if not self.started:
             self.recorder.leave()
             self.recorder.drop_step("comm")
-        self.open = self.found = True
+        self.in_step = self.started = True
         self.recorder.begin_step(self.step, waits=False)
         self.recorder.enter("compute")
 
     def end_step(self) -> None:
-        """The program says, or an optimizer, that a step is over."""
-        if self.found and not self.open:
-            return  # the optimizer's step ended it
+        """A step is over: an optimizer's step has ended, or the program has called `pl.step`."""
+        if self.started and not self.in_step:
+            return  # the optimizer's step has ended it already
         if self.captures():
             return
         self.recorder.leave()
         self.recorder.end_step()
-        self.open, self.found, self.step = False, True, self.step + 1
-        self.numbers.clear()
-        self.users.clear()
+        self.in_step, self.started, self.step = False, True, self.step + 1
+        self.counts.clear()
+        self.last_calls.clear()
         if self.step >= self.memory_steps:
             self.close_ledger()
-        if self.marked:  # all that follows belongs to the next one, until it is marked
+        if self.marked:  # the next step begins at once, and lasts until it is marked
             self.begin()
 
     def go_on(self) -> None:
-        """The optimizer's step did not end the step: another's follows, and nothing between."""
-        if self.open:  # by a call
+        """Reopen the last step, which an optimizer's step has ended too early: another optimizer
+        steps, with no forward or backward in between.
+        """
+        if self.in_step:  # a call has opened the next one
             self.recorder.leave()
         self.recorder.go_on()
-        self.open, self.step = True, self.step - 1
+        self.in_step, self.step = True, self.step - 1
         if self.recorder.ledger is None and self.step < self.memory_steps:
             self.ledger.__enter__()
         self.recorder.enter("compute")
 
     def close_ledger(self) -> None:
-        """The ledger goes, unless the program has put a mode or hooks of its own above it."""
+        """Turn the ledger off, unless the program has entered a mode or hooks of its own since."""
         if self.recorder.ledger is not None and self.ledger.on_top:
             self.ledger.__exit__(None, None, None)
             self.about["compiles"] |= compile_again()
 
 
 def of_python() -> bool:
-    """Whether Python has started this thread; it knows others by a stand-in at most."""
-    here = threading.get_ident()
-    known = (one for one in threading.enumerate() if one.ident == here)
-    return any(not isinstance(one, threading._DummyThread) for one in known)
+    """Whether Python started this thread. For others ``threading`` has at most a dummy object."""
+    own = threading.get_ident()
+    known = (thread for thread in threading.enumerate() if thread.ident == own)
+    return any(not isinstance(thread, threading._DummyThread) for thread in known)
 
 
 def _kinds(module: Any) -> set[str]:
-    """Names of the module's class and of those above it."""
+    """Names of the module's class and of its base classes."""
     return {kind.__name__ for kind in type(module).__mro__}
 
 
 def _at_rest(module: Any) -> Iterator[Tensor]:
-    """A module's parameters and buffers, but for those that FSDP2 has gathered."""
-    shards = (part for part in module.modules() if "FSDPModule" in _kinds(part))
-    sharded = {id(p) for part in shards for p in part.parameters()}
+    """A module's parameters and buffers without the parameters that FSDP2 has gathered."""
+    fsdp_modules = (part for part in module.modules() if "FSDPModule" in _kinds(part))
+    sharded = {id(p) for part in fsdp_modules for p in part.parameters()}
     yield from module.buffers()
     for parameter in module.parameters():
         if id(parameter) not in sharded or is_traceable_wrapper_subclass(parameter):

@@ -1,14 +1,14 @@
-"""Fragmentation and caching, seen on the storages of a real step: free bytes, and no room.
+"""Fragmentation and caching on the storages of a real step: bytes are free, but not in one piece.
 
-An allocator hands out addresses, and what it has given cannot be moved. When storages that live
-long stand between others that live briefly, the gaps that the short ones leave may be too small for
-the next large request, however many there are. ZeRO calls the remedy memory defragmentation, MD:
-what lives long gets a contiguous region of its own from the beginning (Rajbhandari+ 2020,
-arXiv:1910.02054, sec. 6.3). Lab 06.
+An allocator hands out addresses, and cannot move a block once it is in use. Where long-lived
+storages are placed between short-lived ones, the gaps that the short-lived ones leave may each be
+too small for the next large request, however many there are. The remedy of ZeRO is memory
+defragmentation, MD: long-lived storages get a contiguous region of their own from the beginning
+(Rajbhandari+ 2020, arXiv:1910.02054, sec. 6.3). Lab 06.
 
-    storages    what one training step creates and gives back, as the ledger saw it
-    first_fit   these in an address space, each storage where it first fits
-    cached      these served by CUDA's caching allocator: bytes allocated and bytes reserved
+    storages    the storages that one training step creates and frees, as the ledger saw them
+    first_fit   places storages in an address space, each in the first gap that is large enough
+    cached      serves them with CUDA's caching allocator: bytes allocated and bytes reserved
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from paralab.spec import ModelSpec, Plan
 if TYPE_CHECKING:
     from paralab.instruments.recorder import Recorder
 
-ALIGN = 64  # bytes
+ALIGN = 64  # bytes: first_fit rounds storages up to a multiple
 
 
 class Storage(NamedTuple):
-    """Bytes that were alive from event ``born`` to event ``died`` of a step, and what for."""
+    """Bytes that are alive from event ``born`` to before event ``died`` of a step, and their
+    category in the ledger. An event is the allocation, resize or free of a storage.
+    """
 
     born: int
     died: int
@@ -39,9 +41,9 @@ class Storage(NamedTuple):
 class Space(NamedTuple):
     """An address space in which storages were placed.
 
-    alive    most bytes alive at once
-    extent   bytes of address space: what a device must have
-    blocks   (first address, end, storage), by address
+    alive    the most bytes that are alive at once: a lower bound of the extent
+    extent   bytes of address space, which is the memory that a device must have
+    blocks   (first address, end, storage), in order of addresses
     """
 
     alive: int
@@ -49,16 +51,17 @@ class Space(NamedTuple):
     blocks: tuple[tuple[int, int, Storage], ...]
 
     def gaps(self, event: int) -> list[int]:
-        """Bytes of every free piece at an event, in order of addresses."""
-        here = [block for block in self.blocks if block[2].born <= event < block[2].died]
-        edges = [0, *(edge for start, end, _ in here for edge in (start, end)), self.extent]
+        """Bytes of every free gap at an event, in order of addresses."""
+        alive = [block for block in self.blocks if block[2].born <= event < block[2].died]
+        edges = [0, *(edge for start, end, _ in alive for edge in (start, end)), self.extent]
         return [end - start for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
-    """What the second step of training ``model`` on one rank creates, in order of birth.
+    """The storages of the second step of training ``model`` on one rank, in order of birth: those
+    that the step creates, and before them those that are alive when it begins (born at event 0).
 
-    plan  of one rank; its microbatch_size, microbatches and recompute count
+    plan  a plan of one rank, of which microbatch_size, microbatches and recompute matter
     """
     from paralab.launch import launch_program
 
@@ -70,7 +73,7 @@ def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
 
 
 def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
-    """In a rank: the births and deaths of one step."""
+    """Runs in a rank: (born, died, bytes, category) of every storage of the second step."""
     from paralab.instruments.ledger import Ledger
     from paralab.instruments.memory import Life
     from paralab.instruments.recorder import Recorder
@@ -86,6 +89,7 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
         def _count(self, life: Life, size: int) -> None:
             super()._count(life, size)
             self.events += 1
+            # [born, died, most bytes, life]
             entry = self.lives.setdefault(id(life), [self.events, None, 0, life])
             if size:
                 entry[2] = max(entry[2], size)
@@ -93,15 +97,15 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
                 entry[1] = self.events
 
         def _settle(self) -> None:
-            """What died since the operation before died at one moment. In which order Python has
-            let go of it differs from version to version: the youngest is counted first.
+            """Storages that died between two operations are freed youngest first: the order in
+            which Python drops references differs from version to version.
             """
-            dead = [self._dead.popleft() for _ in range(len(self._dead))]  # more may come meanwhile
+            dead = [self._dead.popleft() for _ in range(len(self._dead))]  # others may be appended
             self._dead.extend(sorted(dead, key=self._born_at, reverse=True))
             super()._settle()
 
         def _born_at(self, life: Life) -> int:
-            return self.lives[id(life)][0] if id(life) in self.lives else 0  # without bytes
+            return self.lives[id(life)][0] if id(life) in self.lives else 0  # it had no bytes
 
     recorder = Recorder(rank=0, world_size=1)
     with Log(recorder) as log:
@@ -119,67 +123,68 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
     )
 
 
-def first_fit(found: Sequence[Storage], *, apart: int | None = None) -> Space:
+def first_fit(requests: Sequence[Storage], *, apart: int | None = None) -> Space:
     """Place storages in an address space, each in the first gap that is large enough.
 
     apart  storages that live for more events than this get a region of their own, at the bottom
     """
-    most = math.inf if apart is None else apart
+    threshold = math.inf if apart is None else apart
     blocks: list[tuple[int, int, Storage]] = []
     extent = 0
     for long in (True, False):
-        region = [one for one in found if (one.died - one.born > most) == long]
-        blocks += [(extent + start, extent + end, one) for start, end, one in _placed(region)]
+        region = [s for s in requests if (s.died - s.born > threshold) == long]
+        blocks += [(extent + start, extent + end, s) for start, end, s in _placed(region)]
         extent = max((end for _, end, _ in blocks), default=0)
-    changes = [(one.born, one.bytes) for one in found] + [(one.died, -one.bytes) for one in found]
+    changes = [(s.born, s.bytes) for s in requests] + [(s.died, -s.bytes) for s in requests]
     alive = max(accumulate(size for _, size in sorted(changes)), default=0)
     return Space(alive, extent, tuple(sorted(blocks)))
 
 
-def _placed(found: Sequence[Storage]) -> list[tuple[int, int, Storage]]:
+def _placed(requests: Sequence[Storage]) -> list[tuple[int, int, Storage]]:
     """(address, end, storage), each at the lowest address where it has room."""
-    laid: list[tuple[int, int, Storage]] = []
-    taken: list[tuple[int, int, Storage]] = []  # of them those alive, by address
-    for storage in sorted(found):
-        taken = [block for block in taken if block[2].died > storage.born]
-        size, at = -(-storage.bytes // ALIGN) * ALIGN, 0
-        for start, end, _ in taken:
-            if start - at >= size:
+    placed: list[tuple[int, int, Storage]] = []
+    alive: list[tuple[int, int, Storage]] = []  # blocks of storages that are alive, by address
+    for storage in sorted(requests):
+        alive = [block for block in alive if block[2].died > storage.born]
+        size, address = -(-storage.bytes // ALIGN) * ALIGN, 0
+        for start, end, _ in alive:
+            if start - address >= size:
                 break
-            at = end
-        laid.append((at, at + size, storage))
-        taken = sorted([*taken, laid[-1]])
-    return laid
+            address = end
+        placed.append((address, address + size, storage))
+        alive = sorted([*alive, placed[-1]])
+    return placed
 
 
 # ---- CUDA's caching allocator --------------------------------------------------------------------
 MIB = 2**20
 
 
-def cached(found: Sequence[Storage]) -> list[tuple[int, int, int]]:
-    """[(event, bytes allocated, bytes reserved)]: these storages in CUDA's caching allocator.
+def cached(requests: Sequence[Storage]) -> list[tuple[int, int, int]]:
+    """[(event, bytes allocated, bytes reserved)]: storages served by CUDA's caching allocator.
 
-    It asks the driver for segments and never gives one back: 2 MiB for requests of up to 1 MiB, 20
-    MiB for those below 10 MiB, else the request itself, rounded to 2 MiB. A request takes the
-    smallest free block that is large enough, and splits off what is left (c10/cuda/
+    It asks the driver for segments and never returns one: 2 MiB for requests of up to 1 MiB, 20 MiB
+    for those below 10 MiB, else the request itself, rounded up to 2 MiB. A request takes the
+    smallest free block that is large enough, and the rest of the block is split off (c10/cuda/
     CUDACachingAllocator.cpp, with default settings and one stream).
     """
-    segments: list[tuple[bool, list[list[Any]]]] = []  # small or not, blocks: [bytes, storage]
-    events = [(one.died, 0, i) for i, one in enumerate(found)]
-    events += [(one.born, 1, i) for i, one in enumerate(found)]
+    # (for small requests or not, its blocks: [bytes, index of the storage in it or None])
+    segments: list[tuple[bool, list[list[Any]]]] = []
+    events = [(storage.died, 0, i) for i, storage in enumerate(requests)]  # before births
+    events += [(storage.born, 1, i) for i, storage in enumerate(requests)]
     rows, allocated = [], 0
     for event, born, i in sorted(events):
-        size = -(-max(found[i].bytes, 1) // 512) * 512
+        size = -(-max(requests[i].bytes, 1) // 512) * 512
         allocated += size if born else -size
         if born:
-            _take(segments, size, i)
+            _allocate(segments, size, i)
         else:
-            _give_back(segments, i)
+            _free(segments, i)
         rows.append((event, allocated, sum(b[0] for _, blocks in segments for b in blocks)))
     return rows
 
 
-def _take(segments: list[tuple[bool, list[list[Any]]]], size: int, i: int) -> None:
+def _allocate(segments: list[tuple[bool, list[list[Any]]]], size: int, i: int) -> None:
     small = size <= MIB
     free = [
         (block[0], n, k)
@@ -191,14 +196,14 @@ def _take(segments: list[tuple[bool, list[list[Any]]]], size: int, i: int) -> No
         new = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         segments.append((small, [[new, None]]))
         free = [(new, len(segments) - 1, 0)]
-    room, n, k = min(free)
-    left = room - size
-    split = left >= 512 if small else left > MIB
-    segments[n][1][k : k + 1] = [[size, i], [left, None]] if split else [[room, i]]
+    block_size, n, k = min(free)
+    rest = block_size - size
+    split = rest >= 512 if small else rest > MIB
+    segments[n][1][k : k + 1] = [[size, i], [rest, None]] if split else [[block_size, i]]
 
 
-def _give_back(segments: list[tuple[bool, list[list[Any]]]], i: int) -> None:
-    """Free the block of storage ``i``, and join it with free neighbours."""
+def _free(segments: list[tuple[bool, list[list[Any]]]], i: int) -> None:
+    """Free the block of storage ``i``, and merge it with free neighbours."""
     for _, blocks in segments:
         for k, block in enumerate(blocks):
             if block[1] == i:

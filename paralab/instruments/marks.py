@@ -1,8 +1,9 @@
-"""The clocks of a rank: what a moment is, on a CPU, on a GPU, and in a dry run.
+"""The clocks of a rank, on a CPU and on a GPU.
 
-A mark is a moment, taken on the spot and read later: ``mark`` on the rank's own thread, ``host``
-from any other. ``seconds`` of a mark are those of ``time.perf_counter``, which on one machine all
-processes share; ``cost`` is what the rank computed between two of them.
+A mark stands for a moment. It is taken when the moment comes, and read later: ``mark()`` takes it
+on the rank's own thread, ``host()`` on any other. ``seconds(mark)`` is its time as
+``time.perf_counter`` has it, a clock that all processes of one machine share. ``cost(start, end)``
+is the time that the rank computed between two marks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-TIED = 10.0  # seconds after which a device's clock is set by the host's
+RESYNC = 10.0  # seconds after which a device's clock is set by the host's again
 
 
 def clock_of(device: str) -> Any:
@@ -21,22 +22,22 @@ def clock_of(device: str) -> Any:
 class _CpuClock:
     """A mark is (wall seconds, this thread's CPU seconds).
 
-    The thread's CPU time leaves out what other ranks did on the same core: it is what the span
-    would take on a core of its own.
+    The thread's CPU time leaves out the time that other ranks spent on the same core: it is the
+    time that the span would take on a core of its own.
     """
 
     def now(self) -> float:
-        """The host's time, between two marks."""
+        """The host's time in seconds."""
         return time.perf_counter()
 
     def anchor(self, *, waits: bool = True) -> None:
-        """A step begins: what its marks are told from. ``waits``: until the device is idle."""
+        """A step begins: later marks are timed from here. ``waits``: until the device is idle."""
 
     def resolve(self) -> None:
-        """A step has ended, and its marks may be read."""
+        """A step has ended: turn its marks into seconds, as far as they can be read by now."""
 
     def beside(self) -> float:
-        """Processor seconds so far of this process's other threads: those that carry messages."""
+        """CPU seconds so far of this process's other threads, which carry its messages."""
         return time.process_time() - time.thread_time()
 
     def mark(self) -> tuple[float, float]:
@@ -54,9 +55,10 @@ class _CpuClock:
 
 
 class _Mark:
-    """A moment of the device: an event that is told from an earlier one, until its time is known.
+    """A moment on the device: an event, until the time of the event, ``at``, is known.
 
-    One that others are told from is an anchor.
+    That time is the time of the ``anchor``, an earlier mark, and what elapsed between their events.
+    An anchor without an anchor has a known time.
     """
 
     __slots__ = ("event", "anchor", "at")
@@ -69,33 +71,34 @@ class _CudaClock(_CpuClock):
     """A mark is a CUDA event on the current stream; its time is known once the device has passed
     it.
 
-    Every step has an anchor: an event that is tied to the wall clock while the device is idle. CUDA
-    says the milliseconds between two events as a 32-bit float, 4 us coarse after a minute and 60 us
-    after a quarter of an hour; from the step's own anchor it is finer than the device's clock. When
-    the step has ended, its marks become seconds, and its events are used again.
+    Every step has an anchor: an event recorded while the device is idle, so that its time is the
+    host's. CUDA returns the milliseconds between two events as a 32-bit float, whose resolution is
+    4 us after a minute and 60 us after a quarter of an hour; within one step it is finer than the
+    device's clock. When the step has ended, its marks become seconds and its events are reused.
 
-    A program that is observed may launch its next step while the device is still in this one, and
-    must not be kept from it. The anchor of that step is told from the one before, a step ago. The
-    device's clock and the host's may differ by 1e-5, so once in ``TIED`` seconds the host waits.
+    An observed program may launch its next step while the device still executes this one, and must
+    not be delayed. The time of that step's anchor is then derived from the previous step's anchor.
+    The clocks of device and host may drift apart by 1e-5, so once in `RESYNC` seconds the host
+    waits until the device is idle.
     """
 
     def __init__(self, device: str) -> None:
         import torch
 
         self._cuda, self.device = torch.cuda, torch.device(device)
-        self._free: list[Any] = []  # events of marks that are seconds now
-        self._open: list[_Mark] = []
-        self._tied = 0.0  # when the host has last waited
+        self._free: list[Any] = []  # events of marks whose time is known
+        self._open: list[_Mark] = []  # marks whose time is not known yet
+        self._synced = 0.0  # when the host last waited for the device
         self.anchor()
 
     def anchor(self, *, waits: bool = True) -> None:
         event, stream = self._cuda.Event(enable_timing=True), self._cuda.current_stream(self.device)
-        waits = waits or time.perf_counter() - self._tied > TIED or stream.query()
+        waits = waits or time.perf_counter() - self._synced > RESYNC or stream.query()
         event.record(stream)
         self._anchor = _Mark(event, None if waits else self._anchor)
         if waits:
             event.synchronize()
-            self._anchor.at = self._tied = time.perf_counter()
+            self._anchor.at = self._synced = time.perf_counter()
 
     def mark(self) -> _Mark:
         try:
@@ -111,38 +114,39 @@ class _CudaClock(_CpuClock):
         return time.perf_counter()
 
     def passed(self) -> int:
-        """Of this step's marks and those left of others, how many the device has passed."""
-        events = [mark.event for mark in self._open[:]]  # None: it was read meanwhile
+        """How many of the open marks the device has passed."""
+        events = [mark.event for mark in self._open[:]]  # None: its time is known already
         return sum(event is None or event.query() for event in events)
 
     def resolve(self) -> None:
-        """What the device has not passed, a copy that goes on during the next step, stays open."""
+        """Marks that the device has not passed, of copies that overlap the next step, stay open."""
         marks, self._open = self._open, []
         for mark in marks:
-            if mark.event is not None and not self._read(mark):  # else it was read meanwhile
+            if mark.event is not None and not self._read(mark):  # None: its time is known already
                 self._open.append(mark)
 
     def _read(self, mark: _Mark, *, waits: bool = False) -> bool:
-        """Find the mark's time, unless the device has not passed it, or its anchor: on another
-        stream a mark may be ahead of that.
+        """Find the mark's time, and those of the anchors that it depends on. False if the device
+        has not passed one of them (a mark on another stream can be passed before its anchor);
+        ``waits`` until it has.
         """
-        one, later = mark, []
-        while one.anchor is not None:
-            later.append(one)
-            one = one.anchor
-        for one in reversed(later):
+        current, chain = mark, []
+        while current.anchor is not None:
+            chain.append(current)
+            current = current.anchor
+        for current in reversed(chain):
             if waits:
-                one.event.synchronize()
-            elif not one.event.query():
+                current.event.synchronize()
+            elif not current.event.query():
                 return False
-            one.at = one.anchor.at + one.anchor.event.elapsed_time(one.event) / 1e3
-            one.anchor = None
+            current.at = current.anchor.at + current.anchor.event.elapsed_time(current.event) / 1e3
+            current.anchor = None
         event, mark.event = mark.event, None
         self._free.append(event)
         return True
 
     def seconds(self, mark: Any) -> float:
-        if not isinstance(mark, _Mark):  # a host time, where gloo ends; or an earlier CPU clock's
+        if not isinstance(mark, _Mark):  # from `host`; or a CPU clock's, from before moves_to
             return mark if isinstance(mark, float) else mark[0]
         if mark.event is not None:
             self._read(mark, waits=True)

@@ -1,11 +1,12 @@
-"""How many bytes of tensors a function has alive at its worst moment, counted as they come and go.
+"""The peak of the bytes of tensors that a function has alive, counted storage by storage.
 
-A dispatch mode sees every operation and holds a weak reference to each storage that comes out of
-one: born, it adds its bytes; gone, it takes them back. The same figure as the allocator's peak,
-views counted once, at a few per cent of the time. It works on a CPU, where no allocator can be
-asked, on a GPU, and on fake tensors, which have sizes and no bytes (FakeTensorMode).
+A dispatch mode sees every operation and holds a weak reference to each storage that an operation
+returns: it adds the storage's bytes when it first sees it, and subtracts them when the reference
+dies. A storage counts once, whatever views it has. The figure is the same as the allocator's peak,
+and costs a few per cent of the time. It works on a CPU, whose allocator keeps no peak, on a GPU,
+and on fake tensors, which have sizes but no bytes (FakeTensorMode).
 
-`PeakMemory` is one number for any function; the ledger of a training run (ledger.py) says besides
+`PeakMemory` gives one number for any function; the ledger of a training run (ledger.py) also says
 what the bytes are for.
 """
 
@@ -27,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """The tensors in what an operation is given or returns, in their order: in tuples, lists and
-    dicts, nested at will. Three times as fast as torch's pytree, which knows more containers.
+    """The tensors among an operation's arguments or results, in order: in tuples, lists and dicts
+    of any depth. Three times as fast as torch's pytree, which knows more containers.
     """
     if isinstance(values, Tensor):
         return [values]
@@ -46,23 +47,26 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 class Life(weakref.ref):
-    """A storage that is alive: its ``address``, the ``size`` it counts with, its ``category``."""
+    """A weak reference to a storage, with its ``address``, the ``size`` in bytes with which it
+    counts, and its ``category``; None: it counts zero.
+    """
 
     __slots__ = ("address", "size", "category")
 
 
 class Storages(TorchDispatchMode):
-    """The storages on one kind of device ("cpu", "cuda"), and the bytes of those alive: ``live``.
+    """The storages on one kind of device ("cpu", "cuda"); ``live`` is the bytes of those alive.
 
-    What has died waits in a queue until it is looked at, before the next operation at the latest:
-    storages also die on the threads that carry messages, and only one thread keeps the count.
+    Storages that have died wait in a queue until `_settle` subtracts them, before the next
+    operation at the latest: storages also die on the threads that carry messages, and only one
+    thread keeps the count.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.counts_on(device)
         self.live = 0
-        self._known: dict[int, Life] = {}  # by address, which may be given to the next
+        self._known: dict[int, Life] = {}  # by address, which a later storage may reuse
         self._dead: deque[Life] = deque()
 
     @classmethod
@@ -70,17 +74,17 @@ class Storages(TorchDispatchMode):
         return False  # nothing is compiled here, and the guard would cost more than the counting
 
     def counts_on(self, device: str) -> None:
-        """Storages on this kind of device count from now on."""
+        """From now on count the storages on this kind of device."""
         self.device = torch.device(device).type
-        self._here = operator.attrgetter(f"is_{self.device}")  # half the time of tensor.device
+        self._on_device = operator.attrgetter(f"is_{self.device}")  # half the time of tensor.device
 
     def _born(self, storage: torch.UntypedStorage) -> str | None:
-        """Category of a storage that was not known; None: it was there before, and counts zero."""
+        """The category of a storage that is seen for the first time; None: it counts zero."""
         return "other"
 
     def _meet(self, tensor: Tensor) -> Life | None:
-        """The life of the tensor's storage, with its size as it is now; None: it is elsewhere."""
-        if not self._here(tensor) or tensor.layout is not torch.strided:
+        """The tensor's storage, counted with its present size; None: it is on another device."""
+        if not self._on_device(tensor) or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -94,32 +98,32 @@ class Storages(TorchDispatchMode):
         return life
 
     def _count(self, life: Life, size: int) -> None:
-        """From now on it has ``size`` bytes."""
+        """From now on the storage counts with ``size`` bytes."""
         self.live += size - life.size
         life.size = size
 
     @contextlib.contextmanager
-    def resizes(self, told: Callable[[Life], None] = lambda life: None) -> Iterator[None]:
-        """Within, a storage that is resized counts with its new size at once: no operation tells.
-        ``told`` hears of each.
+    def resizes(self, notify: Callable[[Life], None] = lambda life: None) -> Iterator[None]:
+        """Inside the block, a storage that is resized counts with its new size at once, and
+        ``notify`` is called with it. A resize is not an operation that the dispatch mode sees.
         """
-        own = torch.UntypedStorage.resize_
+        original = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
-            result, life = own(storage, size), self._known.get(storage._cdata)
+            result, life = original(storage, size), self._known.get(storage._cdata)
             if life is not None and life() is storage and life.category is not None:
                 self._count(life, storage.nbytes())
-                told(life)
+                notify(life)
             return result
 
         torch.UntypedStorage.resize_ = resize_
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = own
+            torch.UntypedStorage.resize_ = original
 
     def _settle(self) -> None:
-        """Take back the bytes of all that has died."""
+        """Subtract the bytes of all storages that have died."""
         while self._dead:
             life = self._dead.popleft()
             if self._known.get(life.address) is life:
@@ -129,14 +133,15 @@ class Storages(TorchDispatchMode):
 
 
 class PeakMemory(Storages):
-    """``with PeakMemory() as memory: ...``, then ``memory.peak``: bytes beyond what was alive.
+    """``with PeakMemory() as memory: ...``, then ``memory.peak``: bytes beyond those alive before.
 
-    device    count storages of this kind of device only ("cpu", "cuda")
-    existing  values (nested at will) whose NumPy arrays were alive before; tensors are found anyway
+    device    count storages on this kind of device only ("cpu", "cuda")
+    existing  values, nested at will, whose NumPy arrays were alive before (tensors that were alive
+              are found without it)
 
-    What was alive when counting began counts as zero, whatever becomes of it. A NumPy array is seen
-    once a tensor looks at it, a bytes buffer once an operation uses such a tensor; what no tensor
-    looks at is not counted.
+    Storages that were alive when counting began count zero, even after a resize. Memory of a NumPy
+    array or a bytes buffer counts once an operation uses a tensor that shares it; memory that no
+    tensor shares is not counted.
     """
 
     def __init__(self, device: str = "cpu", *, existing: Any = ()) -> None:
@@ -147,11 +152,11 @@ class PeakMemory(Storages):
         self._counting = False
 
     def __enter__(self) -> PeakMemory:
-        for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor):  # isinstance would wake lazy proxies
-                self._meet(thing)
-                if thing.is_leaf and thing.grad is not None:
-                    self._meet(thing.grad)
+        for value in gc.get_objects():
+            if issubclass(type(value), Tensor):  # isinstance would load the object of a lazy proxy
+                self._meet(value)
+                if value.is_leaf and value.grad is not None:
+                    self._meet(value.grad)
         self._counting = True
         super().__enter__()
         return self
@@ -162,14 +167,14 @@ class PeakMemory(Storages):
         if self._dead:
             self._settle()
         result = func(*args, **kwargs) if kwargs else func(*args)
-        # Most operations make views, and no storage: one tensor of them is enough.
+        # Most operations are views and allocate no storage: one tensor of theirs is enough.
         for tensor in tensors(result)[:1] if func.is_view else tensors((args, kwargs, result)):
             self._meet(tensor)
         self.peak = max(self.peak, self.live)
         return result
 
     def _born(self, storage: torch.UntypedStorage) -> str | None:
-        first = storage.data_ptr()
-        if not self._counting or any(start <= first < end for start, end in self._arrays):
+        address = storage.data_ptr()
+        if not self._counting or any(start <= address < end for start, end in self._arrays):
             return None
         return "other"

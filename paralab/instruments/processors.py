@@ -1,8 +1,8 @@
-"""How busy the processors are: with this machine's other programs, or other machines' on the same
+"""How busy the processors are with other programs, or with other virtual machines on the same
 hardware.
 
-What is measured meanwhile is not what the machine can do. Linux tells it in /proc/stat; elsewhere
-the processors seem to be free.
+A measurement that is made while they are busy does not show what the machine can do. The figures
+are those of /proc/stat on Linux; on other systems the processors seem to be idle.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-LOOK_S = 0.2  # how long to look
+LOOK_S = 0.2  # seconds over which the share is taken
 
 
 def spent() -> tuple[int, int]:
-    """Processor time since the machine started, in ticks: all, with what a hypervisor gave to other
-    machines; and idle or waiting for a disk. Zeros where it is not told.
+    """Ticks of all processors since the machine started: (all, idle or waiting for a disk). All
+    includes the time that a hypervisor gave to other machines. Zeros without /proc/stat.
     """
     try:
         words = Path("/proc/stat").read_text().split(maxsplit=9)
@@ -26,10 +26,10 @@ def spent() -> tuple[int, int]:
 
 
 def processors_busy(seconds: float = LOOK_S) -> float:
-    """Share of all processors' time that programs take now, from 0 to 1. This process does nothing
-    meanwhile.
+    """Share of all processors' time that programs take, from 0 to 1. This process sleeps while the
+    share is taken.
     """
     before = spent()
     time.sleep(seconds)
-    total, idle = (now - then for then, now in zip(before, spent(), strict=True))
+    total, idle = (after - ticks for ticks, after in zip(before, spent(), strict=True))
     return 1 - idle / total if total > 0 else 0.0

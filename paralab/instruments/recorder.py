@@ -1,14 +1,15 @@
-"""What a rank writes down while it trains: spans of time and rows of traffic.
+"""What a rank records while it trains: spans of time, and one row per collective and copy.
 
-Always on and nearly free: entering or leaving a span reads two clocks and appends one tuple; on a
-GPU it records one CUDA event, and nothing waits for the device until the step is over. The columns
-are the public contract (`report.tables.Tables`); times are seconds of ``time.perf_counter``,
-which on one machine all processes share.
+Recording is always on and costs next to nothing: entering or leaving a span reads two clocks and
+appends one tuple. On a GPU it records one CUDA event, and nothing waits for the device until the
+step is over. The columns are the public contract (`report.tables.Tables`); times are seconds of
+``time.perf_counter``, which all processes of one machine share.
 
-The compute lane is flat: one thing happens at a time. Entering a span inside another (a wait inside
-a forward, say) ends the outer one's current part and starts a new part of it afterwards. Launching
-a collective also cuts, because what comes after the launch does not precede the collective: so a
-replay knows how much of the backward was left to hide it.
+The compute lane is flat: its spans do not overlap. When a span is entered inside another (a wait
+inside a forward, say), the current part of the outer span ends, and a new part of it begins when
+the inner span is left. A part also ends where a collective is launched: the collective depends on
+the part before the launch and can overlap with the part after it, and a replay needs to tell them
+apart.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """The notebook of one rank.
+    """The records of one rank.
 
-    rank, world_size  make span ids unique over ranks: local number * world_size + rank
-    device            "cpu" reads thread CPU time as a span's cost, "cuda:i" device time from
-                      events
+    rank, world_size  make span ids unique over ranks: rank + world_size * (number on this rank)
+    device            says what the cost of a span is: on "cpu" the CPU time of the thread, on
+                      "cuda:i" the device time between two events
     """
 
     def __init__(self, *, rank: int, world_size: int, device: str = "cpu") -> None:
@@ -41,24 +42,24 @@ class Recorder:
         self.step = 0
         self._ids = itertools.count(rank, world_size)
         self._open: list[tuple] = []  # stack of (kind, stage, chunk, microbatch, after)
-        self._began: Any = None  # marks of the current part of the innermost open span
-        self._last = -1  # id of the last part closed on the compute lane
+        self._began: Any = None  # the mark at which the current part of the open span began
+        self._last = -1  # id of the part that ended last on the compute lane
         self._spans: list[tuple] = []
         self._calls: list[tuple] = []
         self._copies: list[tuple] = []
-        self._comm_ends: dict[int, Any] = {}
-        self._lane_work: dict[int, tuple] = {}  # start, end, cost: what other threads say of spans
-        self._steps: list[tuple] = []
+        self._comm_ends: dict[int, Any] = {}  # span of a collective: the mark at its end
+        self._lane_work: dict[int, tuple] = {}  # span of a job on a lane: its start, end and cost
+        self._steps: list[tuple] = []  # (step, start, end, beside); without an end: open
         self.allocator = Allocator(device) if device.startswith("cuda") else None
         self._allocated: list[tuple] = []
-        self.ledger: Any = None  # ledger.py: counts the bytes of this rank's tensors, where wanted
-        self.lookout: Any = None  # asks a GPU for signs of life (ranks/lookout.py)
+        self.ledger: Any = None  # counts the bytes of this rank's tensors (ledger.py); None: off
+        self.lookout: Any = None  # reports that a GPU makes progress (ranks/lookout.py)
         self.samples: list[Sample] = []
-        self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes not on the device
+        self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes offloaded
 
     def moves_to(self, device: str) -> None:
-        """What is recorded turns out to compute on this GPU: from now on the times are its, and so
-        are the bytes. Earlier marks stay what they are, moments of the host; earlier samples go.
+        """An observed program turns out to compute on this GPU: from now on times and bytes are the
+        GPU's. Earlier marks remain times of the host; earlier samples of memory are dropped.
         """
         self.clock, self.allocator = clock_of(device), SharedAllocator(device)
         self.allocator.begin()
@@ -69,34 +70,31 @@ class Recorder:
 
     # ---- memory -------------------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
-        """From now on the storages of these tensors count as ``category``; see ledger.py.
-
-        Free where no ledger is.
-        """
+        """From now on these tensors' storages count as ``category`` in the ledger, if one is on."""
         if self.ledger is not None:
             self.ledger.owns(category, *tensors)
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
-        """What is made meanwhile counts as ``category`` at once, also where not all of it fits."""
+        """What the block allocates is ``category`` at once, also in an `OutOfMemory` it raises."""
         ledger = self.ledger
         if ledger is None:
             yield
             return
-        before, ledger.made = ledger.made, category
+        before, ledger.block_category = ledger.block_category, category
         try:
             yield
         finally:
-            ledger.made = before
+            ledger.block_category = before
 
     def holds(self, tier: str, category: str, more: int) -> None:
-        """The rank has ``more`` bytes on the "host" or in a "file"; less, if negative."""
+        """The rank has offloaded ``more`` bytes (if negative, freed them) to "host" or "file"."""
         key = (tier, category)
         self.away[key] = self.away.get(key, 0) + more
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """What happens here is no part of the training: it is not counted and not limited."""
+        """The block is not part of the training: the ledger neither counts nor limits its bytes."""
         ledger = self.ledger
         if ledger is not None:
             ledger.__exit__(None, None, None)
@@ -108,7 +106,7 @@ class Recorder:
 
     @contextmanager
     def unwritten(self) -> Iterator[None]:
-        """What happens here, between two steps, leaves no row."""
+        """The block, which lies between two steps, leaves no span, collective or copy."""
         tables = (self._spans, self._calls, self._copies)
         counts = [len(table) for table in tables]
         try:
@@ -122,7 +120,7 @@ class Recorder:
             self.ledger.sample(now, self._open[-1][0] if self._open else "")
 
     def where(self) -> str:
-        """Where this rank stands, for a message: "step 0, forward of micro-batch 1"."""
+        """Where in the training this rank is, for a message: "step 0, forward of micro-batch 1"."""
         if not self._steps or len(self._steps[-1]) > 3:
             return f"before step {len(self._steps)}"
         kind, *_, microbatch, _ = self._open[-1] if self._open else ("between two spans", -1, ())
@@ -132,7 +130,10 @@ class Recorder:
     def enter(
         self, kind: str, microbatch: int = -1, stage: int = 0, chunk: int = 0, after: tuple = ()
     ) -> None:
-        """Begin a span on the compute lane; `leave` ends it."""
+        """Begin a span on the compute lane; `leave` ends it.
+
+        after  ids of the spans that a wait waits for
+        """
         now = self._next_part()
         self._open.append((kind, stage, chunk, microbatch, after))
         self._sample(now)
@@ -144,13 +145,15 @@ class Recorder:
         self._sample(now)
 
     def cut(self) -> tuple[int, ...]:
-        """End the current part and go on with a new one. Returns ``after`` for what starts here."""
+        """End the current part and begin a new one. Returns the ``after`` of a call or job that is
+        launched at this point: the id of the part that ended, if there was one.
+        """
         if self._open:
             self._sample(self._next_part())
         return (self._last,) if self._last >= 0 else ()
 
     def was_waiting(self, after: tuple) -> None:
-        """What is open since the last cut has been a wait, for the spans ``after``."""
+        """The time since the last cut turns out to have been a wait for the spans ``after``."""
         _, *place, _ = self._open[-1]
         self._open[-1] = ("wait", *place, after)
 
@@ -166,36 +169,41 @@ class Recorder:
             self.leave()
 
     def _next_part(self) -> Any:
-        """The mark at which the part that is open ends, and the next one begins."""
+        """The mark at which the current part, if there is one, ends and the next one begins."""
         now = self.clock.mark()
         if self._open:
             self._last = next(self._ids)
-            *what, after = self._open[-1]
-            self._spans.append((self._last, self.step, "compute", *what, self._began, now, after))
+            *names, after = self._open[-1]
+            self._spans.append((self._last, self.step, "compute", *names, self._began, now, after))
         self._began = now
         return now
 
     # ---- other lanes --------------------------------------------------------------------------
     def launch(self, lane: str, after: tuple, start: Any) -> int:
-        """Write down that a collective was launched; `completed` says later when it ended."""
+        """Record that a collective was launched at the mark ``start``; `completed` or `settled`
+        adds its end. Returns the id of its span.
+        """
         span = next(self._ids)
         self._spans.append((span, self.step, lane, "comm", 0, 0, -1, start, None, after))
         return span
 
     def completed(self, span: int, end: Any) -> None:
-        """May be called from another thread: it stores one value."""
+        """The collective ended at the mark ``end``. Safe in any thread: it stores one value."""
         self._comm_ends[span] = end
 
     def settled(self, span: int, end: Any = None) -> None:
-        """The wait for ``span`` is over: it ends now, unless its own signal said when."""
+        """A collective was waited for: unless `completed` has recorded its end, it ended at the
+        mark ``end``, by default now.
+        """
         self._comm_ends.setdefault(span, self.clock.host() if end is None else end)
 
     def queued(
         self, lane: str, after: tuple, *, op: str = "copy", category: str = "", size: int = 0
     ) -> int:
-        """Work was handed to a lane that another thread runs; `worked` says later when it was done.
+        """Record that a job was handed to a lane; `worked` adds when the lane ran it. Returns the
+        id of its span.
 
-        op  "copy", "read" or "write" of ``size`` bytes; "optimizer" and "compute" move none
+        op  "copy", "read" or "write" of ``size`` bytes; "optimizer" and "compute" move no bytes
         """
         kind = op if op in ("optimizer", "compute") else "copy"
         span, now = next(self._ids), self.clock.host()
@@ -205,18 +213,21 @@ class Recorder:
         return span
 
     def worked(self, span: int, start: Any, end: Any, cost: float | None) -> None:
-        """When queued work was done, and its cost in seconds, by default what lies between. Safe in
-        any thread.
+        """A job ran between these marks, at this cost in seconds; None: the time between them.
+        Safe in any thread.
         """
         self._lane_work[span] = (start, end, cost)
 
     def call(self, row: tuple) -> None:
-        """One ledger row: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
+        """Record a collective: call, op, axis, ranks, peer, level, phase, payload, wire, span."""
         self._calls.append((self.step, *row))
 
     # ---- steps and export -----------------------------------------------------------------------
     def begin_step(self, step: int, *, waits: bool = True) -> None:
-        """``waits``: for the device, which paralab's own steps have left idle."""
+        """Open a step.
+
+        waits  the host may wait until the device is idle, which paralab's own steps leave it
+        """
         self.step = step
         self.clock.anchor(waits=waits)
         now = self.clock.mark()
@@ -228,7 +239,7 @@ class Recorder:
         self._sample(now)
 
     def end_step(self) -> None:
-        """Close the step, after its scalars were read and the device has nothing left to do."""
+        """Close the step. In paralab's own training the device has completed it by now."""
         step, start, beside = self._steps.pop()
         now = self.clock.mark()
         self._steps.append((step, start, now, self.clock.beside() - beside))
@@ -236,27 +247,27 @@ class Recorder:
         self.clock.resolve()
         if self.allocator is not None:
             row = self.allocator.row()
-            if self._allocated and self._allocated[-1][1] == step:  # it went on
+            if self._allocated and self._allocated[-1][1] == step:  # reopened by `go_on`
                 row = (*map(max, row[:-1], self._allocated.pop()[2:-1]), row[-1])
             self._allocated.append((self.rank, step, *row))
 
     def go_on(self) -> None:
-        """The step that has ended was not over: it goes on, and what was written down since, also
-        of the next one, is part of it.
+        """Reopen the step that ended last. All rows recorded since, also those of the next step,
+        become part of it.
         """
-        if len(self._steps[-1]) == 3:  # the next one has begun
+        if len(self._steps[-1]) == 3:  # the next step has begun
             self._steps.pop()
         step, start, _, beside = self._steps.pop()
         self._steps.append((step, start, self.clock.beside() - beside))
         self.step, later = step, step + 1
         self._spans = [(row[0], step, *row[2:]) if row[1] == later else row for row in self._spans]
         self._calls = [(step, *row[1:]) if row[0] == later else row for row in self._calls]
-        for at, sample in enumerate(self.samples):
+        for index, sample in enumerate(self.samples):
             if sample.step == later:
-                self.samples[at] = sample._replace(step=step)
+                self.samples[index] = sample._replace(step=step)
 
     def drop_step(self, kept: str = "") -> None:
-        """The open step was none: it leaves no row. ``kept``: but for its calls, "comm"."""
+        """Discard the open step and its rows; with ``kept`` = "comm" its collectives stay."""
         step = self._steps.pop()[0]
         self._spans = [row for row in self._spans if row[1] != step or row[3] == kept]
         self._calls = [row for row in self._calls if row[0] != step or kept]
@@ -264,25 +275,25 @@ class Recorder:
         self.samples[:] = [sample for sample in self.samples if sample.step != step]
 
     def tables(self) -> dict[str, dict[str, list]]:
-        """Everything written down, as columns; CUDA events become seconds here."""
-        clock, spans, where, calls = self.clock, [], {}, []
+        """All records as {table: {column: values}}; marks become seconds."""
+        clock, spans, times, calls = self.clock, [], {}, []  # times: {span: (start, end)}
         for span, step, lane, kind, *place, start, end, after in self._spans:
             end = self._comm_ends.get(span, start) if end is None else end
             start, end, cost = self._lane_work.get(span, (start, end, None))
             if cost is None:
                 cost = 0.0 if kind in ("wait", "comm") else clock.cost(start, end)
-            where[span] = clock.seconds(start), clock.seconds(end)
-            spans.append((span, self.rank, step, lane, kind, *place, *where[span], cost, after))
-        # What an `unwritten` block left is waited for by no span.
-        spans = [(*row, [a for a in after if a in where]) for *row, after in spans]
+            times[span] = clock.seconds(start), clock.seconds(end)
+            spans.append((span, self.rank, step, lane, kind, *place, *times[span], cost, after))
+        # ``after`` may name spans that an `unwritten` block has removed: leave them out.
+        spans = [(*row, [span for span in after if span in times]) for *row, after in spans]
         for step, call, op, axis, ranks, *row, span in self._calls:
             of_rank = (call, self.rank, step, op, axis, list(ranks))
-            calls.append((*of_rank, *row, *where[span], span))
-        copies = [(self.rank, *row[:-1], *where[row[-1]], row[-1]) for row in self._copies]
+            calls.append((*of_rank, *row, *times[span], span))
+        copies = [(self.rank, *row[:-1], *times[row[-1]], row[-1]) for row in self._copies]
         steps = [
-            (self.rank, step, clock.seconds(a), clock.seconds(b), max(beside, 0.0))
-            for step, a, b, beside in self._steps
+            (self.rank, step, clock.seconds(start), clock.seconds(end), max(beside, 0.0))
+            for step, start, end, beside in self._steps
         ]
         memory = rows(self.samples, clock, self.rank)
-        found = spans, calls, copies, memory, steps, self._allocated
-        return by_column(dict(zip(COLUMNS, found, strict=True)))
+        tables = spans, calls, copies, memory, steps, self._allocated
+        return by_column(dict(zip(COLUMNS, tables, strict=True)))

@@ -1,4 +1,4 @@
-"""What the ledger sampled, as rows of the table of memory. No torch here."""
+"""The ledger's samples, and the rows of the memory table made of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HELD = [("device", name) for name in CATEGORIES]
 
 
 class Sample(NamedTuple):
-    """What was alive at one moment of a step.
+    """The bytes that were alive at one moment of a step.
 
-    mark  the moment on the recorder's clock, at a span's boundary; None within a span
-    host  seconds of ``time.perf_counter``
+    mark  the moment on the recorder's clock if it is a span's boundary; None within a span
+    host  the moment in seconds of ``time.perf_counter``
     held  {category: bytes} on the device, in the order of CATEGORIES
-    away  {(tier, category): bytes} of what was offloaded from it
+    away  {(tier, category): bytes} of what was offloaded from the device
     """
 
     step: int
@@ -33,23 +33,23 @@ class Sample(NamedTuple):
 
 
 def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
-    """(rank, step, time, tier, category, bytes), for every category there is or has been.
+    """(rank, step, time, tier, category, bytes), for every category that has had bytes so far.
 
-    Times rise strictly, so that a time is one sample. Within a span a sample was taken by the
-    host's clock; on a GPU the span runs later, and the sample lies as far into it as the host was
-    between launching its beginning and its end.
+    Times rise strictly, so that each time belongs to one sample. A sample within a span has only
+    the time of the host, which on a GPU is ahead of the device. Its time on the device is
+    interpolated between the nearest samples that have both.
     """
     import numpy as np
 
     table: list[tuple] = []
     seen: set[tuple[str, str]] = set()
     last = float("-inf")
-    moments = [(one.host, clock.seconds(one.mark)) for one in samples if one.mark is not None]
-    times = np.interp([one.host for one in samples], *zip(*moments, strict=True)) if samples else ()
-    for (step, mark, _, held, away), between in zip(samples, times, strict=True):
-        when = float(between) if mark is None else clock.seconds(mark)
-        last = when = max(when, last + 1e-7)
-        found = [*zip(HELD, held.values(), strict=True), *away.items()]
-        seen.update([key for key, size in found if size])
-        table += [(rank, step, when, *key, size) for key, size in found if key in seen]
+    marked = [(s.host, clock.seconds(s.mark)) for s in samples if s.mark is not None]
+    times = np.interp([s.host for s in samples], *zip(*marked, strict=True)) if samples else ()
+    for (step, mark, _, held, away), interpolated in zip(samples, times, strict=True):
+        time = float(interpolated) if mark is None else clock.seconds(mark)
+        last = time = max(time, last + 1e-7)
+        sizes = [*zip(HELD, held.values(), strict=True), *away.items()]
+        seen.update([key for key, size in sizes if size])
+        table += [(rank, step, time, *key, size) for key, size in sizes if key in seen]
     return table

@@ -23,7 +23,7 @@ from paralab.interpret.folding import Fold, Item, Line, fold
 from paralab.programs.instructions import COLLECTIVES, COMPUTE, WAIT, Instr
 from paralab.view.theme import scaled
 
-SIGNS = {"+": "added", "-": "left out", "↕": "at another place", "~": "keeps or frees other values"}
+SIGNS = {"+": "added", "-": "removed", "↕": "moved", "~": "keeps or frees other values"}
 
 
 class Change(NamedTuple):
@@ -98,7 +98,7 @@ class Difference:
         """Which programs they are, and how many instructions are the same."""
         return [
             f"from {self.before.title}",
-            f"to   {self.after.title}; {self.same} of both are the same, waits left out",
+            f"to   {self.after.title}; {self.same} instructions are in both, not counting WAITs",
         ]
 
     def __repr__(self) -> str:

@@ -119,9 +119,9 @@ class Files:
             with contextlib.suppress(OSError):
                 room = f" ({shutil.disk_usage(self.folder).free / 1e6:,.0f} MB free there)"
             raise OSError(
-                f"offload cannot {what} {self.folder / name}: {why}{room}. Checkpoints of this run "
-                "are as they were: resume from the last one, with offload's folder on a disk that "
-                "has room and stays"
+                f"offload cannot {what} {self.folder / name}: {why}{room}. The checkpoints of this "
+                "run are intact: resume from the last one, with offload's folder on a disk that "
+                "has enough room and stays available"
             ) from error
 
 

@@ -167,7 +167,7 @@ class Sums:
         at = self.added_at[v[1]]
         why = f"the gradient of {self.parameters(v[1])} is never summed {over_ranks}, so "
         last = self.names.instruction(self.code[at])
-        legal = f"{call} behind position {at}, {last!r}, which adds to it last"
+        legal = f"{call} after position {at}, {last!r}, which adds to it last"
         raise self.refuse(position, why + _without(lane), legal)
 
     def _require_contents(self, position: int, v: Value, unit: int) -> None:
@@ -295,7 +295,9 @@ def _without(lane: str) -> str:
     if lane == "ends":
         return "its two copies would become different"
     # tp ranks with a copy of one parameter process parts of the sequence, or of the micro-batch
-    return f"every rank would follow its own {'tokens' if lane.startswith('tp') else 'samples'}"
+    return (
+        f"every rank would train on its own {'tokens' if lane.startswith('tp') else 'samples'} only"
+    )
 
 
 def _lane(axis: Axis) -> str:

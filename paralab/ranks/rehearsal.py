@@ -9,7 +9,7 @@ from __future__ import annotations
 from paralab.instruments.ledger import Ledger
 from paralab.instruments.measure import one_rank, one_step
 
-_rank, _text, _spent = one_rank((1, 8, 1, 8, 1), "cpu")
+_rank, _batch, _marks = one_rank((1, 8, 1, 8, 1), "cpu")
 with Ledger(_rank.recorder):
-    one_step(_rank, _text, _spent)
-del _rank, _text, _spent
+    one_step(_rank, _batch, _marks)
+del _rank, _batch, _marks

@@ -297,6 +297,7 @@ class Plan(Description):
         if self.zero_stage == 3 and self.pp > 1:
             warnings.warn(
                 f"zero_stage=3 with pp={self.pp}: a stage's parameters are gathered again for "
-                f"every action, 2*{self.microbatches} times a step; zero_stage=1 moves them once",
+                f"every action, 2*{self.microbatches} times a step; with zero_stage=1 they are "
+                "gathered once a step",
                 stacklevel=2,
             )

@@ -342,8 +342,8 @@ ZERO = (
     Rule(
         "grad_sync",
         lambda s: (s.zero_stage == 0) | (s.grad_sync == "overlapped"),
-        "zero_stage={s.zero_stage} brings its own way of adding gradients up, a reduce-scatter to "
-        "the rank that keeps the sum",
+        "zero_stage={s.zero_stage} sums gradients by reduce-scatters, after which each rank has "
+        "its shard of the sum",
         "'overlapped', or zero_stage=0",
     ),
 )

@@ -186,8 +186,8 @@ unsummed.diff(pl.program(model, plan.replace(grad_sync="bucketed")))
 # * **overlapped**: the all-reduce of a bucket starts as soon as backward has completed it.
 #
 # In the overlapped form an all-reduce cannot start before the gradients of its bucket are complete.
-# The last line of the listing of `unsummed` says where that is for bucket 0 (“behind position 11”
-# means after it). After which position may the all-reduce of bucket 3 start, at the earliest?
+# The last line of the listing of `unsummed` says where that is for bucket 0. After which position
+# may the all-reduce of bucket 3 start, at the earliest?
 
 # %%
 first = pl.exercises.guess("first position for the sum of bucket 3", low=0, high=21, decimals=0)
