@@ -16,7 +16,7 @@ from paralab.report.paradigm import (
     REDUCTIONS,
     any_made_of,
     backwards,
-    form,
+    describe_axis,
     in_parts,
     made_of,
     mb,
@@ -101,7 +101,7 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     found: dict[str, list[str]] = {}  # what is said: axes
     collectives = calls[~calls["op"].isin(POINT_TO_POINT)]
     for axis in sorted(set(collectives["axis"])):
-        found.setdefault(form(report, collectives, axis), []).append(axis)
+        found.setdefault(describe_axis(report, collectives, axis), []).append(axis)
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
         said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])

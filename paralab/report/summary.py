@@ -108,7 +108,7 @@ def _of_copies(report: Tables, n: int) -> Iterable[Row]:
         yield "host's processor at work", busy * 1e3, "ms"
     if in_outline(report) or lanes.isin(COPY_LANES).any():
         parts = [metrics.copy_shares(report, step) for step in steps]
-        part = metrics.middle(parts, metrics.COPIED)
+        part = metrics.medians(parts, metrics.COPIED)
         if part["copies"] > 0:
             hidden = 100 * part["hidden"] / part["copies"]
             yield "of the copies hidden behind compute", hidden, "%"

@@ -191,8 +191,8 @@ def _quantities(report: Tables) -> dict[str, float]:
     """
     steps, spans, calls = about.measured_steps(report), report.spans, about.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
-    waited = metrics.middle([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
-    copies = metrics.middle([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
+    waited = metrics.medians([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
+    copies = metrics.medians([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
     here = spans[spans["lane"] == "compute"]
     seconds = metrics.seconds_of(report, here).groupby([here["step"], here["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
