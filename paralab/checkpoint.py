@@ -95,7 +95,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
         if rank == 0:
             checkpoints.sweep(folder)
             written.mkdir()
-        shares = boxes.shared_out(everyones(list(held)))
+        shares = boxes.assigned(everyones(list(held)))
         mine, file, wrote, failed = shares[rank], boxes.file_of(rank), None, ""
         try:
             wrote = boxes.write(written / file, mine, (held[box[:3]].cpu() for box in mine))
@@ -151,7 +151,7 @@ def load(trainer: Any, folder: str) -> None:
         files: dict[str, Any] = {}
         for (name, offsets, sizes), values in _held(trainer.pieces()).items():
             for box in found.tensors[name].boxes:
-                if both := boxes.common(offsets, sizes, box):
+                if both := boxes.intersection(offsets, sizes, box):
                     if box.file not in files:
                         file = safe_open(found.folder / box.file, framework="pt")
                         files[box.file] = opened.enter_context(file)
