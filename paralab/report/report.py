@@ -1,8 +1,8 @@
 """Report: one type for what a run, a replay, a prediction or a dry run recorded.
 
 The data are `tables.Tables`; figures, comparisons and checks take these. `Report` adds the methods
-that users call. It imports figures and theory only when such a method is used, and no module that it
-imports depends on it.
+that users call. It imports figures and theory only when such a method is used, and no module that
+it imports depends on it.
 """
 
 from __future__ import annotations
