@@ -31,9 +31,7 @@ had no memory left (dmesg tells); fewer ranks or a smaller model would fit"""
 
 
 class Refused(Exception):
-    """A setting is illegal, as only a rank can find out. The caller of the launch gets it as a
-    ValueError.
-    """
+    """A setting that only a rank can find illegal; the caller of the launch gets a ValueError."""
 
 
 class Failure(NamedTuple):
@@ -100,9 +98,7 @@ def describe(
 
 
 def _traceback(error: BaseException, hide: str) -> str:
-    """The traceback from the user's outermost frame on. If no frame is the user's, the error is
-    paralab's own, and all frames are shown.
-    """
+    """The traceback from the user's outermost frame on, or all of it if no frame is the user's."""
     frames = error.__traceback__
     while frames is not None and (
         frames.tb_frame.f_code.co_filename == hide

@@ -19,9 +19,7 @@ _kept = ContextVar("kept", default=KEEP_BYTES)
 
 @contextmanager
 def keeping(count: int) -> Iterator[None]:
-    """Launches within the block show ``count`` bytes of the beginning and of the end of a rank's
-    output.
-    """
+    """In the block, launches show the first and the last ``count`` bytes of each rank's output."""
     before = _kept.set(count)
     try:
         yield

@@ -130,11 +130,7 @@ def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[s
 
 
 def _read(name: str, column: str, values: Any) -> Any:
-    """The checked values of a column: as a list, or unchanged if they are a NumPy array of numbers.
-
-    The values of a list are checked all at once; only if that fails are they checked one by one, to
-    convert them or to name the row that is wrong.
-    """
+    """The checked values of a column: a list, or the given NumPy array if it holds numbers."""
     kind = COLUMNS[name][column]
     if hasattr(values, "to_numpy"):
         values = values.to_numpy()
@@ -165,7 +161,7 @@ def _read(name: str, column: str, values: Any) -> Any:
 
 
 def _all_are(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether all values are exactly of this type and in its range."""
+    """Whether all values are of this type and in its range: fast, as most columns need no more."""
     if not set(map(type, values)) <= {kind}:
         return False
     if kind is tuple:

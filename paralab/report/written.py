@@ -24,9 +24,7 @@ def check(name: str, path: object) -> None:
 
 
 def check_folder(name: str, path: object, legal: str) -> Path:
-    """The folder at ``path``, made if there is none. Raises ``ValueError`` if no file can be
-    written in it; ``legal`` says what would be legal.
-    """
+    """The folder at ``path``, made if need be. Raises ``ValueError`` if it cannot be written to."""
     folder, why = checks.path(name, path, legal).absolute(), "no folder can be made there"
     try:
         folder.mkdir(parents=True, exist_ok=True)
