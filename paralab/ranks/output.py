@@ -75,9 +75,9 @@ class RankOutput:
         self._tail.append(line)
         self._tail_left -= len(line)
         while self._tail_left < 0 and len(self._tail) > 1:
-            gone = len(self._tail.popleft())
-            self._tail_left += gone
-            self._dropped += gone
+            dropped = len(self._tail.popleft())
+            self._tail_left += dropped
+            self._dropped += dropped
 
     def _show_head(self) -> None:
         if self._head:

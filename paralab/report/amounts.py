@@ -201,8 +201,8 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
         not_saved = any(str(part).startswith(OWN_FORM) for part in parts)  # only its name was
         if report.model is not None and not not_saved:
             optimizer = report.meta.get("optimizer", "adamw")
-            how = {"optimizer": optimizer, "rank": highest.rank, "gloo": _gloo(report)}
-            program = quick.peak(report.model, plan, **how)
+            settings = {"optimizer": optimizer, "rank": highest.rank, "gloo": _gloo(report)}
+            program = quick.peak(report.model, plan, **settings)
         columns = {"program": program, **columns}
     categories = dict.fromkeys([*CATEGORIES, *highest.held, *columns.get("program", ())])
     table = pd.DataFrame(

@@ -152,9 +152,9 @@ def check_file(file: Path, boxes: Iterable[Box]) -> None:
         with safe_open(file, framework="np") as opened:
             for box in boxes:
                 part = opened.get_slice(box.key)
-                found = part.get_dtype(), tuple(part.get_shape())
-                if found != (DTYPE, box.sizes):
-                    raise ValueError(f"{box.key!r} in it is {found}, not {(DTYPE, box.sizes)}")
+                actual = part.get_dtype(), tuple(part.get_shape())
+                if actual != (DTYPE, box.sizes):
+                    raise ValueError(f"{box.key!r} in it is {actual}, not {(DTYPE, box.sizes)}")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"safetensors cannot read it ({error})") from None
 

@@ -167,8 +167,8 @@ def find(path: object) -> Checkpoint:
     for name, (size, _) in checkpoint.files.items():
         if not (folder / name).is_file():
             damaged(folder / name, "the file is missing")
-        if (found := (folder / name).stat().st_size) != size:
-            damaged(folder / name, f"the file has {found} bytes, {size} were written")
+        if (actual := (folder / name).stat().st_size) != size:
+            damaged(folder / name, f"the file has {actual} bytes, {size} were written")
     file, stored = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
     for name, file_boxes in groupby(sorted(stored, key=file), file):
         if name not in checkpoint.files:

@@ -102,8 +102,8 @@ def idle_shares(report: Tables, step: int) -> dict[int, float]:
 
 
 def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
-    """{rank: (start of its first forward, end of its last backward, seconds of compute between,
-    the longest such time of a rank in its pipeline)}
+    """{rank: (start of its first forward, end of its last backward, seconds of compute between
+    them, T of its pipeline as in `bubble`)}
     """
     # Figures call this often; tables never change, so the report caches the result.
     cache = vars(report).setdefault("_parts", {})

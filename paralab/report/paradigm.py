@@ -210,7 +210,7 @@ def made_of(report: Tables, what: str, rank: int = 0) -> Any:
 
 def any_made_of(report: Tables, what: str) -> bool:
     """Whether `made_of` finds ``what`` on any rank."""
-    return any(found.get(what) for found in report.meta.get("observed", ()))
+    return any(facts.get(what) for facts in report.meta.get("observed", ()))
 
 
 def whole_number(times: float) -> int:

@@ -40,8 +40,8 @@ def check(tiers: Offload | None, needed: int) -> None:
     written.check_folder(field, base, legal)
     free = shutil.disk_usage(base).free
     if needed > free:
-        takes, there = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
-        why = f"this plan's files take {takes}, and {there} are free there"
+        takes, available = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
+        why = f"this plan's files take {takes}, and {available} are free there"
         raise illegal(field, str(base), why, legal)
 
 
@@ -54,16 +54,16 @@ def folder(tiers: Offload | None) -> Iterator[str | None]:
     base = _base(tiers)
     _sweep(base)
     new = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=base))
-    mine = new
+    current = new
     try:
         with open(new / _LOCK, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            mine = new.rename(base / new.name.replace(_UNLOCKED, NAME, 1))
-            yield str(mine)
+            current = new.rename(base / new.name.replace(_UNLOCKED, NAME, 1))
+            yield str(current)
     finally:
         for _ in range(20):  # a rank that was stopped may still be writing
-            shutil.rmtree(mine, ignore_errors=True)
-            if not mine.exists():
+            shutil.rmtree(current, ignore_errors=True)
+            if not current.exists():
                 break
             time.sleep(0.05)
 

@@ -33,8 +33,8 @@ def achieved(report: Tables) -> dict[str, float]:
     model, scaled = report.model, "compute" in report.meta
     if model is None or model.block is not None or scaled or not seconds > 0:
         return {}
-    how = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
-    return training.utilisation(model, plan.global_batch, peak=1.0, **how)._asdict()
+    settings = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
+    return training.utilisation(model, plan.global_batch, peak=1.0, **settings)._asdict()
 
 
 def utilisation(report: Tables) -> dict[str, float]:

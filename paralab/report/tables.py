@@ -119,9 +119,11 @@ def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[s
     missing = [c for c in kinds if c not in rows]
     unknown = [str(c) for c in rows if c not in kinds]
     if missing or unknown:
-        said = [f"lacks {', '.join(missing)}"] * bool(missing)
-        said += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
-        raise ValueError(f"table {name}: {' and '.join(said)}; legal columns: {', '.join(kinds)}")
+        problems = [f"lacks {', '.join(missing)}"] * bool(missing)
+        problems += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(
+            f"table {name}: {' and '.join(problems)}; legal columns: {', '.join(kinds)}"
+        )
     lists = {column: _read(name, column, rows[column]) for column in kinds}
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{column} {len(values)}" for column, values in lists.items())
