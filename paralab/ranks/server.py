@@ -126,7 +126,7 @@ class RankServer:
         return not self._in_request and self._process.poll() is None
 
     def get_ready(self, look: Callable[[], None] = lambda: None, *, to_train: bool = False) -> None:
-        """Wait until the server has loaded the modules of ESSENTIAL, with ``to_train`` also TO_TRAIN.
+        """Wait until the server has loaded ESSENTIAL; with ``to_train`` also TO_TRAIN.
 
         look  called ten times a second; it may raise to end the waiting
         Raises ``RuntimeError`` with the traceback of an import that failed; ``EOFError`` or
