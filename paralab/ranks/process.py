@@ -224,6 +224,7 @@ def _text(fd: int) -> TextIO:
 def _work(
     rank: int, task: dict[str, Any], folder: str, launcher: _Launcher, notes: Notebook
 ) -> Any:
+    """Join the other ranks, call the launched function, and return its result."""
     world_size = task["ranks"]
     try:
         cards = [] if task["device"] == "cpu" else [(0, card(r)) for r in range(world_size)]

@@ -151,7 +151,7 @@ def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> S
     return Standing(rank, f"in {call}, {place}" if call else place, call, with_)
 
 
-def hung(standings: Sequence[Standing], seconds: float) -> RankTimeout:
+def hang_error(standings: Sequence[Standing], seconds: float) -> RankTimeout:
     """The error of a launch in which no rank gave a sign of life for ``seconds``."""
     lines = "\n".join(f"  rank {s.rank}: {s.text}" for s in standings)
     return RankTimeout(
@@ -172,25 +172,25 @@ def sentence(standings: Sequence[Standing]) -> str:
             groups.setdefault((s.call, missing), []).append(s.rank)
     clauses = []
     for (call, missing), waiting in groups.items():
-        others = ranks(missing) if missing else "one another; do their calls and sizes agree?"
+        others = rank_names(missing) if missing else "one another; do their calls and sizes agree?"
         if not missing and len(waiting) == 1:
             others = "its peer"
         if returned := [r for r in missing if r in finished]:
-            others += f" ({ranks(returned)} already returned)"
+            others += f" ({rank_names(returned)} already returned)"
         verb = "waits" if len(waiting) == 1 else "wait"
-        clauses.append(f"{ranks(waiting)} {verb} in {call} for {others}")
+        clauses.append(f"{rank_names(waiting)} {verb} in {call} for {others}")
     if clauses:
         return "; ".join(clauses)
     busy = [s for s in standings if not s.call and not s.finished]
-    who, single = ranks([s.rank for s in busy]), len(busy) == 1
+    who, single = rank_names([s.rank for s in busy]), len(busy) == 1
     if any(s.nccl for s in busy):
         gpu, host = ("its GPU", "its host waits") if single else ("their GPUs", "their hosts wait")
         return f"{who} may wait for {gpu}, where a call of NCCL may hang; {host} in no call"
     return f"no rank waits for another, {who} {'is' if single else 'are'} busy"
 
 
-def ranks(numbers: Sequence[int]) -> str:
-    """ "rank 2", "ranks 0, 1, 3", "ranks 0-7"."""
+def rank_names(numbers: Sequence[int]) -> str:
+    """Ranks in words: "rank 2", "ranks 0, 1, 3", "ranks 0-7"."""
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     if len(numbers) > 3 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):

@@ -30,7 +30,7 @@ from paralab.ranks.failure import Failure, died, root_cause
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
 from paralab.ranks.server import LOOK_SECONDS, RankServer
-from paralab.ranks.waits import Standing, hung, main_stack, ranks, standing
+from paralab.ranks.waits import Standing, hang_error, main_stack, rank_names, standing
 
 START_SECONDS = 300.0  # for all ranks to start, before it counts as a hang: imports may be slow
 GRACE_SECONDS = 0.25  # after a failure that another one caused, for that other one to arrive
@@ -238,7 +238,7 @@ class Run:
                 stack = main_stack(dumps[index], thread)
                 at = standing(index, len(self.ranks), note, stack)._replace(nccl=rank.nccl)
             standings.append(at)
-        return hung(standings, limit)
+        return hang_error(standings, limit)
 
     def interrupted(self) -> str:
         """ "interrupted", and the ranks that were in a line of the user's code, by that line."""
@@ -251,7 +251,7 @@ class Run:
             if any(frame.own for frame in stack):
                 text = standing(index, len(self.ranks), note, stack).text
                 ranks_at.setdefault(text, []).append(index)
-        lines = (f"{ranks(numbers)}: {text}" for text, numbers in ranks_at.items())
+        lines = (f"{rank_names(numbers)}: {text}" for text, numbers in ranks_at.items())
         return "; ".join(["interrupted", *lines])
 
     def _stacks(self, seconds: float) -> dict[int, str]:

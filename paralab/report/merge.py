@@ -13,7 +13,7 @@ from typing import Any
 
 from paralab.checks import illegal
 from paralab.parallel.layouts import holding
-from paralab.ranks.waits import ranks
+from paralab.ranks.waits import rank_names
 from paralab.report import tables
 from paralab.spec import ModelSpec, Plan
 
@@ -103,7 +103,7 @@ def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapp
     runs = {part.get("run_id") for part in parts}
     if len(runs) > 1:
         whose = "; ".join(
-            f"{ranks(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
+            f"{rank_names(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
             for run in sorted(runs, key=str)
         )
         raise ValueError(f"these parts belong to different runs ({whose}); keep one folder per run")
@@ -115,10 +115,10 @@ def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapp
     if unknown:
         raise ValueError(f"{expected}, but there is a part of rank {unknown[0]!r}")
     if twice:
-        raise ValueError(f"{expected}, but {ranks(twice)} wrote more than one part")
+        raise ValueError(f"{expected}, but {rank_names(twice)} wrote more than one part")
     if missing:
         raise ValueError(
-            f"{expected}, but there is no part of {ranks(missing)}; every rank must write one"
+            f"{expected}, but there is no part of {rank_names(missing)}; every rank must write one"
         )
     return sorted(parts, key=lambda part: part["rank"])
 
