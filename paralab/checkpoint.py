@@ -97,7 +97,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
         if rank == 0:
             checkpoints.sweep(folder)
             unpublished.mkdir()
-        shares = boxes.shared_out(gathered(list(held)))
+        shares = boxes.assigned(gathered(list(held)))
         mine, file, facts, failure = shares[rank], boxes.file_of(rank), None, ""
         try:
             facts = boxes.write(unpublished / file, mine, (held[box[:3]].cpu() for box in mine))
@@ -154,7 +154,7 @@ def load(trainer: Any, folder: str) -> None:
         files: dict[str, Any] = {}
         for (name, offsets, sizes), values in _held(trainer.pieces()).items():
             for box in checkpoint.tensors[name].boxes:
-                if overlap := boxes.common(offsets, sizes, box):
+                if overlap := boxes.intersection(offsets, sizes, box):
                     if box.file not in files:
                         file = safe_open(checkpoint.folder / box.file, framework="pt")
                         files[box.file] = opened.enter_context(file)

@@ -205,7 +205,7 @@ def test_under_every_pair_of_settings_what_the_ranks_write_tiles_every_tensor():
             kept = [(f"weight/{p.name}", p.offsets, tuple(p.weight.shape)) for p in pieces(state)]
             held.append(kept)
         asked = checkpoints.shapes(model, "sgd")
-        index = boxes.index(asked, chain(*boxes.shared_out(held)))
+        index = boxes.index(asked, chain(*boxes.assigned(held)))
         for name, said in json.loads(json.dumps(index)).items():
             assert boxes.stored(name, said).shape == asked[name], (name, plan)
 

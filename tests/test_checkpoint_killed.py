@@ -68,7 +68,7 @@ def write(folder: Path, step: int) -> None:
     checkpoints.sweep(folder)
     written = checkpoints.scratch(folder, step)
     written.mkdir()
-    [share] = boxes.shared_out([[("weight/a", (0,), (1,))]])
+    [share] = boxes.assigned([[("weight/a", (0,), (1,))]])
     facts = boxes.write(written / FILE, share, [np.float32([step])])
     about = {"model": MODEL.to_dict(), "plan": PLAN.to_dict(), "optimizer": "sgd", "seed": 0,
              "lr": 0.1, "global_batch": 2, "data": "", "step": step, "counters": {},

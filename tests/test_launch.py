@@ -411,8 +411,8 @@ def test_ranks_that_train_are_born_with_what_an_optimizer_imports_whatever_was_i
 @forks
 def test_the_library_s_own_training_does_not_wait_for_what_an_optimizer_imports(house) -> None:
     pl.run(pl.ModelSpec(layers=1, hidden=8, heads=1, seq_len=4), pl.Plan(), progress=False)
-    asked = house.server()._asked
-    assert ESSENTIAL in asked and TO_TRAIN not in asked
+    requested = house.server()._requested
+    assert ESSENTIAL in requested and TO_TRAIN not in requested
 
 
 def test_a_failing_import_is_shown_not_hidden(tmp_path: Path, monkeypatch, house) -> None:

@@ -298,15 +298,15 @@ def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(
 
 def test_a_rank_whose_calls_run_on_its_gpu_may_wait_for_it(monkeypatch) -> None:
     """Over NCCL a host is not in the call that hangs, but where it needs the result."""
-    hear = watch.Run._hear
+    receive = watch.Run._receive
 
-    def hears_so(run, rank) -> None:
-        hear(run, rank)
+    def receive_nccl_too(run, rank) -> None:
+        receive(run, rank)
         real, rank.control = rank.control, SimpleNamespace(recv=lambda: ("nccl",))
-        hear(run, rank)
+        receive(run, rank)
         rank.control = real
 
-    monkeypatch.setattr(watch.Run, "_hear", hears_so)
+    monkeypatch.setattr(watch.Run, "_receive", receive_nccl_too)
     with one_clear_error(pl.RankTimeout) as caught:
         pl.launch(block, ranks=2, timeout=0.5)
     assert "ranks 0, 1 may wait for their GPUs" in str(caught.value)

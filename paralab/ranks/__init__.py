@@ -1,1 +1,1 @@
-"""Ranks as processes: how they are born, watched, heard and ended; `paralab.launch` leads in."""
+"""Ranks as processes: how they are started, watched and ended; `paralab.launch` uses all of it."""

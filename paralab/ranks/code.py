@@ -1,8 +1,9 @@
-"""What is sent to a rank by value: functions and classes of a notebook, and where they stand.
+"""Pickling what a rank receives by value: the functions and classes of a notebook or script.
 
-cloudpickle leaves the file of such code out from version 3.1.3 on. A traceback on a rank shows the
-cell and its line, and needs the name under which the notebook's kernel knows the cell. A function
-with a cache (functools.cache) would travel as its name: it is made again, with an empty cache.
+cloudpickle omits the file name of such code from version 3.1.3 on. This pickler keeps it: by that
+name a traceback on a rank finds the notebook cell and shows its line. A function with a cache
+(functools.cache) would be pickled by its name, which a rank cannot import; this pickler sends the
+function itself, and the rank gives it an empty cache.
 """
 
 from __future__ import annotations
@@ -17,60 +18,60 @@ from typing import Any
 import cloudpickle
 
 
-def placed(file: str, kind: Any, args: tuple) -> CodeType:
-    """Code as it was made, with the name of its file."""
-    return kind(*args).replace(co_filename=file)
+def code_with_file(file: str, make: Any, args: tuple) -> CodeType:
+    return make(*args).replace(co_filename=file)
 
 
-def _reduce(code: CodeType) -> tuple:
-    kind, args, *_ = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return placed, (code.co_filename, kind, args)
+def _reduce_code(code: CodeType) -> tuple:
+    make, args, *_ = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return code_with_file, (code.co_filename, make, args)
 
 
-def kept(function: Callable[..., Any], name: str) -> functools.cached_property:
-    """A cached property, which holds a lock in Python 3.11."""
+def new_cached_property(function: Callable[..., Any], name: str) -> functools.cached_property:
     made = functools.cached_property(function)
     made.attrname = name
     return made
 
 
-def _reduce_kept(value: functools.cached_property) -> tuple:
-    return kept, (value.func, value.attrname)
+def _reduce_cached_property(value: functools.cached_property) -> tuple:
+    """In Python 3.11 the object itself holds a lock, which cannot be pickled."""
+    return new_cached_property, (value.func, value.attrname)
 
 
-CACHED = (type(functools.cache(_reduce)),)
+LRU_CACHE = (type(functools.cache(_reduce_code)),)
 
 
-def cached(how: dict[str, Any], make: Callable[..., Any], args: tuple) -> Any:
-    """The cache around a function whose globals are still to come: it may be one of them itself."""
-    return functools.lru_cache(**how)(make(*args))
+def with_cache(parameters: dict[str, Any], make: Callable[..., Any], args: tuple) -> Any:
+    """A function with its cache, still without globals: the function may be one of them itself."""
+    return functools.lru_cache(**parameters)(make(*args))
 
 
-def filled(function: Any, state: tuple) -> None:
-    fill, own = state
-    fill(function.__wrapped__, own)
-    functools.update_wrapper(function, function.__wrapped__)
+def fill(cached: Any, state: tuple) -> None:
+    """Give the function inside the cache its state: globals, defaults, docstring."""
+    fill_function, function_state = state
+    fill_function(cached.__wrapped__, function_state)
+    functools.update_wrapper(cached, cached.__wrapped__)
 
 
 class _Pickler(cloudpickle.Pickler):
     dispatch_table = ChainMap(
-        {CodeType: _reduce, functools.cached_property: _reduce_kept},
+        {CodeType: _reduce_code, functools.cached_property: _reduce_cached_property},
         cloudpickle.Pickler.dispatch_table,
     )
 
     def reducer_override(self, value: Any) -> Any:
-        made = NotImplemented
-        if isinstance(value, CACHED) and value.__module__ == "__main__":
-            made = super().reducer_override(value.__wrapped__)
-        if made is NotImplemented:
+        reduced = NotImplemented
+        if isinstance(value, LRU_CACHE) and value.__module__ == "__main__":
+            reduced = super().reducer_override(value.__wrapped__)
+        if reduced is NotImplemented:
             return super().reducer_override(value)
-        make, args, state, *_, fill = made
-        how = value.cache_parameters()
-        return cached, (how, make, args), (fill, state), None, None, filled
+        make, args, state, *_, fill_function = reduced
+        parameters = value.cache_parameters()
+        return with_cache, (parameters, make, args), (fill_function, state), None, None, fill
 
 
 def pickled(value: Any) -> bytes:
-    """``value`` as bytes that a rank can load. Raises what cannot be pickled."""
+    """``value`` as bytes that a rank can load. Raises the pickler's error if it cannot be."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

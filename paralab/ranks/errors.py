@@ -1,11 +1,11 @@
-"""What a launch can end with; `pl` shows these names."""
+"""The errors with which a launch can end; most are names of `pl`."""
 
 from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """A rank failed. ``rank``: which one; ``traceback``: its own traceback, as text; ``status``: of
-    the process, if it called sys.exit, else 1.
+    """A rank failed. ``rank``: its number; ``traceback``: its own traceback, as text; ``status``:
+    the exit status if it called sys.exit, otherwise 1.
     """
 
     def __init__(
@@ -16,7 +16,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError):
-    """No rank gave a sign of life. ``waiting``: {rank: where it stands}."""
+    """No rank gave a sign of life. ``waiting``: {rank: the call or line in which it is blocked}."""
 
     def __init__(self, message: str, *, waiting: dict[int, str] | None = None) -> None:
         super().__init__(message)
@@ -34,8 +34,8 @@ class Stopped(RuntimeError):
 
 
 def interrupted(error: KeyboardInterrupt, words: str) -> KeyboardInterrupt:
-    """The interrupt with these words at its end, and without the frames that it came through:
-    where the library was says nothing. Another kind, as of a signal, keeps its own words.
+    """The interrupt with ``words`` added to its message, and without its traceback: the library's
+    own lines would not help the user. A subclass, such as a signal handler's, keeps its message.
     """
     if type(error) is KeyboardInterrupt and words:
         error.args = ("; ".join([*map(str, error.args), words]),)
@@ -43,12 +43,12 @@ def interrupted(error: KeyboardInterrupt, words: str) -> KeyboardInterrupt:
 
 
 class Nested(RuntimeError):
-    """A rank asked for ranks."""
+    """A rank itself called a function that launches ranks."""
 
 
 class OutOfMemory(RuntimeError):
-    """An allocation failed. ``rank``: where; ``traceback``: in which lines; ``table``: what holds
-    the memory, by category.
+    """An allocation failed. ``rank``: the rank on which; ``traceback``: its traceback, as text;
+    ``table``: the bytes in memory by category, as text.
     """
 
     def __init__(

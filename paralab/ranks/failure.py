@@ -1,8 +1,8 @@
-"""A failure of a rank: told by the rank as plain values, judged by the process that launched it.
+"""A rank's failure: described by the rank in plain values, judged by the process that launched it.
 
-The exception itself never travels: its class may live in a notebook cell, hold a lock, or refuse to
-unpickle, and the launching process has to show it all the same. torch's errors are known by name,
-so that both sides read this file.
+The exception itself is never pickled: its class may be defined in a notebook cell, hold a lock, or
+fail to unpickle, and the launching process has to show it all the same. torch's errors are
+recognized by name, so that the launching process can import this file without torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FROM_A_PEER = re.compile(
     re.IGNORECASE,
 )
 _TORCHS_FROM_A_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-_ASKED_FOR = re.compile(r"allocate[d]?:? +((?:[\d.]+ ?[KMGTP]?i?B|\d+ bytes)\b.*)", re.IGNORECASE)
+_ALLOCATION = re.compile(r"allocate[d]?:? +((?:[\d.]+ ?[KMGTP]?i?B|\d+ bytes)\b.*)", re.IGNORECASE)
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|std::bad_alloc")
 ENDED = "was killed by signal"
 KILLED = """. If no other program sent it, it was the kernel's out-of-memory killer: the machine \
@@ -31,16 +31,18 @@ had no memory left (dmesg tells); fewer ranks or a smaller model would fit"""
 
 
 class Refused(Exception):
-    """A setting that only a rank can judge is illegal: becomes the caller's ValueError."""
+    """A setting that only a rank can find illegal; the caller of the launch gets a ValueError."""
 
 
 class Failure(NamedTuple):
-    """What ended a rank.
+    """Why a rank ended.
 
-    kind  "error", "memory", "communication" (what a rank sees when another one failed), "refused",
-          "cannot start", or "died"
-    what  one line that follows "rank 2"; time: on the clock that all processes share
-    status  of a process that ends so
+    time    of the failure, on the clock that all processes of the machine share
+    kind    "error", "memory", "communication" (its error is the consequence of another rank's
+            failure), "refused", "cannot start", or "died"
+    what    one line that completes "rank 2 ..."
+    table   what holds the memory, for a failed allocation
+    status  the exit status that a process with this failure has
     """
 
     rank: int
@@ -58,16 +60,20 @@ class Failure(NamedTuple):
 def describe(
     error: BaseException, rank: int, time: float, *, noted: str = "", hide: str = ""
 ) -> Failure:
-    """``error`` as plain values. noted: what the rank was blocked in; hide: file to leave out."""
+    """``error`` as plain values.
+
+    noted  the call in which the rank was blocked, as it noted it
+    hide   the file whose frames are left out of the traceback
+    """
     if isinstance(error, Refused):
         return Failure(rank, time, "refused", str(error))
-    if isinstance(error, RankError):  # said by the rank itself, about the user's function
+    if isinstance(error, RankError):  # raised by paralab about the user's function
         return Failure(rank, time, "error", shortened(f"failed: {error}"))
     try:
-        said = str(error).strip()
+        message = str(error).strip()
     except Exception:
-        said = "<its message cannot be shown>"
-    line, kind, table, status = (said.splitlines() or [""])[0], "error", "", 1
+        message = "<its message cannot be shown>"
+    line, kind, table, status = (message.splitlines() or [""])[0], "error", "", 1
     text = _traceback(error, hide)
     if noted:
         text += f"(this rank was in {noted.removeprefix('in ')})\n"
@@ -81,10 +87,10 @@ def describe(
     elif isinstance(error, (MemoryError, RuntimeError)) and (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or _NO_MEMORY.search(said)
+        or _NO_MEMORY.search(message)
     ):
-        asked = _ASKED_FOR.search(" ".join(said.splitlines()))
-        what = "ran out of memory" + (f": it asked for {_readable(asked[1])}" if asked else "")
+        size = _ALLOCATION.search(" ".join(message.splitlines()))
+        what = "ran out of memory" + (f": it asked for {_readable(size[1])}" if size else "")
         kind = "memory"
     elif any(_is_from_a_peer(e) for e in _chain(error)):
         kind = "communication"
@@ -92,7 +98,7 @@ def describe(
 
 
 def _traceback(error: BaseException, hide: str) -> str:
-    """From the user's own frame on; if there is none, the fault is paralab's, and all is shown."""
+    """The traceback from the user's outermost frame on, or all of it if no frame is the user's."""
     frames = error.__traceback__
     while frames is not None and (
         frames.tb_frame.f_code.co_filename == hide
@@ -103,11 +109,11 @@ def _traceback(error: BaseException, hide: str) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _readable(asked: str) -> str:
-    """8.0 TiB for "8796093022208 bytes. Error..."; other texts as they are, without their end."""
-    number = re.match(r"(\d+) bytes", asked)
+def _readable(text: str) -> str:
+    """8.0 TiB for "8796093022208 bytes. Error..."; the first sentence of any other text."""
+    number = re.match(r"(\d+) bytes", text)
     if not number:
-        return asked.split(". ")[0]
+        return text.split(". ")[0]
     size, units = float(number[1]), ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -115,7 +121,7 @@ def _readable(asked: str) -> str:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """The error and what it was raised from, outermost first."""
+    """The error and the errors that caused it, last raised first."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -135,7 +141,7 @@ def _is_from_a_peer(error: BaseException) -> bool:
 
 
 def died(code: int, *, returned: bool) -> str:
-    """How a process ended by itself: ``code`` below 0 for a signal."""
+    """How a process with this exit code ended, in words; a negative code is a signal's number."""
     when = "after" if returned else "before"
     if code >= 0:
         return f"ended with exit code {code} {when} its function returned"
@@ -145,9 +151,9 @@ def died(code: int, *, returned: bool) -> str:
 
 
 def root_cause(failures: Collection[Failure]) -> Exception:
-    """The failure that is not the echo of another one; of several, the earliest.
+    """The error to raise for a launch: of the earliest failure that another one did not cause.
 
-    One mistake that all ranks make alike: which came first is chance, so the lowest rank is named.
+    If several ranks fail alike, which of them was first is chance, so the lowest one is named.
     """
     causes = [f for f in failures if f.kind != "communication"] or list(failures)
     first = min(causes, key=lambda f: f.time)
@@ -165,5 +171,5 @@ def root_cause(failures: Collection[Failure]) -> Exception:
 
 
 def _without_addresses(failure: Failure) -> str:
-    """What was raised; objects in it are somewhere else in every rank."""
+    """The line of a failure without objects' addresses, which differ between ranks."""
     return re.sub(r"\b0x[0-9a-f]+", "", failure.what)

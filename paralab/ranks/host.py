@@ -1,4 +1,4 @@
-"""What a rank asks of the system that it runs on, so that its times are those of its work."""
+"""System settings of a rank's process, so that its times depend on nothing but its work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 import os
 
-RECEIVING = "gloo_tcp_loop"  # a group's thread that receives, as it is called by gloo
-ENOUGH = 4  # looks at a thread: one that has not taken this name by then will not
-_looks: dict[str, int] = {}  # at threads of this process, by `send_first`
+RECEIVING = "gloo_tcp_loop"  # gloo's name for the thread of a group that receives
+ENOUGH = 4  # times that `send_first` reads a thread's name; a thread of gloo's has it by then
+_looks: dict[str, int] = {}  # {thread of this process: times that `send_first` has read its name}
 
 
 def keep_pages() -> None:
@@ -26,29 +26,29 @@ def keep_pages() -> None:
 
 
 def send_first() -> None:
-    """Linux: the threads in which gloo receives give way to all others. For all groups so far.
+    """Linux: give the receiving threads of all gloo groups made so far the lowest priority.
 
-    Such a thread tries the lock of a connection over and over while another thread sends on it.
-    Where ranks share cores, a message that arrives puts it in the place of the sender, and it spins
-    until its turn is over: an all-reduce of four ranks on two cores takes twice as long.
+    While another thread sends on a connection, the receiving thread spins on the connection's lock.
+    Where ranks share cores, an arriving message lets it preempt the sender, and it spins until its
+    time slice ends: an all-reduce of four ranks on two cores takes twice as long.
     """
     try:
         threads = set(os.listdir("/proc/self/task"))
     except OSError:  # not Linux
         return
-    for gone in _looks.keys() - threads:  # the system may give a number again
-        del _looks[gone]
+    for ended in _looks.keys() - threads:  # the system may reuse its number
+        del _looks[ended]
     for thread in threads:
         looks = _looks.get(thread, 0)
-        if looks < ENOUGH:  # a thread has its process's name until it takes its own
+        if looks < ENOUGH:  # a new thread has the name of its process until it sets its own
             _looks[thread] = looks + 1
             if _name(thread) == RECEIVING:
                 _looks[thread] = ENOUGH
                 with contextlib.suppress(OSError):  # it has just ended
-                    os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the least
+                    os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the lowest
 
 
 def _name(thread: str) -> str:
     with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
         return file.read().strip()
-    return ""  # one that has just ended
+    return ""  # it has just ended

@@ -1,11 +1,12 @@
-"""Signs of life from a GPU: what a rank has posted and its device has not completed.
+"""Signs of life from a GPU: which calls a rank has posted that its device has not completed.
 
-With NCCL no wait blocks the host. A rank that hangs is at the end of its step, where numbers come
-back, and so is one whose step is only long. So a thread of each rank asks the events: while the
-device passes some, the rank is alive; if it does not, its note names the oldest call in flight.
+With NCCL no wait blocks the host. A rank that hangs is blocked at the end of its step, where it
+reads results from the device; so is a rank whose step is only long. So a thread of each rank
+queries CUDA events: while the device completes some, the rank is alive, and the rank's note names
+the oldest call in flight.
 
 Under torchrun no other process reads that note, and NCCL's own watchdog aborts a process whose call
-has taken too long: no Python code runs after that. So the thread prints the note shortly before.
+takes too long, after which no Python code runs. So the thread prints the note shortly before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SECONDS = 0.25  # between two looks
-LATE = 0.9  # of its limit a call has taken when that is printed
+LATE = 0.9  # share of its limit after which a call is reported as late
 
 
 class _Posted(NamedTuple):
@@ -30,13 +31,13 @@ class _Posted(NamedTuple):
 
 
 class Lookout:
-    """One rank's thread.
+    """The thread of one rank that watches its device.
 
-    note    writes what the rank is blocked in
-    passed  how many moments the device has passed so far
-    alive   tells the launching process that the rank gets on
-    rank    as it is called where a call takes long
-    limit   seconds after which NCCL ends the process, counted from when a call was posted
+    note    writes the call in which the rank is blocked
+    passed  counts the recorded moments that the device has passed so far
+    alive   tells the launching process that the rank makes progress
+    rank    its number, for the message about a late call
+    limit   seconds from the posting of a call after which NCCL ends the process
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class Lookout:
         self.note, self.passed, self.alive = note, passed, alive
         self.rank, self.limit = rank, limit
         self.calls: list[_Posted] = []
-        self.before, self.said = -1, ""
-        self._late: _Posted | None = None  # what was printed last
+        self.passed_before, self.noted = -1, ""
+        self._late: _Posted | None = None  # the call that was last reported as late
 
     def start(self) -> None:
         threading.Thread(target=self._go_on, daemon=True, name="lookout").start()
@@ -62,29 +63,31 @@ class Lookout:
         self.calls.append(_Posted(what, event, time.monotonic()))
 
     def look(self) -> None:
-        """Ask the device once."""
+        """Query the events of all calls in flight once."""
         calls = self.calls[:]
-        over = [one for one in calls if one.event.query()]
-        for one in over:
-            self.calls.remove(one)
+        completed = [call for call in calls if call.event.query()]
+        for call in completed:
+            self.calls.remove(call)
         passed = self.passed()
-        if over or passed != self.before:
-            self.before = passed
+        if completed or passed != self.passed_before:
+            self.passed_before = passed
             self.alive()
-        oldest = next((call for call in calls if call not in over), None)
-        said = oldest.what if oldest else ""
-        if said or self.said:  # the rank's own thread writes too, and wipes what it wrote
-            self.note(said)
-        self.said = said
+        oldest = next((call for call in calls if call not in completed), None)
+        text = oldest.what if oldest else ""
+        # Written at every look, as the rank's main thread may have overwritten it; an empty text is
+        # written only to clear a note of this thread.
+        if text or self.noted:
+            self.note(text)
+        self.noted = text
         if oldest and oldest is not self._late:
-            self._look_at_the_clock(oldest)
+            self._report_if_late(oldest)
 
-    def _look_at_the_clock(self, call: _Posted) -> None:
+    def _report_if_late(self, call: _Posted) -> None:
         waited = time.monotonic() - call.since
         if waited >= LATE * self.limit:
             self._late = call
-            said = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; NCCL ends "
-            print(f"{said}the rank after {self.limit:g} s", file=sys.stderr, flush=True)
+            text = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; NCCL ends "
+            print(f"{text}the rank after {self.limit:g} s", file=sys.stderr, flush=True)
 
     def _go_on(self) -> None:
         while True:

@@ -1,8 +1,8 @@
-"""What each rank is blocked in, on a page that the launching process can read at any time.
+"""Notes of the calls in which ranks are blocked, which the launching process can read at any time.
 
-One slot per rank in a small file that all of them map: [thread id 8][signs of life 4][text 500]. A
-rank writes without a lock and without a system call, below 1 us; it is read when nothing has moved
-for a while.
+A small file that all processes map has one slot per rank, of bytes [main thread's id 8][signs of
+life 4][text 500]. A rank writes its slot in less than 1 us, without a lock or a system call. The
+launching process reads the slots when no rank has sent anything for a while.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LIFE_AT, _TEXT_AT = 8, 12
 
 
 class Notebook:
-    """One rank's slot, or on the launcher's side, all of them."""
+    """One rank's slot; in the launching process all slots."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         with (folder / "notes").open("r+b") as file:
@@ -31,7 +31,7 @@ class Notebook:
 
     @classmethod
     def open(cls, folder: Path, rank: int) -> Notebook:
-        """A rank's own slot; also says which of its threads is the main one."""
+        """A rank's own slot, with the id of the rank's main thread written into it."""
         notes = cls(folder, rank)
         _SLOT.pack_into(notes._map, notes._slot, threading.main_thread().ident or 0, 0, b"")
         return notes
@@ -41,19 +41,19 @@ class Notebook:
         self._map[start:end] = text.encode()[: end - start].ljust(end - start, b"\0")
 
     def alive(self) -> None:
-        """A sign of life: the rank's device gets on, though the rank writes nothing."""
+        """Count a sign of life: the device makes progress, though the rank writes no note."""
         (count,) = _LIFE.unpack_from(self._map, self._slot + _LIFE_AT)
         _LIFE.pack_into(self._map, self._slot + _LIFE_AT, (count + 1) % 2**32)
 
     def read(self, rank: int = 0) -> tuple[int, str]:
-        """The main thread's id, and the text, of the rank-th slot from this one."""
+        """(main thread's id, text) of the slot that is ``rank`` slots behind this one."""
         thread, _, text = _SLOT.unpack_from(self._map, self._slot + rank * _SLOT.size)
         return thread, text.rstrip(b"\0").decode(errors="replace")
 
     def text(self) -> str:
-        """What this rank wrote last."""
+        """The note that this rank wrote last."""
         return self.read()[1]
 
     def snapshot(self) -> bytes:
-        """Changes whenever a rank writes something new."""
+        """All slots' bytes, which differ whenever a rank has given a sign of life."""
         return self._map[:]

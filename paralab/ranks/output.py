@@ -1,8 +1,8 @@
-"""What ranks print: whole lines, tagged by rank, bounded.
+"""The ranks' output: whole lines, tagged by rank, of bounded length.
 
-A rank's file descriptors 1 and 2 are one pipe, so lines of C++ libraries arrive as well. A rank
-that prints without end is shown by its first and last half megabyte, or by what `keeping` says, and
-the gap is stated, unless its lines are shown as they come.
+A rank's file descriptors 1 and 2 are one pipe, so lines of C++ libraries arrive as well. Of a rank
+that prints very much, the first and last half megabyte are shown (`keeping` sets another limit),
+and the gap is stated. Output that is shown live has no limit.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-KEEP_BYTES = 500_000  # of the beginning, and as much of the end
+KEEP_BYTES = 500_000  # of the beginning of a rank's output, and as many of its end
 _kept = ContextVar("kept", default=KEEP_BYTES)
 
 
 @contextmanager
 def keeping(count: int) -> Iterator[None]:
-    """Launches within the block show ``count`` bytes of a rank's beginning and of its end."""
+    """In the block, launches show the first and the last ``count`` bytes of each rank's output."""
     before = _kept.set(count)
     try:
         yield
@@ -28,9 +28,9 @@ def keeping(count: int) -> Iterator[None]:
 
 
 class RankOutput:
-    """The output of one rank. ``live``: all lines are shown as they come, not at the end.
+    """The output of one rank. ``live``: lines are shown as they arrive, not at the end.
 
-    printed  bytes that have come
+    printed  bytes that have arrived so far
     """
 
     def __init__(self, rank: int, *, live: bool) -> None:
@@ -65,7 +65,7 @@ class RankOutput:
         self._show_head()
 
     def _add(self, raw: bytes) -> None:
-        # A progress bar overwrites its line; what it ended with is what one would have seen.
+        # A progress bar overwrites its line: only its last state is kept, as on a terminal.
         text = raw.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
         line = f"{self._tag}{text}\n"
         if self._live or self._head_left > 0:
@@ -75,9 +75,9 @@ class RankOutput:
         self._tail.append(line)
         self._tail_left -= len(line)
         while self._tail_left < 0 and len(self._tail) > 1:
-            gone = len(self._tail.popleft())
-            self._tail_left += gone
-            self._dropped += gone
+            dropped = len(self._tail.popleft())
+            self._tail_left += dropped
+            self._dropped += dropped
 
     def _show_head(self) -> None:
         if self._head:

@@ -1,13 +1,14 @@
-"""One rank: from a newborn process to a result, an error, or a sign of what it waits for.
+"""One rank: from the start of its process to its result or its error.
 
 `main` is the life of a rank of `pl.launch`; ranks/torchrun.py makes a rank of a process that
-torchrun started. Both end in a `RankContext`: who this rank is, its device, a store, and two ways
-to be heard. ``note`` writes what the rank is about to block in to a page that the launching process
-can read at any time (1 us); ``progress`` reports finished steps.
+torchrun started. Both make a `RankContext`: the rank's numbers, its device, a store, and functions
+that report to the launching process. ``note`` writes the call in which the rank is about to block
+to memory that the launching process can read at any time (1 us); ``progress`` reports finished
+steps.
 
-A rank talks to its launcher over one pipe: (kind, ...) tuples of plain values, so that nothing of
-the user's has to unpickle for an error to arrive. When that pipe closes, or the process that
-started the rank is gone, the rank ends.
+A rank sends its launcher messages over one pipe: (kind, ...) tuples of plain values, so an error
+arrives even if objects of the user's cannot be unpickled. When that pipe closes, or the process
+that started the rank has ended, the rank ends.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ from paralab.ranks.host import keep_pages, send_first
 from paralab.ranks.notes import Notebook
 from paralab.ranks.server import ONE_THREAD
 
-_PROGRESS_SECONDS = 0.05  # between two reports, except the last
-_LOOK_SECONDS = 1.0  # between two looks at whether the server is still there
+_PROGRESS_SECONDS = 0.05  # at least, between two reports of progress, except the last
+_LOOK_SECONDS = 1.0  # between two checks that the server still exists
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """Who this rank is and how it is heard.
+    """What a rank knows of itself, and how it reports to the launching process.
 
-    nodes     index of the node that each rank runs on
-    device    "cpu" or "cuda:0"; where this rank's tensors belong
-    backend   "gloo" or "nccl", of the default process group, which is up
-    shared    whether another rank's kernels run on this rank's GPU
+    nodes     for each rank the index of its node
+    device    "cpu" or for example "cuda:0", on which this rank's tensors are
+    backend   "gloo" or "nccl", of the default process group, which is initialized
+    shared    whether other ranks' kernels run on this rank's GPU
     store     a torch Store that all ranks share
     limit     seconds that a call of torch.distributed may take
     strict    hold every call to NCCL's order rules, whatever the backend
-    note      note(text): what this rank is about to block in; "" when it computes again
-    alive     alive(): the rank's device gets on, though the rank notes nothing
-    progress  progress(done, total), reported at most 20 times a second, the last one always
+    note      note(text): names the call in which the rank is about to block; "" when it is over
+    alive     alive(): says that the rank's device makes progress, though the rank notes nothing
+    progress  progress(done, total): reported at most 20 times a second, the last call always
     """
 
     rank: int
@@ -80,7 +81,7 @@ class RankContext:
 
 
 class Chosen(NamedTuple):
-    """A rank's device, its backend, whether other ranks share its GPU, and what there is to say."""
+    """A rank's device and backend, whether other ranks share its GPU, and why if it is unusual."""
 
     device: str
     backend: str
@@ -89,59 +90,61 @@ class Chosen(NamedTuple):
 
 
 def card(local_rank: int) -> str:
-    """The UUID of the GPU whose turn it is on this rank; "" where torch sees none."""
+    """The UUID of the GPU that this rank would use; "" where torch sees none."""
     if not torch.cuda.is_available():
         return ""
-    turn = local_rank % torch.cuda.device_count()
-    return str(torch.cuda.get_device_properties(turn).uuid)
+    index = local_rank % torch.cuda.device_count()
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int, str]]) -> Chosen:
     """The device of a rank.
 
-    device  what was asked for: "cpu", "cuda" or None
-    cards   of every rank (its node, `card`): as a wrapper, or Slurm, may show each rank one GPU as
-            its only one, numbers do not tell GPUs apart
+    device  the caller's choice: "cpu", "cuda" or None
+    cards   for every rank (its node, `card`). UUIDs, because a wrapper or Slurm may show each rank
+            a single GPU, and all of these have the number 0
 
-    NCCL refuses two ranks on one GPU, and what a rank's kernels take there has the others' in it:
-    with fewer GPUs than ranks the CPU is the default. Asked for, they share them, over gloo. Raises
-    ``ValueError`` if CUDA is asked for where there is none.
+    NCCL refuses two ranks on one GPU, and the times of ranks that share a GPU include one another's
+    kernels. So with fewer GPUs than ranks the default is the CPU; with device="cuda" ranks share
+    GPUs, over gloo. Raises ``ValueError`` for "cuda" where torch sees no GPU.
     """
     if device == "cpu" or (device is None and not any(uuid for _, uuid in cards)):
         return Chosen("cpu", "gloo")
-    sees_one, gpus = torch.cuda.is_available(), len({one for one in cards if one[1]})
-    if device == "cuda" and not sees_one:
+    sees_gpu, gpus = torch.cuda.is_available(), len({card for card in cards if card[1]})
+    if device == "cuda" and not sees_gpu:
         legal = f"'cpu', and no {VARIABLE}=cuda in the environment; or after "
         legal += "pl.set_default_device(None) no device at all"
         raise illegal("device", device, "torch sees no GPU here", legal)
-    own, few = gpus == len(cards), f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
-    if device is None and not (own and sees_one):
-        why = f"{few}: they train on the CPU, over gloo; with device='cuda' they would share, and "
-        why += "times would mix"
-        if not sees_one:  # others do
+    one_each, counts = gpus == len(cards), f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
+    if device is None and not (one_each and sees_gpu):
+        why = f"{counts}: they train on the CPU, over gloo; with device='cuda' they would share, "
+        why += "and times would mix"
+        if not sees_gpu:  # but another rank does
             why = f"some of {len(cards)} ranks have no GPU: all train on the CPU, over gloo"
         return Chosen("cpu", "gloo", why=why)
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
-    why = f"{few}: ranks share a GPU, over gloo through the host, and the times of each have the "
-    return Chosen(chosen, "nccl") if own else Chosen(chosen, "gloo", True, why + "others' in them")
+    if one_each:
+        return Chosen(chosen, "nccl")
+    why = f"{counts}: ranks share a GPU, over gloo through the host, and the times of each have "
+    return Chosen(chosen, "gloo", shared=True, why=why + "the others' in them")
 
 
 def take_device(
     device: str | None, rank: int, local_rank: int, cards: Sequence[tuple[int, str]]
 ) -> Chosen:
-    """`choose_device`; rank 0 says why, and what this rank predicts is for the same device."""
+    """`choose_device`, of which rank 0 prints the reason if it is unusual."""
     chosen = choose_device(device, local_rank, cards)
-    os.environ[VARIABLE] = chosen.device.partition(":")[0]
+    os.environ[VARIABLE] = chosen.device.partition(":")[0]  # predictions on this rank are for it
     if chosen.why and rank == 0:
         print(f"paralab: {chosen.why}")
     return chosen
 
 
 def join(context: RankContext, backend: str) -> None:
-    """The ranks meet: the default process group is up on return."""
-    who = {"rank": context.rank, "world_size": context.world_size, "store": context.store}
-    dist.init_process_group(backend, timeout=timedelta(seconds=context.limit), **who)
+    """Initialize the default process group, which waits for all ranks."""
+    ranks = {"rank": context.rank, "world_size": context.world_size, "store": context.store}
+    dist.init_process_group(backend, timeout=timedelta(seconds=context.limit), **ranks)
     send_first()
 
 
@@ -151,18 +154,20 @@ def join(context: RankContext, backend: str) -> None:
 def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
     """The whole life of a rank; this never returns.
 
-    control  the pipe to the launcher; server: the process that this one must not outlive
+    control  the file descriptor of the pipe to the launcher
+    folder   the launch's folder for temporary files
+    server   the id of the server's process, which this one must not outlive
     """
     pipe = Connection(control)
     try:
         task = pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):  # the launcher is gone
+    except (EOFError, OSError):  # the launcher has ended
         os._exit(1)
     launcher, noted, error = _Launcher(rank, pipe, server), str, None
     try:
         notes = Notebook.open(Path(folder), rank)
         noted = notes.text
-        _settle(rank, task, folder)
+        _set_up(rank, task, folder)
         launcher.send("up")
         result = _work(rank, task, folder, launcher, notes)
         if os.getpid() == launcher.pid:
@@ -173,13 +178,13 @@ def main(rank: int, control: int, folder: str, server: int) -> NoReturn:
         _end_of_a_fork(error)
     if error is not None:
         launcher.send_failure(error, noted())
-    while True:  # the launcher ends all ranks together: this one may still be needed as a peer
+    while True:  # other ranks may still need this one as a peer; the launcher ends all together
         signal.pause()
 
 
 def _end_of_a_fork(error: BaseException | None) -> NoReturn:
-    """In a child that the function has forked, when the function ends: end as Python ends. The
-    launcher hears of the rank alone.
+    """End a child process that the user's function forked and that returned from the function, as
+    Python would end it. The launcher gets the result of the rank itself only.
     """
     code = error.code if isinstance(error, SystemExit) else error
     if code is error is not None:
@@ -188,27 +193,27 @@ def _end_of_a_fork(error: BaseException | None) -> NoReturn:
     os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
-def _settle(rank: int, task: dict[str, Any], folder: str) -> None:
-    """Give a newborn process what the launcher's has, and what every rank needs."""
-    # Kept open for life: where this rank is, in Python terms, whenever the launcher asks.
+def _set_up(rank: int, task: dict[str, Any], folder: str) -> None:
+    """Give a new process the launcher's environment, and what every rank needs."""
+    # Open as long as the process lives: on SIGUSR1 the rank writes its Python stacks into it.
     stacks = open(os.path.join(folder, f"stacks.{rank}"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("500")  # if memory runs out, a rank goes before the user's notebook
+        file.write("500")  # if memory runs out, the kernel kills a rank before the user's notebook
     os.chdir(task["cwd"])
     os.environ.clear()
     os.environ.update(task["env"], **ONE_THREAD)
     os.environ["PARALAB_RANK"] = str(rank)
-    inner = "lo" if sys.platform == "linux" else "lo0"
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = inner
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     sys.path[:], sys.argv[:] = task["path"], task["argv"]
-    # What the user's own __main__ defines comes by value; this one must not look like it.
+    # The definitions of the user's __main__ are sent by value; this module must not look like it.
     sys.modules["__main__"] = types.ModuleType("__main__")
     linecache.cache.update(task["lines"])  # source of notebook cells, for tracebacks
     sys.stdout, sys.stderr = _text(1), _text(2)
     keep_pages()
     torch.set_num_threads(1)
-    numpy.random.seed()  # as in a fresh process, not as in all the other ranks
+    numpy.random.seed()  # as in a new process; the forked state would be equal on all ranks
     gc.enable()
 
 
@@ -219,6 +224,7 @@ def _text(fd: int) -> TextIO:
 def _work(
     rank: int, task: dict[str, Any], folder: str, launcher: _Launcher, notes: Notebook
 ) -> Any:
+    """Join the other ranks, call the launched function, and return its result."""
     world_size = task["ranks"]
     try:
         cards = [] if task["device"] == "cpu" else [(0, card(r)) for r in range(world_size)]
@@ -244,9 +250,9 @@ def _work(
         alive=notes.alive,
         progress=launcher.progress,
     )
-    # A user's own program may well use host tensors on a machine with GPUs: give it both.
-    both = chosen.backend == "nccl" and task["any_tensor"]
-    join(context, "cpu:gloo,cuda:nccl" if both else chosen.backend)
+    # A program of the user's own may send host tensors on a machine with GPUs, too.
+    two_backends = chosen.backend == "nccl" and task["any_tensor"]
+    join(context, "cpu:gloo,cuda:nccl" if two_backends else chosen.backend)
     notes.write("")
     return function(context, *args) if task["with_context"] else function(*args)
 
@@ -269,18 +275,18 @@ class _Launcher:
         self.rank, self.pipe, self.lock = rank, pipe, threading.Lock()
         self.pid, self.server = os.getpid(), server
         self.reported = -_PROGRESS_SECONDS  # when progress was last sent
-        # Gloo's waits are C++ and cannot be interrupted: only the end of the process ends them.
+        # A thread, as gloo waits in C++ and cannot be interrupted, only ended with its process.
         threading.Thread(target=self._end_when_it_is_gone, daemon=True).start()
 
     def _end_when_it_is_gone(self) -> None:
-        # Behind the task nothing is sent this way: readable means closed.
+        # After the task the launcher sends nothing more: if the pipe is readable, it was closed.
         with contextlib.suppress(OSError, EOFError):
             while not self.pipe.poll(_LOOK_SECONDS) and os.getppid() == self.server:
                 pass
         os._exit(1)
 
     def send(self, *message: Any, payload: bytes | None = None) -> None:
-        if os.getpid() != self.pid:  # a fork of the rank, which reports its own progress
+        if os.getpid() != self.pid:  # a process forked from the rank must not report as the rank
             return
         with self.lock:
             self.pipe.send(message)
@@ -308,15 +314,15 @@ class _Launcher:
     def send_failure(self, error: BaseException, noted: str) -> None:
         happened = time.monotonic()
         try:
-            told = describe(error, self.rank, happened, noted=noted, hide=__file__)
+            failure = describe(error, self.rank, happened, noted=noted, hide=__file__)
         except MemoryError:
-            told = Failure(self.rank, happened, "memory", "ran out of memory")
+            failure = Failure(self.rank, happened, "memory", "ran out of memory")
         _flush()
-        self.send("failure", *told)
+        self.send("failure", *failure)
 
 
 def _flush() -> None:
-    ctypes.CDLL(None).fflush(None)  # what C and C++ libraries still hold
+    ctypes.CDLL(None).fflush(None)  # the buffers of C and C++ libraries
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,7 +1,7 @@
-"""A first step of training, made where ranks are forked from; the server of ranks imports it.
+"""A first training step in the server process from which ranks are forked; the server imports this.
 
-torch looks an operator up when it is called for the first time, and keeps what it found; so do the
-compiler of plans and the ledger. Ranks inherit it all: each spends 6 ms less on its own first step.
+torch looks up and caches an operator when it is first called; the compiler of plans and the ledger
+have caches too. Forked ranks inherit all of them, which saves 6 ms of each rank's first step.
 """
 
 from __future__ import annotations

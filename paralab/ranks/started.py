@@ -1,4 +1,4 @@
-"""What torchrun tells a rank, which it does by environment variables. Torch-free."""
+"""The environment variables by which torchrun tells a process which rank it is. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
 
 
 def variable(name: str, *, number: bool = False) -> str:
-    """What torchrun says by this name, or ``ValueError``."""
-    said = os.environ.get(name)
-    if not said or (number and not (said.isascii() and said.isdecimal())):
+    """The value of one of torchrun's variables. Raises ``ValueError`` if it is not set."""
+    value = os.environ.get(name)
+    if not value or (number and not (value.isascii() and value.isdecimal())):
         why = "this process is not a rank of torchrun, which sets it" + " to a number" * number
         legal = "torchrun --nproc-per-node N -m paralab run ..., or none of torchrun's variables"
-        raise illegal(name, said, why, legal)
-    return said
+        raise illegal(name, value, why, legal)
+    return value

@@ -1,8 +1,8 @@
 """A rank that torchrun started: the same `RankContext`, on one machine or many.
 
-torchrun says who this process is and where the ranks meet; what is added here is that a meeting
-that fails ends in one line and in time. torch's own client waits without end on a port where
-another program answers, and prints a page of C++ frames for each of its retries.
+torchrun sets the rank of this process and the address of the rendezvous. This file adds that a
+rendezvous which fails ends after a time limit and in one line: torch's own client waits for ever on
+a port on which another program answers, and prints a page of C++ frames for each of its retries.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def torchrun_context(
     device: str | None = None,
     join_timeout: float = 60.0,
 ) -> RankContext:
-    """Be the rank that torchrun says this process is; the default process group is up on return.
+    """Become the rank that torchrun's variables name, and initialize the default process group.
 
-    timeout       seconds a collective may take; join_timeout: seconds for all ranks to meet
+    timeout       seconds that a collective may take
+    join_timeout  seconds within which all ranks must meet
     Raises ``RankError`` with one line if the ranks cannot meet, and ``ValueError`` if torchrun did
     not start this process.
     """
@@ -48,33 +49,34 @@ def torchrun_context(
     os.environ["PARALAB_RANK"] = str(rank)
     keep_pages()
     device = device or default_device()
-    mine = "" if device == "cpu" else card(local_rank)
+    own_card = "" if device == "cpu" else card(local_rank)
 
-    def meet() -> tuple[dist.Store, list[tuple[int, str]]]:
+    def rendezvous() -> tuple[dist.Store, list[tuple[int, str]]]:
+        """The store of all ranks, and every rank's (node, `card`)."""
         if rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             _reach(host, port, join_timeout)
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=join_timeout)))
         facts = dist.PrefixStore("paralab", store)
-        facts.set(str(rank), f"{node} {mine}")
+        facts.set(str(rank), f"{node} {own_card}")
         every = [facts.get(str(r)).decode().partition(" ") for r in range(world_size)]
         return store, [(int(index), uuid) for index, _, uuid in every]
 
     @contextlib.contextmanager
-    def or_unmet() -> Iterator[None]:
+    def one_line_errors() -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError, OSError) as error:
             why = f"{host}:{port}: {_why_they_did_not_meet(error, join_timeout)}"
-            said = f"rank {rank} could not meet the other ranks at {why}"
-            raise RankError(said, rank=rank) from None
+            message = f"rank {rank} could not meet the other ranks at {why}"
+            raise RankError(message, rank=rank) from None
 
-    with or_unmet():
-        store, everyone = _within(join_timeout, meet)
-    chosen = take_device(device, rank, local_rank, everyone)
+    with one_line_errors():
+        store, cards = _within(join_timeout, rendezvous)
+    chosen = take_device(device, rank, local_rank, cards)
     context = RankContext(
         rank=rank,
         world_size=world_size,
-        nodes=tuple(index for index, _ in everyone),
+        nodes=tuple(index for index, _ in cards),
         device=chosen.device,
         backend=chosen.backend,
         shared=chosen.shared,
@@ -82,13 +84,13 @@ def torchrun_context(
         limit=timeout,
         note=_noting(rank),
     )
-    with or_unmet():
+    with one_line_errors():
         join(context, chosen.backend)
     return context
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
-    """Wait for a listener; torch's own client fills the screen with C++ frames while it retries."""
+    """Wait until a process listens there. Raises ``OSError`` if none does within the time."""
     give_up = time.monotonic() + seconds
     while True:
         try:
@@ -100,7 +102,7 @@ def _reach(host: str, port: int, seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """``call()``, or TimeoutError after that time, though C++ may still be waiting."""
+    """``call()``, or TimeoutError one second after this time, even if C++ code is still waiting."""
     outcome: Future = Future()
 
     def run() -> None:
@@ -114,19 +116,19 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _why_they_did_not_meet(error: Exception, seconds: float) -> str:
-    said = (str(error).strip().splitlines() or ["timed out"])[0]
-    if "EADDRINUSE" in said or "address already in use" in said:
+    line = (str(error).strip().splitlines() or ["timed out"])[0]
+    if "EADDRINUSE" in line or "address already in use" in line:
         return "the port is taken by another program; give torchrun another --master-port"
-    if "timed out" in said.lower() or "timeout" in said.lower():
+    if "timed out" in line.lower() or "timeout" in line.lower():
         return (
             f"not all ranks of this job answered within {seconds:g} s; start all nodes with the "
             "same --master-addr and --master-port, a port that no other program uses"
         )
-    return f"{said}; check --master-addr and --master-port"
+    return f"{line}; check --master-addr and --master-port"
 
 
 def _noting(rank: int) -> Callable[[str], None]:
-    """Notes why the rank is idle: an error that ends this process shows what was noted last."""
+    """A function ``note(text)``: an uncaught error of this process shows the last text."""
     noted, previous = "", sys.excepthook
 
     def note(text: str) -> None:

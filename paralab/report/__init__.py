@@ -1,1 +1,1 @@
-"""The tables behind a report: their columns, how parts merge, their numbers, their file."""
+"""A report: its tables and metrics, how the parts of ranks are merged, and how it is saved."""

@@ -1,4 +1,6 @@
-"""What a report is: its ranks, and the steps and calls that count; and what it cannot be asked."""
+"""Facts about a report that figures and metrics share: which ranks, steps and calls they count, and
+which kinds of report they must refuse.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def needs_tables(report: Any) -> None:
-    """Refuse what has no tables. What `pl.observe` yields is no report, and has those of one."""
+    """Raise ValueError for an object without a report's tables. A `Report` passes, and so does what
+    `pl.observe` yields, which has its tables.
+    """
     if not hasattr(report, "steps"):
         legal = "what pl.run(...) or pl.predict(...) returned"
         raise illegal("report", report, "not a report", legal)
 
 
 def needs_times(report: Tables, what: str) -> None:
-    """Refuse ``what`` for a dry run."""
+    """Raise ValueError for a dry run; ``what`` names what needs times."""
     if report.clock == DRY:
         why = f"{what} needs times, and a dry run has none: "
         why += "it knows what happens and in which order"
@@ -33,7 +37,9 @@ def needs_times(report: Tables, what: str) -> None:
 
 
 def needs_own_devices(report: Tables, what: str) -> None:
-    """Refuse ``what`` for a run whose ranks shared a GPU: no span there is one rank's alone."""
+    """Raise ValueError for a run whose ranks shared a GPU: the time of each rank's spans includes
+    the other ranks' kernels.
+    """
     if report.meta.get("shared_gpu"):
         why = f"{what} needs what each rank computed, and ranks shared this GPU: "
         why += "what one took has the others' in it"
@@ -42,7 +48,7 @@ def needs_own_devices(report: Tables, what: str) -> None:
 
 
 def device_of(report: Tables) -> str:
-    """What a run was on, "cpu" or "cuda"; "cpu" of what no rank has run."""
+    """The kind of device of a run, "cpu" or "cuda"; "cpu" for a report of no run."""
     return str(report.meta.get("device") or "cpu").partition(":")[0]
 
 
@@ -53,30 +59,30 @@ def node_of(report: Tables, rank: int) -> int:
 
 
 def reach(report: Tables, op: str, rank: int, peer: int, ranks: Sequence[int]) -> Reach:
-    """Where the group of a call is, or the two ends of a message."""
+    """The `Reach` of a call: of its group, or of the two ends of a message."""
     return Reach.of(ends(op, rank, peer, ranks), functools.partial(node_of, report))
 
 
 def own_calls(report: Tables) -> pd.DataFrame:
-    """The algorithm's calls: without those that carry a loss or a clock."""
+    """The collectives of the algorithm, without the bookkeeping calls of a loss or a clock."""
     calls = report.collectives
     return calls[~calls["phase"].isin(BOOKKEEPING)]
 
 
 def in_outline(report: Tables) -> bool:
-    """Whether the report has one rank per pipeline stage and one box per action: see
-    interpret/outline.py. A box's cost is what the rank computes in it; the rest of its length it
-    is idle.
+    """Whether the report has one rank per pipeline stage and one box per action
+    (interpret/outline.py). A box's cost is the rank's compute in it; for the rest of the box the
+    rank is idle.
     """
     return report.meta.get("detail") == "actions"
 
 
 def reported_ranks(report: Tables) -> list[int]:
-    """The ranks that the tables have rows of: all, or in outline one per pipeline stage."""
+    """The ranks with rows in the tables: all, or in outline one per pipeline stage."""
     return sorted(set(report.steps["rank"].tolist())) or list(range(report.world_size))
 
 
 def measured_steps(report: Tables) -> list[int]:
-    """The steps that count: all but step 0, or step 0 if there is no other."""
+    """The steps that metrics count: all but step 0, or step 0 if there is no other."""
     steps = sorted(set(report.steps["step"].tolist()))
     return [s for s in steps if s >= 1] or steps

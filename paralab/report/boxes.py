@@ -1,10 +1,10 @@
-"""Tensors cut into boxes: which rank's safetensors file holds which box of which tensor.
+"""Checkpointed tensors as boxes: which rank's safetensors file holds which box of which tensor.
 
-Tensor parallelism cuts a matrix into boxes. The shards of ZeRO end in the middle of a row, which is
-no box, but three: the end of a row, whole rows, the beginning of a row (`interpret.pieces.boxes`).
-The stored boxes of a tensor tile it, and a reader takes from each of them what it has in common
-with the box that it wants: so what one plan wrote, every other plan reads. Torch-free; NumPy and
-safetensors are imported where they are used.
+Tensor parallelism cuts a matrix into boxes. A shard of ZeRO may end in the middle of a row, so it
+is not one box but three: the end of a row, whole rows, the beginning of a row
+(`interpret.pieces.boxes`). The stored boxes of a tensor tile it. A reader that wants a box copies
+its intersection with every stored box, so any plan can read what another plan wrote. Torch-free;
+NumPy and safetensors are imported where they are used.
 """
 
 from __future__ import annotations
@@ -41,36 +41,38 @@ class Stored(NamedTuple):
     boxes: Sequence[Box]
 
 
-def common(offsets: Sizes, sizes: Sizes, box: Box) -> tuple[tuple[slice, ...], ...]:
-    """(where in the box at ``offsets``, where in ``box``) are the elements of both; () if none."""
-    corners = list(zip(offsets, sizes, box.offsets, box.sizes, strict=True))
-    spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in corners]
+def intersection(offsets: Sizes, sizes: Sizes, box: Box) -> tuple[tuple[slice, ...], ...]:
+    """The elements that ``box`` shares with the box of ``sizes`` at ``offsets``, as slices (of that
+    box, of ``box``); () if they share none.
+    """
+    dimensions = list(zip(offsets, sizes, box.offsets, box.sizes, strict=True))
+    spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in dimensions]
     if any(start >= stop for start, stop in spans):
         return ()
     return tuple(
-        tuple(slice(start - o, stop - o) for (start, stop), o in zip(spans, corner, strict=True))
-        for corner in (offsets, box.offsets)
+        tuple(slice(start - o, stop - o) for (start, stop), o in zip(spans, origin, strict=True))
+        for origin in (offsets, box.offsets)
     )
 
 
 # ---- writing ------------------------------------------------------------------------------------
-def shared_out(held: Sequence[Iterable[tuple[str, Sizes, Sizes]]]) -> list[list[Box]]:
+def assigned(held: Sequence[Iterable[tuple[str, Sizes, Sizes]]]) -> list[list[Box]]:
     """For each rank the boxes that it writes: every box once, and about equal bytes per rank.
 
-    held  for each rank (tensor, offsets, sizes) of what it holds; of replicas one is written, by
-          the rank that has the fewest elements to write so far
+    held  for each rank the (tensor, offsets, sizes) of every box that it holds. Of replicas one is
+          written, by the rank that has the fewest elements to write so far
     """
     holders: dict[tuple[str, Sizes, Sizes], list[int]] = {}
     for rank, boxes in enumerate(held):
         for box in boxes:
             holders.setdefault(box, []).append(rank)
-    load, found = [0] * len(held), [[] for _ in held]
+    load, to_write = [0] * len(held), [[] for _ in held]
     for box in sorted(holders, key=lambda box: (len(holders[box]), -math.prod(box[2]))):
         rank = min(holders[box], key=load.__getitem__)
         load[rank] += math.prod(box[2])
         where = ", ".join(f"{o}:{o + n}" for o, n in zip(*box[1:], strict=True))
-        found[rank].append(Box(*box, file_of(rank), f"{box[0]}[{where}]"))
-    return found
+        to_write[rank].append(Box(*box, file_of(rank), f"{box[0]}[{where}]"))
+    return to_write
 
 
 def file_of(rank: int) -> str:
@@ -78,17 +80,17 @@ def file_of(rank: int) -> str:
 
 
 def index(shapes: Mapping[str, Sizes], boxes: Iterable[Box]) -> dict[str, dict[str, Any]]:
-    """What the JSON index says of tensors of these shapes; `stored` reads each of them."""
-    found = {name: {"dtype": DTYPE, "shape": size, "boxes": []} for name, size in shapes.items()}
-    for name, *where in boxes:
-        found[name]["boxes"].append(dict(zip(Box._fields[1:], where, strict=True)))
-    return found
+    """The entries of tensors in the JSON index, by name; `stored` reads one of them."""
+    entries = {name: {"dtype": DTYPE, "shape": size, "boxes": []} for name, size in shapes.items()}
+    for name, *fields in boxes:
+        entries[name]["boxes"].append(dict(zip(Box._fields[1:], fields, strict=True)))
+    return entries
 
 
 def write(file: Path, boxes: Sequence[Box], values: Iterable[Any]) -> tuple[int, int]:
     """Write a safetensors file to the disk. Returns its (bytes, CRC-32).
 
-    values  of every box, as NumPy or torch on the host has them; taken one at a time
+    values  of each box, a NumPy array or a torch tensor on the host; taken one at a time
     """
     import numpy as np
 
@@ -99,7 +101,7 @@ def write(file: Path, boxes: Sequence[Box], values: Iterable[Any]) -> tuple[int,
         header[box.key] = {"dtype": DTYPE, "shape": box.sizes, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    parts = (memoryview(np.ascontiguousarray(one, "<f4")).cast("B") for one in values)
+    parts = (memoryview(np.ascontiguousarray(value, "<f4")).cast("B") for value in values)
     size = crc = 0
     with open(file, "xb") as opened:
         for part in chain([len(text).to_bytes(8, "little") + text], parts):
@@ -111,31 +113,35 @@ def write(file: Path, boxes: Sequence[Box], values: Iterable[Any]) -> tuple[int,
 
 
 # ---- reading ------------------------------------------------------------------------------------
-def stored(name: str, said: Any) -> Stored:
-    """A tensor of the index. Raises ``ValueError`` if its boxes do not tile it."""
+def stored(name: str, entry: Any) -> Stored:
+    """The tensor that an entry of the index describes. Raises ``ValueError`` if its boxes do not
+    tile it.
+    """
     try:
-        shape = _sizes(said, "shape")
-        if typed(said, "dtype", str) != DTYPE:
-            raise ValueError(f"its dtype is {said['dtype']!r}, not {DTYPE!r}")
-        found = []
-        for one in typed(said, "boxes", list):
-            where = typed(one, "file", str), typed(one, "key", str)
-            box = Box(name, _sizes(one, "offsets"), _sizes(one, "sizes"), *where)
+        shape = _sizes(entry, "shape")
+        if typed(entry, "dtype", str) != DTYPE:
+            raise ValueError(f"its dtype is {entry['dtype']!r}, not {DTYPE!r}")
+        boxes = []
+        for fields in typed(entry, "boxes", list):
+            where = typed(fields, "file", str), typed(fields, "key", str)
+            box = Box(name, _sizes(fields, "offsets"), _sizes(fields, "sizes"), *where)
             if any(o + n > end for o, n, end in zip(*box[1:3], shape, strict=True)):
                 raise ValueError(f"a box of {box.sizes} at {box.offsets} is not inside {shape}")
-            found.append(box)
-        near: list[Box] = []  # boxes that reach as far as the next one along the first dimension
-        for box in sorted(found):
+            boxes.append(box)
+        # Boxes in the order of their first rows, so a box can only overlap those before it that
+        # reach beyond its own first row.
+        near: list[Box] = []
+        for box in sorted(boxes):
             near = [other for other in near if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-            if any(common(box.offsets, box.sizes, other) for other in near):
+            if any(intersection(box.offsets, box.sizes, other) for other in near):
                 raise ValueError(f"two boxes hold the element at {box.offsets}")
             near.append(box)
-        there, whole = sum(math.prod(box.sizes) for box in found), math.prod(shape)
-        if there != whole:
-            raise ValueError(f"the checkpoint has {there} of {whole} elements")
+        elements, whole = sum(math.prod(box.sizes) for box in boxes), math.prod(shape)
+        if elements != whole:
+            raise ValueError(f"the checkpoint has {elements} of {whole} elements")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from None
-    return Stored(shape, found)
+    return Stored(shape, boxes)
 
 
 def check_file(file: Path, boxes: Iterable[Box]) -> None:
@@ -146,15 +152,15 @@ def check_file(file: Path, boxes: Iterable[Box]) -> None:
         with safe_open(file, framework="np") as opened:
             for box in boxes:
                 part = opened.get_slice(box.key)
-                found = part.get_dtype(), tuple(part.get_shape())
-                if found != (DTYPE, box.sizes):
-                    raise ValueError(f"{box.key!r} in it is {found}, not {(DTYPE, box.sizes)}")
+                actual = part.get_dtype(), tuple(part.get_shape())
+                if actual != (DTYPE, box.sizes):
+                    raise ValueError(f"{box.key!r} in it is {actual}, not {(DTYPE, box.sizes)}")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"safetensors cannot read it ({error})") from None
 
 
-def _sizes(said: Mapping[str, Any], name: str) -> Sizes:
-    found = tuple(typed(said, name, list))
-    if not found or not all(type(n) is int and 0 <= n < 2**62 for n in found):
-        raise ValueError(f"{name} is {found}, not whole numbers")
-    return found
+def _sizes(fields: Mapping[str, Any], name: str) -> Sizes:
+    sizes = tuple(typed(fields, name, list))
+    if not sizes or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
+        raise ValueError(f"{name} is {sizes}, not whole numbers")
+    return sizes

@@ -1,17 +1,17 @@
-"""A folder of checkpoints: published whole or not at all, found and judged without torch.
+"""A folder of checkpoints: each is published whole or not at all, and can be checked without torch.
 
     folder/latest                   the names of the last two checkpoints, newest first
     folder/step-00000004/           one checkpoint: the training's state after 4 steps
-        paralab.json                what it is: model, plan, optimizer, seed, step ...; size and
+        paralab.json                the index: model, plan, optimizer, seed, step ...; size and
                                     checksum of every other file; which file holds which box of
                                     which tensor (boxes.py)
         rank-0.safetensors ...      the tensors
 
-[Note: atomic] A save writes into ``.saving-step-00000004``, where no reader looks. When all of it
-has reached the disk (fsync of files and folder) one rename gives it its name, and one more replaces
-``latest``, by which alone a checkpoint is found. So whenever the ranks are killed, ``latest`` names
-a checkpoint that is whole: the one before, or the new one. Only then does the last but two go. What
-a killed save has left behind, the next one sweeps away.
+[Note: atomic] A save writes into ``.saving-step-00000004``, where no reader looks. When all files
+have reached the disk (fsync of files and folder), one rename gives the folder its name, and another
+replaces ``latest``, the only file by which readers find a checkpoint. So whenever the ranks are
+killed, ``latest`` names a complete checkpoint: the previous one or the new one. Only then are all
+but the last two checkpoints removed. The next save removes what a killed save has left behind.
 
 A folder belongs to one run at a time: its rank 0 holds a lock that ends with the process.
 
@@ -47,12 +47,12 @@ from paralab.spec import ModelSpec
 FORMAT, VERSION = "paralab checkpoint", 2
 ABOUT, LATEST, LOCK = "paralab.json", "latest", ".lock"
 KEPT = 2
-LOCK_SECONDS = 10.0  # for the ranks of a run whose caller was killed to be gone
+LOCK_SECONDS = 10.0  # within which the ranks of a run whose caller was killed have ended
 _WHY = {
     "optimizer": "whose state {now!r} cannot go on with",
     "seed": "which draws the batches that come next; this run has {now!r}",
 }
-# What a resumed run may have other than before, if asked.
+# The settings that a resumed run may change, if ``resume_changes`` names them.
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
 _NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safetensors")
 _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
@@ -65,13 +65,13 @@ _LEGAL = 'a folder that pl.run(..., save="folder") wrote, or None for a run from
 class Checkpoint:
     """What a checkpoint says about itself.
 
-    folder     where it lies
+    folder     its own folder
     model, plan, optimizer, lr, seed, global_batch  of the run that wrote it; ``plan`` as plain
                values
-    data       of its text the length and a digest: `Corpus.identity`
-    clip_norm  None also for one that was written before checkpoints said so
+    data       length and digest of the training text: `Corpus.identity`
+    clip_norm  None also if the checkpoint was written before this field existed
     step       optimizer steps that the training has done
-    counters   numbers of the optimizer that every rank has the same: {name: value}
+    counters   numbers of the optimizer that are equal on all ranks: {name: value}
     files      {file name: (bytes, CRC-32)}
     tensors    {name: the boxes that tile it}
     """
@@ -91,16 +91,17 @@ class Checkpoint:
     tensors: Mapping[str, boxes.Stored]
 
     def check(self, model: ModelSpec, changes: Sequence[str] = (), **settings: Any) -> None:
-        """Raise ``ValueError`` if a run would not go on with this training.
+        """Raise ``ValueError`` if a run with this model and settings would not continue this
+        training.
 
-        settings  of the run: optimizer, seed, and those of `CHANGES`
+        settings  the run's optimizer, seed, and those of `CHANGES`
         changes   names of `CHANGES` that may differ
         """
-        saved, asked = (plain(m.to_dict(), "model") for m in (self.model, model))
-        # Which kernel computes attention is a matter of the device, as None for it says.
-        other = [n for n in asked if n != "attention" and saved[n] != asked[n]]
-        if other:
-            was, now = (", ".join(f"{n}={m[n]!r}" for n in other) for m in (saved, asked))
+        saved, wanted = (plain(m.to_dict(), "model") for m in (self.model, model))
+        # The kernel that computes attention may differ: by default the device decides it.
+        differing = [n for n in wanted if n != "attention" and saved[n] != wanted[n]]
+        if differing:
+            was, now = (", ".join(f"{n}={m[n]!r}" for n in differing) for m in (saved, wanted))
             raise self._refuse(f"its model has {was}, this one {now}", f"a model with {was}")
         for name, now in settings.items():
             if name not in changes and getattr(self, name) != now:
@@ -111,11 +112,11 @@ class Checkpoint:
         self.check_state(model, self.optimizer)
 
     def check_state(self, model: ModelSpec, optimizer: str) -> None:
-        """Raise ``ValueError`` if this is not the state of such a training."""
-        asked, there = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
-        for name in [*asked, *there]:
-            if asked.get(name) != there.get(name):
-                why = f"{name} has shape {there.get(name)} in it, not {asked.get(name)}"
+        """Raise ``ValueError`` if the tensors and counters are not those of such a training."""
+        expected, stored = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
+        for name in [*expected, *stored]:
+            if expected.get(name) != stored.get(name):
+                why = f"{name} has shape {stored.get(name)} in it, not {expected.get(name)}"
                 damaged(self.folder / ABOUT, why)
         if optimizer == "adamw" and "optimizer_steps" not in self.counters:
             damaged(self.folder / ABOUT, "optimizer_steps is not in it")
@@ -125,13 +126,13 @@ class Checkpoint:
 
 
 def shapes(model: ModelSpec, optimizer: str) -> dict[str, tuple[int, ...]]:
-    """{tensor: shape} of all that a checkpoint of such a training holds."""
+    """{tensor: shape} of all tensors in a checkpoint of such a training."""
     names = model.parameter_shapes()
     return {f"{kind}/{n}": whole_shape(model, n) for kind in _STATES[optimizer] for n in names}
 
 
 def check_changes(changes: object) -> tuple[str, ...]:
-    """What may differ from the checkpoint, as ``pl.run(resume_changes=...)`` has it."""
+    """The names in ``pl.run(resume_changes=...)``; raises ``ValueError`` if one is not legal."""
     if isinstance(changes, str) or not isinstance(changes, Iterable):
         raise illegal("resume_changes", changes, "not a tuple of names", f"some of {CHANGES}")
     return tuple(choice("resume_changes", name, CHANGES) for name in changes)
@@ -139,11 +140,11 @@ def check_changes(changes: object) -> tuple[str, ...]:
 
 # ---- reading ------------------------------------------------------------------------------------
 def find(path: object) -> Checkpoint:
-    """The checkpoint at ``path``: a folder of them (its latest), or one of them.
+    """The checkpoint at ``path``, which is one checkpoint, or a folder of which it is the latest.
 
-    Raises ``ValueError`` saying what is wrong: no folder, none in it, an index that does not hold
-    together, a file that is missing, too short or too long, or has other tensors than the index
-    says. What a file holds is compared with its checksum by the ranks that read it.
+    Raises ``ValueError`` saying what is wrong: there is no folder, or no checkpoint in it; the
+    index is inconsistent; a file is missing, has another size, or holds other tensors than the
+    index says. The ranks that read a file compare its contents with its checksum.
     """
     folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
@@ -154,9 +155,9 @@ def find(path: object) -> Checkpoint:
     if not (folder / ABOUT).is_file():
         named, names = _named(folder), _listed(folder)
         if not names:
-            there = sorted(_whole(folder))
+            complete = sorted(_all_complete(folder))
             why = f"no file {LATEST!r} in it names a checkpoint"
-            legal = ", ".join(str(folder / name) for name in there) or _LEGAL
+            legal = ", ".join(str(folder / name) for name in complete) or _LEGAL
             raise illegal("resume", str(path), why, legal)
         if names[0] != named[0]:
             why = f"{named[0]}, the newest checkpoint of {folder}, is no longer there"
@@ -166,28 +167,28 @@ def find(path: object) -> Checkpoint:
     for name, (size, _) in checkpoint.files.items():
         if not (folder / name).is_file():
             damaged(folder / name, "the file is missing")
-        if (found := (folder / name).stat().st_size) != size:
-            damaged(folder / name, f"the file has {found} bytes, {size} were written")
-    file, there = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
-    for name, some in groupby(sorted(there, key=file), file):
+        if (actual := (folder / name).stat().st_size) != size:
+            damaged(folder / name, f"the file has {actual} bytes, {size} were written")
+    file, stored = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
+    for name, file_boxes in groupby(sorted(stored, key=file), file):
         if name not in checkpoint.files:
             damaged(folder / ABOUT, f"{name!r} is none of the checkpoint's files")
         try:
-            boxes.check_file(folder / name, some)
+            boxes.check_file(folder / name, file_boxes)
         except ValueError as error:
             damaged(folder / name, str(error))
     return checkpoint
 
 
 def _gone(checkpoint: Path) -> NoReturn:
-    """Raise the refusal of a checkpoint that is not where it was, naming those that are."""
+    """Raise the ``ValueError`` of a checkpoint that no longer exists; it names those that do."""
     why = "it is not there; newer ones may have taken its place while it was read"
-    there = [str(checkpoint.with_name(name)) for name in _listed(checkpoint.parent)]
-    raise illegal("resume", str(checkpoint), why, ", or ".join(there) or _LEGAL)
+    others = [str(checkpoint.with_name(name)) for name in _listed(checkpoint.parent)]
+    raise illegal("resume", str(checkpoint), why, ", or ".join(others) or _LEGAL)
 
 
 def damaged(file: Path, why: str) -> NoReturn:
-    """Raise the refusal of a checkpoint because of one of its files."""
+    """Raise the ``ValueError`` of a checkpoint of which this file is damaged."""
     if not file.parent.exists():
         _gone(file.parent)
     others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
@@ -198,7 +199,7 @@ def damaged(file: Path, why: str) -> NoReturn:
 
 
 def facts(file: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file. They tell damage, not malice."""
+    """(bytes, CRC-32) of a file. They detect damage, not manipulation."""
     size = crc = 0
     with open(file, "rb") as opened:
         while part := opened.read(2**22):
@@ -209,19 +210,19 @@ def facts(file: Path) -> tuple[int, int]:
 def _read(folder: Path) -> Checkpoint:
     file = folder / ABOUT
     try:
-        said = json.loads(file.read_bytes())
+        index = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         damaged(file, f"it cannot be read ({error})")
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise illegal("resume", str(folder), f"{ABOUT} in it is not a checkpoint's", _LEGAL)
-    version = said.get("version")
+    version = index.get("version")
     if version != VERSION:
         why = f"its format version {version!r} is unknown, this paralab reads {VERSION}"
         legal = f"{_LEGAL}; update paralab if a newer one wrote it"
         raise illegal("resume", str(folder), why, legal)
     try:
-        body = typed(said, "body", dict)
-        if seal(body) != said.get("sha256"):
+        body = typed(index, "body", dict)
+        if seal(body) != index.get("sha256"):
             raise ValueError("its own checksum does not fit")
         counters, files, tensors = (typed(body, n, dict) for n in ("counters", "files", "tensors"))
         return Checkpoint(
@@ -230,7 +231,7 @@ def _read(folder: Path) -> Checkpoint:
             step=whole("step", body.get("step"), at_least=0),
             counters={name: typed(counters, name, float) for name in counters},
             files={name: _facts(files, name) for name in files},
-            tensors={name: boxes.stored(name, said) for name, said in tensors.items()},
+            tensors={name: boxes.stored(name, entry) for name, entry in tensors.items()},
             clip_norm=typed(body, "clip_norm", float) if body.get("clip_norm") else None,
             **{name: typed(body, name, kind) for name, kind in _KINDS.items()},
         )
@@ -239,10 +240,10 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _facts(files: Mapping[str, Any], name: str) -> tuple[int, int]:
-    found = typed(files, name, list)
-    if not _FILE.fullmatch(name) or [type(n) for n in found] != [int, int]:
-        raise ValueError(f"{name!r}: {found} is not a file of tensors with its bytes and CRC-32")
-    return found[0], found[1]
+    pair = typed(files, name, list)
+    if not _FILE.fullmatch(name) or [type(n) for n in pair] != [int, int]:
+        raise ValueError(f"{name!r}: {pair} is not a file of tensors with its bytes and CRC-32")
+    return pair[0], pair[1]
 
 
 def _named(folder: Path) -> list[str]:
@@ -255,21 +256,23 @@ def _named(folder: Path) -> list[str]:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Of these, the checkpoints that are there."""
+    """The checkpoints that ``latest`` names and that exist, newest first."""
     return [name for name in _named(folder) if (folder / name / ABOUT).is_file()]
 
 
-def _whole(folder: Path) -> list[str]:
-    """The checkpoints in a folder, whether ``latest`` names them or not; the newest first."""
-    named = _listed(folder)
-    there = {found.parent.name for found in folder.glob(f"step-*/{ABOUT}")}
-    return [*named, *sorted(filter(_NAME.fullmatch, there - set(named)), reverse=True)]
+def _all_complete(folder: Path) -> list[str]:
+    """All checkpoints in a folder: first those that ``latest`` names, then the others; each newest
+    first.
+    """
+    listed = _listed(folder)
+    present = {index.parent.name for index in folder.glob(f"step-*/{ABOUT}")}
+    return [*listed, *sorted(filter(_NAME.fullmatch, present - set(listed)), reverse=True)]
 
 
 # ---- writing ------------------------------------------------------------------------------------
 def check_save(folder: Path, resume: str | None) -> None:
-    """Raise ``ValueError`` where a save would take the place of another training's checkpoints, or
-    could not be read again. resume: the checkpoint that the run goes on from
+    """Raise ``ValueError`` if saving here would replace another training's checkpoints, or would
+    write files that cannot be read again. resume: the checkpoint from which the run continues
     """
     try:
         os.fsencode(folder).decode()
@@ -279,15 +282,15 @@ def check_save(folder: Path, resume: str | None) -> None:
     if (folder / ABOUT).is_file():
         legal = f"the folder around it, {folder.parent}, or another one"
         raise illegal("save", str(folder), "it is one checkpoint itself", legal)
-    there = _whole(folder)
-    if there and (resume is None or Path(resume).parent.resolve() != folder.resolve()):
-        why = f"a training has saved {there[0]} there, and this run does not go on with it"
+    present = _all_complete(folder)
+    if present and (resume is None or Path(resume).parent.resolve() != folder.resolve()):
+        why = f"a training has saved {present[0]} there, and this run does not go on with it"
         raise illegal("save", str(folder), why, f"resume={str(folder)!r} too, or another folder")
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder is this process's for as long as the block runs."""
+    """Hold the folder's lock for as long as the block runs, so that no other run saves there."""
     with open(folder / LOCK, "a") as file:
         give_up = time.monotonic() + LOCK_SECONDS
         while True:
@@ -307,44 +310,47 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def scratch(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written before it is published."""
+    """The folder into which the checkpoint of ``step`` is written before it is published."""
     return folder / f"{_SCRATCH}{_name(step)}"
 
 
 def sweep(folder: Path) -> None:
-    """Remove what no reader can want: leftovers of a killed save, and all but the last two.
+    """Remove leftovers of a killed save, and all checkpoints that ``latest`` does not name.
 
-    A folder whose ``latest`` is gone keeps all its checkpoints.
+    A folder without ``latest`` keeps all its checkpoints.
     """
     kept = _listed(folder)
-    for found in list(folder.iterdir()):
-        if kept and _NAME.fullmatch(found.name) and found.name not in kept:
-            gone = found.with_name(f"{_REMOVED}{found.name}")
-            shutil.rmtree(gone, ignore_errors=True)
-            found = found.rename(gone)  # half a checkpoint never has a checkpoint's name
-        if found.name.startswith((_SCRATCH, _REMOVED)):
-            if found.is_file():
-                found.unlink(missing_ok=True)
+    for entry in list(folder.iterdir()):
+        if kept and _NAME.fullmatch(entry.name) and entry.name not in kept:
+            removed = entry.with_name(f"{_REMOVED}{entry.name}")
+            shutil.rmtree(removed, ignore_errors=True)
+            entry = entry.rename(removed)  # so that half a checkpoint never has a checkpoint's name
+        if entry.name.startswith((_SCRATCH, _REMOVED)):
+            if entry.is_file():
+                entry.unlink(missing_ok=True)
             else:
-                shutil.rmtree(found, ignore_errors=True)
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def publish(written: Path, about: Mapping[str, Any], *, step: int) -> Path:
-    """Make what lies in ``written`` the folder's latest checkpoint. See [Note: atomic]."""
-    folder, before = written.parent, _listed(written.parent)
+    """Make the files in ``written`` the latest checkpoint of its folder. See [Note: atomic].
+
+    about  the fields of `Checkpoint`, for the index
+    """
+    folder, earlier = written.parent, _listed(written.parent)
     body = plain(about, "checkpoint")
-    said = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
-    _write(written / ABOUT, json.dumps(said))
+    index = {"format": FORMAT, "version": VERSION, "sha256": seal(body), "body": body}
+    _write(written / ABOUT, json.dumps(index))
     _sync(written)
-    name, again = _name(step), 0
-    while (folder / name).exists():  # the same step once more: a run that began before it
-        again += 1
-        name = f"{_name(step)}.{again}"
+    name, copies = _name(step), 0
+    while (folder / name).exists():  # a run resumed from an earlier step reaches this step again
+        copies += 1
+        name = f"{_name(step)}.{copies}"
     os.rename(written, folder / name)
     _sync(folder)
-    fresh = folder / f"{_SCRATCH}{LATEST}"
-    _write(fresh, "\n".join([name, *before][:KEPT]) + "\n")
-    os.replace(fresh, folder / LATEST)
+    new_latest = folder / f"{_SCRATCH}{LATEST}"
+    _write(new_latest, "\n".join([name, *earlier][:KEPT]) + "\n")
+    os.replace(new_latest, folder / LATEST)
     _sync(folder)
     sweep(folder)
     return folder / name
@@ -362,7 +368,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The folder's own entries reach the disk."""
+    """Flush the folder's entries to the disk: its files' names, not their contents."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

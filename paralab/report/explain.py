@@ -1,7 +1,7 @@
-"""`report.explain()`: what people ask of a distributed run, answered from the rows of its report.
+"""`report.explain()`: common questions about a distributed run, answered from its report's rows.
 
-What the rows do not say is not guessed: the last answer lists it. What the calls of a group look
-like, and the closed form of their bytes, is in paradigm.py.
+What the rows do not say is not guessed: the last answer lists it. paradigm.py names the paradigm
+that the calls of a group look like, with the closed form of their bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paralab.report.paradigm import (
     REDUCTIONS,
     any_made_of,
     backwards,
-    form,
+    describe_axis,
     in_parts,
     made_of,
     mb,
@@ -32,9 +32,11 @@ from paralab.theory.traffic import POINT_TO_POINT
 if TYPE_CHECKING:
     import pandas as pd
 
-PREFETCHED = 0.5  # of the work that comes with a gather: less, before it is waited for, is none
-OTHER = 0.05  # of the peak: more is worth a sentence
-NAMED = 5  # parameters, sizes and pairs of ranks that are named
+# A gather is prefetched if its rank computes, between its launch and its wait, more than this share
+# of the compute per gather.
+PREFETCHED = 0.5
+OTHER = 0.05  # share of the peak above which the category "other" gets a sentence
+NAMED = 5  # how many parameters, sizes or pairs of ranks an answer names
 
 
 class Explanation(dict[str, str]):
@@ -52,9 +54,10 @@ class Explanation(dict[str, str]):
 
 
 def explain(report: Tables) -> Explanation:
-    """What people ask of a distributed run: which collectives, whether the bytes agree with theory,
-    what is hidden, what fills the peak. A dict {question: answer} that prints as text, of the steps
-    that count: all but step 0, where there are others. Raises ValueError on a dry run.
+    """Answers to common questions about a distributed run: which collectives it makes, whether the
+    bytes agree with theory, how much is hidden, what fills the peak. A dict {question: answer} that
+    prints as text, about all steps but step 0, where there are others. Raises ValueError on a dry
+    run.
     """
     about.needs_times(report, "an explanation")
     steps = about.measured_steps(report)
@@ -76,19 +79,19 @@ def explain(report: Tables) -> Explanation:
 # ---- bytes --------------------------------------------------------------------------------------
 def _collectives(report: Tables, calls: pd.DataFrame) -> str:
     lines, outline = [], about.in_outline(report)
-    known = len(about.reported_ranks(report))
+    num_ranks = len(about.reported_ranks(report))
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
         ranks, when = sorted(set(rows["rank"])), ""
-        each = sum(steps_of(report, rank) for rank in ranks)
-        if (some := len(rows.groupby(["rank", "step"]))) < each:
-            found, of = rows["step"][rows["rank"] == ranks[0]], steps_of(report, ranks[0])
-            when, each = f"in {found.nunique()} of {of} steps ", some
+        rank_steps = sum(steps_of(report, rank) for rank in ranks)  # steps, summed over the ranks
+        if (with_calls := len(rows.groupby(["rank", "step"]))) < rank_steps:
+            steps, total = rows["step"][rows["rank"] == ranks[0]], steps_of(report, ranks[0])
+            when, rank_steps = f"in {steps.nunique()} of {total} steps ", with_calls
         sizes = list(dict.fromkeys(map(mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} more" * (len(sizes) > NAMED)
-        counted = f"{round(len(rows) / each, 2):g} × {op} of {', '.join(sizes[:NAMED])}{more}"
-        what = op if outline else counted  # in outline a row stands for all calls alike
-        sent = mb(rows["wire_bytes"].sum() / each)
-        who = "a rank" if len(ranks) == known else f"each of {len(ranks)} ranks"
+        counted = f"{round(len(rows) / rank_steps, 2):g} × {op} of {', '.join(sizes[:NAMED])}{more}"
+        what = op if outline else counted  # in outline a row is the sum of all equal calls
+        sent = mb(rows["wire_bytes"].sum() / rank_steps)
+        who = "a rank" if len(ranks) == num_ranks else f"each of {len(ranks)} ranks"
         lines.append(
             f"axis {axis}, {phase}: {when}{what}; {who} sends {sent}{' then' * bool(when)}"
         )
@@ -98,44 +101,45 @@ def _collectives(report: Tables, calls: pd.DataFrame) -> str:
 def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
     if report.model is not None:
         return "pl.compare(pl.predict(model, plan), report) puts the predicted bytes next to these."
-    found: dict[str, list[str]] = {}  # what is said: axes
+    axes_of: dict[str, list[str]] = {}  # {description: the axes that it fits}
     collectives = calls[~calls["op"].isin(POINT_TO_POINT)]
     for axis in sorted(set(collectives["axis"])):
-        found.setdefault(form(report, collectives, axis), []).append(axis)
+        axes_of.setdefault(describe_axis(report, collectives, axis), []).append(axis)
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
-        said = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
-        said += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
+        messages = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
+        messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
         like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
-        found.setdefault(f"messages per step {said}: {like}", []).append(axis)
+        axes_of.setdefault(f"messages per step {messages}: {like}", []).append(axis)
     lines = []
-    for said, axes in found.items():
-        lines.append(f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}: {said}")
+    for description, axes in axes_of.items():
+        lines.append(f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}: {description}")
     return "\n".join(lines)
 
 
 # ---- time ---------------------------------------------------------------------------------------
 def _hidden(report: Tables) -> str:
-    of = summary(report)["value"]
-    if not (moving := of["communication in flight"]):
+    value = summary(report)["value"]
+    if not (moving := value["communication in flight"]):
         return ""
     return (
-        f"{of['of it hidden behind compute']:.0f} % of the {moving:.1f} ms of a step in which a "
-        f"collective is in flight; ranks wait {of['waiting']:.1f} ms"
+        f"{value['of it hidden behind compute']:.0f} % of the {moving:.1f} ms of a step in which a "
+        f"collective is in flight; ranks wait {value['waiting']:.1f} ms"
     )
 
 
 def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     if "FSDPModule" not in made_of(report, "modules"):
-        return ""  # what is gathered is no parameters
+        return ""  # without FSDP2 the program's gathers are not of parameters
     axes = [a for a, rows in calls.groupby("axis") if not sums_activations(report, rows, a)]
     gathers, lines = calls[calls["op"].eq("all_gather") & calls["axis"].isin(axes)], []
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
-        waited = {span for after in report.spans["after"] for span in after}
-        if waited.isdisjoint(rows["span"]):
+        awaited = {span for after in report.spans["after"] for span in after}
+        if awaited.isdisjoint(rows["span"]):
             lines.append(f"{phase}: not known, no wait for a gather was seen")
             continue
-        early = [worked > PREFETCHED * each for worked, each in _ahead(report, rows, phase)]
+        times = _compute_in_flight(report, rows, phase)
+        early = [computed > PREFETCHED * per_gather for computed, per_gather in times]
         verdict = "prefetch works" if sum(early) > len(early) / 2 else "there is no prefetch"
         lines.append(
             f"{phase}: the rank computed between the launch and the wait of {sum(early)} of "
@@ -144,49 +148,52 @@ def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def _ahead(report: Tables, rows: pd.DataFrame, phase: str) -> Iterator[tuple[float, float]]:
-    """Of every call (seconds that its rank computed between its launch and its wait, seconds of
-    such work for each call of the step).
+def _compute_in_flight(
+    report: Tables, gathers: pd.DataFrame, phase: str
+) -> Iterator[tuple[float, float]]:
+    """For every gather: (seconds of this phase's compute between its launch and its wait, seconds
+    of this phase's compute per gather).
     """
-    for (rank, step), mine in rows.groupby(["rank", "step"]):
+    for (rank, step), calls in gathers.groupby(["rank", "step"]):
         spans = report.spans[(report.spans["rank"] == rank) & (report.spans["step"] == step)]
         work, waits = spans[spans["kind"] == phase], spans[spans["kind"] == "wait"]
         pairs = zip(waits["id"], waits["after"], strict=True)
-        over = {call: span for span, after in pairs for call in after}
-        for call in mine["span"]:  # ids are in the order in which a rank wrote
-            if call in over:
-                between = (work["id"] > call) & (work["id"] < over[call])
-                yield work["cost"][between].sum(), work["cost"].sum() / len(mine)
+        wait_for = {call: span for span, after in pairs for call in after}
+        for call in calls["span"]:  # a rank's span ids rise with time
+            if call in wait_for:
+                between = (work["id"] > call) & (work["id"] < wait_for[call])
+                yield work["cost"][between].sum(), work["cost"].sum() / len(calls)
 
 
 def _reductions(report: Tables, calls: pd.DataFrame) -> str:
-    """Of the axis on which a rank reduces most, but for sums of activations. Where a backward sums
-    nothing, what is summed by hand in every step.
+    """How often the gradients of a step are reduced, judged by the axis on which a rank reduces
+    most bytes, sums of activations apart. Where no backward reduces, the program's own reductions
+    count if every step has some.
     """
-    found = calls[calls["op"].isin(REDUCTIONS)]
-    axes = [a for a, rows in found.groupby("axis") if not sums_activations(report, rows, a)]
-    rank = int(found["rank"].min()) if axes else 0
-    found = found[(found["rank"] == rank) & found["axis"].isin(axes)]
-    mine = found[found["phase"] == "backward"]
-    if by_hand := mine.empty:
-        mine = found[found["phase"] == "data"]
-        if mine["step"].nunique() < steps_of(report, rank):
+    sums = calls[calls["op"].isin(REDUCTIONS)]
+    axes = [a for a, rows in sums.groupby("axis") if not sums_activations(report, rows, a)]
+    rank = int(sums["rank"].min()) if axes else 0
+    sums = sums[(sums["rank"] == rank) & sums["axis"].isin(axes)]
+    rows = sums[sums["phase"] == "backward"]
+    if by_hand := rows.empty:
+        rows = sums[sums["phase"] == "data"]
+        if rows["step"].nunique() < steps_of(report, rank):
             return ""
-    size = mine.groupby("axis")["payload_bytes"].sum()
+    size = rows.groupby("axis")["payload_bytes"].sum()
     psi = trained_bytes(report, rank, str(size.idxmax()))
-    m, reduced = backwards(report, rank, mine)
+    m, reducing = backwards(report, rank, rows)
     if not psi or not m:
         return ""
-    times, many = float(size.max()) / steps_of(report, rank) / psi, "s" * (m != 1)
+    times, plural = float(size.max()) / steps_of(report, rank) / psi, "s" * (m != 1)
     if by_hand and not whole_number(times):
-        return ""  # other things than gradients
-    said = f"{times:.3g} times Ψ per step"
+        return ""  # these sums are not of gradients
+    text = f"{times:.3g} times Ψ per step"
     if made_of(report, "closures", rank):
-        return f"{said}, in which the optimizer evaluates {m:.3g} backward{many}."
-    if m == 1 or reduced != m:
-        return f"{said}, which has {m:.3g} backward{many}."
+        return f"{text}, in which the optimizer evaluates {m:.3g} backward{plural}."
+    if m == 1 or reducing != m:
+        return f"{text}, which has {m:.3g} backward{plural}."
     return (
-        f"For every one of {m:.3g} micro-batches: {said}. Accumulating first "
+        f"For every one of {m:.3g} micro-batches: {text}. Accumulating first "
         "(no_sync, or set_requires_gradient_sync(False), in all but the last) sends 1/"
         f"{m:.3g} of it, and keeps unsharded gradients meanwhile."
     )
@@ -194,20 +201,20 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
 
 # ---- memory -------------------------------------------------------------------------------------
 def _peak(report: Tables) -> str:
-    found = amounts.peak(report)
-    if found is None:
+    peak = amounts.peak(report)
+    if peak is None:
         return "It was not counted."
-    held = sorted(found.held.items(), key=lambda item: -item[1])
+    held = sorted(peak.held.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {mb(size)}" for name, size in held if size)
-    said = f"{mb(found.total)} on rank {found.rank} in step {found.step}: {parts}"
-    if found.held.get("other", 0) > OTHER * found.total:
-        said += ". Other is what the program makes outside forward, backward and optimizer: "
-        said += "batches, a data set, losses."
-    return said
+    text = f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
+    if peak.held.get("other", 0) > OTHER * peak.total:
+        text += ". Other is what the program makes outside forward, backward and optimizer: "
+        text += "batches, a data set, losses."
+    return text
 
 
 def _whole(report: Tables) -> str:
-    """Of rank 0."""
+    """Which parameters of rank 0 are not sharded."""
     own = made_of(report, "parameters")
     whole = sorted((p for p in own if p["held"] == p["elements"]), key=lambda p: -p["bytes"])
     if report.world_size == 1 or not own or in_parts(report):
@@ -230,7 +237,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
     on_gpu = about.device_of(report) == "cuda"
     through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
-    told = (  # where it is so; what is not known then
+    notes = (  # (condition, what is not known if it holds)
         (
             through_host and len(calls),
             "When a call of gloo with tensors on a GPU ended: its span ends where the rank had "
@@ -279,15 +286,15 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "after, which takes longer; with memory_steps=0 in the first.",
         ),
     )
-    said = [words for holds, words in told if holds]
-    many = report.steps[report.steps["step"].isin(about.measured_steps(report))]
-    many = sorted(set(many["rank"].value_counts()))
-    if len(many) > 1:
-        said.append(
-            f"What ranks did after their last step: they have from {many[0]} to {many[-1]} steps "
-            "that count, and what follows a rank's last one is left out. Bytes of `traffic()` are "
-            "shared out over the most steps of a rank."
+    unknown = [text for holds, text in notes if holds]
+    steps = report.steps[report.steps["step"].isin(about.measured_steps(report))]
+    counts = sorted(set(steps["rank"].value_counts()))
+    if len(counts) > 1:
+        unknown.append(
+            f"What ranks did after their last step: they have from {counts[0]} to {counts[-1]} "
+            "steps that count, and what follows a rank's last one is left out. Bytes of "
+            "`traffic()` are shared out over the most steps of a rank."
         )
     if counted and counted[-1] < report.steps["step"].max():
-        said.append(f"Memory after step {counted[-1]}: bytes were counted in steps {counted}.")
-    return "\n".join(said)
+        unknown.append(f"Memory after step {counted[-1]}: bytes were counted in steps {counted}.")
+    return "\n".join(unknown)

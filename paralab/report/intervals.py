@@ -1,4 +1,4 @@
-"""Stretches of time: lists of disjoint intervals in order."""
+"""Time intervals: unions, lengths and overlaps of (start, end) in seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretch of time as disjoint intervals in order."""
+    """The union of intervals, as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -23,7 +23,7 @@ def length(intervals: Sequence[Interval]) -> float:
 
 
 def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
-    """Seconds in which both of two unions run."""
+    """Seconds that two unions have in common."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -1,8 +1,7 @@
 """What a report's spans say in seconds: how long a step takes, and where its time goes.
 
-Pure functions of `Tables`; measured, replayed and predicted reports are read alike, and a dry run,
-which has no times, is refused in one sentence. Step 0 is warm-up and left out wherever there is
-another step.
+Pure functions of `Tables`, alike for measured, replayed and predicted reports; a dry run has no
+times and is refused. Step 0 is warm-up and is left out wherever there is another step.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COPIED, EXPOSED = ("copies", "hidden"), ("calls", "copies")
 
 # ---- times of a step -----------------------------------------------------------------------------
 def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
-    """Largest (end - start) over ranks, seconds, of every step that counts; of all with warmup."""
+    """{step: seconds that its slowest rank took}, without warm-up steps unless ``warmup``."""
     needs_times(report, "the time of a step")
     steps = report.steps
     largest = (steps["end"] - steps["start"]).groupby(steps["step"]).max()
@@ -38,21 +37,21 @@ def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
 
 
 def step_time(report: Tables) -> float:
-    """Seconds of a step, the median over all steps but step 0 where there are others: of the rank
-    that takes longest, from its begin to its end. NaN without steps.
+    """Seconds of a step: the time of its slowest rank, as the median over the measured steps. NaN
+    without steps.
     """
     return median(step_durations(report).values() or [NAN])
 
 
 def typical_step(report: Tables) -> int:
-    """The step that counts whose duration is nearest the median; the earliest of equals."""
-    durations, middle = step_durations(report), step_time(report)
-    return min(durations, key=lambda s: (abs(durations[s] - middle), s))
+    """The measured step whose duration is nearest the median; of several, the earliest."""
+    durations, median_time = step_durations(report), step_time(report)
+    return min(durations, key=lambda s: (abs(durations[s] - median_time), s))
 
 
 def chosen_step(report: Tables, step: int | None) -> int:
-    """The step that was asked for, or the typical one. Raises ValueError if the report has no such
-    step, or none at all.
+    """``step``, or the typical step if it is None. Raises ValueError if the report has no such
+    step, or no steps at all.
     """
     steps = sorted(set(report.steps["step"].tolist()))
     if not steps:
@@ -63,7 +62,9 @@ def chosen_step(report: Tables, step: int | None) -> int:
 
 
 def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
-    """What these spans of a compute lane took; of an outline's boxes, what was computed in them."""
+    """Seconds of each of these spans of a compute lane; for the boxes of an outline, which contain
+    waiting, only the seconds of compute.
+    """
     seconds = spans["end"] - spans["start"]
     if in_outline(report):
         seconds = seconds.where(~spans["kind"].isin(COMPUTE_KINDS), spans["cost"])
@@ -71,12 +72,12 @@ def seconds_of(report: Tables, spans: pd.DataFrame) -> pd.Series:
 
 
 def bubble(report: Tables) -> float:
-    """Idle share of the pipeline part: 1 - sum(compute) / (p T), median over the steps that count.
+    """Idle share of a pipeline's p ranks: 1 - sum(compute) / (p T), median over measured steps.
 
-    Compute is forward, backward and weight_grad, and what a rank copies into gradient buckets
-    between them; T is the longest of the ranks' times from first forward to last backward, of each
-    pipeline where there are several. With one stage there is no pipeline to wait for, so each rank
-    is held against its own T. PTD-P divides by the ideal time instead: theory/ideal.py.
+    Compute is forward, backward and weight_grad, and the copies into gradient buckets between them.
+    T is the longest time from a rank's first forward to its last backward, over the ranks of a
+    pipeline; every pipeline has its own T. With one stage a rank has no pipeline to wait for, so T
+    is its own time. PTD-P divides by the ideal time instead: theory/ideal.py.
     """
     return median([step_bubble(report, s) for s in measured_steps(report)] or [NAN])
 
@@ -85,77 +86,79 @@ def step_bubble(report: Tables, step: int) -> float:
     """``bubble`` of one step; NaN if nothing was computed in it."""
     needs_times(report, "a bubble")
     parts = pipeline_parts(report, step).values()
-    room = sum(longest for *_, longest in parts)
-    if room <= 0:
+    device_time = sum(longest for *_, longest in parts)
+    if device_time <= 0:
         return NAN
-    return max(0.0, 1 - sum(busy for _, _, busy, _ in parts) / room)  # but for rounding
+    # Rounding may give a share just below 0.
+    return max(0.0, 1 - sum(busy for _, _, busy, _ in parts) / device_time)
 
 
 def idle_shares(report: Tables, step: int) -> dict[int, float]:
-    """{rank: what it does not compute of the longest T in its pipeline}; their mean is the bubble
-    where there is one pipeline. Of a step in which nothing takes time there are none.
+    """{rank: share of its pipeline's T in which it does not compute}; with one pipeline, the mean
+    is the bubble. Empty if nothing in the step takes time.
     """
     parts = pipeline_parts(report, step).items()
     return {rank: 1 - busy / longest for rank, (_, _, busy, longest) in parts if longest > 0}
 
 
 def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
-    """{rank: (start of its first forward, end of its last backward, seconds of compute between,
-    the longest such time of a rank in its pipeline)}
+    """{rank: (start of its first forward, end of its last backward, seconds of compute between
+    them, T of its pipeline as in `bubble`)}
     """
-    known = vars(report).setdefault("_parts", {})  # tables never change, and pictures ask again
-    if step not in known:
-        known[step] = _parts(report, step)
-    return known[step]
+    # Figures call this often; tables never change, so the report caches the result.
+    cache = vars(report).setdefault("_parts", {})
+    if step not in cache:
+        cache[step] = _parts(report, step)
+    return cache[step]
 
 
 def _parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
     import numpy as np  # `import paralab` does without
 
     columns = ["rank", "kind", "start", "end", "cost"]
-    here = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
-    spans = report.spans.loc[here, columns]
+    computing = (report.spans["step"] == step) & (report.spans["lane"] == "compute")
+    spans = report.spans.loc[computing, columns]
     rank, start, end = (spans[name].to_numpy() for name in ("rank", "start", "end"))
     work = spans["kind"].isin(COMPUTE_KINDS).to_numpy()
     ranks = np.unique(rank[work])
     if not len(ranks):
         return {}
-    at = np.searchsorted(ranks, rank).clip(max=len(ranks) - 1)  # of another rank: some of these
+    # The position in ``ranks`` of each span's rank; meaningless for a rank without work.
+    at = np.searchsorted(ranks, rank).clip(max=len(ranks) - 1)
     first, last = np.full(len(ranks), np.inf), np.full(len(ranks), -np.inf)
     np.minimum.at(first, at[work], start[work])
     np.maximum.at(last, at[work], end[work])
-    packs = (spans["kind"] == "copy").to_numpy() & (ranks[at] == rank)
-    counts = work | packs & (start >= first[at]) & (end <= last[at])
+    packs = (spans["kind"] == "copy").to_numpy() & (ranks[at] == rank)  # into gradient buckets
+    counted = work | packs & (start >= first[at]) & (end <= last[at])
     seconds = seconds_of(report, spans).to_numpy()
-    busy = np.bincount(at[counts], seconds[counts], len(ranks))
+    busy = np.bincount(at[counted], seconds[counted], len(ranks))
     longest: dict[tuple, float] = {}
-    of = [report.plan.place(rank)[1:] for rank in ranks.tolist()]
-    for pipeline, took in zip(of, (last - first).tolist(), strict=True):
+    pipelines = [report.plan.place(rank)[1:] for rank in ranks.tolist()]
+    for pipeline, took in zip(pipelines, (last - first).tolist(), strict=True):
         longest[pipeline] = max(longest.get(pipeline, 0.0), took)
     columns = (column.tolist() for column in (ranks, first, last, busy))
-    parts = zip(*columns, map(longest.get, of), strict=True)
+    parts = zip(*columns, map(longest.get, pipelines), strict=True)
     return {rank: tuple(part) for rank, *part in parts}
 
 
 def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
-    """Where each rank's T of one pipeline step goes, in seconds: forward + backward + p2p + idle.
+    """The parts of each rank's T in one step, in seconds: T = forward + backward + p2p + idle.
 
-    p2p   the rank waits for a message that is in flight: communication that nothing hides. In a
-          replay a message is in flight once its sender has sent it. On the wall clock it is so from
-          the moment its receiver is ready, as a profiler's receive kernel is, and p2p holds idle
-          time too
-    idle  what is left of T, which is that of the bubble: the longest over the ranks, from a rank's
-          first forward to its last backward
+    p2p   the rank waits for a message in flight: communication that nothing hides. In a replay a
+          message is in flight once its sender has sent it. On the wall clock it already is when its
+          receiver is ready, as in a profiler's receive kernel, so that p2p includes idle time
+    idle  the rest of T, which is the T of `bubble`: the longest time from a rank's first forward to
+          its last backward, over the ranks of its pipeline
 
-    An outline has no messages by themselves: of it p2p is NaN, and lies in idle.
+    An outline has no spans of messages: its p2p is NaN, and idle includes it.
     """
     import pandas as pd
 
     needs_times(report, "the times of a pipeline")
     step = chosen_step(report, step)
     spans = report.spans[report.spans["step"] == step]
-    sent = spans[spans["kind"] == "comm"]
-    flights = dict(zip(sent["id"], zip(sent["start"], sent["end"], strict=True), strict=True))
+    calls = spans[spans["kind"] == "comm"]
+    flights = dict(zip(calls["id"], zip(calls["start"], calls["end"], strict=True), strict=True))
     rows = {}
     for rank, (start, end, busy, longest) in pipeline_parts(report, step).items():
         own = spans[(spans["rank"] == rank) & (spans["lane"] == "compute")]
@@ -173,26 +176,27 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
 
 
 # ---- where the time went -------------------------------------------------------------------------
-def middle(steps: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
-    """Each of these quantities of several steps, its median; NaN without steps."""
+def medians(steps: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
+    """{name: median of this quantity over the steps}; NaN without steps."""
     return {name: median([step[name] for step in steps] or [NAN]) for name in names}
 
 
 def _ranks_in(report: Tables, step: int) -> int:
-    """How many ranks took this step; those of an observed program may end at different ones."""
+    """How many ranks took this step: the ranks of an observed program may differ in their steps."""
     return max(report.steps["rank"][report.steps["step"] == step].nunique(), 1)
 
 
 def shares(report: Tables, step: int) -> dict[str, float]:
-    """Where one step's time went: seconds, mean over the ranks that took it.
+    """Where the time of one step went: seconds, mean over the ranks that took it.
 
     work           forward, backward, weight_grad spans
-    optimizer      optimizer spans of the rank itself; an offloaded step is its host's
-    wait           the compute lane waited for a collective
-    communication  at least one collective in flight (bookkeeping left out)
-    hidden         of that, while the rank's compute lane did work of any kind, and no waiting
+    optimizer      optimizer spans on the rank's compute lane; for an offloaded optimizer see
+                   `host_seconds`
+    wait           the compute lane waited, for a collective or a copy
+    communication  at least one collective was in flight (bookkeeping left out)
+    hidden         the part of communication in which the compute lane did work of any kind
 
-    In outline a box is an action, and what is waited for inside it is a wait too.
+    In outline a box is an action, and the waiting inside it counts as wait.
     """
     sums, ranks = defaultdict(float), _ranks_in(report, step)
     spans = report.spans[report.spans["step"] == step]
@@ -203,37 +207,40 @@ def shares(report: Tables, step: int) -> dict[str, float]:
         sums["optimizer"] = seconds[spans["kind"] == "optimizer"].sum()
         sums["wait"] = seconds[spans["kind"] == "wait"].sum()
         sums["wait"] += (seconds - spans["cost"])[boxes].sum()
-        moving = report.meta["in flight"]  # sums have no moments; said when they were made
-        here = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
-        return {name: float(sums[name]) / ranks for name in SHARES[:3]} | here
-    calls = report.collectives  # those that carry a loss or a clock are none of the algorithm's
+        # The rows of an outline are sums and do not overlap; what was in flight is in its meta.
+        moving = report.meta["in flight"]
+        comm = {"communication": moving["communication"], "hidden": moving["communication hidden"]}
+        return {name: float(sums[name]) / ranks for name in SHARES[:3]} | comm
+    calls = report.collectives  # bookkeeping calls, of a loss or a clock, are not the algorithm's
     bookkeeping = spans["id"].isin(calls["span"][calls["phase"].isin(BOOKKEEPING)])
     spans = spans[~bookkeeping & (spans["lane"].eq("compute") | spans["kind"].eq("comm"))]
-    for at in _by_rank(spans, spans["kind"].mask(spans["kind"].isin(COMPUTE_KINDS), "work")):
-        comm, waits = union(at.pop("comm", ())), at.pop("wait", ())
+    kinds = spans["kind"].mask(spans["kind"].isin(COMPUTE_KINDS), "work")
+    for intervals in _by_rank(spans, kinds):
+        comm, waits = union(intervals.pop("comm", ())), intervals.pop("wait", ())
         sums["wait"] += length(waits)
-        sums["optimizer"] += length(at["optimizer"])
-        sums["work"] += length(union(at["work"]))
+        sums["optimizer"] += length(intervals["optimizer"])
+        sums["work"] += length(union(intervals["work"]))
         sums["communication"] += length(comm)
-        sums["hidden"] += overlap(comm, union(chain.from_iterable(at.values())))
+        sums["hidden"] += overlap(comm, union(chain.from_iterable(intervals.values())))
     return {name: float(sums[name]) / ranks for name in SHARES}
 
 
 def typical_shares(report: Tables) -> dict[str, float]:
-    """Each of ``shares``, the median over the steps that count; NaN without steps. Where most of
-    them have no calls, as with local SGD, that says nothing of its calls: then these are means.
+    """The median of each of ``shares`` over the measured steps; NaN without steps. Where fewer than
+    half of the steps communicate, as with local SGD, the median would be 0: then wait,
+    communication and hidden are means.
     """
     parts = [shares(report, step) for step in measured_steps(report)]
-    found = middle(parts, SHARES)
-    if found["communication"] == 0 < max(part["communication"] for part in parts):
+    typical = medians(parts, SHARES)
+    if typical["communication"] == 0 < max(part["communication"] for part in parts):
         for name in ("wait", "communication", "hidden"):
-            found[name] = sum(part[name] for part in parts) / len(parts)
-    return found
+            typical[name] = sum(part[name] for part in parts) / len(parts)
+    return typical
 
 
 def exposed(report: Tables, step: int) -> dict[str, float]:
-    """What ``shares`` calls wait: for "calls", and for "copies" and what the host does between
-    them. Of an outline with copies NaN: what a rank is idle for inside a box is not said.
+    """The wait of ``shares`` in two parts: for "calls", and for "copies", which includes the host's
+    work between copies. NaN for an outline with copies: a box does not say what its rank waits for.
     """
     wait = shares(report, step)["wait"]
     if not len(report.copies):
@@ -243,13 +250,13 @@ def exposed(report: Tables, step: int) -> dict[str, float]:
     spans = report.spans
     calls = set(spans["id"][spans["kind"] == "comm"].tolist())
     waits = spans[(spans["step"] == step) & (spans["kind"] == "wait")]
-    jobs = waits[[calls.isdisjoint(after) for after in waits["after"]]]
-    copies = float((jobs["end"] - jobs["start"]).sum()) / _ranks_in(report, step)
-    return {"calls": max(0.0, wait - copies), "copies": copies}  # but for rounding
+    for_copies = waits[[calls.isdisjoint(after) for after in waits["after"]]]
+    copies = float((for_copies["end"] - for_copies["start"]).sum()) / _ranks_in(report, step)
+    return {"calls": max(0.0, wait - copies), "copies": copies}  # rounding may go below 0
 
 
 def host_seconds(report: Tables, step: int) -> float:
-    """For how long the hosts' processors worked, of an offloaded optimizer, as in ``shares``."""
+    """Seconds that the host's processor worked on an offloaded optimizer, mean over the ranks."""
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "host")]
     seconds = spans["cost"] if in_outline(report) else spans["end"] - spans["start"]
     return float(seconds.sum()) / _ranks_in(report, step)
@@ -258,29 +265,29 @@ def host_seconds(report: Tables, step: int) -> float:
 def copy_shares(report: Tables, step: int) -> dict[str, float]:
     """Copies between memory tiers in one step: seconds, mean over the ranks that took it.
 
-    copies   at least one of them in flight
-    hidden   of that, while the rank's compute lane did work of any kind, and no waiting; of any
-             step, for a copy may end in the one after its own
+    copies   at least one copy was in flight
+    hidden   the part of it in which the rank's compute lane did work of any kind, of this step or
+             of another one: a copy may end in the next step
     """
     if in_outline(report):
         moving = report.meta["in flight"]
         return {"copies": moving["copies"], "hidden": moving["copies hidden"]}
     sums: dict[str, float] = defaultdict(float)
     spans = report.spans
-    here = spans["lane"].isin(COPY_LANES) & (spans["step"] == step)
-    busy = (spans["lane"] == "compute") & (spans["kind"] != "wait")
-    spans = spans[here | busy]
-    for at in _by_rank(spans, spans["lane"].mask(here, "copies")):
-        in_flight, worked = union(at["copies"]), union(at["compute"])
+    copying = spans["lane"].isin(COPY_LANES) & (spans["step"] == step)
+    working = (spans["lane"] == "compute") & (spans["kind"] != "wait")
+    spans = spans[copying | working]
+    for intervals in _by_rank(spans, spans["lane"].mask(copying, "copies")):
+        in_flight, worked = union(intervals["copies"]), union(intervals["compute"])
         sums["copies"] += length(in_flight)
         sums["hidden"] += overlap(in_flight, worked)
     return {name: sums[name] / _ranks_in(report, step) for name in COPIED}
 
 
 def _by_rank(spans: pd.DataFrame, names: pd.Series) -> Iterable[dict[str, list[Interval]]]:
-    """Of every rank {name: when the spans of this name ran}."""
-    found: dict[int, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+    """For every rank {name: intervals of the spans that ``names`` gives this name}."""
+    by_rank: dict[int, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     columns = (spans[name].tolist() for name in ("rank", "start", "end"))
     for name, rank, start, end in zip(names, *columns, strict=True):
-        found[rank][name].append((start, end))
-    return found.values()
+        by_rank[rank][name].append((start, end))
+    return by_rank.values()

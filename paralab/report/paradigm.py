@@ -1,19 +1,19 @@
-"""Which paradigm the calls of a group look like, with the closed form of its bytes.
+"""Which paradigm an observed program's collectives look like, and the closed form of its bytes.
 
-Per rank and step, with n ranks in the group and Psi bytes of trained parameters, of which other
-axes have taken their share:
+Bytes that a rank sends per step, with n ranks in the group and Psi bytes of trained parameters (of
+a parameter that is sharded along other axes too, only the rank's shard on these counts):
 
     data parallelism        all-reduce      2 (n-1)/n Psi, for every backward that is reduced
-    ZeRO-1                  broadcast         (n-1)/n Psi on average, beside the all-reduce, or an
-                                              all-gather; or a reduce-scatter, and an all-gather
-                                              of as many
+    ZeRO-1, one of          all-reduce      2 (n-1)/n Psi, and a broadcast or an all-gather of the
+                                              updated parameters, (n-1)/n Psi on average
+                            reduce-scatter    (n-1)/n Psi, and an all-gather of as many bytes
     sharded parameters      all-gather        (n-1)/n Psi, for every forward; again for every
                                               backward if the parameters are resharded; of frozen
                                               parameters too
                             reduce-scatter    (n-1)/n Psi, for every backward that is reduced
 
-Tensor parallelism sums activations: what a forward sums, its backward sums as much of, or several
-times as much, where a layer's input has several gradients. Local SGD sums in some steps only.
+Tensor parallelism sums activations in the forward. Its backward sums as many bytes, or several
+times as many where the input of a layer has several gradients. Local SGD sums in some steps only.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ if TYPE_CHECKING:
     import pandas as pd
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
-LATE = ("backward", "data", "optimizer")  # of gradients: by hand, or in a closure
-NEAR = 0.02  # a ratio this near to a whole number is it: FSDP pads its shards
+# The phases in which gradients are reduced: "data" by the program's own calls, "optimizer" in a
+# closure that the optimizer evaluates.
+REDUCING = ("backward", "data", "optimizer")
+NEAR = 0.02  # tolerance for a ratio to be a whole number: FSDP pads its shards
 ACTIVATIONS = (
     "sums activations in the forward and their gradients in the backward, as tensor parallelism "
     "does; its bytes follow from the batch, not from the parameters"
 )
 
 
-def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
-    """What the collectives on an axis look like, in words. calls: those of all axes"""
+def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
+    """Name the paradigm that the collectives on an axis look like, and compare their bytes with its
+    closed form. calls: the collectives on all axes
+    """
     rank = int(calls["rank"][calls["axis"] == axis].min())
     calls = calls[calls["rank"] == rank]
     rows, steps = calls[calls["axis"] == axis], steps_of(report, rank)
@@ -52,156 +56,165 @@ def form(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         return "no trained parameter was seen, so there is nothing to compare with"
     if sums_activations(report, rows, axis):
         return ACTIVATIONS
-    late = rows[rows["op"].isin(REDUCTIONS) & rows["phase"].isin(LATE)]
-    local = 0 < late["step"].nunique() < steps and not late["phase"].eq("backward").any()
-    if local:
-        when = f"{late['step'].nunique()} of {steps} steps"
-        rows, steps = rows[rows["step"].isin(late["step"])], late["step"].nunique()
-    sent = Counter((rows.groupby(["op", "phase"])["payload_bytes"].sum() / steps).to_dict())
+    sums = rows[rows["op"].isin(REDUCTIONS) & rows["phase"].isin(REDUCING)]
+    local_sgd = 0 < sums["step"].nunique() < steps and not sums["phase"].eq("backward").any()
+    if local_sgd:
+        when = f"{sums['step'].nunique()} of {steps} steps"
+        rows, steps = rows[rows["step"].isin(sums["step"])], sums["step"].nunique()
+    # Payload bytes per step; the ratios below are multiples of Ψ.
+    payload = Counter((rows.groupby(["op", "phase"])["payload_bytes"].sum() / steps).to_dict())
     frozen = trained_bytes(report, rank, axis, trained=False)
-    reduced, scattered = (sum(sent[op, phase] for phase in LATE) / psi for op in REDUCTIONS)
-    gathers = {phase: sent["all_gather", phase] / (psi + frozen) for phase in ("forward", *LATE)}
+    all_reduced, scattered = (
+        sum(payload[op, phase] for phase in REDUCING) / psi for op in REDUCTIONS
+    )
+    gathers = {
+        phase: payload["all_gather", phase] / (psi + frozen) for phase in ("forward", *REDUCING)
+    }
     sharded = "FSDPModule" in made_of(report, "modules", rank)
-    if not (reduced or scattered):
+    if not (all_reduced or scattered):
         if sharded and gathers["backward"]:
             return "parts of parameters that a forward has kept, gathered again for its backward"
         return "no paradigm that is known here"
-    gathered, factor, each_gather = 0.0, scattered, ()
-    if reduced >= scattered:
-        name, factor = "data parallelism, gradients all-reduced", 2 * reduced
-        if local:
+    gathered, factor, pass_gathers = 0.0, scattered, ()
+    if all_reduced >= scattered:
+        name, factor = "data parallelism, gradients all-reduced", 2 * all_reduced
+        if local_sgd:
             name = f"sums outside the backward in {when}, as local SGD averages parameters; then"
-        for op, does in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
-            if (spread := sent[op, "optimizer"] / psi) > NEAR:
-                name += f", with a sharded optimizer (ZeRO-1) that {does} updated parameters"
-                factor += spread
-    elif before := gathers["forward"] + sharded * gathers["data"]:  # ``model.unshard()``
+        for op, verb in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
+            if (redistributed := payload[op, "optimizer"] / psi) > NEAR:
+                name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
+                factor += redistributed
+    elif for_forward := gathers["forward"] + sharded * gathers["data"]:  # ``model.unshard()``
         name = "sharded parameters (FSDP, ZeRO-3), gathered for the forward, "
         name += _kept(report, calls, axis)
-        gathered, each_gather = before + gathers["backward"], (before, gathers["backward"])
+        pass_gathers = for_forward, gathers["backward"]
+        gathered = sum(pass_gathers)
     elif gathered := gathers["data"] + gathers["optimizer"]:
         name = "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters "
         name += "gathered"
     else:
         name = "sharded gradients (ZeRO-2)"
     factor, share = factor + gathered, (n - 1) / n
-    said = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank "
-    said += f"(n={n}, Ψ={mb(psi)})"
-    m, each = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
-    times = max(reduced, scattered)
-    if not whole_number(times) or (each and not whole_number(times / each)):
-        said += "; not a whole number of times Ψ"
-        said += f" for each of {each:.3g} backwards" * (each > 1)
-        said += ": parameters that take no part, messages in fewer bits, or shards in place of "
-        said += "whole gradients send less"
-    if m and any(times and not whole_number(times / m) for times in each_gather):
-        said += "; what is gathered for a forward or a backward is not Ψ: it has fewer bits, or "
-        said += "some parameters are kept"
+    text = f"{name}: {factor:.3g} (n−1)/n Ψ = {mb(factor * share * psi)} per rank "
+    text += f"(n={n}, Ψ={mb(psi)})"
+    m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
+    times = max(all_reduced, scattered)
+    if not whole_number(times) or (reducing and not whole_number(times / reducing)):
+        text += "; not a whole number of times Ψ"
+        text += f" for each of {reducing:.3g} backwards" * (reducing > 1)
+        text += ": parameters that take no part, messages in fewer bits, or shards in place of "
+        text += "whole gradients send less"
+    if m and any(times and not whole_number(times / m) for times in pass_gathers):
+        text += "; what is gathered for a forward or a backward is not Ψ: it has fewer bits, or "
+        text += "some parameters are kept"
     if frozen and gathered:
-        said += f"; {gathered:.3g} (n−1)/n of {mb(frozen)} of frozen parameters on top"
-    extra = rows["wire_bytes"][rows["phase"] == SURPLUS].sum() / steps
-    if extra:
-        said += f"; gloo's reduce-scatter is an all-reduce and sends {mb(extra)} more"
-    beside = rows["wire_bytes"].sum() / steps - extra
-    beside -= share * (factor * psi + gathered * frozen)
-    if beside > NEAR * factor * share * psi:
-        said += f"; beside that, {mb(beside)} of other things on this axis"
-    return said
+        text += f"; {gathered:.3g} (n−1)/n of {mb(frozen)} of frozen parameters on top"
+    surplus = rows["wire_bytes"][rows["phase"] == SURPLUS].sum() / steps
+    if surplus:
+        text += f"; gloo's reduce-scatter is an all-reduce and sends {mb(surplus)} more"
+    rest = rows["wire_bytes"].sum() / steps - surplus
+    rest -= share * (factor * psi + gathered * frozen)
+    if rest > NEAR * factor * share * psi:
+        text += f"; beside that, {mb(rest)} of other things on this axis"
+    return text
 
 
 def _kept(report: Tables, calls: pd.DataFrame, axis: str) -> str:
-    """What becomes of parameters that were gathered on an axis behind a forward. FSDP2 may gather
-    them again within smaller groups, on an axis where nothing is reduced and nothing cut.
+    """Whether the parameters that a forward gathered on an axis are kept for its backward or
+    gathered again. FSDP2 may gather them again within smaller groups, on an axis along which no
+    gradient is reduced and no parameter sharded.
     """
-    again = calls[calls["op"].eq("all_gather") & calls["phase"].eq("backward")]
-    own = made_of(report, "parameters", int(calls["rank"].min()))
-    others = {name for p in own for name in p.get("cut", ())}.union(
+    gathers = calls[calls["op"].eq("all_gather") & calls["phase"].eq("backward")]
+    parameters = made_of(report, "parameters", int(calls["rank"].min()))
+    sharding = {name for p in parameters for name in p.get("cut", ())}.union(
         calls["axis"][calls["op"].isin(REDUCTIONS)]
     )
-    again = set(again["axis"]) - (others - {axis})
+    again = set(gathers["axis"]) - (sharding - {axis})
     if not again:
         return "kept for backward"
     return f"again{' in smaller groups' * (axis not in again)} for every backward"
 
 
 def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
-    """Whether an axis is one of tensor parallelism: DTensor cuts parameters along it, and no FSDP
-    does; or what its forwards reduce is no small thing beside its backwards; or these reduce
-    nothing of other sizes, and not the gradients of all parameters once.
+    """Whether the reductions on an axis look like those of tensor parallelism. They do if one of
+    three conditions holds: parameters are sharded along the axis as DTensors, and not by FSDP; the
+    forwards reduce more than half as many bytes as the later phases; or every later reduction has
+    the size of one in a forward, and their sum is not the gradients of all parameters once.
     """
     rank = int(rows["rank"].min())
     cut = any(axis in p.get("cut", ()) for p in made_of(report, "parameters", rank))
     if cut and "FSDPModule" not in made_of(report, "modules", rank):
         return True
     sums = rows[rows["op"].isin(REDUCTIONS) & (rows["rank"] == rank)]
-    ahead = sums["phase"] == "forward"
-    forward, behind = sums["payload_bytes"][ahead], sums["payload_bytes"][~ahead]
-    if forward.sum() > behind.sum() / 2:
+    in_forward = sums["phase"] == "forward"
+    forward, later = sums["payload_bytes"][in_forward], sums["payload_bytes"][~in_forward]
+    if forward.sum() > later.sum() / 2:
         return True
-    if behind.empty or not behind.isin(forward).all():
+    if later.empty or not later.isin(forward).all():
         return False
-    _, each = backwards(report, rank, sums)
-    psi = trained_bytes(report, rank, axis) * steps_of(report, rank) * (each or 1)
-    return not psi or whole_number(behind.sum() / psi) != 1
+    _, reducing = backwards(report, rank, sums)
+    psi = trained_bytes(report, rank, axis) * steps_of(report, rank) * (reducing or 1)
+    return not psi or whole_number(later.sum() / psi) != 1
 
 
 def steps_of(report: Tables, rank: int) -> int:
-    """The steps that count, of a rank: ranks may have different numbers of them."""
+    """How many measured steps a rank has: the ranks of an observed program may differ in this."""
     steps = report.steps["step"][report.steps["rank"] == rank]
     return max(1, int(steps.isin(about.measured_steps(report)).sum()))
 
 
 def backwards(report: Tables, rank: int, rows: pd.DataFrame) -> tuple[float, float]:
-    """A rank's backwards per step, and how many of them launch one of these calls. Ids of spans are
-    in the order in which a rank wrote.
+    """(a rank's backwards per step, how many of them launch one of the calls in ``rows``).
+
+    A rank's span ids rise with time, so a call belongs to the backward with the largest id below.
     """
     steps, spans = about.measured_steps(report), report.spans
     spans = spans[(spans["rank"] == rank) & spans["step"].isin(steps)]
     spans = spans[spans["kind"] == "backward"].sort_values("id")
     calls = rows["span"][(rows["rank"] == rank) & (rows["phase"] == "backward")]
-    which = list(zip(spans["step"], spans["microbatch"], strict=True))
+    passes = list(zip(spans["step"], spans["microbatch"], strict=True))
     before = spans["id"].searchsorted(calls, side="left") - 1
-    reduced, n = {which[at] for at in before if at >= 0}, steps_of(report, rank)
-    return len(set(which)) / n, len(reduced) / n
+    reduced, n = {passes[at] for at in before if at >= 0}, steps_of(report, rank)
+    return len(set(passes)) / n, len(reduced) / n
 
 
 def trained_bytes(report: Tables, rank: int, axis: str, *, trained: bool = True) -> float:
-    """Psi of an axis: bytes of the trained parameters that are cut along it, or of all trained ones
-    if none is; without what other axes have cut away. Not ``trained``: of frozen ones. 0 where they
-    are not known.
+    """Psi of an axis: bytes of the trained parameters that are sharded along it, or of all trained
+    ones if none is. Of a parameter sharded along other axes too, only the rank's shard on those
+    counts. ``trained=False``: the same of frozen parameters. 0 where they are not known.
     """
     if in_parts(report, rank):
         return 0.0
     own = [p for p in made_of(report, "parameters", rank) if p["trained"] == trained]
-    along = [p for p in own if axis in p.get("cut", ())]
+    sharded = [p for p in own if axis in p.get("cut", ())]
     total = 0.0
-    for p in along or own:
-        elsewhere = prod(size for name, size in p.get("cut", {}).items() if name != axis)
-        total += p["elements"] / elsewhere * p["bytes"] / max(p["held"], 1)
+    for p in sharded or own:
+        other_shards = prod(size for name, size in p.get("cut", {}).items() if name != axis)
+        total += p["elements"] / other_shards * p["bytes"] / max(p["held"], 1)
     return total
 
 
 def in_parts(report: Tables, rank: int = 0) -> bool:
-    """Whether the program is FSDP1's: it shows parts of parameters, of sizes that are not seen."""
+    """Whether the program uses FSDP1, which shows a rank's flat shards but no parameter's size."""
     return "FullyShardedDataParallel" in made_of(report, "modules", rank)
 
 
 def made_of(report: Tables, what: str, rank: int = 0) -> Any:
-    """What the observation found in the rank's program: "modules", "parameters", whether an
-    optimizer evaluates "closures", whether other "threads" train, whether messages leave in
-    "batches", whether calls are waited for "aside", on other streams, whether it has CUDA "graphs",
-    whether it "compiles".
+    """What the observation found in the rank's program: its "modules" and "parameters"; whether an
+    optimizer evaluates "closures", whether other "threads" train, whether messages are sent in
+    "batches", whether other streams wait for calls ("aside"), whether there are CUDA "graphs",
+    whether it "compiles". Empty if there is none, or if the report is not an observation's.
     """
     return report.meta["observed"][rank].get(what, ()) if "observed" in report.meta else ()
 
 
 def any_made_of(report: Tables, what: str) -> bool:
-    """Whether the program of any rank is."""
-    return any(found.get(what) for found in report.meta.get("observed", ()))
+    """Whether `made_of` finds ``what`` on any rank."""
+    return any(facts.get(what) for facts in report.meta.get("observed", ()))
 
 
 def whole_number(times: float) -> int:
-    """The whole number that is near, or 0."""
+    """The whole number within 2 % of ``times``, or 0 if there is none."""
     near = round(times)
     return near if near and abs(times / near - 1) <= NEAR else 0
 

@@ -1,4 +1,4 @@
-"""What JSON can hold: plain values, and what is read back checked by its type."""
+"""Plain JSON values: converting to them, and checking their types when they are read back."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 from paralab.checks import illegal
 
-PLAIN = {bool, int, float, str, NoneType}  # what JSON knows as it is
+PLAIN = {bool, int, float, str, NoneType}  # types that need no conversion
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    """``body[name]`` if it is there and is a ``kind``, or the ValueError that says so."""
+    """``body[name]``. Raises ValueError if it is missing or is not a ``kind``; a bool never is."""
     if name not in body:
         raise ValueError(f"{name} is missing")
     value = body[name]
     if not isinstance(value, kind) or isinstance(value, bool):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        said = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
-        raise ValueError(f"{name} is {type(value).__name__}, not {said}")
+        legal = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        raise ValueError(f"{name} is {type(value).__name__}, not {legal}")
     return value
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` as JSON knows it: dict with text keys, list, text, number, yes/no, None.
+    """``value`` in the types of JSON: dict with text keys, list, text, number, yes/no, None.
 
-    Done when a report is made, so that what is saved and loaded again is equal. Raises ValueError
-    naming the place of a value that JSON has no form for.
+    A report converts its values when it is made, so it is equal to itself saved and loaded again.
+    Raises ValueError, which says where (``where[key]...``) a value is that JSON has no form for.
     """
     if isinstance(value, Mapping):
         return {str(k): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        if set(map(type, value)) <= PLAIN:  # the nodes of thousands of ranks
+        if set(map(type, value)) <= PLAIN:  # fast for long lists, such as the nodes of all ranks
             return list(value)
         return [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, os.PathLike):

@@ -1,7 +1,8 @@
-"""Report: what a run, a replay, a prediction or a dry run left behind. One type for all of them.
+"""Report: one type for what a run, a replay, a prediction or a dry run recorded.
 
-The data are `tables.Tables`, which everything takes that draws, compares or checks; this is their
-face. It imports figures and theory when they are asked for, and nothing that it imports knows it.
+The data are `tables.Tables`; figures, comparisons and checks take these. `Report` adds the methods
+that users call. It imports figures and theory only when such a method is used, and no module that
+it imports depends on it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from paralab.theory.traffic import POINT_TO_POINT
 
 
 class _Later:
-    """A method that is a function of another module, which is imported when it is asked for:
-    pictures bring plotly along.
+    """A method whose function is in another module, which is imported when the method is first
+    used: figures import plotly.
 
-    times        what a dry run is told that it cannot have, if it is something with times
-    own_devices  whether ranks that shared a GPU cannot have it either
+    times        the noun for an error on a dry run, if the method needs times
+    own_devices  whether the method also refuses a run whose ranks shared a GPU
     """
 
     def __init__(self, module: str, times: str = "", *, own_devices: bool = False) -> None:
@@ -54,7 +55,7 @@ class _Later:
 
 
 class Report(Tables):
-    __doc__ = Tables.__doc__  # what the columns mean; the face adds what can be asked of them
+    __doc__ = Tables.__doc__  # the meaning of the tables and columns
 
     @classmethod
     def from_parts(
@@ -65,14 +66,14 @@ class Report(Tables):
         plan: Plan,
         meta: Mapping[str, Any],
     ) -> Report:
-        """One measured report from what every rank wrote, in any order, on one clock.
+        """One measured report from the parts of all ranks, in any order.
 
-        Each rank's times get its ``clock_offset`` added, then all are shifted so that the earliest
-        step 0 starts at 0. Raises ValueError if a rank is missing, is there twice, or if parts of
-        different runs meet.
+        Each rank's ``clock_offset`` is added to its times; then all times are shifted so that the
+        earliest step 0 starts at 0. Raises ValueError if a rank is missing or occurs twice, or if
+        the parts belong to different runs.
         """
-        said = {"model": model, "plan": plan}
-        return cls(clock="measured", **said, **merge(parts, meta=meta, **said))
+        what = {"model": model, "plan": plan}
+        return cls(clock="measured", **what, **merge(parts, meta=meta, **what))
 
     # ---- one number ---------------------------------------------------------------------------
     step_time = cached_property(metrics.step_time)
@@ -98,7 +99,7 @@ class Report(Tables):
     save = save
 
     def __repr__(self) -> str:
-        # No times: notebooks compare this line, and a run must give the same one twice.
+        # Without times: notebooks compare this line, so it must be the same for every run.
         plan, calls = self.plan, about.own_calls(self)
         messages = int((calls["op"] == "send").sum())
         calls = calls[~calls["op"].isin(POINT_TO_POINT)]
@@ -109,25 +110,25 @@ class Report(Tables):
             (len(calls), "collective"),
             (messages, "message"),
         ]
-        said = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
+        parts = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
         if self.clock == DRY:
-            said[0] = f"rank {self.meta.get('rank')} of {said[0]}"
-        if about.in_outline(self):  # its rows are sums of calls
-            said[2:] = [f"{len(about.reported_ranks(self))} in outline"]
-        elif not messages or not len(calls):  # what there is none of goes unsaid, but not both
-            said.pop(3 if not messages else 2)
+            parts[0] = f"rank {self.meta.get('rank')} of {parts[0]}"
+        if about.in_outline(self):  # its rows are sums of calls, so there is no count of calls
+            parts[2:] = [f"{len(about.reported_ranks(self))} in outline"]
+        elif not messages or not len(calls):  # leave out one count of 0; of two, "0 messages"
+            parts.pop(3 if not messages else 2)
         if self.model is None:
             name = self.meta.get("function", "a function")
-            return f"Report({self.clock}, {', '.join([f'{name} on {said[0]}', *said[2:]])})"
+            return f"Report({self.clock}, {', '.join([f'{name} on {parts[0]}', *parts[2:]])})"
         degrees = [f"dp={plan.dp}", plan.tp_name, f"pp={plan.pp}" * (plan.pp > 1)]
-        return f"Report({self.clock}, {', '.join([*filter(None, degrees), *said])})"
+        return f"Report({self.clock}, {', '.join([*filter(None, degrees), *parts])})"
 
 
 def load(path: str | os.PathLike[str]) -> Report:
-    """A saved report, or a folder of rank parts that torchrun's ranks wrote, merged on one clock.
+    """A saved report, or one report merged from a folder of parts that torchrun's ranks wrote.
 
-    Raises FileNotFoundError if there is none, ValueError naming the file, what is wrong with it and
-    what would do, if it is damaged, foreign or of another version.
+    Raises FileNotFoundError if there is no such file. Raises ValueError if the file is damaged, not
+    a report, or of another version; the message says what is wrong and what would work.
     """
     path = checks.path(
         "path", path, "a file that report.save wrote, or a folder of torchrun's parts"

@@ -1,10 +1,10 @@
-"""The folder that a run's offloaded states lie in: made before the ranks, gone after them.
+"""The folder with the files of a run's offloaded states: made before the ranks, removed after them.
 
     <folder>/paralab-offload-k3x9/rank-0/states-1 ...
 
-It goes when the run ends, however it ends: who launched the ranks removes it, and if that process
-is killed too, the next run with the same folder does. A folder belongs to a process that lives: it
-holds a lock on the file ``lock`` in it, which the operating system takes back when the process
+The process that launched the ranks removes it, however the run ends. If that process is killed, the
+next run with the same parent folder removes it: a folder is in use only as long as its process
+holds a lock on the file ``lock`` in it, and the operating system releases the lock when the process
 ends. Torch-free.
 """
 
@@ -28,7 +28,7 @@ NAME, _UNLOCKED, _LOCK = "paralab-offload-", ".paralab-new-", "lock"
 
 
 def check(tiers: Offload | None, needed: int) -> None:
-    """Raise ``ValueError`` if ``needed`` bytes cannot be written where ``tiers`` says."""
+    """Raise ``ValueError`` if ``needed`` bytes cannot be written into the folder of ``tiers``."""
     if tiers is None or not tiers.uses("nvme"):
         return
     field = "offload['folder']"
@@ -40,30 +40,30 @@ def check(tiers: Offload | None, needed: int) -> None:
     written.check_folder(field, base, legal)
     free = shutil.disk_usage(base).free
     if needed > free:
-        takes, there = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
-        why = f"this plan's files take {takes}, and {there} are free there"
+        takes, available = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
+        why = f"this plan's files take {takes}, and {available} are free there"
         raise illegal(field, str(base), why, legal)
 
 
 @contextlib.contextmanager
 def folder(tiers: Offload | None) -> Iterator[str | None]:
-    """A folder of this process's own for as long as the block runs; None if no file is written."""
+    """A folder for this process alone, removed after the block; None if ``tiers`` uses no files."""
     if tiers is None or not tiers.uses("nvme"):
         yield None
         return
     base = _base(tiers)
     _sweep(base)
     new = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=base))
-    mine = new
+    current = new
     try:
         with open(new / _LOCK, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            mine = new.rename(base / new.name.replace(_UNLOCKED, NAME, 1))
-            yield str(mine)
+            current = new.rename(base / new.name.replace(_UNLOCKED, NAME, 1))
+            yield str(current)
     finally:
-        for _ in range(20):  # a rank that was stopped may be at its last write
-            shutil.rmtree(mine, ignore_errors=True)
-            if not mine.exists():
+        for _ in range(20):  # a rank that was stopped may still be writing
+            shutil.rmtree(current, ignore_errors=True)
+            if not current.exists():
                 break
             time.sleep(0.05)
 
@@ -73,15 +73,16 @@ def _base(tiers: Offload) -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Remove what processes that are gone have left."""
-    for found in [*base.glob(f"{NAME}*"), *base.glob(f"{_UNLOCKED}*")]:
-        with contextlib.suppress(OSError):  # another user's folder may not even be looked into
-            if found.name.startswith(NAME) and not (found / _LOCK).exists():
-                shutil.rmtree(found, ignore_errors=True)  # removed once, while a rank still wrote
+    """Remove the folders of processes that have ended."""
+    for entry in [*base.glob(f"{NAME}*"), *base.glob(f"{_UNLOCKED}*")]:
+        with contextlib.suppress(OSError):  # another user's folder may not be readable
+            if entry.name.startswith(NAME) and not (entry / _LOCK).exists():
+                # Removed once, together with its lock, while a rank was still writing into it.
+                shutil.rmtree(entry, ignore_errors=True)
                 continue
-            file = os.open(found / _LOCK, os.O_RDWR)
+            file = os.open(entry / _LOCK, os.O_RDWR)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
-                shutil.rmtree(found, ignore_errors=True)
+                shutil.rmtree(entry, ignore_errors=True)
             finally:
                 os.close(file)

@@ -3,9 +3,8 @@
     {"format": "paralab report", "version": 2, "sha256": "...", "body": {...}}
 
 Numbers keep every bit (JSON prints the shortest decimal that reads back as the same float). A file
-that says something else than it did when written is refused: a clear error is worth more than a
-wrong number. A run over several machines leaves one part per rank in a folder, merged when it is
-loaded.
+whose content has changed since it was written is refused: a clear error is worth more than a wrong
+number. A run over several machines writes one part per rank into a folder; `pl.load` merges them.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ from paralab.report.plain import plain, typed
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 
-Some = TypeVar("Some", bound=Tables)
+AnyReport = TypeVar("AnyReport", bound=Tables)
 VERSION = 2
 REPORT, PART = "paralab report", "paralab rank part"
-# What building from any JSON may raise: whatever a foreign writer put there, the reader of a file
-# meets one kind of error.
+# All that reading a report from arbitrary JSON may raise; `read` turns each into a ValueError.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -41,19 +39,19 @@ def save(report: Tables, path: str | os.PathLike[str]) -> None:
     Weights and gradients are left out: a checkpoint, `pl.run(..., save=folder)`, has the weights.
     """
     about = {name: getattr(report, name) for name in ("model", "plan", "meta", "losses")}
-    found = {name: getattr(report, name) for name in tables.COLUMNS}
+    frames = {name: getattr(report, name) for name in tables.COLUMNS}
     cluster = None if report.cluster is None else plain(report.cluster.to_dict(), "cluster")
-    body = {"clock": report.clock, "cluster": cluster, **_body(about | found)}
+    body = {"clock": report.clock, "cluster": cluster, **_body(about | frames)}
     write(path, body, REPORT)
 
 
-def load_report(path: Path, kind: type[Some]) -> Some:
-    """The saved report as a ``kind`` of `Tables`."""
+def load_report(path: Path, kind: type[AnyReport]) -> AnyReport:
+    """The saved report, as an instance of ``kind``."""
     return read(path, REPORT, lambda body: kind(**_report(body)))
 
 
 def check_part(folder: str | os.PathLike[str]) -> None:
-    """Raise ``ValueError``, before a training, if no rank's part can be written there."""
+    """Raise ``ValueError``, before a training, if a rank's part cannot be written there."""
     written.check_folder("out", folder, "a new folder, or one of parts")
 
 
@@ -65,9 +63,9 @@ def save_part(
     plan: Plan,
     meta: Mapping[str, Any],
 ) -> None:
-    """Write one rank's part as ``folder``/rank-00003.json, making the folder if need be.
+    """Write one rank's part as ``folder``/rank-00003.json; makes the folder if there is none.
 
-    ``meta["run_id"]`` must be the same on all ranks of a run and another one for every run.
+    ``meta["run_id"]`` must be the same on all ranks of a run, and differ between runs.
     """
     if not meta.get("run_id"):
         raise ValueError(
@@ -84,8 +82,8 @@ def save_part(
     write(Path(folder) / f"rank-{body['rank']:05d}.json", body, PART)
 
 
-def load_folder(folder: Path, merged: Callable[..., Some]) -> Some:
-    """The parts of all ranks of one run, as ``merged`` makes one of them: `Report.from_parts`."""
+def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
+    """One report from the parts of all ranks of a run. ``merged`` is `Report.from_parts`."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise FileNotFoundError(
@@ -113,13 +111,16 @@ def write(path: str | os.PathLike[str], body: dict[str, Any], kind: str) -> None
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    """Checksum of what a file says, whatever its spacing."""
+    """The SHA-256 of a body's canonical JSON: neither spacing nor the order of keys counts."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
-    """What ``build`` makes of the body in the file, or one error that says what is wrong."""
+    """Check the file's envelope and return ``build(body)``.
+
+    Raises ``FileNotFoundError``, or ``ValueError`` saying what is wrong with the file.
+    """
     again = "save it again, or take another copy"
     path = checks.path("path", path, "a report that report.save wrote")
     try:
@@ -163,45 +164,45 @@ def _refuse_constant(name: str) -> None:
 
 
 # ---- the body -----------------------------------------------------------------------------------
-def _body(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a report and a rank's part have in common, as JSON knows it."""
-    model = said["model"]
+def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a report and a rank's part have in common, as plain JSON values."""
+    model = fields["model"]
     return {
         "model": None if model is None else plain(model.to_dict(), "model"),
-        "plan": plain(said["plan"].to_dict(), "plan"),
-        "meta": _encode(plain(dict(said["meta"]), "meta")),
-        "losses": _encode(said["losses"]),
-        "tables": {name: tables.columns_of(name, said[name]) for name in tables.COLUMNS},
+        "plan": plain(fields["plan"].to_dict(), "plan"),
+        "meta": _encode(plain(dict(fields["meta"]), "meta")),
+        "losses": _encode(fields["losses"]),
+        "tables": {name: tables.columns_of(name, fields[name]) for name in tables.COLUMNS},
     }
 
 
-def _said(body: dict[str, Any]) -> dict[str, Any]:
-    """The way back, but for the losses' numbers."""
-    model, found = typed(body, "model", (dict, type(None))), typed(body, "tables", dict)
+def _fields(body: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_body`; only the numbers in losses are not checked yet."""
+    model, columns = typed(body, "model", (dict, type(None))), typed(body, "tables", dict)
     return {
         "model": None if model is None else ModelSpec.from_dict(model),
         "plan": Plan.from_dict(typed(body, "plan", dict)),
         "meta": _decode(typed(body, "meta", dict)),
         "losses": _decode(typed(body, "losses", list)),
-        **{name: tables.columns_of(name, typed(found, name, dict)) for name in tables.COLUMNS},
+        **{name: tables.columns_of(name, typed(columns, name, dict)) for name in tables.COLUMNS},
     }
 
 
 def _report(body: dict[str, Any]) -> dict[str, Any]:
-    said, cluster = _said(body), typed(body, "cluster", (dict, type(None)))
-    said["losses"] = _numbers(said["losses"], "losses")
+    fields, cluster = _fields(body), typed(body, "cluster", (dict, type(None)))
+    fields["losses"] = _numbers(fields["losses"], "losses")
     cluster = None if cluster is None else Cluster.from_dict(cluster)
-    return {"clock": typed(body, "clock", str), "cluster": cluster, **said}
+    return {"clock": typed(body, "clock", str), "cluster": cluster, **fields}
 
 
 def _part(body: dict[str, Any]) -> dict[str, Any]:
-    said = _said(body)
-    if not all(isinstance(step, list) for step in said["losses"]):
+    fields = _fields(body)
+    if not all(isinstance(step, list) for step in fields["losses"]):
         raise ValueError("losses are not a list per step")
-    said["losses"] = [_numbers(step, "losses") for step in said["losses"]]
+    fields["losses"] = [_numbers(step, "losses") for step in fields["losses"]]
     offsets = {name: float(typed(body, name, (int, float))) for name in CLOCK_OFFSET}
     rank = typed(body, "rank", int)
-    return {"rank": rank, "run_id": said["meta"].get("run_id"), **offsets, **said}
+    return {"rank": rank, "run_id": fields["meta"].get("run_id"), **offsets, **fields}
 
 
 def _numbers(values: list[Any], name: str) -> list[float]:
@@ -212,7 +213,7 @@ def _numbers(values: list[Any], name: str) -> list[float]:
 
 
 def _encode(value: Any) -> Any:
-    """JSON has no NaN and no infinity; a diverged loss is one."""
+    """Replace NaN and infinities, which a diverged run's losses are and JSON has no form for."""
     if isinstance(value, dict):
         return {k: _encode(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""A report on one screen, and the FLOP/s in it."""
+"""The summary table of a report, and the FLOP/s that it achieved."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ Row = tuple[str, float, str]  # quantity, value, unit
 
 
 def achieved(report: Tables) -> dict[str, float]:
-    """{"model", "hardware"}: FLOP/s per device. Model FLOPs are what a step has to compute, forward
-    and backward, however it is done; hardware FLOPs have recomputation on top (Korthikanti+ 2022,
-    arXiv:2205.05198, sec. 6; "achieved teraFLOP/s" in PTD-P is these). Matrix products alone, 2
-    FLOPs per multiply-add. Empty where no model was trained, for a model with a block of one's own,
-    of a replay with other costs of compute than the run's, and where no time is known.
+    """{"model", "hardware"}: FLOP/s per device, of matrix products only, 2 FLOPs per multiply-add.
+
+    Model FLOPs are those of a step's forward and backward, however they are computed; hardware
+    FLOPs include recomputation (Korthikanti+ 2022, arXiv:2205.05198, sec. 6), as do PTD-P's
+    "achieved teraFLOP/s". Empty if no model was trained, if the model has a block of the user's
+    own, if a replay scaled the costs of compute, or if no time is known.
     """
     seconds, plan = metrics.step_time(report), report.plan
     model, scaled = report.model, "compute" in report.meta
     if model is None or model.block is not None or scaled or not seconds > 0:
         return {}
-    how = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
-    return training.utilisation(model, plan.global_batch, peak=1.0, **how)._asdict()
+    settings = {"seconds": seconds, "devices": plan.world_size, "recompute": plan.recompute}
+    return training.utilisation(model, plan.global_batch, peak=1.0, **settings)._asdict()
 
 
 def utilisation(report: Tables) -> dict[str, float]:
-    """``achieved`` as shares of the peak that the report's cluster states; empty if none."""
+    """``achieved`` as shares of the cluster's peak FLOP/s; empty if the report states none."""
     peak_flops = report.cluster.peak_flops if report.cluster is not None else None
     return {name: rate / peak_flops for name, rate in achieved(report).items() if peak_flops}
 
 
 def summary(report: Tables) -> pd.DataFrame:
-    """The report on one screen: index quantity; columns value and unit."""
+    """The main figures of a report: index quantity; columns value and unit."""
     import pandas as pd
 
     rows = _of_a_dry_run(report) if report.clock == DRY else _of_a_run(report)
@@ -52,8 +53,8 @@ def summary(report: Tables) -> pd.DataFrame:
 
 
 def readable(value: float) -> str:
-    """A value of `summary` for people: counts and what is large as whole numbers, four digits of
-    the rest, and "–" where there is none.
+    """A value of `summary` as text: whole numbers and values from 1000 on without decimals, four
+    digits of others, "–" for NaN.
     """
     if not math.isfinite(value):
         return "–"
@@ -61,18 +62,18 @@ def readable(value: float) -> str:
 
 
 def _of_a_run(report: Tables) -> Iterable[Row]:
-    part, n = metrics.typical_shares(report), max(len(reported_ranks(report)), 1)
-    comm = part["communication"]
+    shares, n = metrics.typical_shares(report), max(len(reported_ranks(report)), 1)
+    comm = shares["communication"]
     yield "step time", metrics.step_time(report) * 1e3, "ms"
-    yield "forward and backward", part["work"] * 1e3, "ms"
-    yield "optimizer", part["optimizer"] * 1e3, "ms"
-    yield "waiting", part["wait"] * 1e3, "ms"
+    yield "forward and backward", shares["work"] * 1e3, "ms"
+    yield "optimizer", shares["optimizer"] * 1e3, "ms"
+    yield "waiting", shares["wait"] * 1e3, "ms"
     yield "communication in flight", comm * 1e3, "ms"
-    yield "of it hidden behind compute", 100 * part["hidden"] / comm if comm > 0 else 0.0, "%"
+    yield "of it hidden behind compute", 100 * shares["hidden"] / comm if comm > 0 else 0.0, "%"
     yield "sent per rank and step", traffic(report)["bytes"].sum() / n / 1e6, "MB"
     yield from _of_copies(report, n)
     if len(table := report.allocator):
-        # What the ledger counts, then the worst of what GPUs' allocators say of a rank's step.
+        # The ledger's peak, then the largest values of the GPUs' allocators in any rank's step.
         if (held := peak_memory(report)) is not None:
             yield "peak memory: bytes of tensors", held / 1e6, "MB"
         for name in (*PEAKS, "largest_free"):
@@ -85,7 +86,7 @@ def _of_a_run(report: Tables) -> Iterable[Row]:
     if report.plan.pp > 1:
         yield "bubble", 100 * metrics.bubble(report), "% of device time"
     if report.losses:
-        unit = "nats" if report.model is not None else ""  # what a program returns may be any loss
+        unit = "nats" if report.model is not None else ""  # an observed program has any loss
         yield "loss, first step", report.losses[0], unit
         yield "loss, last step", report.losses[-1], unit
     if skipped := report.meta.get("skipped_steps"):
@@ -107,10 +108,10 @@ def _of_copies(report: Tables, n: int) -> Iterable[Row]:
         busy = median(metrics.host_seconds(report, step) for step in steps)
         yield "host's processor at work", busy * 1e3, "ms"
     if in_outline(report) or lanes.isin(COPY_LANES).any():
-        parts = [metrics.copy_shares(report, step) for step in steps]
-        part = metrics.middle(parts, metrics.COPIED)
-        if part["copies"] > 0:
-            hidden = 100 * part["hidden"] / part["copies"]
+        by_step = [metrics.copy_shares(report, step) for step in steps]
+        shares = metrics.medians(by_step, metrics.COPIED)
+        if shares["copies"] > 0:
+            hidden = 100 * shares["hidden"] / shares["copies"]
             yield "of the copies hidden behind compute", hidden, "%"
 
 
@@ -122,8 +123,8 @@ def _of_a_dry_run(report: Tables) -> Iterable[Row]:
         if size and name != "total":
             yield f"of it {name}", size / 1e6, "MB"
     for tier in ("host", "file"):
-        if found := peak(report, tier=tier):
-            yield f"on the host{' in files' * (tier == 'file')}", found.total / 1e6, "MB"
+        if held := peak(report, tier=tier):
+            yield f"on the host{' in files' * (tier == 'file')}", held.total / 1e6, "MB"
     yield "sent per step", traffic(report)["bytes"].sum() / 1e6, "MB"
     copies = copied(report, "link")
     for link, size in zip(copies["link"], copies["bytes"], strict=True):

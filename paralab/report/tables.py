@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
-DRY = "dry run"  # a clock that has no times
+DRY = "dry run"  # the clock of a report without times
 CLOCKS = ("measured", "replayed", "predicted", DRY)
 
-# What fills a pipeline, with a schedule's letters for it; the rest does not.
+# The kinds of span that count as compute of a pipeline, with the letters that schedules use for
+# them. A pipeline is idle in spans of all other kinds.
 LETTER = {"forward": "F", "backward": "B", "weight_grad": "W"}
 KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_grad"}
 COMPUTE_KINDS = tuple(LETTER)
 KINDS = (*COMPUTE_KINDS, "optimizer", "compute", "wait", "comm", "copy")
 LEVELS = ("intra", "inter")
 TIERS = ("device", "host", "file")
-COPY_LANES = LINKS  # between them
-COPY_OPS = ("copy", "read", "write")  # of a file: read or write
+COPY_LANES = LINKS  # the links between the tiers
+COPY_OPS = ("copy", "read", "write")  # "read" and "write" are of files
 
 # A column's name says its type, in every table.
 _TYPES: dict[type, str] = {
@@ -77,15 +78,15 @@ _NAMES = {
 
 
 def _converted(kind: type, value: Any) -> Any:
-    """``value`` as a column of this kind has it, or TypeError."""
+    """``value`` converted to the type of a column. Raises TypeError if it has no such form."""
     if kind is tuple and isinstance(value, (tuple, list)):
-        return tuple(_converted(int, one) for one in value)
+        return tuple(_converted(int, element) for element in value)
     if kind is str and isinstance(value, str):
         return value
-    plain = not isinstance(value, (bool, str))
-    if kind is int and plain and abs(whole := operator.index(value)) < 2**63:
+    may_be_number = not isinstance(value, (bool, str))
+    if kind is int and may_be_number and abs(whole := operator.index(value)) < 2**63:
         return whole
-    if kind is float and plain and math.isfinite(number := float(value)):
+    if kind is float and may_be_number and math.isfinite(number := float(value)):
         return number
     raise TypeError
 
@@ -94,21 +95,21 @@ _DTYPE = {int: "int64", float: "float64", str: "object", tuple: "object"}
 
 
 def by_column(rows: Mapping[str, Sequence[tuple]]) -> dict[str, dict[str, list[Any]]]:
-    """The rows of each table, column by column."""
-    found = {}
-    for name, some in rows.items():
-        columns = zip(*some, strict=True) if some else [()] * len(COLUMNS[name])
-        found[name] = dict(zip(COLUMNS[name], map(list, columns), strict=True))
-    return found
+    """Transpose tables from rows to columns: {table: {column: values}}."""
+    tables = {}
+    for name, tuples in rows.items():
+        columns = zip(*tuples, strict=True) if tuples else [()] * len(COLUMNS[name])
+        tables[name] = dict(zip(COLUMNS[name], map(list, columns), strict=True))
+    return tables
 
 
 def columns_of(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[str, list[Any]]:
-    """Table ``name`` as plain lists, every value checked. None is a table without rows.
+    """Table ``name`` as plain lists, every value checked. None stands for a table without rows.
 
-    Raises ValueError naming the table, the column, the row and what would be legal.
+    Raises ValueError, which names the table, the column, the row and the legal values.
     """
-    found = _columns(name, rows)
-    return {c: some if isinstance(some, list) else some.tolist() for c, some in found.items()}
+    columns = _columns(name, rows)
+    return {c: v if isinstance(v, list) else v.tolist() for c, v in columns.items()}
 
 
 def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[str, Any]:
@@ -118,9 +119,11 @@ def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[s
     missing = [c for c in kinds if c not in rows]
     unknown = [str(c) for c in rows if c not in kinds]
     if missing or unknown:
-        said = [f"lacks {', '.join(missing)}"] * bool(missing)
-        said += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
-        raise ValueError(f"table {name}: {' and '.join(said)}; legal columns: {', '.join(kinds)}")
+        problems = [f"lacks {', '.join(missing)}"] * bool(missing)
+        problems += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(
+            f"table {name}: {' and '.join(problems)}; legal columns: {', '.join(kinds)}"
+        )
     lists = {column: _read(name, column, rows[column]) for column in kinds}
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{column} {len(values)}" for column, values in lists.items())
@@ -129,7 +132,7 @@ def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[s
 
 
 def _read(name: str, column: str, values: Any) -> Any:
-    """A column, checked: a list, or the NumPy array that came if it is one of numbers."""
+    """The checked values of a column: a list, or the given NumPy array if it holds numbers."""
     kind = COLUMNS[name][column]
     if hasattr(values, "to_numpy"):
         values = values.to_numpy()
@@ -143,28 +146,28 @@ def _read(name: str, column: str, values: Any) -> Any:
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"table {name}: column {column} is not a list")
     legal = _CHOICES.get((name, column))
-    if _plain(kind, values) and (legal is None or set(values) <= set(legal)):
+    if _all_are(kind, values) and (legal is None or set(values) <= set(legal)):
         return list(values)
-    done = []
+    converted = []
     for row, value in enumerate(values):
         wrong = ""
         try:
-            done.append(_converted(kind, value))
-            if legal and done[-1] not in legal:
+            converted.append(_converted(kind, value))
+            if legal and converted[-1] not in legal:
                 wrong = f"; legal: {', '.join(legal)}"
         except (TypeError, ValueError, OverflowError):
             wrong = f" is not {_NAMES[kind]}"
         if wrong:
             raise ValueError(f"table {name}: row {row}, {column}={value!r}{wrong}")
-    return done
+    return converted
 
 
-def _plain(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether all values are what they should be, found out at once; `_read` says which is not."""
+def _all_are(kind: type, values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether all values are of this type and in its range: fast, as most columns need no more."""
     if not set(map(type, values)) <= {kind}:
         return False
     if kind is tuple:
-        return _plain(int, list(chain.from_iterable(values)))
+        return _all_are(int, list(chain.from_iterable(values)))
     if kind is int:
         return not values or (min(values) >= -(2**63) and max(values) < 2**63)
     return kind is str or all(map(math.isfinite, values))
@@ -175,10 +178,10 @@ def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFr
     import numpy as np  # `import paralab` does without
     import pandas as pd
 
-    found, kinds = _columns(name, rows), COLUMNS[name]
-    index = pd.RangeIndex(len(next(iter(found.values()))))
+    checked, kinds = _columns(name, rows), COLUMNS[name]
+    index = pd.RangeIndex(len(next(iter(checked.values()))))
     columns: dict[str, Any] = {}
-    for column, values in found.items():
+    for column, values in checked.items():
         dtype = _DTYPE[kinds[column]]
         if dtype == "object":
             cells = np.fromiter(values, object, len(index))
@@ -189,32 +192,36 @@ def frame(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> pd.DataFr
 
 
 def letters(spans: pd.DataFrame) -> pd.Series:
-    """The schedule's letter of each span, or its kind where it has none.
+    """The schedule's letter for each span, or the span's kind where schedules have no letter.
 
-    A backward is an I where the weight half of its micro-batch is an action of its own, else a B.
+    A backward is "I" (input gradients only) if the weight gradients of the same stage and
+    micro-batch are a span of their own, otherwise "B".
     """
     import pandas as pd
 
-    kinds, places = spans["kind"], pd.MultiIndex.from_frame(spans[["stage", "microbatch"]])
-    halves = (kinds == "backward") & places.isin(places[kinds == "weight_grad"])
-    return kinds.replace(LETTER).mask(halves, "I")
+    kinds, passes = spans["kind"], pd.MultiIndex.from_frame(spans[["stage", "microbatch"]])
+    input_only = (kinds == "backward") & passes.isin(passes[kinds == "weight_grad"])
+    return kinds.replace(LETTER).mask(input_only, "I")
 
 
 def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None:
-    """What must hold between rows, or ValueError: unique ids, references that exist, time."""
+    """Raise ValueError unless span ids are unique, every span and rank that a row refers to exists,
+    and no row ends before it starts.
+    """
     for name, table in tables.items():
-        strange = sorted(set(table["rank"].unique().tolist()) - set(range(world_size)))
-        if strange:
-            raise ValueError(f"table {name}: rank {strange[0]} in a report of {world_size} ranks")
+        unknown = sorted(set(table["rank"].unique().tolist()) - set(range(world_size)))
+        if unknown:
+            raise ValueError(f"table {name}: rank {unknown[0]} in a report of {world_size} ranks")
         if "end" in table and (backwards := table["end"] < table["start"]).any():
             raise ValueError(f"table {name}: row {backwards.argmax()} ends before it starts")
     spans, calls = tables["spans"], tables["collectives"]
-    if (again := spans["id"].duplicated()).any():
-        raise ValueError(f"table spans: id {spans['id'][again].iloc[0]} appears more than once")
+    if (repeated := spans["id"].duplicated()).any():
+        raise ValueError(f"table spans: id {spans['id'][repeated].iloc[0]} appears more than once")
+    # The spans that rows of the other tables name; -1 names none.
     named = {name: set(tables[name]["span"].tolist()) - {-1} for name in ("collectives", "copies")}
-    waited = set(chain.from_iterable(spans["after"].tolist()))
-    ids = set(spans["id"].tolist()) if waited or any(named.values()) else set()
-    if not waited <= ids:
+    awaited = set(chain.from_iterable(spans["after"].tolist()))
+    ids = set(spans["id"].tolist()) if awaited or any(named.values()) else set()
+    if not awaited <= ids:
         span, lost = next(
             (span, a)
             for span, after in zip(spans["id"], spans["after"], strict=True)
@@ -222,9 +229,9 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
             if a not in ids
         )
         raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
-    for name, some in named.items():
-        if strange := some - ids:
-            raise ValueError(f"table {name}: span {min(strange)} is not in the table of spans")
+    for name, spans_named in named.items():
+        if unknown := spans_named - ids:
+            raise ValueError(f"table {name}: span {min(unknown)} is not in the table of spans")
     for row, (rank, ranks, op, peer) in enumerate(
         zip(calls["rank"], calls["ranks"], calls["op"], calls["peer"], strict=True)
     ):
@@ -235,48 +242,49 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Tables:
-    """What a run, a replay, a prediction or a dry run left behind: six tables, and whose they are.
+    """What a run, a replay, a prediction or a dry run recorded: six tables, and what they describe.
 
-    Everything that draws, compares or checks asks only ``clock`` where the times come from:
-    "measured" (wall clock; ranks that share cores or a GPU wait for those, too), "replayed"
-    (measured compute costs on one virtual device per rank, with a stated link model) or
-    "predicted"; or nowhere: "dry run".
+    Figures, comparisons and checks read all four alike; only ``clock`` says where the times come
+    from: "measured" (wall clock, which includes waiting for cores or a GPU that ranks share),
+    "replayed" (measured compute costs on one virtual device per rank, with a stated link model),
+    "predicted", or "dry run" (there are no times).
 
     Times are seconds from the start of step 0, sizes bytes. Step 0 is warm-up.
 
-    clock        "measured" | "replayed" | "predicted" | "dry run", which has rows of one rank alone
-                 (meta["rank"]), and in place of times the numbers of what happens, in order
-    model, plan  what was trained and how it was split; ``cluster`` on what, where that was stated.
-                 model is None for a traced function or an observed program (`pl.trace`, `observe`)
+    clock        "measured" | "replayed" | "predicted" | "dry run". A dry run has rows of one rank
+                 only (meta["rank"]), and numbers its events in order in place of times
+    model, plan  what was trained and how it was split. model is None for a traced function or an
+                 observed program (`pl.trace`, `pl.observe`)
+    cluster      the devices and links, where they were stated
     spans        id, rank, step, lane, kind, stage, chunk, microbatch, start, end, cost, after.
                  One row per box of the timeline. lane: compute, comm:<axis>, h2d, d2h, disk, host
-                 (the host's processor at work for the rank: an optimizer that was offloaded). kind:
+                 (the host's processor, which runs an offloaded optimizer for the rank). kind:
                  forward, backward, weight_grad, optimizer, compute (a traced function's own work),
                  wait, comm, copy. cost: thread CPU (or device) seconds. after: ids of the spans
-                 waited for. microbatch -1 where it has no meaning
+                 that this span waits for. microbatch: -1 where it has no meaning
     collectives  call, rank, step, op, axis, ranks, peer, level, phase, payload_bytes, wire_bytes,
-                 start, end, span. One row per rank and call; wire_bytes is what this rank sends;
-                 level the slowest link that the group, or a send, crosses
+                 start, end, span. One row per rank and call. wire_bytes: what this rank sends.
+                 level: that of the slowest link which the group, or a message, crosses
     copies       rank, step, lane, op, category, bytes, start, end, span. One row per copy between
-                 memory tiers: lane h2d (host to device), d2h, disk (op read or write); category
-                 what was moved, as in memory
-    memory       rank, step, time, tier, category, bytes. Per rank one sample at every span's
-                 beginning and end and one at the peak between; a sample is one row for
-                 every category (parameters, gradients, optimizer, activations, buffers, workspace,
-                 other) that there is or has been. Measured in step 0, with a memory_limit in all,
+                 memory tiers. lane: h2d (host to device), d2h, disk (op is read or write).
+                 category: what was copied, as in memory
+    memory       rank, step, time, tier, category, bytes. Each rank has one sample at the beginning
+                 and at the end of every span, and one at the peak between. A sample is one row per
+                 category that has held bytes so far (parameters, gradients, optimizer, activations,
+                 buffers, workspace, other). Sampled in step 0, with a memory_limit in every step,
                  by `pl.observe` in the first ``memory_steps``
     steps        rank, step, start, end, beside. One row per rank and step. beside: processor
                  seconds of the rank's other threads, which carry its messages
-    allocator    rank, step, allocated, active, reserved, largest_free. On GPUs, one row per rank
-                 and step, of CUDA's allocator. Peaks of the step: allocated, bytes of blocks in
-                 use; active, these and those given back that a stream has not passed; reserved,
-                 bytes taken from the driver. largest_free: at the step's end, the largest block
-                 that is reserved and not in use
+    allocator    rank, step, allocated, active, reserved, largest_free. On GPUs one row per rank and
+                 step, from CUDA's allocator. Peaks of the step: allocated, bytes of blocks in use;
+                 active, these and freed blocks that a stream may still use; reserved, bytes taken
+                 from the driver. largest_free: at the step's end, the largest block that is
+                 reserved and not in use
     losses       one per step: mean over the global batch, nats per token
     weights, gradients  {name in the single-device model: full NumPy array}, or None; not saved
     results      what a traced or observed function returned on every rank, or None; not saved
-    meta         anything else worth knowing, as plain JSON values; "nodes" is each rank's node,
-                 "compute" what a replay scaled the recorded costs by, if by another factor than 1
+    meta         further facts as plain JSON values: "nodes" is each rank's node, "compute" the
+                 factor by which a replay scaled the recorded costs, if it is not 1
     """
 
     clock: str
@@ -310,5 +318,4 @@ class Tables:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the plan."""
         return self.plan.world_size

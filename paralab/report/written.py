@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all; and refused before the work if they cannot be."""
+"""Writing a file completely or not at all, and checking before the work that it can be written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(name: str, path: object) -> None:
 
 
 def check_folder(name: str, path: object, legal: str) -> Path:
-    """The folder, made if need be. Raise ``ValueError`` if no file can be written in it."""
+    """The folder at ``path``, made if need be. Raises ``ValueError`` if it cannot be written to."""
     folder, why = checks.path(name, path, legal).absolute(), "no folder can be made there"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def check_folder(name: str, path: object, legal: str) -> Path:
 
 
 def _place(name: str, path: object) -> Path:
-    """``path``, which is no folder."""
+    """``path`` as a Path. Raises ``ValueError`` if it is a folder."""
     place = checks.path(name, path, LEGAL)
     if place.is_dir():
         raise checks.illegal(name, str(path), "cannot be written: it is a folder", LEGAL)
@@ -44,12 +44,14 @@ def _place(name: str, path: object) -> Path:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace ``path`` in one move: a reader, or a crash, meets the old file or the new one. What
-    is called .gz is compressed.
+    """Replace the file at ``path`` atomically: after a crash it is the old file or the new one. If
+    its name ends in .gz, ``data`` is compressed.
     """
     place = _place("path", path)
     if place.name.endswith(".gz"):
-        data = gzip.compress(data, 6, mtime=0)  # no date: the same report, the same file
+        data = gzip.compress(
+            data, 6, mtime=0
+        )  # without a date, so that equal data give equal files
     if not place.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {place.parent}; make it first")
     scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")
@@ -63,5 +65,5 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         scratch.unlink(missing_ok=True)
         if getattr(error, "errno", None) is None:
             raise
-        # The operating system's error with the file that was asked for: a full disk names none.
+        # The same error with the file's name: the error of a full disk has none.
         raise OSError(error.errno, error.strerror, str(place)) from None

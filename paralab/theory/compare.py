@@ -195,8 +195,8 @@ def _quantities(report: Tables) -> dict[str, float]:
     """
     steps, spans, calls = about.measured_steps(report), report.spans, about.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
-    waited = metrics.middle([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
-    copies = metrics.middle([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
+    waited = metrics.medians([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
+    copies = metrics.medians([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
     lane = spans[spans["lane"] == "compute"]
     seconds = metrics.seconds_of(report, lane).groupby([lane["step"], lane["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
