@@ -53,7 +53,7 @@ class _Rank:
     pid: int = 0
     nccl: bool = False  # it communicates over NCCL
     up: bool = False  # it has sent a message, so its imports are done
-    gone: bool = False  # its end of ``control`` is closed: it has died, and the server will tell how
+    gone: bool = False  # its pipe is closed: it has died, and the server will tell how
     result: bytes | None = None
 
 
