@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from paralab.checks import choice, illegal
@@ -50,6 +51,15 @@ class Section:
     def duration(self) -> float:
         """Seconds of the step on the rank that takes longest; ranks may begin it at other times."""
         return metrics.step_durations(self.report, warmup=True)[self.step]
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Where the time of the step went: `metrics.shares`, which are means over ranks."""
+        return metrics.shares(self.report, self.step)
+
+    def share(self, part: str) -> str:
+        """ "31 % of the step": a part of ``shares``."""
+        return f"{theme.percent(self.shares[part] / (self.duration or 1.0))} of the step"
 
     @property
     def two_levels(self) -> bool:

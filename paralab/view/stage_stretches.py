@@ -22,7 +22,6 @@ from paralab.view.marks import boxes as mark
 from paralab.view.marks import column
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
-from paralab.view.timeline import of_step
 
 MAX_ROWS = 8
 LONG = 0.015  # share of the step: a rank that is idle for longer starts a new stretch
@@ -186,7 +185,9 @@ def _finding(report: Tables, step: int) -> str:
     if report.plan.pp > 1:
         return pipeline.finding(report, metrics.step_bubble(report, step))
     name = theme.text(naming.subject(report))
-    return f"{name}: {of_step(report, step, 'work')} is forward and backward"
+    duration = metrics.step_durations(report, warmup=True)[step] or 1.0
+    work = theme.percent(metrics.shares(report, step)["work"] / duration)
+    return f"{name}: {work} of the step is forward and backward"
 
 
 def _style(report: Tables, kind: str) -> dict[str, Any]:

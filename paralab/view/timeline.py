@@ -51,7 +51,7 @@ def timeline(
     remarks = [f"step {section.step}"] if several or report.model is not None else []
     remarks.append(f"{section.duration * 1e3:.1f} ms")
     if report.plan.tiers is not None:  # the first line has no room for it, see `finding`
-        remarks.append(f"waiting: {of_step(report, section.step, 'wait')}")
+        remarks.append(f"waiting: {section.share('wait')}")
     which = " of the typical step" if step is None else f" of step {step}"
     # Without boxes of other steps, whose number differs from run to run.
     own_boxes = sum(box["step"] == section.step for box in section.boxes)
@@ -113,12 +113,12 @@ def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
 def finding(section: Section) -> str:
     """What the picture of one report proves, in one sentence."""
     report, step = section.report, section.step
-    shares, name = metrics.shares(report, step), theme.text(naming.subject(report))
+    name = theme.text(naming.subject(report))
     if section.duration <= 0:
         return name
     if report.model is None:
         return f"{name}: {_sent(report, step)}"
-    hidden = []
+    shares, hidden = section.shares, []
     copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
     if shares["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
         share = shares["hidden"] / shares["communication"]
@@ -127,10 +127,9 @@ def finding(section: Section) -> str:
         hidden.append(f"{theme.percent(copied['hidden'] / copied['copies'])} of copies")
     if hidden:
         verb = "are" if copied["copies"] else "is"
-        waiting = f", ranks wait {of_step(report, step, 'wait')}" * (not copied["copies"])
+        waiting = f", ranks wait {section.share('wait')}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
-    work = theme.percent(shares["work"] / section.duration)
-    return f"{name}: {work} of the step is forward and backward"
+    return f"{name}: {section.share('work')} is forward and backward"
 
 
 def _sent(report: Tables, step: int) -> str:
@@ -146,12 +145,6 @@ def _sent(report: Tables, step: int) -> str:
     if len(sent) == report.world_size and sent.nunique() == 1:
         return f"each rank sends {amount}"
     return f"rank {most} sends {amount}, and no rank sends more"
-
-
-def of_step(report: Tables, step: int, part: str) -> str:
-    """ "31 % of the step": a part of `metrics.shares`, which are means over ranks."""
-    seconds = metrics.step_durations(report, warmup=True)[step] or 1.0
-    return f"{theme.percent(metrics.shares(report, step)[part] / seconds)} of the step"
 
 
 def _verdict(sections: list[Section]) -> str:
