@@ -58,13 +58,18 @@ class Section:
         return metrics.shares(self.report, self.step)
 
     def share(self, part: str) -> str:
-        """ "31 % of the step": a part of ``shares``."""
-        return f"{theme.percent(self.shares[part] / (self.duration or 1.0))} of the step"
+        """A part of ``shares`` as text, see `of_step`."""
+        return of_step(self.shares[part], self.duration)
 
     @property
     def two_levels(self) -> bool:
         """Whether some calls cross nodes and others do not: then those that do are framed."""
         return len({call["level"] for b in self.boxes for call in b["calls"]}) > 1
+
+
+def of_step(seconds: float, duration: float) -> str:
+    """ "31 % of the step": these seconds of a step of this duration."""
+    return f"{theme.percent(seconds / (duration or 1.0))} of the step"
 
 
 def section(

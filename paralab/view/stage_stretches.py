@@ -185,9 +185,9 @@ def _finding(report: Tables, step: int) -> str:
     if report.plan.pp > 1:
         return pipeline.finding(report, metrics.step_bubble(report, step))
     name = theme.text(naming.subject(report))
-    duration = metrics.step_durations(report, warmup=True)[step] or 1.0
-    work = theme.percent(metrics.shares(report, step)["work"] / duration)
-    return f"{name}: {work} of the step is forward and backward"
+    work = metrics.shares(report, step)["work"]
+    duration = metrics.step_durations(report, warmup=True)[step]
+    return f"{name}: {boxes.of_step(work, duration)} is forward and backward"
 
 
 def _style(report: Tables, kind: str) -> dict[str, Any]:
