@@ -56,8 +56,8 @@ class Run(NamedTuple):
     optimizer: str = "adamw"
 
 
-# The fields of a cluster that each factor changes, and the figure that it is shown by, with its
-# unit. Of a link it changes what the figure is of: alpha or bandwidth.
+# {factor: (the fields of a cluster that it multiplies, the figure that represents it in tables, its
+# unit)}. Of a link only the part that the figure names is multiplied: alpha or bandwidth.
 FACTORS: dict[str, tuple[str, str, str]] = {
     "products": ("flops products", "products", "FLOP/s"),
     "memory": ("memory_bandwidth operand_bandwidth", "memory_bandwidth", "bytes/s"),
@@ -69,15 +69,15 @@ FACTORS: dict[str, tuple[str, str, str]] = {
 
 
 def _changed(cluster: Cluster, name: str, by: float) -> Cluster:
-    """The cluster with a factor's figures times ``by``."""
+    """The cluster with the fields of one factor multiplied by ``by``."""
     fields, figure, _ = FACTORS[name]
 
     def times(value: Any) -> Any:
         if isinstance(value, Link):
-            of = figure.partition(".")[2]
-            return replace(value, **{of: getattr(value, of) * by})
+            part = figure.partition(".")[2]
+            return replace(value, **{part: getattr(value, part) * by})
         if isinstance(value, Mapping):
-            return {name: times(one) for name, one in value.items()}
+            return {key: times(entry) for key, entry in value.items()}
         if isinstance(value, tuple):
             return tuple(map(times, value))
         return value and value * by  # None: not stated
