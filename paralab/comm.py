@@ -200,11 +200,10 @@ class Group:
         """
         self._check_ways(parts)
         if self._strict is not None:
-            self.recorder.enter("wait")  # a strict send waits for its receive, as one on NCCL may
-            self.blocked_in("exchange", [(side, peer) for side, _, peer in parts])
-            self._strict.rendezvous(self.ranks, parts)
-            self.blocked_in()
-            self.recorder.leave()
+            with self.recorder.span("wait"):  # for the receive, as a send on NCCL may wait
+                self.blocked_in("exchange", [(side, peer) for side, _, peer in parts])
+                self._strict.rendezvous(self.ranks, parts)
+                self.blocked_in()
         first = parts[0][0]
         call = Call(
             op="exchange",
@@ -324,11 +323,10 @@ def wait_all(calls: Sequence[Pending]) -> None:
     if not calls:
         return
     group = calls[0]._group
-    group.recorder.enter("wait", after=tuple(call._posted.span for call in calls))
-    for call in calls:
-        group.blocked_in(*call._label)
-        call._settle()
-    group.blocked_in()
-    group.recorder.leave()
+    with group.recorder.span("wait", after=tuple(call._posted.span for call in calls)):
+        for call in calls:
+            group.blocked_in(*call._label)
+            call._settle()
+        group.blocked_in()
     for call in calls:
         call._end()

@@ -142,6 +142,7 @@ def launch_program(
     ranks: int,
     args: Sequence[Any] = (),
     *,
+    fn: Any = None,
     with_context: bool = True,
     any_tensor: bool = False,
     optimizers: bool = True,
@@ -154,6 +155,8 @@ def launch_program(
 ) -> list[Any]:
     """`launch` for a function that gets its `RankContext` too: ``program(context, *args)``.
 
+    fn            the user's function that ``program`` passes ``args`` to, if it is not ``program``
+                  itself: an error about what cannot be sent to ranks names it
     with_context  False: call ``program(*args)``, as `launch` does
     any_tensor    where each rank has a GPU, let the process group carry CPU tensors too, over gloo;
                   otherwise it is NCCL alone, which refuses them
@@ -164,7 +167,7 @@ def launch_program(
     The other arguments are those of `launch`.
     """
     __tracebackhide__ = True
-    name = "program" if with_context else "fn"
+    name = "program" if with_context and fn is None else "fn"
     if "PARALAB_RANK" in os.environ:
         raise Nested(
             f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch "
@@ -180,7 +183,7 @@ def launch_program(
     choice("strict", strict, (False, True))
     if stop is not None and not isinstance(stop, threading.Event):
         raise illegal("stop", stop, "not an event", "None | threading.Event()")
-    payload = _pickled(name, program, tuple(args))
+    payload = _pickled(name, program, tuple(args), fn)
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
@@ -227,12 +230,15 @@ def _cell_sources() -> dict[str, Any]:
     return {name: entry for name, entry in list(entries) if len(entry) == 4 and entry[1] is None}
 
 
-def _pickled(name: str, function: Callable[..., Any], args: tuple) -> bytes:
-    """(function, args) as bytes. Raises ``ValueError`` naming the object that cannot be sent."""
+def _pickled(name: str, function: Callable[..., Any], args: tuple, fn: Any = None) -> bytes:
+    """(function, args) as bytes. Raises ``ValueError`` naming the object that cannot be sent; where
+    ``function`` is the library's, that of the user's ``fn`` or of ``args``.
+    """
     try:
         return pickled((function, args))
     except Exception as error:
         reason = str(error) or type(error).__name__
+    function = function if fn is None else fn
     for label, value in _labelled(name, function, args):
         try:
             pickled(value)

@@ -96,9 +96,8 @@ def observe(
             raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
     program = fn if callable(fn) else _script_file(fn)
-    node_of, on_rank = places(program, ranks, args, nodes), functools.partial(_on_rank, program)
-    arguments = (node_of, settings, *args)
-    parts = launch_program(on_rank, ranks, arguments, any_tensor=True, **launch)
+    on_rank = functools.partial(_on_rank, program, places(ranks, args, nodes), settings)
+    parts = launch_program(on_rank, ranks, args, fn=program, any_tensor=True, **launch)
     return _report(_name(program), parts)
 
 
@@ -172,7 +171,7 @@ def _report(name: str, parts: list[dict[str, Any]]) -> Report:
 
 # ---- on a rank ----------------------------------------------------------------------------------
 def _on_rank(
-    program: Any, context: Any, nodes: tuple[int, ...], settings: dict[str, Any], *args: Any
+    program: Any, nodes: tuple[int, ...], settings: dict[str, Any], context: Any, *args: Any
 ) -> dict[str, Any]:
     """Runs in a launched rank: run the program under observation, and return the rank's part."""
     __tracebackhide__ = True

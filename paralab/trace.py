@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from paralab.checks import choice, illegal, instance, shown, whole
-from paralab.launch import MAX_RANKS, _pickled, launch_program
+from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
 
@@ -70,13 +70,14 @@ def trace(
     __tracebackhide__ = True
     if not callable(fn):
         raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
-    node_of = places(fn, ranks, args, nodes)
+    node_of = places(ranks, args, nodes)
     choice("memory", memory, (False, True))
-    program = functools.partial(_program, fn)
+    program = functools.partial(_program, fn, node_of, memory)
     parts = launch_program(
         program,
         ranks,
-        (node_of, memory, *args),
+        args,
+        fn=fn,
         timeout=timeout,
         device=device,
         live=live,
@@ -95,12 +96,11 @@ def trace(
     return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
 
 
-def places(fn: Any, ranks: int, args: Sequence[Any], nodes: int) -> tuple[int, ...]:
+def places(ranks: int, args: Sequence[Any], nodes: int) -> tuple[int, ...]:
     """The node of each rank. Raises ``ValueError`` for any of the arguments that is illegal."""
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
-    _pickled("fn", fn, tuple(args))
     return tuple(rank * nodes // ranks for rank in range(ranks))
 
 
@@ -127,7 +127,7 @@ def part_of(owner: Any, tables: dict[str, Any], result: Any, **meta: Any) -> dic
 
 
 def _program(
-    fn: Callable[..., Any], context: Any, node_of: tuple[int, ...], memory: bool, *args: Any
+    fn: Callable[..., Any], node_of: tuple[int, ...], memory: bool, context: Any, *args: Any
 ) -> dict[str, Any]:
     """What every rank runs: ``fn`` as step 0."""
     __tracebackhide__ = True  # an error's traceback begins with the caller's function

@@ -168,8 +168,9 @@ def _outside(report: Tables) -> float:
         (table["end"] - table["start"]).groupby(table["step"]).sum()
         for table in (report.steps, lane)
     )
-    outside = of_steps.sub(of_spans, fill_value=0.0).reindex(about.measured_steps(report))
-    return float(outside.median()) / report.world_size
+    ranks = report.steps.groupby("step")["rank"].nunique()
+    outside = (of_steps.sub(of_spans, fill_value=0.0) / ranks).reindex(about.measured_steps(report))
+    return float(outside.median())
 
 
 def other_threads(report: Tables) -> float:
