@@ -219,6 +219,6 @@ def simulated(
     simulation: Simulation, name: str, *, label: str = "", ranks: Sequence[int] | None = None
 ) -> Section:
     """A simulated schedule as a section, with its bubble in the heading."""
-    result = section(simulation.report(name), label=label, ranks=ranks)
+    result = section(simulation.report(name), label=label, ranks=ranks, marked=True)
     result.head = head(label, simulation.bubble_rate)
     return result
