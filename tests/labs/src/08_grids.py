@@ -432,13 +432,13 @@ whole = pl.exercises.choose(
 whole
 
 # %% tags=["measured"]
-view.memory_bars(both, title="Around your products activations are whole on every rank")
+view.memory_bars(both, title="The library shards activations between two products, too")
 
 # %%
-whole.reveal(3, "Activations between your products are whole, and so are embedding and head.")
+whole.reveal(3, "Between your products activations are replicated, and so are embedding and head.")
 
 # %% tags=["measured"]
-title = "Between two products your ranks also gather what the library leaves cut"
+title = "Between two products the library gathers nothing, your ranks do"
 view.timelines(*both.values(), labels=list(both), ranks=[0], step=1, title=title)
 
 # %% [markdown]
@@ -447,8 +447,8 @@ view.timelines(*both.values(), labels=list(both), ranks=[0], step=1, title=title
 # also wait for a core.) Your broadcasts send exactly the bytes of the library's. Your reduces are
 # listed as what gloo makes of them: a reduce-scatter, whose parts are then sent to the root.
 # Together that is $1 + 1/q$ times the bytes of a reduce, here 1.5 times: gloo's price, not a
-# mistake of yours. The all-gathers come on top, and whole activations with them: a grid pays when
-# everything between two products stays cut as well.
+# mistake of yours. The all-gathers come on top, and replicated activations with them: a grid pays
+# when everything between two products stays sharded as well.
 #
 # ## Memory: the grids shard the residual stream
 # The highest peak of a step, on eight ranks:
