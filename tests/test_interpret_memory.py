@@ -188,11 +188,11 @@ def test_the_peak_of_a_drawn_plan_is_the_witnesss(seed):
             said, behind = predicted(model, plan, rank, **settings)
             assert_exact(said, behind, seen)
             assert said.peak >= 0.99 * seen.peak, rank
-            if plan.tp_mode == "1d":
-                assert said.peak == max([seen.peak, *peaks]), rank
             assert seen.tops[seen.where][1]["other"] <= 0.02 * seen.peak
             peaks.append(seen.peak)
         assert said.peak <= 1.03 * max(peaks), pp
+        if plan.tp_mode == "1d":
+            assert said.peak == max(peaks), pp
 
 
 @pytest.mark.parametrize("layers", [2, 4])
