@@ -34,7 +34,7 @@ def test_a_stages_bar_is_the_peak_of_its_fullest_rank():
     assert bars(chart) == by_stage
     assert max(bars(chart).values()) == report.peak_memory
     assert chart.finding.startswith(f"Stage 0 needs {theme.scaled(report.peak_memory, 'B')}, ")
-    assert "memory of small" in chart.layout.annotations[-1].text
+    assert "a device of cluster small" in chart.layout.annotations[-1].text
 
 
 def test_in_outline_the_bars_are_the_same():
@@ -107,7 +107,7 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     peak = theme.scaled(report.peak_memory, "B")
     assert report.peak_memory > 10**6
     assert stage_memory(report).finding.startswith(f"One rank needs {peak}, ")
-    assert stage_memory(report).finding.endswith(" times the 1 MB of memory of small")
+    assert stage_memory(report).finding.endswith(" times the 1 MB of a device of cluster small")
     said = explore_parts.fits(report)
     assert said.startswith(f"It does not fit: one rank needs {peak} on a device that has 1 MB")
     roomy = pl.predict(MODEL, pl.Plan(dp=2), CLUSTER.replace(memory=10**9), steps=1)
