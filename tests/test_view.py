@@ -229,7 +229,7 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
             calls["payload_bytes"][i] = calls["payload_bytes"][i] // 1000 * 1020
             calls["wire_bytes"][i] = calls["payload_bytes"][i] * 6 // 4
     padded = dataclasses.replace(four, collectives=calls)
-    assert re.search(r"1\.\d\d % above 2\(N−1\)/N of the", title(padded.traffic_chart()))
+    assert re.search(r"1\.\d\d % above 2\(N−1\)/N times the", title(padded.traffic_chart()))
     assert "One device: nothing is sent" in title(synthetic.report(1).traffic_chart())
 
 
