@@ -100,6 +100,9 @@ def test_of_many_stages_the_fullest_first_and_last_are_drawn():
     chart = stage_memory(report)
     assert len(bars(chart)) == 4 and {"stage 0", "stage 7"} <= set(bars(chart))
     assert "4 of 8 stages drawn" in chart.below
+    settings = {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4}
+    report = pl.predict(MODEL.replace(layers=8), pl.Plan(**settings), CLUSTER, steps=1)
+    assert stage_memory(report).finding.startswith("One rank with stages 0, 2 needs ")
 
 
 def test_what_does_not_fit_says_so_with_the_numbers():

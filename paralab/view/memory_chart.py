@@ -114,12 +114,12 @@ def stage_memory(report: Tables) -> Chart:
 
 
 def stage_of(report: Tables, rank: int) -> str:
-    """ "stage 2", "a rank with stages 2, 6" or, if there is no pipeline, "one rank"."""
+    """ "stage 2", "one rank with stages 2, 6" or, if there is no pipeline, "one rank"."""
     plan = report.plan
     if plan.pp == 1:
         return "one rank"
     name = row_name(plan, plan.place(rank).pp)
-    return name if plan.virtual_stages == 1 else f"a rank with {name}"
+    return name if plan.virtual_stages == 1 else f"one rank with {name}"
 
 
 def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
