@@ -25,7 +25,10 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
         for s, drawn, count in zip(sections, shown, counts, strict=True)
     )
     if (n_drawn := sum(map(len, shown))) < sum(counts):
-        remarks.append(f"the first {n_drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms)")
+        remarks.append(
+            f"the first {n_drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms); "
+            "ranks= selects fewer"
+        )
     remarks += dict.fromkeys(
         f"{report.world_size} ranks shared {cores} core{'s' * (cores > 1)}, so boxes are longer"
         for report in reports
