@@ -127,6 +127,8 @@ def test_the_picture_of_an_order_has_its_jobs_and_says_how_far_it_is_from_the_li
     assert len(chart.table) == 18 and chart.table["end"].max() == pytest.approx(0.150)
     assert set(chart.table.query("what == 'update'")["lane"]) == {"host"}
     assert view.jobs(good(1, 1)).finding == "1 unit takes 55 ms; no order takes less than 55 ms"
+    first = view.jobs(good(1, 1)[:1])
+    assert first.finding == "These jobs take 10 ms; all jobs take at least 55 ms"
     assert view.jobs(iter(good(6, 2))).finding == view.jobs(good(6, 2)).finding
     for none in ([], None):
         with pytest.raises(

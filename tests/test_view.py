@@ -168,7 +168,7 @@ def test_the_title_of_the_timeline_is_read_off_the_spans():
     report = Report(clock="replayed", model=synthetic.MODEL, plan=Plan(dp=2, grad_sync="naive"),
                     **synthetic.tables(spans=work, steps=[(0, 1, 0.0, 10.0, 0.0)]))  # fmt: skip
     assert report.timeline().finding == (
-        "dp=2, naive: 40 % of communication is hidden, ranks wait 30 % of the step"
+        "dp=2, naive: 40 % of communication is hidden, and ranks wait for 30 % of the step"
     )
 
 
@@ -221,7 +221,7 @@ def test_the_matrix_has_senders_in_rows_and_every_byte(dp):
 
 def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     found = title(four.traffic_chart())
-    said = "a rank sends 711 kB per step, exactly 2(N−1)/N of the gradients; 50 % of it between"
+    said = "a rank sends 711 kB per step, exactly 2(N−1)/N times the gradients; 50 % of it between"
     assert said in found
     calls = columns(four.collectives)
     for i, phase in enumerate(calls["phase"]):
@@ -229,7 +229,7 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
             calls["payload_bytes"][i] = calls["payload_bytes"][i] // 1000 * 1020
             calls["wire_bytes"][i] = calls["payload_bytes"][i] * 6 // 4
     padded = dataclasses.replace(four, collectives=calls)
-    assert re.search(r"1\.\d\d % above 2\(N−1\)/N of the", title(padded.traffic_chart()))
+    assert re.search(r"1\.\d\d % above 2\(N−1\)/N times the", title(padded.traffic_chart()))
     assert "One device: nothing is sent" in title(synthetic.report(1).traffic_chart())
 
 
@@ -250,7 +250,7 @@ def test_the_loss_chart_says_where_the_loss_went(four):
     broken = dataclasses.replace(four, losses=[5.0, float("nan"), 4.0])
     assert "diverged at step 1" in title(broken.loss_chart())
     worse = dataclasses.replace(four, losses=[4.0, 5.0])
-    assert "the loss went from 4.000 to 5.000 in 2 steps" in title(worse.loss_chart())
+    assert "the loss rose from 4.000 to 5.000 in 2 steps" in title(worse.loss_chart())
     assert "samples per step" in figure.below and len(figure.layout.shapes) == 1
     observed = dataclasses.replace(four, model=None).loss_chart()
     assert "samples" not in observed.below and not observed.layout.shapes

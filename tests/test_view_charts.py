@@ -405,11 +405,13 @@ def test_timelines_say_who_is_faster_and_by_how_much():
     assert re.fullmatch(r"dp=2, overlapped: [\d.]+ ms measured, [\d.]+ ms replayed", wall.finding)
     assert "measured: wall clock" in wall.below and "replayed: one virtual" in wall.below
     expect = dataclasses.replace(stretched(fast, 0.9), clock="predicted")
-    assert view.timelines(expect, replayed).finding.endswith("(prediction 10 % below)")
+    assert view.timelines(expect, replayed).finding.endswith("(the prediction is 10 % below)")
     far = dataclasses.replace(slow, clock="predicted")
-    assert view.timelines(far, replayed).finding.endswith("(prediction 2.5 times that)")
+    assert view.timelines(far, replayed).finding.endswith("(the prediction is 2.5 times that)")
     near = dataclasses.replace(stretched(fast, 1.004), clock="predicted")
-    assert view.timelines(near, replayed).finding.endswith("(prediction equal)")  # not "0 % above"
+    assert view.timelines(near, replayed).finding.endswith(
+        "(the prediction is equal)"
+    )  # not "0 % above"
 
 
 def test_a_duration_stands_at_the_end_of_its_run_or_behind_a_name_that_reaches_as_far():
@@ -452,7 +454,7 @@ def test_timelines_refuse_what_they_cannot_draw():
     for asked, message in [
         (lambda: view.timelines(), "nothing to draw"),
         (lambda: view.timelines(one, 3), "reports=3: not a report"),
-        (lambda: view.timelines(one, one, labels=["a"]), "there are 2 reports"),
+        (lambda: view.timelines(one, one, labels=["a"]), "the number of reports is 2"),
         (lambda: view.timelines(one, step=9), "step=9.*legal: 0"),
         (lambda: view.timelines(one, ranks=[5]), "ranks=5"),
         (lambda: view.timelines(one, ranks=0), "ranks=0: not a list of ranks"),
@@ -546,7 +548,7 @@ def test_the_page_holds_every_figure_by_day_and_by_night():
 # ---- losses --------------------------------------------------------------------------------------
 def test_losses_that_coincide_are_drawn_from_wide_to_narrow_and_said_to_coincide():
     chart = view.losses({"one": [3.0, 2.0, 1.0], "two": [3.0, 2.0, 1.00003], "three": [3, 2, 1]})
-    assert chart.finding == "All 3 curves coincide: losses differ by 1e-04 at most"
+    assert chart.finding == "All 3 curves coincide: their losses differ by at most 1e-04"
     widths = [trace.line.width for trace in chart.data]
     assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3
     assert chart.table["loss"].tolist() == [3, 2, 1, 3, 2, 1.00003, 3, 2, 1]
@@ -555,6 +557,10 @@ def test_losses_that_coincide_are_drawn_from_wide_to_narrow_and_said_to_coincide
 def test_losses_say_where_each_ends_or_which_diverged():
     worse = view.losses({"a": [3.0, 2.0], "b": [3.0, 2.5]})
     assert worse.finding == "a ends at 2.000, b at 2.500 nats"
+    equal = view.losses({"a": [3.0, 2.0], "b": [3.5, 2.0]})
+    assert equal.finding == "All runs end at 2.000 nats, but their curves differ before"
+    same = view.losses({"a": [3.0, 2.0], "b": [3.0, 2.0]})
+    assert same.finding == "Both curves coincide: their losses are equal"
     assert view.losses({"a": [1.0]}, title="<b> & co").finding == "&lt;b&gt; &amp; co"
     lost = view.losses({"a": [3.0, 2.0], "b": [3.0, float("nan")]})
     assert lost.finding == "b diverged at step 1"
@@ -609,6 +615,9 @@ def test_algorithms_mark_where_the_fastest_changes():
     assert never.finding == "a is fastest everywhere: at 1 MB b needs 4.0 times as much"
     some = view.algorithms({"a": {1e3: 1e-3, 1e6: 1e-2}, "b": {1e5: 2e-2, 1e8: 4e-2}})
     assert some.finding.startswith("a is fastest from 100 kB to 1 MB: at 1 MB b needs 2.")
+    same = {1e3: 1e-3, 1e6: 2e-3}
+    assert view.algorithms({"a": same, "b": same}).finding == "a and b are equal everywhere"
+    assert view.algorithms({"ring": {1e3: 1e-3}}).finding == "Ring: 1 ms at 1 kB"
     apart = view.algorithms({"a": {1e3: 5, 1e4: 6}, "b": {1e6: 3, 1e7: 9}})
     assert apart.finding == "The lines have no size in common, so they cannot be compared"
     refuses("seconds of a=0", view.algorithms, {"a": {1.0: 0}})

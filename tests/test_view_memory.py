@@ -105,7 +105,7 @@ def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_
     assert tops[1] == two.peak_memory > tops[0]
     at = two.memory[(two.memory["rank"] == 1) & (two.memory["time"] == sums[1].idxmax())]
     sizes = at.set_index("category")["bytes"]
-    share = f"{100 * sizes.max() / sizes.sum():.0f} % is {sizes.idxmax()}"
+    share = f"{sizes.idxmax()} take {100 * sizes.max() / sizes.sum():.0f} %"
     assert chart.finding == (
         f"dp=2, overlapped: memory peaks at {theme.scaled(tops[1], 'B')} in backward on rank 1; "
         f"{share}"
@@ -134,7 +134,7 @@ def test_phases_are_named_at_borders_between_and_before(two):
     found = dict(enumerate(curves(two, ranks=[0])[0].phases))
     (curve,) = curves(two, ranks=[0])
     said = [curve.phase(i) for i in range(len(curve.times))]
-    assert said[0] == "before forward" and said[-1] == "in optimizer"
+    assert said[0] == "before forward" and said[-1] == "in the optimizer"
     assert curve.phases is curve.phases  # looked for once, not for each of thousands of samples
     assert [phase.kind for phase in found.values()] == \
         ["forward", "backward", "forward", "backward", "optimizer"]  # fmt: skip
@@ -179,13 +179,13 @@ def test_a_limit_is_a_line_and_a_device_far_larger_is_not():
     chart = near.memory_chart()
     lines = [s for s in chart.layout.shapes if s.line.dash == "dash"]
     assert [s.y0 for s in lines] == [2 * peak / 1e6] * 2
-    assert f"memory limit {theme.scaled(2 * peak, 'B')}" in words(chart)
+    assert f"the memory limit: {theme.scaled(2 * peak, 'B')}" in words(chart)
     assert f"of {theme.scaled(2 * peak, 'B')} in backward on rank 1" in chart.finding
     assert chart.layout.yaxis.range[1] > 2 * peak / 1e6
     for far in (dataclasses.replace(report, cluster=CLUSTER), report):
         assert not far.memory_chart().layout.shapes
     held = dataclasses.replace(report, cluster=CLUSTER.replace(name="tiny", memory=2 * peak))
-    assert any("memory of tiny" in said for said in words(held.memory_chart()))
+    assert any("a device of cluster tiny" in said for said in words(held.memory_chart()))
 
 
 def test_thousands_of_samples_are_thinned_and_every_peak_stays():

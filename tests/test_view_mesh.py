@@ -76,7 +76,7 @@ def test_a_ranks_groups_have_the_colours_of_their_axes(rank):
     assert table.loc[rank, "group"] == "rank" and set(table["group"]) == {"", "rank", "tp", "dp",
                                                                           "pp"}  # fmt: skip
     assert table.loc[23].to_list()[:4] == [*plan.place(23), 2]
-    assert "9 of 63 others: dp and pp between nodes, tp inside one" in chart.finding
+    assert "9 of the 63 other ranks: dp and pp between nodes, tp inside one" in chart.finding
 
 
 @pytest.mark.parametrize("settings", PLANS, ids=str)
@@ -151,7 +151,7 @@ def test_of_thousands_of_ranks_the_neighbourhood_is_drawn_and_said():
 def test_one_rank_is_a_mesh_too_and_wrong_ones_are_refused():
     chart = mesh(pl.Plan())
     assert list(cells(chart)) == [0]
-    assert chart.finding == "One rank, which shares a group with no other"
+    assert chart.finding == "There is only one rank, so it shares a group with no other"
     refuses("rank=4: out of range; legal: a whole number from 0 to 3", mesh, pl.Plan(dp=4), rank=4)
     refuses(r"it has 8 devices, the plan needs 16.*more nodes", mesh, pl.Plan(dp=16), cluster(1))
     refuses("plan=4: not a plan", mesh, 4)

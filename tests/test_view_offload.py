@@ -175,7 +175,8 @@ def test_every_copy_is_one_box_at_its_time_in_the_colour_of_what_it_moves(one):
         (box,) = [b for b in drawn if b["row"] == row and b["start"] == pytest.approx(start)]
         assert box["end"] == pytest.approx(end)
         assert box["colour"] == theme.CATEGORY_COLOUR[category]
-        assert box["name"] == f"copying {category}"
+        moved = {"optimizer": "optimizer states"}.get(category, category)
+        assert box["name"] == f"copying {moved}"
         assert f"{size:,} bytes at {theme.scaled(size / (end - start), 'B/s')}" in box["said"]
         assert "device time" not in box["said"]
     said = " ".join(b["said"] for b in drawn)
@@ -202,8 +203,8 @@ def test_the_legend_has_every_name_once_and_its_entry_hides_all_of_that_name(two
 
 
 def test_a_box_too_short_to_see_has_an_edge_of_its_own_colour(one):
-    (write,) = [t for t in one.timeline().data if t.name == "copying optimizer" and t.x[0] < 1]
-    (read,) = [t for t in one.timeline().data if t.name == "copying optimizer" and t.x[0] > 1]
+    states = [t for t in one.timeline().data if t.name == "copying optimizer states"]
+    (write,), (read,) = [t for t in states if t.x[0] < 1], [t for t in states if t.x[0] > 1]
     assert write.marker.line.color == (theme.CATEGORY_COLOUR["optimizer"],)
     assert read.marker.line.color == (theme.look().paper,)
 
@@ -288,8 +289,10 @@ def test_where_nothing_is_sent_the_chart_of_traffic_is_that_of_the_links(one):
     assert [t.type for t in chart.data] == ["bar"] * 3  # no matrix of one rank
     assert all(t.marker.color == theme.CATEGORY_COLOUR[t.name] for t in chart.data)
     assert list(chart.layout.yaxis2.categoryarray) == [ROWS[0], ROWS[1], *ROWS[3:]]
-    assert chart.finding == ("One device, ZeRO-3, offload to nvme: it copies 6.5 kB per step, 77 % "
-                             "of it to and from disk")  # fmt: skip
+    assert chart.finding == (
+        "One device, ZeRO-3, offload to nvme: the rank copies 6.5 kB per step, "
+        "77 % of it to and from disk"
+    )
     assert "(kB)" in chart.layout.xaxis2.title.text
     assert chart.table["bytes"].sum() == 6500
     assert "disk" not in made(copies=COPIES[1:3]).traffic_chart().finding

@@ -67,8 +67,9 @@ def test_the_real_one_is_below_the_ideal_on_one_scale_each_with_its_bubble():
         assert f"<b>{1e3 * part['end'].max():.1f} ms</b>" in said
     for share in (ideal(report).bubble_rate, report.bubble):
         assert f"bubble {100 * share:.0f} %" in said
+    assert f"<b>{1e3 * ideal(report).makespan:.1f} ms</b>" in said  # not the whole step's time
     assert f"the bubble is {100 * report.bubble:.0f} % of device time" in figure.finding
-    assert "predicted" in figure.below and "links free" in figure.below
+    assert "predicted" in figure.below and "links take no time" in figure.below
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -225,6 +226,8 @@ def test_gpipe_keeps_all_and_1f1b_one_less_on_every_rank():
 
 def test_chunks_beside_whole_stages_count_as_their_share():
     alone = view.live_activations(predicted("interleaved"))
+    twice = view.live_activations(predicted("interleaved"), predicted("interleaved"))
+    assert re.match(r"On the first rank at most \d+ chunks are alive under ", twice.finding)
     assert "chunks" in alone.finding and "1/2" in alone.below
     both = view.live_activations(predicted("interleaved"), predicted("1f1b"))
     peaks = both.table.groupby(["source", "rank"])["live"].max()
@@ -240,6 +243,11 @@ def test_halves_of_a_backward_are_named_where_a_schedule_has_them():
 
 def test_live_activations_refuse_what_has_none():
     refuses("sources", view.live_activations)
-    refuses("different length", view.live_activations, schedules.gpipe(2, 2), schedules.gpipe(3, 3))
+    refuses(
+        "differ in their numbers of ranks",
+        view.live_activations,
+        schedules.gpipe(2, 2),
+        schedules.gpipe(3, 3),
+    )
     refuses("labels", view.live_activations, schedules.gpipe(2, 2), labels=["a", "b"])
     refuses("step", view.live_activations, predicted(), step=7)

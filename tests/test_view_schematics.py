@@ -6,6 +6,7 @@ import paralab as pl
 from paralab import view
 from paralab.parallel import schedules
 from paralab.programs.compile import compiled
+from paralab.spec.tiers import Offload
 from paralab.theory.offload import link_bytes
 from paralab.theory.pipeline import simulate
 from paralab.view import theme
@@ -39,7 +40,7 @@ def test_the_area_of_a_state_is_its_bytes():
 def test_a_units_parameters_are_gathered_whenever_it_computes_and_then_freed():
     plan, unit = pl.Plan(dp=DP, zero_stage=3), 1
     chart, code = view.zero_unit(MODEL, plan, unit), compiled(MODEL, plan).codes[0]
-    assert chart.finding.startswith("All of blocks.0 is held for ")
+    assert chart.finding.startswith("A rank holds all of blocks.0 during ")
     table = chart.table
     gathers = [at for at, ins in enumerate(code) if ins.op == "ALL_GATHER" and ins.unit == unit]
     whole = table[table["value"] == "gathered parameters"]
@@ -55,6 +56,8 @@ def test_a_units_parameters_are_gathered_whenever_it_computes_and_then_freed():
     shard = table[table["value"] == "own shard of the parameters"]
     assert shard["bytes"].item() * DP == whole["bytes"].iloc[0]
     assert (shard["from"].item(), shard["until"].item()) == (0, len(code))
+    said = [text for trace in chart.data for text in trace.hovertext]
+    assert any(text.endswith(f"instructions 0 to {len(code) - 1}") for text in said)
     for wrong in (pl.Plan(dp=DP, zero_stage=2), pl.Plan(dp=2, pp=2, zero_stage=1, microbatches=2)):
         refuses("units are gathered under ZeRO-3", view.zero_unit, MODEL, wrong)
 
@@ -92,6 +95,12 @@ def test_the_data_flow_has_the_bytes_of_the_program_on_its_arrows():
     assert device == f"device: {size['h2d']} come in per step, {size['d2h']} go out"
     assert host.startswith("host: ")
     assert files == f"files: {size['disk write']} come in per step, {size['disk read']} go out"
+    said = [note.text for note in chart.layout.annotations]
+    assert any("host" in text and "optimizer's update" in text for text in said)
+    plan = pl.Plan(recompute="full", offload=Offload(activations="cpu"))
+    said = [note.text for note in view.data_flow(MODEL, plan).layout.annotations]
+    assert any("device" in text and "optimizer's update" in text for text in said)
+    assert not any("host" in text and "optimizer's update" in text for text in said)
     refuses("nothing leaves the device", view.data_flow, MODEL, pl.Plan(dp=2))
 
 

@@ -61,10 +61,10 @@ def test_all_that_a_rank_waits_for_inside_actions_is_named():
         chart = stage_time(predicted(**settings))
         names = {trace.name for trace in chart.data}
         assert ("waiting" in names) == (causes is None)
-        inside = "waiting in actions" + ": messages of tp" * (causes == "messages of tp")
+        inside = "waiting inside actions" + ": messages of tp" * (causes == "messages of tp")
         assert (inside in names) == (causes is not None)
-        said = f"in actions ranks wait for {causes}"
-        assert (said in chart.below) == (causes is not None) == ("in actions" in chart.below)
+        said = f"inside actions ranks wait for {causes}"
+        assert (said in chart.below) == (causes is not None) == ("inside actions" in chart.below)
 
 
 def test_1f1b_fills_goes_on_and_drains_stage_by_stage():
@@ -89,7 +89,7 @@ def test_a_stretch_is_as_high_as_its_row_and_shared_out_as_its_time():
     chart = stage_time(report)
     table = chart.table
     named = {trace.name: trace for trace in chart.data}
-    inside, between = "waiting in actions: messages of tp", "waiting between actions"
+    inside, between = "waiting inside actions: messages of tp", "waiting between actions"
     assert {"forward", "backward", inside, between, "communication, dp"} <= set(named)
     high = stage_stretches.HEIGHT - stage_stretches.MESSAGES
     heights: dict[tuple[float, float], float] = {}
@@ -129,8 +129,10 @@ def test_long_steps_are_in_seconds_and_deep_pipelines_show_some_stages():
 def test_one_stage_has_a_picture_too():
     plan = pl.Plan(dp=2, microbatches=32, microbatch_size=1)
     chart = stage_time(pl.predict(MODEL, plan, CLUSTER, steps=1, detail="actions"))
-    assert "of the step is forward and backward" in chart.finding
+    assert "forward and backward take" in chart.finding
     assert "bubble" not in "".join(trace.name for trace in chart.data)
+    (waiting,) = [trace for trace in chart.data if trace.name == "waiting"]
+    assert any(text.startswith("<b>rank 0</b>, idle<br>") for text in waiting.hovertext)
 
 
 def test_what_is_not_there_is_refused():

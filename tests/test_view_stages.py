@@ -34,7 +34,7 @@ def test_a_stages_bar_is_the_peak_of_its_fullest_rank():
     assert bars(chart) == by_stage
     assert max(bars(chart).values()) == report.peak_memory
     assert chart.finding.startswith(f"Stage 0 needs {theme.scaled(report.peak_memory, 'B')}, ")
-    assert "memory of small" in chart.layout.annotations[-1].text
+    assert "a device of cluster small" in chart.layout.annotations[-1].text
 
 
 def test_in_outline_the_bars_are_the_same():
@@ -100,6 +100,9 @@ def test_of_many_stages_the_fullest_first_and_last_are_drawn():
     chart = stage_memory(report)
     assert len(bars(chart)) == 4 and {"stage 0", "stage 7"} <= set(bars(chart))
     assert "4 of 8 stages drawn" in chart.below
+    settings = {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4}
+    report = pl.predict(MODEL.replace(layers=8), pl.Plan(**settings), CLUSTER, steps=1)
+    assert stage_memory(report).finding.startswith("One rank with stages 0, 2 needs ")
 
 
 def test_what_does_not_fit_says_so_with_the_numbers():
@@ -107,7 +110,7 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     peak = theme.scaled(report.peak_memory, "B")
     assert report.peak_memory > 10**6
     assert stage_memory(report).finding.startswith(f"One rank needs {peak}, ")
-    assert stage_memory(report).finding.endswith(" times the 1 MB of memory of small")
+    assert stage_memory(report).finding.endswith(" times the 1 MB of a device of cluster small")
     said = explore_parts.fits(report)
     assert said.startswith(f"It does not fit: one rank needs {peak} on a device that has 1 MB")
     roomy = pl.predict(MODEL, pl.Plan(dp=2), CLUSTER.replace(memory=10**9), steps=1)

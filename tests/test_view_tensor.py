@@ -112,7 +112,7 @@ def test_a_rank_has_one_colour_in_every_figure_by_day_and_by_night():
 def test_what_has_no_blocks_is_refused():
     for call in (view.blocks, view.multiplication):
         refuses(r"legal: a pl\.Plan\(tp=\.\.\.\)", call, "2d")
-        refuses("tp=1: nothing is cut.*legal: 2 to 64", call, pl.Plan())
+        refuses("tp=1: one rank holds all.*legal: 2 to 64", call, pl.Plan())
     refuses("role='norm'.*legal: .*down", view.blocks, pl.Plan(tp=4), role="norm")
 
 

@@ -64,7 +64,7 @@ def test_a_prediction_and_its_replay_are_equal_in_the_message_where_they_are_in_
     reports = [dataclasses.replace(one, clock=clock) for clock in ("predicted", "replayed")]
     at = SimpleNamespace(predicted=reports[0], replayed=reports[1])
     assert Steps._outcome(None, at) == "the predicted step equals its replay"
-    assert pl.view.timelines(*reports).finding.endswith("(prediction equal)")
+    assert pl.view.timelines(*reports).finding.endswith("(the prediction is equal)")
 
 
 # ---- memory and collective -----------------------------------------------------------------------

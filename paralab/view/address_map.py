@@ -39,8 +39,8 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         }
         gaps = space.gaps(event)
         served += [theme.text(name)] * (max(gaps) >= request)
-        text = f"<b>{theme.text(name)}</b>: at the line {theme.scaled(sum(gaps), 'B')} are free, "
-        text += f"the largest piece has {theme.scaled(max(gaps), 'B')}"
+        text = f"<b>{theme.text(name)}</b>: {theme.scaled(sum(gaps), 'B')} are free at the line; "
+        text += f"the largest free piece is {theme.scaled(max(gaps), 'B')}"
         notes.append(note(text, 0, top, axes=("paper", "paper"), anchor="left top"))
         shapes.append(upright(event, axis=f"{axis} domain", dash="dash"))
         for kind in dict.fromkeys(one.category for *_, one in space.blocks):
@@ -57,7 +57,7 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
     text += f"{len(spaces)} address spaces" + f": {', '.join(served)}" * bool(served)
     fig = figure(
         text,
-        "white: free addresses · a box: one storage, from its first to its last event",
+        "white: free addresses · box: one storage, from its creation to its end",
         height=110 + HEIGHT * len(spaces),
         bargap=0,
         xaxis={

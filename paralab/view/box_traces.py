@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.report.tables import COMPUTE_KINDS, KINDS
-from paralab.view import lanes, theme
+from paralab.view import lanes, naming, theme
 from paralab.view.boxes import Box, Section
 from paralab.view.marks import boxes as mark
 
@@ -16,7 +16,6 @@ THIN, MANY_THIN = 2e-3, 8e-3
 MANY = 100
 LETTER_SHARE = 0.010  # share of the time axis that one letter takes
 FILLED = 0.92  # share of a row's height that boxes take
-HALVES = {"backward": "backward, or its input half", "weight_grad": "backward, weight half"}
 
 
 def traces(
@@ -58,8 +57,8 @@ def traces(
             name = f"communication, {' and '.join(axis_names)}"
         if tiers and kind not in ("comm", "wait"):
             name, fill = lanes.style(kind, row, category)
-        if split_backward and kind in HALVES:
-            name = HALVES[kind]
+        if split_backward and kind == "backward":
+            name = "backward, or its input half"
         if computes and chunks > 1:  # a rank's later chunks are paler
             fill = theme.shade(theme.colour(kind), chunk, chunks)
         edge: Any = 0.5
@@ -82,7 +81,7 @@ def traces(
 
 def name_and_fill(kind: str, lane: str) -> tuple[str, str]:
     """The name of spans in the legend, and their colour."""
-    name = kind.replace("_", " ").replace("wait", "waiting")
+    name = naming.kind_name(kind)
     if kind == "comm":
         name = f"communication, {theme.text(theme.axis_of(lane))}"
     elif lane != "compute":

@@ -34,8 +34,7 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
     ]
     total, least = max(end for _, end in times), stream.limit_s(units, window, update_s)
     fig = figure(
-        f"{units} unit{'s take' if units > 1 else ' takes'} {stream.ms(total)}; "
-        f"no order takes less than {stream.ms(least)}",
+        _finding(units, total, least),
         f"simulated · {host} host · {window} buffer{'s' * (window > 1)} · number: the unit",
         height=270,
         xaxis=mark.time_axis("time (ms)", 1e3 * max(total, least)),
@@ -50,9 +49,18 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
         shown[what].append((1e3 * start, 1e3 * (end - start), y, 0.8, str(unit), text))
     traces = [mark.boxes(shown[what], mark.look(what, hue)) for what, hue in hues.items()]
     anchor, shift = ("right", -4) if least > total / 2 else ("left", 4)
-    label = note("the least possible", 1e3 * least, -0.7, anchor=anchor, xshift=shift)
+    label = note("least possible time", 1e3 * least, -0.7, anchor=anchor, xshift=shift)
     fig.draw(traces, [label], [upright(1e3 * least, dash="dash")])
     return fig.explained(
-        f"{len(rows)} jobs of {units} units on disk and host",
+        f"{len(rows)} job{'s' * (len(rows) > 1)} of {units} unit{'s' * (units > 1)} "
+        "on disk and host",
         ("lane what unit buffer start end", rows),
     )
+
+
+def _finding(units: int, total: float, least: float) -> str:
+    """How long the jobs take, next to the least possible time of all jobs of all units."""
+    if total < least * (1 - 1e-9):  # some jobs are missing
+        return f"These jobs take {stream.ms(total)}; all jobs take at least {stream.ms(least)}"
+    takes = "1 unit takes" if units == 1 else f"{units} units take"
+    return f"{takes} {stream.ms(total)}; no order takes less than {stream.ms(least)}"

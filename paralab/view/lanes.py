@@ -13,7 +13,7 @@ from typing import Any
 
 from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import POINT_TO_POINT
-from paralab.view import theme
+from paralab.view import naming, theme
 
 ROW_NAME = {  # from the device outwards
     "h2d": "host to device",
@@ -47,9 +47,9 @@ def category(box: dict[str, Any]) -> str:
 def style(kind: str, row: str, category: str) -> tuple[str, str]:
     """Name and colour of boxes, for a picture that has copies between tiers."""
     if category:
-        return f"copying {theme.text(category)}", theme.category_colour(category)
+        return f"copying {_bytes_of(category)}", theme.category_colour(category)
     named = {("copy", "compute"): "copy on the device", ("compute", "host"): "adding, rounding"}
-    return named.get((kind, row), kind.replace("_", " ")), theme.colour(kind, row)
+    return named.get((kind, row), naming.kind_name(kind)), theme.colour(kind, row)
 
 
 def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[int]:
@@ -74,22 +74,24 @@ def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[in
 
 def hover(box: dict[str, Any]) -> str:
     """The hover text of a box: times in ms, bytes as they were counted."""
-    name = box["kind"].replace("_", " ")
+    name, axis = naming.kind_name(box["kind"]), theme.text(theme.axis_of(box["lane"]))
     if box["lane"] in LANES:
         name, _ = style(box["kind"], box["lane"], category(box))
+    elif box["kind"] == "comm":
+        name = f"communication, {axis}"
     head = f"<b>{name}</b>"
     if box["microbatch"] >= 0:
         head += f", micro-batch {box['microbatch']}"
     if box["stage"] or box["chunk"]:
         head += f", stage {box['stage']}"
     where = f"{theme.text(box['label'])}, " if box["label"] else ""
-    where += f"rank {box['rank']}, {ROW_NAME.get(row(box)) or theme.text(box['lane'])}"
+    where += f"rank {box['rank']}, {ROW_NAME.get(row(box)) or axis}"
     where += f", of step {box['step']}" * box["late"]
     start, end = box["start"] * 1e3, box["end"] * 1e3
     lines = [head, where, f"{end - start:.3f} ms, from {start:.3f} to {end:.3f} ms"]
     if box["kind"] not in ("wait", "comm") and box["lane"] not in COPY_LANES:
         processor = "CPU" if box["lane"] == "host" else "device"
-        lines.append(f"cost {box['cost'] * 1e3:.3f} ms of {processor} time")
+        lines.append(f"cost: {box['cost'] * 1e3:.3f} ms of {processor} time")
     lines += [box["why"]] if "why" in box else map(_call, box["calls"])
     return "<br>".join([*lines, *map(_copy, box["copies"])])
 
@@ -104,9 +106,12 @@ def _call(call: dict[str, Any]) -> str:
 
 def _copy(copy: dict[str, Any]) -> str:
     """What was copied, in which direction, how many bytes, and how fast."""
-    what = {"optimizer": "optimizer states"}.get(copy["category"], copy["category"])
     direction = WAY.get(copy["op"]) or WAY.get(copy["lane"], copy["lane"])
-    text = f"{what}, {direction}: {copy['bytes']:,} bytes"
+    text = f"{_bytes_of(copy['category'])}, {theme.text(direction)}: {copy['bytes']:,} bytes"
     if copy["bytes"] and (seconds := copy["end"] - copy["start"]) > 0:
         text += f" at {theme.scaled(copy['bytes'] / seconds, 'B/s')}"
-    return theme.text(text)
+    return text
+
+
+def _bytes_of(category: str) -> str:
+    return theme.text({"optimizer": "optimizer states"}.get(category, category))

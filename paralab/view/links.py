@@ -63,7 +63,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         choice("op", op, tuple(dict.fromkeys(row["op"] for row in points)))
     rows = sorted((dict(row) for row in points if row["op"] == op), key=lambda r: r["wire_bytes"])
     if len(rows) < 2:
-        raise illegal("points", rows, "a line needs two", f"at least two sizes of {op}")
+        raise illegal("points", rows, "a line needs two points", f"at least two sizes of {op}")
     link, accuracy = fit_link(rows)
     ranks = rows[0].get("ranks")
     rounds = messages(op, ranks) if ranks else 1
@@ -74,7 +74,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     knee = link.alpha * link.bandwidth
     inside = sizes[0] < knee < sizes[-1]
     title = f"{theme.text(op)}{f' on {ranks} ranks' if ranks else ''}: {latency} of latency"
-    title += f" and {slope}; below {theme.scaled(knee, 'B', digits=2)} latency costs most" * inside
+    title += f" and {slope}; below {theme.scaled(knee, 'B', digits=2)} latency dominates" * inside
     title += f" and a bandwidth of {slope}" * (not inside)
     times = f"{rounds} α" if rounds > 1 else "α"  # one per message in a row
     below = f"measured (wall clock) · line: {times} + bytes / bandwidth, fitted; the points are "
@@ -104,7 +104,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     if link.alpha > 0:
         notes.append(_line_label(f"{times} = {latency}", grid[-1], link.alpha))
     if inside:
-        label = f"{theme.scaled(knee, 'B', digits=2)}: half is latency"
+        label = f"{theme.scaled(knee, 'B', digits=2)}: half the time is latency"
         knee_mark = drop(knee, low, link.seconds(knee), label)
         notes, shapes = [*notes, knee_mark[0]], [knee_mark[1]]
     fig = figure(
@@ -169,7 +169,7 @@ def algorithms(
         yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
     counts = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
-    counts = f"predicted: {sum(map(len, lines.values()))} sizes, {counts}"
+    counts = f"predicted: {(n := sum(map(len, lines.values())))} size{'s' * (n > 1)}, {counts}"
     fig.titled(title).draw(traces, [m for m, _ in drops], [shape for _, shape in drops])
     return fig.explained(
         f"time over tensor size of {' | '.join(lines)}, {counts}",
@@ -208,11 +208,21 @@ def _common_range(lines: Mapping[str, Pairs]) -> tuple[float, float]:
     return max(firsts), min(lasts)
 
 
+def _common_sizes(lines: Mapping[str, Pairs]) -> list[float]:
+    """The sizes of all lines that are in their common range."""
+    low, high = _common_range(lines)
+    return sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
+
+
+def _all_equal(lines: Mapping[str, Pairs]) -> bool:
+    """Whether all lines are the same, but for rounding errors, in their common range."""
+    at = [[_log_seconds(pairs, n) for n in _common_sizes(lines)] for pairs in lines.values()]
+    return float(np.ptp(at, axis=0).max()) < 1e-9
+
+
 def _crossovers(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
     """(bytes, seconds, fastest below, fastest above) wherever another line becomes the fastest."""
-    low, high = _common_range(lines)
-    sizes = sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
-    changes = []
+    sizes, changes = _common_sizes(lines), []
     for n0, n1 in zip(sizes, sizes[1:], strict=False):
         best_before = min(lines, key=lambda name, n=n0: _log_seconds(lines[name], n))
         best_after = min(lines, key=lambda name, n=n1: _log_seconds(lines[name], n))
@@ -233,7 +243,8 @@ def _finding(
     names = {name: theme.text(name) for name in lines}
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
-        return f"{names[name]}: {axes.describe(*pairs[0])}, {axes.describe(*pairs[-1])}"
+        ends = dict.fromkeys(axes.describe(*pair) for pair in (pairs[0], pairs[-1]))
+        return f"{names[name]}: {', '.join(ends)}"
     if changes:
         sizes = [_worded(size, axes.x_unit, digits=2) for size, *_ in changes]
         parts = [f"{names[changes[0][2]]} {axes.best} below {sizes[0]}"]
@@ -248,6 +259,9 @@ def _finding(
     where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
     if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
         where = "everywhere"
+    if _all_equal(lines):
+        *others, last = names.values()
+        return f"{', '.join(others)} and {last} are equal {where}"
     ranked = sorted(lines, key=lambda name: _log_seconds(lines[name], end))
     times = math.exp(_log_seconds(lines[ranked[-1]], end) - _log_seconds(lines[ranked[0]], end))
     return (

@@ -53,7 +53,8 @@ def live_activations(
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")
     if labels is not None and len(labels) != len(sources):
-        raise illegal("labels", labels, f"there are {len(sources)} sources", "one label for each")
+        why = f"the number of sources is {len(sources)}"
+        raise illegal("labels", labels, why, "one label for each")
     read = [_read(source, step) for source in sources]
     names = labels or naming.told_apart([one.name for one in read])
     if len(set(names)) < len(names):
@@ -65,7 +66,7 @@ def live_activations(
             read[i] = one._replace(curves=scaled)
     ranks = {len(one.curves) for one in read}
     if len(ranks) > 1:
-        why = "pipelines of different length"
+        why = "the pipelines differ in their numbers of ranks"
         raise illegal("sources", sorted(ranks), why, "as many ranks in each")
     return _drawn(read)
 
@@ -86,7 +87,8 @@ def _read(source: Any, step: int | None) -> _Source:
         report = simulate(source, forward=1.0, backward=1.0, weight_grad=1.0).report()
     plan = report.plan
     if plan.pp == 1 and plan.microbatches == 1:
-        raise illegal("sources", report, "one micro-batch on one stage", "a pipeline's report")
+        why = "with one micro-batch on one stage there is nothing to count"
+        raise illegal("sources", report, why, "the report of a pipeline")
     step, ranks = boxes.chosen(report, step, None)
     stage_of = {rank: plan.place(rank).pp for rank in ranks if not any(plan.place(rank)[1:])}
     spans = report.spans[(report.spans["step"] == step) & (report.spans["lane"] == "compute")]
@@ -166,20 +168,22 @@ def _drawn(sources: list[_Source]) -> Chart:
         for rank, curve in enumerate(source.curves)
         for time, count in zip(*curve, strict=True)
     ]
-    subjects = f"{' | '.join(source.name for source in sources)} on {len(first.curves)} ranks"
+    subjects = f"{' | '.join(source.name for source in sources)} on {len(first.curves)} rank"
+    subjects += "s" * (len(first.curves) > 1)
     return fig.explained(f"live activations of {subjects}", ("source rank time live", rows))
 
 
 def _finding(sources: list[_Source]) -> str:
-    def peaks(source: _Source) -> str:
-        counts = [f"{peak:g}" for peak in source.peaks]
-        what = "chunks" if source.chunks > 1 else "micro-batches"
-        if len(set(counts)) == 1:
-            return f"{counts[0]} {what} on every rank"
-        return f"{counts[0]} {what} on the first rank, {counts[-1]} on the last"
-
-    if len(sources) == 1:
-        return f"{theme.text(sources[0].name)} keeps at most {peaks(sources[0])}"
-    first, *others = (f"{s.peaks[0]:g}{{}} under {theme.text(s.name)}" for s in sources)
-    first = first.format(" micro-batches are alive")
-    return ", ".join([f"On the first rank at most {first}", *(one.format("") for one in others)])
+    first, *others = sources
+    chunks = first.chunks > 1 and len({source.chunks for source in sources}) == 1
+    one, many = ("chunk", "chunks") if chunks else ("micro-batch", "micro-batches")
+    peaks = first.peaks
+    most = f"{peaks[0]:g} {one if peaks[0] == 1 else many}"
+    if others:
+        verb = "is" if peaks[0] == 1 else "are"
+        rest = "".join(f", {s.peaks[0]:g} under {theme.text(s.name)}" for s in others)
+        return f"On the first rank at most {most} {verb} alive under {theme.text(first.name)}{rest}"
+    where = f" on the first rank, {peaks[-1]:g} on the last"
+    if len(set(peaks)) == 1:
+        where = " on every rank" * (len(peaks) > 1)
+    return f"{theme.text(first.name)} keeps at most {most}{where}"

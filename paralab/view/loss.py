@@ -66,9 +66,11 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     count = max(map(len, curves.values()))
     steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
     steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
+    samples = batches.pop() if same else 0
+    below = f"{samples} sample{'s' * (samples > 1)} per step" if same else "nats per token" * nats
     fig = figure(
         _verdict(curves, spread, nats),
-        f"{batches.pop()} samples per step" if same else "nats per token" * nats,
+        below,
         height=400,
         xaxis=steps,
         yaxis={"title": {"text": "loss" + " (nats per token)" * nats}, "tickformat": ".2f"},
@@ -76,7 +78,8 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
     return fig.explained(
-        f"losses of {len(curves)} run{'s' * several} over {count} steps: {' | '.join(curves)}",
+        f"losses of {len(curves)} run{'s' * several} over {count} step{'s' * (count > 1)}: "
+        f"{' | '.join(curves)}",
         ("run step loss", rows),
     )
 
@@ -84,7 +87,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
 def _values(label: str, run: Any) -> list[float]:
     values = [float(v) for v in (run.losses if hasattr(run, "losses") else run)]
     if not values:
-        what = f"a report of kind {run.clock!r}" if hasattr(run, "clock") else "an empty list"
+        what = f"a {run.clock} report" if hasattr(run, "clock") else "an empty list"
         legal = "what pl.run(...) returned"
         raise ValueError(f"{label}: {what} has no losses; legal: {legal}")
     return values
@@ -107,14 +110,20 @@ def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -
         return f"{names[lost[0]]} diverged at step {first}"
     if len(curves) == 1:
         label, v = next(iter(curves.items()))
-        text = f"the loss {'fell' if v[-1] < v[0] else 'went'} from {v[0]:.3f} to "
-        text += f"{v[-1]:.3f} in {len(v)} step{'s' * (len(v) > 1)}"
-        return f"{names[label]}: {text}"
+        if len(v) == 1:
+            return f"{names[label]}: the loss of the only step is {v[0]:.3f}"
+        first, last = f"{v[0]:.3f}", f"{v[-1]:.3f}"
+        verb = "went" if first == last else "fell" if v[-1] < v[0] else "rose"
+        return f"{names[label]}: the loss {verb} from {first} to {last} in {len(v)} steps"
     if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
-        bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}" if spread > 0 else "nothing"
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
-        return f"{both} coincide: losses differ by {bound} at most"
+        if spread == 0:
+            return f"{both} coincide: their losses are equal"
+        bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}"
+        return f"{both} coincide: their losses differ by at most {bound}"
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
     low, high = curves[best][-1], curves[worst][-1]
+    if low == high:
+        return f"All runs end at {low:.3f}{' nats' * nats}, but their curves differ before"
     return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f}{' nats' * nats}"

@@ -30,7 +30,7 @@ SIDES = ("tokens × in", "in × out", "tokens × out")  # rows × columns of X, 
 MOST_RANKS = 64
 PITCH, GAP = 1.36, 0.012  # from one matrix to the next, between two blocks; in sides of a matrix
 COLUMNS = "matrix rank row_start row_stop column_start column_stop"
-GREY = "; grey: several ranks hold it"
+GREY = "; grey: held by several ranks"
 MODE_NAME = {"1d": "1D", "2d": "2D", "2.5d": "2.5D", "3d": "3D"}
 
 
@@ -79,7 +79,7 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     cells = [cell for name in NAMES for cell in held(plan, name, found[name])]
     parallel = ", sequence parallel," * plan.sequence_parallel
     title = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
-    below = f"layer “{role}”: X before its messages, Y after them · a rank has one colour"
+    below = f"layer “{role}”: X before communication, Y after it · one colour per rank"
     below += GREY * any(len(cell.ranks) > 1 for cell in cells)
     fig = picture(cells, f"{title}: {finding(cells)}", below)
     return fig.explained(
@@ -92,7 +92,7 @@ def check(plan: Any) -> None:
     """Raise ValueError if the plan has no tp, or more ranks in it than can be told apart."""
     instance("plan", plan, Plan, "a pl.Plan(tp=...)")
     if not 1 < plan.tp <= MOST_RANKS:
-        why = "nothing is cut, or too much to be drawn"
+        why = "one rank holds all" if plan.tp == 1 else "too many ranks to be drawn"
         raise illegal("tp", plan.tp, why, f"2 to {MOST_RANKS}")
 
 

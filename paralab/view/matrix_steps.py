@@ -55,7 +55,7 @@ def multiplication(plan: Plan, step: int | None = None) -> Chart:
     """
     check(plan)
     if plan.tp_mode == "1d":
-        why = "a product of 1D is one product, with nothing on the way"
+        why = "1D has one product and one collective, so there are no steps"
         raise illegal("tp_mode", "1d", why, "'2d', '2.5d', '3d'; view.blocks(plan) shows 1D")
     steps = cube(plan) if plan.tp_mode == "3d" else summa(plan)
     if step is not None:
@@ -100,7 +100,7 @@ def summa(plan: Plan) -> list[Step]:
             text = "<br>+ ".join([*terms[:-1], f"<b>{terms[-1]}</b>"])
             cells.append(cell._replace(label=text if q <= MOST_TERMS else f"{step + 1} of {q}"))
         title = f"Step {step + 1} of {q}: column {step} of X goes along the rows, row {step} of W "
-        title += "along the columns, each rank adds a product"
+        title += "along the columns; each rank adds a product"
         steps.append(Step(title, f"{step + 1}", cells, arrows))
     return steps
 
@@ -131,9 +131,9 @@ def cube(plan: Plan) -> list[Step]:
     sums = held(plan, "Y", (y_rows[:1], y_columns))
     sums = [cell._replace(label="partial sums") for cell in sums]
     part, x_part, w_part = f"1/{q**3}", parts["X"], parts["W"]
-    gathered = f"X is gathered along {x_rows[1]}, {q} ranks then hold the same block"
+    gathered = f"X is gathered along {x_rows[1]}; {q} ranks then hold the same block"
     product = f"each rank multiplies once; a block of Y is the sum of {q} such products"
-    scattered = f"Y is summed along {y_rows[1]} and scattered, {part} for each rank"
+    scattered = f"Y is summed along {y_rows[1]} and scattered: {part} for each rank"
     stages = [  # title; label on the slider; blocks of X, W, Y; matrices in full colour
         (f"every rank has {part} of X and {part} of W", "start", x_part + w_part, "XW"),
         (gathered, "gather X", x + w_part, "X"),

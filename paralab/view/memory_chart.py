@@ -45,7 +45,8 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
             remarks.append(f"at most {theme.scaled(away.total, 'B')} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
     fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
-    ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(by_rank)} ranks"
+    ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(by_rank)} rank"
+    ranks += "s" * (rank is None and len(by_rank) > 1)
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
         _table([(f"rank {c.rank}", c) for c in shown]),
@@ -75,10 +76,11 @@ def memory_charts(
         if i and peaks[first]:
             heads[i] += f": {theme.percent(size / peaks[first])} of {theme.text(first)}"
     many = any(report.world_size > 1 for report in runs.values())
-    below = f"{f'rank {rank}, ' * many}one step of each, on one scale of bytes"
+    below = f"{f'rank {rank}, ' * many}one step of each run, all on one scale of bytes"
     fig = drawn(list(by_run.values()), heads, _verdict(peaks), below, against=first)
     return fig.titled(title).explained(
-        f"memory of {len(by_run)} runs on rank {rank}, by category: {' | '.join(by_run)}",
+        f"memory of {len(by_run)} run{'s' * (len(by_run) > 1)} on rank {rank}, by category: "
+        f"{' | '.join(by_run)}",
         _table(list(by_run.items())),
     )
 
@@ -91,7 +93,7 @@ def memory_bars(runs: Mapping[str, Tables], *, title: str | None = None) -> Char
     bars = {label: curve.held for label, curve in by_run.items()}
     finding = title or _verdict({label: curve.peak for label, curve in by_run.items()})
     chart = bytes_bars(bars, limits(by_run.values()), title=finding)
-    return chart.said_below("the rank with the highest peak")
+    return chart.said_below("of each run, the rank with the highest peak")
 
 
 def stage_memory(report: Tables) -> Chart:
@@ -112,9 +114,12 @@ def stage_memory(report: Tables) -> Chart:
 
 
 def stage_of(report: Tables, rank: int) -> str:
-    """The name of a rank's stage or stages; "one rank" if there is no pipeline."""
+    """ "stage 2", "one rank with stages 2, 6" or, if there is no pipeline, "one rank"."""
     plan = report.plan
-    return row_name(plan, plan.place(rank).pp) if plan.pp > 1 else "one rank"
+    if plan.pp == 1:
+        return "one rank"
+    name = row_name(plan, plan.place(rank).pp)
+    return name if plan.virtual_stages == 1 else f"one rank with {name}"
 
 
 def _curve_of_each(runs: Any, read: Callable[[Tables], Curve]) -> dict[str, Curve]:
@@ -144,7 +149,9 @@ def _finding(curves: Sequence[Curve], worst: Curve) -> str:
         text += " on every rank"
     elif report.world_size > 1:
         text += f" on rank {worst.rank}"
-    return f"{text}; {theme.percent(share)} is {theme.text(category)}"
+    what = {"optimizer": "optimizer states", "other": "other tensors"}.get(category, category)
+    verb = "takes" if category == "workspace" else "take"
+    return f"{text}; {theme.text(what)} {verb} {theme.percent(share)}"
 
 
 def _verdict(peaks: Mapping[str, float]) -> str:
@@ -154,7 +161,7 @@ def _verdict(peaks: Mapping[str, float]) -> str:
     if len(peaks) == 1:
         return f"{theme.text(most)}: memory peaks at {high}"
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
-        return f"All need the same memory, to {theme.percent(ALIKE)}: {high} at the peak"
+        return f"All need the same memory within {theme.percent(ALIKE)}: {high} at the peak"
     share = f"{theme.percent(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
     return f"“{theme.text(least)}” needs {low} at its peak, {share}"
 

@@ -20,6 +20,10 @@ from paralab.view.marks.bars import by_category
 PHASES = (*COMPUTE_KINDS, "optimizer")
 
 
+# How a title says in which phase the peak is.
+PHASE_NAME = {"weight_grad": "the weight half of backward", "optimizer": "the optimizer"}
+
+
 class Phase(NamedTuple):
     """A part of the step in which a rank did work of one kind; seconds from the step's start."""
 
@@ -92,9 +96,9 @@ class Curve:
         time, before = self.times[index], ""
         for phase in self.phases:  # a sample between two phases belongs to the first
             if phase.start < time <= phase.end:
-                return f"in {phase.kind.replace('_', ' ')}"
+                return f"in {PHASE_NAME.get(phase.kind, phase.kind)}"
             if phase.end < time:
-                before = f"after {phase.kind.replace('_', ' ')}"
+                before = f"after {PHASE_NAME.get(phase.kind, phase.kind)}"
         return before or "before forward"
 
 
@@ -178,7 +182,7 @@ def thinned(totals: Sequence[int], most: int) -> list[int]:
 def capacity(report: Tables) -> dict[str, int]:
     """{label: bytes} of the device: the run's memory limit, or what its cluster states; else {}."""
     if limit := report.meta.get("memory_limit"):
-        return {"memory limit": int(limit)}
+        return {"the memory limit": int(limit)}
     if report.cluster is not None and report.cluster.memory:
-        return {f"memory of {report.cluster.name}": report.cluster.memory}
+        return {f"a device of cluster {report.cluster.name}": report.cluster.memory}
     return {}

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars, line, note
 from paralab.view.marks import boxes as mark
@@ -67,7 +67,7 @@ class _Scales:
     def title(self) -> str:
         if self.share:
             return "share of the step (%)"
-        return "what happens in the step, numbered" if self.numbered else "time in the step (ms)"
+        return "events of the step, in order" if self.numbered else "time in the step (ms)"
 
 
 def drawn(
@@ -134,12 +134,12 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
     """The phases of the step, with their names if there is room, else their first letters."""
     traces = []
     for kind in theme.KIND_COLOUR:
-        name, rows = kind.replace("_", " "), []
+        name, rows = naming.kind_name(kind), []
         for phase in curve.phases:
             if phase.kind == kind:
                 start, end = (scales.x(curve, t) for t in phase[1:])
                 room = (end - start) / (LETTER * scales.width)
-                word = next((w for w in (name, name[:1].upper()) if len(w) + 1 <= room), "")
+                word = next((w for w in (name, kind[:1].upper()) if len(w) + 1 <= room), "")
                 took = theme.scaled(phase.end - phase.start, "s")
                 hover_text = name if curve.numbered else f"{name}: {took}"
                 rows.append((start, round(end - start, 4), 0, 1, word, hover_text))
@@ -186,7 +186,7 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
         height = size / per
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
         at = {"axes": ("paper", axis), "anchor": f"{side} bottom"}
-        name = f"{theme.text(label)} {theme.scaled(size, 'B')}"
+        name = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
         notes.append(note(name, float(side == "right"), height, **at))
     return [dot], notes, shapes
 

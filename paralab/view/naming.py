@@ -33,6 +33,14 @@ SCHEDULE_NAME = {
 }
 
 
+KIND_NAME = {"wait": "waiting", "weight_grad": "backward, weight half"}  # as a figure says it
+
+
+def kind_name(kind: str) -> str:
+    """The kind of a span in words."""
+    return KIND_NAME.get(kind, kind)
+
+
 def schedule_name(plan: Plan) -> str:
     """The plan's schedule as the papers call it; if it is the user's function, that one's name."""
     if callable(plan.schedule):

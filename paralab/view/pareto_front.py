@@ -38,10 +38,11 @@ def pareto(search: Search) -> Chart:
     instance("search", search, Search, "what pl.plan_search(...) returns")
     shown = _drawn(search)
     total, fits = len(search.plans), search.fits
-    below = [f"estimates of {total:,} plans on {search.devices:,} devices"]
+    below = [f"estimates of {total:,} plan{'s' * (total > 1)} on {search.devices:,} device"]
+    below[0] += "s" * (search.devices > 1)
     if len(shown) < total:
-        below[0] += f", {len(shown):,} drawn: thinned, up to {SLOWER} times the best's time and "
-        below[0] += f"{LARGER} times the memory"
+        below[0] += f", {len(shown):,} of them drawn, up to {SLOWER} times the best time and "
+        below[0] += f"{LARGER} times the memory limit"
     below.append(f"{int(np.isfinite(search.simulated).sum())} simulated")
     look, limit_shown = theme.look(), search.memory_limit < LARGER * search.memory[shown].max()
     low, high = search.memory[shown].min(), search.memory[shown].max()
@@ -179,4 +180,5 @@ def _finding(search: Search) -> str:
         return f"The fastest plan of all fits: {seconds} per step"
     less = theme.percent(1 - search.closed[first] / search.closed[0])
     more = theme.scaled(float(search.memory[first]), "B")
-    return f"The fastest plan that fits takes {estimate} by estimate; with {more}, {less} less"
+    text = f"The fastest plan that fits takes {estimate} by estimate; "
+    return f"{text}with {more} another takes {less} less"

@@ -32,7 +32,7 @@ LANES = ("compute",)
 GAP = 0.14  # between two ranks, as a share of a row
 ROOM = 16  # ranks: up to so many are drawn together with their ideal schedule
 NOT_BEGUN, DONE = "nothing has arrived yet", "nothing left to do in this step"
-WAITING = "waits for a neighbour"
+WAITING = "waits for a neighbouring stage"
 
 
 def pipeline_timeline(
@@ -51,8 +51,9 @@ def pipeline_timeline(
         stages = sorted({place(r)[0] for r in real.ranks})
         above = simulated(ideal_run, "", label="ideal", ranks=stages)
         ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
+        above.mark = above.seconds  # its own end, not that of the report's step
         sections.insert(0, above)
-        remarks.append("ideal: the same costs, links free")
+        remarks.append("ideal: the same costs, but links take no time")
     summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
     summary += f"{sum(len(part.boxes) for part in sections)} boxes on {len(real.ranks)} ranks"
     return timeline_rows.drawn(sections, finding(report, bubble, ideal_bubble), remarks, summary)
@@ -64,8 +65,8 @@ def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) ->
     if ideal_bubble is None:
         return text
     if percent(ideal_bubble) == percent(bubble):
-        return f"{text}, as with free links"
-    return f"{text}, {percent(ideal_bubble)} with free links"
+        return f"{text}, the same as if links took no time"
+    return f"{text}, {percent(ideal_bubble)} if links took no time"
 
 
 def section(
@@ -204,7 +205,7 @@ def _bubble_of(name: str, bubble: float) -> str:
     return f"{theme.text(name)}: the bubble is {percent(bubble)} of device time"
 
 
-def simulated_timeline(simulation: Simulation, name: str = "a schedule") -> Chart:
+def simulated_timeline(simulation: Simulation, name: str = "schedule") -> Chart:
     """The timeline of a simulated schedule."""
     instance("simulation", simulation, Simulation, "what theory.pipeline.simulate(...) returned")
     section, order = simulated(simulation, name), simulation.order

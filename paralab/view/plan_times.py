@@ -8,6 +8,7 @@ as well. Spearman's rank correlation says how far they do: it is 1 if both order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -29,28 +30,31 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     several clocks, or if both mappings have the same clock.
     """
     if set(expected) != set(found) or len(found) < 2:
-        legal = f"at least two, and for each both reports: {sorted(expected)}"
-        raise illegal("found", sorted(found), "not the plans that were expected", legal)
+        legal = f"at least two, each with a report in both: {sorted(expected)}"
+        raise illegal("found", sorted(found), "not the plans in expected, or too few", legal)
     names = sorted(found, key=lambda name: found[name].step_time)
     times: dict[str, list[float]] = {}
     for reports in (expected, found):
         clock, *others = sorted({report.clock for report in reports.values()})
         if others:
             legal = "reports that are all predicted, all replayed or all measured"
-            why = "times of different clocks in one row"
+            why = "the reports differ in their clocks"
             raise illegal("found", [clock, *others], why, legal)
         if clock in times:
-            why = "the clock of the reports that were expected"
-            raise illegal("found", clock, why, "reports replayed or measured, expected predicted")
+            why = "the reports in expected have the same clock"
+            raise illegal("found", clock, why, "replayed or measured, next to predicted ones")
         times[clock] = [reports[name].step_time for name in names]
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
     clocks, look = list(times), theme.look()
     favourite, rows = table[clocks[0]].idxmin(), [theme.text(name) for name in names]
     right, favourite_text = favourite == names[0], theme.text(favourite)
     finding = f"The fastest plan is {rows[0]}"
-    finding += f", as {clocks[0]}" if right else f"; {clocks[0]} was {favourite_text}"
+    finding += (
+        f", as {clocks[0]}" if right else f"; {favourite_text} was {clocks[0]} as the fastest"
+    )
     order = rank_correlation(*times.values())
-    below = [*naming.clock_lines(clocks), f"rank correlation of the two orders: {order:.2f}"]
+    said = "undefined, as times are equal" if math.isnan(order) else f"{order:.2f}"
+    below = [*naming.clock_lines(clocks), f"rank correlation of the two orders: {said}"]
     ends = [
         (time and 1e3 * time, row)
         for row, *both in zip(rows, *times.values(), strict=True)

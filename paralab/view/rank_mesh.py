@@ -57,7 +57,7 @@ def _dp_sends(plan: Plan) -> dict[str, str]:
         return {"dp": f"{sharded} (ZeRO-{plan.zero_stage})"}
     return {
         "shard": f"{sharded} (ZeRO-{plan.zero_stage})",
-        "replica": "all-reduce of the gradients' parts",
+        "replica": "all-reduce of the gradients' shards",
     }
 
 
@@ -78,7 +78,10 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     shown_rank = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
     own_groups = groups(plan, cluster, shown_rank)
     grid = Grid(plan, shown_rank)
-    below = [f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}, ranks side by side in tp"]
+    below = [
+        f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}"
+        + ", ranks of a tp group are side by side" * (plan.tp > 1)
+    ]
     below += grid.left_out
     names = {"rank": f"rank {shown_rank}"} | {group.axis: group.name for group in own_groups}
     width = theme.frame().width - 3 * theme.SIDE
@@ -140,8 +143,10 @@ def _finding(plan: Plan, cluster: Cluster | None, rank: int, groups: Sequence[Gr
     """How many ranks the rank shares groups with, and which groups leave their node."""
     world, others = plan.world_size, {r for group in groups for r in group.ranks} - {rank}
     if not others:
-        return "One rank, which shares a group with no other"
-    text = f"Rank {rank} shares groups with {len(others):,} of {world - 1:,} others"
+        return "There is only one rank, so it shares a group with no other"
+    text = f"Rank {rank} shares groups with {len(others):,} of the {world - 1:,} other ranks"
+    if len(others) == world - 1:
+        text = f"Rank {rank} shares a group with every other rank"
     between = [group.axis for group in groups if group.level == "inter"]
     if cluster is None:
         return text

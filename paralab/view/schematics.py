@@ -80,7 +80,7 @@ def ring(n: int = 4) -> Chart:
     lines = -(-(steps + 1) // columns)
     return drawn(
         f"After {steps} steps every rank has the sum of every chunk",
-        f"rows: {n} ranks · columns: {n} chunks · number: how many ranks' terms a chunk has · "
+        f"rows: {n} ranks · columns: {n} chunks · number: of how many ranks a chunk is the sum · "
         "framed: sent next",
         cells,
         notes,
@@ -91,7 +91,7 @@ def ring(n: int = 4) -> Chart:
 
 
 # ---- offload -------------------------------------------------------------------------------------
-DOES = {"device": "forward, backward", "host": "optimizer's update", "files": "storage"}
+UPDATE = "optimizer's update"
 FROM_TO = {"disk read": "disk to host", "disk write": "host to disk"}  # in a sentence
 ENDS = {"d2h": (0, 1), "h2d": (1, 0), "disk write": (1, 2), "disk read": (2, 1)}  # from, to
 
@@ -111,9 +111,12 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
     }
     look, cells, notes = theme.look(), [], []
     sums = {link: sum(parts.values()) for link, parts in flow.items()}
-    places = list(DOES)[: 2 + any("disk" in link for link in flow)]
+    does = {"device": "forward, backward", "host": UPDATE, "files": "storage"}
+    if plan.tiers.optimizer == "device":
+        does |= {"device": f"{does['device']},<br>{UPDATE}", "host": "storage"}
+    places = list(does)[: 2 + any("disk" in link for link in flow)]
     for i, place in enumerate(places):
-        word = f"<b>{place}</b><br><span style='font-size:12px'>{DOES[place]}</span>"
+        word = f"<b>{place}</b><br><span style='font-size:12px'>{does[place]}</span>"
         at = (3 * i, 3 * i + 1.2), (0.0, 2.0)
         sent, received = (sum(n for k, n in sums.items() if ENDS[k][end] == i) for end in (0, 1))
         moved = f"{theme.scaled(received, 'B')} come in per step, {theme.scaled(sent, 'B')} go out"
@@ -135,7 +138,7 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
         name = {"size": 11, "ink": look.faint, "yshift": 3 * way}
         notes.append(note(lanes.ROW_NAME[link], (x0 + x1) / 2, y, anchor=far, **name))
     largest = [link for link, n in sums.items() if n == max(sums.values())]
-    text = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between its tiers"
+    text = f"A rank moves {theme.scaled(sum(sums.values()), 'B')} per step between memory tiers"
     if len(largest) == 1:
         text += f"; the most, {theme.scaled(sums[largest[0]], 'B')}, goes "
         text += f"from {FROM_TO.get(largest[0]) or lanes.ROW_NAME[largest[0]]}"

@@ -39,8 +39,9 @@ WITHIN = (  # what ranks wait for inside a forward or a backward, and under whic
     # A backward begins with its recomputation and waits for its gradient only after that.
     ("gradients", lambda plan: plan.pp > 1 and plan.recompute == "full"),
 )
-WAITS = {"wait": "waiting between actions", "within": "waiting in actions"}
-PHASE = ("before the first backward", "forward and backward", "after the last forward", "then")
+WAITS = {"wait": "waiting between actions", "within": "waiting inside actions"}
+OUTSIDE = "outside forward and backward"
+PHASE = ("before the first backward", "forward and backward", "after the last forward", OUTSIDE)
 
 
 class Stretch(NamedTuple):
@@ -80,9 +81,9 @@ def stage_time(
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
     remarks = [f"step {step}", "height of a colour: its share of the time"]
     if len(shown) < report.world_size:
-        remarks.append(f"{len(shown)} of {report.world_size:,} ranks")
+        remarks.append(f"{len(shown)} of {report.world_size:,} ranks drawn")
     if any(stretch.parts.get("within", 0.0) > SHOWN * seconds for stretch in stretches):
-        remarks.append(f"in actions ranks wait for {' and '.join(_causes(report))}")
+        remarks.append(f"inside actions ranks wait for {' and '.join(_causes(report))}")
     high = HEIGHT - MESSAGES if calls else HEIGHT
     names = [row_name(plan, plan.place(r).pp) if plan.pp > 1 else f"rank {r}" for r in shown]
     ticks = [(rows[r] + high / 2, f"<b>{name}</b>") for r, name in zip(shown, names, strict=True)]
@@ -187,7 +188,7 @@ def _finding(report: Tables, step: int) -> str:
     name = theme.text(naming.subject(report))
     work = metrics.shares(report, step)["work"]
     duration = metrics.step_durations(report, warmup=True)[step]
-    return f"{name}: {boxes.of_step(work, duration)} is forward and backward"
+    return f"{name}: forward and backward take {boxes.of_step(work, duration)}"
 
 
 def _style(report: Tables, kind: str) -> dict[str, Any]:
@@ -221,10 +222,10 @@ def _messages(
 def _hover(stretch: Stretch) -> str:
     length = stretch.end - stretch.start
     times = [theme.scaled(seconds, "s") for seconds in (length, stretch.start, stretch.end)]
-    lines = [f"<b>rank {stretch.rank}</b>, {stretch.phase.replace('wait', 'nothing to do')}"]
+    lines = [f"<b>rank {stretch.rank}</b>, {stretch.phase.replace('wait', 'idle')}"]
     lines.append(f"{times[0]}, from {times[1]} to {times[2]}")
     for kind, seconds in stretch.parts.items():
         if len(stretch.parts) > 1 and seconds >= SHOWN * length:
-            name = WAITS.get(kind, kind.replace("_", " "))
+            name = WAITS.get(kind, naming.kind_name(kind))
             lines.append(f"{name}: {theme.percent(seconds / length)}")
     return "<br>".join(lines)

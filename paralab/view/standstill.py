@@ -27,7 +27,7 @@ SECONDS = {F: 10e-3, B: 20e-3, I: 10e-3, W: 10e-3}
 ROOM = 0.8  # room for the labels of stuck ranks, as a share of the time that ranks worked
 
 
-def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule") -> Chart:
+def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "schedule") -> Chart:
     """How far a schedule gets; F = 10 ms, B = 20 ms, I = W = 10 ms, links free.
 
     Raises ScheduleError, a ValueError, if the lists are wrong in another way: an action is missing,
@@ -42,9 +42,11 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
     start[~done] = end[~done] = 0.0
     report, until = _so_far(Simulation(lists, order, start, end).report(name), done, stand)
     chart = timeline(report, ideal=False)
-    finding = f"{theme.text(name)}: {sum(done)} of {len(done)} actions are done, then "
-    finding += f"{len(stand)} of {order.ranks} ranks wait for ever" if stand else "all is done"
-    below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links free"
+    finding = f"{theme.text(name)}: all {len(done)} actions are done, and no rank is stuck"
+    if stand:
+        finding = f"{theme.text(name)} stops after {sum(done)} of {len(done)} actions: "
+        finding += f"{len(stand)} of {order.ranks} ranks wait for ever"
+    below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links take no time"
     below += " · a rank's later stages are paler" * (order.stages > order.ranks)
     chart.retitled(finding, below)
     chart.layout.annotations, chart.layout.shapes = (), ()
@@ -55,8 +57,8 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "a schedule
         label = f"<b>{action}</b> needs <b>{need}</b> of rank {other}"
         notes.append(note(label, 1e3 * until[rank], rows[f"<b>rank {rank}</b>"], **box))
     for trace in chart.data:
-        if trace.name.startswith("waiting"):
-            trace.name = "waiting; for ever where a need is named"
+        if stand and trace.name.startswith("waiting"):
+            trace.name = "waiting; for ever where labelled"
     chart.layout.xaxis.title.text = "time (ms)"
     return chart.draw([], notes).explained(
         f"{name}: {sum(done)} of {len(done)} actions done, {len(stand)} of {order.ranks} ranks "

@@ -24,7 +24,7 @@ SENT = Axes(
     x="tokens per micro-batch",
     x_unit="tokens",
     y="million elements sent per rank",
-    y_unit="million",
+    y_unit="million elements",
     best="sends least",
 )
 

@@ -72,7 +72,7 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         | {"range": [ranks[0] - room, ranks[-1] + room]},
         yaxis={"title": {"text": "samples per second"}, "rangemode": "tozero", "tickformat": "~s"},
     )
-    summary = f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {clock}: {len(table)} points"
+    summary = f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {clock}: {len(table)} runs"
     return fig.draw(traces, notes).explained(summary, table)
 
 
@@ -113,4 +113,5 @@ def _finding(table: pd.DataFrame) -> str:
     shares = [theme.percent(share) for share in ends["efficiency"]]
     rest = [f"{name} {share}" for name, share in zip(names, shares, strict=True)][1:]
     keeps = f"{names[0]} keeps {shares[0]} of the ideal throughput"
-    return ", ".join([f"On {int(most['ranks'].iloc[0])} ranks {keeps}", *rest])
+    n = int(most["ranks"].iloc[0])
+    return ", ".join([f"On {n} rank{'s' * (n > 1)} {keeps}", *rest])

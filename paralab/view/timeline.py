@@ -45,7 +45,7 @@ def timeline(
     if report.plan.pp > 1:
         return pipeline_timeline(report, step=step, ranks=ranks, ideal=ideal)
     if ideal:
-        raise illegal("ideal", ideal, "one stage has no schedule to idealise", "None, or pp > 1")
+        raise illegal("ideal", ideal, "one stage has no schedule", "None, or pp > 1")
     section = boxes.section(report, step=step, ranks=ranks)
     several = report.steps["step"].nunique() > 1  # true of an observed program, not of a function
     remarks = [f"step {section.step}"] if several or report.model is not None else []
@@ -92,9 +92,10 @@ def timelines(
     remarks = [theme.text(", ".join(naming.common([naming.subject(r) for r in reports])))]
     remarks *= any(report.plan.pp > 1 for report in reports) and bool(remarks[0])
     if ranks is None and any(len(ranks_there) > most for ranks_there in ranks_of):
-        remarks.append(f"the first {most} rank{'s' * (most != 1)} of each; choose ranks=")
+        remarks.append(f"the first {most} rank{'s' * (most != 1)} of each; ranks= selects others")
     clocks = ", ".join(dict.fromkeys(report.clock for report in reports))
-    summary = f"timelines of {len(reports)} reports: {' | '.join(names)} ({clocks}): "
+    summary = f"timelines of {len(reports)} report{'s' * (len(reports) > 1)}: "
+    summary += f"{' | '.join(names)} ({clocks}): "
     summary += f"{sum(len(section.boxes) for section in sections)} boxes"
     return drawn(sections, _verdict(sections), remarks, summary).titled(title)
 
@@ -106,7 +107,8 @@ def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
         if not hasattr(report, "spans"):
             raise illegal("reports", report, "not a report", "what pl.run or pl.predict returns")
     if labels is not None and len(labels) != len(reports):
-        raise illegal("labels", labels, f"there are {len(reports)} reports", "one label for each")
+        why = f"the number of reports is {len(reports)}"
+        raise illegal("labels", labels, why, "one label for each")
 
 
 # ---- the finding ---------------------------------------------------------------------------------
@@ -127,9 +129,9 @@ def finding(section: Section) -> str:
         hidden.append(f"{theme.percent(copied['hidden'] / copied['copies'])} of copies")
     if hidden:
         verb = "are" if copied["copies"] else "is"
-        waiting = f", ranks wait {section.share('wait')}" * (not copied["copies"])
+        waiting = f", and ranks wait for {section.share('wait')}" * (not copied["copies"])
         return f"{name}: {' and '.join(hidden)} {verb} hidden{waiting}"
-    return f"{name}: {section.share('work')} is forward and backward"
+    return f"{name}: forward and backward take {section.share('work')}"
 
 
 def _sent(report: Tables, step: int) -> str:
@@ -159,9 +161,9 @@ def _verdict(sections: list[Section]) -> str:
     fast = min(sections, key=lambda section: section.duration)
     slow = max(sections, key=lambda section: section.duration)
     if fast.duration <= 0 or slow.duration / fast.duration - 1 < SAME:
-        return f"All take the same time, to {theme.percent(SAME)}: {fast.duration * 1e3:.1f} ms"
+        return f"All take the same time within {theme.percent(SAME)}: {fast.duration * 1e3:.1f} ms"
     times = [f"{theme.text(s.label)} takes {s.duration * 1e3:.1f} ms" for s in (fast, slow)]
-    return f"{', '.join(times)}, {slow.duration / fast.duration:.2f} times as long"
+    return f"{'; '.join(times)}, {slow.duration / fast.duration:.2f} times as long"
 
 
 def _gap(sections: list[Section]) -> str:
@@ -171,7 +173,7 @@ def _gap(sections: list[Section]) -> str:
     if predicted is None or len(by_clock) != 1 or not (other := next(iter(by_clock.values()))):
         return ""
     apart = gap(predicted, other) or "equal"
-    return f" (prediction {apart}{' that' * apart.endswith('times')})"
+    return f" (the prediction is {apart}{' that' * apart.endswith('times')})"
 
 
 def gap(predicted: float, actual: float) -> str:

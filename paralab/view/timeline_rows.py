@@ -26,10 +26,11 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     )
     if (n_drawn := sum(map(len, shown))) < sum(counts):
         remarks.append(
-            f"the first {n_drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms); choose ranks="
+            f"the first {n_drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms); "
+            "ranks= selects fewer"
         )
     remarks += dict.fromkeys(
-        f"{report.world_size} ranks shared {cores} cores, which stretches boxes"
+        f"{report.world_size} ranks shared {cores} core{'s' * (cores > 1)}, so boxes are longer"
         for report in reports
         if (cores := naming.shared_cores(report))
     )
@@ -42,9 +43,9 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     of_function = any(r.model is None and r.steps["step"].nunique() < 2 for r in reports)
     row_height = 28 if many else 34
     if idle:  # pipelines may have many ranks, so their rows may be lower
-        remarks.append("idle: of T, the longest time from a rank's first action to its last")
+        remarks.append("idle: share of T, the longest time from a rank's first action to its last")
         row_height = max(14.0, min(30.0, 660 / bottom))
-    origin = ("each" if of_function else "its step") if many else f"step {sections[0].step}"
+    origin = ("each call" if of_function else "each step") if many else f"step {sections[0].step}"
     if of_function and not many:
         origin = "the function"
     if all(section.lanes == ("compute",) for section in sections):

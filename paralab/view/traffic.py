@@ -59,11 +59,11 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     place = {"domain": [0.0 if alone else 0.6, 1], "anchor": "y2"}
     verb = "sent or copied" if sends and copies else "copied" if copies else "sent"
     traces, shapes, matrix_axes = ([], [], {}) if alone else _matrix(report, unit)
-    borders = " · lines: where a node ends" * bool(shapes)
-    seconds = " · seconds: the bytes alone, links and ports used evenly" * timed
+    borders = " · lines: borders of nodes" * bool(shapes)
+    seconds = " · seconds: for the bytes alone, links and ports used evenly" * timed
     fig = figure(
         _finding(report, sent, optimum, copied, " per step" * steps),
-        f"bytes of one {unit}, bookkeeping left out{borders}{seconds}",
+        f"bytes of one {unit}, without control messages{borders}{seconds}",
         height=170 + ROW * max(3, len(tops)) if alone else max(400, min(40 * n, 560) + 180),
         showlegend=len(kinds) > 1,
         xaxis2=mark.bytes_axis(f"{verb} per rank and {unit} ({name})", end, per, **place),
@@ -80,12 +80,12 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     notes = mark.ends(tops, per, words=words, axes=axes, size=13)
     if optimum is not None:
         shapes.append(upright(optimum / per, axis="y2 domain", dash="dash", xref="x2"))
-        said = "2(N−1)/N of the gradients" + ", levels together" * (len(tops) > 1)
+        said = "2(N−1)/N times the gradients" + ", both levels together" * (len(tops) > 1)
         at = {"axes": ("x2", "y2 domain"), "anchor": "right top", "xshift": -4}
         notes.append(note(said, optimum / per, 1, **at))
     return fig.draw([*traces, *bars], notes, shapes).explained(
-        f"traffic of {naming.subject(report)}, {report.clock}: {len(flows)} parts of "
-        f"{len(links)} link{'s' * (len(links) != 1)}",
+        f"traffic of {naming.subject(report)}, {report.clock}: "
+        f"{len(flows)} part{'s' * (len(flows) != 1)} of {len(links)} link{'s' * (len(links) != 1)}",
         lambda: _moved(report, copies),
     )
 
@@ -172,11 +172,12 @@ def _finding(
     who = "a rank" if alike else "a rank, on average,"  # equal but for a remainder
     if report.clock == DRY:
         who = f"rank {report.meta.get('rank')}"
-    text = f"{name}: {'it' if report.world_size == 1 else who} {' and '.join(does)}{per_step}"
+    text = f"{name}: {'the rank' if report.world_size == 1 else who} {' and '.join(does)}{per_step}"
     if optimum is not None and total:
         off = total / n / optimum - 1
-        side = f"{abs(100 * off):.2f} % {'above' if off > 0 else 'below'}" if off else "exactly"
-        text += f", {side} 2(N−1)/N of the gradients"
+        apart = f"{abs(100 * off):.2f} %" if abs(off) < 0.1 else theme.percent(abs(off))
+        side = f"{apart} {'above' if off > 0 else 'below'}" if off else "exactly"
+        text += f", {side} 2(N−1)/N times the gradients"
     disk = float(copied["bytes"][copied["link"].str.startswith("disk")].sum())
     if disk and not total:
         text += f", {theme.percent(disk / size)} of it to and from disk"

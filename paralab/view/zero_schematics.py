@@ -69,7 +69,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     return drawn(
         f"ZeRO-3 keeps {theme.percent(share)} of the model states on each of {dp} ranks",
         f"{model.num_params:,} parameters, between two micro-batches · "
-        "areas are bytes, grey ones on other ranks",
+        "areas are bytes; grey: held by other ranks",
         cells,
         notes,
         height=430,
@@ -107,20 +107,20 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     for i, name in enumerate(names):
         boxes = []
         for start, end, size in (row[1:] for row in rows if row[0] == name):
-            text = f"{name}<br>{size:,} bytes, instructions {start} to {end}"
+            text = f"{name}<br>{size:,} bytes, instructions {start} to {end - 1}"
             boxes.append((start, end - start, 1.0 + i, 0.6, "", text))
         traces.append(mark.boxes(boxes, mark.look(name, fills[name]), showlegend=False))
         words.append(margin(theme.scaled(size, "B"), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
-        f"All of {units[unit].part} is held for {theme.percent(held)} of the instructions, "
-        "its own shard for all of them",
-        f"{naming.plan_name(plan)} · one rank, one step · not a clock: instructions in order",
+        f"A rank holds all of {units[unit].part} during {theme.percent(held)} of the instructions, "
+        "its own shard during all",
+        f"{naming.plan_name(plan)} · one rank, one step · the axis counts instructions, not time",
         height=194 + 44 * len(names),
         barmode="overlay",
         margin={"r": 80},
         xaxis=mark.time_axis("instruction", len(code)),
-        yaxis=mark.rows_axis(list(enumerate(["what is done", *names])), len(names) + 0.6, -0.6),
+        yaxis=mark.rows_axis(list(enumerate(["instructions", *names])), len(names) + 0.6, -0.6),
     )
     return fig.draw(traces, words).explained(
         f"life of {units[unit].part} under {naming.plan_name(plan)}",
