@@ -51,7 +51,6 @@ def pipeline_timeline(
         stages = sorted({place(r)[0] for r in real.ranks})
         above = simulated(ideal_run, "", label="ideal", ranks=stages)
         ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
-        above.mark = above.seconds  # its own end, not that of the report's step
         sections.insert(0, above)
         remarks.append("ideal: the same costs, but links take no time")
     summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "
