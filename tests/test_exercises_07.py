@@ -53,7 +53,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (pair((SUM, "every = x.new_empty(dist.get_world_size() * x.numel())\n        "
                "dist.all_gather_into_tensor(every, x.contiguous().view(-1))\n"
                "        x = every.view(-1, *x.shape).sum(0)")), {FORWARD},
-         "t=3: rank 0 sends 18,432 bytes in forward, required: 12,288, 1.5 times as many"),
+         "t=3: rank 0 sends 18,432 bytes in forward, required: 12,288 (yours is 1.5 times that)"),
         (pair((SUM, "dist.all_reduce(x, op=dist.ReduceOp.MAX)")), {"result"},
          "; it is the largest of the ranks' terms"),
         (pair(("Sum.apply", "lambda x: Sum.apply(x).detach()")), {"result"},

@@ -13,7 +13,15 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.ring import BYTES, CLUSTER, MEMORY, RESULT, look_at_calls, look_at_time
+from paralab.exercises.ring import (
+    BYTES,
+    CLUSTER,
+    EXTRA,
+    MEMORY,
+    RESULT,
+    look_at_calls,
+    look_at_time,
+)
 from paralab.exercises.tries import Outcome
 from paralab.theory import collectives
 
@@ -45,12 +53,12 @@ def ring_all_reduce(tries: Tries) -> None:
             sent, most, least = outcome.sent(), 2 * (size - smallest), 2 * (size - largest)
             notes.bytes(BYTES, sent, most, _uneven(outcome), least=least)
             every = 2 * (n - 1) * size
-            wrong = f"together {sum(sent):,} bytes, required: {every:,}"
+            wrong = f"the ranks send {sum(sent):,} bytes together, required: {every:,}"
             notes.look(BYTES, wrong if sum(sent) != every else "", f"{every:,} bytes together")
-            words = f"takes {{held}} bytes, one chunk is {largest:,}"
+            words = f"{EXTRA}, required: at most one chunk, {largest:,}"
             notes.memory(MEMORY, outcome["extra"], largest, words)
             limit = collectives.seconds("ring_all_reduce", n, size, CLUSTER.intra)
-            look_at_time(notes, outcome, limit)
+            look_at_time(notes, outcome, limit, 2 * (n - 1))
 
 
 def _uneven(outcome: Outcome) -> str:
@@ -111,5 +119,6 @@ def hierarchical_all_reduce(tries: Tries) -> None:
             notes.bytes(BETWEEN, outcome.sent(level="inter"), between, "to other nodes")
             inside = 2 * (k - 1) * size // k
             notes.bytes(INSIDE, outcome.sent(level="intra"), inside, "to its node")
-            words = f"takes {{held}} bytes, the tensor has {size:,}"
-            notes.memory(MEMORY, outcome["extra"], size * (k + 1) // k, words)
+            most = size * (k + 1) // k
+            words = f"{EXTRA}, required: at most {most:,}; the tensor has {size:,}"
+            notes.memory(MEMORY, outcome["extra"], most, words)

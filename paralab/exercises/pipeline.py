@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import count, zip_longest
 from typing import Any
 
-from paralab.exercises.diagnose import first_wrong_tensor
+from paralab.exercises.diagnose import distinct, first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.questions import plain
@@ -36,6 +36,7 @@ MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=16, tied=False)  # a blo
 SAMPLES = 2  # of a micro-batch
 SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)
 MESSAGE = 4 * SAMPLES * MODEL.seq_len * MODEL.hidden  # bytes
+SUM = "it is the sum over the micro-batches, required: the mean"
 MARGIN = 1.1  # factor on the bytes that are measured for one micro-batch
 
 
@@ -174,11 +175,12 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         most = (
             MARGIN * (alive * result["kept"] + result["passing"]) + 2 * messages + result["weights"]
         )
-        held = f" holds {result['peak']:,} bytes of activations and messages at once; the list has "
-        held += f"{alive} in flight, of {result['kept']:,} bytes each"
+        held = f" holds {result['peak']:,} bytes of activations and messages at once, required: at "
+        held += f"most {int(most):,}; its list has {alive} micro-batch{'es' * (alive > 1)} in "
+        held += f"flight, of {result['kept']:,} bytes each"
         for limit, words in (
-            (GRADIENTS, _wrong_gradient(result["gradients"], right)),
-            (LOSS, _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0)),
+            (GRADIENTS, _wrong_gradient(result["gradients"], right, m)),
+            (LOSS, _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0, m)),
             (ORDER, _wrong_order([action for action, _ in result["done"]], listed)),
             (BYTES, said if sent != messages else ""),
             (FLIGHT, held if result["peak"] > most else ""),
@@ -190,11 +192,12 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         notes.look(limit, first(wrong[limit]), "kept")
 
 
-def _wrong_gradient(gradients: dict[str, Any], right: Step) -> str:
+def _wrong_gradient(gradients: dict[str, Any], right: Step, m: int) -> str:
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
         return f": {missing[0]} has no gradient"
-    return first_wrong_tensor([gradients], right.gradients, ranks=lambda _: "")
+    known = {SUM: {name: m * gradient for name, gradient in right.gradients.items()}}
+    return first_wrong_tensor([gradients], right.gradients, known=known, ranks=lambda _: "")
 
 
 def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
@@ -208,17 +211,21 @@ def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def _wrong_loss(loss: Any, right: float) -> str:
-    said = f" returns {loss!r}, required: {right:.5g}"
+def _wrong_loss(loss: Any, right: float, m: int) -> str:
     if not isinstance(loss, (int, float)):
-        return said
-    factor = as_many(loss, right, "; it is {} times what is required")
-    return "" if abs(loss - right) <= 1e-4 else said + factor
+        return f" returns {loss!r}, required: {right:.5g}"
+    if abs(loss - right) <= 1e-4:
+        return ""
+    yours, required = distinct(loss, right)
+    summed = abs(loss - m * right) <= 1e-4 * m and right
+    return f" returns {yours}, required: {required}" + f"; {SUM}" * bool(summed)
 
 
 def _wrong_order(done: Sequence[str], listed: Sequence[Any]) -> str:
     pairs = zip_longest(done, map(str, listed), fillvalue="nothing")
     for position, (mine, required) in enumerate(pairs):
+        if required == "nothing":
+            return f": its list ends after {position} actions, and yours goes on with {mine}"
         if mine != required:
             return f": action {position + 1} of its list is {required}, yours does {mine}"
     return ""
