@@ -67,7 +67,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (again((KEEP, f"ctx.kept = [x.detach().clone() for _ in range(40)]\n        {KEEP}")),
      {"peak memory"}, "bytes at its peak, required:"),
     (again((APPLY, "x.mean()")), {"gradients"},
-     "my_checkpoint returns a tensor of shape (), required: the block's output, of shape (1, "),
+     "my_checkpoint returns a tensor of shape (), required: the block's output, of shape (2, "),
     (again(("def backward(", "def backwards(")), {"gradients"},
      "raised NotImplementedError: You must implement either the backward or vjp method"),
 ]  # fmt: skip

@@ -36,9 +36,9 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 @exercise(
     Takes("ring_all_reduce(tensor)"),
     required={
-        RESULT: f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
+        RESULT: f"{LENGTH:,} elements on N = 2, 3 and 4 ranks: the sum, in place, on every rank",
         "calls": "sends and receives between neighbours on the ring",
-        BYTES: "2(N-1) S together; no rank more than 2 (S − its smallest chunk)",
+        BYTES: "2(N-1) S by all ranks together; at most 2 (S − its smallest chunk) by a rank",
         MEMORY: "tensors: at most one chunk, of ⌈elements/N⌉",
         "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
     },
@@ -104,8 +104,8 @@ def _wrong_sum(outcome: Outcome, length: int) -> str:
     Takes("hierarchical_all_reduce(tensor, ranks_per_node)"),
     required={
         RESULT: "2 nodes of 2 and of 3 ranks, 3 nodes of 2: the sum, in place, on every rank",
-        BETWEEN: "on M nodes exactly 2(M-1)/M S/k sent by each rank",
-        INSIDE: "exactly 2(k-1)/k S sent by each rank",
+        BETWEEN: "exactly 2(M-1)/M · S/k sent by each rank, on M nodes",
+        INSIDE: "exactly 2(k-1)/k · S sent by each rank",
         MEMORY: "tensors: at most one copy of the tensor and a k-th",
     },
 )

@@ -65,7 +65,7 @@ def _look(notes: Notes, patient: Patient, pair: Any) -> None:
         notes.look(patient.name, said, "")
         return
     (category, change), parts = pair, patient.peak()
-    wrong = f"{shown(category)} is no category"
+    wrong = f"{shown(category)} is no category; legal: {', '.join(CATEGORIES)}"
     if category in CATEGORIES:
         said = f"{_size(parts[category])} of {_size(sum(parts.values()))}"
         most = parts[category] == max(parts.values())

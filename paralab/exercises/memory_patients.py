@@ -58,9 +58,9 @@ class Patient:
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
         sizes = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
-        compared = " as" if sizes[0] == sizes[1] else f", {sizes[1]}"
-        title = f"{self.name}: the peak is {sizes[0]} with {devices(self.fewer)}{compared} with "
-        title += devices(self.plan)
+        compared = " and" if sizes[0] == sizes[1] else f", {sizes[1]}"
+        title = f"{self.name.capitalize()}: the peak is {sizes[0]} with {devices(self.fewer)}"
+        title += f"{compared} with {devices(self.plan)}"
         title += f", {sizes[-1]} with the change" * bool(change)
         return bytes_bars(bars, title=title)
 
@@ -89,7 +89,7 @@ PATIENTS = (
     Patient(
         name="twice the devices",
         drop=50,
-        story="On four devices instead of two the memory should halve, and it falls by a twentieth",
+        story="On four devices instead of two the memory should halve, but it falls by a twentieth",
         met="fairscale 1050, DeepSpeed 2302",
         model=ModelSpec(layers=6, hidden=128, heads=4, seq_len=128),
         fewer=Plan(dp=2, zero_stage=3, microbatch_size=8),
@@ -99,7 +99,7 @@ PATIENTS = (
         name="fully sharded",
         drop=45,
         cures=2,
-        story="Every state is sharded by twice as many devices, and a device needs only a seventh "
+        story="Every state is sharded by twice as many devices, but a device needs only a seventh "
         "less",
         met="fairscale 1050",
         model=ModelSpec(layers=16, hidden=64, heads=4, seq_len=16),

@@ -51,7 +51,7 @@ def _required(runs: Sequence[Run]) -> dict[str, str]:
         + "; ".join(map(_name, runs)),
         "loss": "on the last rank: the mean over the micro-batches; on the others 0.0",
         "order of work": "that of the rank's list, each action once",
-        "bytes per rank": "exactly 4 b s h per activation and per gradient that crosses a border",
+        "bytes per rank": "exactly 4 b s h for each activation and gradient sent to another stage",
         "in flight": "tensors of as many micro-batches as the list keeps at once, and all messages",
     }
 

@@ -27,7 +27,7 @@ CLUSTER = Cluster(
 REQUIRED = {
     "result": "N = 2, 3, 4: every rank has all N chunks, each in its place",
     "calls": "sends and receives between neighbours on the ring",
-    "bytes per rank": "exactly (N-1)/N S, S the whole tensor",
+    "bytes per rank": "exactly (N-1)/N · S, where S is the size of the whole tensor",
     "extra memory": "tensors: at most one chunk",
     "simulated time": "at most (N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
 }
