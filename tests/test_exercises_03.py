@@ -44,7 +44,7 @@ COUNTS = [  # answer, words of the verdict
     (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v)),
      "required: 4, yours 7 (that is the interleaved warm-up, and this is 1F1B)"),
     (lambda r, p, m, v: min(m, p - r),
-     "rank 0, p=4, m=8, v=2: required: 11, yours 4 (that is 1F1B"),
+     "rank 0, p=4, m=8, v=2: required: 11, yours 4 (that is the count of 1F1B"),
     (lambda r, p, m, v: interleaved(r, p, m, v) - (p - r - 1) if v > 1 else one_b(r, p, m, v),
      "required: 11, yours 8 (each rank after this one adds two"),
     (lambda r, p, m, v: 2 * (p - r - 1) + 1 if v > 1 else one_b(r, p, m, v),
@@ -134,7 +134,8 @@ STEPS = [  # answer, limits it breaks, words of the verdict
     (step("return float(total)", "return None"), {"loss"}, "rank 0 returns None, required: 0"),
     (step("return float(total)", "return None if following else float(total)"), {"loss"},
      "gpipe, p=2, m=4: rank 0 returns None, required: 0"),
-    (step("batches[k]", "batches[0]"), {"gradients", "loss"}, "rank 0: embedding"),
+    (step("batches[k]", "batches[0]"), {"gradients", "loss"},
+     ("rank 0: embedding", "; rank 0 does 0F1 with the input of 0F0")),
     (step("dist.isend(y.detach(), following)", "dist.isend(y.detach(), following, tag=k)"),
      {"gradients"}, "tag=1: messages of two ranks are matched in the order"),
     (step("total = total + y.detach()", "total = total + stage(x, targets)"),
@@ -171,7 +172,7 @@ def chunks(*changes: str):
 
 CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("inbox[queue[sender].popleft()] = message", "inbox[action] = message"), {"gradients"},
-     "; rank 0 does 0B0 with the message for 2F2"),
+     "; rank 0 does 0B0 with the input of 2F2"),
     (chunks(" / len(batches)", ""), {"gradients", "loss"}, SUMMED),
     (chunks("in_flight.pop((stage, k))", "in_flight[stage, k]", "if stage < last else None)",
             "if stage < last else None, retain_graph=True)"), {"in flight"}, "in flight, of"),

@@ -45,7 +45,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (changed((f"{SUMS}group=self.row)", "pass"), (f"{SUMS}group=self.column)", "pass")),
      {"gradients", "elements backward"}, f"{ALONE}dY_00 (W_00)ᵀ"),
     (changed((SUMS, "dist.all_reduce(part, ")), {"elements backward"},
-     "52,992 elements, required: 35,328, 1.5 times"),
+     "52,992 elements, required: 35,328 (yours is 1.5 times"),
     (changed(("return dx, dw", "return dx, dw.t().contiguous()")),
      {"gradients"}, "of dW has shape (6, 48), required: (48, 6)"),
     (changed((f"{SUMS}group=self.column)", "pass")),

@@ -89,6 +89,8 @@ def one_step(
     )
     done: list[tuple[str, int]] = []
     made: dict[str, int] = {}
+    if not rank:
+        made |= {f"0F{k}": _checksum(tokens) for k, (tokens, _) in enumerate(batches)}
     for s, stage in stages.items():
         _write_down(stage, s, done, made)
     with watch.section() as section:
@@ -132,7 +134,7 @@ def _write_down(stage: Any, number: int, done: list[tuple[str, int]], made: dict
     """Record what a stage computes, by hooks.
 
     done  (action, checksum of its input) of each forward and backward, in order: ("1F0", 7)
-    made  {action of another stage: checksum of the message for it}
+    made  {action of another stage: checksum of the message for it}; the caller adds the tokens
     """
     calls = count()
 
@@ -201,13 +203,13 @@ def _wrong_gradient(gradients: dict[str, Any], right: Step, m: int) -> str:
 
 
 def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
-    """The first action that computes with the message for another action, in words, or ""."""
+    """The first action that computes with the input of another action, in words, or ""."""
     made = {action: checksum for result in results for action, checksum in result["made"].items()}
     action_of = {checksum: action for action, checksum in made.items()}
     for rank, result in enumerate(results):
         for action, checksum in result["done"]:
             if checksum in action_of and checksum != made.get(action, checksum):
-                return f"; rank {rank} does {action} with the message for {action_of[checksum]}"
+                return f"; rank {rank} does {action} with the input of {action_of[checksum]}"
     return ""
 
 
