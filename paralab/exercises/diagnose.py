@@ -72,7 +72,8 @@ def first_wrong(
             part = tuple(wrong.T)
             mistakes = [(w, np.asarray(m)[part]) for w, m in mistakes if np.shape(m) == got.shape]
             if why := _first_near(got[part], mistakes, allowed):
-                why = f"; in {len(wrong):,} of {got.size:,} elements {why[2:]}"
+                why = why[2:].removesuffix(" everywhere")
+                why = f"; in {len(wrong):,} of {got.size:,} elements {why}"
         return f"{where}, element {place}: {values[0]}, required: {values[1]}{why}"
     return ""
 
