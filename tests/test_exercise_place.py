@@ -91,8 +91,8 @@ def knows_and_asks(*asked):
 
 WRONG = [  # answer to (model, cluster, batch, ask), limits it breaks, words of the verdict
     (lambda m, c, b, ask: planned(*shape(m), b, c.num_devices), {TIME},
-     "ptdp-7.5b on 16 devices, batch 64: simulated step: "),
-    (all_data_parallel, {FITS, TIME}, "simulated step: "),
+     "simulated step (ptdp-7.5b on 16 devices, batch 64): "),
+    (all_data_parallel, {FITS, TIME}, "simulated step ("),
     (lambda m, c, b, ask: planned(16, 1, b, c.num_devices), {NODE, TIME},
      "a tensor-parallel group are on 2 nodes"),
     (lambda m, c, b, ask: planned(*shape(m), b // 2, c.num_devices), {PLAN},

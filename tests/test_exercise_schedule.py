@@ -115,12 +115,13 @@ def patients() -> dict[str, list[str]]:
 
 CURES = [  # what is handed in for one patient, limits it breaks, words of the verdict
     ("two ranks", patients()["two ranks"], {"two ranks"}, "two ranks: schedule[0][1]='0B0': dead"),
-    ("two ranks", without(FIXED["two ranks"], "1B2"), {"two ranks", "same work"}, "1B2 lost or ad"),
+    ("two ranks", without(FIXED["two ranks"], "1B2"), {"two ranks", "same work"},
+     "1B2 is missing from the list of rank 1"),
     ("two ranks", [FIXED["two ranks"][0] + " 0B0", FIXED["two ranks"][1]],
-     {"two ranks", "same work"}, "rank 0 has 0B0 lost or added"),
+     {"two ranks", "same work"}, "0B0 is added to the list of rank 0"),
     ("two ranks", ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], {"moves"},
-     "two ranks: 2 moves, 1 would do"),
-    ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 lists, required: 2"),
+     "two ranks: 2 moves, required: at most 1"),
+    ("two chunks", FIXED["two chunks"][:1], {"two chunks"}, "1 list, required: 2, one per rank"),
     ("two chunks", ["0F0 0F1 zero"], {"two chunks"}, "not an action"),
     ("two chunks", None, {"two chunks"}, "its lists are missing"),
     ("three ranks", [row.replace("B", "I") for row in FIXED["three ranks"]],
@@ -130,7 +131,7 @@ CURES = [  # what is handed in for one patient, limits it breaks, words of the v
     ("two ranks", ["0F0 0F1 0B0 0F2 0B1 0B2 1B2", "1F0 1F1 1B0 1F2 1B1"],
      {"two ranks", "same work"}, "schedule[0][6]='1B2': stage 1 lives on rank 1"),
     ("three ranks", [FIXED["three ranks"][i] for i in (1, 0, 2)], {"three ranks", "same work"},
-     "rank 0 has 0F0 lost or added"),
+     "0F0 is missing from the list of rank 0"),
     ("three ranks", 7, {"three ranks"}, "schedule=7: not a schedule"),
     ("three ranks", repeat(repeat("0F0")), {"two ranks"}, "more than 20,000 entries"),
 ]  # fmt: skip

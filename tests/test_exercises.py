@@ -80,7 +80,7 @@ STATES = [  # answer, a limit it breaks, words of the verdict
     (lambda m, recipe: dict.fromkeys(recipe, m.num_params * 16 / len(recipe)), "large models",
      "'parameters': required: 497.759 MB, yours 663.679 MB"),
     (lambda *asked: sum(states(*asked).values()), "tied output matrix", "required: a dict"),
-    (lambda *asked: None, "tied output matrix", "yours is a NoneType"),
+    (lambda *asked: None, "tied output matrix", "required: a dict, {state: bytes}, yours is None"),
     (of(lambda m: m.parameters), "tied output matrix", "no attribute 'parameters'"),
 ]  # fmt: skip
 DEVICES = [
@@ -96,7 +96,7 @@ DEVICES = [
     (held(lambda total, gb: total / (gb * 10**9)), "only whole devices"),
     (lambda m, recipe, gb: math.ceil(m.num_params * 2 / (gb * 10**9)), "weights alone"),
     (lambda model, recipe, memory_gb: "many", "a number of devices"),
-    (held(lambda total, gb: int(total // (gb * 10**9)) + 1), "they fit exactly"),
+    (held(lambda total, gb: int(total // (gb * 10**9)) + 1), "the states fit exactly"),
     (held(lambda total, gb: Fraction(total, round(gb * 10**9))), "only whole devices"),
     (attacks.returns(10**5000), "required: a number of devices, yours is"),
     (attacks.returns(attacks.NoRepr()), "<NoRepr without a repr: RuntimeError>"),
@@ -190,7 +190,7 @@ def test_of_several_looks_at_one_limit_the_first_failure_stands():
     notes.note("bytes", "n=4: 10", True)
     verdict = notes.verdict()
     assert [(row.yours, row.word) for row in verdict.rows] == [("n=3: 99", "no"), ("", "-")]
-    assert repr(verdict) == "x: not yet, 0 of 1 limits kept, 1 not looked at: n=3 sends 99"
+    assert repr(verdict) == "x: not yet, 0 of 1 limit kept, 1 not looked at: n=3 sends 99"
     with pytest.raises(KeyError):
         notes.note("beauty", "much", True)
 

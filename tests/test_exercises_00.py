@@ -20,7 +20,7 @@ ADDED, FINDS, SCALES = (
 )
 COMPUTED = "    norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()\n"
 CLIPS = "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()"
-ALONE = "the micro-batches are not added up: it is the last one's share alone"
+ALONE = "the gradients of the micro-batches are not added up: only the last one's share is left"
 EACH_TIME = "the sum so far is clipped after each micro-batch, not once at the end"
 BY_HAND = "[p.data.sub_(optimizer.param_groups[0]['lr'] * p.grad) for p in model.parameters()]"
 WRONG = [  # answer, limits it breaks, words of the verdict
@@ -29,7 +29,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (step((SHARE, "(1 / len(microbatches))")), {"loss", "gradient norm", "weights"},
      ("samples 4 + 4 + 1, step 1: ", "the mean of the micro-batches' means, but they differ in")),
     (step((SHARE, "(1 / len(microbatches) ** 2)")), {"loss", "gradient norm", "weights"},
-     "(divided twice)"),
+     "(that is divided by the number of micro-batches twice)"),
     (step(("if norm > clip_norm", "if False")), {"weights"}, "the gradient is not clipped"),
     (step((f"{SCALES}norm + 1e-6))", "gradient.mul_((clip_norm / gradient.norm()).clamp(max=1))")),
      {"weights"}, "each tensor is clipped by its own norm"),
@@ -37,7 +37,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "that is the norm after clipping"),
     (bad.clips_each_microbatch, {"gradient norm", "weights"}, "each micro-batch is clipped"),
     (step((LOOP, f"{LOOP}        optimizer.zero_grad()\n"), (f" * {SHARE}", ""),
-          (ADDED, f"{ADDED} * {SHARE}")), {"gradient norm", "weights"}, "it is the last one alone"),
+          (ADDED, f"{ADDED} * {SHARE}")), {"gradient norm", "weights"},
+     "only the last one is left"),
     (step((LOOP, f"{LOOP}        optimizer.zero_grad()\n")), {"gradient norm", "weights"},
      (f"({ALONE})", f"; {ALONE}")),
     (step((ADDED, f"{ADDED}\n        {CLIPS}"), (COMPUTED, ""), ("if norm > clip_norm:", "if 0:")),
@@ -54,7 +55,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
           ("    gradients =", "    whole.backward()\n    gradients =")), {"peak memory"},
      "one micro-batch with all gradients"),
     (step((LOOP, LOOP.replace("microbatches", "[map(torch.cat, zip(*microbatches))]"))),
-     {"forward passes", "peak memory"}, "they had [12] samples"),
+     {"forward passes", "peak memory"},
+     "the forward passes have [12] samples, required: [4, 4, 4]"),
     (step(("optimizer.step()", "pass")), {"weights"}, "it is as it was before"),
     (step((HANDED_IN, "return None")), {"loss", "gradient norm"},
      "required: the pair (loss, norm)"),
@@ -90,7 +92,8 @@ ESTIMATES = [
      "b=4, m=1: required: 8.159 GB, yours 6.785 GB (without the logits and their gradient)"),
     (handed_in("max(at_output, at_lookup)"), {"long sequences"}, ("seq_len=1024", LATER)),
     (handed_in("max(at_output, at_mlp, at_scores)"), {LOGITS, "wide models, few tokens"},
-     ("layers=32", f"yours 1.777 GB ({LATER}")),
+     ("layers=32", f"yours 1.777 GB ({LATER}",
+      "yours 81.390 GB (that is at the backward of the last block; a later moment has more)")),
     (estimate((" + 4 * V * h ", " ")), {LOGITS},
      "vocab=50304, b=1, m=1: required: 2.136 GB, yours 1.981 GB (the model states alone; temp"),
     (estimate(("microbatches > 1", "False")), {"several micro-batches"},
@@ -100,8 +103,9 @@ ESTIMATES = [
     (estimate(("at_mlp = in_last_block", "at_mlp = in_last_block - 4 * in_block")), {LAB},
      "layers=1, hidden=256"),
     *((estimate(("+ 4 * logits  # grad", f"+ {size} * logits  # grad")), {LOGITS},
-       "layers=1, hidden=128") for size in (3, 5)),
-    (handed_in(f"microbatches * {MOST}"), {"several micro-batches"}, "4 times as much"),
+       ("layers=1, hidden=128", " times as much; required at the peak: parameters "))
+      for size in (3, 5)),
+    (handed_in(f"microbatches * {MOST}"), {"several micro-batches"}, "(that is m times the peak;"),
     (handed_in(f"{MOST} / 1e9"), {LAB}, "that is in GB, required: bytes"),
     (handed_in(f"{MOST} / 2**20"), {LAB}, "that is in MiB, required: bytes"),
     (handed_in(f"f'{{{MOST} / 1e6:.0f}} MB'"), {LAB},

@@ -15,13 +15,14 @@ AVERAGE, DDP = pl.exercises.average_gradients, pl.exercises.my_ddp
 mean = altered("average_gradients")
 SUM, DIVIDE = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
 ALONE = "no gradient was sent"
+SUMMED = "it is the sum over the ranks, required: the mean"
 FREES = mean((SUM, "parameter.grad.untyped_storage().resize_(0)"), (DIVIDE, "parameter.grad + 1"))
 MEANS = [  # answer, limits it breaks, words of the verdict
-    (mean((DIVIDE, "pass")), {"gradients"}, "it is 4 times what is required"),
+    (mean((DIVIDE, "pass")), {"gradients"}, SUMMED),
     (mean(("dist.get_world_size()", "4")), {"weights"},
      "; gradients are divided by 4, on 3 ranks"),
     (mean((SUM, f"{DIVIDE}; {SUM}")), {"gradients"},
-     "it is 0.25 times what is required"),
+     "it is divided by the number of ranks twice"),
     (lambda module: None, {"gradients", "bytes per rank"}, ALONE),
     (mean(("parameter.grad)", "parameter.grad, async_op=True)")), {"gradients"},
      "rank 0 never waits for all_reduce #0"),
@@ -34,7 +35,7 @@ MEANS = [  # answer, limits it breaks, words of the verdict
     (mean(("parameter.grad", "parameter.data")), {"gradients"},
      "it is rank 0's own gradient, to which no other was added"),
     (mean((SUM, "parameter.grad = None"), (DIVIDE, "pass")), {"gradients"},
-     "last call embedding.token.weight has no grad"),
+     "at the end of the step embedding.token.weight has no gradient"),
     (FREES, {"gradients"},
      "add computes with a tensor of (256, 32) whose storage is freed: it has to be gathered "),
 ]  # fmt: skip
@@ -63,7 +64,7 @@ def afterwards(order=""):
 
 OTHER_ORDER = afterwards("[:: -1 if dist.get_rank() else 1]")  # on every rank
 DDPS = [
-    (own((MEAN, "pass")), {"gradients"}, "it is 4 times what is required"),
+    (own((MEAN, "pass")), {"gradients"}, SUMMED),
     (own((MEAN, "flat /= 4")), {"weights"},
      "; gradients are divided by 4, on 3 ranks"),
     (own((REST, f"        self.count = getattr(self, 'count', 0) + 1\n{REST}"),
@@ -86,17 +87,17 @@ DDPS = [
      "gradients: rank 1: embedding.token.weight"),
     (PER_PARAMETER, {"simulated step"}, "52 messages"),
     (own((BUCKET, "= module, 512 * 1024")), {"bytes per rank"},
-     "one message has 136,704 bytes, bucket_bytes and a gradient 81,920"),
+     "one message has 136,704 bytes, required: at most 81,920, which is bucket_bytes and"),
     (own((BUCKET, "= module, bucket_bytes // 4")), {"bytes per rank"},
      "a message that is not the last has "),
     (afterwards(), {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),
     (own((WORK, f"{WORK}\n        work.wait()")), {"simulated step"}, "backward is idle while"),
     (own((WORK, f"{WORK}\n        self.kept = [*getattr(self, 'kept', ()), flat.clone()]")),
-     {"extra memory"}, "bytes in addition to the gradients, which have"),
+     {"extra memory"}, "bytes in addition to the gradients, required: at most"),
     (own((WORK, "work = dist.all_reduce(flat.new_zeros(1), async_op=True)"), (MEAN, "pass")),
      {"gradients", "bytes per rank"}, "bytes in a step, required: "),
     (OTHER_ORDER, {"gradients"}, "make the same calls in the same order"),
-    (bad.Torchs, {"gradients"}, "goes around what is counted"),
+    (bad.Torchs, {"gradients"}, "all_gather is not called by a function of torch.distributed"),
     (own(("def finish(", "def over(")), {"gradients"}, "no method finish"),
     (own(("module: nn.Module, bucket_bytes: int", "module: nn.Module"), (BUCKET, "= module, 9**6")),
      {"gradients"}, "yours cannot be called so: got an unexpected keyword"),

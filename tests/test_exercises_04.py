@@ -28,8 +28,8 @@ def late(rule, warm_up=1):
 FIRST, SECOND, THIRD = stored("better_schedules", "first", "second", "third")
 WRONG = [  # answer, limits it breaks, words of the verdict
     ((own("1f1b"), SECOND, THIRD), {ONE},
-     "p=4, m=8: takes 330 ms, required: at most 270 ms: rank 2 starts 2B0, the 3rd of its list, at "
-     "60 ms, and could at 50 ms"),
+     "(p=4, m=8): takes 330 ms, required: at most 270 ms: rank 2 starts 2B0, the 3rd of its list, "
+     "at 60 ms; in ZB-H1, which splits every backward, it starts at 50 ms"),
     ((SECOND, SECOND, THIRD), {ONE}, "rank 0 holds 7 micro-batches, required: at most 4: 0F4"),
     ((late(lambda rank: 0), SECOND, THIRD), {ONE}, "at most 270 ms: rank 3 starts 3F1"),
     ((late(lambda rank: 9), SECOND, THIRD), {ONE}, "p=4, m=8: takes 300 ms"),
@@ -39,7 +39,10 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     ((FIRST, late(lambda rank: rank, 2), THIRD), {TWO}, "240 ms: rank 0 is idle from 140 ms"),
     ((FIRST, own("gpipe"), THIRD), {TWO}, "p=4, m=8: takes 330 ms, required: at most 240 ms"),
     ((FIRST, SECOND, own("1f1b")), {THREE}, "rank 0 holds 4 micro-batches, required: at most 3"),
-    ((FIRST, SECOND, own("naive")), {THREE}, "p=4, m=8: takes 960 ms, required: at most 330 ms"),
+    ((FIRST, SECOND, own("naive")), {THREE},
+     "p=4, m=8: takes 960 ms, required: at most 330 ms: rank 0 is idle from 10 ms to 100 ms, "
+     "before "
+     "0B0, the 2nd of its list, where 0F1 could start"),
     ((FIRST, SECOND, FIRST), {THREE}, "rank 0 holds 4 micro-batches, required: at most 3"),
     ((own("naive"), own("naive"), own("naive")), {ONE, TWO, THREE}, "takes 960 ms"),
     ((bad.schedule_upside_down, SECOND, THIRD), {ONE}, "deadlock, the waits form a cycle"),

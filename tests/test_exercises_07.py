@@ -53,7 +53,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (pair((SUM, "every = x.new_empty(dist.get_world_size() * x.numel())\n        "
                "dist.all_gather_into_tensor(every, x.contiguous().view(-1))\n"
                "        x = every.view(-1, *x.shape).sum(0)")), {FORWARD},
-         "t=3: rank 0 sends 18,432 bytes in forward, required: 12,288, 1.5 times as many"),
+         "t=3: rank 0 sends 18,432 bytes in forward, required: 12,288 (yours is 1.5 times that)"),
         (pair((SUM, "dist.all_reduce(x, op=dist.ReduceOp.MAX)")), {"result"},
          "; it is the largest of the ranks' terms"),
         (pair(("Sum.apply", "lambda x: Sum.apply(x).detach()")), {"result"},
@@ -87,7 +87,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp((INSIDE, "F.relu(self.up(self.f(x)))")), {"result", "gradients"},
          "t=2: rank 0: the result, element (0, 0, 0): "),
         (mlp((INSIDE, f"self.g({INSIDE})")), {"result", "gradients", FORWARD},
-         "required: 9,216, 3.5 times as"),
+         "required: 9,216 (yours is 3.5 times"),
         (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
          {WEIGHTS}, "t=2: rank 0 holds 138,912 bytes of weights, its part is 46,"),
         (mlp(("weight.copy_", "weight.set_")), {WEIGHTS},
@@ -135,9 +135,9 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (attention(("self.f(x)", "x")), {"gradients", BACKWARD}, OWN_TERM),
         (attention(("return self", "dist.all_gather([torch.empty_like(mixed) for _ in range("
                     "dist.get_world_size())], mixed.detach())\n        return self")),
-         {FORWARD}, "13,824 bytes in forward, required: 9,216, 1.5 ti"),
+         {FORWARD}, "13,824 bytes in forward, required: 9,216 (yours is 1.5 ti"),
         (attention(("F.linear(mixed", "F.linear(self.g(mixed)")),
-         {"result", "gradients", FORWARD}, "required: 9,216, 1.5 tim"),
+         {"result", "gradients", FORWARD}, "required: 9,216 (yours is 1.5 tim"),
         (attention(("self.f(x)", "x"), ("linear(mixed", "linear(self.f(mixed)")),
          {"gradients", BACKWARD}, "; f is applied to the input of proj, and it belongs on x"),
         (attention(("linear(mixed", "linear(self.f(mixed)")),
@@ -228,6 +228,23 @@ def test_a_multiple_is_named_although_its_rounding_is_as_many_times_larger():
     off = diagnose.TOLERANCE * np.resize([1, -1], 8)  # of what is right: not wrong by itself
     said = diagnose.first_wrong("the gradient", [96 * (right + off)], [right])
     assert said.endswith("; it is 96 times what is required")
+
+
+def test_a_mistake_in_one_element_and_a_sum_of_some_terms_are_named():
+    right = np.linspace(0.5, 1, 8)
+    said = diagnose.first_wrong("the sum", [right * (np.arange(8) != 3)], [right])
+    assert said.endswith("; in 1 of 8 elements it is zero")
+    terms = np.random.default_rng(7).standard_normal((4, 8))
+    named = [(f"of rank {rank}", term) for rank, term in enumerate(terms)]
+    for got, words in (
+        (terms[0] + terms[2], "only the terms of rank 0 and of rank 2 are in it"),
+        (
+            np.where(np.arange(8) < 4, terms[0], terms[3]),
+            "each element is one term alone, to which",
+        ),
+    ):
+        said = diagnose.first_wrong("", [got], [terms.sum(0)], terms=lambda _: named)
+        assert words in said, said
 
 
 @pytest.mark.parametrize("kind", pairs.PAIRS)

@@ -22,7 +22,7 @@ WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (needed(("8 * tokens", "6 * tokens")), ALL, "8 FLOPs per parameter and token, not 6"),
     (needed(("8 * tokens", "2 * tokens")), ALL, "that counts forward alone"),
     (needed(("8 * tokens", "4 * tokens")), ALL,
-     ("kept: 2,048 tokens", "(a multiply-add is two FLOPs)", "0.976562 GB/s (2 times as much)")),
+     ("shares (2,048 tokens", "(a multiply-add is two FLOPs)", "0.976562 GB/s (2 times as much)")),
     (needed(("8 * tokens", "8")), ALL, "tokens are missing"),
     (needed((" / moved", "")), ALL, "that is for one byte per parameter"),
     (needed((SHARE, "1 / (1 - efficiency)")), ALL, "copies take 1 - e of the step, which is"),

@@ -181,8 +181,8 @@ def unequal(sent, room):
 
 
 REFUSED = [
-    (functional, "all_reduce goes around what is counted: call the functions of torch.distributed"),
-    (wrapped, "goes around what is counted"),
+    (functional, "all_reduce is not called by a function of torch.distributed"),
+    (wrapped, "is not called by a function of torch.distributed"),
     (tagged, "tag=3: messages of two ranks are matched in the order in which they are sent"),
     (sliced, "all_reduce=(2,): not contiguous; legal: tensor.contiguous()"),
     (future, "call its wait()"),

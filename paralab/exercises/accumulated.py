@@ -11,6 +11,9 @@ from paralab.exercises.late import np
 from paralab.exercises.questions import Mistakes
 
 LR, EPSILON = 0.5, 1e-6
+MEANS = "that is the mean of the micro-batches' means, but they differ in size"
+TWICE = "that is divided by the number of micro-batches twice"
+NOT_ADDED = "the gradients of the micro-batches are not added up"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
 
@@ -55,10 +58,10 @@ class Step(NamedTuple):
         """(the mean loss over all samples, what known mistakes give)."""
         loss, m = float(self.shares @ self.losses), len(self.losses)
         return loss, [
-            ("the sum over the micro-batches", sum(self.losses)),
-            ("the mean of their means: here they differ in size", sum(self.losses) / m),
-            ("that is the last micro-batch's", self.losses[-1]),
-            ("divided twice", loss / m),
+            ("that is the sum over the micro-batches", sum(self.losses)),
+            (MEANS, sum(self.losses) / m),
+            ("that is the last micro-batch's loss", self.losses[-1]),
+            (TWICE, loss / m),
         ]
 
     def norm(self) -> tuple[float, Mistakes]:
@@ -67,8 +70,9 @@ class Step(NamedTuple):
         right = float(norm(self.mean))
         return right, [
             ("that is the norm after clipping", min(right, self.clip)),
-            ("of the sum of all micro-batches", norm(self.gradients.sum(0))),
-            ("the norms of the tensors added up", sum(map(norm, self._tensors(self.mean)))),
+            ("that is the norm of the sum over the micro-batches", norm(self.gradients.sum(0))),
+            (TWICE, right / len(self.losses)),
+            ("that is the sum of the tensors' norms", sum(map(norm, self._tensors(self.mean)))),
             *((words, norm(gradient)) for words, (gradient, _) in self._known().items()),
         ]
 
@@ -87,9 +91,10 @@ class Step(NamedTuple):
         running = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
         accumulated = _clipped(self.shares @ self.stale, clip) + mean
         return {
-            "the micro-batches are not added up: it is the last one alone": (last, clip),
-            "the micro-batches are not added up: it is the last one's share alone": (share, clip),
-            "the mean of the micro-batches' means, but they differ in size": (means, clip),
+            f"{NOT_ADDED}: only the last one is left": (last, clip),
+            f"{NOT_ADDED}: only the last one's share is left": (share, clip),
+            MEANS: (means, clip),
+            TWICE: (mean / len(self.sizes), clip),
             "the gradient is not clipped": (mean, inf),
             "each tensor is clipped by its own norm": (by_tensor, inf),
             "each micro-batch is clipped, not their mean": (by_microbatch, inf),

@@ -36,7 +36,7 @@ REQUIRED = {
     "gradient norm": "of the mean gradient over all parameters, before clipping",
     "weights": "after each of 2 steps of SGD: those of one large batch, clipped to clip_norm",
     "forward passes": "each micro-batch once, one by one",
-    "peak memory": f"tensors: at most {ROOM:g} times those of the largest micro-batch and all "
+    "peak memory": f"tensors: at most {ROOM:g} times those of the largest micro-batch with all "
     "gradients",
 }
 LOSS, NORM, WEIGHTS, PASSES, MEMORY = REQUIRED
@@ -113,7 +113,8 @@ def _peak(samples: int) -> int:
 
 # ---- the verdict ---------------------------------------------------------------------------------
 def _look(notes: Notes, step: Step) -> None:
-    pair = "" if len(step.returned) == 2 else "required: the pair (loss, norm)"
+    yours = ", ".join(map(str, step.returned))
+    pair = "" if len(step.returned) == 2 else f"required: the pair (loss, norm), yours is {yours}"
     show = "{:.5f}".format
     for position, (limit, (right, known)) in enumerate(
         {LOSS: step.loss(), NORM: step.norm()}.items()
@@ -135,7 +136,10 @@ def _look(notes: Notes, step: Step) -> None:
     wrong = wrong or count * (step.updates != 1)
     notes.look(WEIGHTS, wrong, f"{len(right_weights)} tensors, all equal")
 
-    passes = "" if sorted(step.passes) == sorted(step.sizes) else f"they had {step.passes} samples"
-    notes.look(PASSES, passes, f"{len(step.sizes)} of {len(step.sizes)}")
-    words = f"has {{held}} bytes, one micro-batch with all gradients {step.largest:,}"
-    notes.memory(MEMORY, [step.peak], int(ROOM * step.largest), words)
+    passes = f"the forward passes have {step.passes} samples, required: {list(step.sizes)}"
+    once_each = sorted(step.passes) == sorted(step.sizes)
+    notes.look(PASSES, "" if once_each else passes, f"{len(step.sizes)} of {len(step.sizes)}")
+    most = int(ROOM * step.largest)
+    words = f"has {{held}} bytes at its peak, required: at most {most:,}; one micro-batch with all "
+    words += f"gradients has {step.largest:,}"
+    notes.memory(MEMORY, [step.peak], most, words, lambda _: "the step")

@@ -13,7 +13,15 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import np, torch
-from paralab.exercises.ring import BYTES, CLUSTER, MEMORY, RESULT, look_at_calls, look_at_time
+from paralab.exercises.ring import (
+    BYTES,
+    CLUSTER,
+    EXTRA,
+    MEMORY,
+    RESULT,
+    look_at_calls,
+    look_at_time,
+)
 from paralab.exercises.tries import Outcome
 from paralab.theory import collectives
 
@@ -28,9 +36,9 @@ BETWEEN, INSIDE = "bytes between nodes", "bytes inside nodes"
 @exercise(
     Takes("ring_all_reduce(tensor)"),
     required={
-        RESULT: f"N = 2, 3, 4, {LENGTH:,} elements: the sum, in place, on every rank",
+        RESULT: f"{LENGTH:,} elements on N = 2, 3 and 4 ranks: the sum, in place, on every rank",
         "calls": "sends and receives between neighbours on the ring",
-        BYTES: "2(N-1) S together; no rank more than 2 (S − its smallest chunk)",
+        BYTES: "2(N-1) S by all ranks together; at most 2 (S − its smallest chunk) by a rank",
         MEMORY: "tensors: at most one chunk, of ⌈elements/N⌉",
         "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
     },
@@ -45,12 +53,12 @@ def ring_all_reduce(tries: Tries) -> None:
             sent, most, least = outcome.sent(), 2 * (size - smallest), 2 * (size - largest)
             notes.bytes(BYTES, sent, most, _uneven(outcome), least=least)
             every = 2 * (n - 1) * size
-            wrong = f"together {sum(sent):,} bytes, required: {every:,}"
+            wrong = f"the ranks send {sum(sent):,} bytes together, required: {every:,}"
             notes.look(BYTES, wrong if sum(sent) != every else "", f"{every:,} bytes together")
-            words = f"takes {{held}} bytes, one chunk is {largest:,}"
+            words = f"{EXTRA}, required: at most one chunk, {largest:,}"
             notes.memory(MEMORY, outcome["extra"], largest, words)
             limit = collectives.seconds("ring_all_reduce", n, size, CLUSTER.intra)
-            look_at_time(notes, outcome, limit)
+            look_at_time(notes, outcome, limit, 2 * (n - 1))
 
 
 def _uneven(outcome: Outcome) -> str:
@@ -96,8 +104,8 @@ def _wrong_sum(outcome: Outcome, length: int) -> str:
     Takes("hierarchical_all_reduce(tensor, ranks_per_node)"),
     required={
         RESULT: "2 nodes of 2 and of 3 ranks, 3 nodes of 2: the sum, in place, on every rank",
-        BETWEEN: "on M nodes exactly 2(M-1)/M S/k sent by each rank",
-        INSIDE: "exactly 2(k-1)/k S sent by each rank",
+        BETWEEN: "exactly 2(M-1)/M · S/k sent by each rank, on M nodes",
+        INSIDE: "exactly 2(k-1)/k · S sent by each rank",
         MEMORY: "tensors: at most one copy of the tensor and a k-th",
     },
 )
@@ -111,5 +119,6 @@ def hierarchical_all_reduce(tries: Tries) -> None:
             notes.bytes(BETWEEN, outcome.sent(level="inter"), between, "to other nodes")
             inside = 2 * (k - 1) * size // k
             notes.bytes(INSIDE, outcome.sent(level="intra"), inside, "to its node")
-            words = f"takes {{held}} bytes, the tensor has {size:,}"
-            notes.memory(MEMORY, outcome["extra"], size * (k + 1) // k, words)
+            most = size * (k + 1) // k
+            words = f"{EXTRA}, required: at most {most:,}; the tensor has {size:,}"
+            notes.memory(MEMORY, outcome["extra"], most, words)

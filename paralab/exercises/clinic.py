@@ -75,8 +75,8 @@ PATIENTS = (
     Patient(
         name="three ranks",
         moves=4,
-        story="1F1B on three ranks; the first cycle of waits that the validator finds has two of "
-        "them in it",
+        story="1F1B on three ranks; the first cycle of waits that the validator finds is between "
+        "two of them",
         lists=("0F0 0B0 0F1 0B1 0F2 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2F1 2F2 2B0 2B1 2B2"),
     ),
 )
@@ -84,7 +84,7 @@ WORK, MOVES = "same work", "moves"
 
 REQUIRED = {
     **{patient.name: "every rank gets to the end of its list" for patient in PATIENTS},
-    WORK: "every rank has the actions it had",
+    WORK: "every rank has the actions that it had before",
     MOVES: "at most " + ", ".join(f"{p.moves} ({p.name})" for p in PATIENTS),
 }
 
@@ -99,17 +99,20 @@ def deadlock_clinic(tries: Tries) -> None:
         for patient, (lists, wrong) in zip(PATIENTS, schedules, strict=True):
             notes.where, before = patient.name, actions(patient.lists)
             if lists is not None and len(lists) != len(before):
-                lists, wrong = None, f"{len(lists)} lists, required: {len(before)}, one per rank"
+                count = f"{len(lists)} list{'s' * (len(lists) != 1)}"
+                lists, wrong = None, f"{count}, required: {len(before)}, one per rank"
             notes.look(patient.name, wrong or _fault(lists, before), "it runs")
             if lists is None:
                 continue
             for rank, (old, new) in enumerate(zip(before, lists, strict=True)):
-                changed = [*(Counter(old) - Counter(new)), *(Counter(new) - Counter(old))]
-                wrong = f"rank {rank} has {changed[0]} lost or added" if changed else ""
+                lost, added = Counter(old) - Counter(new), Counter(new) - Counter(old)
+                wrong = f"{next(iter(added))} is added to the list of rank {rank}" if added else ""
+                if lost:
+                    wrong = f"{next(iter(lost))} is missing from the list of rank {rank}"
                 notes.each(WORK, wrong, "nothing added or lost")
             if not notes.broke((WORK,)):
                 count = sum(map(moves, before, lists))
-                said = f"{count} moves, {patient.moves} would do"
+                said = f"{count} moves, required: at most {patient.moves}"
                 notes.each(MOVES, said if count > patient.moves else "", "no more than that")
 
 

@@ -48,7 +48,7 @@ EXTRA_COPIES = 1.5
 REQUIRED = sync.REQUIRED | {
     sync.BYTES: f"{sync.REQUIRED[sync.BYTES]}; a message is at most bucket_bytes and one gradient",
     "simulated step": f"at most {1e3 * LIMIT_S:.0f} ms, with 12 ms of backward and 8 ms of bytes",
-    "extra memory": "tensors: at most one and a half more copies of the gradients",
+    "extra memory": "tensors: at most one and a half copies of the gradients",
 }
 GRADIENTS, WEIGHTS, BYTES, TIME, MEMORY = REQUIRED
 
@@ -65,8 +65,10 @@ def my_ddp(tries: Tries) -> None:
             notes.look(GRADIENTS, wrong, "")
         seconds = simulated(outcome.report, sizes) / BACKWARDS
         notes.at_most(TIME, seconds, LIMIT_S, ms, _why_slow(outcome.report, len(sizes)))
-        words = f"has {{held}} bytes in addition to the gradients, which have {size:,}"
-        notes.memory(MEMORY, outcome["extra"], int(EXTRA_COPIES * size), words)
+        most = int(EXTRA_COPIES * size)
+        words = f"has {{held}} bytes in addition to the gradients, required: at most {most:,}; "
+        words += f"the gradients have {size:,}"
+        notes.memory(MEMORY, outcome["extra"], most, words)
     for notes, words in early:
         if words and not notes.broke((BYTES,)):
             notes.look(BYTES, words, "")
@@ -152,5 +154,5 @@ def _why_slow(report: Report, gradients: int) -> str:
     if "comm" not in kinds[first:last]:
         return ": nothing is sent before backward is over"
     if "wait" in kinds[first:last]:
-        return ": backward is idle while something is waited for"
-    return f": {calls} messages, and each pays 0.25 ms"
+        return ": backward is idle while the rank waits for a message"
+    return f": {calls} messages are sent, and each takes 0.25 ms in addition to its bytes"

@@ -7,6 +7,7 @@ alone, or another rank's part; a term of the sum is missing, or is in it twice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -60,18 +61,19 @@ def first_wrong(
         mistakes = [
             ("it is zero everywhere" if start is None else "it is as it was before", before),
             *known(rank),
-            *_of_terms(list(terms(rank)), right),
+            *_of_terms(list(terms(rank)), right, got, allowed),
             *((f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank),
         ]
         # a mistake whose array is right but for rounding explains nothing
         mistakes = [(words, one) for words, one in mistakes if not near(right, one, allowed / 2)]
         why = _first_near(got, mistakes, allowed)
         why = why or _factor(got, right, before, allowed, start is not None)
-        if not why and 1 < len(wrong) < got.size:  # the mistake may concern a part of the array
+        if not why and len(wrong) < got.size:  # the mistake may concern a part of the array
             part = tuple(wrong.T)
             mistakes = [(w, np.asarray(m)[part]) for w, m in mistakes if np.shape(m) == got.shape]
             if why := _first_near(got[part], mistakes, allowed):
-                why = f"; in {len(wrong):,} of {got.size:,} elements {why[2:]}"
+                why = why[2:].removesuffix(" everywhere")
+                why = f"; in {len(wrong):,} of {got.size:,} elements {why}"
         return f"{where}, element {place}: {values[0]}, required: {values[1]}{why}"
     return ""
 
@@ -120,20 +122,36 @@ def first_other_bits(
             return f"{name} has shape {found[name].shape}, required: {right.shape}"
         if found[name].tobytes() != right.tobytes():
             count = int((found[name] != right).sum())
-            most = np.abs(found[name] - right).max() / np.abs(right).max()
+            largest = np.abs(right).max()
+            most = np.abs(found[name] - right).max() / largest
+            why = _first_near(found[name], known(name), 0.0)
+            if not why and most > TOLERANCE:
+                before = np.zeros_like(right)
+                why = _factor(found[name], right, before, TOLERANCE * largest, False)
             return (
                 f"{name} differs in {count:,} of {right.size:,} elements, by up to {most:.1e} of "
-                f"its largest entry{_first_near(found[name], known(name), 0.0)}"
+                f"its largest entry{why}"
             )
     return ""
 
 
-def _of_terms(terms: Sequence[tuple[str, Any]], right: np.ndarray) -> Iterable[tuple[str, Any]]:
+def _of_terms(
+    terms: Sequence[tuple[str, Any]], right: np.ndarray, got: np.ndarray, allowed: float
+) -> Iterable[tuple[str, Any]]:
     for name, term in terms:
         yield f"it is the one term {name}, to which no other was added", term
     for name, term in terms if len(terms) > 1 else ():
         yield f"the term {name} is missing", right - term
         yield f"the term {name} is in it twice", right + term
+    for count in range(2, len(terms) - 1):  # with one less, a term is missing
+        for some in itertools.combinations(terms, count):
+            names = " and ".join(name for name, _ in some)
+            yield f"only the terms {names} are in it", sum(term for _, term in some)
+    alone = np.full_like(right, np.nan)
+    for _, term in terms:
+        alone = np.where(np.abs(got - term) <= 2 * allowed, term, alone)
+    if np.isfinite(alone).all():
+        yield "each element is one term alone, to which no other was added", alone
 
 
 def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: float) -> str:

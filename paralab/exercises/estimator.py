@@ -82,21 +82,23 @@ def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: st
     if state == "optimizer":
         part = (right - 4 * units) // width
         yield "AdamW's step counts are missing, 4 bytes per unit", width * part
-        yield "a step count per tensor; with ZeRO there is one per unit", width * part + 4 * tensors
+        each = "that has a step count per tensor; with ZeRO there is one per unit"
+        yield each, width * part + 4 * tensors
         yield "in bf16 the master weights belong to the optimizer, 4 Ψ more", 8 * part + 4 * units
-        yield "master weights are there in 16 bits only", 12 * part + 4 * units
+        yield "only 16-bit training has master weights", 12 * part + 4 * units
+    kept = f"the {state}: every rank keeps"
     if stage and not shared:
-        yield f"stage {stage} does not shard it: every rank has all n parts", width * -(-psi // n)
+        yield f"stage {stage} does not shard {kept} all n parts", width * -(-psi // n)
     if shared or stage:
         yield "that is not padded to n equal parts", width * psi / n
         yield "that is not padded to n equal parts", width * psi // n
         yield "that is not padded: Ψ is rounded up to n parts", width * psi
-        yield "padded once, and every unit is padded by itself", width * -(-psi // n)
+        yield "the model is padded once, but every unit is padded by itself", width * -(-psi // n)
     if shared:
-        yield f"stage {stage} shards it: every rank keeps an n-th", width * -(-psi // n) * n
+        yield f"stage {stage} shards {kept} an n-th", width * -(-psi // n) * n
     for short in range(1, units + 1) if stage else ():  # units whose size n does not divide
         less = right - width * short * (1 if shared else n)
-        yield "parts are rounded down; of a padded unit they are rounded up", less
+        yield "parts are rounded down, and padding rounds them up", less
     yield f"w is {w} bytes in {precision}", right * (2 if w == 2 else 0.5)
 
 
@@ -110,13 +112,13 @@ def known_activations(right: int, spec: ModelSpec, b: int, w: int) -> Mistakes:
     yield "token numbers of the embedding or targets are missing, 8 b s bytes", right - 8 * b * s
     yield "token numbers and targets are missing, 16 b s bytes", right - 16 * b * s
     yield "the softmax's result is missing, w a b s² per block", right - scores
-    yield "of the scores one copy is kept, the softmax's result", right + scores
+    yield "only one copy of the scores is kept, the softmax's result", right + scores
     means = 4 * w * b * s * spec.layers
     yield "mean and deviation of the two norms are missing, 4 w b s per block", right - means
-    yield "that is one sample", right / b
+    yield "that is for one sample, not for b", right / b
     block = (right - ends) // spec.layers
-    yield "that is one block", block + ends
+    yield "that is with one block, not with all", block + ends
     full = spec.layers * b * s * h * (34 + 5 * a * s / h)
-    yield "that is Korthikanti's formula, which has dropout in it and neglects the ends", full
+    yield "that is Korthikanti's formula: with dropout, without embedding and head", full
     wide = 4 * (right - loss - 16 * b * s) // w + loss + 16 * b * s
     yield f"w is {w} bytes, not {6 - w}", wide if w == 2 else (right + loss + 16 * b * s) // 2

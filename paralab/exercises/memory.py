@@ -33,11 +33,12 @@ STAYS |= {name: name for name in ("precision", "offload")}
 FILLS, SAME, ONE = "what fills it", "same training", "settings"
 REQUIRED = {
     **{patient.name: f"its peak falls by at least {patient.drop} %" for patient in PATIENTS},
-    FILLS: f"the largest at its peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}",
-    SAME: "a plan that runs, with its devices, samples per step and precision, and no offload",
-    ONE: "at most "
+    FILLS: f"the largest category at the peak: {', '.join(CATEGORIES[:-1])} or {CATEGORIES[-1]}",
+    SAME: "the changed plan runs, with as many devices and samples per step, the same precision "
+    "and no offload",
+    ONE: "changes: at most "
     + ", ".join(f"{patient.cures} ({patient.name})" for patient in PATIENTS)
-    + "; microbatches and microbatch_size together are one",
+    + "; microbatches and microbatch_size together count as one",
 }
 
 
@@ -64,11 +65,11 @@ def _look(notes: Notes, patient: Patient, pair: Any) -> None:
         notes.look(patient.name, said, "")
         return
     (category, change), parts = pair, patient.peak()
-    wrong = f"{shown(category)} is no category"
+    wrong = f"{shown(category)} is no category; legal: {', '.join(CATEGORIES)}"
     if category in CATEGORIES:
-        said = f"{category} are {_size(parts[category])} of {_size(sum(parts.values()))}"
+        said = f"{_size(parts[category])} of {_size(sum(parts.values()))}"
         most = parts[category] == max(parts.values())
-        wrong = "" if most else f"{said}, something else is more"
+        wrong = "" if most else f"the category {category} has {said}; another category has more"
     notes.each(FILLS, wrong)
     plan, wrong = _treated(patient, change)
     notes.each(SAME, wrong)
@@ -95,7 +96,7 @@ def _treated(patient: Patient, change: Mapping[str, Any]) -> tuple[Plan | None, 
     for field, words in STAYS.items() if plan else ():
         now, was = getattr(plan, field), getattr(patient.plan, field)
         if now != was:
-            return plan, f"{words}: {now}, and it was {was}"
+            return plan, f"{words}: {now}, required: {was}, as before the change"
     return plan, trouble
 
 
@@ -103,11 +104,11 @@ def _look_at_peak(notes: Notes, patient: Patient, plan: Plan) -> None:
     was, parts = sum(patient.peak().values()), quick.fullest(patient.model, plan)[1]
     now, largest = sum(parts.values()), max(parts, key=lambda name: parts[name])
     fall = f"falls by {100 * (1 - now / was):.1f} %" if now < was else "does not fall"
-    wrong = f"the peak {fall}, required: by {patient.drop} %; "
-    wrong += f"of {_size(now)} {_size(parts[largest])} are {largest}"
+    wrong = f"the peak {fall}, required: a fall of {patient.drop} %; "
+    wrong += f"the largest category is now {largest}, with {_size(parts[largest])} of {_size(now)}"
     if now < was and plan.bucket_bytes < patient.plan.bucket_bytes:  # still not small enough
         share = min(100 * plan.bucket_bytes / (4 * patient.model.num_params), 100)
-        wrong += f"; a bucket has {share:.0f} % of all gradients"
+        wrong += f"; a bucket holds {share:.0f} % of all gradients"
     cured = 100 * now <= (100 - patient.drop) * was
     notes.look(patient.name, "" if cured else wrong, f"{_size(was)} before, {_size(now)} after")
 

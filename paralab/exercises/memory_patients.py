@@ -58,15 +58,15 @@ class Patient:
         if change:
             bars[", ".join(f"{k}={v!r}" for k, v in change.items())] = self.peak(**change)
         sizes = [theme.scaled(sum(parts.values()), "B") for parts in bars.values()]
-        compared = " as" if sizes[0] == sizes[1] else f", {sizes[1]}"
-        title = f"{self.name}: the peak is {sizes[0]} with {devices(self.fewer)}{compared} with "
-        title += devices(self.plan)
+        compared = " and" if sizes[0] == sizes[1] else f", {sizes[1]}"
+        title = f"{self.name.capitalize()}: the peak is {sizes[0]} with {devices(self.fewer)}"
+        title += f"{compared} with {devices(self.plan)}"
         title += f", {sizes[-1]} with the change" * bool(change)
         return bytes_bars(bars, title=title)
 
     def __repr__(self) -> str:
         lines = f"{self.name}: {self.story}", self._set(self.model), self._set(self.plan)
-        return "\n  ".join((*lines, f"met in {self.met}"))
+        return "\n  ".join((*lines, f"public issues: {self.met}"))
 
     def _set(self, spec: ModelSpec | Plan) -> str:
         """A model or a plan as text, with the fields that differ from their defaults."""
@@ -80,7 +80,7 @@ PATIENTS = (
         name="more nodes",
         drop=50,
         cures=2,
-        story="Eight devices instead of four, nodes of two. No device needs a byte less",
+        story="Eight devices instead of four, in nodes of two, and no device needs a byte less",
         met="DeepSpeed 237",
         model=ModelSpec(layers=12, hidden=128, heads=4, seq_len=32),
         fewer=Plan(dp=4, zero_stage=3, shard=2, microbatch_size=2),
@@ -89,7 +89,7 @@ PATIENTS = (
     Patient(
         name="twice the devices",
         drop=50,
-        story="On four devices instead of two the memory should be half, and falls by a twentieth",
+        story="On four devices instead of two the memory should halve, but it falls by a twentieth",
         met="fairscale 1050, DeepSpeed 2302",
         model=ModelSpec(layers=6, hidden=128, heads=4, seq_len=128),
         fewer=Plan(dp=2, zero_stage=3, microbatch_size=8),
@@ -99,7 +99,7 @@ PATIENTS = (
         name="fully sharded",
         drop=45,
         cures=2,
-        story="Every state is sharded by twice as many devices, and a device needs only a seventh "
+        story="Every state is sharded by twice as many devices, but a device needs only a seventh "
         "less",
         met="fairscale 1050",
         model=ModelSpec(layers=16, hidden=64, heads=4, seq_len=16),
@@ -109,7 +109,7 @@ PATIENTS = (
     Patient(
         name="a small model",
         drop=25,
-        story="273 thousand parameters. Each of four devices needs nearly as much as one alone",
+        story="273 thousand parameters on four devices, and each needs nearly as much as one alone",
         met="pytorch-lightning 6047, pytorch 108976, DeepSpeed 1302",
         model=ModelSpec(layers=4, hidden=72, heads=4, seq_len=32),
         fewer=Plan(microbatch_size=1),

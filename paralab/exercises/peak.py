@@ -52,24 +52,32 @@ def peak_estimate(tries: Tries) -> None:
     for notes, (limit, sizes, b, m), reply in ask(tries, CASES, questions, why):
         notes.where = f"{', '.join(f'{k}={v}' for k, v in _named(sizes).items())}, b={b}, m={m}"
         model, right = ModelSpec(**_named(sizes), attention="explicit"), peak(sizes, b, m)
-        known = _mistakes(model, b, right, peak(sizes, b, 1))
-        wrong = reply.number(right, known, size_text, " of bytes", TOLERANCE)
+        known = _mistakes(model, b, m, right, peak(sizes, b, 1))
+        parts = ", ".join(f"{name} {size_text(n)}" for name, n in at_peak(sizes, b, m).items())
+        how = size_text, " of bytes", TOLERANCE, f"required at the peak: {parts}"
+        wrong = reply.number(right, known, *how)
         notes.look(limit, wrong, "" if wrong else f"{100 * (reply.value / right - 1):+.1f} %")
 
 
 @functools.cache  # the same for every answer
 def peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> int:
     """Bytes at the peak of the compiled program."""
+    return sum(at_peak(sizes, batch, microbatches).values())
+
+
+@functools.cache
+def at_peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> dict[str, int]:
+    """{category: bytes} at the peak of the compiled program."""
     model = ModelSpec(**_named(sizes), attention="explicit")
     plan = Plan(microbatch_size=batch, microbatches=microbatches)
-    return sum(quick.fullest(model, plan)[1].values())
+    return {name: size for name, size in quick.fullest(model, plan)[1].items() if size}
 
 
 def _named(sizes: Sequence[int]) -> dict[str, int]:
     return dict(zip(FIELDS, sizes, strict=True))
 
 
-def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes:
+def _mistakes(model: ModelSpec, b: int, m: int, right: float, of_one: float) -> Mistakes:
     """(words, bytes) of the known mistakes. of_one: the peak with a single micro-batch."""
     psi, s, h = model.num_params, model.seq_len, model.hidden
     sbh, scores = s * b * h, model.heads * s * s * b
@@ -80,6 +88,7 @@ def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes
     yield f"model states and all activations, {why}", all_at_once
     yield "the model states alone; temporary tensors are missing", 16 * psi
     yield "from the second micro-batch on all gradients are there", of_one
+    yield "that is m times the peak; micro-batches run one after the other", m * right
     yield "weights and moments alone", 12 * psi
     blocks = 12 * psi + model.layers * block
     yield "weights, moments and the blocks' activations; what else is alive?", blocks
@@ -87,10 +96,14 @@ def _mistakes(model: ModelSpec, b: int, right: float, of_one: float) -> Mistakes
     if of_one == right:
         logits, gradient = 4 * s * b * model.vocab, 4 * model.vocab * h
         at_output = 12 * psi + saved + logits + gradient
+        in_block = gradient + 4 * (12 * h**2 + 13 * h) + max(20 * sbh, 8 * scores - 40 * sbh)
+        at_block = blocks + in_block
+        without = "without the logits and their gradient"
         if at_output < (1 - TOLERANCE) * right:
             yield "that is at the backward of the output matrix; a later moment has more", at_output
-        in_block = gradient + 4 * (12 * h**2 + 13 * h) + max(20 * sbh, 8 * scores - 40 * sbh)
-        yield "without the logits and their gradient", blocks + in_block
+            without = "that is at the backward of the last block; a later moment has more"
+        if at_block < (1 - TOLERANCE) * right:
+            yield without, at_block
     halves = model.layers * (34 * sbh + 5 * scores)
     yield "34 and 5 are of 16-bit activations with dropout; this is fp32 without", 16 * psi + halves
     yield "that is in GB, required: bytes", right / 1e9

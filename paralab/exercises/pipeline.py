@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import count, zip_longest
 from typing import Any
 
-from paralab.exercises.diagnose import first_wrong_tensor
+from paralab.exercises.diagnose import distinct, first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
 from paralab.exercises.questions import plain
@@ -36,6 +36,7 @@ MODEL = ModelSpec(layers=1, hidden=32, heads=2, seq_len=16, tied=False)  # a blo
 SAMPLES = 2  # of a micro-batch
 SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)
 MESSAGE = 4 * SAMPLES * MODEL.seq_len * MODEL.hidden  # bytes
+SUM = "it is the sum over the micro-batches, required: the mean"
 MARGIN = 1.1  # factor on the bytes that are measured for one micro-batch
 
 
@@ -50,7 +51,7 @@ def _required(runs: Sequence[Run]) -> dict[str, str]:
         + "; ".join(map(_name, runs)),
         "loss": "on the last rank: the mean over the micro-batches; on the others 0.0",
         "order of work": "that of the rank's list, each action once",
-        "bytes per rank": "exactly 4 b s h per activation and per gradient that crosses a border",
+        "bytes per rank": "exactly 4 b s h for each activation and gradient sent to another stage",
         "in flight": "tensors of as many micro-batches as the list keeps at once, and all messages",
     }
 
@@ -88,6 +89,8 @@ def one_step(
     )
     done: list[tuple[str, int]] = []
     made: dict[str, int] = {}
+    if not rank:
+        made |= {f"0F{k}": _checksum(tokens) for k, (tokens, _) in enumerate(batches)}
     for s, stage in stages.items():
         _write_down(stage, s, done, made)
     with watch.section() as section:
@@ -131,7 +134,7 @@ def _write_down(stage: Any, number: int, done: list[tuple[str, int]], made: dict
     """Record what a stage computes, by hooks.
 
     done  (action, checksum of its input) of each forward and backward, in order: ("1F0", 7)
-    made  {action of another stage: checksum of the message for it}
+    made  {action of another stage: checksum of the message for it}; the caller adds the tokens
     """
     calls = count()
 
@@ -174,11 +177,12 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         most = (
             MARGIN * (alive * result["kept"] + result["passing"]) + 2 * messages + result["weights"]
         )
-        held = f" holds {result['peak']:,} bytes of activations and messages at once; the list has "
-        held += f"{alive} in flight, of {result['kept']:,} bytes each"
+        held = f" holds {result['peak']:,} bytes of activations and messages at once, required: at "
+        held += f"most {int(most):,}; its list has {alive} micro-batch{'es' * (alive > 1)} in "
+        held += f"flight, of {result['kept']:,} bytes each"
         for limit, words in (
-            (GRADIENTS, _wrong_gradient(result["gradients"], right)),
-            (LOSS, _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0)),
+            (GRADIENTS, _wrong_gradient(result["gradients"], right, m)),
+            (LOSS, _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0, m)),
             (ORDER, _wrong_order([action for action, _ in result["done"]], listed)),
             (BYTES, said if sent != messages else ""),
             (FLIGHT, held if result["peak"] > most else ""),
@@ -190,35 +194,40 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         notes.look(limit, first(wrong[limit]), "kept")
 
 
-def _wrong_gradient(gradients: dict[str, Any], right: Step) -> str:
+def _wrong_gradient(gradients: dict[str, Any], right: Step, m: int) -> str:
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
         return f": {missing[0]} has no gradient"
-    return first_wrong_tensor([gradients], right.gradients, ranks=lambda _: "")
+    known = {SUM: {name: m * gradient for name, gradient in right.gradients.items()}}
+    return first_wrong_tensor([gradients], right.gradients, known=known, ranks=lambda _: "")
 
 
 def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
-    """The first action that computes with the message for another action, in words, or ""."""
+    """The first action that computes with the input of another action, in words, or ""."""
     made = {action: checksum for result in results for action, checksum in result["made"].items()}
     action_of = {checksum: action for action, checksum in made.items()}
     for rank, result in enumerate(results):
         for action, checksum in result["done"]:
             if checksum in action_of and checksum != made.get(action, checksum):
-                return f"; rank {rank} does {action} with the message for {action_of[checksum]}"
+                return f"; rank {rank} does {action} with the input of {action_of[checksum]}"
     return ""
 
 
-def _wrong_loss(loss: Any, right: float) -> str:
-    said = f" returns {loss!r}, required: {right:.5g}"
+def _wrong_loss(loss: Any, right: float, m: int) -> str:
     if not isinstance(loss, (int, float)):
-        return said
-    factor = as_many(loss, right, "; it is {} times what is required")
-    return "" if abs(loss - right) <= 1e-4 else said + factor
+        return f" returns {loss!r}, required: {right:.5g}"
+    if abs(loss - right) <= 1e-4:
+        return ""
+    yours, required = distinct(loss, right)
+    summed = abs(loss - m * right) <= 1e-4 * m and right
+    return f" returns {yours}, required: {required}" + f"; {SUM}" * bool(summed)
 
 
 def _wrong_order(done: Sequence[str], listed: Sequence[Any]) -> str:
     pairs = zip_longest(done, map(str, listed), fillvalue="nothing")
     for position, (mine, required) in enumerate(pairs):
+        if required == "nothing":
+            return f": its list ends after {position} actions, and yours goes on with {mine}"
         if mine != required:
             return f": action {position + 1} of its list is {required}, yours does {mine}"
     return ""

@@ -234,7 +234,8 @@ def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> Non
         frame = frame.f_back
     if frame.f_code.co_filename != dist.distributed_c10d.__file__:
         raise RuntimeError(
-            f"{op} goes around what is counted: call the functions of torch.distributed"
+            f"{op} is not called by a function of torch.distributed, so it cannot be counted: call "
+            "these functions yourself"
         )
     for tensor in tensors(arguments):
         if not tensor.is_contiguous():

@@ -30,7 +30,7 @@ WITHOUT_S = 3 * UNITS * MESSAGE_S  # two gathers and a reduce-scatter of each un
 LIMIT_S = WITHOUT_S / 2
 
 GATHERS, EXPOSED = "gathers", "exposed time"
-EARLY = "a unit has computed before its parameters had arrived"
+EARLY = "a unit has computed before its parameters arrived"
 REQUIRED = zero3.REQUIRED | {
     zero3.WEIGHTS: "N = 3: after 2 steps of SGD those of one process, on every rank",
     zero3.PEAK: zero3.room(zero3.UNITS + 1),
@@ -46,9 +46,9 @@ def my_prefetch(tries: Tries) -> None:
     zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
 
 
-def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, float]]:
-    """What every rank runs. Returns for each step (output of the units, the right output, the
-    output with the lr of the task's example).
+def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, dict[str, float]]]:
+    """What every rank runs. Returns for each step (output of the units, the right output, {known
+    mistake: the output that it gives}).
     """
     from paralab.exercises.timed import timed
 
@@ -60,22 +60,26 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, floa
             weight.data.fill_(number)
     watch.label = "before"
     zero = answer[0](list(module), lr=zero3.RATES[RANKS])
-    values, with_task_lr = values.clone(), values
+    values, known = values.clone(), {one: values.clone() for one in (zero3.FIXED, zero3.SUMMED)}
+    lr = zero3.RATES[RANKS]
     for step in range(STEPS):
         watch.label = f"step {step}"
         out = module(torch.zeros(1))
-        outputs.append((out.item(), values.sum().item(), with_task_lr.sum().item()))
+        sums = {words: numbers.sum().item() for words, numbers in known.items()}
+        outputs.append((out.item(), values.sum().item(), sums))
         out.backward()
         zero.step()
-        for lr, numbers in ((zero3.RATES[RANKS], values), (zero3.TASK_LR, with_task_lr)):
-            numbers -= lr * (numbers + (RANKS - 1) / 2)  # the mean of the ranks' gradients
+        fixed, summed = known[zero3.FIXED], known[zero3.SUMMED]
+        for numbers, rate in ((values, lr), (fixed, zero3.TASK_LR), (summed, lr * RANKS)):
+            numbers -= rate * (numbers + (RANKS - 1) / 2)  # the mean of the ranks' gradients
     return outputs
 
 
 def _look(notes: Notes, outcome: Outcome) -> None:
-    for step, (out, right, fixed) in enumerate(outcome.results[0]):
+    for step, (out, right, known) in enumerate(outcome.results[0]):
         wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; "
-        wrong += zero3.FIXED if abs(out - fixed) < 1e-4 * fixed else f"{EARLY}, or with wrong ones"
+        near = (words for words, other in known.items() if abs(out - other) < 1e-4 * abs(other))
+        wrong += next(near, f"{EARLY}, or with wrong parameters")
         if abs(out - right) > 1e-4 * right:  # the row of a right one is the training's
             notes.look(zero3.WEIGHTS, wrong, "")
 
@@ -90,11 +94,13 @@ def _look(notes: Notes, outcome: Outcome) -> None:
     if enough and (early := _early(spans, gathers, work)):
         notes.look(zero3.WEIGHTS, early, "")
     notes.where = ""
-    few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or one less"
+    few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or {2 * UNITS - 1} if "
+    few += "the last unit stays whole between its forward and its backward"
     notes.look(GATHERS, "" if enough else few, f"{units:g} in a step")
     for position, row in enumerate(work.itertuples()):
         ahead = _units(gathers, gathers["span"] < row.id) - (position + 1)
-        many = f"{ahead:g} units are gathered ahead when unit {row.chunk} begins its {row.kind}"
+        many = f"{ahead:g} units are gathered ahead when unit {row.chunk} begins its {row.kind}, "
+        many += "required: at most 1"
         notes.look(GATHERS, many if ahead > 1 else "", f"{units:g} in a step")
 
     costs = {"forward": [FORWARD_S] * UNITS, "backward": [BACKWARD_S] * UNITS}
@@ -102,7 +108,11 @@ def _look(notes: Notes, outcome: Outcome) -> None:
     first = min(calls["span"][last], default=work["id"].iloc[-2 * UNITS])
     seconds = timed["end"].max() - timed["start"][first]
     exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
-    notes.at_most(EXPOSED, exposed, LIMIT_S, ms, _why(spans, gathers, work))
+    why = _why(spans, gathers, work)
+    others = calls["wire_bytes"][last & (calls["op"] != "all_gather")].sum() / (UNITS * SENT)
+    if not why and others > 1:
+        why = f": reducing gradients sends {others:.3g} times the bytes of reduce-scatters"
+    notes.at_most(EXPOSED, exposed, LIMIT_S, ms, why)
 
 
 def _early(spans: Any, gathers: Any, work: Any) -> str:
@@ -116,7 +126,7 @@ def _early(spans: Any, gathers: Any, work: Any) -> str:
         kept += (row.kind, row.chunk) == ("backward", UNITS)  # the last unit, since its forward
         arrived = _units(gathers, gathers["span"].isin(_waited_for(spans, row.id)))
         if arrived < min(_units(gathers, gathers["span"] < row.id), position + 1 - kept):
-            return f"the {row.kind} of unit {row.chunk} begins when its gather is not over: {EARLY}"
+            return f"the {row.kind} of unit {row.chunk} begins before its gather is over: {EARLY}"
     return ""
 
 

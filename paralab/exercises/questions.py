@@ -85,7 +85,7 @@ class Reply(NamedTuple):
                 return f"the state {state!r} is missing"
             if state not in right:
                 required = ", ".join(right)
-                return f"{shown(state)} is in it, and required are only {required}"
+                return f"yours has {shown(state)}, required: only {required}"
         for state, size in right.items():
             how = known(state), size_text, " of bytes", tolerance
             if wrong := wrong_number(states[state], size, *how):
@@ -176,7 +176,7 @@ def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
 def _counted(entries: Iterable, left: Iterator[int]) -> Iterator[Any]:
     for entry in entries:
         if next(left, None) is None:
-            raise ValueError(f"more than {MOST:,} entries; legal: those that are asked for")
+            raise ValueError(f"more than {MOST:,} entries; legal: those that the task asks for")
         yield entry
 
 
@@ -204,7 +204,9 @@ def _number(value: Any) -> int | float:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value as the learner knows it: "an int"."""
+    """The type of a value as the learner knows it: "an int", or "None"."""
+    if value is None:
+        return "None"
     name = value.type if isinstance(value, Opaque) else type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
@@ -220,6 +222,7 @@ def wrong_number(
     show: Callable[[float], str],
     what: str = "",
     tolerance: float = 0.0,
+    unexplained: str = "",
 ) -> str:
     """What is wrong with a number, with the known mistake that explains it; "" if it is right.
 
@@ -227,6 +230,7 @@ def wrong_number(
            is nearest to ``yours``, and the first of several that are equally near
     show   formats a number with its unit
     what   the kind of number, for a message: " of FLOPs"
+    unexplained  what the message says if no known mistake explains the number
     """
     if isinstance(yours, bool) or not isinstance(yours, (int, float)):
         return f"required: a number{what}, yours is {shown(yours)}"
@@ -243,7 +247,9 @@ def wrong_number(
     if near:
         return f"{message} ({min(near, key=operator.itemgetter(0))[1]})"
     factor = times(yours / right) if right and 0 < yours / right < math.inf else "1 times"
-    return message if factor == "1 times" else f"{message} ({factor} as much)"
+    factor = "" if factor == "1 times" else f"{factor} as much"
+    said = "; ".join(filter(None, (factor, unexplained)))
+    return f"{message} ({said})" if said else message
 
 
 def unlike(known: Mistakes) -> list[tuple[str, float]]:

@@ -16,6 +16,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.late import reference, torch, watched
+from paralab.exercises.questions import kind_of
 from paralab.exercises.verdict import first
 from paralab.spec import ModelSpec
 
@@ -26,9 +27,9 @@ MASKS = "; without dropout all are equal, so the dropout masks differ"
 SPARE = 1.1  # factor on the peak with torch.utils.checkpoint
 REQUIRED = {
     "gradients": "of one step: those without my_checkpoint, bit for bit",
-    "generator": "random numbers drawn after the step: as without it",
+    "generator": "random numbers drawn after the step: those without my_checkpoint",
     "forwards": "every block: exactly 2 per micro-batch",
-    "peak memory": "tensors: at most 10 % more than torch.utils.checkpoint, beyond the parameters",
+    "peak memory": "tensors beyond the parameters: at most 10 % more than torch.utils.checkpoint",
 }
 GRADIENTS, GENERATOR, FORWARDS, MEMORY = REQUIRED
 
@@ -42,18 +43,21 @@ def checkpoint(tries: Tries) -> None:
             wrong += MASKS
         notes.look(GRADIENTS, wrong, "all equal")
         same = (yours["after"] == right["after"]).all()
-        wrong = "" if same else "the program draws other numbers after the step than without"
-        notes.look(GENERATOR, wrong, "as without")
+        wrong = "the program draws other numbers after the step than without my_checkpoint, which "
+        wrong += "has changed the generator's state"
+        notes.look(GENERATOR, "" if same else wrong, "as without it")
         required = 2 * MICROBATCHES
+        twice = f"in forward and again in backward of each of {MICROBATCHES} micro-batches"
         wrong = first(
-            f"block {block} runs {n} times in the step, required: {required}"
+            f"block {block} runs {n} times in the step, required: {required}, {twice}"
             for block, n in enumerate(yours["calls"])
             if n != required
         )
         notes.look(FORWARDS, wrong, f"{required} in the step")
         limit = int(SPARE * torchs)
-        words = f"has {{held}} bytes at its peak, required: {limit:,}; without it {bare:,}"
-        notes.memory(MEMORY, [yours["peak"]], limit, words)
+        words = f"has {{held}} bytes at its peak, required: at most {limit:,}; without checkpoints "
+        words += f"it has {bare:,}"
+        notes.memory(MEMORY, [yours["peak"]], limit, words, lambda _: "the step")
 
 
 def stepped(watch: Any, answer: tuple, seed: int) -> tuple[dict, dict, list, int, int]:
@@ -119,7 +123,11 @@ def _step(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = apply(self.block, x)
             if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-                raise ValueError(f"my_checkpoint returns {type(y).__name__}, not the block's y")
+                what = kind_of(y)
+                if isinstance(y, torch.Tensor):
+                    what = f"a tensor of shape {tuple(y.shape)}"
+                legal = f"the block's output, of shape {tuple(x.shape)}"
+                raise ValueError(f"my_checkpoint returns {what}, required: {legal}")
             return y
 
     gpt.blocks = nn.ModuleList(Through(block, i) for i, block in enumerate(gpt.blocks))

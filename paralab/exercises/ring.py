@@ -27,11 +27,12 @@ CLUSTER = Cluster(
 REQUIRED = {
     "result": "N = 2, 3, 4: every rank has all N chunks, each in its place",
     "calls": "sends and receives between neighbours on the ring",
-    "bytes per rank": "exactly (N-1)/N S, S the whole tensor",
+    "bytes per rank": "exactly (N-1)/N · S, where S is the size of the whole tensor",
     "extra memory": "tensors: at most one chunk",
     "simulated time": "at most (N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
 }
 RESULT, CALLS, BYTES, MEMORY, TIME = REQUIRED
+EXTRA = "takes {held} bytes in addition to the tensor"
 
 
 @exercise(Takes("f(group, tensor)"), required=REQUIRED)
@@ -42,9 +43,9 @@ def all_gather_half(tries: Tries) -> None:
             notes.look(RESULT, _wrong_chunk(outcome), "every chunk on every rank")
             look_at_calls(notes, outcome, "group.{}", "each rank")
             notes.bytes(BYTES, outcome.sent(), (n - 1) * chunk)
-            words = f"takes {{held}} bytes, one chunk is {chunk:,}"
+            words = f"{EXTRA}, required: at most one chunk, {chunk:,}"
             notes.memory(MEMORY, outcome["extra"], chunk, words)
-            look_at_time(notes, outcome, (n - 1) * CLUSTER.intra.seconds(chunk))
+            look_at_time(notes, outcome, (n - 1) * CLUSTER.intra.seconds(chunk), n - 1)
 
 
 def hand_round(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -70,10 +71,10 @@ def _wrong_chunk(outcome: Outcome) -> str:
     right = chunks(n, outcome.seed)
 
     def known(number: int) -> Iterator[tuple[str, np.ndarray]]:
-        yield "still unfinished", np.full(CHUNK, -1.0)
+        yield "no finished chunk was received into it", np.full(CHUNK, -1.0)
         for other in range(n):
             if other != number:
-                yield f"holds the numbers of chunk {other}", right[other]
+                yield f"it holds the numbers of chunk {other}", right[other]
 
     for rank, tensor in enumerate(outcome["tensor"]):
         if np.shape(tensor) != (n * CHUNK,):
@@ -101,14 +102,22 @@ def look_at_calls(notes: Notes, outcome: Outcome, named: str, by: str) -> None:
 def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
     rank, op, peer = (row[column] for column in ("rank", "op", "peer"))
     if op not in POINT_TO_POINT:
-        return f"rank {rank} calls {named.format(op)}, which is the thing to be written"
+        return f"rank {rank} calls {named.format(op)}, required: only sends and receives"
     if (rank - peer) % n in (1, n - 1):
         return ""
-    way = "to" if op == "send" else "from"
-    return f"rank {rank} does a {op} {way} rank {peer}, no neighbour of it"
+    does = "sends to" if op == "send" else "receives from"
+    return f"rank {rank} {does} rank {peer}, which is not its neighbour on the ring"
 
 
-def look_at_time(notes: Notes, outcome: Outcome, most: float) -> None:
-    """Record whether a replay of the calls on `CLUSTER` takes at most ``most`` seconds."""
+def look_at_time(notes: Notes, outcome: Outcome, most: float, messages: int) -> None:
+    """Record whether a replay of the calls on `CLUSTER` takes at most ``most`` seconds, in which a
+    rank can send so many ``messages`` of one chunk.
+    """
+    sends = outcome.report.collectives.query("op == 'send'")["rank"].value_counts()
+    why = ": the messages of one step are sent one after the other, not at the same time"
+    if notes.broke((CALLS,)):
+        why = ""
+    elif max(sends, default=0) > messages:
+        why = f": rank {sends.idxmax()} sends {max(sends)} messages, required: {messages}"
     time = outcome.report.replay(CLUSTER, compute=0.0).step_time
-    notes.at_most(TIME, time, most, lambda seconds: f"{1e6 * seconds:.1f} µs")
+    notes.at_most(TIME, time, most, lambda seconds: f"{1e6 * seconds:.1f} µs", why)

@@ -49,7 +49,7 @@ REQUIRED = {
     "schedule": f"p={PP}, m={MICROBATCHES}: every action once, and no cycle of waits",
     "simulated step": f"at most {1e3 * limit_s(PP, MICROBATCHES):.0f} ms = (m+p-1)(F+B)",
     "live micro-batches": f"at most {PP} alive at once, on any rank",
-    "other sizes": "from p=2, m=1 to p=6, m=9: the same, with (m+p-1)(F+B) and p alive",
+    "other sizes": "the same from p=2, m=1 to p=6, m=9: (m+p-1)(F+B), and at most p alive",
     "gradients": f"of a step on {PP} ranks: those of one process",
 }
 VALID, TIME, MEMORY, OTHERS, GRADIENTS = REQUIRED
@@ -84,7 +84,7 @@ def own_schedule(tries: Tries) -> None:
         notes.look(MEMORY, first_too_many(simulated.schedule, PP), said)
         for reply, (p, m) in zip(others, SIZES, strict=True):
             notes.where = f"p={p}, m={m}"
-            notes.each(OTHERS, missed(reply, p, m, Target()), f"{len(SIZES)} other sizes")
+            notes.each(OTHERS, missed(reply, p, m, Target()), f"kept at {len(SIZES)} other sizes")
         notes.where, plan = "", Plan(pp=PP, schedule=Written(task_reply.value), **BATCH)
         if not notes.broke():  # only a schedule that keeps all limits so far is trained with
             look_at_run(notes, (GRADIENTS,), MODEL, plan, steps=1, timeout=tries.timeout)
@@ -105,7 +105,11 @@ def simulate_reply(reply: Reply, pp: int, microbatches: int) -> tuple[Simulation
     return attempt(lambda: simulate(Plan(**plan).actions()))
 
 
-def late(simulated: Simulation, best: Callable[[int, int], Schedule] = one_f_one_b) -> str:
+def late(
+    simulated: Simulation,
+    best: Callable[[int, int], Schedule] = one_f_one_b,
+    name: str = "1F1B",
+) -> str:
     """The first action that starts later than in ``best``, a schedule that keeps the limit."""
     order, starts = simulated.order, _starts(simulated)
     earliest = _starts(simulate(best(order.ranks, order.microbatches)))
@@ -114,17 +118,62 @@ def late(simulated: Simulation, best: Callable[[int, int], Schedule] = one_f_one
         if key[1] != "W" and start > soonest * SLACK + 1e-12:
             return (
                 f"rank {action.stage} starts {action}, the {_nth(position)} of its list, at "
-                f"{ms(start)}, and could at {ms(soonest)}"
+                f"{ms(start)}; in {name} it starts at {ms(soonest)}"
             )
-    return "the weight halves come too late"
+    return "forwards and input halves start in time, weight halves too late"
 
 
 def idle(simulated: Simulation) -> str:
     """The first idle time of a rank between two of its actions, in words."""
-    order, start, end = simulated.order, simulated.start, simulated.end
-    rows = [range(*pair) for pair in pairwise(order.first)]
-    gaps = [(end[i - 1], i) for row in rows for i in row[1:] if start[i] > end[i - 1] + 1e-12]
-    since, i = min(gaps)
+    return _idle(simulated, *min(_gaps(simulated)))
+
+
+def wasted(simulated: Simulation, most: int) -> str:
+    """The first idle time of a rank in which another action of its list could run, in words; if
+    there is none, the first idle time. most: micro-batches that a rank may hold
+    """
+    gaps = sorted(_gaps(simulated))
+    for since, i in gaps:
+        if action := _startable(simulated, since, i, most):
+            return f"{_idle(simulated, since, i)}, where {action} could start"
+    return _idle(simulated, *gaps[0]) if gaps else ""
+
+
+def _gaps(simulated: Simulation) -> list[tuple[float, int]]:
+    """(seconds since when its rank is idle, number of the action) of actions after idle time."""
+    start, end = simulated.start, simulated.end
+    rows = [range(*pair) for pair in pairwise(simulated.order.first)]
+    return [(end[i - 1], i) for row in rows for i in row[1:] if start[i] > end[i - 1] + 1e-12]
+
+
+def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action | None:
+    """The first action after action ``i`` in its rank's list whose inputs exist ``since`` then; a
+    forward only if the rank holds fewer than ``most`` micro-batches.
+    """
+    from paralab.theory.schedule_check import live
+
+    order = simulated.order
+    rank, first = order.rank[i], order.first[order.rank[i]]
+    done = {
+        str(order.action(n)) for n in range(len(simulated.end)) if simulated.end[n] <= since + 1e-12
+    }
+    row = simulated.schedule[rank]
+    before = row[i - first - 1]
+    held = live(simulated.schedule)[rank][i - first - 1] - (before.kind in "BW")
+    for action in row[i - first + 1 :]:
+        stage, kind, k = action
+        needs = {"F": [(stage - 1, "F")] * (stage > 0), "W": [(stage, "I")]}.get(kind)
+        if needs is None:
+            needs = [(stage, "F"), *[(stage + 1, "BI")] * (stage < order.stages - 1)]
+        ready = all(any(f"{s}{one}{k}" in done for one in kinds) for s, kinds in needs)
+        if ready and (kind != "F" or held < most):
+            return action
+    return None
+
+
+def _idle(simulated: Simulation, since: float, i: int) -> str:
+    """The idle time of a rank before action ``i``, in words."""
+    order, start = simulated.order, simulated.start
     rank = order.rank[i]
     return (
         f"rank {rank} is idle from {ms(since)} to {ms(start[i])}, before {order.action(i)}, the "

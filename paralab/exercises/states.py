@@ -22,7 +22,7 @@ RECIPES: dict[str, dict[str, int]] = {  # {recipe: {state: bytes per parameter}}
 REQUIRED = {
     "tied output matrix": "GPT-2, whose output matrix is the embedding; two recipes: every "
     "state to the byte",
-    "untied output matrix": "GPT-2 and the laptop model with tied=False: a matrix more",
+    "untied output matrix": "GPT-2 and the laptop model with tied=False: one more matrix",
     "large models": "7.5 B and 1 T parameters",
     "devices": "four models on devices of 24 and 80 GB, and one that fills its devices exactly",
 }
@@ -79,7 +79,7 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
     matrices = 12 * model.layers * model.hidden**2 * size
     yield "12 l h² are the blocks' matrices alone: embeddings, biases and norms count too", matrices
     blocks = matrices + 13 * model.layers * model.hidden * size
-    yield "the blocks alone: embeddings, and the norm behind the blocks, count too", blocks
+    yield "the blocks alone: embeddings, and the norm after the blocks, count too", blocks
     yield "that is the number of parameters; each takes several bytes", right / size
     yield "that is in GB, required: bytes", right / 1e9
     yield "that is in GiB, required: bytes", right / 2**30
@@ -88,15 +88,18 @@ def known_states(model: ModelSpec, size: int) -> Mistakes:
 def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) -> str:
     size = memory * 10**9
     rounded = "rounded, but not up: what is left over needs a device too"
-    alone = "the 16-bit weights alone; the other states need memory too"
+    alone = "that is for the 16-bit weights alone; the other states need memory too"
     known = [
         (rounded, total // size),
         (rounded, round(total / size)),
-        ("one more than needed: they fit exactly", total // size + 1),
-        ("those are GiB; 1 GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
-        ("only whole devices can be had", total / size),
-        ("a GB is 10⁹ bytes", math.ceil(total / memory)),
+        ("one more than needed: the states fit exactly", total // size + 1),
+        ("memory_gb is taken for GiB; 1 GB is 10⁹ bytes", math.ceil(total / (memory * 2**30))),
+        ("only whole devices exist: round up", total / size),
+        ("memory_gb is taken for bytes; a GB is 10⁹ bytes", math.ceil(total / memory)),
         (alone, math.ceil(model.num_params * 2 / size)),
     ]
-    show = "{:,} devices".format
-    return reply.number(math.ceil(total / size), known, show, " of devices")
+    return reply.number(math.ceil(total / size), known, _devices, " of devices")
+
+
+def _devices(count: float) -> str:
+    return f"{count:,} device{'s' * (count != 1)}"

@@ -61,12 +61,14 @@ def look_at_training(
             wrong = first_wrong_tensor(outcome["tensors"], right)
             if wrong:  # only now: to look for the mistake takes another training
                 known = _mistakes(outcome) | _fixed_divisor(limit, steps, ranks)
+                known |= _other_divisors(right, ranks) if limit == GRADIENTS else {}
                 wrong = first_wrong_tensor(outcome["tensors"], right, known=known)
-            notes.look(limit, wrong and f"{limit}: {wrong}", f"{len(right)} tensors, all equal")
+            notes.look(limit, wrong, f"{len(right)} tensors, all equal")
             if limit == GRADIENTS:
                 calls = outcome.report.collectives
                 size = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
-                wrong = f"one message has {size:,} bytes, bucket_bytes and a gradient {largest:,}"
+                wrong = f"one message has {size:,} bytes, required: at most {largest:,}, which is "
+                wrong += "bucket_bytes and the largest gradient"
                 notes.look(BYTES, wrong if size > largest else "", "")
                 early.append((notes, _early_bucket(calls, bucket_bytes)))
                 least = int(most / PADDING)
@@ -79,7 +81,7 @@ def _early_bucket(calls: Any, bucket_bytes: float) -> str:
     mine = calls[(calls["phase"] == "data") & (calls["rank"] == 0) & (calls["op"] == "all_reduce")]
     sizes = mine.sort_values("span")["payload_bytes"].tolist() if bucket_bytes < math.inf else []
     early = (size for size in sizes[:-1] if size < bucket_bytes)
-    message = "a message that is not the last has {:,} bytes, a bucket at least {:,}"
+    message = "a message that is not the last has {:,} bytes, required: at least bucket_bytes, {:,}"
     return next((message.format(size, bucket_bytes) for size in early), "")
 
 
@@ -91,6 +93,15 @@ def _mistakes(outcome: Outcome) -> dict[str, dict[str, Any]]:
             mistakes[said] = {name: gradient / factor for name, gradient in own.items()}
     unequal = {name: sum(one[name] for one in outcome["unequal"]) / n for name in own}
     return mistakes | {"the ranks began with unequal weights": unequal}
+
+
+def _other_divisors(right: dict[str, Any], ranks: int) -> dict[str, dict[str, Any]]:
+    """{words: gradients} of answers that divide the sum never, or twice."""
+    known = (
+        ("it is the sum over the ranks, required: the mean", ranks),
+        ("it is divided by the number of ranks twice", 1 / ranks),
+    )
+    return {words: {name: factor * g for name, g in right.items()} for words, factor in known}
 
 
 def _fixed_divisor(limit: str, steps: int, ranks: int) -> dict[str, dict[str, Any]]:
@@ -131,7 +142,7 @@ def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> di
         finish()
         for name, parameter in named.items():
             if parameter.grad is None:
-                raise ValueError(f"after the step's last call {name} has no gradient")
+                raise ValueError(f"at the end of the step {name} has no gradient: .grad is None")
         gradients = {name: watched.array(parameter.grad) for name, parameter in named.items()}
         update.step()
     weights = watched.arrays(gpt)

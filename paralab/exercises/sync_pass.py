@@ -82,7 +82,9 @@ def _why_slow(program: ProgramText) -> str:
     for position, ins in lines[:over]:
         if ins.op == WAIT:
             said = program.names.instruction(ins)
-            return f"the rank is idle at instruction {position}, {said!r}, and backward is not over"
+            return f"the rank is idle at instruction {position}, {said!r}, before backward is over"
     calls = [position for position, ins in lines if ins.op in COLLECTIVES]
     late = sum(position > over for position in calls)
-    return f"{late} of {len(calls)} calls begin when backward is over, and nothing hides them"
+    if not late:
+        return f"all {len(calls)} calls begin before backward is over, and take longer than it"
+    return f"{late} of {len(calls)} calls begin when backward is over, so nothing hides them"

@@ -15,21 +15,28 @@ from operator import attrgetter
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import ask
-from paralab.exercises.schedule import FORWARD_S, Target, idle, late, missed
+from paralab.exercises.schedule import FORWARD_S, Target, idle, late, missed, wasted
 from paralab.parallel.schedules import zb_h1
 
 SIZES = ((4, 8), (4, 12), (3, 9), (6, 12), (2, 6))  # p, m
 
+
+def least_alive(p: int) -> int:
+    """The third target's limit on the micro-batches that a rank holds."""
+    return -(-(2 * p + 1) // 3)
+
+
 REQUIRED = {
-    "1: ZB-H1's time": "step of at most (3m + p - 1) 10 ms, at most p alive",
-    "2: no bubble": "no rank is idle between its first and its last action, 3m 10 ms; at most "
-    "2p - 1 alive",
-    "3: less memory": "1F1B's time, (m + p - 1) 30 ms, at most (2p + 1) / 3 alive, rounded up",
+    "1: ZB-H1's time": "a step of at most (3m + p - 1) · 10 ms; at most p micro-batches alive",
+    "2: no bubble": "at most 3m · 10 ms from a rank's first action to its last, so none is idle in "
+    "between; at most 2p - 1 micro-batches alive",
+    "3: less memory": "a step of at most (m + p - 1) · 30 ms, like 1F1B's; at most (2p + 1) / 3 "
+    "micro-batches alive, rounded up",
 }
 TARGETS = (
     Target(
         seconds=lambda p, m: (3 * m + p - 1) * FORWARD_S,
-        why=lambda simulated: late(simulated, zb_h1),
+        why=lambda simulated: late(simulated, zb_h1, "ZB-H1, which splits every backward,"),
     ),
     Target(
         took=attrgetter("cost"),
@@ -37,7 +44,10 @@ TARGETS = (
         alive=lambda p: 2 * p - 1,
         why=idle,
     ),
-    Target(alive=lambda p: -(-(2 * p + 1) // 3), why=lambda simulated: ""),
+    Target(
+        alive=least_alive,
+        why=lambda simulated: wasted(simulated, least_alive(simulated.order.ranks)),
+    ),
 )
 
 

@@ -76,8 +76,10 @@ class Verdict:
         if not self.started:
             return f"{self.exercise}: {NOT_STARTED}; .hint() gives one hint at a time"
         if self.passed:
-            return f"{self.exercise}: passed, all {kept} limits kept"
-        count = f"{kept} of {len(self.rows) - open_rows} limits kept"
+            every = f"all {kept} limits" if kept > 1 else "its one limit"
+            return f"{self.exercise}: passed, {every} kept"
+        looked_at = len(self.rows) - open_rows
+        count = f"{kept} of {looked_at} limit{'s' * (looked_at != 1)} kept"
         rest = f", {open_rows} not looked at" * (open_rows > 0)
         return f"{self.exercise}: not yet, {count}{rest}: {self.said}"
 
@@ -104,10 +106,10 @@ def ms(seconds: float) -> str:
     return f"{round(1e3 * seconds, 1):g} ms"
 
 
-def as_many(yours: float, required: float, words: str = ", {} times as many") -> str:
-    """``words`` with the factor yours / required; "" if that rounds to 1 or nothing is required."""
-    factor = f"{yours / required:.3g}" if required else "1"
-    return "" if factor == "1" else words.format(factor)
+def as_many(yours: float, required: float) -> str:
+    """The factor in words, "yours is 1.5 times that", or "" if it rounds to 1 or a number is 0."""
+    factor = f"{yours / required:.3g}" if yours and required else "1"
+    return "" if factor == "1" else f" (yours is {factor} times that)"
 
 
 def first(wrongs: Iterable[str]) -> str:
@@ -147,11 +149,12 @@ class Notes:
         """Record that the limit is broken, with the words ``wrong``; if these are empty, that it is
         kept, with the words ``right``.
         """
-        self.note(limit, self._at_case(wrong or right), not wrong, self._at_case(wrong))
+        self.note(limit, self._at_case(wrong or right), not wrong, self._sentence(limit, wrong))
 
     def each(self, limit: str, wrong: str, right: str = "right everywhere") -> None:
         """`look` at one of many cases of a limit: only a failure names its case."""
-        self.note(limit, self._at_case(wrong) if wrong else right, not wrong, self._at_case(wrong))
+        yours = self._at_case(wrong) if wrong else right
+        self.note(limit, yours, not wrong, self._sentence(limit, wrong))
 
     def end(self, trouble: str, *, limit: str = "", yours: str = "failed") -> None:
         """End the check, for the reason ``trouble`` or because the answer is `NOT_STARTED`."""
@@ -165,6 +168,11 @@ class Notes:
     def _at_case(self, words: str) -> str:
         return f"{self.where}: {words}" if self.where else words
 
+    def _sentence(self, limit: str, wrong: str) -> str:
+        """What is wrong, after the limit and the case: "loss (N=2): required: 5, yours 7"."""
+        case = f" ({self.where})" if self.where not in ("", limit) else ""
+        return f"{limit}{case}: {wrong}" if wrong else ""
+
     def broke(self, limits: Iterable[str] | None = None) -> bool:
         """Whether one of these limits, by default of all limits, is broken."""
         limits = self.limits if limits is None else limits
@@ -176,8 +184,8 @@ class Notes:
         """Record whether ``yours`` is at most ``most``. show: formats a number with its unit; why:
         the cause of an excess, such as ": no gather is in flight", or "".
         """
-        said = f"{limit}: {show(yours)}, required: at most {show(most)}{why}"
-        self.note(limit, self._at_case(show(yours)), yours <= most * SLACK, self._at_case(said))
+        said = self._sentence(limit, f"{show(yours)}, required: at most {show(most)}{why}")
+        self.note(limit, self._at_case(show(yours)), yours <= most * SLACK, said)
 
     def bytes(
         self,
@@ -198,7 +206,7 @@ class Notes:
         required = f"{most:,}" if least == most else required
         wrong = ""
         if excess[worst] > 0 and not sent[worst]:
-            wrong = f"rank {worst} sends nothing through the group{doing}"
+            wrong = f"rank {worst} sends no bytes{doing}, required: {required}"
         elif excess[worst] > 0:
             wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required}"
             wrong += as_many(sent[worst], most)

@@ -15,7 +15,7 @@ SIZES = [  # rank, p, m, v
     for rank in range(p)
 ]
 BACKWARD_FIRST = "interleaved with rank 0's backwards first"
-LAST_FIRST = "all forwards, then the last one's backward first"
+LAST_FIRST = "gpipe with the last backward first"
 COUNT = "forwards before the first backward"
 
 
@@ -59,9 +59,13 @@ def lists_of(name: str, p: int, m: int, v: int) -> Schedule:
 def _miscounted(rank: int, p: int, m: int, v: int) -> Mistakes:
     chunks, mirrored = 2 * (p - rank - 1) + (v - 1) * p + 1, p - 1 - rank
     yield "the first forward of the steady phase is missing", counted(rank, p, m, v) - 1
-    yield f"there are no more than {m * v} forwards to run", chunks if v > 1 else p - rank
+    only = f"there are only {m * v} forwards" if m * v > 1 else "there is only 1 forward"
+    yield f"{only} to run", chunks if v > 1 else p - rank
     yield "that is the interleaved warm-up, and this is 1F1B", min(v * m, chunks)
     yield f"that is the count of rank {mirrored}", counted(mirrored, p, m, v)
-    yield "the factor of 2 is missing", chunks - (p - rank - 1)
-    yield "(v-1) p forwards are missing", chunks - (v - 1) * p
-    yield "the distance to the last rank does not grow with v", v * (p - rank - 1) + 1
+    yield "that is GPipe: all forwards before the first backward", m * v
+    if v > 1:
+        yield "that is the count of 1F1B, and this schedule is interleaved", min(m, p - rank)
+    yield "each rank after this one adds two forwards, not one", chunks - (p - rank - 1)
+    yield "the (v-1) p forwards of the other chunks are missing", chunks - (v - 1) * p
+    yield "the distance to the last rank is not multiplied by v", v * (p - rank - 1) + 1

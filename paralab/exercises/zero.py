@@ -26,7 +26,9 @@ SCALARS = 1000  # bytes of step counts and the like
 COPIES, PARTS = 3, 3
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
-AS_FIRST = "it has moved as in a first step, without what v was before"
+AS_FIRST = "it has moved as in a first step, without the v of the steps before"
+OWN = "each part is updated with the gradient of its own rank alone, not with the sum"
+AGAIN = "the gradient is divided by N, and it is already divided by N when step gets it"
 REQUIRED = {
     RESULT: f"N = 2, 3, 4: those of one process after each of {STEPS} steps, on every rank",
     BYTES: "exactly 2(N-1)/N · 4Ψ in a step, Ψ padded to N equal parts",
@@ -46,11 +48,14 @@ def zero_step(tries: Tries) -> None:
             for step in range(STEPS):
                 notes.bytes(BYTES, outcome.sent(f"step {step}"), 2 * (n - 1) * part, "in a step")
 
-            words = f"keeps {{held}} bytes, an N-th is {part:,}"
+            words = f"keeps {{held}} bytes between steps, required: at most {part + SCALARS:,}; an "
+            words += f"N-th of v has {part:,}"
             notes.memory(KEPT, outcome["kept"], part + SCALARS, words)
 
-            words = f"has {{held}} bytes at once, a copy of Ψ is {copy:,}"
-            notes.memory(PEAK, outcome["passing"], COPIES * copy + PARTS * part, words)
+            most = COPIES * copy + PARTS * part
+            words = "has {held} bytes in a step in addition to what it keeps, required: at most "
+            words += f"{most:,}; a copy of Ψ has {copy:,}"
+            notes.memory(PEAK, outcome["passing"], most, words)
 
 
 def train(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -99,14 +104,26 @@ def of_one_process(seed: int, n: int) -> tuple[list[np.ndarray], list[np.ndarray
 def _wrong_step(outcome: Outcome, n: int) -> str:
     right, gradients = of_one_process(outcome.seed, n)
     for step, (before, after) in enumerate(pairwise(right)):
-        first_step = before - SETTINGS[n][0] * gradients[step]
+        lr, own = SETTINGS[n][0], [drawn(outcome.seed, n, rank, step) for rank in range(n)]
+        of_owners = np.concatenate(
+            [np.array_split(_padded(one, n), n)[rank] for rank, one in enumerate(own)]
+        )
+        mistakes = [
+            (AS_FIRST, before - lr * gradients[step]),
+            (OWN, before - lr * of_owners[:PSI]),
+            (AGAIN, before + (after - before) / n),
+        ]
         wrong = first_wrong(
             f"step {step + 1}",
             [steps[step] for steps in outcome["parameters"]],
             [after] * n,
             start=[before] * n,
-            known=lambda _, first_step=first_step: [(AS_FIRST, first_step)],
+            known=lambda _, mistakes=mistakes: mistakes,
         )
         if wrong:
             return wrong
     return ""
+
+
+def _padded(array: np.ndarray, n: int) -> np.ndarray:
+    return np.pad(array, (0, -len(array) % n))

@@ -28,8 +28,9 @@ UNITS = 4  # whole units at the peak: parameters, gradients, and both again in f
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
 STALE = "the gradient of the step before is still in it"
-FIXED = f"it is so with lr={TASK_LR}, whatever lr is"
-LAST = "the micro-batches are not added up: it is the last one's share alone"
+FIXED = f"it is the result for lr={TASK_LR} of the task's example, not for the lr that is passed"
+LAST = "the gradients of the micro-batches are not added up: only the last one's share is left"
+SUMMED = "the gradient is the sum over the ranks, required: the mean"
 
 
 def room(units: int) -> str:
@@ -65,7 +66,9 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             start, shares = outcome.results[0]["start"], outcome["share"]
             alone = {name: w - lr / n * sum(s[name] for s in shares) for name, w in start.items()}
             fixed = {name: w - TASK_LR * last.gradients[name] for name, w in start.items()}
-            known = {STALE: with_stale, LAST: alone, FIXED: fixed}  # the last two: of one step
+            summed = {name: w - lr * n * last.gradients[name] for name, w in start.items()}
+            known = {STALE: with_stale}
+            known |= {LAST: alone, FIXED: fixed, SUMMED: summed}  # these three: of one step
             wrong = first_wrong_tensor(outcome["weights"], last.weights, start=start, known=known)
             notes.look(WEIGHTS, wrong, "all equal")
 
@@ -76,15 +79,17 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             for step in range(steps):
                 notes.bytes(BYTES, outcome.sent(f"step {step}"), most, "in a step", least=0)
 
-            words = f"keeps {{held}} bytes, an N-th of both is {2 * sum(parts):,}"
-            notes.memory(KEPT, outcome["kept"], 2 * sum(parts) + SCALARS, words)
+            most = 2 * sum(parts) + SCALARS
+            words = f"keeps {{held}} bytes between steps, required: at most {most:,}; an N-th of "
+            words += f"parameters and gradients has {2 * sum(parts):,}"
+            notes.memory(KEPT, outcome["kept"], most, words)
 
             peaks = [result["peak"] - result["forward"] for result in outcome.results]
             most = most_units * n * max(parts)
             words = "has {held} bytes in addition to what forward saves, required: at most "
             words += f"{most:,}, which are {most_units} units"
             if any(result["gathered"] - result["forward"] > most for result in outcome.results):
-                words += "; more are still gathered when backward begins"
+                words += "; more units are still gathered when backward begins"
             notes.memory(PEAK, peaks, most, words)
 
 
