@@ -398,7 +398,7 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
     ({"TORCHELASTIC_RUN_ID": "x"}, "WORLD_SIZE=None: this process is not a rank of torchrun"),
     ({"RANK": "0", "WORLD_SIZE": "zero", "MASTER_ADDR": "here"}, "WORLD_SIZE='zero': this proc"),
     ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "RANK='x': this process is not a"),
-    ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: one from"),
+    ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: a "),
 ])  # fmt: skip
 def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(
     capsys, monkeypatch, variables, said

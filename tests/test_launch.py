@@ -336,7 +336,7 @@ def test_cuda_where_there_is_none_is_a_value_error() -> None:
 
 
 def test_a_result_that_cannot_be_sent_back_says_so() -> None:
-    with pytest.raises(pl.RankError, match="result, a lock, cannot be sent back") as caught:
+    with pytest.raises(pl.RankError, match="result, a lock object, cannot be sent back") as caught:
         pl.launch(threading.Lock, ranks=2)
     assert caught.value.rank == 0
 
@@ -532,7 +532,7 @@ def in_call(rank: int, call: str, with_: tuple[int, ...] = (0, 1, 2, 3)) -> Stan
             [in_call(r, "broadcast", (0, 1)) for r in range(2)],
             "ranks 0, 1 wait in broadcast for one another; do their calls and sizes agree?",
         ),
-        ([Standing(r, "") for r in range(8)], "no rank waits for another, ranks 0-7 are busy"),
+        ([Standing(r, "") for r in range(8)], "no rank waits for another; ranks 0-7 are busy"),
         (
             [Standing(r, "", nccl=True) for r in range(2)],
             "ranks 0, 1 may wait for their GPUs, where a call of NCCL may hang; their hosts wait "

@@ -185,11 +185,13 @@ WRONG_CALLS = {
     "side='snd': unknown choice": lambda g, t: g.exchange([("snd", t, 1 - g.index)]),
     "tensor=[1, 2]: not a tensor; legal: a torch.Tensor": lambda g, t: g.all_reduce([1, 2]),
     "tensor=3: not a tensor": lambda g, t: g.send(3, to=1 - g.index),
-    "tensor.numel()=5: not 2 equal parts; legal: a multiple of 2": lambda g, t: g.all_to_all(t, t),
-    "output.numel()=5: as many elements come in as go out; legal: 4": lambda g, t: g.all_to_all(
-        t, t[:4]
+    "tensor.numel()=5: it cannot be cut into 2 equal parts, one for each rank; legal: a multiple": (
+        lambda g, t: g.all_to_all(t, t)
     ),
-    "tensor.numel()=5: not 2 equal": lambda g, t: g.reduce_scatter(t[:2], t),
+    "output.numel()=5: each rank receives as many elements as it sends; legal: 4": (
+        lambda g, t: g.all_to_all(t, t[:4])
+    ),
+    "tensor.numel()=5: it cannot be cut into 2 equal": lambda g, t: g.reduce_scatter(t[:2], t),
     "output.numel()=5: each of 2 ranks gets one of 2 parts of 4 elements; legal: 2": (
         lambda g, t: g.reduce_scatter(t, t[:4])
     ),
@@ -245,14 +247,31 @@ def lets_go(group, wait):
 def test_a_call_that_nobody_waited_for_is_named():
     """Its result may be half-finished, and whether the others have made it is not known."""
     where = "ranks 0,1, step 0"
-    words = f"rank 0 has not waited for all_reduce #1 on axis world, {where} and 1 more: what"
+    words = f"rank 0 has not waited for all_reduce #1 on axis world, {where} and for 1 other call: "
     with pytest.warns(UserWarning, match=words):
         pl.trace(lets_go, 2, (1,))
-    with pytest.warns(UserWarning, match=f"for all_reduce #0 on axis pair, {where}: what"):
+    with pytest.warns(UserWarning, match=f"for all_reduce #0 on axis pair, {where}: its"):
         pl.trace(lets_go, 2, (2,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pl.trace(lets_go, 2, (3,))
+
+
+def waits_for_rank_2(group, both):
+    if group.index == 1:
+        parts = [("recv", torch.empty(2), 2), ("send", torch.ones(2), 0)]
+        group.exchange(parts[: 1 + both]).wait()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_hang_in_a_message_names_the_ranks_at_its_other_ends_alone(strict):
+    """Rank 3 is of the group too, but has no part in the message."""
+    returned = r"\(ranks? [0-9, ]+ already returned\)\n"
+    with pytest.raises(pl.RankTimeout, match=f"1 waits in recv #0 for rank 2 {returned}") as hang:
+        pl.trace(waits_for_rank_2, 4, (False,), timeout=1.0, strict=strict)
+    assert "rank 1: in recv #0 from rank 2 on axis world, ranks 0,1,2,3" in str(hang.value)
+    with pytest.raises(pl.RankTimeout, match=f"1 waits in exchange #0 for ranks 0, 2 {returned}"):
+        pl.trace(waits_for_rank_2, 4, (True,), timeout=1.0, strict=strict)
 
 
 @pytest.mark.parametrize(
