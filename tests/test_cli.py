@@ -214,8 +214,8 @@ def test_what_a_command_reads_it_does_not_overwrite(
 
 
 def test_what_is_refused_of_checkpoints_names_the_option(experiment, capsys):
-    experiment.fail = illegal("save", "c", "no folder can be made there", "save=a folder")
-    assert "checkpoint='c': no folder can be made there; legal: checkpoint=a" in refused(
+    experiment.fail = illegal("save", "c", "the folder cannot be created", "save=a folder")
+    assert "checkpoint='c': the folder cannot be created; legal: checkpoint=a" in refused(
         capsys, "run", "--checkpoint", "c"
     )
 

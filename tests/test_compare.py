@@ -296,4 +296,4 @@ def test_a_replay_that_takes_no_time_has_no_gap_in_per_cent(dp):
     notes = compare(expect, as_measured(expect).replay(free, compute=0.0)).notes
     assert "nan" not in " ".join(notes.values()) and all(notes.values())
     if dp == 1:
-        assert notes["step time"].startswith("In the replay it takes no time.")
+        assert notes["step time"].startswith("In the replay this takes no time.")

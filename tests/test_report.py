@@ -347,7 +347,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
 def test_a_missing_file_and_an_empty_folder_say_so(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"gone\.json: there is no such file"):
         load(tmp_path / "gone.json")
-    with pytest.raises(FileNotFoundError, match=r"holds no rank-00000\.json"):
+    with pytest.raises(FileNotFoundError, match=r"it has no rank-00000\.json"):
         load(tmp_path)
 
 
@@ -440,7 +440,7 @@ def test_every_wrong_byte_is_noticed_or_changes_nothing(saved, tmp_path, data):
         (("model",), [], "model is list, not dict or nothing"),
         (("losses",), {}, "losses is dict, not list"),
         (("losses", 0), True, "losses holds True"),
-        (("tables", "steps"), 3, "steps is int, not dict"),
+        (("tables", "steps"), 3, "steps has type int, not dict"),
         (("clock",), "sundial", "clock='sundial'"),
         (("plan", "dp"), 0, "dp=0"),
     ],
