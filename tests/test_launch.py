@@ -440,7 +440,7 @@ def test_a_server_that_died_takes_its_ranks_along_and_is_replaced(tmp_path, monk
             os.kill(before, 9)
             died.append(until(lambda: not is_alive(pid)))  # the launcher still holds its pipe
 
-    with pytest.raises(pl.RankError, match="the next call starts a new one"):
+    with pytest.raises(pl.RankError, match="The next call starts a new one"):
         launch_program(say_pid_and_wait, 2, on_progress=kill_server)
     assert died == [True] and list(tmp_path.iterdir()) == []
     assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)

@@ -499,7 +499,7 @@ def fails(how):
     ("how", "said"),
     [
         ("raises", r"RuntimeError: inconsistent(.|\n)*torch.ones\(3\) @ torch.ones\(4\)"),
-        ("inits", r"the default process group is up(.|\n)*paralab observe FILE"),
+        ("inits", r"the default process group exists already(.|\n)*paralab observe FILE"),
         ("exits", r"called sys.exit\(3\)"),
         ("forks", "nothing was seen in this process"),
     ],
@@ -518,7 +518,7 @@ def test_settings_are_refused_before_a_process_starts():
         pl.observe("x")  # no such script
     with pytest.raises(TypeError, match=r"^observe\(\) got an unexpected keyword argument 'bogus'"):
         pl.observe(ddp, 2, bogus=1)
-    with pytest.raises(ValueError, match="without a function this process is observed, as it is"):
+    with pytest.raises(ValueError, match="without a function, pl.observe observes this process"):
         pl.observe(ranks=7)
     pl.step()  # without an observation nothing happens
 

@@ -231,9 +231,11 @@ def one_rank_more(group, later):
 @pytest.mark.parametrize("later", [0, 1])
 def test_a_collective_that_one_rank_alone_makes_is_an_error_of_order(later):
     """Nothing else would say so: gloo lets a rank go that waits for nothing."""
-    fits = f"is all_reduce of 2 torch.float32 on rank {later}, but the end of the function on rank"
-    other = f"is the end of the function on rank {1 - later}, but all_reduce of 2"
-    with pytest.raises(pl.RankError, match=f"call #1 of the group .*({fits}|{other})"):
+    call, end = "all_reduce of 2 elements of torch.float32", "the end of the function"
+    one, group = 1 - later, "call #1 of the group of ranks .*"
+    fits = f"on rank {later}, {group} is {call}, but on rank {one} it is {end}"
+    other = f"on rank {one}, {group} is {end}, but on rank {later} it is {call}"
+    with pytest.raises(pl.RankError, match=f"{fits}|{other}"):
         pl.trace(one_rank_more, 2, (later,), timeout=30)
 
 
