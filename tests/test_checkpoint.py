@@ -270,7 +270,7 @@ def test_another_rate_batch_or_text_is_refused_unless_it_is_named(run, deep, sav
         ("data", {"data": other}, "'[0-9]+ bytes, sha256 [0-9a-f]{64}'", "'420 bytes, sha256 .*'"),
     ):
         asked = {"plan": plan, "steps": 1, "resume": saved, **settings}
-        said = f"trained with {name}={was}, this run has {now}; legal: {name}={was}, or resume_ch"
+        said = f"trained with {name}={was}, this run has {name}={now}; legal: {name}={was}, or re"
         refuses(said, run, deep, **asked, resume_changes={"lr", "global_batch", "data"} - {name})
         assert run(deep, **asked, resume_changes=[name]).meta["first_step"] == 2
     for changes, said in (
@@ -301,11 +301,13 @@ def test_a_file_cut_short_or_gone_is_named_and_the_one_before_still_works(
     victim = latest(folder) / "rank-1.safetensors"
     size = victim.stat().st_size
     os.truncate(victim, size // 2)
-    refuses(rf"rank-1.safetensors'.* {size // 2} bytes, {size} were writ", run, deep, resume=folder)
+    refuses(rf"rank-1.safetensors'.* {size // 2} bytes, but {size} were", run, deep, resume=folder)
     victim.unlink()
     with pytest.raises(ValueError, match="rank-1.safetensors': the file is missing.*") as caught:
         run(deep, resume=folder)
-    assert str(caught.value).endswith(f"or the other checkpoint there, {folder / 'step-00000001'}")
+    assert str(caught.value).endswith(
+        f"or the other checkpoint in the folder, {folder / 'step-00000001'}"
+    )
     rest = run(deep, PLANS["one device"], steps=1, resume=folder / "step-00000001")
     assert rest.meta["first_step"] == 1
     shutil.rmtree(victim.parent)
@@ -332,7 +334,9 @@ def test_a_damaged_description_is_refused(run, deep, saved, tmp_path):
     refuses("not match its own checksum: the checkpoint is damag", run, deep, resume=folder)
     for version in (3, 1, -1, "2", None):
         about.write_text(json.dumps({**said, "version": version}))
-        refuses(f"its format version {version!r} is unknown", run, deep, resume=folder)
+        refuses(
+            f"its format version is {version!r}, and this paralab reads", run, deep, resume=folder
+        )
     for content in (json.dumps(said)[:100], "[" * 100_000, "\0"):
         about.write_text(content)
         refuses("paralab.json': it cannot be read", run, deep, resume=folder)
@@ -486,17 +490,17 @@ def test_a_folder_whose_files_no_reader_could_open_is_refused(run, deep, tmp_pat
 
 def test_a_checkpoint_whose_place_was_taken_is_not_called_damaged(saved):
     gone = saved / "step-00000009"
-    with pytest.raises(ValueError, match="not there; newer ones may have taken its place") as said:
+    with pytest.raises(ValueError, match="newer checkpoints may have replaced it") as said:
         checkpoints.find(gone)
     assert f"legal: {saved / 'step-00000002'}, or {saved / 'step-00000001'}" in str(said.value)
 
 
 def test_clipping_belongs_to_a_training(run, deep, saved, tmp_path):
-    plan, said = PLANS["dp=2"], "clip_norm=None, this run has 1.0; legal: .*'clip_norm'"
+    plan, said = PLANS["dp=2"], "clip_norm=None, this run has clip_norm=1.0; legal: .*'clip_norm'"
     refuses(said, run, deep, plan, steps=1, resume=saved, clip_norm=1.0)
     settings = {"clip_norm": 1.0, "resume_changes": ("clip_norm",)}
     run(deep, plan, steps=1, resume=saved, save=tmp_path, **settings)
-    refuses("clip_norm=1.0, this run has None", run, deep, plan, steps=1, resume=tmp_path)
+    refuses("clip_norm=1.0, this run has clip_norm=None", run, deep, plan, steps=1, resume=tmp_path)
 
 
 def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
@@ -511,7 +515,7 @@ def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
 
     monkeypatch.setattr("paralab.experiment.launch_program", soon)
     with checkpoints.locked(tmp_path):
-        with pytest.raises(ValueError, match="^save=.*another run saves there; legal: ") as said:
+        with pytest.raises(ValueError, match="^save=.*another run saves into it; legal: ") as said:
             run(deep, save=tmp_path)
         assert "Traceback" not in str(said.value)
 

@@ -109,4 +109,4 @@ def test_the_loss_really_falls_on_the_default_text():
 @pytest.mark.parametrize("held", [b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50])
 def test_a_single_file_that_is_no_text_is_refused(tmp_path, held):
     (tmp_path / "t").write_bytes(held)
-    refuses("^data=.*not text: it has zero bytes, or is UTF-16", Corpus, tmp_path / "t")
+    refuses("^data=.*not text: it contains zero bytes, or is UTF-16", Corpus, tmp_path / "t")

@@ -74,7 +74,7 @@ def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
         "a bubble": shared.bubbles,
         "a comparison": lambda: pl.compare(expect, shared),
     }.items():
-        with pytest.raises(ValueError, match=f"{what} needs what each rank computed"):
+        with pytest.raises(ValueError, match=f"{what} needs the compute time of each rank"):
             ask()
 
 

@@ -109,7 +109,7 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     )
     assert "None is a sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
-    assert "no hook" in answers["What is not known?"]
+    assert "gloo does not report it" in answers["What is not known?"]
     kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
     assert kept[once].startswith("1 times Ψ is reduced per step, which has 2 backward passes")
 
@@ -266,7 +266,7 @@ def test_explain_says_whether_gathers_are_prefetched(how, forward, backward):
     said = ahead(how).explain()["Are gathers prefetched?"]
     for phase, early in (("forward", forward), ("backward", backward)):
         [line] = [line for line in said.splitlines() if line.startswith(phase)]
-        assert f"the wait of {early} of 16 gathers" in line
+        assert f"in {early} of 16 gathers, ranks computed" in line
         assert line.endswith("prefetch works" if early else "there is no prefetch")
 
 

@@ -204,7 +204,7 @@ def test_infinity_table_2_is_what_the_plans_do(states, shared, parameters, whole
         (lambda: costs.cuts("nvme"), "update='nvme': unknown choice; legal: 'gpu' | 'cpu'"),
         (lambda: costs.ait_optimizer(0, 8), "batch=0: out of range; legal: a finite number above"),
         (lambda: costs.ait_optimizer(1, 0), "seq_len=0: out of range"),
-        (lambda: costs.bandwidth_needed(1, 512, PEAK), "efficiency=1: without overlap every"),
+        (lambda: costs.bandwidth_needed(1, 512, PEAK), "efficiency=1: without overlap, ev"),
         (lambda: costs.bandwidth_needed(0, 512, PEAK), "efficiency=0: out of range"),
         (lambda: costs.bandwidth_needed(0.5, 0, PEAK), "ait=0: out of range"),
         (lambda: costs.bandwidth_needed(0.5, 512, 0), "peak_flops=0: out of range"),

@@ -61,7 +61,7 @@ def test_what_was_asked_for_is_held_against_the_lists():
     assert refused(schedule, stages=4).action == "2F0"
     with pytest.raises(ValueError, match="stages=3.*a multiple of 2"):
         validate(schedule, stages=3)
-    with pytest.raises(ValueError, match="one list per rank"):
+    with pytest.raises(ValueError, match="one list of actions per rank"):
         validate([])
 
 

@@ -69,7 +69,7 @@ def test_an_event_that_is_set_already_starts_no_rank(tmp_path):
     pl.launch(os.getpid, ranks=1)  # the server is ready: a rank would be born at once
     stop = threading.Event()
     stop.set()
-    with pytest.raises(pl.Stopped, match="before its ranks had started"):
+    with pytest.raises(pl.Stopped, match="before the ranks had started"):
         pl.launch((tmp_path / "ran").touch, ranks=1, stop=stop)
     assert not (tmp_path / "ran").exists()
 
