@@ -259,6 +259,12 @@ def test_a_call_that_nobody_waited_for_is_named():
         pl.trace(lets_go, 2, (3,))
 
 
+def test_a_traced_function_has_no_schedule_whose_bubble_is_known():
+    """It runs no forward: that is no fault of a schedule."""
+    shares = pl.trace(pass_on, 2, (1.0,)).bubbles()
+    assert shares[["formula", "simulated"]].isna().all(axis=None)
+
+
 def waits_for_rank_2(group, both):
     if group.index == 1:
         parts = [("recv", torch.empty(2), 2), ("send", torch.ones(2), 0)]

@@ -165,7 +165,10 @@ def _same_subject(expect: Tables, report: Tables) -> None:
             raise illegal(name, tables, why, legal)
     if expect.world_size != (ranks := len(about.reported_ranks(report))):
         counted = f"{expect.world_size} rank{'s were' if expect.world_size != 1 else ' was'}"
-        raise ValueError(f"world_size: {counted} predicted, and the run had {ranks}")
+        raise ValueError(
+            f"world_size: {counted} predicted, and the run had {ranks}; legal: a prediction for as "
+            "many ranks"
+        )
     for name in ("model", "plan"):
         # In the form of files, which has the name of a user's class or function in its place, so
         # that loaded reports can be compared too.
