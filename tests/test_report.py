@@ -145,7 +145,7 @@ def test_tables_have_the_stated_columns_and_dtypes_even_without_rows(tmp_path):
         (lambda s: s["id"].__setitem__(1, s["id"][0]), "appears more than once"),
         (lambda s: s["after"].__setitem__(0, (10**6,)), "waits for span 1000000"),
         (lambda s: s["end"].__setitem__(4, s["start"][4] - 1), "row 4 ends before it starts"),
-        (lambda s: s["end"].pop(), "unequal length"),
+        (lambda s: s["end"].pop(), "unequal lengths"),
     ],
 )
 def test_a_wrong_table_is_refused_with_its_row_and_column(change, says):

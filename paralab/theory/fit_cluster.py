@@ -221,9 +221,10 @@ def _runs(rows: Any) -> list[Run]:
         with _naming_run(number, row):
             if hasattr(row, "step_time"):  # a report
                 row = (row.model, row.plan, row.step_time, row.meta.get("optimizer", "adamw"))
-            if not isinstance(row, Sequence) or len(row) not in (3, 4):
+            fields = tuple(row) if isinstance(row, Iterable) else ()
+            if len(fields) not in (3, 4):
                 raise ValueError("it is not a row of three")
-            run = Run(*row)
+            run = Run(*fields)
             instance("model", run.model, ModelSpec, "a pl.ModelSpec(...)", "model description")
             instance("plan", run.plan, Plan, "a pl.Plan(...)")
             run.plan.validate(run.model)
