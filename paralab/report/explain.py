@@ -144,8 +144,8 @@ def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
         early = [computed > PREFETCHED * per_gather for computed, per_gather in times]
         verdict = "prefetch works" if sum(early) > len(early) / 2 else "there is no prefetch"
         lines.append(
-            f"{phase}: in {sum(early)} of {len(early)} gathers, ranks computed between the launch "
-            f"and the wait, in the others they waited at once: {verdict}"
+            f"{phase}: for {sum(early)} of {len(early)} gathers, ranks computed between the launch "
+            f"and the wait; for the others they waited at once: {verdict}"
         )
     return "\n".join(lines)
 
