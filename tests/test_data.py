@@ -85,7 +85,9 @@ def test_what_is_no_text_is_refused_with_the_reason(tmp_path, make):
 
 def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_path, model):
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(ValueError, match=r"9 bytes are fewer than one sample; legal: .* 25 bytes"):
+    with pytest.raises(
+        ValueError, match=r"9 bytes are fewer than one sample needs; legal: .* 25 bytes"
+    ):
         pl.run(model, data=tmp_path / "short.txt")
 
 

@@ -126,7 +126,7 @@ CURES = [  # what is handed in for one patient, limits it breaks, words of the v
     ("three ranks", [row.replace("B", "I") for row in FIXED["three ranks"]],
      {"three ranks", "same work"}, "missing in schedule[0]='0W0'"),
     ("two ranks", ["0B0 0F0 0F1 0F2 0B1 0B2", FIXED["two ranks"][1]], {"two ranks"},
-     "schedule[0][0]='0B0': comes before 0F0"),
+     "schedule[0][0]='0B0': it comes before 0F0"),
     ("two ranks", ["0F0 0F1 0B0 0F2 0B1 0B2 1B2", "1F0 1F1 1B0 1F2 1B1"],
      {"two ranks", "same work"}, "schedule[0][6]='1B2': stage 1 belongs on rank 1"),
     ("three ranks", [FIXED["three ranks"][i] for i in (1, 0, 2)], {"three ranks", "same work"},

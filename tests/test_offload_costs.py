@@ -200,7 +200,7 @@ def test_infinity_table_2_is_what_the_plans_do(states, shared, parameters, whole
          "node='g32': unknown choice; legal: 'fwd-bwd' | 'p16'"),
         (lambda: costs.gpu_memory({n: GPU for n in costs.HELD if n not in ("g16", "v32")}),
          "no device for g16, v32; legal: a device for every node"),
-        (lambda: costs.cut_volume("gpu"), "assignment='gpu': not {node: device}"),
+        (lambda: costs.cut_volume("gpu"), "assignment='gpu': not a dict {node: device}"),
         (lambda: costs.cuts("nvme"), "update='nvme': unknown choice; legal: 'gpu' | 'cpu'"),
         (lambda: costs.ait_optimizer(0, 8), "batch=0: out of range; legal: a finite number above"),
         (lambda: costs.ait_optimizer(1, 0), "seq_len=0: out of range"),

@@ -168,7 +168,7 @@ def _deadlock(order: Order, end: Sequence[float]) -> ScheduleError:
         blocked = waits[(i + 1) % len(waits)][1]  # the action that the other rank waits at
         sentences.append(f"rank {rank} waits at {action}, which needs {need} of rank {other}")
         if need != blocked:
-            sentences[-1] += f", but on rank {other} {need} comes after {blocked}"
+            sentences[-1] += f", but there {need} comes after {blocked}"
             fix = fix or f"{need} before {blocked} on rank {other}"
     rank, action = waits[0][:2]
     why = f"deadlock, the waits form a cycle: {'; '.join(sentences)}"

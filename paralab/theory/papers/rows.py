@@ -35,7 +35,7 @@ def rows_of(kind: type[Row], rows: Any, printed: Iterable[Row]) -> list[Row]:
         raise illegal("rows", rows, "not rows of this table", legal)
     checked = [_checked(kind, f"rows[{at}]", row, legal) for at, row in enumerate(rows)]
     if not checked:
-        raise illegal("rows", rows, "there is no row in it", legal)
+        raise illegal("rows", rows, "there is no row", legal)
     return checked
 
 
