@@ -222,10 +222,13 @@ class Group:
 
     def _check_ways(self, parts: Sequence[tuple[str, Tensor, int]]) -> None:
         """Refuse a message whose other end is no other member: its wait would end in a timeout."""
+        legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
         if not parts:
-            legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
             raise illegal("parts", parts, "nothing to send or to receive", legal)
-        for side, tensor, peer in parts:
+        for part in parts:
+            if not isinstance(part, (tuple, list)) or len(part) != 3:
+                raise illegal("parts", parts, "not a list of messages", legal)
+            side, tensor, peer = part
             choice("side", side, ("send", "recv"))
             instance("tensor", tensor, Tensor, "a torch.Tensor")
             if peer not in self.ranks or peer == self.context.rank:

@@ -182,6 +182,10 @@ WRONG_CALLS = {
     "root=-1: not a rank of this group; legal: one of (0, 1)": lambda g, t: g.reduce(t, root=-1),
     "root=2: not a rank": lambda g, t: g.broadcast(t, root=2),
     "parts=[]: nothing to send": lambda g, t: g.exchange([]),
+    "parts=[('send', tensor([0., 1., 2., 3., 4.]))]: not a list of messages; legal: ": (
+        lambda g, t: g.exchange([("send", t)])
+    ),
+    "parts=('send', tensor(": lambda g, t: g.exchange(("send", t, 1 - g.index)),
     "side='snd': unknown choice": lambda g, t: g.exchange([("snd", t, 1 - g.index)]),
     "tensor=[1, 2]: not a tensor; legal: a torch.Tensor": lambda g, t: g.all_reduce([1, 2]),
     "tensor=3: not a tensor": lambda g, t: g.send(3, to=1 - g.index),
