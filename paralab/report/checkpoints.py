@@ -139,7 +139,7 @@ def shapes(model: ModelSpec, optimizer: str) -> dict[str, tuple[int, ...]]:
 def check_changes(changes: object) -> tuple[str, ...]:
     """The names in ``pl.run(resume_changes=...)``; raises ``ValueError`` if one is not legal."""
     if isinstance(changes, str) or not isinstance(changes, Iterable):
-        raise illegal("resume_changes", changes, "not a tuple of names", f"names out of {CHANGES}")
+        raise illegal("resume_changes", changes, "not a tuple of names", f"some of {CHANGES}")
     return tuple(choice("resume_changes", name, CHANGES) for name in changes)
 
 
