@@ -46,8 +46,8 @@ def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
             raise illegal(
                 "passes",
                 plan.pass_names,
-                f"rank {rank} got another list of instructions than rank {context.rank}, and their "
-                "calls would not match",
-                "a pass that makes the same list in every process: it draws nothing without a "
-                "seed, and goes through no set of names without sorted()",
+                f"rank {rank} got another list of instructions than rank {context.rank}, so that "
+                "their calls would not match",
+                "a pass that makes the same list in every process: it draws no random numbers "
+                "without a seed, and loops over no set of names without sorted()",
             )

@@ -128,7 +128,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
             checkpoints.sweep(folder)  # the unfinished files take up space that the disk may lack
         raise OSError(
             f"cannot save the checkpoint of step {step} into {folder}: {error}; "
-            "what was saved there before is whole"
+            "the checkpoints that were saved there before are complete"
         ) from error
 
 
@@ -147,7 +147,8 @@ def load(trainer: Any, folder: str) -> None:
         checkpoint.check_state(trainer.model, trainer.optimizer_name)
         for name in sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]:
             if checkpoints.facts(checkpoint.folder / name) != checkpoint.files[name]:
-                checkpoints.damaged(checkpoint.folder / name, "its checksum does not fit")
+                why = "its content does not match its checksum"
+                checkpoints.damaged(checkpoint.folder / name, why)
     except ValueError as error:
         raise Refused(str(error)) from None
     with ExitStack() as opened:

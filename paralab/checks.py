@@ -57,7 +57,7 @@ def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> i
     if at_most < 2**62:
         legal = f"a whole number from {at_least} to {at_most}"
     if isinstance(value, bool):
-        raise illegal(name, value, "a yes/no value is not a count", legal)
+        raise illegal(name, value, "a bool is not a number", legal)
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # 2.0 is refused, numpy's 2 is not
     except TypeError:
@@ -97,7 +97,7 @@ def path(name: str, value: object, legal: str) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise illegal(name, value, "not a path", legal)
     if not os.fspath(value):
-        raise illegal(name, value, "empty, which would be the current folder", legal)
+        raise illegal(name, value, "an empty path would mean the current folder", legal)
     try:
         place = Path(value).expanduser()
         kind = stat.S_IFMT(place.stat().st_mode)
@@ -105,7 +105,7 @@ def path(name: str, value: object, legal: str) -> Path:
         return place
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise illegal(name, value, f"cannot be opened: {why}", legal) from None
+        raise illegal(name, value, f"it cannot be opened: {why}", legal) from None
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise illegal(name, str(value), "neither a file nor a folder", legal)
     return place
@@ -146,7 +146,7 @@ def size(text: str) -> int | float | str:
 def num_bytes(name: str, value: object) -> int:
     """``value`` as a number of bytes: an int, or text as "64MB" (10^6) or "64MiB" (2^20)."""
     amount = size(value) if isinstance(value, str) else value
-    legal = 'bytes, at least 1, as a whole number or as text: "64MB" (10^6), "64MiB" (2^20)'
+    legal = 'a number of bytes, at least 1, or text: "64MB" (64 * 10^6), "64MiB" (64 * 2^20)'
     if isinstance(amount, str):
         raise illegal(name, value, "not a number of bytes", legal)
     try:

@@ -20,7 +20,7 @@ from paralab.checks import choice, illegal, instance
 from paralab.instruments.recorder import Recorder
 from paralab.strict import Strict
 from paralab.theory.traffic import Row, row
-from paralab.transports import Call, Gloo, Nccl, Posted, Staged, Transport
+from paralab.transports import Call, Gloo, Label, Nccl, Posted, Staged, Transport, Ways, op_name
 
 
 class Group:
@@ -56,7 +56,7 @@ class Group:
         settings = {"axis": axis, "context": context, "recorder": recorder}
         self.transport = transport(self.ranks, group=self.process_group, **settings)
         self._calls = 0
-        self._unwaited: dict[int, str] = {}  # {number of a call not waited for: operation}
+        self._unwaited: dict[int, Label] = {}  # {number of a call not waited for: its label}
         self._subgroups: dict[tuple, Group | None] = {}
         self._ledger_rows: dict[tuple, Row] = {}  # cache: calls that are alike have equal rows
         self._strict = Strict(context, axis=axis) if context.strict else None
@@ -70,9 +70,13 @@ class Group:
         """
         ranks = tuple(ranks)
         if self.size < self.context.world_size:
-            raise RuntimeError("only the group of all ranks has subgroups: every rank has to ask")
+            raise RuntimeError(
+                f"this group has only the ranks {self.ranks}: call subgroup on the group of all "
+                "ranks, because every rank has to call it"
+            )
         if not ranks or len(set(ranks).intersection(self.ranks)) < len(ranks):
-            raise illegal("ranks", ranks, "not different ranks", f"some of {self.ranks}")
+            why, legal = "not different ranks of this group", f"one or more of {self.ranks}"
+            raise illegal("ranks", ranks, why, legal)
         key = (ranks, axis)
         if key == (self.ranks, self.axis):
             return self
@@ -199,38 +203,47 @@ class Group:
         pair one after the other, so that two opposite sends would wait for each other for ever.
         """
         self._check_ways(parts)
+        ways = [(side, peer) for side, _, peer in parts]
         if self._strict is not None:
             with self.recorder.span("wait"):  # for the receive, as a send on NCCL may wait
-                self.blocked_in("exchange", [(side, peer) for side, _, peer in parts])
+                self.blocked_in(op_name(ways), self._calls, ways)
                 self._strict.rendezvous(self.ranks, parts)
                 self.blocked_in()
-        first = parts[0][0]
         call = Call(
             op="exchange",
             tensors=[tensor for _, tensor, _ in parts],
             fills=[tensor for side, tensor, _ in parts if side == "recv"],
-            ways=[(side, peer) for side, _, peer in parts],
+            ways=ways,
             number=self._calls,
         )
         rows = [(side, tensor.nbytes, peer) for side, tensor, peer in parts]
-        return self._record(self.transport.post(call), first, rows, phase)
+        return self._record(self.transport.post(call), op_name(ways), rows, phase, ways)
 
     def _check_ways(self, parts: Sequence[tuple[str, Tensor, int]]) -> None:
         """Refuse a message whose other end is no other member: its wait would end in a timeout."""
+        legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
         if not parts:
-            legal = '[("send", tensor, rank), ("recv", tensor, rank)]'
             raise illegal("parts", parts, "nothing to send or to receive", legal)
-        for side, tensor, peer in parts:
+        for part in parts:
+            if not isinstance(part, (tuple, list)) or len(part) != 3:
+                raise illegal("parts", parts, "not a list of messages", legal)
+            side, tensor, peer = part
             choice("side", side, ("send", "recv"))
             instance("tensor", tensor, Tensor, "a torch.Tensor")
             if peer not in self.ranks or peer == self.context.rank:
                 name = "to" if side == "send" else "source"
                 others = tuple(rank for rank in self.ranks if rank != self.context.rank)
-                raise illegal(name, peer, "not another rank of this group", f"one of {others}")
+                legal = f"one of {others}" if others else "a group of at least two ranks"
+                raise illegal(name, peer, "not another rank of this group", legal)
 
     # ---- the record of the calls ----------------------------------------------------------------
     def _record(
-        self, posted: Posted, op: str, rows: list[tuple[str, int, int]], phase: str | None
+        self,
+        posted: Posted,
+        op: str,
+        rows: list[tuple[str, int, int]],
+        phase: str | None,
+        ways: Ways = (),
     ) -> Pending:
         """Record a posted call; rows: (operation, payload bytes, peer or root, -1 for none)."""
         number, phase = self._calls, phase or self.phase
@@ -244,8 +257,8 @@ class Group:
                 self._ledger_rows[key, phase] = ledger_row
             self.recorder.call((number, *ledger_row, posted.span))
         self._calls += 1
-        self._unwaited[number] = op
-        return Pending(self, posted, (op, number))
+        self._unwaited[number] = label = (op, number, ways)
+        return Pending(self, posted, label)
 
     def end(self) -> list[str]:
         """Check a group after its last call. Returns a description of each call of it and of its
@@ -254,13 +267,13 @@ class Group:
         """
         if self._strict is not None:
             self._strict.end(self.ranks)
-        own = [self.transport.describe(op, number) for number, op in self._unwaited.items()]
+        own = [self.transport.describe(*label) for label in self._unwaited.values()]
         subgroups = filter(None, self._subgroups.values())
         return [*own, *(description for group in subgroups for description in group.end())]
 
-    def blocked_in(self, op: str = "", call: object = "") -> None:
+    def blocked_in(self, op: str = "", number: int = 0, ways: Ways = ()) -> None:
         """Tell the watchdog which call this rank waits for; without arguments, that it computes."""
-        self.context.note(self.transport.describe(op, call) if op else "")
+        self.context.note(self.transport.describe(op, number, ways) if op else "")
 
 
 def _check_sizes(op: str, tensors: Sequence[Tensor], n: int) -> None:
@@ -275,9 +288,10 @@ def _check_sizes(op: str, tensors: Sequence[Tensor], n: int) -> None:
     if op == "all_gather":
         right, why = n * given, f"{n} ranks have {given} elements each"
     elif given % n:
-        raise illegal("tensor.numel()", given, f"not {n} equal parts", f"a multiple of {n}")
+        why = f"it cannot be cut into {n} equal parts, one for each rank"
+        raise illegal("tensor.numel()", given, why, f"a multiple of {n}")
     elif op == "all_to_all":
-        right, why = given, "as many elements come in as go out"
+        right, why = given, "each rank receives as many elements as it sends"
     else:
         right, why = given // n, f"each of {n} ranks gets one of {n} parts of {given} elements"
     if output != right:
@@ -295,7 +309,7 @@ class Pending:
 
     __slots__ = ("_group", "_posted", "_label", "_done")
 
-    def __init__(self, group: Group, posted: Posted, label: tuple[str, int]) -> None:
+    def __init__(self, group: Group, posted: Posted, label: Label) -> None:
         self._group, self._posted, self._label, self._done = group, posted, label, False
 
     def wait(self) -> None:

@@ -60,7 +60,7 @@ class Corpus:
         self.sizes = [f.stat().st_size for f in self.files]
         self.starts = [0, *accumulate(self.sizes)]
         if not self.num_bytes:
-            raise illegal("data", str(self.root), "no text in it", TEXTS)
+            raise illegal("data", str(self.root), "it contains no text", TEXTS)
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Corpus:
             if len(part) < wanted:
                 raise ValueError(
                     f"{self.files[index]} became shorter while it was being read; "
-                    "train on a copy that nothing else changes"
+                    "train on a copy that no other program changes"
                 )
             parts.append(part)
             start, count, index = start + wanted, count - wanted, index + 1
@@ -102,7 +102,7 @@ class Corpus:
         targets. See [Note: same batches].
         """
         if self.num_bytes < length + 1:
-            why = f"its {self.num_bytes} bytes are fewer than one sample"
+            why = f"its {self.num_bytes} bytes are fewer than one sample needs"
             raise illegal("data", str(self.root), why, f"at least seq_len + 1 = {length + 1} bytes")
         starts = self.num_bytes - length
         start = _scramble((_scramble(seed & _MASK) + number * 0x9E3779B97F4A7C15) & _MASK) % starts
@@ -120,21 +120,21 @@ def _torch_layers() -> Path:
     """The folder of torch.nn.modules, found without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        why = "the default is the source of torch's layers, and torch is not installed here"
+        why = "the default is the source code of torch's layers, and torch is not installed here"
         raise illegal("data", None, why, TEXTS)
     return Path(spec.origin).parent / "nn" / "modules"
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:
-    legal = "None for the source of torch's layers, or the path of a text file or folder"
+    legal = "None for the source code of torch's layers, or the path of a text file or folder"
     absolute = checks.path("data", path, legal).absolute()
     if not absolute.exists():
-        raise illegal("data", str(path), "does not exist", legal)
+        raise illegal("data", str(path), "there is no such file or folder", legal)
     if absolute.is_file() and not os.access(absolute, os.R_OK):
-        raise illegal("data", str(path), "may not be read by you", legal)
+        raise illegal("data", str(path), "you have no permission to read it", legal)
     if absolute.is_file() and not _looks_like_text(absolute):
-        why = "not text: it has zero bytes, or is UTF-16"
-        raise illegal("data", str(path), why, f"{legal}; UTF-8 is best")
+        why = "it is not text: it contains zero bytes, or is UTF-16"
+        raise illegal("data", str(path), why, f"{legal}, best in UTF-8")
     return absolute
 
 

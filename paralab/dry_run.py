@@ -53,8 +53,9 @@ def dry_run(
     plan.validate(model)
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and plan.world_size > cluster.num_devices:
-        why = f"it has {cluster.num_devices} devices, the plan needs {plan.world_size}"
-        raise illegal("cluster", cluster.name, why, "one with more nodes, or None")
+        devices = f"{cluster.num_devices} device{'s' * (cluster.num_devices != 1)}"
+        why = f"it has {devices}, the plan needs {plan.world_size}"
+        raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or None")
     gpus = cluster is not None and cluster.gpus
     model = model.resolved(gpus=gpus)
     settings = {

@@ -66,7 +66,8 @@ class Settings:
         instance("plan", plan, Plan, "a pl.Plan(...)")
         plan.validate(model)
         if model.vocab < 256:
-            raise illegal("vocab", model.vocab, "text is read as bytes", "256 or more")
+            why = "text is read as bytes, which have 256 values"
+            raise illegal("vocab", model.vocab, why, "256 or more")
         optimizer = choice("optimizer", given.optimizer, tuple(DEFAULT_LR))
         lr = DEFAULT_LR[optimizer] if given.lr is None else real("lr", given.lr, above=0.0)
         clip, limit = given.clip_norm, given.memory_limit
@@ -175,8 +176,8 @@ def run(
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # a plan that no machine can run is refused as such first
         largest = max(("dp", "tp", "pp"), key=lambda name: getattr(plan, name))
-        why = f"the plan needs {plan.world_size} ranks, and one machine starts {MAX_RANKS} at most"
-        others = "or pl.predict or pl.dry_run, which need none, or torchrun on several machines"
+        why = f"the plan needs {plan.world_size} ranks, and one machine starts at most {MAX_RANKS}"
+        others = "pl.predict or pl.dry_run, which start no ranks; or torchrun on several machines"
         raise illegal(largest, getattr(plan, largest), why, f"fewer ranks; {others}")
     checked = Settings.check(
         model,

@@ -108,11 +108,11 @@ class _SharedServer:
         if self.owner == me:
             raise RuntimeError(
                 "a launch is in progress in this thread and waits for this callback to return: "
-                "start the next one after it has ended"
+                "start the next launch after that one has ended"
             )
         while not self.lock.acquire(timeout=LOOK_SECONDS if stop else -1):
             if stop.is_set():
-                raise Stopped("stopped while waiting for the launch before it to end")
+                raise Stopped("stopped while waiting for an earlier launch to end")
         try:
             self.owner = me
             yield self.server()
@@ -170,8 +170,8 @@ def launch_program(
     name = "program" if with_context and fn is None else "fn"
     if "PARALAB_RANK" in os.environ:
         raise Nested(
-            f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch "
-            "ranks; legal: one from outside, where PARALAB_RANK is not set"
+            f"rank {os.environ['PARALAB_RANK']} called a launch: ranks cannot launch ranks; legal: "
+            "a call from a process that is not a rank, where PARALAB_RANK is not set"
         )
     if not callable(program):
         raise illegal(name, program, "cannot be called", "a function")
@@ -247,7 +247,7 @@ def _pickled(name: str, function: Callable[..., Any], args: tuple, fn: Any = Non
             why = "functools.singledispatch keeps weak references" if dispatches else error
             reason = f"{label}, a {type(value).__name__}, cannot be sent to a rank ({why})"
             break
-    legal = "numbers, arrays, functions; open files, locks and connections inside the function"
+    legal = "numbers, arrays and functions; create files, locks and connections inside the function"
     raise illegal(name, getattr(function, "__name__", function), reason, legal)
 
 

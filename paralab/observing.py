@@ -40,9 +40,9 @@ from paralab.trace import name_of, part_of, places
 from paralab.version import __version__
 
 STEPS = ("optimizer", "marked")
-NOTHING = """nothing was seen in this process: no module was called, no collective, no optimizer. \
-A program that starts its ranks itself (torch.multiprocessing.spawn) is not observed: let \
-paralab observe --ranks N, or torchrun, start them"""
+NOTHING = """nothing was seen in this process: no module, collective or optimizer was called. \
+Processes that a program starts itself (torch.multiprocessing.spawn) are not observed: let \
+paralab observe --ranks N, or torchrun, start its ranks"""
 _observers: list[Any] = []  # those that are active; the last one is the innermost
 
 
@@ -91,8 +91,8 @@ def observe(
         raise TypeError(f"observe() got an unexpected keyword argument {min(unknown)!r}")
     if fn is None:
         if launch or args or (ranks, nodes) != (4, 1):
-            legal = "with a function or a script, which is observed on ranks of its own"
-            why = "without a function this process is observed, as it is"
+            legal = "these arguments together with a function or a script"
+            why = "without a function, pl.observe observes this process and starts no ranks"
             raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
     program = fn if callable(fn) else _script_file(fn)
@@ -151,10 +151,10 @@ def _settings(steps: str = "optimizer", memory_steps: int = 2) -> dict[str, Any]
 
 
 def _script_file(path: str | os.PathLike[str]) -> Path:
-    legal = "a function, a Python file, or nothing for this process"
+    legal = "a function, the path of a Python file, or None to observe this process"
     script = checks.path("fn", path, legal)
     if not script.is_file():
-        why = "is a folder" if script.is_dir() else "there is no such file"
+        why = "it is a folder" if script.is_dir() else "there is no such file"
         raise illegal("fn", str(path), why, legal)
     return script.absolute()
 
@@ -198,7 +198,7 @@ def _observed(context: Any, settings: dict[str, Any]) -> Iterator[Any]:
                 raise report from error
             if "support saved tensor hooks" not in str(error):
                 raise
-            why = "the ledger has hooks on saved tensors, and torch.func takes none"
+            why = "counting bytes takes hooks on saved tensors, which torch.func does not support"
             raise illegal("memory_steps", observer.memory_steps, why, "0") from error
         finally:
             _observers.remove(observer)
@@ -208,7 +208,7 @@ def _part(observer: Any, context: Any, result: Any, name: str = "this process") 
     """This rank's part of the report, with what the program returned."""
     tables = observer.part()
     if observer.saw_nothing and result is None:
-        raise illegal("program", name, NOTHING, "a program that trains in its ranks")
+        raise illegal("program", name, NOTHING, "a program that trains in these processes")
     used = {"device": observer.device, "backend": observer.calls.backend(observer.device)}
     part = part_of(context, tables, result, observed=observer.about, **used)
     result = part["result"]
@@ -225,8 +225,8 @@ def _function(context: Any, fn: Callable[..., Any], *args: Any) -> Any:
     except ValueError as error:
         if "default process group twice" not in str(error):
             raise
-        why = "the default process group is up when pl.observe calls a function"
-        legal = "a function without that call; or the program as a script: paralab observe FILE"
+        why = "the default process group exists already when pl.observe calls a function"
+        legal = "a function without this call, or the program as a script: paralab observe FILE"
         raise illegal("init_process_group", "called again", why, legal) from error
 
 
@@ -284,7 +284,7 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self.report is None:
-            raise AttributeError(f"{name!r}: the report is there once the block has ended")
+            raise AttributeError(f"{name!r}: there is no report before the block has ended")
         return getattr(self.report, name)
 
 
@@ -296,7 +296,7 @@ def _here(settings: dict[str, Any]) -> Iterator[_Seen]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         ranks = torch.distributed.get_world_size()
     if ranks > 1:
-        why = f"this process is one of {ranks} ranks, and the report would be of one process"
+        why = f"this process is one of {ranks} ranks, and the report would cover this one only"
         legal = "pl.observe(fn, ranks=N), or torchrun ... -m paralab observe FILE"
         raise illegal("fn", None, why, legal)
     seen, context = _Seen(), SimpleNamespace(rank=0, world_size=1, device="cpu", nodes=(0,))

@@ -35,7 +35,7 @@ class Strict:
 
     def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:
         """Raise OrderError if another member's call with the same number was a different one."""
-        self._agree(ranks, f"{op} of {payload.numel()} {payload.dtype}")
+        self._agree(ranks, f"{op} of {elements(payload.numel(), payload.dtype)}")
 
     def end(self, ranks: tuple[int, ...]) -> None:
         """Raise OrderError if another member has made more collectives."""
@@ -51,9 +51,9 @@ class Strict:
         rank, _, theirs = first.partition(" ")
         if theirs != mine:
             raise OrderError(
-                f"call #{number} of the group of ranks {ranks} is {mine} on rank {self.rank}, but "
-                f"{theirs} on rank {rank}: every member has to make the same calls in the same "
-                "order"
+                f"on rank {self.rank}, call #{number} of the group of ranks {ranks} is {mine}, but "
+                f"on rank {rank} it is {theirs}: every member has to make the same calls in the "
+                "same order"
             )
 
     def rendezvous(self, ranks: tuple[int, ...], parts: Sequence[tuple[str, Tensor, int]]) -> None:
@@ -71,8 +71,8 @@ class Strict:
             theirs = json.loads(self.wait_for(f"{ranks}/{places[peer]}/{peer}"))
             if _in_order(theirs) != _in_order(calls)[::-1]:
                 raise OrderError(
-                    f"call #{number} between ranks {pair[0]} and {pair[1]}: rank {self.rank} does "
-                    f"{_words(calls)}, rank {peer} does {_words(theirs)}; {_why(calls + theirs)}"
+                    f"call #{number} between ranks {pair[0]} and {pair[1]}: rank {self.rank} "
+                    f"{_words(calls)}, rank {peer} {_words(theirs)}; {_why(calls + theirs)}"
                 )
 
     def wait_for(self, key: str) -> bytes:
@@ -101,11 +101,17 @@ def _why(calls: list[list]) -> str:
     for kind, other in (("send", "receives"), ("recv", "sends")):
         if all(call[0] == kind for call in calls):
             return (
-                f"each waits until the other {other}, for ever: post both in one call, "
+                f"each waits forever until the other {other}: post both in one call, "
                 'group.exchange([("send", …), ("recv", …)])'
             )
-    return "each send needs its receive in the same exchange, with the same size and type"
+    return "each send needs a receive in the same exchange, with the same size and type"
 
 
 def _words(calls: list[list]) -> str:
-    return " and ".join(f"{kind} of {numel} {dtype}" for kind, numel, dtype in calls)
+    verbs = {"send": "sends", "recv": "receives"}
+    return " and ".join(f"{verbs[kind]} {elements(numel, dtype)}" for kind, numel, dtype in calls)
+
+
+def elements(numel: int, dtype: object) -> str:
+    """A payload in words: "3 elements of torch.float32"."""
+    return f"{numel} element{'s' * (numel != 1)} of {dtype}"

@@ -87,8 +87,9 @@ def trace(
     for part in parts:
         if calls := part["unwaited"]:
             problem = f"rank {part['rank']} has not waited for {calls[0]}"
-            problem += f" and {len(calls) - 1} more" * (len(calls) > 1)
-            advice = "what is returned may be half-finished, so call .wait() on what a call returns"
+            if others := len(calls) - 1:
+                problem += f" and for {others} other call{'s' * (others != 1)}"
+            advice = "its results may be incomplete; call .wait() on what each call returns"
             warnings.warn(f"{problem}: {advice}", stacklevel=2)
             break
     peaks = {"peak_bytes": [part["peak_bytes"] for part in parts]} if memory else {}

@@ -42,6 +42,7 @@ from torch import Tensor
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.host import send_first
 from paralab.ranks.lookout import Lookout
+from paralab.ranks.waits import rank_names
 
 # {operation: function of torch.distributed}, called with (*tensors, the root if there is one).
 # torch 2.13 renamed two; the old names still work there, with a warning.
@@ -54,6 +55,8 @@ FUNCTIONS: dict[str, Callable] = {
     "reduce": dist.reduce,
 }
 Way = tuple[str, int]  # "send" or "recv", and the global rank at the other end
+Ways = Sequence[Way]
+Label = tuple[str, int, Ways]  # of a call in a message: operation, number, `Call.ways`
 PATIENCE = 1.0  # seconds that a wait goes on for if gloo does not drop the tensors lent to it
 
 
@@ -76,7 +79,7 @@ class Call(NamedTuple):
     fills: Sequence[Tensor] = ()
     reads: Sequence[Tensor] = ()
     root: tuple[int, ...] = ()
-    ways: Sequence[Way] = ()
+    ways: Ways = ()
     number: int = 0
     finish: Callable[[], None] | None = None
 
@@ -98,10 +101,10 @@ class Transport:
         self.ranks, self.context, self.recorder, self.group = ranks, context, recorder, group
         self.axis, self.lane = axis, f"comm:{axis}"
 
-    def describe(self, op: str, number: object) -> str:
-        """A call of this group in words, for a message."""
+    def describe(self, op: str, number: int, ways: Ways = ()) -> str:
+        """A call of this group in words, for a message: "send #3 to rank 1 on axis pp, ..."."""
         where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
-        return f"{op} #{number} on {where}, step {self.recorder.step}"
+        return f"{op} #{number}{_ends(ways)} on {where}, step {self.recorder.step}"
 
     def post(self, call: Call) -> Posted:
         raise NotImplementedError
@@ -120,6 +123,18 @@ class Transport:
             for (side, peer), tensor in zip(call.ways, tensors, strict=True)
         ]
         return dist.batch_isend_irecv(ops)
+
+
+def op_name(ways: Ways) -> str:
+    """What a message calls these sends and receives: "send", "recv", or "exchange" of several."""
+    return ways[0][0] if len(ways) == 1 else "exchange"
+
+
+def _ends(ways: Ways) -> str:
+    """The other ends: " to rank 1", " from ranks 0, 2", " with rank 1"; "" for no ways."""
+    sides, peers = {side for side, _ in ways}, sorted({peer for _, peer in ways})
+    preposition = "with" if len(sides) > 1 else "to" if "send" in sides else "from"
+    return f" {preposition} {rank_names(peers)}" if ways else ""
 
 
 class Gloo(Transport):
@@ -275,8 +290,8 @@ class Nccl(Transport):
             recorder.completed(span, recorder.clock.mark())
             event = torch.cuda.Event()
             event.record(stream)
-        op = call.ways[0][0] if call.ways else call.op
-        recorder.lookout.posted(self.describe(op, call.number), event)
+        op = op_name(call.ways) if call.ways else call.op
+        recorder.lookout.posted(self.describe(op, call.number, call.ways), event)
         return Posted(span, [Enqueued(event, call.tensors)], call.finish)
 
 

@@ -185,7 +185,7 @@ def test_a_bubble_of_the_links_is_not_said_to_be_the_schedules():
         report = pl.predict(MODEL, plan_of("1f1b"), cluster(intra=links))
         run = as_measured(report)
         found, alone = pl.compare(report, run), ideal(run).bubble_rate
-        assert f"leave {100 * alone:.1f} % idle" in found.notes["bubble"]
+        assert f"leaves {100 * alone:.1f} % idle" in found.notes["bubble"]
         said.append(found.notes["bubble"])
     assert said[0].endswith("in the replay the links add nothing.")
     beyond = found.table.loc["bubble", "replayed"] - alone

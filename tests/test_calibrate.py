@@ -210,7 +210,7 @@ def test_a_run_on_gpus_is_replayed_and_compared_on_gpus(measurements, two_gpus, 
 def test_without_gpus_a_run_on_gpus_asks_for_a_cluster(measurements, monkeypatch, on_gpus):
     monkeypatch.setattr(calibrate, "gpus", lambda: ())
     for ask in (on_gpus.replay, on_gpus.bubbles, lambda: pl.Cluster.local(device="cuda")):
-        with pytest.raises(ValueError, match="no GPU here.* cluster= the machine with the GPUs"):
+        with pytest.raises(ValueError, match="no GPU here.* cluster= the machine that has GPUs"):
             ask()
     with pytest.raises(ValueError, match="run was on GPUs.* cluster="):
         pl.compare(predict(MODEL, pl.Plan(dp=2)), on_gpus)

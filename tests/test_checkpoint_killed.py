@@ -124,7 +124,7 @@ def test_ended_in_the_first_save_of_all_the_next_run_starts_from_nothing(tmp_pat
     monkeypatch.setattr(checkpoints, "os", Dying(os, ("replace",), clock))
     with pytest.raises(Killed):
         write(tmp_path, 1)
-    with pytest.raises(ValueError, match="no file 'latest' in it names a checkpoint; legal: .*01"):
+    with pytest.raises(ValueError, match="no file 'latest' that names a checkpoint; legal: .*01"):
         checkpoints.find(tmp_path)
     clock.at = 10**9
     write(tmp_path, 1)

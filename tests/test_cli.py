@@ -214,8 +214,8 @@ def test_what_a_command_reads_it_does_not_overwrite(
 
 
 def test_what_is_refused_of_checkpoints_names_the_option(experiment, capsys):
-    experiment.fail = illegal("save", "c", "no folder can be made there", "save=a folder")
-    assert "checkpoint='c': no folder can be made there; legal: checkpoint=a" in refused(
+    experiment.fail = illegal("save", "c", "the folder cannot be created", "save=a folder")
+    assert "checkpoint='c': the folder cannot be created; legal: checkpoint=a" in refused(
         capsys, "run", "--checkpoint", "c"
     )
 
@@ -398,7 +398,7 @@ def test_under_torchrun_a_rank_writes_its_part_and_only_rank_0_speaks(experiment
     ({"TORCHELASTIC_RUN_ID": "x"}, "WORLD_SIZE=None: this process is not a rank of torchrun"),
     ({"RANK": "0", "WORLD_SIZE": "zero", "MASTER_ADDR": "here"}, "WORLD_SIZE='zero': this proc"),
     ({"RANK": "x", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "RANK='x': this process is not a"),
-    ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: one from"),
+    ({"PARALAB_RANK": "0"}, "rank 0 called a launch: ranks cannot launch ranks; legal: a "),
 ])  # fmt: skip
 def test_variables_that_no_torchrun_has_set_are_one_line_and_exit_2(
     capsys, monkeypatch, variables, said

@@ -135,7 +135,7 @@ def test_two_and_three_members_never_gain_by_a_tree():
     [
         ({"algorithm": "star"}, "algorithm='star'.*legal: 'ring_reduce_scatter'"),
         ({"n": 0}, "n=0"),
-        ({"nbytes": 10}, "nbytes=10: not whole elements"),
+        ({"nbytes": 10}, "nbytes=10: not a whole number of elements"),
         ({"link": 3}, "link=3: not a link"),
     ],
 )

@@ -138,9 +138,9 @@ def groups_of_groups(context) -> dict:
     tensor, received = torch.ones(4), torch.empty(4)
     world.exchange([("send", tensor, right), ("recv", received, left)]).wait()
     for wrong in ((), (0, 0), (0, 9)):
-        with pytest.raises(ValueError, match="not different ranks"):
+        with pytest.raises(ValueError, match="not different ranks of this group"):
             world.subgroup(wrong, axis="tp")
-    with pytest.raises(RuntimeError, match="every rank has to ask"):
+    with pytest.raises(RuntimeError, match="every rank has to call it"):
         mine.subgroup((rank,), axis="pp")
     return {**out, **world.recorder.tables()["collectives"]}
 
@@ -227,7 +227,7 @@ def waits_for_an_absent_peer(context) -> None:
 def test_strict_mode_holds_a_send_until_its_receive_is_there():
     with pytest.raises(pl.RankTimeout) as caught:
         launch_program(waits_for_an_absent_peer, 2, timeout=1, device="cpu", strict=True)
-    assert "exchange" in caught.value.waiting[0] and "1" in caught.value.waiting[0]
+    assert caught.value.waiting[0].startswith("in send #0 to rank 1 on axis world")
 
 
 def receives_long_before_it_looks(context) -> bool:

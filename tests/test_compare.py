@@ -81,7 +81,7 @@ def test_the_work_of_carrying_messages_is_named_where_it_counts():
     expect = predicted(2)
     share = 0.2 * expect.step_time
     note = compare(expect, as_measured(expect, wall=1.3, beside=share)).notes["step time"]
-    assert f"other threads used {1e3 * share:.0f} ms" in note
+    assert f"other threads of a rank used {1e3 * share:.0f} ms" in note
     for nothing in (0.0, 0.01 * expect.step_time):
         note = compare(expect, as_measured(expect, wall=1.3, beside=nothing)).notes["step time"]
         assert "other threads" not in note
@@ -121,7 +121,7 @@ def test_the_device_models_error_is_given_in_per_cent_and_explained_once():
 
 def test_overlap_says_what_it_hides_and_the_others_that_nothing_does():
     hides = compare(predicted(2), as_measured(predicted(2))).notes["exposed communication"]
-    assert "computing hides" in hides
+    assert "computation hides" in hides
     for form in ("naive", "bucketed"):
         expect = predicted(2, form)
         note = compare(expect, as_measured(expect)).notes["exposed communication"]
@@ -135,7 +135,7 @@ def test_waiting_for_copies_is_no_communication_that_is_exposed(offload):
     held = compare(expect, as_measured(expect))
     said = held.replayed.summary()["value"]
     hidden = said["of it hidden behind compute"]
-    assert f"computing hides {hidden:.0f} % of the" in held.notes["exposed communication"]
+    assert f"computation hides {hidden:.0f} % of the" in held.notes["exposed communication"]
     row = held.table["replayed"]
     copies, calls = row["exposed copies"], row["exposed communication"]
     assert 1e3 * (copies + calls) == pytest.approx(said["waiting"], abs=1e-4)
@@ -210,7 +210,7 @@ def test_the_notebook_table_has_every_row_and_note_escaped():
     page = seen._repr_html_()
     assert page.count("<tr>") == len(seen.table) + 1
     assert "<b>mine" not in page
-    assert "Bytes agree exactly" in page
+    assert "The bytes agree exactly" in page
 
 
 def test_a_replay_alone_can_be_compared_and_has_no_measured_column():
@@ -238,7 +238,7 @@ def test_two_reports_of_one_clock_are_refused():
     expect = predicted(2)
     measured = as_measured(expect)
     for pair in ((expect, expect), (measured, measured), (measured, measured.replay(CLUSTER))):
-        refuses("clock.*legal: one from pl.predict and one from pl.run", compare, *pair)
+        refuses("clock.*legal: one report of pl.predict and one of pl.run", compare, *pair)
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,9 @@ def test_something_that_is_no_report_is_refused():
 def test_a_report_that_trained_no_model_is_refused():
     expect = predicted(2)
     simulated = simulate(gpipe(2, 2), forward=1.0, backward=2.0).report()
-    with pytest.raises(ValueError, match="report=.*it trained no model.*legal: "):
+    with pytest.raises(ValueError, match="report=.*no model of the library was trained.*legal: "):
         compare(expect, dataclasses.replace(as_measured(expect), model=None))
-    refuses("expect=.*it trained no model.*legal: ", compare, simulated, as_measured(expect))
+    refuses("expect=.*no model of the library was", compare, simulated, as_measured(expect))
 
 
 def test_a_run_of_an_own_schedule_is_compared_after_it_was_saved(tmp_path):
@@ -296,4 +296,4 @@ def test_a_replay_that_takes_no_time_has_no_gap_in_per_cent(dp):
     notes = compare(expect, as_measured(expect).replay(free, compute=0.0)).notes
     assert "nan" not in " ".join(notes.values()) and all(notes.values())
     if dp == 1:
-        assert notes["step time"].startswith("In the replay it takes no time.")
+        assert notes["step time"].startswith("In the replay this takes no time.")

@@ -85,7 +85,9 @@ def test_what_is_no_text_is_refused_with_the_reason(tmp_path, make):
 
 def test_a_text_shorter_than_a_sample_is_refused_before_a_process_starts(tmp_path, model):
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(ValueError, match=r"9 bytes are fewer than one sample; legal: .* 25 bytes"):
+    with pytest.raises(
+        ValueError, match=r"9 bytes are fewer than one sample needs; legal: .* 25 bytes"
+    ):
         pl.run(model, data=tmp_path / "short.txt")
 
 
@@ -109,4 +111,4 @@ def test_the_loss_really_falls_on_the_default_text():
 @pytest.mark.parametrize("held", [b"\0\1\2" * 99, "words".encode("utf-16"), b"\xfe\xff" * 50])
 def test_a_single_file_that_is_no_text_is_refused(tmp_path, held):
     (tmp_path / "t").write_bytes(held)
-    refuses("^data=.*not text: it has zero bytes, or is UTF-16", Corpus, tmp_path / "t")
+    refuses("^data=.*not text: it contains zero bytes, or is UTF-16", Corpus, tmp_path / "t")

@@ -28,7 +28,7 @@ CHOICES = [
     (("cuda", 3, CARDS[:1] * 4, 1), ("cuda:0", "gloo", True), ["4 ranks and 1 GPU:"]),
     ((None, 0, [(0, ""), (0, "")], 0), ("cpu", "gloo", False), [""]),
     (("cpu", 0, [], 4), ("cpu", "gloo", False), [""]),
-    ((None, 0, [(0, ""), (1, "GPU-1")], 0), ("cpu", "gloo", False), ["of 2 ranks have no GPU"]),
+    ((None, 0, [(0, ""), (1, "GPU-1")], 0), ("cpu", "gloo", False), ["of the 2 ranks have no GPU"]),
 ]
 
 
@@ -74,7 +74,7 @@ def test_times_of_ranks_that_shared_a_gpu_are_refused_by_name(run):
         "a bubble": shared.bubbles,
         "a comparison": lambda: pl.compare(expect, shared),
     }.items():
-        with pytest.raises(ValueError, match=f"{what} needs what each rank computed"):
+        with pytest.raises(ValueError, match=f"{what} needs the compute time of each rank"):
             ask()
 
 

@@ -157,7 +157,10 @@ def test_a_single_run_is_fitted_on_as_many_nodes_as_it_had():
     [
         ([], "no run"),
         (3, "no run"),
-        ([(SMALL, PLANS[0])], "run 0 is refused"),
+        ([(SMALL, PLANS[0])], "run 0 is refused: it is not a row of three"),
+        ((SMALL, PLANS[0], 1.0), "run 0 is refused: it is not a row of three"),
+        ([(PLANS[0], SMALL, 1.0)], "run 0 is refused: model=.*: not a model description; legal"),
+        ([(SMALL, SMALL, 1.0)], "run 0 is refused: plan=.*: not a plan; legal: a pl.Plan"),
         ({SMALL: (PLANS[0], 1.0)}, "not a list of pairs; legal: {model"),
         ({SMALL: 1.0}, "not a list of pairs"),
         ([(SMALL, PLANS[0], -1.0)], "seconds"),

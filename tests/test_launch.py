@@ -336,7 +336,7 @@ def test_cuda_where_there_is_none_is_a_value_error() -> None:
 
 
 def test_a_result_that_cannot_be_sent_back_says_so() -> None:
-    with pytest.raises(pl.RankError, match="result, a lock, cannot be sent back") as caught:
+    with pytest.raises(pl.RankError, match="result, a lock object, cannot be sent back") as caught:
         pl.launch(threading.Lock, ranks=2)
     assert caught.value.rank == 0
 
@@ -440,7 +440,7 @@ def test_a_server_that_died_takes_its_ranks_along_and_is_replaced(tmp_path, monk
             os.kill(before, 9)
             died.append(until(lambda: not is_alive(pid)))  # the launcher still holds its pipe
 
-    with pytest.raises(pl.RankError, match="the next call starts a new one"):
+    with pytest.raises(pl.RankError, match="The next call starts a new one"):
         launch_program(say_pid_and_wait, 2, on_progress=kill_server)
     assert died == [True] and list(tmp_path.iterdir()) == []
     assert pl.launch(sum_of_ranks, ranks=2)[1] == (1, 1.0)
@@ -532,7 +532,7 @@ def in_call(rank: int, call: str, with_: tuple[int, ...] = (0, 1, 2, 3)) -> Stan
             [in_call(r, "broadcast", (0, 1)) for r in range(2)],
             "ranks 0, 1 wait in broadcast for one another; do their calls and sizes agree?",
         ),
-        ([Standing(r, "") for r in range(8)], "no rank waits for another, ranks 0-7 are busy"),
+        ([Standing(r, "") for r in range(8)], "no rank waits for another; ranks 0-7 are busy"),
         (
             [Standing(r, "", nccl=True) for r in range(2)],
             "ranks 0, 1 may wait for their GPUs, where a call of NCCL may hang; their hosts wait "

@@ -283,8 +283,9 @@ def stopped() -> None:
 @pytest.mark.parametrize(
     ("hang", "stack_seconds", "said"),
     [
-        (block, watch.STACK_SECONDS, "no rank waits for another, rank 0 is busy"),
-        (stopped, 0.1, "rank 0: does not answer: stopped"),  # waited for to the end
+        (block, watch.STACK_SECONDS, "no rank waits for another; rank 0 is busy"),
+        (stopped, 0.1, "rank 0 does not answer\n"),  # waited for to the end
+        (stopped, 0.1, "rank 0: does not answer: it is stopped"),
     ],
 )
 def test_a_rank_that_waits_for_no_other_is_busy_or_does_not_answer(

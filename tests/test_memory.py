@@ -348,7 +348,7 @@ def test_a_run_just_below_the_limit_passes_and_one_byte_less_stops_it(run):
         run(MODEL, PLAN, steps=3, memory_limit=needs - 1)
     assert children() <= before
     said, table = str(caught.value), caught.value.table
-    assert said.startswith("rank 0 ran out of memory: step 0, backward of micro-batch 1 asked for")
+    assert said.startswith("rank 0 ran out of memory: in step 0, backward of micro-batch 1, it ask")
     assert said.count(table) == 1 and caught.value.rank == 0
     held = [line.rsplit(None, 2) for line in table.splitlines() if line.endswith(("MB", " B"))]
     units = {"MB": 1.0, "B": 1e-6}
@@ -371,7 +371,7 @@ def test_an_optimizer_that_does_not_fit_is_named_while_it_is_made(run):
 
 
 def test_a_limit_below_the_model_stops_it_before_the_first_step(run):
-    with pytest.raises(pl.OutOfMemory, match="before step 0 asked for") as caught:
+    with pytest.raises(pl.OutOfMemory, match="before step 0, it asked for") as caught:
         run(MODEL, PLAN.replace(dp=2), memory_limit="0.25MiB")
     assert "zero_stage=" in caught.value.table and "but does not fit" in caught.value.table
     with pytest.raises(pl.OutOfMemory, match="for 81,920 B when 0 B of memory_limit=1,000 B were"):
@@ -416,10 +416,10 @@ def test_advice_names_settings_that_fit_by_prediction():
     plan = PLAN.replace(dp=4)
     whole = sum(quick.peak(MODEL, plan).values())
     said = advice(MODEL, plan, optimizer="adamw", limit=whole * 3 // 4)
-    assert said.startswith("By prediction microbatch_size=2, microbatches=4 (")
+    assert said.startswith("By prediction, microbatch_size=2, microbatches=4 (")
     assert " would fit; so would microbatch_size=1, microbatches=8 (" in said
     said = advice(MODEL, plan, optimizer="adamw", limit=whole // 2)
-    assert said.startswith("By prediction zero_stage=3, microbatch_size=1, microbatches=8, recomp")
+    assert said.startswith("By prediction, zero_stage=3, microbatch_size=1, microbatches=8, recom")
     said = advice(MODEL, PLAN, optimizer="adamw", limit=1000)
-    assert "comes nearest, but does not fit. More data-parallel ranks" in said
+    assert "comes closest, but does not fit. More data-parallel ranks" in said
     assert said.count("zero_stage") == said.count("zero_stage=3, offload='cpu'") == 1

@@ -109,9 +109,9 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     )
     assert "None is a sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
-    assert "no hook" in answers["What is not known?"]
+    assert "gloo does not report it" in answers["What is not known?"]
     kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
-    assert kept[once].startswith("1 times Ψ per step, which has 2 backwards")
+    assert kept[once].startswith("1 times Ψ is reduced per step, which has 2 backward passes")
 
 
 def test_explain_says_how_many_ranks_make_a_call_that_not_all_make():
@@ -266,7 +266,7 @@ def test_explain_says_whether_gathers_are_prefetched(how, forward, backward):
     said = ahead(how).explain()["Are gathers prefetched?"]
     for phase, early in (("forward", forward), ("backward", backward)):
         [line] = [line for line in said.splitlines() if line.startswith(phase)]
-        assert f"the wait of {early} of 16 gathers" in line
+        assert f"for {early} of 16 gathers, ranks computed" in line
         assert line.endswith("prefetch works" if early else "there is no prefetch")
 
 
@@ -499,7 +499,7 @@ def fails(how):
     ("how", "said"),
     [
         ("raises", r"RuntimeError: inconsistent(.|\n)*torch.ones\(3\) @ torch.ones\(4\)"),
-        ("inits", r"the default process group is up(.|\n)*paralab observe FILE"),
+        ("inits", r"the default process group exists already(.|\n)*paralab observe FILE"),
         ("exits", r"called sys.exit\(3\)"),
         ("forks", "nothing was seen in this process"),
     ],
@@ -518,7 +518,7 @@ def test_settings_are_refused_before_a_process_starts():
         pl.observe("x")  # no such script
     with pytest.raises(TypeError, match=r"^observe\(\) got an unexpected keyword argument 'bogus'"):
         pl.observe(ddp, 2, bogus=1)
-    with pytest.raises(ValueError, match="without a function this process is observed, as it is"):
+    with pytest.raises(ValueError, match="without a function, pl.observe observes this process"):
         pl.observe(ranks=7)
     pl.step()  # without an observation nothing happens
 
@@ -679,7 +679,7 @@ def test_torchruns_ranks_write_parts_that_are_merged(tmp_path, monkeypatch, caps
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as a rank of torchrun")
     (tmp_path / "occupied").write_text("a file")
     with pytest.raises(
-        ValueError, match="out='occupied': no folder can be made there: File exists"
+        ValueError, match="out='occupied': the folder cannot be created: File exists"
     ):
         cli.main(["observe", "--out", "occupied", "train.py", "4", "0"])
     with pytest.raises(SystemExit):
@@ -720,13 +720,13 @@ def test_a_program_is_compared_with_the_prediction_of_its_plan(twice):
     assert compared.table.loc["backward", "measured"] > 0
     if twice:
         assert row["measured"] == 2 * row["predicted"] and not compared.bytes_agree
-        assert "the program that was observed does it in another way" in note.lower()
+        assert "the program that was observed communicates in another way" in note.lower()
     else:
         assert row["measured"] == row["predicted"] and compared.bytes_agree
-        assert note == "Bytes agree exactly, in the sum of each rank."
+        assert note == "The bytes agree exactly, summed over the calls of each rank."
 
 
 def test_a_prediction_for_another_number_of_ranks_is_refused():
     expect = pl.predict(SMALL, pl.Plan(dp=4, microbatch_size=2), pl.Cluster.preset("dgx-a100"))
-    with pytest.raises(ValueError, match="4 ranks were predicted, 2 were run"):
+    with pytest.raises(ValueError, match="4 ranks were predicted, and the run had 2"):
         pl.compare(expect, reference(False))

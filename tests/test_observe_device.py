@@ -313,7 +313,7 @@ def test_a_batch_of_messages_lasts_until_it_is_waited_for_and_a_replay_waits_for
     waits = report.spans[report.spans["kind"] == "wait"]
     assert {span for after in waits["after"] for span in after} == set(calls["span"])
     assert report.replay(NODES).step_time > 0.09  # one stage behind the other
-    assert "for the batch" in report.explain()["What is not known?"]
+    assert "When a batch of messages ended" in report.explain()["What is not known?"]
 
 
 def captures():

@@ -70,7 +70,9 @@ def with_torch_func():
 
 def test_torch_func_is_observed_without_the_ledger_and_with_it_that_is_said():
     assert seen(with_torch_func, 1, steps="marked").results == [1]
-    with pytest.raises(pl.RankError, match=r"memory_steps=1: .* torch.func takes none; legal: 0"):
+    with pytest.raises(
+        pl.RankError, match=r"memory_steps=1: .* torch.func does not support; legal: 0"
+    ):
         seen(with_torch_func, 1, memory_steps=1, steps="marked")
 
 
@@ -94,7 +96,7 @@ if __name__ == "__main__":
         port = free.getsockname()[1]
     mp.spawn(work, (port, __file__), 2)
 """)
-    with pytest.raises(pl.RankError, match="A program that starts its ranks itself"):
+    with pytest.raises(pl.RankError, match="Processes that a program starts itself"):
         seen(script, 1)
     assert [(tmp_path / f"starts.py.{rank}").read_text() for rank in (0, 1)] == ["2.0", "2.0"]
 
@@ -108,7 +110,7 @@ def as_many_ranks_as_torch_pretends():
 
 
 def test_a_group_of_more_ranks_than_are_observed_is_refused():
-    with pytest.raises(pl.RankError, match=r"ranks=4: a group of the ranks \(0, 1, 2, 3\)"):
+    with pytest.raises(pl.RankError, match=r"ranks=4: the group has the ranks \(0, 1, 2, 3\)"):
         seen(as_many_ranks_as_torch_pretends, 1)
 
 
@@ -170,9 +172,11 @@ def in_16_bits(how):
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_gradients_in_16_bits_are_counted_by_the_backwards_that_reduce_them(how):
     answers = seen(in_16_bits, args=(how,)).explain()
-    assert answers[TIMES].startswith("For every one of 2 micro-batches: 1 times Ψ per step.")
+    assert answers[TIMES].startswith(
+        "For every one of 2 micro-batches: 1 times Ψ is reduced per step."
+    )
     assert "messages in fewer bits" in answers[FORM]
-    assert ("it has fewer bits, or some parameters are kept" in answers[FORM]) == (how == "fsdp")
+    assert ("they have fewer bits, or some of them are kept" in answers[FORM]) == (how == "fsdp")
 
 
 def two_levels(backwards, each):
@@ -190,9 +194,9 @@ def two_levels(backwards, each):
 @pytest.mark.parametrize(
     ("backwards", "each", "said"),
     [
-        (1, True, "1 times Ψ per step, which has 1 backward."),
-        (2, False, "1 times Ψ per step, which has 2 backwards."),
-        (2, True, "For every one of 2 micro-batches: 2 times Ψ per step."),
+        (1, True, "1 times Ψ is reduced per step, which has 1 backward pass."),
+        (2, False, "1 times Ψ is reduced per step, which has 2 backward passes."),
+        (2, True, "For every one of 2 micro-batches: 2 times Ψ is reduced per step."),
     ],
 )
 def test_a_gradient_that_is_summed_on_two_axes_is_summed_once(backwards, each, said):
@@ -218,7 +222,9 @@ def evaluates_closures():
 
 def test_evaluations_of_a_closure_are_no_micro_batches():
     said = seen(evaluates_closures).explain()[TIMES]
-    assert said == "4 times Ψ per step, in which the optimizer evaluates 4 backwards."
+    assert (
+        said == "4 times Ψ is reduced per step, in which the optimizer evaluates 4 backward passes."
+    )
 
 
 def unequal_steps():
@@ -231,7 +237,7 @@ def test_steps_of_ranks_that_have_fewer_are_their_own():
     answers = seen(unequal_steps).explain()
     assert "1 × all_reduce of 0.263 MB" in answers[CALLS]
     assert ": 2 (n−1)/n Ψ = 0.263 MB per rank" in answers[FORM]
-    assert answers[TIMES] == "1 times Ψ per step, which has 1 backward."
+    assert answers[TIMES] == "1 times Ψ is reduced per step, which has 1 backward pass."
     assert "from 2 to 5 steps that count" in answers[UNKNOWN]
 
 
@@ -259,7 +265,7 @@ def beside_ddp(what):
 def test_what_a_forward_sends_of_its_own_does_not_hide_data_parallelism(what):
     answers = seen(beside_ddp, args=(what,)).explain()
     assert "data parallelism, gradients all-reduced: 4 (n−1)/n Ψ = 2.1 MB" in answers[FORM]
-    assert ("65,536 B of other things" in answers[FORM]) == (what == "features")
+    assert ("65,536 B of other traffic" in answers[FORM]) == (what == "features")
     assert answers[TIMES].startswith("For every one of 2 micro-batches")
 
 
@@ -439,7 +445,7 @@ def the_first_fsdp():
             "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
             "parameters: 3 (n−1)/n Ψ = 0.786 MB",
         ),
-        (two_layers_frozen, 2, "(n−1)/n of 0.526 MB of frozen parameters on top"),
+        (two_layers_frozen, 2, "(n−1)/n times 0.526 MB of frozen parameters"),
         (the_first_fsdp, 2, "so Ψ is not known"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -450,9 +456,9 @@ def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
     none = (one_column_parallel_layer, the_first_fsdp, several_gradients_of_one_input)
     assert (TIMES in answers) == (fn not in none)
     if fn is gathers_what_it_updates:
-        assert answers[TIMES] == "1 times Ψ per step, which has 2 backwards."
+        assert answers[TIMES] == "1 times Ψ is reduced per step, which has 2 backward passes."
     if fn is sharded_beside_sums:  # the other axis gathers in the backward, too
-        assert answers["Are gathers prefetched?"].startswith("forward: the rank computed")
+        assert answers["Are gathers prefetched?"].startswith("forward: for ")
         assert "of 8 gathers" in answers["Are gathers prefetched?"]
 
 
@@ -480,7 +486,7 @@ def averages_seldom():
 def test_what_is_summed_in_some_steps_only_is_said_of_these_steps():
     report = seen(averages_seldom)
     answers, size = report.explain(), "0.262 MB"
-    assert f"in 2 of 10 steps 1 × all_reduce of {size}; a rank sends {size} then" in answers[CALLS]
+    assert f"in 2 of 10 steps, 1 × all_reduce of {size}; a rank sends {size} in" in answers[CALLS]
     assert "sums outside the backward in 2 of 10 steps, as local SGD averages" in answers[FORM]
     assert f"2 (n−1)/n Ψ = {size} per rank" in answers[FORM] and TIMES not in answers
     of = report.summary()["value"]
@@ -501,7 +507,7 @@ def groups_alike():
 
 def test_axes_of_which_the_same_is_said_are_named_together():
     answers = seen(groups_alike).explain()
-    assert answers[FORM] == "axes first, second: no paradigm that is known here"
+    assert answers[FORM] == "axes first, second: it looks like none of the known paradigms"
     assert "40 B, 44 B, 48 B, 52 B, 56 B and 1 more; a rank" in answers[CALLS]
 
 

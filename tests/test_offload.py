@@ -153,7 +153,7 @@ def test_a_folder_that_does_not_exist_or_has_no_room_is_refused(tmp_path, monkey
         pl.run(SMALL, on(tmp_path / "file"))
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(ValueError, match="this plan's files take 4 MB, and 0 MB are free"):
+    with pytest.raises(ValueError, match="this plan's files take 4 MB, but only 0 MB are free"):
         pl.run(SMALL, on(tmp_path))
     assert not [path for path in tmp_path.iterdir() if path.name != "file"]
 

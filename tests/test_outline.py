@@ -245,7 +245,7 @@ def test_every_picture_and_table_reads_an_outline(name, tmp_path):
     actions.save(tmp_path / "report.json")
     again = pl.load(tmp_path / "report.json")
     assert again.summary().equals(actions.summary())
-    with pytest.raises(ValueError, match="an outline has its calls summed up"):
+    with pytest.raises(ValueError, match="in an outline, calls are summed up"):
         actions.replay(FAST)
     # Per rank, not per rank of the plan: an outline has fewer.
     sent = calls.traffic("rank").set_index("rank")["bytes"]

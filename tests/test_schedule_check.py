@@ -28,7 +28,7 @@ def refused(schedule, **more) -> ScheduleError:
         (["0F0 0B0 0B1", "1F0 1B0 1F1 1B1"], 0, 2, "0B1", "before 0F1"),
         (["0F0 0I0", "1F0 1B0"], 0, -1, "0W0", "weight half"),
         (["0F0 0B0", "1F0 1B0 1F0"], 1, 2, "1F0", "twice"),
-        (["0F0 0B0", "0F0 1B0"], 1, 0, "0F0", "lives on rank 0"),
+        (["0F0 0B0", "0F0 1B0"], 1, 0, "0F0", "belongs on rank 0"),
         (["0F0 0B0", "1B0 1F0"], 1, 0, "1B0", "before 1F0"),
         (["0F0 0I0 0B0", "1F0 1B0"], 0, 2, "0B0", "backward runs twice"),
         (["0F0 0I0 0W0 0B0", "1F0 1B0"], 0, 3, "0B0", "backward runs twice"),
@@ -61,7 +61,7 @@ def test_what_was_asked_for_is_held_against_the_lists():
     assert refused(schedule, stages=4).action == "2F0"
     with pytest.raises(ValueError, match="stages=3.*a multiple of 2"):
         validate(schedule, stages=3)
-    with pytest.raises(ValueError, match="one list per rank"):
+    with pytest.raises(ValueError, match="one list of actions per rank"):
         validate([])
 
 

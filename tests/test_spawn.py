@@ -81,7 +81,7 @@ def test_a_run_needs_nothing_of_linux_and_the_witness_says_that_it_does() -> Non
     assert said["losses"] == 2 and said["busy"] == 0.0
     assert said["witness"].startswith("the kernel shows no counter of the loopback interface")
     assert (
-        "only Linux has it; elsewhere the ledger (report.traffic()) has no witness"
+        "only Linux has one; elsewhere no second count can confirm report.traffic()"
         in said["witness"]
     )
 

@@ -262,7 +262,7 @@ def test_a_refusal_of_an_object_reads_the_same_in_every_run():
         (lambda: pl.Plan().ranks(3, 0), "axis=3: unknown choice"),
         (lambda: pl.Plan().place(None), "rank=None: not a whole number"),
         (lambda: pl.load(None), "path=None: not a path"),
-        (lambda: pl.load("\0"), "path='.x00': cannot be opened: (stat: )?embedded null"),
+        (lambda: pl.load("\0"), "path='.x00': it cannot be opened: (stat: )?embedded null"),
         (
             lambda: linear_elements(pl.ModelSpec(**GOOD_MODEL), pl.Plan(), "foo"),
             "role='foo': unknown choice",

@@ -69,7 +69,7 @@ def test_an_event_that_is_set_already_starts_no_rank(tmp_path):
     pl.launch(os.getpid, ranks=1)  # the server is ready: a rank would be born at once
     stop = threading.Event()
     stop.set()
-    with pytest.raises(pl.Stopped, match="before its ranks had started"):
+    with pytest.raises(pl.Stopped, match="before the ranks had started"):
         pl.launch((tmp_path / "ran").touch, ranks=1, stop=stop)
     assert not (tmp_path / "ran").exists()
 
@@ -115,7 +115,7 @@ def test_a_training_run_says_how_far_it_came_and_calls_back_as_it_goes(run, mode
         if rank == 0 and done >= 2:
             stop.set()
 
-    with pytest.raises(pl.Stopped, match=r"ranks; \d+ of 5000 steps done") as caught:
+    with pytest.raises(pl.Stopped, match=r"ranks were at work; \d+ of 5000 steps done") as caught:
         run(model, pl.Plan(dp=2), steps=5000, progress=look, stop=stop)
     assert "2 ranks" in str(caught.value) and not below_the_server()
     assert {rank for rank, _, _ in seen} <= {0, 1} and {total for _, _, total in seen} == {5000}

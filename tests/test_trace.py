@@ -183,14 +183,20 @@ WRONG_CALLS = {
     "root=-1: not a rank of this group; legal: one of (0, 1)": lambda g, t: g.reduce(t, root=-1),
     "root=2: not a rank": lambda g, t: g.broadcast(t, root=2),
     "parts=[]: nothing to send": lambda g, t: g.exchange([]),
+    "parts=[('send', tensor([0., 1., 2., 3., 4.]))]: not a list of messages; legal: ": (
+        lambda g, t: g.exchange([("send", t)])
+    ),
+    "parts=('send', tensor(": lambda g, t: g.exchange(("send", t, 1 - g.index)),
     "side='snd': unknown choice": lambda g, t: g.exchange([("snd", t, 1 - g.index)]),
     "tensor=[1, 2]: not a tensor; legal: a torch.Tensor": lambda g, t: g.all_reduce([1, 2]),
     "tensor=3: not a tensor": lambda g, t: g.send(3, to=1 - g.index),
-    "tensor.numel()=5: not 2 equal parts; legal: a multiple of 2": lambda g, t: g.all_to_all(t, t),
-    "output.numel()=5: as many elements come in as go out; legal: 4": lambda g, t: g.all_to_all(
-        t, t[:4]
+    "tensor.numel()=5: it cannot be cut into 2 equal parts, one for each rank; legal: a multiple": (
+        lambda g, t: g.all_to_all(t, t)
     ),
-    "tensor.numel()=5: not 2 equal": lambda g, t: g.reduce_scatter(t[:2], t),
+    "output.numel()=5: each rank receives as many elements as it sends; legal: 4": (
+        lambda g, t: g.all_to_all(t, t[:4])
+    ),
+    "tensor.numel()=5: it cannot be cut into 2 equal": lambda g, t: g.reduce_scatter(t[:2], t),
     "output.numel()=5: each of 2 ranks gets one of 2 parts of 4 elements; legal: 2": (
         lambda g, t: g.reduce_scatter(t, t[:4])
     ),
@@ -230,9 +236,11 @@ def one_rank_more(group, later):
 @pytest.mark.parametrize("later", [0, 1])
 def test_a_collective_that_one_rank_alone_makes_is_an_error_of_order(later):
     """Nothing else would say so: gloo lets a rank go that waits for nothing."""
-    fits = f"is all_reduce of 2 torch.float32 on rank {later}, but the end of the function on rank"
-    other = f"is the end of the function on rank {1 - later}, but all_reduce of 2"
-    with pytest.raises(pl.RankError, match=f"call #1 of the group .*({fits}|{other})"):
+    call, end = "all_reduce of 2 elements of torch.float32", "the end of the function"
+    one, group = 1 - later, "call #1 of the group of ranks .*"
+    fits = f"on rank {later}, {group} is {call}, but on rank {one} it is {end}"
+    other = f"on rank {one}, {group} is {end}, but on rank {later} it is {call}"
+    with pytest.raises(pl.RankError, match=f"{fits}|{other}"):
         pl.trace(one_rank_more, 2, (later,), timeout=30)
 
 
@@ -279,14 +287,37 @@ def test_arguments_are_pickled_once(run):
 def test_a_call_that_nobody_waited_for_is_named():
     """Its result may be half-finished, and whether the others have made it is not known."""
     where = "ranks 0,1, step 0"
-    words = f"rank 0 has not waited for all_reduce #1 on axis world, {where} and 1 more: what"
+    words = f"rank 0 has not waited for all_reduce #1 on axis world, {where} and for 1 other call: "
     with pytest.warns(UserWarning, match=words):
         pl.trace(lets_go, 2, (1,))
-    with pytest.warns(UserWarning, match=f"for all_reduce #0 on axis pair, {where}: what"):
+    with pytest.warns(UserWarning, match=f"for all_reduce #0 on axis pair, {where}: its"):
         pl.trace(lets_go, 2, (2,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pl.trace(lets_go, 2, (3,))
+
+
+def test_a_traced_function_has_no_schedule_whose_bubble_is_known():
+    """It runs no forward: that is no fault of a schedule."""
+    shares = pl.trace(pass_on, 2, (1.0,)).bubbles()
+    assert shares[["formula", "simulated"]].isna().all(axis=None)
+
+
+def waits_for_rank_2(group, both):
+    if group.index == 1:
+        parts = [("recv", torch.empty(2), 2), ("send", torch.ones(2), 0)]
+        group.exchange(parts[: 1 + both]).wait()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_hang_in_a_message_names_the_ranks_at_its_other_ends_alone(strict):
+    """Rank 3 is of the group too, but has no part in the message."""
+    returned = r"\(ranks? [0-9, ]+ already returned\)\n"
+    with pytest.raises(pl.RankTimeout, match=f"1 waits in recv #0 for rank 2 {returned}") as hang:
+        pl.trace(waits_for_rank_2, 4, (False,), timeout=1.0, strict=strict)
+    assert "rank 1: in recv #0 from rank 2 on axis world, ranks 0,1,2,3" in str(hang.value)
+    with pytest.raises(pl.RankTimeout, match=f"1 waits in exchange #0 for ranks 0, 2 {returned}"):
+        pl.trace(waits_for_rank_2, 4, (True,), timeout=1.0, strict=strict)
 
 
 @pytest.mark.parametrize(

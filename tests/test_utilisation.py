@@ -70,7 +70,7 @@ def test_no_peak_is_stated_and_none_is_assumed():
 
 def test_a_block_of_ones_own_has_no_formula_of_flops_and_no_utilisation():
     model = MODEL.replace(block=lambda spec: torch.nn.Linear(spec.hidden, spec.hidden))
-    with pytest.raises(ValueError, match="block=.*not one of your own; legal: "):
+    with pytest.raises(ValueError, match="block=.*not a block of your own; legal: "):
         step_flops(model, 1)
     report = pl.predict(model, pl.Plan(), PRODUCTS)
     assert achieved(report) == utilisation(report) == {}

@@ -294,7 +294,7 @@ def test_stop_ends_the_run_and_the_next_one_works(widget, monkeypatch):
     assert began.wait(PATIENCE)
     widget._stop_button.click()
     widget.wait(PATIENCE)  # being stopped is no error
-    assert widget.state == "stopped" and "Stopped in the middle of its work on 2" in said(widget)
+    assert widget.state == "stopped" and "Stopped while 2 ranks were at work" in said(widget)
     assert (
         not widget._run_button.disabled and widget._stop_button.disabled and widget.result is None
     )

@@ -35,7 +35,7 @@ def test_a_kernel_without_the_counter_is_named(monkeypatch, tmp_path):
     for text in (None, "eth0: 1 2 3"):
         if text:
             (tmp_path / "dev").write_text(text)
-        with pytest.raises(OSError, match="only Linux has it"):
+        with pytest.raises(OSError, match="only Linux has one"):
             witness(2, ("send",))
 
 

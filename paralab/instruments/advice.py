@@ -28,7 +28,7 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
     fitting = [(change, size) for change, size in smaller if size <= limit]
     if fitting:
         first, *others = fitting
-        sentence = f"By prediction {_text(*first)} would fit"
+        sentence = f"By prediction, {_text(*first)} would fit"
         if others := [other for other in others if other[0] is not together][:2]:
             sentence += f"; so would {' or '.join(_text(*other) for other in others)}"
         return sentence + "."
@@ -36,8 +36,8 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
         change, size = min(smaller, key=lambda pair: pair[1])
         more = "More data-parallel ranks to shard the states (dp), more" if plan.dp == 1 else "More"
         return (
-            f"By prediction {_text(change, size)} comes nearest, but does not fit. {more} ranks to "
-            "split the layers (tp, pp), a smaller model or a larger limit would help."
+            f"By prediction, {_text(change, size)} comes closest, but does not fit. {more} ranks "
+            "to split the layers (tp, pp), a smaller model or a larger limit would help."
         )
     return "No other setting of this plan needs less: use more ranks, a smaller model or batch."
 

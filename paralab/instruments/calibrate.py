@@ -142,8 +142,8 @@ def calibration(*, device: str | None = None, refresh: bool = False) -> dict[str
     choice("device", device, LEGAL)
     device = device or default_device() or "cpu"
     if device == "cuda" and not gpus():
-        legal = "'cpu'; or cluster= the machine with the GPUs: pl.Cluster.preset('dgx-a100'), or "
-        legal += "what pl.Cluster.local(device='cuda') was there"
+        legal = "'cpu'; or with cluster= the machine that has GPUs: pl.Cluster.preset('dgx-a100'), "
+        legal += "or what pl.Cluster.local(device='cuda') returns on that machine"
         raise illegal("device", device, "there is no GPU here that could be measured", legal)
     path, result = cache_path(device), None if refresh else known(device)
     disturbed = result is not None and path not in _repeated and result.get("busy", 0.0) > BUSY

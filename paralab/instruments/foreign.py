@@ -175,14 +175,13 @@ class Observer(Program):
         """Optimizers that step directly one after the other share one training step. Raises
         ValueError where the end of a training step is not known.
         """
-        why, others = "", {type(known).__name__ for known in self._optimizers}
+        why, others = "", sorted({type(known).__name__ for known in self._optimizers})
         if "backward" in self.inside:
             why = "it steps inside a backward"
         elif others and not self._step_sharers and optimizer not in self._optimizers:
-            why = f"a forward or a backward lies between the step of {' and '.join(sorted(others))}"
-            why += " and its own"
+            why = f"a forward or backward lies between its step and that of {' and '.join(others)}"
         if why:
-            why += ", so where a training step ends is not known"
+            why += ", so it is not known where a training step ends"
             raise illegal("optimizer", type(optimizer).__name__, why, BY_HAND)
         if optimizer in self._step_sharers:  # it steps again: a new training step
             self._step_sharers.clear()

@@ -75,7 +75,7 @@ class Calls:
         if key not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             if max(ranks) >= len(self.nodes):
-                why = f"a group of the ranks {ranks}, and this observation is of {len(self.nodes)}"
+                why = f"the group has the ranks {ranks}, but only {len(self.nodes)} are observed"
                 legal = "pl.observe(program, ranks=N), paralab observe --ranks N, or torchrun"
                 raise illegal("ranks", len(ranks), why, legal)
             axis = self._mesh_dimension(name) or group.group_desc.removeprefix("mesh_")

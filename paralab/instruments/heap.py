@@ -67,7 +67,7 @@ def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
 
     plan = Plan() if plan is None else plan
     if plan.world_size > 1:
-        raise illegal("plan", plan, f"{plan.world_size} ranks", "a plan of one rank")
+        raise illegal("plan", plan, f"it has {plan.world_size} ranks", "a plan of one rank")
     plan.validate(model)
     return [Storage(*row) for row in launch_program(_watch, 1, (model, plan), device="cpu")[0]]
 

@@ -226,8 +226,8 @@ class Ledger(Storages):
     def _over_limit(self, size: int, category: str) -> OutOfMemory:
         """The error for the ``size`` bytes, counted already, that exceed the limit."""
         cause = (
-            f"{self.recorder.where()} asked for {_megabytes(size)} when "
-            f"{_megabytes(self.live - size)} of memory_limit={_megabytes(self.limit)} were taken"
+            f"{self._when()}, it asked for {_megabytes(size)} when {_megabytes(self.live - size)} "
+            f"of memory_limit={_megabytes(self.limit)} were in use"
         )
         held = self.bytes.copy()
         held[category] -= size
@@ -237,12 +237,14 @@ class Ledger(Storages):
         """The cause, a table of the bytes ``held`` with ``totals`` below it, and the advice."""
         rows = {name: size for name, size in held.items() if size > 0}
         rows |= {"in all": sum(held.values()), **totals}
-        where = self.recorder.where()  # "before step 0", or "step 0, forward"
-        when = where if where.startswith("before") else f"in {where}"
-        lines = [f"what rank {self.recorder.rank} held {when}:"]
+        lines = [f"what rank {self.recorder.rank} held {self._when()}:"]
         lines += [f"  {name:<12}{_megabytes(size):>17}" for name, size in rows.items()]
         table = "\n".join([*lines, *filter(None, [self.advise()])])
         return OutOfMemory(f"{cause}\n\n{table}", rank=self.recorder.rank, table=table)
+
+    def _when(self) -> str:
+        where = self.recorder.where()  # "before step 0", or "step 0, forward"
+        return where if where.startswith("before") else f"in {where}"
 
 
 def _bound_allocator(limit: int, device: str) -> None:

@@ -132,8 +132,8 @@ def loopback_bytes() -> int:
         if match := re.search(r"^ *lo: *(\d+)", _COUNTERS.read_text(), re.MULTILINE):
             return int(match[1])
     raise OSError(
-        f"the kernel shows no counter of the loopback interface in {_COUNTERS}: only Linux has it; "
-        "elsewhere the ledger (report.traffic()) has no witness"
+        f"the kernel shows no counter of the loopback interface in {_COUNTERS}: only Linux has "
+        "one; elsewhere no second count can confirm report.traffic()"
     )
 
 

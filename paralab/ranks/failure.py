@@ -26,8 +26,8 @@ _TORCHS_FROM_A_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _ALLOCATION = re.compile(r"allocate[d]?:? +((?:[\d.]+ ?[KMGTP]?i?B|\d+ bytes)\b.*)", re.IGNORECASE)
 _NO_MEMORY = re.compile("can't allocate memory|not enough memory|std::bad_alloc")
 ENDED = "was killed by signal"
-KILLED = """. If no other program sent it, it was the kernel's out-of-memory killer: the machine \
-had no memory left (dmesg tells); fewer ranks or a smaller model would fit"""
+KILLED = """. If no other program sent this signal, the kernel's out-of-memory killer did, because \
+the machine had no memory left (dmesg shows it). Use fewer ranks or a smaller model"""
 
 
 class Refused(Exception):

@@ -112,22 +112,23 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
         return Chosen("cpu", "gloo")
     sees_gpu, gpus = torch.cuda.is_available(), len({card for card in cards if card[1]})
     if device == "cuda" and not sees_gpu:
-        legal = f"'cpu', and no {VARIABLE}=cuda in the environment; or after "
-        legal += "pl.set_default_device(None) no device at all"
+        legal = f"'cpu'; or no device at all, with no {VARIABLE}=cuda in the environment and after "
+        legal += "pl.set_default_device(None)"
         raise illegal("device", device, "torch sees no GPU here", legal)
     one_each, counts = gpus == len(cards), f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
     if device is None and not (one_each and sees_gpu):
-        why = f"{counts}: they train on the CPU, over gloo; with device='cuda' they would share, "
-        why += "and times would mix"
+        why = f"{counts}: the ranks run on the CPU, over gloo; with device='cuda' they would share "
+        why += "GPUs, and their times would include one another's work"
         if not sees_gpu:  # but another rank does
-            why = f"some of {len(cards)} ranks have no GPU: all train on the CPU, over gloo"
+            why = f"some of the {len(cards)} ranks have no GPU: all ranks run on the CPU, over gloo"
         return Chosen("cpu", "gloo", why=why)
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
     if one_each:
         return Chosen(chosen, "nccl")
-    why = f"{counts}: ranks share a GPU, over gloo through the host, and the times of each have "
-    return Chosen(chosen, "gloo", shared=True, why=why + "the others' in them")
+    why = f"{counts}: ranks share a GPU and communicate over gloo, through the host; the times "
+    why += "of each rank include the work of the others"
+    return Chosen(chosen, "gloo", shared=True, why=why)
 
 
 def take_device(
@@ -262,9 +263,9 @@ def _load(payload: bytes) -> tuple[Callable, tuple]:
         return pickle.loads(payload)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"what was launched needs something that a rank cannot import: {error}. Ranks import "
-            "modules again, from the same sys.path: define it in the notebook or script itself, or "
-            "in a module on sys.path"
+            f"the launched function needs a name that a rank cannot import: {error}. Ranks import "
+            "modules anew, from the same sys.path: define the name in the notebook or script "
+            "itself, or in a module on sys.path"
         ) from error
 
 
@@ -304,8 +305,8 @@ class _Launcher:
             payload = cloudpickle.dumps(result)
         except Exception as error:
             raise RankError(
-                f"the function's result, a {type(result).__name__}, cannot be sent back: {error}. "
-                "Return numbers, strings, NumPy arrays, or lists and dicts of them",
+                f"the function's result, a {type(result).__name__} object, cannot be sent back: "
+                f"{error}. Return numbers, strings, NumPy arrays, or lists and dicts of them",
                 rank=self.rank,
             ) from None
         _flush()

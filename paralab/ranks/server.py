@@ -44,7 +44,7 @@ START = "PARALAB_START"  # the environment variable that chooses between "fork" 
 LOOK_SECONDS = 0.1  # between two checks whether to go on waiting
 IDLE_SECONDS = 1.0  # after the last request, before the server imports modules of WHEN_IDLE
 END_SECONDS = 50.0  # for all ranks to end; after that the server is killed, and they with it
-CANNOT_START = "ranks cannot start, an import they need fails:\n\n"
+CANNOT_START = "ranks cannot start, because an import that they need fails:\n\n"
 
 # Modules that every rank needs. If an import fails, the launch fails with its error.
 ESSENTIAL = (

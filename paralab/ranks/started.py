@@ -14,6 +14,6 @@ def variable(name: str, *, number: bool = False) -> str:
     value = os.environ.get(name)
     if not value or (number and not (value.isascii() and value.isdecimal())):
         why = "this process is not a rank of torchrun, which sets it" + " to a number" * number
-        legal = "torchrun --nproc-per-node N -m paralab run ..., or none of torchrun's variables"
+        legal = "torchrun --nproc-per-node N -m paralab run ..., or no variables of torchrun"
         raise illegal(name, value, why, legal)
     return value

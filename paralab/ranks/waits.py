@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from paralab.ranks.errors import RankTimeout
 
+DOES_NOT_ANSWER = "does not answer: it is stopped, or blocked inside the operating system"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
@@ -138,7 +139,7 @@ def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> S
         text = note if note.startswith("in ") else f"in {note}"
         return Standing(rank, text + (f", {place}" if own else ""), call, with_)
     if not stack:
-        return Standing(rank, "does not answer: stopped, or stuck inside the operating system")
+        return Standing(rank, DOES_NOT_ANSWER)
     # The outermost frame of torch's is the call of the user's: all_gather_object calls all_gather.
     c10d = "torch/distributed/distributed_c10d.py"
     functions = [frame.function for frame in stack if frame.file.endswith(c10d)]
@@ -186,7 +187,9 @@ def sentence(standings: Sequence[Standing]) -> str:
     if any(s.nccl for s in busy):
         gpu, host = ("its GPU", "its host waits") if single else ("their GPUs", "their hosts wait")
         return f"{who} may wait for {gpu}, where a call of NCCL may hang; {host} in no call"
-    return f"no rank waits for another, {who} {'is' if single else 'are'} busy"
+    if all(s.text == DOES_NOT_ANSWER for s in busy):
+        return f"{who} {'does' if single else 'do'} not answer"
+    return f"no rank waits for another; {who} {'is' if single else 'are'} busy"
 
 
 def rank_names(numbers: Sequence[int]) -> str:

@@ -38,8 +38,8 @@ DEATH_SECONDS = 10.0  # for the server to tell how a rank died, on however busy 
 BRIEF_SECONDS = 0.1  # after any other failure, for the message of an earlier one to arrive
 STACK_SECONDS = 5.0  # for ranks to write their Python stacks
 BRIEF_STACK_SECONDS = 0.5  # the same after an interrupt, when the user waits
-SERVER_DIED = """the process that ranks are started by has died, and they with it, perhaps by the \
-kernel's out-of-memory killer; the next call starts a new one"""
+SERVER_DIED = """the process that starts the ranks has died, and the ranks with it; perhaps the \
+kernel's out-of-memory killer ended it. The next call starts a new one"""
 
 
 @dataclass
@@ -154,8 +154,9 @@ class Run:
     def _check_stop(self) -> None:
         """Raise ``Stopped`` if the caller has set its ``stop`` event."""
         if self.stop is not None and self.stop.is_set():
-            work = f"in the middle of its work on {len(self.ranks)} ranks"
-            when = work if self.ranks else "before its ranks had started"
+            count = len(self.ranks)
+            work = f"while {count} rank{'s were' if count != 1 else ' was'} at work"
+            when = work if count else "before the ranks had started"
             printed = sum(rank.output.printed for rank in self.ranks)
             raise Stopped(f"stopped {when}", printed=printed)
 
@@ -237,7 +238,7 @@ class Run:
             if rank.result is not None:
                 at = Standing(index, "has returned its result", finished=True)
             elif not rank.up or index not in dumps:
-                at = Standing(index, "is starting: its function was not yet called")
+                at = Standing(index, "is starting: its function has not been called yet")
             else:
                 stack = main_stack(dumps[index], thread)
                 at = standing(index, len(self.ranks), note, stack)._replace(nccl=rank.nccl)

@@ -30,9 +30,9 @@ def needs_times(report: Tables, what: str) -> None:
     """Raise ValueError for a dry run; ``what`` names what needs times."""
     if report.clock == DRY:
         why = f"{what} needs times, and a dry run has none: "
-        why += "it knows what happens and in which order"
-        legal = "summary(), peaks(), traffic(), copied(), memory_chart(), traffic_chart() of this "
-        legal += "report; times from pl.predict or pl.run"
+        why += "it knows only what happens, and in which order"
+        legal = "a report of pl.predict or pl.run; or of this report summary(), peaks(), "
+        legal += "traffic(), copied(), memory_chart(), traffic_chart()"
         raise illegal("clock", DRY, why, legal)
 
 
@@ -41,8 +41,8 @@ def needs_own_devices(report: Tables, what: str) -> None:
     the other ranks' kernels.
     """
     if report.meta.get("shared_gpu"):
-        why = f"{what} needs what each rank computed, and ranks shared this GPU: "
-        why += "what one took has the others' in it"
+        why = f"{what} needs the compute time of each rank, and the ranks shared this GPU: "
+        why += "the time of each includes the work of the others"
         legal = "a run with device='cpu', or with a GPU for each rank"
         raise illegal("device", report.meta.get("device"), why, legal)
 

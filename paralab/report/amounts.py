@@ -93,7 +93,7 @@ def _checked(by: str | Sequence[str], legal: Sequence[str]) -> list[str]:
     several = isinstance(by, Iterable) and not isinstance(by, str)
     names = [choice("by", name, legal) for name in (by if several else [by])]
     if not names:
-        raise illegal("by", by, "nothing to split by", " | ".join(legal))
+        raise illegal("by", by, "nothing to split by", " | ".join(map(repr, legal)))
     return names
 
 
@@ -190,9 +190,8 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     highest = peak(report, rank=rank)
     if highest is None:
         ranks = sorted(set(report.memory["rank"][report.memory["tier"] == "device"].tolist()))
-        if rank is not None:
-            legal = f"one of {ranks}" if ranks else "-"
-            raise illegal("rank", rank, "has no samples of memory", legal)
+        if rank is not None and ranks:
+            raise illegal("rank", rank, "this rank has no samples of memory", f"one of {ranks}")
         raise illegal("memory", None, "memory was not sampled", "a report of pl.run or pl.predict")
     columns, plan = {report.clock: highest.held}, report.plan
     if report.clock != DRY:

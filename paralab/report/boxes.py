@@ -138,7 +138,7 @@ def stored(name: str, entry: Any) -> Stored:
             near.append(box)
         elements, whole = sum(math.prod(box.sizes) for box in boxes), math.prod(shape)
         if elements != whole:
-            raise ValueError(f"the checkpoint has {elements} of {whole} elements")
+            raise ValueError(f"the checkpoint has only {elements} of its {whole} elements")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from None
     return Stored(shape, boxes)
@@ -153,8 +153,9 @@ def check_file(file: Path, boxes: Iterable[Box]) -> None:
             for box in boxes:
                 part = opened.get_slice(box.key)
                 actual = part.get_dtype(), tuple(part.get_shape())
-                if actual != (DTYPE, box.sizes):
-                    raise ValueError(f"{box.key!r} in it is {actual}, not {(DTYPE, box.sizes)}")
+                if actual != (right := (DTYPE, box.sizes)):
+                    has, needs = (f"{dtype} of shape {sizes}" for dtype, sizes in (actual, right))
+                    raise ValueError(f"{box.key!r} in it is {has}, not {needs}")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"safetensors cannot read it ({error})") from None
 

@@ -49,8 +49,8 @@ ABOUT, LATEST, LOCK = "paralab.json", "latest", ".lock"
 KEPT = 2
 LOCK_SECONDS = 10.0  # within which the ranks of a run whose caller was killed have ended
 _WHY = {
-    "optimizer": "whose state {now!r} cannot go on with",
-    "seed": "which draws the batches that come next; this run has {now!r}",
+    "optimizer": "whose state optimizer={now!r} cannot use",
+    "seed": "which also draws the batches that follow; this run has seed={now!r}",
 }
 # The settings that a resumed run may change, if ``resume_changes`` names them.
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
@@ -102,11 +102,11 @@ class Checkpoint:
         differing = [n for n in wanted if n != "attention" and saved[n] != wanted[n]]
         if differing:
             was, now = (", ".join(f"{n}={m[n]!r}" for n in differing) for m in (saved, wanted))
-            raise self._refuse(f"its model has {was}, this one {now}", f"a model with {was}")
+            raise self._refuse(f"its model has {was}, this model has {now}", f"a model with {was}")
         for name, now in settings.items():
             if name not in changes and getattr(self, name) != now:
                 was = f"{name}={getattr(self, name)!r}"
-                why = _WHY.get(name, "this run has {now!r}").format(now=now)
+                why = _WHY.get(name, f"this run has {name}={{now!r}}").format(now=now)
                 legal = f"{was}, or resume_changes=({name!r},)" if name in CHANGES else was
                 raise self._refuse(f"it was trained with {was}, {why}", legal)
         self.check_state(model, self.optimizer)
@@ -116,10 +116,15 @@ class Checkpoint:
         expected, stored = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
         for name in [*expected, *stored]:
             if expected.get(name) != stored.get(name):
-                why = f"{name} has shape {stored.get(name)} in it, not {expected.get(name)}"
+                here, right = stored.get(name), expected.get(name)
+                why = f"it has {name} of shape {here}, which must be of shape {right}"
+                if here is None:
+                    why = f"{name} is missing in it"
+                elif right is None:
+                    why = f"it has {name}, which is no tensor of this training"
                 damaged(self.folder / ABOUT, why)
         if optimizer == "adamw" and "optimizer_steps" not in self.counters:
-            damaged(self.folder / ABOUT, "optimizer_steps is not in it")
+            damaged(self.folder / ABOUT, "the counter optimizer_steps is missing in it")
 
     def _refuse(self, why: str, legal: str) -> ValueError:
         return illegal("resume", str(self.folder), why, f"{legal}, or resume=None")
@@ -150,25 +155,25 @@ def find(path: object) -> Checkpoint:
     if not folder.is_dir():
         if not folder.exists() and _NAME.fullmatch(folder.name) and _listed(folder.parent):
             _gone(folder)
-        why = "is a file" if folder.exists() else "there is no such folder"
+        why = "it is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
     if not (folder / ABOUT).is_file():
         named, names = _named(folder), _listed(folder)
         if not names:
             complete = sorted(_all_complete(folder))
-            why = f"no file {LATEST!r} in it names a checkpoint"
+            why = f"it has no file {LATEST!r} that names a checkpoint"
             legal = ", ".join(str(folder / name) for name in complete) or _LEGAL
             raise illegal("resume", str(path), why, legal)
         if names[0] != named[0]:
             why = f"{named[0]}, the newest checkpoint of {folder}, is no longer there"
-            warnings.warn(f"{why}: {names[0]} is taken", stacklevel=2)
+            warnings.warn(f"{why}: the run resumes from {names[0]}", stacklevel=2)
         folder /= names[0]
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():
         if not (folder / name).is_file():
             damaged(folder / name, "the file is missing")
         if (actual := (folder / name).stat().st_size) != size:
-            damaged(folder / name, f"the file has {actual} bytes, {size} were written")
+            damaged(folder / name, f"the file has {actual} bytes, but {size} were written")
     file, stored = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
     for name, file_boxes in groupby(sorted(stored, key=file), file):
         if name not in checkpoint.files:
@@ -182,7 +187,7 @@ def find(path: object) -> Checkpoint:
 
 def _gone(checkpoint: Path) -> NoReturn:
     """Raise the ``ValueError`` of a checkpoint that no longer exists; it names those that do."""
-    why = "it is not there; newer ones may have taken its place while it was read"
+    why = "it no longer exists; newer checkpoints may have replaced it while it was read"
     others = [str(checkpoint.with_name(name)) for name in _listed(checkpoint.parent)]
     raise illegal("resume", str(checkpoint), why, ", or ".join(others) or _LEGAL)
 
@@ -194,7 +199,7 @@ def damaged(file: Path, why: str) -> NoReturn:
     others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
     legal = f"another copy of {file.parent}"
     if others:
-        legal += f", or the other checkpoint there, {file.parent.with_name(others[-1])}"
+        legal += f", or the other checkpoint in the folder, {file.parent.with_name(others[-1])}"
     raise illegal("resume", str(file), f"{why}: the checkpoint is damaged", legal)
 
 
@@ -214,16 +219,17 @@ def _read(folder: Path) -> Checkpoint:
     except (OSError, ValueError, RecursionError) as error:
         damaged(file, f"it cannot be read ({error})")
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise illegal("resume", str(folder), f"{ABOUT} in it is not a checkpoint's", _LEGAL)
+        why = f"its {ABOUT} is not the index of a checkpoint"
+        raise illegal("resume", str(folder), why, _LEGAL)
     version = index.get("version")
     if version != VERSION:
-        why = f"its format version {version!r} is unknown, this paralab reads {VERSION}"
-        legal = f"{_LEGAL}; update paralab if a newer one wrote it"
+        why = f"its format version is {version!r}, and this paralab reads version {VERSION} only"
+        legal = f"{_LEGAL}; update paralab if a newer version of it wrote the checkpoint"
         raise illegal("resume", str(folder), why, legal)
     try:
         body = typed(index, "body", dict)
         if seal(body) != index.get("sha256"):
-            raise ValueError("its own checksum does not fit")
+            raise ValueError("its content does not match its own checksum")
         counters, files, tensors = (typed(body, n, dict) for n in ("counters", "files", "tensors"))
         return Checkpoint(
             folder=folder,
@@ -277,14 +283,14 @@ def check_save(folder: Path, resume: str | None) -> None:
     try:
         os.fsencode(folder).decode()
     except UnicodeDecodeError:
-        why, legal = "its name is not UTF-8, and files of tensors need that", "another folder"
+        why, legal = "its name is not UTF-8, which safetensors needs", "another folder"
         raise illegal("save", str(folder), why, legal) from None
     if (folder / ABOUT).is_file():
-        legal = f"the folder around it, {folder.parent}, or another one"
-        raise illegal("save", str(folder), "it is one checkpoint itself", legal)
+        legal = f"the folder that contains it, {folder.parent}, or another one"
+        raise illegal("save", str(folder), "it is a single checkpoint", legal)
     present = _all_complete(folder)
     if present and (resume is None or Path(resume).parent.resolve() != folder.resolve()):
-        why = f"a training has saved {present[0]} there, and this run does not go on with it"
+        why = f"it has {present[0]} of another training, which this run does not resume"
         raise illegal("save", str(folder), why, f"resume={str(folder)!r} too, or another folder")
 
 
@@ -299,12 +305,12 @@ def locked(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > give_up:
-                    why, legal = "another run saves there", "another folder, or wait for its end"
+                    why, legal = "another run saves into it", "another folder, or this one later"
                     raise illegal("save", str(folder), why, legal) from None
                 time.sleep(0.05)
             except OSError as error:
-                why = f"cannot be locked: {error.strerror}"
-                legal = "a folder on a file system that has flock"
+                why = f"it cannot be locked: {error.strerror}"
+                legal = "a folder on a file system that supports flock"
                 raise illegal("save", str(folder), why, legal) from None
         yield
 

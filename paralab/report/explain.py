@@ -85,15 +85,17 @@ def _collectives(report: Tables, calls: pd.DataFrame) -> str:
         rank_steps = sum(steps_of(report, rank) for rank in ranks)  # steps, summed over the ranks
         if (with_calls := len(rows.groupby(["rank", "step"]))) < rank_steps:
             steps, total = rows["step"][rows["rank"] == ranks[0]], steps_of(report, ranks[0])
-            when, rank_steps = f"in {steps.nunique()} of {total} steps ", with_calls
+            when, rank_steps = f"in {steps.nunique()} of {total} steps, ", with_calls
         sizes = list(dict.fromkeys(map(mb, sorted(rows["payload_bytes"]))))
         more = f" and {len(sizes) - NAMED} more" * (len(sizes) > NAMED)
         counted = f"{round(len(rows) / rank_steps, 2):g} × {op} of {', '.join(sizes[:NAMED])}{more}"
         what = op if outline else counted  # in outline a row is the sum of all equal calls
         sent = mb(rows["wire_bytes"].sum() / rank_steps)
         who = "a rank" if len(ranks) == num_ranks else f"each of {len(ranks)} ranks"
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else who
         lines.append(
-            f"axis {axis}, {phase}: {when}{what}; {who} sends {sent}{' then' * bool(when)}"
+            f"axis {axis}, {phase}: {when}{what}; {who} sends {sent}"
+            f"{' in such a step' * bool(when)}"
         )
     return "\n".join(lines)
 
@@ -110,7 +112,7 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         messages = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
         messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
         like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
-        axes_of.setdefault(f"messages per step {messages}: {like}", []).append(axis)
+        axes_of.setdefault(f"messages per step: {messages}; it may be {like}", []).append(axis)
     lines = []
     for description, axes in axes_of.items():
         lines.append(f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}: {description}")
@@ -123,8 +125,8 @@ def _hidden(report: Tables) -> str:
     if not (moving := value["communication in flight"]):
         return ""
     return (
-        f"{value['of it hidden behind compute']:.0f} % of the {moving:.1f} ms of a step in which a "
-        f"collective is in flight; ranks wait {value['waiting']:.1f} ms"
+        f"{value['of it hidden behind compute']:.0f} % of the {moving:.1f} ms per step in which "
+        f"communication is in flight; a rank waits for {value['waiting']:.1f} ms per step."
     )
 
 
@@ -136,14 +138,14 @@ def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
         awaited = {span for after in report.spans["after"] for span in after}
         if awaited.isdisjoint(rows["span"]):
-            lines.append(f"{phase}: not known, no wait for a gather was seen")
+            lines.append(f"{phase}: not known, because no wait for a gather was seen")
             continue
         times = _compute_in_flight(report, rows, phase)
         early = [computed > PREFETCHED * per_gather for computed, per_gather in times]
         verdict = "prefetch works" if sum(early) > len(early) / 2 else "there is no prefetch"
         lines.append(
-            f"{phase}: the rank computed between the launch and the wait of {sum(early)} of "
-            f"{len(early)} gathers, the others were waited for at once: {verdict}"
+            f"{phase}: for {sum(early)} of {len(early)} gathers, ranks computed between the launch "
+            f"and the wait; for the others they waited at once: {verdict}"
         )
     return "\n".join(lines)
 
@@ -184,18 +186,19 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     m, reducing = backwards(report, rank, rows)
     if not psi or not m:
         return ""
-    times, plural = float(size.max()) / steps_of(report, rank) / psi, "s" * (m != 1)
+    times = float(size.max()) / steps_of(report, rank) / psi
+    passes = f"{m:.3g} backward pass{'es' * (m != 1)}"
     if by_hand and not whole_number(times):
         return ""  # these sums are not of gradients
-    text = f"{times:.3g} times Ψ per step"
+    text = f"{times:.3g} times Ψ is reduced per step"
     if made_of(report, "closures", rank):
-        return f"{text}, in which the optimizer evaluates {m:.3g} backward{plural}."
+        return f"{text}, in which the optimizer evaluates {passes}."
     if m == 1 or reducing != m:
-        return f"{text}, which has {m:.3g} backward{plural}."
+        return f"{text}, which has {passes}."
     return (
         f"For every one of {m:.3g} micro-batches: {text}. Accumulating first "
-        "(no_sync, or set_requires_gradient_sync(False), in all but the last) sends 1/"
-        f"{m:.3g} of it, and keeps unsharded gradients meanwhile."
+        "(no_sync, or set_requires_gradient_sync(False), in all but the last) would send 1/"
+        f"{m:.3g} of that, and would hold unsharded gradients until the last backward."
     )
 
 
@@ -203,12 +206,12 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
 def _peak(report: Tables) -> str:
     peak = amounts.peak(report)
     if peak is None:
-        return "It was not counted."
+        return "The bytes of tensors were not counted."
     held = sorted(peak.held.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {mb(size)}" for name, size in held if size)
     text = f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
     if peak.held.get("other", 0) > OTHER * peak.total:
-        text += ". Other is what the program makes outside forward, backward and optimizer: "
+        text += ". “Other” is what the program allocates outside forward, backward and optimizer: "
         text += "batches, a data set, losses."
     return text
 
@@ -220,15 +223,20 @@ def _whole(report: Tables) -> str:
     if report.world_size == 1 or not own or in_parts(report):
         return ""
     if not whole:
-        return "All are sharded."
+        return "None: all parameters are sharded."
     size = mb(sum(p["bytes"] for p in whole))
     if len(whole) == len(own):
         return (
-            f"None is a sharded DTensor: rank 0 holds {len(own)} whole, {size}. Parts that code "
-            "cut by hand look like whole ones."
+            f"None is a sharded DTensor: rank 0 holds {_parameters(len(own))} whole, {size}. A "
+            "shard that code cuts by hand looks like a whole parameter."
         )
     names = ", ".join(f"{p['name']} ({mb(p['bytes'])})" for p in whole[:NAMED])
-    return f"{len(whole)} of {len(own)}, {size}, are whole on rank 0; the largest: {names}."
+    names += f" and {len(whole) - NAMED} smaller" * (len(whole) > NAMED)
+    return f"Rank 0 holds {len(whole)} of {_parameters(len(own))} whole, {size}: {names}."
+
+
+def _parameters(count: int) -> str:
+    return f"{count} parameter{'s' * (count != 1)}"
 
 
 def _unknown(report: Tables, calls: pd.DataFrame) -> str:
@@ -240,29 +248,29 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     notes = (  # (condition, what is not known if it holds)
         (
             through_host and len(calls),
-            "When a call of gloo with tensors on a GPU ended: its span ends where the rank had "
-            "waited for it.",
+            "When a call of gloo with tensors on a GPU ended: its span ends when the rank's wait "
+            "for it ended.",
         ),
         (
             not on_gpu and len(calls),
-            "When a send, a receive or a reduce-scatter of gloo ended: it has no hook, so its span "
-            "ends where the rank had waited for it.",
+            "When a send, a receive or a reduce-scatter of gloo ended: gloo does not report it, so "
+            "its span ends when the rank's wait for it ended.",
         ),
         (
             (on_gpu or not len(calls)) and "FSDPModule" in modules,
             "When the device waited for FSDP2's collectives: they run on streams of their own, and "
-            "a stall of the computing stream counts as computing.",
+            "a stall of the compute stream counts as computation.",
         ),
         (
             any_made_of(report, "aside"),
             "When the device waited for calls that the program waits for on streams of its own: "
-            "there they end, and a stall of the computing stream counts as computing.",
+            "they end there, and a stall of the compute stream counts as computation.",
         ),
         (
             any_made_of(report, "batches"),
             "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL with "
-            "parts of unequal sizes: nothing says it, so their spans end where the rank had waited "
-            "for the batch.",
+            "parts of unequal sizes: NCCL does not report it, so their spans end when the rank's "
+            "wait for them ended.",
         ),
         (
             "DistributedDataParallel" in modules,
@@ -271,19 +279,19 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         ),
         (
             any_made_of(report, "graphs"),
-            "What CUDA graphs do: while one is captured nothing is written down, and when it is "
-            "replayed its calls, its forwards and its backwards are not seen.",
+            "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
+            "replayed, its calls, forwards and backwards are not seen.",
         ),
         (
             made_of(report, "threads"),
-            "What other threads of the program train: modules were trained on one that the program "
-            "had started, and only the first thread's spans, steps and memory are written down.",
+            "What other threads of the program train: modules were trained on a thread that the "
+            "program had started, and only the main thread's spans, steps and memory are recorded.",
         ),
         (
             any_made_of(report, "compiles"),
             "What a compiled program holds: torch.compile compiles nothing while bytes are "
-            "counted, so they are those of the program as it is written. It compiles in the step "
-            "after, which takes longer; with memory_steps=0 in the first.",
+            "counted, so the bytes are those of the program as it is written. It compiles in the "
+            "step after that, which takes longer; with memory_steps=0, in the first step.",
         ),
     )
     unknown = [text for holds, text in notes if holds]
@@ -291,9 +299,9 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counts = sorted(set(steps["rank"].value_counts()))
     if len(counts) > 1:
         unknown.append(
-            f"What ranks did after their last step: they have from {counts[0]} to {counts[-1]} "
-            "steps that count, and what follows a rank's last one is left out. Bytes of "
-            "`traffic()` are shared out over the most steps of a rank."
+            f"What ranks did after their last step: ranks have from {counts[0]} to {counts[-1]} "
+            "steps that count, and what follows the last step of a rank is left out. traffic() "
+            f"divides the bytes of every rank by {counts[-1]} steps."
         )
     if counted and counted[-1] < report.steps["step"].max():
         unknown.append(f"Memory after step {counted[-1]}: bytes were counted in steps {counted}.")

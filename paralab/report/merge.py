@@ -106,7 +106,7 @@ def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapp
             f"{rank_names(sorted(p['rank'] for p in parts if p.get('run_id') == run))}: run {run}"
             for run in sorted(runs, key=str)
         )
-        raise ValueError(f"these parts belong to different runs ({whose}); keep one folder per run")
+        raise ValueError(f"the parts belong to different runs ({whose}); use one folder per run")
     present = [part["rank"] for part in parts]
     unknown = [r for r in present if r not in range(world_size)]
     twice = sorted({r for r in present if present.count(r) > 1})

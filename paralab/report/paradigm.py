@@ -51,7 +51,7 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     if n == 1:
         return "a group of one rank sends nothing"
     if in_parts(report, rank):
-        return "FullyShardedDataParallel shows a rank's parts of parameters, so Ψ is not known"
+        return "FullyShardedDataParallel shows only shards of the parameters, so Ψ is not known"
     if not psi:
         return "no trained parameter was seen, so there is nothing to compare with"
     if sums_activations(report, rows, axis):
@@ -73,13 +73,14 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     sharded = "FSDPModule" in made_of(report, "modules", rank)
     if not (all_reduced or scattered):
         if sharded and gathers["backward"]:
-            return "parts of parameters that a forward has kept, gathered again for its backward"
-        return "no paradigm that is known here"
+            return "shards of parameters that the forward has kept, gathered again for the backward"
+        return "it looks like none of the known paradigms"
     gathered, factor, pass_gathers = 0.0, scattered, ()
     if all_reduced >= scattered:
         name, factor = "data parallelism, gradients all-reduced", 2 * all_reduced
         if local_sgd:
-            name = f"sums outside the backward in {when}, as local SGD averages parameters; then"
+            name = f"sums outside the backward in {when}, as local SGD averages parameters; "
+            name += "in such a step"
         for op, verb in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
             if (redistributed := payload[op, "optimizer"] / psi) > NEAR:
                 name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"
@@ -100,22 +101,22 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
     times = max(all_reduced, scattered)
     if not whole_number(times) or (reducing and not whole_number(times / reducing)):
-        text += "; not a whole number of times Ψ"
-        text += f" for each of {reducing:.3g} backwards" * (reducing > 1)
-        text += ": parameters that take no part, messages in fewer bits, or shards in place of "
-        text += "whole gradients send less"
+        text += "; this is not a whole multiple of Ψ"
+        text += f" for each of {reducing:.3g} backward passes" * (reducing > 1)
+        text += ": unused parameters, messages in fewer bits, or shards in place of whole "
+        text += "gradients send less"
     if m and any(times and not whole_number(times / m) for times in pass_gathers):
-        text += "; what is gathered for a forward or a backward is not Ψ: it has fewer bits, or "
-        text += "some parameters are kept"
+        text += "; the parameters that are gathered for a forward or a backward are not Ψ bytes: "
+        text += "they have fewer bits, or some of them are kept"
     if frozen and gathered:
-        text += f"; {gathered:.3g} (n−1)/n of {mb(frozen)} of frozen parameters on top"
+        text += f"; in addition, {gathered:.3g} (n−1)/n times {mb(frozen)} of frozen parameters"
     surplus = rows["wire_bytes"][rows["phase"] == SURPLUS].sum() / steps
     if surplus:
         text += f"; gloo's reduce-scatter is an all-reduce and sends {mb(surplus)} more"
     rest = rows["wire_bytes"].sum() / steps - surplus
     rest -= share * (factor * psi + gathered * frozen)
     if rest > NEAR * factor * share * psi:
-        text += f"; beside that, {mb(rest)} of other things on this axis"
+        text += f"; in addition, {mb(rest)} of other traffic on this axis"
     return text
 
 

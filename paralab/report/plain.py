@@ -19,8 +19,8 @@ def typed(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> 
     value = body[name]
     if not isinstance(value, kind) or isinstance(value, bool):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        legal = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
-        raise ValueError(f"{name} is {type(value).__name__}, not {legal}")
+        legal = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+        raise ValueError(f"{name} has type {type(value).__name__}, not {legal}")
     return value
 
 
@@ -42,5 +42,5 @@ def plain(value: Any, where: str) -> Any:
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    legal = "text, numbers, yes/no, None, and lists and dicts of them"
+    legal = "strings, numbers, booleans, None, and lists and dicts of them"
     raise illegal(where, value, f"{type(value).__name__} has no plain form", legal)

@@ -32,7 +32,7 @@ def check(tiers: Offload | None, needed: int) -> None:
     if tiers is None or not tiers.uses("nvme"):
         return
     field = "offload['folder']"
-    legal = "a folder that exists, that you may write to, with room for what is offloaded"
+    legal = "an existing folder that you may write to, with enough space for what is offloaded"
     base = checks.path(field, _base(tiers), legal)
     if not base.is_dir():
         raise illegal(field, str(base), "there is no such folder", legal)
@@ -41,7 +41,7 @@ def check(tiers: Offload | None, needed: int) -> None:
     free = shutil.disk_usage(base).free
     if needed > free:
         takes, available = (f"{size / 1e6:,.0f} MB" for size in (needed, free))
-        why = f"this plan's files take {takes}, and {available} are free there"
+        why = f"this plan's files take {takes}, but only {available} are free there"
         raise illegal(field, str(base), why, legal)
 
 

@@ -69,7 +69,7 @@ def save_part(
     """
     if not meta.get("run_id"):
         raise ValueError(
-            "meta['run_id'] is missing; parts of different runs could not be told apart"
+            "meta['run_id'] is missing, by which the parts of different runs are told apart"
         )
     losses = [list(map(float, step)) for step in part["losses"]]
     about = {"model": model, "plan": plan, "meta": meta, "losses": losses}
@@ -87,8 +87,8 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise FileNotFoundError(
-            f"{folder}: holds no rank-00000.json, rank-00001.json, ...; "
-            "name the folder that the ranks wrote to, or a saved report"
+            f"{folder}: it has no rank-00000.json, rank-00001.json, ...; "
+            "give the folder that the ranks wrote to, or a saved report"
         )
     parts = [read(path, PART, _part) for path in paths]
     first = min(parts, key=lambda part: part["rank"])
@@ -121,42 +121,43 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
 
     Raises ``FileNotFoundError``, or ``ValueError`` saying what is wrong with the file.
     """
-    again = "save it again, or take another copy"
+    again = "save the report again, or load another copy"
     path = checks.path("path", path, "a report that report.save wrote")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path}: there is no such file; report.save({str(path)!r}) would write it"
+            f"{path}: there is no such file; report.save({str(path)!r}) would create it"
         ) from None
     try:
         if data[:2] == b"\x1f\x8b":  # by content, not by name: people rename files
             data = gzip.decompress(data)
         envelope = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
-        raise ValueError(f"{path}: damaged or not a report ({error}); {again}") from None
+        why = f"damaged or not a report ({error})"
+        raise ValueError(f"{path}: the file is {why}; {again}") from None
     if not isinstance(envelope, dict) or envelope.get("format") not in (REPORT, PART):
-        raise ValueError(f"{path}: not a paralab report; pl.load reads what report.save wrote")
+        raise ValueError(f"{path}: the file is not a paralab report; legal: what report.save wrote")
     if envelope["format"] != kind:
         raise ValueError(
-            f"{path}: is a {envelope['format']}, not a {kind}; "
-            "pl.load takes a saved report or the folder of all parts"
+            f"{path}: the file is a {envelope['format']}, not a {kind}; "
+            "pl.load takes a saved report, or the folder with the parts of all ranks"
         )
     version = envelope.get("version")
     if version != VERSION:
         raise ValueError(
-            f"{path}: its format version {version!r} is unknown, this paralab reads {VERSION}; "
-            "update paralab if a newer one wrote it"
+            f"{path}: its format version is {version!r}, and this paralab reads {VERSION} only; "
+            "update paralab if a newer version of it wrote the file"
         )
     body = envelope.get("body")
     if not isinstance(body, dict):
-        raise ValueError(f"{path}: damaged (body is missing); {again}")
+        raise ValueError(f"{path}: the file is damaged (body is missing); {again}")
     try:
         if envelope.get("sha256") != seal(body):
-            raise ValueError("its checksum does not fit: it was changed after it was written")
+            raise ValueError("its content does not match its checksum")
         return build(body)
     except _MALFORMED as error:
-        raise ValueError(f"{path}: damaged ({error}); {again}") from None
+        raise ValueError(f"{path}: the file is damaged ({error}); {again}") from None
 
 
 def _refuse_constant(name: str) -> None:

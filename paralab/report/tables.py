@@ -119,15 +119,15 @@ def _columns(name: str, rows: Mapping[str, Any] | pd.DataFrame | None) -> dict[s
     missing = [c for c in kinds if c not in rows]
     unknown = [str(c) for c in rows if c not in kinds]
     if missing or unknown:
-        problems = [f"lacks {', '.join(missing)}"] * bool(missing)
-        problems += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        problems = [f"it lacks {', '.join(missing)}"] * bool(missing)
+        problems += [f"it has unknown {', '.join(unknown)}"] * bool(unknown)
         raise ValueError(
             f"table {name}: {' and '.join(problems)}; legal columns: {', '.join(kinds)}"
         )
     lists = {column: _read(name, column, rows[column]) for column in kinds}
     if len({len(values) for values in lists.values()}) > 1:
         lengths = ", ".join(f"{column} {len(values)}" for column, values in lists.items())
-        raise ValueError(f"table {name}: columns of unequal length: {lengths}")
+        raise ValueError(f"table {name}: its columns have unequal lengths: {lengths}")
     return lists
 
 
@@ -309,7 +309,7 @@ class Tables:
             value, optional = getattr(self, name), name != "plan"
             if not isinstance(value, kind) and not (value is None and optional):
                 legal = f"a pl.{kind.__name__}(...){' or None' * optional}"
-                raise illegal(name, value, "not one", legal)
+                raise illegal(name, value, f"not a {kind.__name__}", legal)
         object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
         object.__setattr__(self, "losses", [float(loss) for loss in self.losses])
         for name in COLUMNS:

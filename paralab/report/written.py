@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paralab import checks
 
-LEGAL = "a file in a folder that exists and may be written to"
+LEGAL = "a file in an existing folder that you may write to"
 
 
 def check(name: str, path: object) -> None:
@@ -19,16 +19,16 @@ def check(name: str, path: object) -> None:
     try:
         tempfile.TemporaryFile(dir=place.parent).close()
     except OSError as error:
-        why = f"cannot be written: {error.strerror}"
+        why = f"it cannot be written: {error.strerror}"
         raise checks.illegal(name, str(path), why, LEGAL) from None
 
 
 def check_folder(name: str, path: object, legal: str) -> Path:
     """The folder at ``path``, made if need be. Raises ``ValueError`` if it cannot be written to."""
-    folder, why = checks.path(name, path, legal).absolute(), "no folder can be made there"
+    folder, why = checks.path(name, path, legal).absolute(), "the folder cannot be created"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        why = "cannot be written to"
+        why = "it cannot be written to"
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise checks.illegal(name, str(path), f"{why}: {error.strerror}", legal) from None
@@ -39,7 +39,7 @@ def _place(name: str, path: object) -> Path:
     """``path`` as a Path. Raises ``ValueError`` if it is a folder."""
     place = checks.path(name, path, LEGAL)
     if place.is_dir():
-        raise checks.illegal(name, str(path), "cannot be written: it is a folder", LEGAL)
+        raise checks.illegal(name, str(path), "it is a folder, not a file", LEGAL)
     return place
 
 
@@ -53,7 +53,7 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
             data, 6, mtime=0
         )  # without a date, so that equal data give equal files
     if not place.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {place.parent}; make it first")
+        raise FileNotFoundError(f"{path}: there is no folder {place.parent}; create it first")
     scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(scratch, "xb") as file:

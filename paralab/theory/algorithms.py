@@ -35,9 +35,10 @@ def algorithms(report: Tables) -> pd.DataFrame:
     Raises ValueError for a report in outline, which has only sums of calls, or without a cluster.
     """
     if report.cluster is None:
-        raise illegal("cluster", None, "the report has none", "a prediction, or report.replay()")
+        legal = "a prediction, or a replay: report.replay(cluster)"
+        raise illegal("cluster", None, "the report has no cluster", legal)
     if in_outline(report):
-        why = "an outline has its calls summed up"
+        why = "in an outline, calls are summed up"
         raise illegal("detail", "actions", why, "pl.predict(..., detail='calls')")
     cluster, calls = report.cluster, own_calls(report)
     count: Counter[tuple[str, str, Reach, int]] = Counter()

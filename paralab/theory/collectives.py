@@ -74,7 +74,7 @@ def _halves(algorithm: str) -> tuple[int, ...]:
 def _elements(nbytes: int) -> int:
     nbytes = whole("nbytes", nbytes, at_least=0)
     if nbytes % ITEM:
-        why = f"not whole elements of {ITEM} bytes"
+        why = f"not a whole number of elements of {ITEM} bytes"
         raise illegal("nbytes", nbytes, why, f"a multiple of {ITEM}")
     return nbytes // ITEM
 

@@ -147,11 +147,11 @@ def _prediction_and_run(a: Any, b: Any) -> tuple[Tables, Tables]:
     if a.clock != "predicted" or b.clock == "predicted":
         clocks = " and ".join(sorted({a.clock, b.clock}))
         raise ValueError(
-            f"clock: both reports are {clocks}; legal: one from pl.predict and one from pl.run; "
-            "for others side by side: pl.view.timelines(a, b)"
+            f"clock: both reports are {clocks}; legal: one report of pl.predict and one of pl.run; "
+            "for two others, pl.view.timelines(a, b) draws their steps next to each other"
         )
     if b.meta.get("costs") == "predicted":
-        why = "it is a prediction that was replayed, in which nothing was measured"
+        why = "it is the replay of a prediction, in which nothing was measured"
         raise illegal("report", b, why, "what pl.run returned, or a replay of that")
     return a, b
 
@@ -160,11 +160,15 @@ def _same_subject(expect: Tables, report: Tables) -> None:
     """Raise ``ValueError`` naming the first setting in which prediction and run differ."""
     for name, tables in (("expect", expect), ("report", report)):
         if tables.model is None:
-            why = "it trained no model, so there is nothing to hold it against"
+            why = "no model of the library was trained, so there is no prediction to compare with"
             legal = "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe"
             raise illegal(name, tables, why, legal)
     if expect.world_size != (ranks := len(about.reported_ranks(report))):
-        raise ValueError(f"world_size: {expect.world_size} ranks were predicted, {ranks} were run")
+        counted = f"{expect.world_size} rank{'s were' if expect.world_size != 1 else ' was'}"
+        raise ValueError(
+            f"world_size: {counted} predicted, and the run had {ranks}; legal: a prediction for as "
+            "many ranks"
+        )
     for name in ("model", "plan"):
         # In the form of files, which has the name of a user's class or function in its place, so
         # that loaded reports can be compared too.
@@ -176,9 +180,9 @@ def _same_subject(expect: Tables, report: Tables) -> None:
                     "pl.predict(report.model, report.plan)"
                 )
     if device_of(report) == "cuda" and not expect.cluster.gpus:
-        why = "the run was on GPUs, and this prediction is for processors"
-        legal = "pl.predict(report.model, report.plan, cluster=...) with the machine that it ran "
-        legal += "on, pl.Cluster.local(device='cuda') there, or a preset"
+        why = "the run was on GPUs, and this prediction is for CPUs"
+        legal = "pl.predict(report.model, report.plan, cluster=...) with the machine of the run, "
+        legal += "which is pl.Cluster.local(device='cuda') there, or with a preset"
         raise illegal("cluster", expect.cluster.name, why, legal)
     x, y = expect.meta.get("optimizer"), report.meta.get("optimizer")
     if x and y and x != y:
@@ -239,7 +243,7 @@ def _first_traffic_difference(expect: Tables, report: Tables) -> str:
                 missing, extra = want - got, got - want
                 clauses = [f"{_in_words(c)} was predicted" for c in list(missing)[:1]]
                 clauses += [f"{_in_words(c)} was run" for c in list(extra)[:1]]
-                return f"step {step}, rank {rank}: {', '.join(clauses)}"
+                return f"step {step}, rank {rank}: {'; '.join(clauses)}"
     return ""
 
 
@@ -273,7 +277,8 @@ def _in_words(call: tuple[str, str, str, int, int]) -> str:
     op, lane, category, payload, size = call
     if category:
         return f"a {op} of {size:,} bytes of {category} on lane {lane}"
-    return f"a{'n' * (op[0] in 'aeiou')} {op} of {payload:,} bytes on axis {lane} sending {size:,}"
+    article = "an" if op[0] in "aeiou" else "a"
+    return f"{article} {op} of {payload:,} bytes on axis {lane} that sends {size:,} bytes"
 
 
 # ---- text -------------------------------------------------------------------------------------

@@ -126,10 +126,11 @@ class ClusterFit:
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        lines = [f"{len(self.runs)} runs, {summary(self.inside)} where it was fitted"]
+        count = len(self.runs)
+        lines = [f"fitted to {count} run{'s' * (count != 1)}: {summary(self.inside)}"]
         if self.errors:
             lines += [f"out of sample: {summary(self.errors)}"]
-            lines += [f"one rate for everything: {summary(self.null)}"]
+            lines += [f"out of sample, with one rate for everything: {summary(self.null)}"]
         for name, (unit, before, after) in self.constants.items():
             lines.append(f"  {name:<10}{before:>12.4g} -> {after:<12.4g}{unit}")
         return "\n".join(lines)
@@ -220,14 +221,19 @@ def _runs(rows: Any) -> list[Run]:
         with _naming_run(number, row):
             if hasattr(row, "step_time"):  # a report
                 row = (row.model, row.plan, row.step_time, row.meta.get("optimizer", "adamw"))
-            run = Run(*row)
+            fields = tuple(row) if isinstance(row, Iterable) else ()
+            if len(fields) not in (3, 4):
+                raise ValueError("it is not a row of three")
+            run = Run(*fields)
+            instance("model", run.model, ModelSpec, "a pl.ModelSpec(...)", "model description")
+            instance("plan", run.plan, Plan, "a pl.Plan(...)")
             run.plan.validate(run.model)
             choice("optimizer", run.optimizer, OPTIMIZERS)
             _work(run)  # refuses a model whose FLOPs are not known
             runs.append(run._replace(seconds=real("seconds", run.seconds, above=0.0)))
     if not runs:
         legal = "rows of (model, plan, seconds per iteration), or reports of runs"
-        raise illegal("model_runs", rows, "no run in it", legal)
+        raise illegal("model_runs", rows, "there is no run in it", legal)
     return runs
 
 

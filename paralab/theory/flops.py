@@ -25,8 +25,8 @@ def block_flops(model: ModelSpec, batch: int) -> int:
     """
     _check(model, batch)
     if model.block is not None:
-        why = "the formula counts the standard block, not one of your own"
-        raise illegal("block", model.block, why, "a ModelSpec without block")
+        why = "the formula counts the standard block only, not a block of your own"
+        raise illegal("block", model.block, why, "a ModelSpec with block=None")
     s, h = model.seq_len, model.hidden
     return 24 * batch * s * h * h + 4 * batch * s * s * h
 

@@ -35,16 +35,16 @@ def notes_on(
     """
     means = {
         "bytes sent per rank": _bytes(expect, difference, observed="observed" in report.meta),
-        MOVED: difference or "They agree exactly, copy by copy and rank by rank.",
+        MOVED: difference or "The bytes agree exactly, copy by copy and rank by rank.",
         WAITED: "This is the time with at least one copy in flight between device, host and files.",
         "communication": (
             "This is the time with at least one collective in flight. The wall clock counts a call "
-            "from its launch, also while a member still computes or waits for a core."
+            "from its launch, even while a rank of its group still computes or waits for a core."
         )
         * (expect.world_size > 1),
         "exposed communication": _exposed(expect, replayed),
         EXPOSED_COPIES: (
-            "The device waits for copies between tiers, and for what the host does with them."
+            "The device waits for copies between tiers, and for the host's work on what is copied."
         ),
         "bubble": _bubble(table, expect, report) if "bubble" in table.index else "",
         "step time": " ".join(_reasons(table, expect, report)),
@@ -62,7 +62,7 @@ def _distances(row: pd.Series) -> str:
     """How far theory and the wall clock are from the replay; "" if they are close to it."""
     predicted, replayed, measured = row["predicted"], row["replayed"], row["measured"]
     if not replayed > 0:
-        return "In the replay it takes no time." * (predicted > 0 or measured > 0)
+        return "In the replay this takes no time." * (predicted > 0 or measured > 0)
     sentences, off, times = [], predicted / replayed - 1, measured / replayed
     if abs(off) > NEAR:
         sentences = [f"Theory is {_percent(off)} {'above' if off > 0 else 'below'} the replay."]
@@ -77,86 +77,86 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     """The causes of the gaps of the whole table, each if the table's numbers show it."""
     work = table.loc[[name for name in COMPUTED if name in table.index]].sum()
     if abs(work["predicted"] - work["replayed"]) > NEAR * work["replayed"]:
-        yield "Theory's device is a few rates, and knows nothing of caches."
+        yield "The prediction describes a device by a few rates, and does not model caches."
     step = table.loc["step time"]
     ranks, cores = report.world_size, report.meta.get("cores") or expect.cluster.cores
     if step["measured"] < 0.9 * step["replayed"]:
-        yield "Messages and copies took less time than the replay's links say."
+        yield "Messages and copies took less time than the links of the replay would need."
     elif step["measured"] > 1.1 * step["replayed"]:
         if about.device_of(report) == "cuda":
-            yield "Python launches kernels one by one."
+            yield "Python launches kernels one by one, and the device is idle in between."
         elif cores and ranks > cores:
             yield (
                 f"{ranks} ranks share {cores} core{'s' * (cores != 1)}, which explains a factor of "
-                f"{ranks / cores:g}; any more is other work on the machine, and ranks that wait for"
-                " one that has no core."
+                f"{ranks / cores:g}; any more comes from other work on the machine, and from ranks "
+                "that wait for a rank without a core."
             )
         else:
-            yield "Every rank could have a core, but they had other work too."
+            yield "There is a core for every rank, but the cores had other work too."
     if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
-            f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the ranks' "
-            f"other threads used {by_threads * 1e3:.0f} ms of processor per step and rank, which "
-            "devices of their own do while they compute."
+            f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the other "
+            f"threads of a rank used {by_threads * 1e3:.0f} ms of CPU time per step. Ranks with "
+            "devices of their own would compute meanwhile."
         )
     if (outside := _outside(report)) > 0.01 * step["measured"]:
         yield (
             f"{_percent(outside / step['measured'])} of the measured step lies outside every span: "
-            "reading data, Python between spans."
+            "it goes into reading data, and into Python between spans."
         )
 
 
 def _bytes(expect: Tables, difference: str, *, observed: bool) -> str:
     if difference:
-        other = "The program that was observed does it in another way."
+        other = "The program that was observed communicates in another way."
         bug = "A run that moves other bytes than its plan says is a bug."
         return f"{difference}. {other if observed else bug}"
     if expect.world_size == 1:
-        return "One rank has no other to send to."
-    how = "in the sum of each rank" if observed else "call by call and rank by rank"
-    return f"Bytes agree exactly, {how}."
+        return "A single rank has no other rank to send to."
+    how = "summed over the calls of each rank" if observed else "call by call and rank by rank"
+    return f"The bytes agree exactly, {how}."
 
 
 def _exposed(expect: Tables, replayed: Tables) -> str:
     """What a device waits for, and how much of the communication is hidden."""
     plan, shares = expect.plan, metrics.typical_shares(replayed)
     if plan.pp > 1:
-        note = "A rank of a pipeline waits for what its neighbour has not computed yet: the bubble."
+        note = "A rank of a pipeline waits for its neighbour to compute: this is the bubble."
         if plan.dp > 1:
-            note += " Waiting for the sum of gradients is in it too."
+            note += " The wait for the sum of the gradients is included too."
         return note
     if expect.world_size == 1:
         return ""
     if not shares["communication"] > 0:
-        return "Nothing is in flight."
+        return "No communication is in flight."
     hidden = _percent(shares["hidden"] / shares["communication"])
-    return f"On devices of their own computing hides {hidden} of the communication{_hides(plan)}"
+    return f"With a device per rank, computation hides {hidden} of the communication{_hides(plan)}"
 
 
 def _hides(plan: Plan) -> str:
     """The end of the sentence on hidden communication: what the plan overlaps it with."""
     if plan.tp > 1:
-        return ": a layer cannot begin before the messages of the one before it are there."
+        return ": a layer cannot begin before the messages of the previous layer have arrived."
     if plan.zero_stage == 3:
         ahead = f"up to {plan.prefetch} unit{'s' * (plan.prefetch != 1)} ahead of their use"
         gathered = ahead if plan.prefetch else "when they are needed, so nothing hides that"
-        return f". Parameters are gathered {gathered}; gradients leave while backward goes on."
+        return f". Parameters are gathered {gathered}; gradients are reduced during the backward."
     if plan.zero_stage:
         return (
-            ". Gradients leave while backward goes on; a bucket's new parameters are gathered "
+            ". Gradients are reduced during the backward; a bucket's new parameters are gathered "
             "after its update, and only the updates of later buckets hide that."
         )
     if plan.grad_sync == "overlapped":
-        return "; the rest is waited for."
-    return f": {plan.grad_sync_name} gradient sync starts after backward, so nothing hides it."
+        return "; ranks wait for the rest."
+    return f": {plan.grad_sync_name} gradient sync starts after the backward, so nothing hides it."
 
 
 def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
     """The share of the bubble that the schedule causes, and the share that links cause."""
     alone, formula = ideal.ideal(report).bubble_rate, ideal.formula(expect)
-    note = f"With free links this schedule and the run's own costs leave {_share(alone)} idle"
+    note = f"With free links, this schedule leaves {_share(alone)} idle at the costs of the run"
     if not math.isnan(formula):
-        note += f", with equal stages {_share(formula)} (formula)"
+        note += f", and {_share(formula)} if all stages cost the same (formula)"
     links = table.loc["bubble", "replayed"] - alone
     return f"{note}; in the replay the links add {_share(links) if links >= 1e-3 else 'nothing'}."
 

@@ -103,13 +103,14 @@ def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:
 
     Rows: "bubble" (idle over device time) and "bubble over ideal" (idle over ideal time, which for
     GPipe and 1F1B is the papers' (p-1)/m). Columns: "formula", "simulated", for a measured report
-    "replayed", and last the report's clock. The first two are NaN for an observed program, whose
-    schedule is not known, and the formula also for a schedule of the user's own.
+    "replayed", and last the report's clock. The first two are NaN for an observed program and for a
+    traced function, whose schedules are not known, and the formula also for a schedule of the
+    user's own.
     """
     import pandas as pd
 
     shares = {"formula": NAN, "simulated": NAN}
-    if "observed" not in report.meta:
+    if "observed" not in report.meta and len(_compute(report)):
         shares = {"formula": formula(report), "simulated": ideal(report).bubble_rate}
     if report.clock == "measured":
         shares["replayed"] = metrics.bubble(replay(report, cluster))

@@ -80,7 +80,7 @@ def cuts(update: str = CPU) -> list[dict[str, str]]:
 
 def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(assignment, Mapping):
-        raise illegal("assignment", assignment, "not {node: device}", "one of cuts()")
+        raise illegal("assignment", assignment, "not a dict {node: device}", "one of cuts()")
     for name, device in assignment.items():
         choice("node", name, tuple(HELD))
         choice(name, device, (GPU, CPU))
@@ -89,7 +89,7 @@ def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
         why = f"no device for {', '.join(missing)}"
         raise illegal("assignment", dict(assignment), why, "a device for every node")
     if assignment["fwd-bwd"] == CPU:
-        raise illegal("fwd-bwd", CPU, "its work grows with the batch, too much for a CPU", "'gpu'")
+        raise illegal("fwd-bwd", CPU, "its work grows with the batch, beyond a CPU", "'gpu'")
     return dict(assignment)
 
 
@@ -111,7 +111,7 @@ def bandwidth_needed(efficiency: float, ait: float, peak_flops: float) -> float:
     """
     share = real("efficiency", efficiency, above=0.0)
     if share >= 1:
-        why = "without overlap every transfer costs time"
+        why = "without overlap, every transfer costs time"
         raise illegal("efficiency", efficiency, why, "a number above 0 and below 1")
     peak = real("peak_flops", peak_flops, above=0.0)
     return share / (1 - share) * peak / real("ait", ait, above=0.0)

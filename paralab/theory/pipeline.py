@@ -108,10 +108,11 @@ class Simulation:
         )
 
     def __repr__(self) -> str:
-        order = self.order
+        p, stages, m = self.order.ranks, self.order.stages, self.order.microbatches
         return (
-            f"Simulation({order.ranks} ranks, {order.stages} stages, {order.microbatches} "
-            f"micro-batches: makespan {self.makespan:.6g} s, bubble {100 * self.bubble_rate:.1f} %)"
+            f"Simulation({p} rank{'s' * (p != 1)}, {stages} stage{'s' * (stages != 1)}, "
+            f"{m} micro-batch{'es' * (m != 1)}: makespan {self.makespan:.6g} s, "
+            f"bubble {100 * self.bubble_rate:.1f} %)"
         )
 
 

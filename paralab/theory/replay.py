@@ -59,8 +59,8 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     without.
     """
     if in_outline(report):
-        why = "an outline has its calls summed up, without the time of each"
-        legal = "pl.predict(..., detail='calls'), or pl.predict on the other cluster"
+        why = "in an outline, calls are summed up, without the time of each"
+        legal = "a report of pl.predict(..., detail='calls'), or pl.predict for the other cluster"
         raise illegal("detail", "actions", why, legal)
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is None:
@@ -132,8 +132,10 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
 def _placed(report: Tables, cluster: Cluster) -> Tables:
     """The report with its ranks on the cluster's nodes, and each call's level as it is there."""
     if (ranks := report.world_size) > cluster.num_devices:
-        why = f"it has {cluster.num_devices} devices, and the run {ranks} ranks, one on each"
-        raise illegal("cluster", cluster.name, why, "one with more nodes, or None for this machine")
+        devices = f"{cluster.num_devices} device{'s' * (cluster.num_devices != 1)}"
+        why = f"it has {devices}, and the {ranks} ranks of the run need one each"
+        legal = "a cluster with more nodes, or None for this machine"
+        raise illegal("cluster", cluster.name, why, legal)
     nodes = list(map(cluster.node_of, range(ranks)))
     if nodes == [node_of(report, rank) for rank in range(ranks)]:
         return report

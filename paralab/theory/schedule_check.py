@@ -87,14 +87,15 @@ def checked(
     """
     lists = actions(schedule)
     if not lists:
-        raise illegal("schedule", schedule, "no rank does anything", "one list per rank")
+        raise illegal("schedule", schedule, "it has no list", "one list of actions per rank")
     busy = sum(map(bool, lists))
     for rank, row in enumerate(lists):
         if not row:
-            legal = "an action for every rank" + f", or {busy} lists" * (busy > 0)
+            fewer = f", or {busy} list{'s' * (busy != 1)}" * (busy > 0)
+            legal = f"at least one action for every rank{fewer}"
             raise ScheduleError(rank, -1, "everything", f"rank {rank} has nothing to do", legal)
     if stages is not None and whole("stages", stages, at_least=1) % len(lists):
-        why = f"{len(lists)} ranks do not have equally many"
+        why = f"{len(lists)} ranks cannot have the same number of stages each"
         raise illegal("stages", stages, why, f"a multiple of {len(lists)}")
     if microbatches is not None:
         whole("microbatches", microbatches, at_least=1)
@@ -225,12 +226,14 @@ def _fault_of(
         return f"kind {kind!r} is unknown", ", ".join(f"{k} ({v})" for k, v in KINDS.items())
     for name, value, count in (("stage", stage, stages), ("micro-batch", microbatch, microbatches)):
         if not _is_number(value) or not 0 <= value < count:
-            return f"there is no {name} {value}", f"{name} 0 to {count - 1}"
+            legal = f"{name} 0 to {count - 1}" if count > 1 else f"{name} 0"
+            return f"there is no {name} {value}", legal
     place = home(stage, p, folded)
     if place != rank:
-        own = ", ".join([str(s) for s in range(stages) if home(s, p, folded) == rank][:4])
+        own = [str(s) for s in range(stages) if home(s, p, folded) == rank][:4]
+        legal = f"on rank {rank} stage{'s' * (len(own) != 1)} {', '.join(own)}"
         rule = "" if folded else f" (stage % {p})"
-        return f"stage {stage} lives on rank {place}{rule}", f"on rank {rank} stage {own}"
+        return f"stage {stage} belongs on rank {place}{rule}", legal
     return None
 
 
@@ -242,17 +245,17 @@ def _fault_within(action: Action, done: Mapping[Action, tuple[int, int]]) -> tup
     stage, kind, microbatch = action
     if action in done:
         where = "{}, position {}".format(*done[action])
-        return f"is there twice; the first is on rank {where}", "each action once"
+        return f"it occurs twice; the first time on rank {where}", "each action once"
     f, b, i, w = (Action(stage, k, microbatch) for k in "FBIW")
     if kind == "B" and (i in done or w in done):
         return (
-            f"{i if i in done else w} is there too, so this backward runs twice",
+            f"{i if i in done else w} comes before it, so this backward runs twice",
             f"either {b}, or {i} and {w}",
         )
     if kind in "IW" and b in done:
-        return f"{b} is there too, so this backward runs twice", f"either {b}, or {i} and {w}"
+        return f"{b} comes before it, so this backward runs twice", f"either {b}, or {i} and {w}"
     if kind in "BI" and f not in done:
-        return f"comes before {f}, whose activations it needs", f"{f} earlier in this list"
+        return f"it comes before {f}, whose activations it needs", f"{f} earlier in this list"
     if kind == "W" and i not in done:
-        return f"comes before {i}, whose gradients it needs", f"{i} earlier in this list"
+        return f"it comes before {i}, whose gradients it needs", f"{i} earlier in this list"
     return None
