@@ -235,7 +235,9 @@ def test_a_script_to_observe_is_asked_for_and_its_arguments_are_not(capsys):
 
 def test_a_list_with_nothing_in_it_is_refused(capsys):
     assert "op='': unknown choice; legal: 'ADD'" in refused(capsys, "program", "--op", "")
-    assert "lane=',': no instruction runs there" in refused(capsys, "program", "--lane", ",")
+    assert "lane=',': no instruction of this program runs there" in refused(
+        capsys, "program", "--lane", ","
+    )
 
 
 def test_unknown_and_abbreviated_options_are_refused(experiment, capsys):
@@ -336,6 +338,7 @@ def test_a_prediction_says_that_a_plan_does_not_fit(capsys):
     assert cli.main(large) == 0
     said = capsys.readouterr().out
     assert "It does not fit: one rank needs 684 GB on a device that has 80 GB" in said
+    assert "; the largest category is optimizer, 313 GB." in said  # which is not most of it
 
 
 def test_a_dry_run_is_of_the_cluster_that_is_named(capsys):

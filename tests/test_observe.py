@@ -107,11 +107,11 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert (
         answers[once].startswith("For every one of 2 micro-batches") and "no_sync" in answers[once]
     )
-    assert "None is a sharded DTensor" in answers["Which parameters are not sharded?"]
+    assert "rank 0 holds no sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "no hook" in answers["What is not known?"]
     kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
-    assert kept[once].startswith("1 times Ψ per step, which has 2 backwards")
+    assert kept[once].startswith("1 times Ψ is reduced per step, which has 2 backwards")
 
 
 def test_explain_says_how_many_ranks_make_a_call_that_not_all_make():

@@ -85,7 +85,7 @@ def test_the_slider_is_marked_on_the_curve_and_the_step_is_the_timeline(widget):
         assert step.table.equals(twin.timeline(ranks=[0]).table)
         said = theme.percent(working(twin) / twin.step_time)
         disk = theme.scaled(bandwidth, "B/s")
-        assert over.finding.startswith(f"With a disk of {disk} the device computes for {said} of a")
+        assert over.finding.startswith(f"With a {disk} disk the device computes for {said} of a")
 
 
 def test_without_anything_in_files_the_disk_does_not_matter(widget):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import threading
@@ -394,6 +395,18 @@ def test_what_cannot_run_here_is_refused_in_words(
     with pytest.raises(ValueError, match=why):
         widget.run().wait(PATIENCE)
     assert widget.state == "error" and "Traceback" not in widget._trouble.value
+
+
+@pytest.mark.parametrize("name", ["memory", "offload"])
+def test_what_a_run_would_take_is_the_time_of_all_its_steps(make, monkeypatch, name):
+    widget = make(name)
+    module = importlib.import_module(type(widget).__module__)
+    monkeypatch.setattr(module, "LONGEST", 0.0)
+    monkeypatch.setattr(pl.Cluster, "local", lambda **_: CLUSTER)
+    seconds = widget.steps * widget.values.predicted.step_time
+    assert f"would take about {widget_parts.duration(seconds)} here" in widget._refused(
+        widget.values
+    )
 
 
 def test_a_machine_that_is_measured_again_does_not_move_an_explorer(monkeypatch):

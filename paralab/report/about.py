@@ -42,7 +42,7 @@ def needs_own_devices(report: Tables, what: str) -> None:
     """
     if report.meta.get("shared_gpu"):
         why = f"{what} needs what each rank computed, and ranks shared this GPU: "
-        why += "what one took has the others' in it"
+        why += "the time of one includes what the others computed meanwhile"
         legal = "a run with device='cpu', or with a GPU for each rank"
         raise illegal("device", report.meta.get("device"), why, legal)
 

@@ -123,8 +123,8 @@ def _hidden(report: Tables) -> str:
     if not (moving := value["communication in flight"]):
         return ""
     return (
-        f"{value['of it hidden behind compute']:.0f} % of the {moving:.1f} ms of a step in which a "
-        f"collective is in flight; ranks wait {value['waiting']:.1f} ms"
+        f"{value['of it hidden behind compute']:.0f} % of the {moving:.1f} ms per step in which a "
+        f"collective is in flight; a rank waits for {value['waiting']:.1f} ms per step."
     )
 
 
@@ -136,14 +136,14 @@ def _prefetch(report: Tables, calls: pd.DataFrame) -> str:
     for phase, rows in gathers[gathers["phase"].isin(["forward", "backward"])].groupby("phase"):
         awaited = {span for after in report.spans["after"] for span in after}
         if awaited.isdisjoint(rows["span"]):
-            lines.append(f"{phase}: not known, no wait for a gather was seen")
+            lines.append(f"{phase}: this is not known, as no wait for a gather was seen")
             continue
         times = _compute_in_flight(report, rows, phase)
         early = [computed > PREFETCHED * per_gather for computed, per_gather in times]
         verdict = "prefetch works" if sum(early) > len(early) / 2 else "there is no prefetch"
         lines.append(
-            f"{phase}: the rank computed between the launch and the wait of {sum(early)} of "
-            f"{len(early)} gathers, the others were waited for at once: {verdict}"
+            f"{phase}: for {sum(early)} of {len(early)} gathers the rank computed between launch "
+            f"and wait, for {len(early) - sum(early)} it waited at once: {verdict}"
         )
     return "\n".join(lines)
 
@@ -187,7 +187,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     times, plural = float(size.max()) / steps_of(report, rank) / psi, "s" * (m != 1)
     if by_hand and not whole_number(times):
         return ""  # these sums are not of gradients
-    text = f"{times:.3g} times Ψ per step"
+    text = f"{times:.3g} times Ψ is reduced per step"
     if made_of(report, "closures", rank):
         return f"{text}, in which the optimizer evaluates {m:.3g} backward{plural}."
     if m == 1 or reducing != m:
@@ -195,7 +195,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     return (
         f"For every one of {m:.3g} micro-batches: {text}. Accumulating first "
         "(no_sync, or set_requires_gradient_sync(False), in all but the last) sends 1/"
-        f"{m:.3g} of it, and keeps unsharded gradients meanwhile."
+        f"{m:.3g} of that, but keeps unsharded gradients in the meantime."
     )
 
 
@@ -203,7 +203,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
 def _peak(report: Tables) -> str:
     peak = amounts.peak(report)
     if peak is None:
-        return "It was not counted."
+        return "The bytes were not counted."
     held = sorted(peak.held.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {mb(size)}" for name, size in held if size)
     text = f"{mb(peak.total)} on rank {peak.rank} in step {peak.step}: {parts}"
@@ -220,15 +220,15 @@ def _whole(report: Tables) -> str:
     if report.world_size == 1 or not own or in_parts(report):
         return ""
     if not whole:
-        return "All are sharded."
+        return "None: all are sharded."
     size = mb(sum(p["bytes"] for p in whole))
     if len(whole) == len(own):
         return (
-            f"None is a sharded DTensor: rank 0 holds {len(own)} whole, {size}. Parts that code "
-            "cut by hand look like whole ones."
+            f"All {len(own)} ({size}): rank 0 holds no sharded DTensor. Parts that the program has "
+            "cut by hand count as whole, too."
         )
     names = ", ".join(f"{p['name']} ({mb(p['bytes'])})" for p in whole[:NAMED])
-    return f"{len(whole)} of {len(own)}, {size}, are whole on rank 0; the largest: {names}."
+    return f"Rank 0 holds {len(whole)} of {len(own)} ({size}) whole; the largest: {names}."
 
 
 def _unknown(report: Tables, calls: pd.DataFrame) -> str:

@@ -77,7 +77,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     """The causes of the gaps of the whole table, each if the table's numbers show it."""
     work = table.loc[[name for name in COMPUTED if name in table.index]].sum()
     if abs(work["predicted"] - work["replayed"]) > NEAR * work["replayed"]:
-        yield "Theory's device is a few rates, and knows nothing of caches."
+        yield "Theory describes a device by a few rates, and does not model its caches."
     step = table.loc["step time"]
     ranks, cores = report.world_size, report.meta.get("cores") or expect.cluster.cores
     if step["measured"] < 0.9 * step["replayed"]:
@@ -88,16 +88,16 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
         elif cores and ranks > cores:
             yield (
                 f"{ranks} ranks share {cores} core{'s' * (cores != 1)}, which explains a factor of "
-                f"{ranks / cores:g}; any more is other work on the machine, and ranks that wait for"
-                " one that has no core."
+                f"{ranks / cores:.3g}; the rest is other work on the machine, and ranks that wait "
+                "for one that has no core."
             )
         else:
-            yield "Every rank could have a core, but they had other work too."
+            yield "There is a core for every rank, but the cores had other work, too."
     if (by_threads := other_threads(report)) > 0.02 * step["measured"]:
         yield (
             f"{'Copying' if len(report.copies) else 'Carrying messages'} is work too: the ranks' "
             f"other threads used {by_threads * 1e3:.0f} ms of processor per step and rank, which "
-            "devices of their own do while they compute."
+            "separate devices would do while they compute."
         )
     if (outside := _outside(report)) > 0.01 * step["measured"]:
         yield (

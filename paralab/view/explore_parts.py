@@ -123,7 +123,7 @@ def fits(report: Tables) -> str | None:
     need, available, part = (theme.scaled(n, "B") for n in (worst.total, room, worst.held[most]))
     stage = stage_of(report, worst.rank)
     text = f"It does not fit: {stage} needs {need} on a device that has {available}"
-    return f"{text}; the largest part, {part}, is {most}"
+    return f"{text}; the largest category is {most}, {part}"
 
 
 def _boxes_per_rank(report: Tables) -> float:

@@ -168,7 +168,7 @@ class Offload(Steps):
         }
         runs = {} if at.measured is None else {"this run": {disk: at.replayed.step_time}}
         busy = theme.percent(work / predicted[disk])
-        title = f"With a disk of {in_speed(disk)} the device computes for {busy} of a step"
+        title = f"With a {in_speed(disk)} disk the device computes for {busy} of a step"
         if moved:  # SHARE = work / (work + moved / needed)
             needed = SHARE / (1 - SHARE) * moved / work
             title += f"; by the formula, {theme.percent(SHARE)} needs {in_speed(needed)}"
