@@ -136,7 +136,7 @@ class Alternatives(Widget):
     def _outcome(self, at: At) -> str:
         held, counted = _measured(at.measured)
         sent = [in_bytes(float(size)) for size in (counted, self.sent(at))]
-        exact = "as predicted to the byte" if counted == self.sent(at) else f"predicted: {sent[1]}"
+        exact = "exactly as predicted" if counted == self.sent(at) else f"predicted: {sent[1]}"
         peak, expect = (in_bytes(sum(kept.values())) for kept in (held, self.held(at)))
         return f"the peak is {peak} (predicted: {expect}), and a rank sends {sent[0]} ({exact})"
 
@@ -194,7 +194,8 @@ class Zero(Alternatives):
         held = sum(self.held(plain).values())
         text = f"{STAGES[stage]} on {count(at['ranks'], 'device')}: "
         if stage == 0:
-            return f"{text}each one holds all states, {in_bytes(held)} at its peak"
+            holder = "each" if at["ranks"] > 1 else "it"
+            return f"{text}{holder} holds all states, {in_bytes(held)} at its peak"
         text += f"{100 * sum(self.held(at).values()) / held:.0f} % of the memory of plain DP"
         if not self.sent(plain):
             return f"{text}; one device has nothing to shard"

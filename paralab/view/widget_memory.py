@@ -111,7 +111,7 @@ class Memory(Widget):
 
     def _outcome(self, at: At) -> str:
         peak, expect = at.measured.peak_memory, sum(self.held(at, "fp32").values())
-        exact = "as predicted to the byte" if peak == expect else f"predicted: {in_bytes(expect)}"
+        exact = "exactly as predicted" if peak == expect else f"predicted: {in_bytes(expect)}"
         text = f"{duration(at.measured.step_time)} per step, loss {at.measured.losses[-1]:.2f}"
         return f"{text}; in fp32, in which it ran, the peak is {in_bytes(peak)} ({exact})"
 
