@@ -133,7 +133,7 @@ def test_run_it_holds_the_disk_down_and_draws_the_replay(widget):
         assert rows[clock]["time per step"] == f"{1e3 * report.step_time:.1f} ms"
         busy = working(report) / metrics.step_durations(report)[metrics.typical_step(report)]
         assert rows[clock]["device computes"] == f"{100 * busy:.0f} %"
-    assert " its replay" in widget._status.value
+    assert " the replayed one" in widget._status.value
 
     for knob in ({"bandwidth": 2e8}, {"microbatches": 2}, {"parameters": "cpu"}, {"host": 3e8}):
         old = {name: widget.values[name] for name in knob}
