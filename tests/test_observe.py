@@ -266,7 +266,7 @@ def test_explain_says_whether_gathers_are_prefetched(how, forward, backward):
     said = ahead(how).explain()["Are gathers prefetched?"]
     for phase, early in (("forward", forward), ("backward", backward)):
         [line] = [line for line in said.splitlines() if line.startswith(phase)]
-        assert f"the wait of {early} of 16 gathers" in line
+        assert f"for {early} of 16 gathers the rank computed between launch and wait" in line
         assert line.endswith("prefetch works" if early else "there is no prefetch")
 
 
