@@ -455,7 +455,7 @@ def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
         assert answers[TIMES] == "1 times Ψ is reduced per step, which has 2 backwards."
     if fn is sharded_beside_sums:  # the other axis gathers in the backward, too
         assert answers["Are gathers prefetched?"].startswith("forward: for ")
-        assert "of 8 gathers" in answers["Are gathers prefetched?"]
+        assert "of 8 gathers the rank computed" in answers["Are gathers prefetched?"]
 
 
 def sums_a_statistic():
