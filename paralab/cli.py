@@ -54,39 +54,43 @@ DIFF = "diff_"  # prefix of the options of `program`'s second plan, as in --diff
 OTHERS_WAIT = 20.0  # seconds that a machine's other ranks live on, while its first says why
 MEASURING = "measuring this machine, or reading what was measured before …"
 INPUTS = {  # {option or argument that is read: why no output file may be the same}
-    "script": "that is the script itself",
-    "path": "that is the report which is to be shown",
-    "data": "that is the text of --data",
-    "resume": "that is what --resume reads",
+    "script": "this file is the script itself",
+    "path": "this file is the report that is to be shown",
+    "data": "this file is the text that --data reads",
+    "resume": "this is the folder that --resume reads",
 }
 # {option of an output file: (help, method of the report, message when it is written)}
 FILES = {
-    "save": ("the report, as JSON", "save", "saved {0}; see it again: paralab show {0}"),
-    "html": ("one self-contained page", "to_html", "wrote {0}: open it in a browser"),
+    "save": ("write the report as JSON", "save", "saved {0}; see it again: paralab show {0}"),
+    "html": ("write one self-contained page", "to_html", "wrote {0}: open it in a browser"),
     "perfetto": (
-        "a trace for ui.perfetto.dev",
+        "write a trace for ui.perfetto.dev",
         "to_perfetto",
         "wrote {0}: open it at ui.perfetto.dev",
     ),
 }
-OPTIMIZER = Option("optimizer", str, "adamw (default) or sgd")
-TIMEOUT = Option("timeout", number, "seconds without a sign of life that end a run (default 120)")
+OPTIMIZER = Option("optimizer", str, "adamw or sgd (default adamw)")
+TIMEOUT = Option(
+    "timeout", number, "end a run after this many seconds without progress (default 120)"
+)
 RANKS_OF_A_RUN = (
-    Option("device", str, "cpu or cuda (default: a GPU per rank where there are as many)"),
+    Option("device", str, "cpu or cuda (default: cuda if there is a GPU for every rank)"),
     TIMEOUT,
 )
 OBSERVE_OPTIONS = (
-    Option("ranks", number, "processes (default 4)"),
-    Option("nodes", number, "place them on this many virtual nodes"),
-    Option("steps", str, "what ends a step: optimizer, or marked by paralab.step()"),
-    Option("memory_steps", number, "steps, from the first, in which bytes are counted (default 2)"),
+    Option("ranks", number, "number of processes (default 4)"),
+    Option("nodes", number, "place the processes on this many virtual nodes"),
     Option(
-        "device", str, "of the process group: cpu (gloo) or cuda (NCCL); tensors are the program's"
+        "steps",
+        str,
+        "what ends a step: optimizer (its step()), or marked (a call of paralab.step())",
     ),
+    Option("memory_steps", number, "count memory in this many steps, from the first (default 2)"),
+    Option("device", str, "device of the process group: cpu (gloo) or cuda (NCCL)"),
     TIMEOUT,
 )
-NODES = Option("nodes", number, "nodes of a cluster (default: as few as hold the plan)")
-CLIP_NORM = Option("clip_norm", number, "clip the gradients' global norm to this")
+NODES = Option("nodes", number, "number of nodes of the cluster (default: as few as hold the plan)")
+CLIP_NORM = Option("clip_norm", number, "clip the global norm of the gradients to this value")
 
 
 class Command(NamedTuple):
@@ -136,24 +140,31 @@ def make_parser() -> argparse.ArgumentParser:
         _observe,
         "run your own PyTorch script and see its time, bytes and memory",
         usage="%(prog)s [options] SCRIPT [its arguments]",
-        epilog="Under torchrun every rank writes its part: "
+        epilog="Under torchrun every rank writes its part of the report: "
         "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
     )
     add_options(observe.add_argument_group("this command"), OBSERVE_OPTIONS)
     _add_out(observe, "parts")
     observe.add_argument("script", metavar="SCRIPT")
-    own = observe.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    own = observe.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="arguments of the script"
+    )
     own.required = False  # a script may have no arguments
     _add_files(observe, tuple(FILES))
     show = add("show", _show, "print a saved report, or a torchrun job's folder")
     show.add_argument("path", metavar="FILE_OR_FOLDER")
     _add_files(show, ("html", "perfetto"))
     codes = (
-        "Exit status 0 with every point, 1 without, 2, before any is judged, if a file is no "
-        "notebook of a lab. Of several notebooks a list is printed. What answers print goes to "
-        "stderr."
+        "Exit status: 0 if all points are reached, 1 if not, and 2 if a file is not a notebook of "
+        "a lab (then no answer is judged). For several notebooks a JSON list is printed. What the "
+        "answers print goes to stderr."
     )
-    check = add("check", _check, "points for the answers in labs' notebooks, as JSON", epilog=codes)
+    check = add(
+        "check",
+        _check,
+        "grade the answers in notebooks of labs; print the points as JSON",
+        epilog=codes,
+    )
     check.add_argument("notebooks", metavar="NOTEBOOK", nargs="+")
     doctor.add_command(commands)
     return parser
@@ -165,20 +176,20 @@ def _add_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
 
 
 def _add_out(parser: argparse.ArgumentParser, folder: str) -> None:
-    text = f"under torchrun: where every rank writes its part (default {folder})"
+    text = f"under torchrun: the folder for every rank's part of the report (default {folder})"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     parser.set_defaults(folder=folder)
 
 
 def _add_to_run(parser: argparse.ArgumentParser) -> None:
-    text = "predict the run from this machine's speed; compare"
+    text = "also predict the run from this machine's speed, and compare"
     parser.add_argument("--predict", action="store_true", help=text)
     _add_out(parser, "paralab-run")
 
 
 def _add_to_program(parser: argparse.ArgumentParser) -> None:
     add_other_plan(parser, DIFF)
-    text = "every line: repetitions not folded"
+    text = "print every line, without folding repetitions"
     parser.add_argument("--all", action="store_true", help=text)
 
 
@@ -228,7 +239,7 @@ def _check_files(given: argparse.Namespace) -> None:
             written.check(name, file)
             other = taken.setdefault(os.path.realpath(file), name)
             if other != name:
-                why = INPUTS.get(other, f"--{other} writes there, too")
+                why = INPUTS.get(other, f"--{other} writes there too")
                 raise illegal(name, str(file), why, "another file")
 
 
@@ -258,7 +269,9 @@ def _run(given: argparse.Namespace) -> int:
         settings["save"] = given.checkpoint
     with _refusals(given.parser):
         model, plan = _model_and_plan(given)
-        folder = _part_folder(given, "one rank has one part of the report", "predict")
+        folder = _part_folder(
+            given, "under torchrun a rank has only its part of the report", "predict"
+        )
         with _save_is_checkpoint():
             if folder is not None:
                 return _run_one_rank(folder, model, plan, settings)
@@ -293,7 +306,9 @@ def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> 
     """
     if not torchrun_started_this():
         if given.out is not None:
-            raise illegal("out", str(given.out), "torchrun did not start this", "--save FILE")
+            raise illegal(
+                "out", str(given.out), "torchrun did not start this process", "--save FILE"
+            )
         return None
     for name in (*FILES, *illegal_options):
         if value := getattr(given, name, None):
@@ -303,14 +318,18 @@ def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> 
 
 def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str, Any]) -> int:
     if experiment.run_under_torchrun(model, plan, folder=folder, **settings) == 0:
-        print(f"every rank writes its part into {folder}; with all of them in one place:")
-        print(f"  pl.load({folder!r}) in a notebook, paralab show {folder} in a shell")
+        print(f"every rank writes its part into {folder}; with all parts in one folder, read it by")
+        print(f"  pl.load({folder!r}) in a notebook, or paralab show {folder} in a shell")
     return 0
 
 
 def _observe(given: argparse.Namespace) -> int:
     settings = settings_of(given, *(option.name for option in OBSERVE_OPTIONS))
-    script, arguments, why = given.script, given.arguments, "this is one rank, and torchrun's"
+    script, arguments, why = (
+        given.script,
+        given.arguments,
+        "this process is one rank, and torchrun decides this",
+    )
     with _refusals(given.parser):
         _check_files(given)
         folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
@@ -352,7 +371,12 @@ def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
     """The preset that --cluster names, with --nodes or else enough nodes for the plan; or None."""
     if given.cluster is None:
         if "nodes" in given:
-            raise illegal("nodes", given.nodes, "only a cluster has several", "--cluster NAME too")
+            raise illegal(
+                "nodes",
+                given.nodes,
+                "this machine is one node",
+                "--nodes together with --cluster NAME",
+            )
         return None
     choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
     enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
@@ -372,7 +396,7 @@ def _program(given: argparse.Namespace) -> int:
     with _refusals(given.parser):
         model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
         if given.all and other is not None:
-            why = "a difference has every line that differs"
+            why = "a difference shows every line that differs already"
             raise illegal("all", True, why, "--all without --diff-…")
         shown = program(model, plan, **settings).filter(**chosen)
         if other is not None:
@@ -386,7 +410,12 @@ def _predict(given: argparse.Namespace) -> int:
         model, plan = _model_and_plan(given)
         cluster = _preset(given, plan)
         if cluster is not None and "device" in given:
-            raise illegal("device", given.device, "a preset has its own", "no --cluster")
+            raise illegal(
+                "device",
+                given.device,
+                "the cluster that --cluster names has its own device",
+                "--device without --cluster",
+            )
         if cluster is None:
             print(MEASURING, flush=True)
             cluster = Cluster.local(device=given.device) if "device" in given else None
@@ -410,7 +439,7 @@ def _amounts(report: Any) -> dict[str, dict[str, float]]:
     sent = amounts.traffic(report, ["axis", "level"]).itertuples(index=False)
     return {
         "sent per rank and step": {f"{axis}, {words[level]}": n / ranks for axis, level, n in sent},
-        "peak memory of the rank with the highest": report.peaks()[report.clock].to_dict(),
+        "memory of the rank with the highest peak": report.peaks()[report.clock].to_dict(),
     }
 
 
@@ -432,56 +461,68 @@ COMMANDS = {
         _run,
         "train a GPT on real processes and print where time and bytes went",
         (
-            Option("steps", number, "optimizer steps, the first of them warm-up (default 4)"),
+            Option("steps", number, "number of optimizer steps; the first is warm-up (default 4)"),
             OPTIMIZER,
-            Option("lr", number, "learning rate (default 1e-3, of sgd 0.1)"),
+            Option("lr", number, "learning rate (default 1e-3 for adamw, 0.1 for sgd)"),
             CLIP_NORM,
             Option("data", str, "a text file or folder (default: the source of torch's layers)"),
-            Option("seed", number, "draws weights and batches (default 0)"),
-            Option("memory_limit", size, "stop a rank that needs more: 64MB (10^6), 64MiB (2^20)"),
-            Option("checkpoint", str, "a folder for checkpoints, the last after the last step"),
-            Option("save_every", number, "save a checkpoint every so many steps too"),
-            Option("resume", str, "a folder of checkpoints to go on from, under any plan"),
-            Option("resume_changes", comma_separated, "what may differ: " + ",".join(CHANGES)),
+            Option("seed", number, "seed of weights and batches (default 0)"),
+            Option(
+                "memory_limit",
+                size,
+                "stop a rank that needs more memory: 64MB (10^6) or 64MiB (2^20)",
+            ),
+            Option("checkpoint", str, "a folder for checkpoints; one is saved after the last step"),
+            Option("save_every", number, "also save a checkpoint every this many steps"),
+            Option("resume", str, "a folder of checkpoints to continue from, under any plan"),
+            Option(
+                "resume_changes",
+                comma_separated,
+                "what may differ from the run that is continued: " + ",".join(CHANGES),
+            ),
             *RANKS_OF_A_RUN,
         ),
         ("save", "html", "perfetto"),
         _add_to_run,
-        "On several machines, on each of them: torchrun --nnodes 2 --nproc-per-node 4 "
+        "On several machines, call on each of them: torchrun --nnodes 2 --nproc-per-node 4 "
         "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
     ),
     "dry-run": Command(
         _dry_run,
-        "one rank of a plan of any size: what it would hold and send, without training",
+        "show what one rank of a plan of any size would hold and send, without training",
         (
-            Option("rank", number, "which of the plan's ranks to be (default 0)"),
-            Option("steps", number, "optimizer steps (default 1); they are alike"),
+            Option("rank", number, "which of the plan's ranks to show (default 0)"),
+            Option("steps", number, "number of optimizer steps, which are alike (default 1)"),
             NODES,
             OPTIMIZER,
             CLIP_NORM,
         ),
         ("save", "html"),
-        partial(_add_cluster, default="processors of one node"),
+        partial(_add_cluster, default="one node of processors"),
     ),
     "program": Command(
         _program,
-        "what a rank does in a step, as a list of instructions; or how two plans differ",
+        "print what a rank does in a step, as a list of instructions, or how two plans differ",
         (
-            Option("rank", number, "which of the plan's ranks (default 0)"),
+            Option("rank", number, "which of the plan's ranks to show (default 0)"),
             OPTIMIZER,
             CLIP_NORM,
-            Option("op", comma_separated, "only these instructions, as all_gather,wait"),
-            Option("lane", comma_separated, "only what runs there: compute, or an axis, as dp"),
-            Option("microbatch", number, "only this micro-batch's"),
+            Option("op", comma_separated, "show only these instructions, such as all_gather,wait"),
+            Option(
+                "lane",
+                comma_separated,
+                "show only what runs on these lanes: compute, or an axis such as dp",
+            ),
+            Option("microbatch", number, "show only the instructions of this micro-batch"),
         ),
         add_more=_add_to_program,
     ),
     "predict": Command(
         _predict,
-        "what a run would take on this machine or a cluster, without one",
+        "predict the time and memory of a run on this machine or a cluster, without running",
         (
             NODES,
-            Option("device", str, "this machine's cpu or cuda (default: what a run would take)"),
+            Option("device", str, "cpu or cuda of this machine (default: what a run would use)"),
             OPTIMIZER,
         ),
         ("save", "html", "perfetto"),

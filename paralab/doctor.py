@@ -54,21 +54,22 @@ def add_command(commands: Any) -> None:
     """Add `paralab doctor` to the shell's commands."""
     parser = commands.add_parser(
         "doctor",
-        help="what this machine can do, and which labs run here",
+        help="show what this machine can do, and which labs run here",
         allow_abbrev=False,
-        description="Exit status 0 if labs run here, 1 with the reason if none does.",
+        description="Show what this machine can do, and which labs run here. Exit status: 0 if "
+        "labs run, 1 if none does (the reason is printed).",
     )
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's speed and links first: ten to fifteen seconds",
+        help="first measure this machine's speed and links, which takes ten to fifteen seconds",
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="whose speed and links: cpu, the processors' (default), or cuda, the GPUs'",
+        help="whose speed and links to show: cpu (processors) or cuda (GPUs) (default cpu)",
     )
     parser.set_defaults(act=_command, parser=parser)
 
@@ -138,7 +139,7 @@ def ask_torch(
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return unknown | {"error": f"importing it took more than {timeout:g} s"}
+        return unknown | {"error": f"its import took more than {timeout:g} s"}
     if ran.returncode == 0:
         return json.loads(ran.stdout.splitlines()[-1]) | {"error": None}
     if ran.returncode < 0:
@@ -157,11 +158,11 @@ def calibrated(device: str = "cpu") -> str | None:
     link = cluster["collectives"].get("all_reduce") or cluster["intra"]
     summary = (
         f"measured {known['made'][:10]}: {scaled(cluster['flops'], 'FLOP/s')} on a "
-        f"{'GPU' if device == 'cuda' else 'core'}, between ranks {scaled(link['alpha'], 's')} and "
-        f"{scaled(link['bandwidth'], 'B/s')}"
+        f"{'GPU' if device == 'cuda' else 'core'}; between ranks a latency of "
+        f"{scaled(link['alpha'], 's')} and {scaled(link['bandwidth'], 'B/s')}"
     )
     if known.get("busy", 0.0) > calibrate.BUSY:
-        summary += "; other programs were busy, so it is measured again once they are not"
+        summary += "; other programs were busy then, so it is measured again when they are not"
     return summary
 
 
@@ -209,14 +210,17 @@ class Diagnosis(NamedTuple):
         rows = [f"paralab {__version__} on {self.machine.system}", ""]
         rows += [f"  {check.name:<{width}}  {check.finding}" for check in self.checks]
         room = _room(self.machine)
-        more = [f"{', '.join(labs)} start {ranks}" for ranks, labs in LABS.items() if ranks > room]
+        more = [
+            f"{', '.join(labs)} ({ranks} ranks)" for ranks, labs in LABS.items() if ranks > room
+        ]
         end = ["All labs run here. Open them with: make lab"]
         if self.problems:
-            end = ["What has to be mended first:", *(f"  - {problem}" for problem in self.problems)]
+            end = ["What has to be fixed first:", *(f"  - {problem}" for problem in self.problems)]
         elif more:
             end = [
-                f"Labs {', '.join(self.labs)} run here as they are. Open them with: make lab",
-                f"Memory has room for {_count(room, 'rank')}, and labs {'; '.join(more)}.",
+                f"Labs that run here: {', '.join(self.labs)}. Open them with: make lab",
+                f"Memory has room for {_count(room, 'rank')} at once. Labs that start more: "
+                f"{'; '.join(more)}.",
             ]
         return "\n".join([*rows, "", *end])
 
@@ -238,40 +242,50 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _checks(machine: Machine) -> Iterator[Check]:
-    finding = "every rank of every lab has one"
+    finding = "enough for one per rank in every lab"
     if machine.cores < max(LABS):
-        finding = "more ranks take turns, so look at the replayed clock, not at the wall's"
+        finding = (
+            "more ranks than cores take turns, so trust the replayed clock, not the wall clock"
+        )
     yield Check("cores", f"{_count(machine.cores, 'core')}: {finding}")
 
-    free = "how much of it is free is not shown here"
+    free = "this system does not show how much of it is free"
     if machine.free_memory is not None:
         free = f"{_size(machine.free_memory)} free"
     finding = f"{_size(machine.memory)}, {free}: room for {_count(_room(machine), 'rank')}"
-    remedy = f"close something: one rank and JupyterLab take {_size(BASE_MEMORY + RANK_MEMORY)}"
+    remedy = (
+        f"close other programs: one rank and JupyterLab take {_size(BASE_MEMORY + RANK_MEMORY)}"
+    )
     yield Check("memory", finding, remedy * (_room(machine) < 1))
 
     yield Check("torch", *_torch(machine))
     yield Check("GPUs", _gpus(machine))
     links = (
-        machine.links or "not measured yet: paralab doctor --calibrate takes ten to fifteen seconds"
+        machine.links
+        or "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate"
     )
-    unseen = "; how busy other programs are is not shown here, so measure when they are not"
+    unseen = (
+        "; this system does not show how busy other programs are, so measure when they are idle"
+    )
     yield Check("links", links + unseen * (not machine.load_shown))
 
-    finding, remedy = "none that can be written to", "ranks meet in files there: set TMPDIR"
+    finding, remedy = (
+        "there is none that can be written to",
+        "ranks meet in files there: set TMPDIR",
+    )
     if machine.temp_free is not None:
         finding = f"{machine.temp}, {_size(machine.temp_free)} free"
         remedy = f"make room for {_size(SCRATCH)}, or set TMPDIR" * (machine.temp_free < SCRATCH)
     yield Check("temp folder", finding, remedy)
 
-    warm = "from a warm server: a launch takes a tenth of a second"
-    cold = "started one by one, some seconds per launch: they are not forked here"
+    warm = "forked from a warm server, so a launch takes a tenth of a second"
+    cold = "started one by one rather than forked, so a launch takes some seconds"
     yield Check("ranks", warm if machine.forkserver else cold)
-    lacks = "none that the kernel shows: lab 01's witness is Linux's, its other cells run"
-    yield Check("byte counter", "the kernel's" if machine.loopback_counter else lacks)
+    lacks = "this kernel shows none; one experiment of lab 01 needs it, the rest of the lab runs"
+    yield Check("byte counter", "the kernel shows one" if machine.loopback_counter else lacks)
 
     old = tuple(int(part) for part in machine.python.split(".")[:2]) < OLDEST_PYTHON
-    yield Check("Python", machine.python, "3.11 or newer is needed" * old)
+    yield Check("Python", machine.python, "install Python 3.11 or newer" * old)
     finding = ", ".join(f"{name} {found or 'missing'}" for name, found in machine.packages.items())
     missing = [name for name, found in machine.packages.items() if found is None]
     remedy = f"{sys.executable} -m pip install {' '.join(missing)}"
@@ -285,18 +299,18 @@ def _torch(machine: Machine) -> tuple[str, str]:
         install = f"{sys.executable} -m pip install --force-reinstall torch"
         cpu = "--index-url https://download.pytorch.org/whl/cpu"
         return f"cannot be imported: {error}", f"{install} (without a GPU: {cpu})"
-    remedy = "ranks on CPUs talk over gloo: install a torch from pytorch.org"
+    remedy = "ranks on CPUs communicate over gloo: install torch from pytorch.org"
     finding = f"{machine.torch['version']} with {' and '.join(backends) or 'no backend'}"
     return finding, remedy * ("gloo" not in backends)
 
 
 def _gpus(machine: Machine) -> str:
     if machine.torch["error"] is not None:
-        return "unknown: torch could not be asked"
+        return "unknown, as torch cannot be imported"
     gpus = machine.torch["gpus"]
     if not gpus:
         why = " (this torch is built without CUDA)" if machine.torch["cuda"] is None else ""
-        return f'none that torch sees{why}; only a lab\'s "On your GPUs" needs one'
+        return f"torch sees none{why}; only the paragraphs “On your GPUs” of the labs need one"
     finding = ", ".join(f"{gpu['name']} with {_size(gpu['memory'])}" for gpu in gpus)
     little = f"; /dev/shm has {_size(machine.shared)}, too little for NCCL: give it {_size(SHARED)}"
     return f"{len(gpus)}: {finding}" + little * (len(gpus) > 1 and (machine.shared or 0) < SHARED)

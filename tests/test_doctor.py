@@ -51,18 +51,18 @@ def test_a_laptop_runs_all_labs_and_is_told_that_ranks_take_turns():
     found = on()
     assert found.problems == [] and len(found.labs) == 13
     assert says(found, "cores") == (
-        "2 cores: more ranks take turns, so look at the replayed clock, not at the wall's"
+        "2 cores: more ranks than cores take turns, so trust the replayed clock, not the wall clock"
     )
-    assert says(on(cores=1), "cores").startswith("1 core: more ranks take turns")
-    assert says(on(cores=16), "cores") == "16 cores: every rank of every lab has one"
+    assert says(on(cores=1), "cores").startswith("1 core: more ranks than cores take turns")
+    assert says(on(cores=16), "cores") == "16 cores: enough for one per rank in every lab"
     assert says(found, "memory") == "8 GB, 5 GB free: room for 64 ranks"
     assert found.text().endswith("All labs run here. Open them with: make lab")
 
 
 def test_gpus_one_for_all_one_for_each_and_none():
-    assert "none that torch sees (this torch is built without CUDA)" in says(on(), "GPUs")
+    assert "torch sees none (this torch is built without CUDA)" in says(on(), "GPUs")
     with_cuda = TORCH | {"cuda": "12.8"}
-    assert says(on(torch=with_cuda), "GPUs").startswith("none that torch sees; only")
+    assert says(on(torch=with_cuda), "GPUs").startswith("torch sees none; only")
     one = on(torch=with_cuda | {"gpus": [H100], "backends": ["gloo", "nccl"]})
     assert says(one, "GPUs") == "1: H100 with 80 GB"
     assert says(one, "torch") == "2.13.0 with gloo and nccl"
@@ -77,11 +77,19 @@ def test_remarks_that_keep_nothing_from_running():
     cases = [
         (dict(), "temp folder", "/tmp, 90 GB free"),
         (dict(forkserver=False), "ranks", "started one by one"),
-        (dict(loopback_counter=False), "byte counter", "none that the kernel shows"),
-        (dict(free_memory=None), "memory", "8 GB, how much of it is free is not shown here: room"),
-        (dict(), "links", "not measured yet: paralab doctor --calibrate"),
+        (dict(loopback_counter=False), "byte counter", "this kernel shows none"),
+        (
+            dict(free_memory=None),
+            "memory",
+            "8 GB, this system does not show how much of it is free: room",
+        ),
+        (
+            dict(),
+            "links",
+            "not measured yet; to measure (ten to fifteen seconds): paralab doctor --calibrate",
+        ),
         (dict(links="measured 2026"), "links", "measured 2026"),
-        (dict(load_shown=False), "links", "how busy other programs are is not shown here"),
+        (dict(load_shown=False), "links", "this system does not show how busy other programs are"),
     ]
     for changes, what, sentence in cases:
         found = on(**changes)
@@ -95,7 +103,8 @@ def test_little_memory_means_fewer_ranks():
     assert found.labs == ["00", "01", "03", "04", "05", "06", "07", "09", "11"]
     assert found.problems == []
     assert found.text().endswith(
-        "Memory has room for 4 ranks, and labs 02, 10, 12 start 8; 08 start 16."
+        "Memory has room for 4 ranks at once. "
+        "Labs that start more: 02, 10, 12 (8 ranks); 08 (16 ranks)."
     )
 
 
@@ -103,12 +112,12 @@ def test_little_memory_means_fewer_ranks():
 NO_TORCH = TORCH | {"version": None, "backends": [], "error": "ModuleNotFoundError: No module"}
 BAD = [
     (dict(torch=NO_TORCH), "torch: cannot be imported: ModuleNotFoundError: No module; "),
-    (dict(torch=TORCH | {"backends": []}), "with no backend; ranks on CPUs talk over gloo"),
+    (dict(torch=TORCH | {"backends": []}), "with no backend; ranks on CPUs communicate over gloo"),
     (dict(packages={**LAPTOP["packages"], "plotly": None, "pandas": None}),
      "-m pip install pandas plotly"),
-    (dict(python="3.10.4"), "Python: 3.10.4; 3.11 or newer"),
-    (dict(free_memory=300 * MB), "300 MB free: room for 0 ranks; close something"),
-    (dict(temp=None, temp_free=None), "temp folder: none that can be written to; "),
+    (dict(python="3.10.4"), "Python: 3.10.4; install Python 3.11 or newer"),
+    (dict(free_memory=300 * MB), "300 MB free: room for 0 ranks; close other programs"),
+    (dict(temp=None, temp_free=None), "temp folder: there is none that can be written to; "),
     (dict(temp_free=5 * MB), "temp folder: /tmp, 5 MB free; make room"),
 ]  # fmt: skip
 
@@ -119,12 +128,12 @@ def test_what_keeps_labs_from_running_is_said_with_what_helps(changes, sentence)
     [problem] = found.problems
     assert sentence in problem
     assert found.labs == []
-    assert f"What has to be mended first:\n  - {problem}" in found.text()
+    assert f"What has to be fixed first:\n  - {problem}" in found.text()
     assert "All labs run" not in found.text()
 
 
 def test_without_torch_nothing_is_claimed_about_gpus():
-    assert says(on(torch=NO_TORCH), "GPUs") == "unknown: torch could not be asked"
+    assert says(on(torch=NO_TORCH), "GPUs") == "unknown, as torch cannot be imported"
 
 
 # ---- the facts ----------------------------------------------------------------------------------
@@ -134,7 +143,7 @@ def command(code: str) -> list[str]:
 
 def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it():
     hung = doctor.ask_torch(timeout=0.5, command=command("import time; time.sleep(60)"))
-    assert hung["error"] == "importing it took more than 0.5 s"
+    assert hung["error"] == "its import took more than 0.5 s"
     crashed = doctor.ask_torch(command=command("import os; os.kill(os.getpid(), 11)"))
     assert crashed["error"] == "its process ended with signal 11"
     missing = doctor.ask_torch(command=command("import no_such_torch"))
@@ -160,10 +169,12 @@ def test_a_calibration_is_read_and_never_made(tmp_path, monkeypatch):
     known = {"format": calibrate.FORMAT, "cluster": cluster, "made": "2026-01-02T03:04:05Z",
              "points": points, "accuracy": accuracy}  # fmt: skip
     calibrate.cache_path().write_text(json.dumps(known))
-    said = "measured 2026-01-02: 42 GFLOP/s on a core, between ranks 1.5 ms and 1.25 GB/s"
+    said = (
+        "measured 2026-01-02: 42 GFLOP/s on a core; between ranks a latency of 1.5 ms and 1.25 GB/s"
+    )
     assert doctor.calibrated() == said
     calibrate.cache_path().write_text(json.dumps(known | {"busy": 0.5}))
-    again = "; other programs were busy, so it is measured again once they are not"
+    again = "; other programs were busy then, so it is measured again when they are not"
     assert doctor.calibrated() == said + again
 
 

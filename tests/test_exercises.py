@@ -298,20 +298,20 @@ def test_a_guess_is_committed_once_and_stands():
     assert repr(guess.commit(3.4)) == "committed: 3.4 MB"
     assert "committed to 3.4 MB already" in repr(guess.commit(5)) and guess.value == 3.4
     assert repr(guess) == "Guess(MB per rank?, committed to 3.4 MB)"
-    assert repr(guess.reveal(1.7)) == "you said 3.4 MB, it is 1.7 MB: 2.00 times what it is"
+    assert repr(guess.reveal(1.7)) == "you said 3.4 MB, it is 1.7 MB: your guess is 2.00 times that"
 
 
 def test_a_reveal_without_a_guess_is_kind_and_ends_the_guessing():
     guess = asked()
     said = repr(guess.reveal(6.3))
     assert said == "it is 6.3 MB"
-    assert "answer is out" in repr(guess.commit(6.3)) and guess.value is None
+    assert "answer has been shown" in repr(guess.commit(6.3)) and guess.value is None
 
 
 def test_a_guess_that_is_right_or_has_no_ratio_says_so():
     right, nought = asked(), asked()
     right.commit(6.3), nought.commit(2)
-    assert repr(right.reveal(6.3000001)).endswith(": exactly")
+    assert repr(right.reveal(6.3000001)).endswith(": exactly right")
     assert repr(nought.reveal(0)) == "you said 2.0 MB, it is 0.0 MB: 2.0 MB apart"
 
 
@@ -363,7 +363,7 @@ def test_slider_and_button_commit_like_the_call():
         shown._repr_mimebundle_()
     by_call.commit(1.0), revealed.reveal(1.0)
     assert parts(by_call)[0].value == 1.0 and parts(by_call)[1].disabled
-    assert parts(revealed)[1].disabled and "out" in parts(revealed)[2].value
+    assert parts(revealed)[1].disabled and "has been shown" in parts(revealed)[2].value
 
 
 # ---- one of a few explanations -------------------------------------------------------------------
@@ -377,15 +377,15 @@ def test_an_option_is_picked_once_and_the_answer_says_whether_it_was_right():
     assert repr(choice.pick(1)) == "picked 1: the network"
     assert "picked 1 already" in repr(choice.pick(2)) and choice.value == 1
     assert repr(choice.reveal(2, "Cores are few.")) == (
-        "You picked 1. It is 2, the processor. Cores are few."
+        "You picked 1. The answer is 2, the processor. Cores are few."
     )
     assert "that is right: the network" in repr(choice.reveal(1))
 
 
 def test_an_answer_without_a_pick_says_it_and_ends_the_choosing():
     choice = why()
-    assert repr(choice.reveal(2)) == "It is 2, the processor."
-    assert "answer is out" in repr(choice.pick(1)) and choice.value is None
+    assert repr(choice.reveal(2)) == "The answer is 2, the processor."
+    assert "answer has been shown" in repr(choice.pick(1)) and choice.value is None
 
 
 def test_the_buttons_pick_and_then_show_what_was_picked():

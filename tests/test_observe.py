@@ -107,7 +107,7 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert (
         answers[once].startswith("For every one of 2 micro-batches") and "no_sync" in answers[once]
     )
-    assert "None is a sharded DTensor" in answers["Which parameters are not sharded?"]
+    assert "rank 0 holds no sharded DTensor" in answers["Which parameters are not sharded?"]
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "gloo does not report it" in answers["What is not known?"]
     kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()

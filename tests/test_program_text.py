@@ -209,11 +209,14 @@ def test_filters_choose_lines_and_keep_their_positions():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"op": "gather"}, "op='GATHER': unknown choice; legal: 'ADD'"),
-        ({"op": 3}, "op='3': unknown choice; legal: 'ADD'"),
+        ({"op": "gather"}, "op='gather': unknown choice; legal: 'ADD'"),
+        ({"op": 3}, "op=3: unknown choice; legal: 'ADD'"),
         ({"microbatch": 1}, "microbatch=1: out of range"),
         ({"microbatch": "0"}, "microbatch='0': not a whole number"),
-        ({"lane": "tp"}, "lane='tp': no instruction runs there; legal: compute, dp"),
+        (
+            {"lane": "tp"},
+            "lane='tp': no instruction of this program runs there; legal: compute, dp",
+        ),
     ],
 )
 def test_what_no_line_has_is_refused(asked, words):
@@ -246,7 +249,7 @@ def test_from_zero_2_to_zero_3_on_one_screen():
     parts = "embedding, blocks.0 … blocks.3 (× 4 blocks), head"
     back = "head, blocks.3 … blocks.0 (× 4 blocks), embedding"
     assert f"+ ALL_GATHER shard → w over dp, before FORWARD 6 times, 3.34 MB {parts}" in lines
-    assert "~ FORWARD frees w too 5 times blocks.0 … blocks.3 (× 4 blocks), head" in lines
+    assert "~ FORWARD also frees w 5 times blocks.0 … blocks.3 (× 4 blocks), head" in lines
     assert f"+ REDUCE_SCATTER grad → part over dp, after BACKWARD 6 times, 3.34 MB {back}" in lines
     assert "- ALL_GATHER shard → w over dp once, 3.34 MB bucket 0" in lines
     assert sum(line.startswith("+ ALL_GATHER") for line in lines) == 2
@@ -320,10 +323,10 @@ def test_the_shell_prints_what_a_notebook_shows(capsys):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["program", "--lane", "tp"], "lane='tp': no instruction runs there"),
-        (["program", "--all", "--diff-dp", "2"], "all=True: a difference has every line"),
+        (["program", "--lane", "tp"], "lane='tp': no instruction of this program runs there"),
+        (["program", "--all", "--diff-dp", "2"], "all=True: a difference shows every line"),
         (["program", "--diff-pp", "40"], "pp=40: pp*virtual_stages is 40 stages"),
-        (["predict", "--nodes", "2"], "nodes=2: only a cluster has several; legal: --cluster NAME"),
+        (["predict", "--nodes", "2"], "nodes=2: this machine is one node; legal: --nodes together"),
     ],
 )
 def test_a_shell_refuses_in_the_same_words(asked, words, capsys):

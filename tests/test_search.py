@@ -446,10 +446,10 @@ def test_a_winner_that_lives_by_overlap_shows_it():
     assert found.serial[at] < found.serial[0]
     page = found._repr_html_()
     assert "<th>without overlap</th>" in page
-    assert f"Without any overlap it takes {found.serial[0]:.4g} s (+" in page
-    assert f"The fastest plan is then {brief(found.plans[at])}: " in page
+    assert f"Without any overlap this plan takes {found.serial[0]:.4g} s (+" in page
+    assert f"The fastest plan without overlap is {brief(found.plans[at])}: " in page
     alone = pl.plan_search(SMALL, LAPTOP, devices=1, global_batch=4, offload=None)
-    assert "(+0%), and no other plan is faster then." in alone._repr_html_()
+    assert "(+0 %), and no other plan is faster without overlap." in alone._repr_html_()
 
 
 def test_the_terms_add_up(small):

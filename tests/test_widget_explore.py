@@ -116,7 +116,7 @@ def test_the_table_and_the_code_say_what_is_predicted(bench):
     report = pl.predict(MODEL, bench.values.plan, CLUSTER, steps=1)
     (row,) = numbers(bench)
     assert row["clock"] == "predicted"
-    assert row["peak of a device"] == view.theme.scaled(report.peak_memory, "B")
+    assert row["peak memory"] == view.theme.scaled(report.peak_memory, "B")
     sent = float(report.traffic()["bytes"].mean())
     assert row["sent inside a node"] == view.theme.scaled(sent, "B")
     assert row["sent between nodes"] == "0 B"
@@ -141,24 +141,27 @@ def test_ranks_by_the_thousand_are_drawn_in_part_and_a_step_of_too_many_boxes_as
     assert "8 of 3072 ranks drawn" in timeline.below and timeline.table["rank"].nunique() == 8
     assert " stages drawn" in mesh.below and "4 of 64 stages drawn" in memory.below
     assert "this is a prediction for dgx-a100" in bench._status.value and bench._run_button.disabled
-    assert "boxes with their waits for tp" in timeline.below
+    assert "boxes include their waits for tp" in timeline.below
 
 
 # ---- what cannot be ------------------------------------------------------------------------------
 IMPOSSIBLE = [
     (
         {"tp": 8},
-        "<b>heads=4</b> cannot be: tp=8 partitions it into 8 equal parts.",
+        "<b>heads=4</b> is impossible: tp=8 partitions it into 8 equal parts.",
         "a multiple of 8",
     ),
-    ({"pp": 12}, "<b>pp=12</b> cannot be: pp*virtual_stages is 12 stages", "up to 8"),
-    ({"virtual_stages": 2}, "<b>virtual_stages=2</b> cannot be: schedule=&#x27;1f1b&#x27; has one",
+    ({"pp": 12}, "<b>pp=12</b> is impossible: pp*virtual_stages is 12 stages", "up to 8"),
+    ({"virtual_stages": 2},
+     "<b>virtual_stages=2</b> is impossible: schedule=&#x27;1f1b&#x27; has one",
      "1, or schedule="),
-    ({"offload": "cpu"}, "<b>zero_stage=0</b> cannot be: offload=&#x27;cpu&#x27; moves the states",
+    ({"offload": "cpu"},
+     "<b>zero_stage=0</b> is impossible: offload=&#x27;cpu&#x27; moves the states",
      "1 (optimizer), 2"),
-    ({"dp": 512}, "<b>dp=512</b> cannot be: the plan needs 1024 devices, and cluster "
+    ({"dp": 512}, "<b>dp=512</b> is impossible: the plan needs 1024 devices, and cluster "
      "&#x27;stated&#x27; has 64", "fewer ranks"),
-    ({"sequence_parallel": True}, "<b>sequence_parallel=True</b> cannot be: it shards the sequence",
+    ({"sequence_parallel": True},
+     "<b>sequence_parallel=True</b> is impossible: it shards the sequence",
      "False"),
 ]  # fmt: skip
 
@@ -200,7 +203,7 @@ def test_code_that_fails_leaves_no_picture_of_other_settings(monkeypatch):
     for microbatches, why in ((4, "<b>KeyError</b>: 4"), (8, "<b>ValueError</b>: eight: is too")):
         bench.set(microbatches=microbatches)
         assert bench.state == "error" and STALE in bench._views._dom_classes
-        assert why in bench._trouble.value and "cannot be: " not in bench._trouble.value
+        assert why in bench._trouble.value and "is impossible: " not in bench._trouble.value
         assert bench._run_button.disabled and not bench._numbers.value and not bench._code.value
         assert widget_picture.FIGURES not in bench._repr_mimebundle_()
         with pytest.raises((KeyError, ValueError)):
@@ -309,7 +312,7 @@ def test_wrong_arguments_are_refused():
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=why):
             pl.explore(*arguments)
-    with pytest.raises(ValueError, match="sequence_parallel=1: not on this slider"):
+    with pytest.raises(ValueError, match="sequence_parallel=1: the knob does not offer this value"):
         pl.explore(MODEL, PLAN, CLUSTER).set(sequence_parallel=1)
 
 
@@ -344,9 +347,9 @@ def test_run_it_draws_the_replay_below_the_prediction_and_what_was_measured(benc
     rows = numbers(bench)
     assert [row["clock"].split(" (")[0] for row in rows] == ["predicted", "replayed", "measured"]
     for row, report in zip(rows[1:], (replayed, found), strict=True):
-        assert row["a step"] == view.theme.scaled(report.step_time, "s")
+        assert row["step time"] == view.theme.scaled(report.step_time, "s")
         assert row["bubble"] == f"{100 * report.bubble:.1f} %"
-        assert row["peak of a device"] == view.theme.scaled(found.peak_memory, "B")
+        assert row["peak memory"] == view.theme.scaled(found.peak_memory, "B")
         assert row["sent inside a node"] == rows[0]["sent inside a node"]  # bytes are exact
     memory, traffic = bench.charts[2:]
     peaks = memory.table.groupby("bar")["bytes"].sum()

@@ -63,7 +63,7 @@ def test_a_prediction_and_its_replay_are_equal_in_the_message_where_they_are_in_
     one = synthetic.report(2)
     reports = [dataclasses.replace(one, clock=clock) for clock in ("predicted", "replayed")]
     at = SimpleNamespace(predicted=reports[0], replayed=reports[1])
-    assert Steps._outcome(None, at) == "the predicted step equals its replay"
+    assert Steps._outcome(None, at) == "the predicted step time equals the replayed one"
     assert pl.view.timelines(*reports).finding.endswith("(the prediction is equal)")
 
 
@@ -147,7 +147,7 @@ def test_pipeline_run_shows_the_replay_beneath_its_simulation(widget):
     rows = numbers(widget)
     assert [row["clock"].split(" (")[0] for row in rows] == ["simulated", "replayed", "measured"]
     # 2(p-1) + (v-1)p + 1 and 2 m (p v - 1), in theory and in the run
-    assert {(row["alive on rank 0"], row["messages"]) for row in rows} == {
+    assert {(row["micro-batches alive on rank 0"], row["messages"]) for row in rows} == {
         ("5 chunks of 1/2", "24")
     }
 
@@ -199,11 +199,11 @@ def test_zero_table_has_the_states_the_peak_and_the_traffic_in_psi(widget):
         "ZeRO-3, predicted",
     )
     assert [one["bytes per parameter"] for one in (plain, chosen)] == ["16.00", "4.00"]
-    assert (plain["that is sent"], chosen["that is sent"]) == ("2 Ψ(N−1)/N", "6 Ψ(N−1)/N")
-    assert chosen["in all"] == theme.scaled(bars(widget.chart)["ZeRO-3"], "B")
+    assert (plain["sent, formula"], chosen["sent, formula"]) == ("2 Ψ(N−1)/N", "6 Ψ(N−1)/N")
+    assert chosen["total"] == theme.scaled(bars(widget.chart)["ZeRO-3"], "B")
     assert chosen["sent"] == theme.scaled(bars(widget.chart, "sent")["ZeRO-3"], "B")
     assert len(numbers(widget.set(stage=0))) == 1  # not twice the same
-    assert numbers(widget.set(stage=1, ranks=1))[1]["that is sent"] == "0"
+    assert numbers(widget.set(stage=1, ranks=1))[1]["sent, formula"] == "0"
     assert "nothing to shard" in widget.chart.finding
 
 
@@ -266,11 +266,11 @@ def test_tensor_bytes_sent_are_those_of_a_predicted_step(widget, mode, ranks):
 
 def test_tensor_title_says_which_mode_sends_least(widget):
     far = widget.predict(ranks=64, mode="1d", tokens=512, hidden=12288)
-    assert far.finding == "64 ranks, 512 tokens: 1D sends least"
+    assert far.finding == "64 ranks, 512 tokens: 1D sends the least"
     far = widget.predict(ranks=64, mode="2d", tokens=512, hidden=12288)
     assert re.fullmatch("64 ranks, 512 tokens: 2D sends .* times as much as 1D", far.finding)
     none = widget.predict(ranks=8, mode="2d", tokens=32768, hidden=2048)
-    assert none.finding == "8 ranks, 32,768 tokens: there is no 2D; 2.5D sends least"
+    assert none.finding == "8 ranks, 32,768 tokens: 2D is impossible; 2.5D sends the least"
     sent = none.data[-1]
     assert sent.name == "sent" and sent.marker.color == theme.axis_colour("tp")
 
@@ -300,7 +300,7 @@ def test_tensor1d_table_has_the_programs_bytes_of_one_device_and_of_t(widget, ra
     expect = pl.predict(widget.model, plan, CLUSTER, steps=1)
     assert chosen["sent per rank"] == theme.scaled(float(expect.traffic()["bytes"].mean()), "B")
     assert chosen["time per step"] == f"{1e3 * expect.step_time:.1f} ms"
-    assert alone["sent per rank"] == "0 B" and alone["of it waiting"] == "0 %"
+    assert alone["sent per rank"] == "0 B" and alone["waiting"] == "0 %"
     widget.set(ranks=1)
     assert [row["clock"] for row in numbers(widget)] == ["1 device, predicted"]
     assert not widget.values.plan.sequence_parallel
@@ -308,7 +308,7 @@ def test_tensor1d_table_has_the_programs_bytes_of_one_device_and_of_t(widget, ra
 
 def test_tensor1d_run_puts_the_replay_and_what_was_counted_below_the_prediction(widget):
     widget.run(sequence="parts").wait(PATIENCE)
-    assert "the bytes are exactly as predicted" in widget._status.value
+    assert "the bytes sent are exactly as predicted" in widget._status.value
     _, expected, found = numbers(widget)
     assert found["clock"] == expected["clock"].replace("predicted", "replayed")
     ran = widget.result

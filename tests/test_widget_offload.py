@@ -61,7 +61,7 @@ def test_the_formulas_are_of_what_is_computed_and_what_files_are_read_and_writte
     at = widget.values
     compute, moved = working(at.predicted), link_bytes(MODEL, at.plan)
     files = sum(moved["disk read"].values()) + sum(moved["disk write"].values())
-    hidden, nothing = curve(widget, "all overlaps"), curve(widget, "nothing overlaps")
+    hidden, nothing = curve(widget, "full overlap"), curve(widget, "no overlap")
     for bandwidth in nothing:
         seconds = files / bandwidth
         assert nothing[bandwidth] == pytest.approx(compute + seconds)
@@ -70,7 +70,7 @@ def test_the_formulas_are_of_what_is_computed_and_what_files_are_read_and_writte
     assert files / compute in hidden  # the corner
     needed = 9 * files / compute  # there compute is nine tenths of compute + files / bandwidth
     assert widget.charts[1].finding.endswith(
-        f"; by the formula 90 % take {theme.scaled(needed, 'B/s')}"
+        f"; by the formula, 90 % needs {theme.scaled(needed, 'B/s')}"
     )
 
 
@@ -85,7 +85,7 @@ def test_the_slider_is_marked_on_the_curve_and_the_step_is_the_timeline(widget):
         assert step.table.equals(twin.timeline(ranks=[0]).table)
         said = theme.percent(working(twin) / twin.step_time)
         disk = theme.scaled(bandwidth, "B/s")
-        assert over.finding.startswith(f"With a disk of {disk} the device computes {said} of a")
+        assert over.finding.startswith(f"With a {disk} disk the device computes for {said} of a")
 
 
 def test_without_anything_in_files_the_disk_does_not_matter(widget):
@@ -93,7 +93,7 @@ def test_without_anything_in_files_the_disk_does_not_matter(widget):
     assert len(set(curve(widget, "predicted").values())) == 1
     assert "formula" not in widget.charts[1].finding and "eq. 6" not in widget.charts[1].below
     rows = named(widget)
-    assert rows["formula, nothing overlaps"]["device computes"] == "100 %"
+    assert rows["formula, no overlap"]["device computes"] == "100 %"
 
 
 def test_a_cluster_without_a_disk_begins_with_one():
@@ -109,7 +109,7 @@ def test_the_table_has_both_formulas_and_the_prediction(widget):
     assert at.plan.microbatches == 2 and at.cluster.host.bandwidth == 3e8
     expect = pl.predict(MODEL, at.plan, with_disk(2e8, at.cluster), steps=1)
     seconds = {"predicted": expect.step_time}
-    for name in ("nothing overlaps", "all overlaps"):
+    for name in ("no overlap", "full overlap"):
         seconds[f"formula, {name}"] = curve(widget, name)[2e8]
     rows = named(widget)
     assert rows.keys() == seconds.keys()
@@ -133,7 +133,7 @@ def test_run_it_holds_the_disk_down_and_draws_the_replay(widget):
         assert rows[clock]["time per step"] == f"{1e3 * report.step_time:.1f} ms"
         busy = working(report) / metrics.step_durations(report)[metrics.typical_step(report)]
         assert rows[clock]["device computes"] == f"{100 * busy:.0f} %"
-    assert " its replay" in widget._status.value
+    assert " the replayed one" in widget._status.value
 
     for knob in ({"bandwidth": 2e8}, {"microbatches": 2}, {"parameters": "cpu"}, {"host": 3e8}):
         old = {name: widget.values[name] for name in knob}
@@ -155,14 +155,14 @@ def test_what_would_take_too_long_or_too_much_is_not_run(widget, monkeypatch):
     assert widget.state == "error" and "Traceback" not in widget._trouble.value
     small = CLUSTER.replace(memory=2**20)
     monkeypatch.setattr(pl.Cluster, "local", lambda **_: small)
-    with pytest.raises(ValueError, match="would need .* this machine has 1.05 MB"):
+    with pytest.raises(ValueError, match="would need .* this machine's 1.05 MB"):
         widget.run(ranks=2).wait(PATIENCE)
     assert widget.set(microbatches=2).state == "idle"
 
 
 def test_the_hint_says_what_run_it_does_to_the_disk(widget):
     said = {b: widget.set(bandwidth=b)._status.value for b in (2e8, 5e9)}
-    assert "1 real process, with a disk held down to 200 MB/s" in said[2e8]
+    assert "1 real process, with the disk limited to 200 MB/s" in said[2e8]
     assert "the disk stays as slow as it is" in said[5e9]
     widget.set(parameters="cpu", optimizer="cpu", ranks=4)
-    assert "3 steps on 4 real processes, without the disk" in widget._status.value
+    assert "3 steps on 4 real processes, which do not use the disk" in widget._status.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import threading
@@ -155,8 +156,8 @@ def test_the_picture_of_a_plan_is_its_predicted_timeline(widget):
     ("knob", "why"),
     [
         ({"rank": 2}, "no such knob; legal: ranks, grad_sync"),
-        ({"ranks": 5}, "not on this slider"),
-        ({"ranks": True}, "not on this slider"),
+        ({"ranks": 5}, "the knob does not offer this value"),
+        ({"ranks": True}, "the knob does not offer this value"),
         ({"grad_sync": "fast"}, "legal: naive, bucketed"),
     ],
 )
@@ -169,7 +170,9 @@ def test_a_setting_that_no_slider_has_is_refused_by_name(widget, knob, why):
 
 def test_a_schedule_of_ones_own_has_no_button():
     own = pl.Plan(pp=2, microbatches=2, schedule=lambda pp, microbatches, virtual_stages: [])
-    with pytest.raises(ValueError, match="schedule='own: .*there is no button for it; legal: "):
+    with pytest.raises(
+        ValueError, match="schedule='own: .*the widget has no button for it; legal: "
+    ):
         widgets.pipeline(plan=own)
 
 
@@ -179,8 +182,8 @@ REPRS = {
     "collective": "collective(ring, 4 ranks, 200 kB, 100 µs, 1 GB/s)",
     "pipeline": "pipeline(1f1b, 4 ranks, 8 micro-batches, 2 chunks, equal stages, free links)",
     "tensor": "tensor(2D, 128 tokens, hidden 64, 4 ranks)",
-    "zero": "zero(ZeRO-2, 4 devices, 2 micro-batches, hidden 128, fp32, all kept)",
-    "tensor1d": "tensor1d(4 ranks, whole on every rank, 4 samples, own link)",
+    "zero": "zero(ZeRO-2, 4 devices, 2 micro-batches, hidden 128, fp32, all saved)",
+    "tensor1d": "tensor1d(4 ranks, replicated, 4 samples, own link)",
     "offload": "offload(own disk, own link, 8 samples, 1 micro-batch, files, files, 1 device)",
 }
 
@@ -198,7 +201,7 @@ def test_the_repr_says_the_settings_and_nothing_of_the_machine(name):
 NO_HOST = CLUSTER.replace(host_bandwidth=None)
 WRONG = [
     ("memory", {"model": "gpt"}, "model='gpt'.*legal: a pl.ModelSpec"),
-    ("memory", {"device": {}}, "device={}: not one device"),
+    ("memory", {"device": {}}, "device={}: it has to be one name with one size"),
     ("zero", {"plan": 3}, "plan=3: not a plan"),
     ("zero", {"plan": pl.Plan(pp=2)}, "pp=2.*legal: 1"),
     ("data_parallel", {"cluster": "mine"}, "cluster='mine': not a cluster"),
@@ -249,7 +252,7 @@ def test_what_cannot_be_is_a_sentence_in_the_widget_and_the_sliders_live_on(make
     )
     tensor.set(mode="3d")  # the other modes are there: it is a note, and the picture stays
     first, second = re.findall(r"[^<>]+(?=<br>|</div>)", tensor._trouble.value)
-    assert first.startswith("There is no 3D, as tp=4 cannot be: ") and "q x q x q" in first
+    assert first.startswith("3D is not drawn, as tp=4 is impossible: ") and "q x q x q" in first
     assert re.fullmatch("What would work: 1, 8, 27, .* and so on.", second)
     assert not tensor.set(mode="1d")._trouble.value
     assert capfd.readouterr() == ("", "")
@@ -365,11 +368,17 @@ MUCH = CLUSTER.replace(memory=2**20)
 REFUSED = [  # widget, settings, the machine, why it is not run, and whether the button says so
     ("zero", {"ranks": 64}, None, "“Run it” takes up to 8 ranks, not 64", True),
     ("tensor", {"ranks": 64, "tokens": 2048, "hidden": 512}, None, "takes up to 8 ranks", True),
-    ("tensor", {"ranks": 8}, None, "“Run it” has no 2D to train, as tp=8 cannot be: ", True),
-    ("tensor", {}, MUCH, "would need .* this machine has 1.05 MB: a smaller model", False),
+    ("tensor", {"ranks": 8}, None, "“Run it” cannot train with 2D, as tp=8 is impossible: ", True),
+    ("tensor", {}, MUCH, "would need .* this machine's 1.05 MB: a smaller model", False),
     ("zero", {}, MUCH, "would need .* a smaller model or batch would fit", False),
-    ("pipeline", {"pp": 6}, None, "has 4 layers for 6 stages: fewer ranks", True),
-    ("memory", {"layers": 96, "hidden": 12288}, None, "2.78 TB, and this machine has 10 GB", False),
+    ("pipeline", {"pp": 6}, None, "has 4 layers for 6 stages: choose fewer ranks", True),
+    (
+        "memory",
+        {"layers": 96, "hidden": 12288},
+        None,
+        "2.78 TB, and may take half of this machine's 10 GB",
+        False,
+    ),
     ("memory", {"layers": 12, "hidden": 1024, "seq_len": 256}, None, "would take about", False),
 ]
 
@@ -386,6 +395,18 @@ def test_what_cannot_run_here_is_refused_in_words(
     with pytest.raises(ValueError, match=why):
         widget.run().wait(PATIENCE)
     assert widget.state == "error" and "Traceback" not in widget._trouble.value
+
+
+@pytest.mark.parametrize("name", ["memory", "offload"])
+def test_what_a_run_would_take_is_the_time_of_all_its_steps(make, monkeypatch, name):
+    widget = make(name)
+    module = importlib.import_module(type(widget).__module__)
+    monkeypatch.setattr(module, "LONGEST", 0.0)
+    monkeypatch.setattr(pl.Cluster, "local", lambda **_: CLUSTER)
+    seconds = widget.steps * widget.values.predicted.step_time
+    assert f"would take about {widget_parts.duration(seconds)} here" in widget._refused(
+        widget.values
+    )
 
 
 def test_a_machine_that_is_measured_again_does_not_move_an_explorer(monkeypatch):

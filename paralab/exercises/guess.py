@@ -69,7 +69,7 @@ class Question:
 
     @property
     def _too_late(self) -> str:
-        return f"the answer is out: run the question's cell again to {self.verb} again"
+        return f"the answer has been shown: run the question's cell again to {self.verb} again"
 
     def _reveal(self, said: str) -> Text:
         self.revealed = True
@@ -121,10 +121,10 @@ class Guess(Question):
             return self._reveal(f"it is {truth}")
         compared = f"you said {self.shown(self.value)}, it is {truth}"
         if self.shown(self.value) == truth:
-            return self._reveal(f"{compared}: exactly")
+            return self._reveal(f"{compared}: exactly right")
         if actual == 0 or self.value / actual < 0:
             return self._reveal(f"{compared}: {self.shown(abs(self.value - actual))} apart")
-        return self._reveal(f"{compared}: {self.value / actual:.2f} times what it is")
+        return self._reveal(f"{compared}: your guess is {self.value / actual:.2f} times that")
 
     def shown(self, value: float) -> str:
         """``value`` with its unit: "3.4 MB", "43 %", "7"."""
@@ -151,7 +151,7 @@ class Guess(Question):
             layout={"width": "420px"},
         )
         button = widgets.Button(
-            description="Commit", tooltip="stand by this guess; it cannot be changed afterwards"
+            description="Commit", tooltip="give this answer; it cannot be changed afterwards"
         )
         button.on_click(lambda _: self.commit(slider.value))
         unit = widgets.Label(self.unit, layout={"flex": "0 0 auto"})  # not shortened to fit
@@ -186,7 +186,7 @@ class Choice(Question):
         number = whole("number", number, at_least=1, at_most=len(self.options))
         option = self.options[number - 1]
         verdict = "" if self.value is None else f"You picked {self.value}. "
-        verdict += f"It is {number}, {option}."
+        verdict += f"The answer is {number}, {option}."
         if self.value == number:
             verdict = f"You picked {number}, and that is right: {option}."
         return self._reveal(f"{verdict} {why}".strip())

@@ -98,7 +98,7 @@ class Difference:
         """Which programs they are, and how many instructions are the same."""
         return [
             f"from {self.before.title}",
-            f"to   {self.after.title}; {self.same} instructions are in both, not counting WAITs",
+            f"to   {self.after.title}; in both, without WAITs: {self.same}",
         ]
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ def _frees(old: Instr, new: Instr) -> str:
     """The kinds of values that a compute frees, or keeps, unlike before; as text."""
     before, after = ({v[0] for v in ins.frees} for ins in (old, new))
     more, less = (", ".join(sorted(kinds)) for kinds in (after - before, before - after))
-    texts = [f"frees {more} too"] * bool(more) + [f"keeps {less}"] * bool(less)
+    texts = [f"also frees {more}"] * bool(more) + [f"keeps {less}"] * bool(less)
     return ", ".join(texts) if new.op in COMPUTE else ""
 
 

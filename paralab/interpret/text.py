@@ -88,10 +88,15 @@ class ProgramText(RankProgram):
         lane  "compute" for the rank's own thread, else the axis of a group, or "h2d", "d2h",
               "disk", "host"
         """
-        ops = {choice("op", str(name).upper(), tuple(sorted(OPS))) for name in _several(op)}
+        for name in _several(op):
+            if str(name).upper() not in OPS:
+                choice("op", name, tuple(sorted(OPS)))  # refuses the name as the caller wrote it
+        ops = {str(name).upper() for name in _several(op)}
         lanes, known = set(_several(lane)), {ins.lane or "compute" for ins in self.lines}
         for name in lanes - known:
-            raise illegal("lane", name, "no instruction runs there", ", ".join(sorted(known)))
+            raise illegal(
+                "lane", name, "no instruction of this program runs there", ", ".join(sorted(known))
+            )
         last = self.plan.microbatches - 1
         batches = {whole("microbatch", k, at_least=0, at_most=last) for k in _several(microbatch)}
         chosen = copy(self)
@@ -182,18 +187,20 @@ class ProgramText(RankProgram):
     def title(self) -> str:
         """Whose program this is."""
         part = f"{len(self)} of " * (len(self) < len(self.lines))
-        size = f"{part}{len(self.lines)} instructions"
+        size = f"{part}{counted(len(self.lines), 'instruction')}"
         return f"rank {self.rank} of {self.plan.world_size}: {changed_fields(self.plan)}, {size}"
 
     @cached_property
     def notes(self) -> list[str]:
         """What the lines do not say: the parameters of buckets, and why the program is refused."""
         buckets = [
-            f"{name}: {unit.names[0]} … {unit.names[-1]}, {len(unit.names)} parameters"
+            f"{name}: {' … '.join(dict.fromkeys((unit.names[0], unit.names[-1])))}, "
+            + counted(len(unit.names), "parameter")
             for name, unit in zip(self.names.units, self.units, strict=True)
             if name.startswith("bucket")
         ]
-        notes = buckets[:BUCKETS] + [f"… {len(buckets)} buckets"] * (len(buckets) > BUCKETS)
+        more = f"… and {counted(len(buckets) - BUCKETS, 'more bucket')}"
+        notes = buckets[:BUCKETS] + [more] * (len(buckets) > BUCKETS)
         return notes + [f"refused: {self.refusal}"] * bool(self.refusal)
 
     @cached_property
@@ -259,6 +266,11 @@ def changed_fields(plan: Plan) -> str:
     defaults, fields = Plan().to_dict(), plan.to_dict()
     changed = [f"{name}={value}" for name, value in fields.items() if value != defaults[name]]
     return ", ".join(changed) or "one device"
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 instruction", "9 instructions"."""
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _several(value: Any) -> list:

@@ -36,9 +36,10 @@ def size(count: float) -> str:
 
 def counts(search: Any) -> str:
     """ "12,480 plans on 512 devices, 3,110 fit in 80 GB"."""
-    plans, fits, plural = len(search.plans), int(search.fits.sum()), "s" * (search.devices > 1)
-    room = f", {fits:,} fit in {size(search.memory_limit)}" * (search.memory_limit < UNLIMITED)
-    return f"{plans:,} plans on {search.devices:,} device{plural}{room}"
+    plans, fits, devices = len(search.plans), int(search.fits.sum()), search.devices
+    room = f", {fits:,} fit{'s' * (fits == 1)} in {size(search.memory_limit)}"
+    text = f"{plans:,} plan{'s' * (plans != 1)} on {devices:,} device{'s' * (devices != 1)}"
+    return text + room * (search.memory_limit < UNLIMITED)
 
 
 def brief(plan: Plan) -> str:
@@ -108,16 +109,16 @@ def _sentence(search: Any, at: int) -> str:
     grown = [n for n in reversed(order) if extra_by_term[n] > 0.1 * abs(extra_seconds)][:3]
     shrunk = [n for n in order if extra_by_term[n] < -0.1 * abs(extra_seconds)][:2]
     text = ", ".join(f"{GROWS[name]} +{extra_by_term[name]:.3g} s" for name in grown)
-    gain = "; against that: " + ", ".join(f"{GROWS[n]} {extra_by_term[n]:.3g} s" for n in shrunk)
-    longer = f"{extra_seconds:.3g} s longer ({extra_seconds / closed[1]:+.1%}): {text}"
+    gain = "; partly offset by " + ", ".join(f"{GROWS[n]} {extra_by_term[n]:.3g} s" for n in shrunk)
+    longer = f"{extra_seconds:.3g} s longer ({100 * extra_seconds / closed[1]:+.1f} %): {text}"
     return longer + gain * bool(shrunk and grown)
 
 
 def _largest(search: Any, at: int) -> str:
-    """The largest category of a plan's estimated memory: "61% of it activations"."""
+    """The largest category of a plan's estimated memory: "61 % of it is activations"."""
     bytes_of = {name: float(column[at]) for name, column in search.categories.items()}
     name = max(bytes_of, key=bytes_of.__getitem__)
-    return f"{bytes_of[name] / sum(bytes_of.values()):.0%} of it {name}"
+    return f"{100 * bytes_of[name] / sum(bytes_of.values()):.0f} % of it is {name}"
 
 
 def what_helps(search: Any) -> ValueError:
@@ -140,15 +141,15 @@ def what_helps(search: Any) -> ValueError:
 def without_overlap(search: Any) -> str:
     """How much slower the best plan is without overlap, and which fitting plan is fastest then."""
     longer = search.serial[0] / search.simulated[0] - 1
-    text = f"Without any overlap it takes {search.serial[0]:.4g} s ({longer:+.0%})"
+    text = f"Without any overlap this plan takes {search.serial[0]:.4g} s ({100 * longer:+.0f} %)"
     at = int(np.where(search.fits, search.serial, np.inf).argmin())
     if at == 0:
-        return f"{text}, and no other plan is faster then."
+        return f"{text}, and no other plan is faster without overlap."
     is_simulated = np.isfinite(search.simulated[at])
     with_it = search.simulated[at] if is_simulated else search.closed[at]
     return (
-        f"{text}. The fastest plan is then {brief(search.plans[at])}: "
-        f"{search.serial[at]:.4g} s without and {with_it:.4g} s with overlap, "
+        f"{text}. The fastest plan without overlap is {brief(search.plans[at])}: "
+        f"it takes {search.serial[at]:.4g} s, and {with_it:.4g} s with overlap, "
         f"{'simulated' if is_simulated else 'estimated'}."
     )
 
@@ -159,7 +160,7 @@ def as_html(search: Any) -> str:
     top, named = search.rows(slice(SHOWN)), html.escape(brief(search.best))
     head = (
         f"<p><b>{counts(search)}</b>, global batch {search.global_batch:,}. Best: "
-        f"<code>{named}</code>, {search.simulated[0]:.4g} s per step simulated</p>"
+        f"<code>{named}</code>, simulated: {search.simulated[0]:.4g} s per step</p>"
         f"<p>{html.escape(without_overlap(search))}</p>"
     )
     same = [name for name in search.settings[3:] if len(set(map(str, top[name]))) == 1]
@@ -167,7 +168,7 @@ def as_html(search: Any) -> str:
     for name, column in SECONDS.items():
         shown[name] = [f"{s:.4g} s" if s == s else "" for s in top[column]]  # NaN: not simulated
     shown["memory"] = list(map(size, top["memory"]))
-    shown["bubble"] = [f"{share:.1%}" for share in top["bubble"]]
+    shown["bubble"] = [f"{100 * share:.1f} %" for share in top["bubble"]]
     shown.index += 1
     alike = html.escape(", ".join(f"{name}={top[name].iloc[0]}" for name in same))
     return f"{head}{shown.to_html(border=0)}" + f"<p>All of these: {alike}.</p>" * bool(same)

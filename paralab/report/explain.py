@@ -227,8 +227,8 @@ def _whole(report: Tables) -> str:
     size = mb(sum(p["bytes"] for p in whole))
     if len(whole) == len(own):
         return (
-            f"None is a sharded DTensor: rank 0 holds {_parameters(len(own))} whole, {size}. A "
-            "shard that code cuts by hand looks like a whole parameter."
+            f"All {len(own)} ({size}): rank 0 holds no sharded DTensor. Parts that the program has "
+            "cut by hand count as whole, too."
         )
     names = ", ".join(f"{p['name']} ({mb(p['bytes'])})" for p in whole[:NAMED])
     names += f" and {len(whole) - NAMED} smaller" * (len(whole) > NAMED)

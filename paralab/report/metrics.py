@@ -154,7 +154,7 @@ def pipeline_times(report: Tables, step: int | None = None) -> pd.DataFrame:
     """
     import pandas as pd
 
-    needs_times(report, "the times of a pipeline")
+    needs_times(report, "the timing of a pipeline")
     step = chosen_step(report, step)
     spans = report.spans[report.spans["step"] == step]
     calls = spans[spans["kind"] == "comm"]

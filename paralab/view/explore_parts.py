@@ -79,11 +79,15 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
         "zero_stage": buttons("ZeRO", {"off": 0, "1": 1, "2": 2, "3": 3}),
         "offload": buttons("offload", places, start=plan.offload or NOWHERE),
         "recompute": buttons("recompute", recompute),
-        "sequence_parallel": buttons("sequence", sequence, tip="in addition to tensor parallelism"),
+        "sequence_parallel": buttons(
+            "sequence", sequence, tip="sequence parallelism, in addition to tensor parallelism"
+        ),
         "precision": buttons("precision", ("fp32", "bf16", "fp16")),
         "model": Knob(label="model", offers=models, start=GIVEN),
         "cluster": buttons("cluster", clusters, start=GIVEN),
-        "nodes": slider("nodes", NODES, "{} node", "s", start=nodes, tip="this machine is one"),
+        "nodes": slider(
+            "nodes", NODES, "{} node", "s", start=nodes, tip="this machine is one node"
+        ),
     }
 
 
@@ -95,7 +99,7 @@ def step_chart(report: Tables) -> Chart:
         return stage_time(report)
     chart = timeline(report, ranks=ranks, ideal=False if stages > 1 else None)
     if report.plan.tp > 1:
-        chart.said_below("boxes with their waits for tp")
+        chart.said_below("boxes include their waits for tp")
     return counted(chart, len(ranks), report.world_size)
 
 
@@ -119,7 +123,7 @@ def fits(report: Tables) -> str | None:
     need, available, part = (theme.scaled(n, "B") for n in (worst.total, room, worst.held[most]))
     stage = stage_of(report, worst.rank)
     text = f"It does not fit: {stage} needs {need} on a device that has {available}"
-    return f"{text}; most of it, {part}, is {most}"
+    return f"{text}; the largest category is {most}, {part}"
 
 
 def _boxes_per_rank(report: Tables) -> float:
@@ -140,15 +144,15 @@ def _sent(report: Tables, level: str) -> str:
 
 
 COLUMNS: dict[str, Says] = {
-    "a step": lambda report: in_seconds(report.step_time),
+    "step time": lambda report: in_seconds(report.step_time),
     "tokens per second": lambda report: (
         f"{report.plan.global_batch * report.model.seq_len / report.step_time:,.0f}"
     ),
-    "model FLOPs": _used,
+    "model FLOPs utilisation": _used,
     "bubble": lambda report: (
         f"{100 * report.bubble:.1f} %" if report.plan.pp > 1 else "no pipeline"
     ),
-    "peak of a device": lambda report: in_bytes(peak_memory(report)),
+    "peak memory": lambda report: in_bytes(peak_memory(report)),
     "sent inside a node": lambda report: _sent(report, "intra"),
     "sent between nodes": lambda report: _sent(report, "inter"),
 }

@@ -334,7 +334,7 @@ class Widget(ipw.VBox):
         for name, value in knobs.items():
             if name not in self.knobs:
                 legal = ", ".join(self.knobs)
-                raise illegal(name, value, f"{self.name} has no such knob", legal)
+                raise illegal(name, value, f"the widget {self.name} has no such knob", legal)
             knobs[name] = self._declared[name].check(name, value)
         return At(self, {**self.values, **knobs})
 
@@ -521,7 +521,7 @@ class Widget(ipw.VBox):
     def _refuse(self, error: Exception) -> None:
         """Show why the settings are impossible; the old views stay, greyed, and nothing can run."""
         cannot = isinstance(error, ValueError)
-        text = "This combination cannot be" if cannot else "This did not work"
+        text = "This combination is impossible" if cannot else "The prediction failed"
         self._enter("error", f"{text}: see below. Move a slider.", error)
         self._run_button.disabled = True
         self._trouble.value = GREY + (parts.impossible if cannot else parts.trouble)(error)
@@ -535,7 +535,7 @@ class Widget(ipw.VBox):
             text = str(error)
             self._enter("stopped", f"{text[:1].upper()}{text[1:]}.", error)
         else:
-            text = "It did not work: see below. Change a setting and run again."
+            text = "The run failed: see below. Change a setting and run again."
             self._enter("error", text, error)
             self._trouble.value = parts.trouble(error)
         self._run_button.disabled = blocked

@@ -35,7 +35,7 @@ from paralab.view.widget_parts import (
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
-RECOMPUTE = {"all kept": "none", "selective recomputed": "selective", "full recomputed": "full"}
+RECOMPUTE = {"all saved": "none", "selective recompute": "selective", "full recompute": "full"}
 MEMORY, TRAFFIC = (0.0, 0.62), (0.68, 1.0)  # parts of the picture's width
 Kept = Mapping[str, int]
 
@@ -103,7 +103,7 @@ class Alternatives(Widget):
             self._finding(at),
             below,
             height=150 + 52 * len(bars),
-            xaxis=mark.bytes_axis("peak of memory (MB)", end, 1e6, **on_left),
+            xaxis=mark.bytes_axis("peak memory (MB)", end, 1e6, **on_left),
             xaxis2=mark.bytes_axis("sent per step (MB)", far, 1e6, **on_right),
             yaxis=mark.labels(list(bars), tickvals=list(bars), ticktext=bold),
             **mark.FITTING,
@@ -135,9 +135,10 @@ class Alternatives(Widget):
 
     def _outcome(self, at: At) -> str:
         held, counted = _measured(at.measured)
-        exact = "exactly as predicted" if counted == self.sent(at) else in_bytes(float(counted))
+        sent = [in_bytes(float(size)) for size in (counted, self.sent(at))]
+        exact = "exactly as predicted" if counted == self.sent(at) else f"predicted: {sent[1]}"
         peak, expect = (in_bytes(sum(kept.values())) for kept in (held, self.held(at)))
-        return f"the peak is {peak}, predicted were {expect}; the bytes sent are {exact}"
+        return f"the peak is {peak} (predicted: {expect}), and a rank sends {sent[0]} ({exact})"
 
     def _refused(self, at: At) -> str:
         return no_room(
@@ -167,7 +168,7 @@ class Zero(Alternatives):
         "microbatches": slider("micro-batches", (1, 2, 3, 4, 8), "{} micro-batch", "es"),
         "hidden": slider("hidden size", (64, 96, 128, 192, 256, 384), "hidden {}"),
         "precision": buttons("precision", PRECISIONS),
-        "recompute": buttons("recompute", RECOMPUTE),
+        "recompute": buttons("activations", RECOMPUTE),
     }
 
     def _check(self) -> None:
@@ -185,7 +186,7 @@ class Zero(Alternatives):
         times = volume(at["stage"], at.plan.microbatches) if at.plan.dp > 1 else 0
         return {
             "bytes per parameter": f"{sum(states.values()) / at.model.num_params:.2f}",
-            "that is sent": f"{times} Ψ(N−1)/N" if times else "0",
+            "sent, formula": f"{times} Ψ(N−1)/N" if times else "0",
         }
 
     def _finding(self, at: At) -> str:
@@ -193,7 +194,8 @@ class Zero(Alternatives):
         held = sum(self.held(plain).values())
         text = f"{STAGES[stage]} on {count(at['ranks'], 'device')}: "
         if stage == 0:
-            return f"{text}each holds all states, {in_bytes(held)} at its peak"
+            holder = "each" if at["ranks"] > 1 else "it"
+            return f"{text}{holder} holds all states, {in_bytes(held)} at its peak"
         text += f"{100 * sum(self.held(at).values()) / held:.0f} % of the memory of plain DP"
         if not self.sent(plain):
             return f"{text}; one device has nothing to shard"
@@ -246,19 +248,19 @@ class Tensor(Alternatives):
             self._plan(at)
         except ValueError as error:
             asked, why, legal = refusal(error)
-            return f"{asked} cannot be: {why}", legal
+            return f"{asked} is impossible: {why}", legal
         return "", ""
 
     def _blocked(self, at: At) -> str:
         why, _ = self._missing(at)
-        said = f"“Run it” has no {self.called[at['mode']]} to train, as {why}"
+        said = f"“Run it” cannot train with {self.called[at['mode']]}, as {why}"
         return said if why else super()._blocked(at)
 
     def _charts(self, at: At) -> list[Chart]:
         """The possible modes; if the chosen one is not among them, notes say why."""
         why, legal = self._missing(at)
         if why:
-            self._notes += [f"there is no {self.called[at['mode']]}, as {why}"]
+            self._notes += [f"{self.called[at['mode']]} is not drawn, as {why}"]
             self._notes += [f"what would work: {legal}"]
         return super()._charts(at)
 
@@ -274,8 +276,8 @@ class Tensor(Alternatives):
                 possible[name] = settings
         if not possible:
             tokens = f"{at.model.heads} heads and {at['tokens']:,} tokens"
-            why = f"no mode can shard {tokens} over so many"
-            raise illegal("ranks", at["ranks"], why, "with more tokens or a larger hidden size")
+            why = f"no mode can shard {tokens} over so many ranks"
+            raise illegal("ranks", at["ranks"], why, "more tokens or a larger hidden size")
         return possible
 
     def _finding(self, at: At) -> str:
@@ -283,9 +285,9 @@ class Tensor(Alternatives):
         chosen, least = self.called[at["mode"]], min(sent, key=sent.__getitem__)
         text = f"{at['ranks']} ranks, {at['tokens']:,} tokens: "
         if chosen not in sent:
-            return f"{text}there is no {chosen}; {least} sends least"
+            return f"{text}{chosen} is impossible; {least} sends the least"
         if chosen == least:
-            return f"{text}{chosen} sends least"
+            return f"{text}{chosen} sends the least"
         times = float(sent[chosen] / sent[least])
         return f"{text}{chosen} sends {theme.times(times)} as much as {least}"
 
@@ -304,5 +306,5 @@ def _row(name: str, held: Kept, sent: Fraction) -> dict[str, str]:
         "buffers": held.get("buffers", 0),
     }
     total = sum(held.values())
-    parts |= {"rest": total - sum(parts.values()), "in all": total, "sent": float(sent)}
+    parts |= {"other": total - sum(parts.values()), "total": total, "sent": float(sent)}
     return {"at the peak": name, **{head: in_bytes(size) for head, size in parts.items()}}

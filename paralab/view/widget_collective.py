@@ -29,7 +29,7 @@ SIZES = tuple(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 
 LINE = tuple(4 * round(10 ** (3 + i / 12) / 4) for i in range(49))  # bytes at which lines are drawn
 LATENCIES = tuple(m * 10**-e for e in (6, 5, 4, 3) for m in (1, 3))[:-1]  # 1 µs to 1 ms
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))[:-1]  # 10 MB/s to 100 GB/s
-WAITING = "seconds before the first byte"
+WAITING = "time before the first byte of a message arrives"
 
 
 class Collective(Widget):
@@ -102,12 +102,12 @@ class Collective(Widget):
             rows.append(
                 {
                     "algorithm": form + " ◂" * (form == at["algorithm"]),
-                    "messages in a row": str(collectives.steps(algorithm, n)),
-                    "busiest rank sends": in_bytes(busiest),
+                    "messages one after another": str(collectives.steps(algorithm, n)),
+                    "most that a rank sends": in_bytes(busiest),
                     "counted": run_cells[0],
                     "predicted": in_seconds(self._seconds(at, form, size)),
                     "replayed": run_cells[1],
-                    "measured here": run_cells[2],
+                    "measured": run_cells[2],
                 }
             )
         return rows
@@ -117,7 +117,9 @@ class Collective(Widget):
         right = all(list(bounds) == [n * (n + 1) / 2] * 2 for bounds in at.measured.results)
         off = abs(replayed / self._seconds(at, at["algorithm"], at["nbytes"]) - 1)
         sums = "every rank holds the sum" if right else "the sums are wrong"
-        exact = "exactly what the formula says" if off < 1e-6 else f"{100 * off:.1f} % off"
+        exact = (
+            "exactly what the formula says" if off < 1e-6 else f"{100 * off:.1f} % off the formula"
+        )
         return f"{sums}. Replayed on this link: {in_seconds(replayed)}, {exact}"
 
     def _steadied(self, chart: Chart) -> Chart:

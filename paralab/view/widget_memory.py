@@ -22,7 +22,7 @@ from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import Knob, duration, in_bytes, machine_of_run, no_room, slider
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
-LONGEST = 5.0  # seconds that a real step may take, by prediction
+LONGEST = 20.0  # seconds that a real run may take, by prediction
 DEVICE = {"80 GB GPU": 80 * 10**9}
 KEEPS: dict[str, dict[str, Any]] = {  # by recipe: settings of a plan that keeps its states
     "fp32": {},
@@ -56,7 +56,9 @@ class Memory(Widget):
         cluster: Cluster | None = None,
     ) -> None:
         if not isinstance(device, Mapping) or len(device) != 1:
-            raise illegal("device", device, "not one device", '{"80 GB GPU": 80 * 10**9}')
+            raise illegal(
+                "device", device, "it has to be one name with one size", '{"80 GB GPU": 80 * 10**9}'
+            )
         ((label, size),) = device.items()
         self.device = label, num_bytes("device", size)
         super().__init__(model, None, cluster)
@@ -72,14 +74,15 @@ class Memory(Widget):
 
     def _refused(self, at: At) -> str:
         need = sum(self.held(at, "fp32").values())
-        return no_room(1, need, machine_of_run(at.cluster, 1), at.predicted.step_time, LONGEST)
+        seconds = self.steps * at.predicted.step_time
+        return no_room(1, need, machine_of_run(at.cluster, 1), seconds, LONGEST)
 
     def _charts(self, at: At) -> list[Chart]:
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}
         total = sum(bars[at["recipe"]].values())
         if at.measured is not None:
             bars["fp32, measured"] = fullest(curves(at.measured)).held
-        title = f"To train {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
+        title = f"Training {_large(at.model.num_params)} parameters takes {in_bytes(total)}, "
         title += f"{share_of(total, size)} one {label}"
         return [bytes_bars(bars, {label: size}, title=title)]
 
@@ -98,17 +101,19 @@ class Memory(Widget):
             "bytes per parameter": f"{recipe}{how}: {needs.bytes_per_parameter(recipe)}",
             "parameters": _large(at.model.num_params),
             "model states": in_bytes(states),
-            "activations at the peak": in_bytes(kept) if kept else "none: it is in the update",
+            "activations at the peak": in_bytes(kept)
+            if kept
+            else "none: the peak is in the update",
             "peak": in_bytes(sum(held.values())),
             f"{label}s for the states": f"{needs.devices_for(states, size):,}",
-            "a step here": time,
+            "step time here": time,
         }
 
     def _outcome(self, at: At) -> str:
         peak, expect = at.measured.peak_memory, sum(self.held(at, "fp32").values())
-        exact = "exactly as predicted" if peak == expect else f"predicted were {in_bytes(expect)}"
+        exact = "exactly as predicted" if peak == expect else f"predicted: {in_bytes(expect)}"
         text = f"{duration(at.measured.step_time)} per step, loss {at.measured.losses[-1]:.2f}"
-        return f"{text}; in fp32, which is what ran, the peak is {in_bytes(peak)}, {exact}"
+        return f"{text}; in fp32, in which it ran, the peak is {in_bytes(peak)} ({exact})"
 
 
 def _large(count: int) -> str:

@@ -4,8 +4,8 @@ Two pictures follow the sliders: a step on a time axis, with the copies on every
 of that step over the bandwidth of the disk, predicted and by ZeRO-Infinity's formula (Rajbhandari+
 2021, arXiv:2104.07857, eq. 6), without any overlap and with full overlap:
 
-    nothing overlaps   compute + bytes / bandwidth, with the bytes read from files and written
-    all overlaps       max(compute, bytes / bandwidth)
+    no overlap     compute + bytes / bandwidth, with the bytes read from files and written
+    full overlap   max(compute, bytes / bandwidth)
 
 The formula has only the device and the disk. What the host computes comes on top, so with a fast
 disk the prediction is above both.
@@ -38,14 +38,14 @@ from paralab.view.widget_steps import Steps, share_of_step, step_time
 DISKS = (5e7, 7e7, *(m * 10.0**e for e in (8, 9) for m in (1, 1.5, 2, 3, 5, 7)), 1e10)
 HOSTS = tuple(m * 10.0**e for e in (8, 9, 10) for m in (1, 3))  # 100 MB/s to 30 GB/s
 LATENCY = 1e-4  # seconds, of the disk, if the cluster states none
-PLACES = {"host's memory": "cpu", "files": "nvme"}
-EACH, ONCE = "read for each forward and backward", "read and written once in a step"
-LONGEST = 20.0  # seconds that a step of a real run may take, by prediction
+PLACES = {"host memory": "cpu", "files": "nvme"}
+EACH, ONCE = "read for every forward and every backward", "read and written once per step"
+LONGEST = 60.0  # seconds that a real run may take, by prediction
 SHARE = 0.9  # the title says which bandwidth lets the device compute for this share of a step
 AXES = Axes(
     x="bandwidth of the disk",
     x_unit="B/s",
-    y="time of a step",
+    y="step time",
     y_unit="s",
     best="is fastest",
 )
@@ -116,7 +116,8 @@ class Offload(Steps):
             return why
         disk = at.cluster.disk
         cluster = local.replace(devices_per_node=max(local.devices_per_node, plan.dp), disk=disk)
-        return no_room(1, 0, local, predict(at.model, plan, cluster, steps=1).step_time, LONGEST)
+        seconds = self.steps * predict(at.model, plan, cluster, steps=1).step_time
+        return no_room(1, 0, local, seconds, LONGEST)
 
     def _depends_on(self, at: At) -> Any:
         return at.plan, at["host"], at["bandwidth"]
@@ -124,11 +125,11 @@ class Offload(Steps):
     def _hint(self, at: At) -> str:
         text = f"“Run it” trains {self.steps} steps on {processes(at['ranks'])}"
         if "nvme" not in (at["parameters"], at["optimizer"]):
-            return f"{text}, without the disk."
+            return f"{text}, which do not use the disk."
         disk = self._machine(at).disk
         if disk is not None and at["bandwidth"] > disk.bandwidth:
-            return f"{text}; the disk stays as slow as it is."
-        return f"{text}, with a disk held down to {in_speed(at['bandwidth'])}."
+            return f"{text}; the disk stays as slow as it is, {in_speed(disk.bandwidth)}."
+        return f"{text}, with the disk limited to {in_speed(at['bandwidth'])}."
 
     # ---- what is shown -----------------------------------------------------------------------
     def _charts(self, at: At) -> list[Chart]:
@@ -161,20 +162,20 @@ class Offload(Steps):
         corner = min(max(equal, min(predicted)), max(predicted))
         every = [*predicted, corner]
         curves = {
-            "all overlaps": {b: max(work, moved / b) for b in every},
+            "full overlap": {b: max(work, moved / b) for b in every},
             "predicted": predicted,
-            "nothing overlaps": {b: work + moved / b for b in every},
+            "no overlap": {b: work + moved / b for b in every},
         }
         runs = {} if at.measured is None else {"this run": {disk: at.replayed.step_time}}
         busy = theme.percent(work / predicted[disk])
-        title = f"With a disk of {in_speed(disk)} the device computes {busy} of a step"
+        title = f"With a {in_speed(disk)} disk the device computes for {busy} of a step"
         if moved:  # SHARE = work / (work + moved / needed)
             needed = SHARE / (1 - SHARE) * moved / work
-            title += f"; by the formula {theme.percent(SHARE)} take {in_speed(needed)}"
+            title += f"; by the formula, {theme.percent(SHARE)} needs {in_speed(needed)}"
         chart = algorithms(curves, runs, title=title, axes=AXES)
         if moved:
-            formulas = "ZeRO-Infinity, eq. 6, with the disk's bytes alone; predicted has every link"
-            chart.said_below(f"the other two: {formulas}")
+            formulas = "ZeRO-Infinity, eq. 6, for the disk alone; the prediction has every link"
+            chart.said_below(f"the other two lines: {formulas}")
         low = 10 ** chart.layout.yaxis.range[0]
         word, line = drop(disk, low, predicted[disk], in_speed(disk))
         return chart.draw([rings("chosen", [(disk, predicted[disk])])], [word], [line])
@@ -183,7 +184,7 @@ class Offload(Steps):
         """A row for each of the formulas and each clock."""
         work, moved = self._parts(at)
         copy = moved / at["bandwidth"]
-        formulas = {"nothing overlaps": work + copy, "all overlaps": max(work, copy)}
+        formulas = {"no overlap": work + copy, "full overlap": max(work, copy)}
         rows = [
             {
                 "clock": f"formula, {name}",

@@ -62,7 +62,7 @@ class Knob:
             start=bandwidth,
             offers=[b for b in self.offers if not 0.7 < b / bandwidth < 1.4],
             says=lambda b: in_speed(b) + " (own)" * (b == bandwidth),
-            tip=f"a call also costs {in_seconds(link.alpha)}",
+            tip=f"own: the cluster's; every call also costs {in_seconds(link.alpha)}",
             brief={bandwidth: f"own {self.label.split()[0].replace('host', 'link')}"},
         )
 
@@ -93,7 +93,9 @@ class Knob:
             o for o in values if o == value and isinstance(o, bool) == isinstance(value, bool)
         ]
         if not matches:
-            raise illegal(name, value, "not on this slider", ", ".join(map(str, values)))
+            raise illegal(
+                name, value, "the knob does not offer this value", ", ".join(map(str, values))
+            )
         return matches[0]
 
     def repr(self, value: Any) -> str:
@@ -145,7 +147,7 @@ def no_room(
     """Why a run does not fit on this machine, as a sentence; "" if it does.
 
     each              bytes that one rank needs
-    seconds, longest  predicted seconds of a step or run, and the limit for them
+    seconds, longest  predicted seconds of the run, and the limit for them
     """
     if ranks > MOST_RANKS:
         return f"“Run it” takes up to {MOST_RANKS} real processes on one machine, not {ranks}"
@@ -153,10 +155,12 @@ def no_room(
     least = "a smaller model or batch would"
     if need > cluster.memory // 2:
         available = in_bytes(cluster.memory)
-        why = f"“Run it” would need {in_bytes(need)}, and this machine has {available}"
-        return f"{why}: {least} fit (a run may take half of it)"
+        why = (
+            f"“Run it” would need {in_bytes(need)}, and may take half of this machine's {available}"
+        )
+        return f"{why}: {least} fit"
     if seconds > longest:
-        return f"“Run it” would take about {duration(seconds)} here: {least} be done in seconds"
+        return f"“Run it” would take about {duration(seconds)} here: {least} take less"
     return ""
 
 
@@ -186,7 +190,9 @@ def duration(seconds: float) -> str:
 def clock_name(report: Tables) -> str:
     """ "measured", with the numbers of ranks and cores if ranks shared cores."""
     cores = naming.shared_cores(report)
-    return f"measured ({report.world_size} ranks on {cores} cores)" if cores else "measured"
+    return (
+        f"measured ({report.world_size} ranks on {count(cores, 'core')})" if cores else "measured"
+    )
 
 
 def counted(chart: Chart, shown: int, ranks: int) -> Chart:
@@ -233,7 +239,7 @@ def trouble(error: BaseException) -> str:
     shown = f"<b>{type(error).__name__}</b>: {html.escape(first)}"
     if rest.strip():
         style = '<pre style="line-height:1.3;overflow:auto">'
-        shown += f"<details><summary>all of it</summary>{style}{html.escape(rest.strip())}</pre>"
+        shown += f"<details><summary>full message</summary>{style}{html.escape(rest.strip())}</pre>"
         shown += "</details>"
     return noted(shown)
 
@@ -243,7 +249,7 @@ def impossible(error: BaseException) -> str:
     asked, why, legal = map(html.escape, refusal(error))
     if not legal:  # an error of the user's own code has another form
         return trouble(error)
-    return noted(f"<b>{asked}</b> cannot be: {why}.", f"What would work: {legal}.")
+    return noted(f"<b>{asked}</b> is impossible: {why}.", f"What would work: {legal}.")
 
 
 def refusal(error: BaseException) -> tuple[str, str, str]:

@@ -53,28 +53,28 @@ class Pipeline(Widget):
             "{} chunk",
             "s",
             start=lambda widget: max(2, widget.plan.virtual_stages),
-            tip="only interleaved has several",
+            tip="only the interleaved schedule has several chunks per rank",
         ),
         "imbalance": slider(
             "last stage",
             (1.0, 1.25, 1.5, 2.0, 2.5, 3.0),
             lambda x: f"{x:g} × the others" if x > 1 else "equal stages",
             start=1.0,
-            tip="how many times as long as the others it takes",
+            tip="the time of the last stage, as a multiple of the other stages' time",
         ),
         "comm": slider(
-            "a message",
+            "message time",
             (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
-            lambda share: f"{100 * share:g} % of F" if share else "free links",
+            lambda share: f"{100 * share:g} % of a forward" if share else "free links",
             start=0.0,
-            tip="as a share of a rank's forward",
+            tip="of a message between stages, as a share of a rank's forward",
         ),
     }
 
     def _check(self) -> None:
         """Raise ``ValueError`` on a schedule without a button; `_blocked` checks the model."""
         if self.plan.schedule not in SCHEDULES:
-            why, legal = "there is no button for it", " | ".join(map(repr, SCHEDULES))
+            why, legal = "the widget has no button for it", " | ".join(map(repr, SCHEDULES))
             raise illegal("schedule", form_name(self.plan.schedule), why, legal)
 
     def _plan(self, at: At) -> Plan:
@@ -106,7 +106,7 @@ class Pipeline(Widget):
 
     def _blocked(self, at: At) -> str:
         stages, layers = at.plan.stages, self.model.layers
-        few = f"“Run it” has {layers} layers for {stages} stages: fewer ranks or chunks would do"
+        few = f"“Run it” has {layers} layers for {stages} stages: choose fewer ranks or chunks"
         return super()._blocked(at) or few * (stages > layers)
 
     def _unused(self, name: str) -> bool:
@@ -119,11 +119,13 @@ class Pipeline(Widget):
         above = drawing.simulated(simulation, name, label="simulated")
         real = drawing.section(at.replayed, label="replayed", marked=True)
         above.report = at.replayed  # its costs are on that report's clock
-        above.head = drawing.head("simulated, the run's median costs", simulation.bubble_rate)
+        above.head = drawing.head("simulated with the run's median costs", simulation.bubble_rate)
         real.head = drawing.head("replayed", at.replayed.bubble)
         real.until = "pipeline"  # as the step in the table also has the optimizer
         bubble, simulated = map(theme.percent, (at.replayed.bubble, simulation.bubble_rate))
-        finding = f"{theme.text(name)}: {bubble} of device time is bubble, {simulated} simulated"
+        finding = (
+            f"{theme.text(name)}: the bubble is {bubble} of device time, {simulated} as simulated"
+        )
         boxes = f"{len(above.boxes) + len(real.boxes)} boxes on {at['pp']} ranks"
         summary = f"{name}, simulated and replayed: {boxes}"
         return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"], summary)]
@@ -138,8 +140,10 @@ class Pipeline(Widget):
                 "bubble": f"{abs(100 * bubble):.1f} %",  # without a bubble it may be -1e-17
                 "formula": formula if clock == "simulated" else "",
                 "bubble over ideal": f"{100 * bubble / (1 - bubble):.0f} %" if bubble < 1 else "",
-                "a step": in_seconds(step),
-                "alive on rank 0": f"{alive}" if v == 1 else f"{alive} chunks of 1/{v}",
+                "step time": in_seconds(step),
+                "micro-batches alive on rank 0": f"{alive}"
+                if v == 1
+                else f"{alive} chunks of 1/{v}",
                 "messages": str(messages),
             }
 
@@ -153,9 +157,9 @@ class Pipeline(Widget):
 
     def _outcome(self, at: At) -> str:
         replayed, simulated = at.replayed.bubble, self.simulation(at).bubble_rate
-        same = ", the same to a hundredth" * (abs(replayed - simulated) < 0.01)
-        said = f"replayed, {100 * replayed:.0f} % is bubble; simulated with its median costs"
-        return f"{said} {100 * simulated:.0f} %{same}"
+        same = ", equal to within a percentage point" * (abs(replayed - simulated) < 0.01)
+        said = f"the bubble is {100 * replayed:.0f} % of device time in the replay and"
+        return f"{said} {100 * simulated:.0f} % as simulated with the run's median costs{same}"
 
 
 def _messages(report: Tables) -> int:

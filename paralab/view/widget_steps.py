@@ -22,7 +22,7 @@ from paralab.view.widget_parts import buttons, clock_name, counted, in_bytes, li
 BANDWIDTHS = tuple(m * 10**e for e in range(7, 12) for m in (1, 3))  # 10 MB/s to 300 GB/s
 SPEED = slider("link speed", BANDWIDTHS, link=links_of)
 FORMS = ("naive", "bucketed", "overlapped")
-RESIDUAL = {"whole on every rank": "whole", "in parts of the sequence": "parts"}
+RESIDUAL = {"replicated": "whole", "sharded by sequence": "parts"}
 Says = Callable[[Tables], str]
 
 
@@ -93,7 +93,8 @@ class Steps(Widget):
 
     def _outcome(self, at: At) -> str:
         difference = gap(at.predicted.step_time, at.replayed.step_time)
-        return f"the predicted step {f'is {difference}' if difference else 'equals'} its replay"
+        word = f"is {difference}" if difference else "equals"
+        return f"the predicted step time {word} the replayed one"
 
 
 USED = ("dp", "grad_sync", "bucket_bytes", "microbatches", "microbatch_size", "precision")
@@ -112,9 +113,9 @@ class DataParallel(Steps):
     buckets = tuple(m * 10**e for e in (4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 10 kB to 10 MB
     board = {
         "ranks": slider("ranks", (1, 2, 3, 4, 6, 8), "{} rank", "s", sets="dp"),
-        "grad_sync": buttons("gradients", FORMS),
+        "grad_sync": buttons("gradient sync", FORMS),
         "bucket_bytes": slider(
-            "bucket size", buckets, in_bytes, tip="gradients travel in flat buckets of this size"
+            "bucket size", buckets, in_bytes, tip="gradients are sent in flat buckets of this size"
         ),
         "bandwidth": SPEED,
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8, 16), "{} sample", "s"),
@@ -123,7 +124,7 @@ class DataParallel(Steps):
         "time per step": step_time,
         "samples per second": lambda report: f"{report.plan.global_batch / report.step_time:,.0f}",
         "communication hidden": partial(share_of_step, part="hidden", of="communication"),
-        "ranks wait": partial(share_of_step, part="wait"),
+        "waiting": partial(share_of_step, part="wait"),
         "sent per rank": _sent,
     }
 
@@ -154,7 +155,7 @@ class Tensor1D(Steps):
             "residual",
             RESIDUAL,
             start=lambda widget: "parts" if widget.plan.sequence_parallel else "whole",
-            tip="norms, dropout and sums: on every rank, or a t-th on each",
+            tip="norms, dropout and residual sums: all on every rank, or 1/t on each",
         ),
         "microbatch_size": slider("micro-batch", (1, 2, 4, 8), "{} sample", "s"),
         "bandwidth": SPEED,
@@ -164,7 +165,7 @@ class Tensor1D(Steps):
         "activations": partial(_kept, category="activations"),
         "sent per rank": _sent,
         "time per step": step_time,
-        "of it waiting": partial(share_of_step, part="wait"),
+        "waiting": partial(share_of_step, part="wait"),
     }
 
     def _check(self) -> None:
@@ -192,5 +193,9 @@ class Tensor1D(Steps):
 
     def _outcome(self, at: At) -> str:
         sent = [amounts.traffic(report)["bytes"].sum() for report in (at.predicted, at.measured)]
-        exact = "the bytes are exactly as predicted" if sent[0] == sent[1] else "the bytes differ"
+        exact = (
+            "the bytes sent are exactly as predicted"
+            if sent[0] == sent[1]
+            else "the bytes sent differ"
+        )
         return f"{exact}; {super()._outcome(at)}"

@@ -90,7 +90,9 @@ def test_what_a_question_says_can_be_read_on_a_narrow_page(open_notebook):
         ]
     )
     notebook.run_all()
-    out = notebook.cell(2).get_by_text("the answer is out: run the question's cell again to guess")
+    out = notebook.cell(2).get_by_text(
+        "the answer has been shown: run the question's cell again to guess"
+    )
     notebook.wait(out.count, ANSWER_S, "the question does not say that the answer is out")
 
     def cut() -> list[str]:
