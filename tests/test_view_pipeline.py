@@ -63,6 +63,7 @@ def test_the_real_one_is_below_the_ideal_on_one_scale_each_with_its_bubble():
     assert top["end"].max() == pytest.approx(ideal(report).makespan)
     assert below[below["kind"] == "backward"]["end"].max() > top["end"].max()  # links cost time
     said = " ".join(a.text for a in figure.layout.annotations)
+    assert f"<b>{1e3 * ideal(report).makespan:.1f} ms</b>" in said
     for share in (ideal(report).bubble_rate, report.bubble):
         assert f"bubble {100 * share:.0f} %" in said
     assert f"the bubble is {100 * report.bubble:.0f} % of device time" in figure.finding
