@@ -86,7 +86,7 @@ DDPS = [
      "gradients: rank 1: embedding.token.weight"),
     (PER_PARAMETER, {"simulated step"}, "52 messages"),
     (own((BUCKET, "= module, 512 * 1024")), {"bytes per rank"},
-     "one message has 136,704 bytes, bucket_bytes and a gradient 81,920"),
+     "one message has 136,704 bytes, required: at most 81,920, which are bucket_bytes and one"),
     (own((BUCKET, "= module, bucket_bytes // 4")), {"bytes per rank"},
      "a message that is not the last has "),
     (afterwards(), {"simulated step"}, "21.8 ms, required: at most 15 ms: nothing is sent"),

@@ -66,7 +66,8 @@ def look_at_training(
             if limit == GRADIENTS:
                 calls = outcome.report.collectives
                 size = max(calls["payload_bytes"][calls["phase"] == "data"], default=0)
-                wrong = f"one message has {size:,} bytes, bucket_bytes and a gradient {largest:,}"
+                wrong = f"one message has {size:,} bytes, required: at most {largest:,}, which are "
+                wrong += "bucket_bytes and one gradient"
                 notes.look(BYTES, wrong if size > largest else "", "")
                 early.append((notes, _early_bucket(calls, bucket_bytes)))
                 least = int(most / PADDING)
