@@ -39,7 +39,7 @@ def test_the_area_of_a_state_is_its_bytes():
 def test_a_units_parameters_are_gathered_whenever_it_computes_and_then_freed():
     plan, unit = pl.Plan(dp=DP, zero_stage=3), 1
     chart, code = view.zero_unit(MODEL, plan, unit), compiled(MODEL, plan).codes[0]
-    assert chart.finding.startswith("All of blocks.0 is held for ")
+    assert chart.finding.startswith("blocks.0 is held whole for ")
     table = chart.table
     gathers = [at for at, ins in enumerate(code) if ins.op == "ALL_GATHER" and ins.unit == unit]
     whole = table[table["value"] == "gathered parameters"]

@@ -113,7 +113,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         words.append(margin(theme.scaled(size, "B"), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
-        f"All of {units[unit].part} is held for {theme.percent(held)} of the instructions, "
+        f"{units[unit].part} is held whole for {theme.percent(held)} of the instructions, "
         "its own shard for all of them",
         f"{naming.plan_name(plan)} · one rank, one step · not a clock: instructions in order",
         height=194 + 44 * len(names),

@@ -37,7 +37,8 @@ view.zero_shards(model, 4)
 # |---|---|
 # | $N$ | data-parallel ranks that share one copy of the model states |
 # | $\Psi$, $\Psi_u$ | parameters of the model, and of one unit (a block, say); counts |
-# | $\theta$, $g$; $\theta_r$, $g_r$ | all parameters, all gradients; rank $r$'s N-th of them |
+# | $\theta$, $g$ | all parameters; all gradients |
+# | $\theta_r$, $g_r$ | rank $r$'s N-th of the parameters; of the summed gradients |
 # | $k_w$, $k_g$, $k_o$; $K$ | bytes per parameter of weights, gradients, optimizer; their sum |
 # | $M_0$ to $M_3$ | bytes of model states on a rank: data parallelism, and stages 1 to 3 |
 # | $V_0$ to $V_3$ | elements that a rank sends in a step |
