@@ -405,6 +405,8 @@ verdict
 #
 # Common mistakes, with what the checker says:
 # * units that stay gathered between forward and backward: the limit of the peak is broken;
+# * gradients that are copied twice (`cat`, then `pad`) before the unit is freed: the same limit is
+#   broken by a little, and the checker says what counts;
 # * gradients that are reduced in `step()`: they are all whole at once, and the peak shows it;
 # * `parameter.data = ...` alone: autograd has saved the old tensor, so nothing is freed;
 # * no division by N, or the sum that has been added up so far divided again in each micro-batch;
