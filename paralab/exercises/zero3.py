@@ -90,6 +90,8 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             words += f"{most:,}, which are {most_units} units"
             if any(result["gathered"] - result["forward"] > most for result in outcome.results):
                 words += "; more units are still gathered when backward begins"
+            else:
+                words += "; each copy of a unit, such as cat and pad make, counts until it is freed"
             notes.memory(PEAK, peaks, most, words)
 
 

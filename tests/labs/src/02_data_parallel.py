@@ -40,10 +40,9 @@ report.replay(devices.replace(algorithm="ring")).timeline().titled(title)
 # A rank's upper row is what it computes, and its lower row is what it has in flight on the network.
 # The number in a bar is its micro-batch. Grey is waiting. This is the run *replayed*: each piece of
 # work takes the processor time that it took on this machine, on a device of its own, with a link of
-# 0.6 GB/s. The link is that slow because the devices are: how much of a step traffic takes depends
-# on the speed of the devices compared with that of the link. With fast GPUs on a fast network it is
-# as much. (How much it is here depends on this machine.) The section “Which clock” says when to use
-# a replay.
+# 0.6 GB/s. The link is that slow because the devices are: what share of a step traffic takes
+# depends on the speed of the devices compared with that of the link, and on the batch. (How much it
+# is here depends on this machine.) The section “Which clock” says when to use a replay.
 #
 # The symbols of this lab:
 #
@@ -164,7 +163,8 @@ guess.reveal(round(report.traffic()["bytes"][0] / 1e6, 1))
 # A plan is compiled to a *program*: the list of all instructions of a rank. Here is the program of
 # a step in which the gradients are not summed at all. `mb 0` is the first micro-batch (here the
 # only one), `frees` names the values that no later line uses, and `×` stands for several
-# lines. The checks of the program refuse it, and say what is missing:
+# lines. A block in which a bucket ends is cut into two lines there. The checks of the program
+# refuse it, and say what is missing:
 
 # %%
 unsummed = pl.program(model, plan.replace(grad_sync=None))
@@ -254,6 +254,8 @@ calls_guess.reveal(rows["naive"]["all-reduces per step"])
 #
 # $T_{\text{first}}$ is backward's time until the first bucket is complete, $T_{\text{tail}}$ the
 # time of the buckets that are complete only when backward is (nearly) over: here buckets 2 and 3.
+# If backward is the slower one, the network has only these left to send when backward ends (the
+# first term). If the network is, it is never idle once the first bucket is complete (the second).
 # Naive and bucketed have the same formula; naive has a much larger $q$. (The optimizer's time,
 # 2.3 ms in the predictions below, is left out. Where some buckets are updated while others are in
 # flight, most of it is hidden.)
@@ -347,6 +349,8 @@ enough = pl.exercises.guess("samples per rank that hide the traffic", low=1, hig
 enough
 
 # %%
+import math
+
 X, alpha, beta = devices.flops, link.alpha, 1 / link.bandwidth
 net = 2 * (N - 1) * 4 * alpha + 2 * (N - 1) / N * bytes_ * beta
 tokens = X / (4 * model.num_params) * net
@@ -354,7 +358,7 @@ print(f"enough: {tokens:.0f} tokens per rank, {tokens / model.seq_len:.1f} sampl
 print(f"without latency: {2 * (N - 1) / N * beta * X:.0f} tokens")
 h100 = 2 * (1023 / 1024) * 400e12 / 50e9
 print(f"1,024 GPUs with 400 TFLOP/s and 50 GB/s each: {h100:,.0f} tokens per GPU")
-enough.reveal(-(-tokens // model.seq_len))
+enough.reveal(math.ceil(tokens / model.seq_len))
 
 # %% [markdown]
 # (The last line is for fp32 gradients and leaves out latency, which grows with N on a ring. 16-bit
@@ -434,9 +438,10 @@ unsynced.reveal(sent[False])
 # and backward of the first $m-1$ micro-batches run under `no_sync()`. It looks at the setting in
 # the forward, so a backward alone inside `no_sync()` sends everything, without an error.
 #
-# What accumulation costs is overlap: only the last micro-batch's backward can hide the traffic.
-# With four micro-batches of one sample in place of one of four, `pl.predict` has a rank wait 7.5 ms
-# per step in place of 3.1 ms. In the condition for overlap $b$ is the size of one micro-batch.
+# What accumulation costs is overlap: only the last micro-batch's backward can hide the traffic, so
+# in the condition for overlap $b$ is the size of one micro-batch. With four micro-batches of one
+# sample a rank waits as long as with one sample in all: 7.5 ms by the table above, in place of the
+# 3.1 ms of a micro-batch of four.
 #
 # ### Exercise 2 (implement): DDP
 # PyTorch does not know beforehand in which order backward completes the gradients. DDP therefore
@@ -706,23 +711,22 @@ calls.round(2)
 # or later. Under weak scaling $b$ stays, but on a ring the latency of each bucket, $2(N-1)\alpha$,
 # grows with N. By the formula the last two buckets, which no backward hides, take 2.8 ms for N = 2,
 # 5.5 ms for N = 4, and 9.2 ms for N = 8. The update of the other buckets hides some 2 ms of that;
-# the rest is what weak scaling loses here. For a still larger N the condition fails, too. Real
-# runs, replayed on a device for each rank:
+# the rest is what weak scaling loses here. For a still larger N the condition fails, too. The
+# prediction for these devices:
 
-# %% tags=["measured"]
+# %%
 rows = []
 for form, batch in (("weak", lambda n: 4), ("strong", lambda n: 16 // n)):
     for n in (1, 2, 4, 8):
-        scaled = pl.Plan(dp=n, microbatch_size=batch(n), bucket_bytes=2**20)
-        run = report if scaled == plan else pl.run(model, scaled, steps=4, progress=False)
-        step = run.replay(ring).step_time
-        row = {"form": form, "ranks": n, "clock": "replayed", "step_time": step}
+        scaled = plan.replace(dp=n, microbatch_size=batch(n))
+        step = pl.predict(model, scaled, cluster=ring).step_time
+        row = {"form": form, "ranks": n, "clock": "predicted", "step_time": step}
         rows.append(row | {"samples": scaled.global_batch})
 view.scaling(rows)
 
 # %% [markdown]
-# At N = 4 both have b = 4, as the first run of this lab has, so both take their point from it. (At
-# N = 2 strong scaling even has the larger $b$, 8 in place of 4.) Weak scaling has another price: a
+# At N = 4 both have b = 4, so both have the same point there. (At N = 2 strong scaling even has the
+# larger $b$, 8 in place of 4.) Weak scaling has another price: a
 # larger global batch. Beyond the *critical batch size* of a task (McCandlish and others, below)
 # more samples per step hardly save steps.
 #

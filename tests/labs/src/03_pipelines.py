@@ -113,7 +113,7 @@ one_message
 
 # %%
 size = 4 * plan.microbatch_size * model.seq_len * model.hidden
-print(f"{size:,} bytes; the program says 786 kB for four")
+print(f"{size:,} bytes; the comparison of the programs shows four of them, {4 * size / 1e3:.0f} kB")
 one_message.reveal(size / 1e3)
 
 # %% [markdown]
@@ -372,7 +372,7 @@ view.schedules(four, title="Two chunks per rank shorten the bubble of 1F1B")
 
 # %% [markdown]
 # With $v$ chunks per rank a stage takes $F/v$ and $B/v$. The fill is $p-1$ stages long, and so is
-# the drain, so the idle time per rank is
+# the drain. So the idle time per rank, and its shares of $T$ and of $m(F+B)$, are
 #
 # $$ (p-1)\,\frac{F+B}{v}, \qquad
 #    \text{bubble} = \frac{p-1}{vm+p-1}, \qquad \text{bubble over ideal} = \frac{p-1}{vm} . $$

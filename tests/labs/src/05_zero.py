@@ -37,7 +37,8 @@ view.zero_shards(model, 4)
 # |---|---|
 # | $N$ | data-parallel ranks that share one copy of the model states |
 # | $\Psi$, $\Psi_u$ | parameters of the model, and of one unit (a block, say); counts |
-# | $\theta$, $g$; $\theta_r$, $g_r$ | all parameters, all gradients; rank $r$'s N-th of them |
+# | $\theta$, $g$ | all parameters; all gradients |
+# | $\theta_r$, $g_r$ | rank $r$'s N-th of the parameters; of the summed gradients |
 # | $k_w$, $k_g$, $k_o$; $K$ | bytes per parameter of weights, gradients, optimizer; their sum |
 # | $M_0$ to $M_3$ | bytes of model states on a rank: data parallelism, and stages 1 to 3 |
 # | $V_0$ to $V_3$ | elements that a rank sends in a step |
@@ -404,6 +405,8 @@ verdict
 #
 # Common mistakes, with what the checker says:
 # * units that stay gathered between forward and backward: the limit of the peak is broken;
+# * gradients that are copied twice (`cat`, then `pad`) before the unit is freed: the same limit is
+#   broken by a little, and the checker says what counts;
 # * gradients that are reduced in `step()`: they are all whole at once, and the peak shows it;
 # * `parameter.data = ...` alone: autograd has saved the old tensor, so nothing is freed;
 # * no division by N, or the sum that has been added up so far divided again in each micro-batch;
