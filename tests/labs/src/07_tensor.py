@@ -448,8 +448,9 @@ for input_grad in (False, True):
 # = m + \log\sum_{r=1}^{t}\;\sum_{v\in V_r} e^{z_v - m} \;-\; \sum_{r=1}^{t} [y\in V_r]\,z_y,
 # \qquad m = \max_v z_v$$
 #
-# So three numbers per token are enough: the maximum, the sum of exponentials and the target's
-# logit. Its gradient needs no message at all, since every rank knows m and the sum:
+# (Subtracting m changes nothing, and keeps the exponentials from overflowing.) So three numbers per
+# token are enough: the maximum, the sum of exponentials and the target's logit. The gradient needs
+# no message at all, since every rank knows m and the sum:
 #
 # $$\frac{\partial\ell}{\partial z_v} = \frac{e^{z_v - m}}{\sum_{u} e^{z_u - m}} - [v = y]$$
 #
@@ -688,8 +689,8 @@ silent = pl.exercises.choose(
     "Without the sum of the norm's gradients, after 200 steps:",
     [
         "the loss diverges",
-        "the loss falls, to more than twice the value",
-        "the loss falls at least as far",
+        "the loss falls, but to more than twice the value that it has with the sum",
+        "the loss falls at least as far as with the sum",
     ],
 )
 silent
