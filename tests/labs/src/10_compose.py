@@ -39,8 +39,9 @@ view.mesh(cube, rank=0)
 # |---|---|
 # | $d, p, t$ | ranks along the data-, pipeline- and tensor-parallel axis; $n = d\,p\,t$ in all |
 # | $m$, $b$ | micro-batches per step and data-parallel rank; samples per micro-batch |
-# | $s, h, L, a, V$ | tokens per sample, hidden size, blocks, attention heads, vocabulary |
+# | $s, h, L, a$ | tokens per sample, hidden size, blocks, attention heads |
 # | $\Psi$, $w$ | parameters; bytes of a number (2 in 16 bits) |
+# | $K_w$, $K_o$ | bytes per parameter of weight and gradient; of the optimizer's states |
 # | $C$, $X$ | FLOPs of a step; FLOP/s that a device reaches |
 # | $S$ | bytes of an activation between two blocks, $S = w\,b\,s\,h$ |
 # | $\alpha, \beta$ | latency of a message or a call (s), seconds per byte, of an axis' links |
@@ -283,9 +284,8 @@ few.reveal(
 # ## Memory is states, divided by up to three axes, plus activations
 # Three things add up to the memory of a rank, here with full recomputation:
 #
-# 1. The states of its $\Psi/(p\,t)$ parameters. Weight and gradient take $K_w$ bytes per parameter
-#    (here 2 + 2), and the states of the optimizer $K_o$ bytes (here 12), which ZeRO-1 shards over
-#    the $d$ data-parallel ranks.
+# 1. The states of its $\Psi/(p\,t)$ parameters, with $K_w = 2 + 2$ and $K_o = 12$. ZeRO-1 shards
+#    those of the optimizer over the $d$ data-parallel ranks.
 # 2. The inputs of its $L/p$ blocks for every micro-batch in flight. Under 1F1B at most $\min(p, m)$
 #    micro-batches are in flight.
 # 3. The activations of the one block that is being recomputed. They take $b\,s\,h\,(10 + 24/t +
