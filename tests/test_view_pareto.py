@@ -26,7 +26,7 @@ def test_the_front_and_the_best_are_drawn(search):
     assert not search.fits[search.front[0]]  # both numbers of the title are then estimates
     estimate = theme.scaled(float(search.closed[0]), "s")
     assert estimate != theme.scaled(float(search.simulated[0]), "s")
-    assert f"takes {estimate} by estimate; with " in chart.finding
+    assert f"takes {estimate} by estimate; one of " in chart.finding
 
 
 def test_plans_that_do_not_fit_are_told_apart(search):

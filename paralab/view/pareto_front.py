@@ -180,5 +180,5 @@ def _finding(search: Search) -> str:
         return f"The fastest plan of all fits: {seconds} per step"
     less = theme.percent(1 - search.closed[first] / search.closed[0])
     more = theme.scaled(float(search.memory[first]), "B")
-    text = f"The fastest plan that fits takes {estimate} by estimate; "
-    return f"{text}with {more} another takes {less} less"
+    fits = f"The fastest plan that fits takes {estimate} by estimate"
+    return f"{fits}; one of {more} takes {less} less"

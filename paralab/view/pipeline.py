@@ -50,8 +50,7 @@ def pipeline_timeline(
         ideal_run, place = make_ideal(report, step=real.step), report.plan.place
         stages = sorted({place(r)[0] for r in real.ranks})
         above = simulated(ideal_run, "", label="ideal", ranks=stages)
-        above.mark, ideal_bubble = ideal_run.makespan, ideal_run.bubble_rate
-        above.report = report  # its costs are on this clock
+        ideal_bubble, above.report = ideal_run.bubble_rate, report  # its costs are on this clock
         sections.insert(0, above)
         remarks.append("ideal: the same costs, but links take no time")
     summary = f"timeline of {naming.subject(report)}, {report.clock}{', below its ideal' * ideal}: "

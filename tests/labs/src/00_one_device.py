@@ -53,11 +53,11 @@ view.bytes_bars(bars, {"one device": 80 * GB}, title=title)
 #
 # paralab compiles a **plan** (how a model is to be trained) to the same step as a list of
 # instructions. With one device the list holds nothing but these three phases. A block is one
-# transformer layer (attention and an MLP); *mb* is a micro-batch, the samples that go through the
-# model together; *frees* names the values that no later instruction uses: `x`, the input of the
-# block (its memory stays as long as `saved` has it, too: backward of the first norm needs it);
-# `saved`, its activations; `g`, the gradient of the block's output; `grad`, the gradient of its
-# parameters.
+# transformer layer (attention and an MLP), and *mb* is a micro-batch, the samples that go through
+# the model together. *frees* names the values that no later instruction uses: `x`, the input of the
+# block; `saved`, its activations; `g`, the gradient of the block's output; `grad`, the gradient of
+# its parameters. (The memory of `x` stays until `saved` is freed, because backward of the first
+# norm needs it.)
 
 # %%
 model = pl.ModelSpec(layers=4, hidden=256, heads=4, seq_len=128, attention="explicit")
@@ -149,11 +149,12 @@ print(f"{len(model.parameter_shapes())} tensors, which AdamW keeps to correct it
 # $$K_\text{mixed} = \underbrace{2}_\text{weight} + \underbrace{2}_\text{gradient}
 # + \underbrace{4 + 4 + 4}_\text{master copy, two moments} = 2 + 2 + 12 = 16.$$
 #
-# (The paper calls the 12 alone K. With 32-bit gradients it is 18 bytes if they replace the 16-bit
+# (The paper calls the 12 alone K. With 32-bit gradients the sum is 18 if they replace the 16-bit
 # ones, and 20 if both are kept.)
 # This is the answer to the opening question: 7.47 billion parameters at 16 bytes each are 119.5 GB.
 #
-# **Your turn (warm-up).** Write both as functions, for any recipe of bytes per parameter.
+# **Your turn (warm-up).** Write two functions, for any recipe of bytes per parameter: how many
+# bytes the states have, and how many devices hold them.
 
 # %%
 warm_up = pl.exercises.model_states
@@ -516,9 +517,10 @@ pl.exercises.accumulate.check(accumulate_by_scaling)
 # $$C \approx 6\,\Psi\,D.$$
 #
 # How long is that for 300 billion tokens, on one device that reaches 150 TFLOP/s (half of an A100's
-# peak)? The exact count adds the scores of attention, which have no parameters: $12Lsh$ FLOPs per
-# token, about $s/6h$ of the rest. That is 8 % for the model of 7.5 billion parameters and 3 % for
-# GPT-3, which has 175 billion.
+# peak)? The exact count adds the scores of attention, which have no parameters. Per token and
+# block, $QK^\top$ and the product with $V$ cost $2sh$ FLOPs each in forward, so with backward it is
+# $12Lsh$ per token, about $s/(6h)$ of the rest. That is 8 % for the model of 7.5 billion
+# parameters and 3 % for GPT-3, which has 175 billion.
 
 # %%
 years_guess = pl.exercises.guess(

@@ -158,7 +158,7 @@ grown = {
     "twice the width": (model.replace(hidden=256), eight),
 }
 view.bytes_bars(
-    peaks(grown), title="Twice as long samples need more memory than twice as many samples"
+    peaks(grown), title="Samples twice as long need more memory than twice as many samples"
 )
 
 # %%
@@ -215,13 +215,10 @@ recomputed = {
 view.memory_charts(recomputed, title="Recomputation lowers the peak, and moves it")
 
 # %%
-w, b, s, h, L = 4, 8, model.seq_len, model.hidden, model.layers
-one, all_of_them = (
-    pl.program(model.replace(layers=n), pl.Plan(microbatch_size=b)).most()["activations"]
-    for n in (1, L)
-)
-block = (all_of_them - one) / (L - 1)  # what one more block adds
-full = L * w * b * s * h + max(one - block, block - w * b * s * h + 8 * b * s)
+w, b, s, h, a, L = 4, 8, model.seq_len, model.hidden, model.heads, model.layers
+ends = 2 * w * b * s * h + 2 * w * b * s + 4 * b * s * model.vocab + 16 * b * s
+block = 16 * w * b * s * h + w * a * b * s**2 + 4 * w * b * s
+full = L * w * b * s * h + max(ends, block - w * b * s * h + 8 * b * s)
 held = recomputed["full"].memory.query("category == 'activations'")["bytes"].max()
 print(f"formula: {full / 1e6:.2f} MB, measured: {held / 1e6:.2f} MB")
 full_guess.reveal(held / 1e6)
@@ -476,10 +473,10 @@ view.bytes_bars(peaks(stages), title="One large bucket costs more than ZeRO-2 sa
 tiniest.reveal(3, "With one bucket ZeRO-2 needs more than data parallelism, with small ones less.")
 
 # %% [markdown]
-# What makes the difference is **buffers**. One bucket of 4 MB holds all gradients of this model,
-# so ZeRO-2 reduces from a copy of everything. With small buckets it saves something.
-# ZeRO-3 works unit by unit, and the only block is nearly the whole model: it is gathered, and its
-# gradients are reduced, at full size.
+# What makes the difference is **buffers**. A bucket has up to 4 MiB by default, so one takes all
+# gradients of this model, and ZeRO-2 reduces from a copy of everything. With small buckets it saves
+# something. ZeRO-3 works unit by unit, and the only block is nearly the whole model: it is
+# gathered, and its gradients are reduced, at full size.
 #
 # ## Everything gathered at once: the unit is too large
 # ZeRO-3 saves memory only if *a part* of the model is gathered at a time. The fourth reason of
@@ -585,12 +582,12 @@ view.bytes_bars(bars, reported, title="First the device holds all weights, later
 # 14,678 MiB are the weights in 16 bits, 12,979 MiB, and 1.7 GiB of CUDA context, libraries and
 # buffers. So the model had been on the device whole (our inference from the numbers; the thread
 # does not say how it was built). DeepSpeed partitions it in `initialize()`, but its memory stays
-# reserved: [a log by the same author](https://github.com/deepspeedai/DeepSpeedExamples/issues/777)
-# has 0.41 GB allocated and 13.1 GB reserved behind it (see *Reserved is not allocated*). Before
-# the second forward 1,838 MiB are in use: by then it has been given back. The second forward adds
-# 19,434 MiB (20.4 GB). The program has 17.0 GB of activations for one sample of 2,048 tokens with
-# scores written out, and 19.6 GB in all: most of it, and no estimate had counted it. (The 2,048
-# tokens are our assumption.)
+# reserved (see *Reserved is not allocated*): [a log by the same
+# author](https://github.com/deepspeedai/DeepSpeedExamples/issues/777) has 0.41 GB allocated after
+# it, and 13.1 GB reserved. Before the second forward this has been given back, and 1,838 MiB are in
+# use. The second forward adds 19,434 MiB (20.4 GB). The program has nearly as much, 19.6 GB, for
+# one sample of 2,048 tokens (our assumption) with scores written out: 17.0 GB of it are
+# activations, which the estimator leaves out.
 #
 # Two more threads, with their own models (as GPTs of the same size; FLAN-T5-XL has an encoder and
 # a decoder). [GPT-J-6B needed 13 GB on 2 and on 4
@@ -612,19 +609,18 @@ for name, spec, largest in (("GPT-J-6B", gptj, 206), ("FLAN-T5-XL", t5, 65)):
 (pd.DataFrame(rows).T / 2**30).round(2).add_suffix(" (GiB)")
 
 # %% [markdown]
-# By the program FLAN-T5-XL needs 3.44 GiB for one sample of 512 tokens and 12.27 GiB for four;
-# whole 16-bit weights take 5.88 GiB. The estimator's 0.24 GiB is below all of these, so it does
-# not say whether a step fits: the samples and their length decide that, and whether the weights
-# were whole at the start.
+# FLAN-T5-XL needs 3.44 GiB for one sample of 512 tokens, 12.27 GiB for four, and 5.88 GiB if its
+# 16-bit weights are whole at the start. The estimator says 0.24 GiB in all three cases.
 #
 # What to do: build the model under `deepspeed.zero.Init()` or on the `meta` device, or let the
 # trainer do so, so that it is never whole; then count activations.
 #
-# [The estimates are confusing](https://github.com/deepspeedai/DeepSpeed/issues/5102), says a
-# thread: none for ZeRO-1, gradients not partitioned in ZeRO-2, 16 bits only, and multipliers that
-# are too high. Each of the three parts of $M_\text{states}$ is divided by N if the stage shards it.
-# How many bytes per parameter does a rank hold at the end of backward, when its part of every
-# gradient is there?
+# ### Which stage divides which part
+# [A thread](https://github.com/deepspeedai/DeepSpeed/issues/5102) finds the estimates confusing:
+# there is none for ZeRO-1, gradients are not partitioned in ZeRO-2, only 16 bits are offered, and
+# multipliers are too high. Each of the three parts of $M_\text{states}$ is divided by N if the
+# stage shards it. How many bytes per parameter does a rank hold at the end of backward, when its
+# part of every gradient is there?
 
 # %%
 per_parameter = pl.exercises.guess(
@@ -641,10 +637,10 @@ for precision, w in (("fp32", 4), ("bf16", 2)):
         held = pl.program(gptj, plan).most()
         lasting = (held["parameters"] + held["optimizer"]) / gptj.num_params
         row = sizes.setdefault(f"ZeRO-{stage}", {})
-        row[f"{precision}, formula"] = w / p + w / g + optimizer / o
+        row[f"{precision}, end of backward"] = w / p + w / g + optimizer / o
         row[f"{precision}, without gradients"] = w / p + optimizer / o
         row[f"{precision}, the same by program"] = round(lasting, 3)
-print("ZeRO-2 in bf16:", per_parameter.reveal(sizes["ZeRO-2"]["bf16, formula"]))
+print("ZeRO-2 in bf16:", per_parameter.reveal(sizes["ZeRO-2"]["bf16, end of backward"]))
 pd.DataFrame(sizes).T
 
 # %% [markdown]
@@ -660,9 +656,9 @@ pd.DataFrame(sizes).T
 # caps it ([its paper's](https://arxiv.org/abs/1910.02054) C<sub>B</sub>, sec. 6.2; here
 # `bucket_bytes`). Capped buffers add up as well, if every unit keeps one: [11,190 MB after
 # backward](https://github.com/facebookresearch/fairscale/issues/627), where the weights, 2,739 MB,
-# and as much of gradients were expected. The
-# cause was [a buffer per wrapped module](https://github.com/facebookresearch/fairscale/pull/633),
-# never freed. Programs here free theirs, as fairscale has done since then:
+# and as much of gradients were expected. The cause was [a buffer per wrapped
+# module](https://github.com/facebookresearch/fairscale/pull/633), never freed. Programs here free
+# theirs, as fairscale has done since then:
 
 # %%
 narrow = pl.ModelSpec(layers=8, hidden=128, heads=4, seq_len=16)

@@ -448,8 +448,9 @@ for input_grad in (False, True):
 # = m + \log\sum_{r=1}^{t}\;\sum_{v\in V_r} e^{z_v - m} \;-\; \sum_{r=1}^{t} [y\in V_r]\,z_y,
 # \qquad m = \max_v z_v$$
 #
-# So three numbers per token are enough: the maximum, the sum of exponentials and the target's
-# logit. Its gradient needs no message at all, since every rank knows m and the sum:
+# (Subtracting m changes nothing, and keeps the exponentials from overflowing.) So three numbers per
+# token are enough: the maximum, the sum of exponentials and the target's logit. The gradient needs
+# no message at all, since every rank knows m and the sum:
 #
 # $$\frac{\partial\ell}{\partial z_v} = \frac{e^{z_v - m}}{\sum_{u} e^{z_u - m}} - [v = y]$$
 #
@@ -688,8 +689,8 @@ silent = pl.exercises.choose(
     "Without the sum of the norm's gradients, after 200 steps:",
     [
         "the loss diverges",
-        "the loss falls, to more than twice the value",
-        "the loss falls at least as far",
+        "the loss falls, but to more than twice the value that it has with the sum",
+        "the loss falls at least as far as with the sum",
     ],
 )
 silent
@@ -737,10 +738,10 @@ pd.DataFrame(drift).T.round(3)
 silent.reveal(3, "Each rank trains a norm of its own, and both of them fit their own tokens.")
 
 # %% [markdown]
-# No loss curve shows the mistake, and no error is raised. The loss is even a little lower, because
-# each norm fits its own rank's tokens. With one of the norms for all tokens it is higher than in
-# the right run. The two ranks have different norms now, and which of them a checkpoint contains
-# depends on the rank that writes it. Megatron's users report
+# Here no loss curve shows the mistake, and no error is raised. The loss is even a little lower,
+# because each norm fits its own rank's tokens. With one of the norms for all tokens it is higher
+# than in the right run. The two ranks have different norms now, and which of them a checkpoint
+# contains depends on the rank that writes it. Megatron's users report
 # [norms](https://github.com/NVIDIA/Megatron-LM/issues/474) and [gradients of
 # norms](https://github.com/NVIDIA/Megatron-LM/issues/1446) that differ between ranks. Gradients
 # must differ before the sum and be equal after it, so it matters where one prints them. The test
@@ -844,7 +845,7 @@ view.widgets.tensor1d()
 #    inside a node.
 # 4. Sequence parallelism splits each all-reduce into its two halves and shards what is in between.
 # 5. Parameters that stay replicated while their tokens are sharded need their gradients summed,
-#    and no loss curve shows when they are not.
+#    and a loss curve need not show when they are not.
 #
 # | when | use |
 # |---|---|

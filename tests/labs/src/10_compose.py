@@ -39,8 +39,9 @@ view.mesh(cube, rank=0)
 # |---|---|
 # | $d, p, t$ | ranks along the data-, pipeline- and tensor-parallel axis; $n = d\,p\,t$ in all |
 # | $m$, $b$ | micro-batches per step and data-parallel rank; samples per micro-batch |
-# | $s, h, L, a, V$ | tokens per sample, hidden size, blocks, attention heads, vocabulary |
+# | $s, h, L, a$ | tokens per sample, hidden size, blocks, attention heads |
 # | $\Psi$, $w$ | parameters; bytes of a number (2 in 16 bits) |
+# | $K_w$, $K_o$ | bytes per parameter of weight and gradient; of the optimizer's states |
 # | $C$, $X$ | FLOPs of a step; FLOP/s that a device reaches |
 # | $S$ | bytes of an activation between two blocks, $S = w\,b\,s\,h$ |
 # | $\alpha, \beta$ | latency of a message or a call (s), seconds per byte, of an axis' links |
@@ -169,7 +170,8 @@ why_innermost.reveal(
 #    $\frac{2(t-1)}{t} S$ bytes.
 # 4. Per micro-batch a stage sends an activation forward and a gradient backward, which makes
 #    $2\,m\,S$ bytes per step.
-# 5. Data parallelism sums the gradients of $\Psi/(p\,t)$ parameters once per step.
+# 5. Data parallelism sums the gradients of $\Psi/(p\,t)$ parameters once per step, so its latency
+#    hardly counts.
 #
 # $$ T \;\approx\; \frac{C}{d\,p\,t\,X}\Big(1 + \frac{p-1}{m}\Big)
 #    + \frac{m\,k\,L}{p}\Big(\alpha_t + \frac{2(t-1)}{t}\, S\, \beta_t\Big)
@@ -252,12 +254,11 @@ pd.DataFrame(
 # %% [markdown]
 # The formula gives too long a time where communication overlaps with computation. This matters
 # most for tensor parallelism: the simulation hides its all-reduces of backward, a third of the
-# term, behind the gradients of weights. Of the gradients' all-reduce in `dp 8, tp 8` it hides less
-# than a third, for most of it has to wait for the last backward. The formula gives too short a
-# time where one stage computes more than the others, as the last stage of `dp 8, pp 8` does, which
-# has the head. In `pp 8, tp 8` the head takes back a part of what overlap saves there: a third of
-# tensor parallelism's all-reduces, and more than half of the messages between stages, of which 128
-# micro-batches send many.
+# term, behind the gradients of weights. It hides less of the gradients' all-reduce in `dp 8, tp 8`,
+# most of which has to wait for the last backward, and more than half of the messages between stages
+# in `pp 8, tp 8`. The formula gives too short a time where one stage computes more than the others.
+# The last stage does, because it has the head: in `dp 8, pp 8` this decides, and in `pp 8, tp 8`
+# it takes back a part of what overlap saves.
 #
 # The bubble may be what [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met. Its
 # author trains 20 billion parameters on 128 GPUs, and reports 170 TFLOP/s per GPU with one stage
@@ -275,19 +276,21 @@ few
 # %%
 for m in (1, 4, 16):
     print(f"m = {m}: {170 * m / (m + 4 - 1):.0f} of 170 TFLOP/s are left")
-few.reveal(1, "That is gradient_accumulation_steps=1; what is left to 33 are other terms.")
+few.reveal(
+    1, "Only 42 are left with gradient_accumulation_steps=1. Other terms take the rest, down to 33."
+)
 
 # %% [markdown]
 # ## Memory is states, divided by up to three axes, plus activations
 # Three things add up to the memory of a rank, here with full recomputation:
 #
-# 1. The states of its $\Psi/(p\,t)$ parameters. Weight and gradient take $K_w$ bytes per parameter
-#    (here 2 + 2), and the states of the optimizer $K_o$ bytes (here 12), which ZeRO-1 shards over
-#    the $d$ data-parallel ranks.
+# 1. The states of its $\Psi/(p\,t)$ parameters, with $K_w = 2 + 2$ and $K_o = 12$. ZeRO-1 shards
+#    those of the optimizer over the $d$ data-parallel ranks.
 # 2. The inputs of its $L/p$ blocks for every micro-batch in flight. Under 1F1B at most $\min(p, m)$
 #    micro-batches are in flight.
 # 3. The activations of the one block that is being recomputed. They take $b\,s\,h\,(10 + 24/t +
-#    5as/(ht))$ bytes (lab 07). Tensor parallelism shards all of them but the 10.
+#    5as/(ht))$ bytes in 16 bits (lab 07), where $b\,s\,h = S/2$. Tensor parallelism shards all of
+#    them but the 10.
 #
 # $$ M \;\approx\; \frac{\Psi}{p\,t}\Big(K_w + \frac{K_o}{d}\Big)
 #    + \min(p, m)\,\frac{L}{p}\, S
@@ -320,38 +323,9 @@ pd.DataFrame(
 # of it, and the last stage a second copy, because it is tied. It leaves out workspace, up to 1.2
 # GB, and counts dropout masks that this model does not have, up to 0.8 GB; the two nearly cancel.
 #
-# ## ZeRO shards states over the data-parallel ranks alone
-# In [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) ZeRO-2 runs out of memory
-# on 8 GPUs of 32 GB with a model-parallel size of 8. A maintainer answers that ZeRO makes as many
-# partitions as there are data-parallel ranks, and here there is one; that the ZeRO paper's model of
-# 40 billion parameters ran on 400 GPUs, with 50 data-parallel ranks; and that such a model needs
-# around 48 such GPUs. Lab 06 has shown that 8 are far too few, and that by the program 32 are
-# enough. How many bytes does each GPU hold if there are 400?
-
-# %%
-on_many = pl.exercises.guess("GB on each of 400 GPUs", low=0, high=40, unit="GB", decimals=0)
-on_many
-
-# %%
-forty = pl.ModelSpec(layers=50, hidden=8192, heads=64, seq_len=1024, vocab=51200)
-bars = {}
-for d in (1, 4, 6, 8, 50):
-    plan = pl.Plan(dp=d, tp=8, zero_stage=2, recompute="full", precision="fp16", microbatch_size=1)
-    on = pl.Cluster.preset("dgx-a100", nodes=d)
-    held = pl.predict(forty, plan, on, steps=1, detail="actions").peaks()["predicted"]
-    bars[f"{8 * d} GPUs: tp 8, dp {d}"] = held.drop("total").to_dict()
-view.bytes_bars(
-    bars, {"a V100": 32e9}, title="40 billion parameters, ZeRO-2: 8 GPUs need over 80 GB each"
-)
-
-# %%
-on_many.reveal(sum(bars["400 GPUs: tp 8, dp 50"].values()) / 1e9)
-
-# %% [markdown]
-# Activations are visible in the last bar alone. With up to 8 data-parallel ranks the peak is at the
-# end of backward, when a rank has all its gradients, and few activations are left. With 50 ranks
-# the shards of gradients and of the optimizer's states are so small that the peak moves to the
-# beginning of backward, when the inputs of all blocks are still there.
+# ZeRO divides the optimizer's states by $d$ alone. In `pp 8, tp 8`, with $d = 1$, it divides
+# nothing. That is what [DeepSpeed #237](https://github.com/deepspeedai/DeepSpeed/issues/237) met,
+# with eight GPUs that are all tensor parallel (lab 06).
 #
 # ## Twelve plans, predicted before the first process starts
 # The next cells train the small model on four ranks in twelve ways, with sixteen samples per step
@@ -609,14 +583,14 @@ zero_of_winner.reveal(
 )
 
 # %% [markdown]
-# No estimate is below the line, and for every one above it there is one on the line that is no
-# slower and needs no more memory. A faster plan on the line needs more memory. The winner uses
-# ZeRO-3 across nodes, where PTD-P measured a pipeline to be faster than ZeRO-3. The prediction lets
-# its gathers overlap with computation perfectly, and no device does quite that. The column
-# `serial_s` of `search.table` says how long the same step takes if nothing overlaps: as simulated
-# for the few plans that were compiled, and as estimated for the others. (The estimate flatters
-# `zb-h2`, whose gain needs steps that run into each other, as lab 04 has shown, so it is left out.)
-# Here are the winner and the plan that is best by this column:
+# No estimate is below the line, the *Pareto front*: for every plan above it there is one on it that
+# is no slower and needs no more memory. The winner uses ZeRO-3 across nodes, where PTD-P measured a
+# pipeline to be faster than ZeRO-3. The prediction lets its gathers overlap with computation
+# perfectly, and no device does quite that. In `search.table` the column `closed_s` is the estimated
+# time of a step, and `serial_s` the time of the same step if nothing overlaps (simulated for the
+# few plans that were compiled, estimated for the others). Here are the winner and the plan that is
+# best by `serial_s`. (Lab 04's `zb-h2`, a schedule without a bubble, is left out. Its gain needs
+# steps that run into each other, which the estimate takes for granted.)
 
 # %%
 fitting = search.table.query("fits and schedule != 'zb-h2'")
@@ -627,9 +601,8 @@ fitting.loc[[0, fitting["serial_s"].idxmin()], columns].round(2)
 # So the ranking rests on the overlap: without it a pipeline with ZeRO-1 is best. That agrees with
 # PTD-P's comparison, but $t$ is 2 here and not 8. Lab 12 compares both columns with a measurement.
 #
-# Each row of the next table takes, of all these plans, those that have another value of one
-# setting, and shows the best of them. *times* is its estimated step, divided by the winner's.
-# (`zb-h2` is the schedule without a bubble of lab 04.)
+# Each row of the next table is the best of the plans that have another value of one setting than
+# the winner. *times* is its estimated step, divided by the winner's.
 
 # %%
 losers = search.losers().query("setting in ['tp', 'pp', 'zero_stage', 'recompute', 'schedule']")
@@ -723,12 +696,7 @@ verdict
 # %% [markdown]
 # ## Your step trains the GPT, next to the library's plan
 # Your two functions run on four real ranks, in plain `torch.distributed` under `pl.observe`, next
-# to the library's program for the same plan. Both send the same bytes. The second picture has the
-# wall clock, so where ranks share cores they wait for a core, too. Hatched time is a recorded wait;
-# white time is neither computation nor a recorded wait. In the library's half the column *idle* has
-# both together, as a share of T, the longest time of a rank from its first forward to its last
-# backward. Your half also has a row for the messages of each axis, and it calls *compute* what no
-# span covers. Here that is mostly a `send` that waits until its message is taken.
+# to the library's program for the same plan. Both send the same bytes.
 
 
 # %%
@@ -764,6 +732,12 @@ view.memory_bars(reports, title="The activations of all micro-batches are most o
 # The peak is at the beginning of backward. The library has all gradients of a stage by then: one
 # flat buffer, which is summed in one call along dp. Autograd makes each gradient when it computes
 # it, so at the peak of a step like yours only those of the last layers are there.
+#
+# The next picture has the wall clock, so where ranks share cores they wait for a core, too. Hatched
+# time is a recorded wait; white time is neither computation nor a recorded wait. The library's
+# column *idle* has both together, as a share of T, the longest time of a rank from its first
+# forward to its last backward. Your half also has a row for the messages of each axis, and it calls
+# *compute* what no span covers: mostly a `send` that waits until its message is taken.
 
 # %%
 last_waits = pl.exercises.choose(
@@ -899,29 +873,6 @@ pd.DataFrame(
 # gloo, and the table leaves these bytes out: their phase is *gloo surplus*.) A dimension of the
 # mesh that is not wrapped, here pp, needs `torch.distributed.pipelining`; with three axes the order
 # is pp, then tp, then `fully_shard`.
-#
-# ### Twice the GPUs, the same memory
-# [PyTorch examples #1319](https://github.com/pytorch/examples/issues/1319) runs torch's own FSDP ×
-# TP example on 4 and on 8 GPUs, and memory stays at 2.1 to 2.4 GB. The script has two blocks of
-# width 256, a vocabulary of 32,000, a fixed `tp_size = 2`, and 8 samples of 256 tokens per
-# data-parallel rank. The same sizes as a plan:
-
-# %%
-theirs_1319 = pl.ModelSpec(layers=2, hidden=256, heads=16, seq_len=256, vocab=32_000, tied=False)
-doubled = {}
-for d in (2, 4, 8):
-    plan = pl.Plan(dp=d, tp=2, zero_stage=3, sequence_parallel=True, microbatch_size=8)
-    held = pl.predict(theirs_1319, plan, nodes, steps=1).peaks()["predicted"]
-    doubled[f"{2 * d} GPUs: dp {d}, tp 2"] = held.drop("total").to_dict()
-view.bytes_bars(doubled, title="More GPUs shard the states, which are the smaller part")
-
-# %% [markdown]
-# States halve with every doubling. The workspace does not: it is two tensors of the size of a
-# rank's logits, $2 \cdot 4\,b\,s\,V/t = 2 \cdot 4 \cdot 8 \cdot 256 \cdot 32{,}000/2$ bytes, and
-# each new data-parallel rank brings eight samples of its own. (The example sums its output instead
-# of computing a loss and gathers whole logits on every rank, and what a driver shows includes
-# CUDA's context, so its absolute numbers are larger.) Only the description of the issue and the
-# script could be read for this text, not the answers.
 #
 # ### Flags
 # | here | [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) | torchtitan |
