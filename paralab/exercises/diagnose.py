@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from paralab.exercises.late import np
+from paralab.exercises.lazy import np
 
 TOLERANCE = 1e-5  # of the largest entry: for sums of a few hundred numbers in another order
 

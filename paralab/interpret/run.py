@@ -318,8 +318,8 @@ class Rank:
     # ---- the optimizer ---------------------------------------------------------------------------
     def NORM(self, ins: Instr) -> None:
         grads = {v[1]: flat_of(self.store[v]) for v in ins.reads}
-        away = ins.reads[0][0] == "host.norm"
-        self.store[ins.writes[0]] = norm = self.state.squares(grads, away=away)
+        from_host = ins.reads[0][0] == "host.norm"
+        self.store[ins.writes[0]] = norm = self.state.squares(grads, from_host=from_host)
         self.recorder.owns("buffers", norm)
 
     def UPDATE(self, ins: Instr) -> None:
