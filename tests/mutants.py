@@ -456,7 +456,7 @@ MUTANTS = {
         "2.5D", LAYOUTS, "return slice(grid * count, (grid + 1) * count)",
         "return slice(0, count)", equal=GRADIENTS),
     "3D: the input's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.beside(self, "input", 1, gx, g_rows @ w)',
+        "3D", GRIDS, 'env.start_overlapped(self, "input", 1, gx, g_rows @ w)',
         "gx.copy_((g_rows @ w).chunk(self.q)[0])", equal=GRADIENTS),
     "3D: the weight's gradient is not summed": Mutant(
         "3D", GRIDS, 'env.call(self, "weight", 0, shard, parts)',

@@ -41,7 +41,7 @@ class Workers:
 
     def begin(self, ins: Instr) -> Job:
         """Hand an instruction over to its lane as a job."""
-        after = self.order.behind(ins)
+        after = self.order.predecessors(ins)
         for v in ins.writes:
             if v not in self.store:
                 self.store[v] = self._room(v)

@@ -55,12 +55,12 @@ METHODS = ("forward", "input", "weight")
 class Call(NamedTuple):
     """A message that an op sends inside one of its methods.
 
-    op       the operation as in theory/traffic.py: "all_gather", "broadcast", ...
-    axis     the axis of the group: "tp", "tp:row", ...
-    payload  bytes of the full buffer
-    phase    the name of this traffic in reports: "loss_forward"
-    root     of a broadcast or a reduce: the root's position in the group; else -1
-    beside   whether the op's weight half, if it follows at once, overlaps with the message
+    op          the operation as in theory/traffic.py: "all_gather", "broadcast", ...
+    axis        the axis of the group: "tp", "tp:row", ...
+    payload     bytes of the full buffer
+    phase       the name of this traffic in reports: "loss_forward"
+    root        of a broadcast or a reduce: the root's position in the group; else -1
+    overlapped  whether the op's weight half, if it follows at once, overlaps with the message
     """
 
     op: str
@@ -68,7 +68,7 @@ class Call(NamedTuple):
     payload: int
     phase: str
     root: int = -1
-    beside: bool = False
+    overlapped: bool = False
 
 
 class Message(NamedTuple):
@@ -135,7 +135,9 @@ class Op:
     def weight_grad(self, deferred: Any, into: Any, env: Any) -> None:
         """An op without parameters has no weight half."""
 
-    def in_hand(self, method: str, received: Callable[[Call], int], *, alone: bool = False) -> int:
+    def temporaries(
+        self, method: str, received: Callable[[Call], int], *, alone: bool = False
+    ) -> int:
         """Peak bytes of temporaries within a method, with those of its calls.
 
         received  the bytes that the backend allocates to receive a call
