@@ -41,7 +41,7 @@ from paralab.options import (
     settings_of,
 )
 from paralab.ranks.errors import Nested, OutOfMemory, RankError, RankTimeout
-from paralab.report import about, amounts, written
+from paralab.report import amounts, facts, output_files
 from paralab.report.checkpoints import CHANGES
 from paralab.report.report import load
 from paralab.report.summary import readable
@@ -236,7 +236,7 @@ def _check_files(given: argparse.Namespace) -> None:
     taken = {os.path.realpath(place): name for name, place in places.items()}
     for name in FILES:
         if (file := getattr(given, name, None)) is not None:
-            written.check(name, file)
+            output_files.check(name, file)
             other = taken.setdefault(os.path.realpath(file), name)
             if other != name:
                 why = INPUTS.get(other, f"--{other} writes there too")
@@ -281,7 +281,7 @@ def _run(given: argparse.Namespace) -> int:
     sections = []
     if given.predict:
         print(MEASURING, flush=True)
-        machine = Cluster.local(device=about.device_of(report))
+        machine = Cluster.local(device=facts.device_of(report))
         expect = predict(model, plan, machine, optimizer=report.meta["optimizer"])
         comparison = compare(expect, report)
         print(f"\n{comparison}")
@@ -435,7 +435,7 @@ def _predict(given: argparse.Namespace) -> int:
 def _amounts(report: Any) -> dict[str, dict[str, float]]:
     """{title: {part: bytes}} of a prediction: messages by axis and level, the highest peak."""
     words = {"intra": "inside a node", "inter": "across nodes"}
-    ranks = len(about.reported_ranks(report))
+    ranks = len(facts.reported_ranks(report))
     sent = amounts.traffic(report, ["axis", "level"]).itertuples(index=False)
     return {
         "sent per rank and step": {f"{axis}, {words[level]}": n / ranks for axis, level, n in sent},

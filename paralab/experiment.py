@@ -27,7 +27,7 @@ from paralab.launch import MAX_RANKS, MAX_TIMEOUT, launch_program
 from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
-from paralab.report import checkpoints, scratch, written
+from paralab.report import checkpoints, output_files, scratch
 from paralab.report.report import Report
 from paralab.report.storage import check_part, save_part
 from paralab.spec import ModelSpec, Plan
@@ -107,7 +107,7 @@ class Settings:
         if given.save is None:
             return checked
         # Last, because it creates the folder: a run that is refused for another reason makes none.
-        folder = written.check_folder("save", given.save, LEGAL_SAVE)
+        folder = output_files.check_folder("save", given.save, LEGAL_SAVE)
         checkpoints.check_save(folder, resume)
         return replace(checked, save=str(folder))
 

@@ -40,9 +40,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralab.instruments.recorder import Recorder
+from paralab.ranks.hangs import rank_names
 from paralab.ranks.host import send_first
 from paralab.ranks.lookout import Lookout
-from paralab.ranks.waits import rank_names
 
 # {operation: function of torch.distributed}, called with (*tensors, the root if there is one).
 # torch 2.13 renamed two; the old names still work there, with a warning.

@@ -211,7 +211,7 @@ STATE = "paralab.interpret.state"
 FLAT = "paralab.interpret.flat"
 TRAIN = "paralab.interpret.train"
 WORKERS = "paralab.interpret.workers"
-AWAY = "paralab.interpret.away"
+OFFLOADED = "paralab.interpret.offloaded"
 DERIVE = "paralab.programs.derive"
 COMPILE = "paralab.programs.compile"
 PROGRAM = "paralab.programs.program"
@@ -456,7 +456,7 @@ MUTANTS = {
         "2.5D", LAYOUTS, "return slice(grid * count, (grid + 1) * count)",
         "return slice(0, count)", equal=GRADIENTS),
     "3D: the input's gradient is not summed": Mutant(
-        "3D", GRIDS, 'env.beside(self, "input", 1, gx, g_rows @ w)',
+        "3D", GRIDS, 'env.start_overlapped(self, "input", 1, gx, g_rows @ w)',
         "gx.copy_((g_rows @ w).chunk(self.q)[0])", equal=GRADIENTS),
     "3D: the weight's gradient is not summed": Mutant(
         "3D", GRIDS, 'env.call(self, "weight", 0, shard, parts)',
@@ -509,10 +509,10 @@ MUTANTS = {
         "gradients on the host", WORKERS, "lambda: target.copy_(source, non_blocking=True)",
         "lambda: target.numel()", equal=GRADIENTS),
     "host: AdamW's first moment in the place of the second": Mutant(
-        "host, AdamW", AWAY, '"exp_avg_sq": [states[1]]', '"exp_avg_sq": [states[0]]',
+        "host, AdamW", OFFLOADED, '"exp_avg_sq": [states[1]]', '"exp_avg_sq": [states[0]]',
         equal=WEIGHTS),
     "host: AdamW's steps are not counted": Mutant(
-        "host, AdamW", AWAY, '"step": [count]', '"step": [count.clone()]', equal=WEIGHTS),
+        "host, AdamW", OFFLOADED, '"step": [count]', '"step": [count.clone()]', equal=WEIGHTS),
     "host: gradients leave before the replicas' sum": Mutant(
         "replicas on the host", COMPILE, "if unit.waits}", "if not unit.waits}",
         check="reads gshard bucket 0, which no instruction has written"),

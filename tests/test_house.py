@@ -22,8 +22,8 @@ FILES = {
 # Who imports torch when it is imported itself: what runs on ranks, and the reference.
 WITH_TORCH = {
     "agree", "batches", "checkpoint", "comm", "grid", "strict", "transports",
-    *(f"interpret.{name}" for name in ("away", "files", "flat", "host", "lanes", "pieces", "run",
-                                       "state", "train", "workers")),
+    *(f"interpret.{name}" for name in ("files", "flat", "host", "lanes", "offloaded", "pieces",
+                                       "run", "state", "train", "workers")),
     *("model.draws", "model.reference", "model.wide_views"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     "instruments.foreign",

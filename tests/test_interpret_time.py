@@ -345,7 +345,7 @@ def test_calls_inside_an_op_are_waited_for_and_those_beside_its_weight_half_hide
     calls = sum(
         links.messages(row.op, len(row.ranks)) / (1 + (row.op == "all_reduce")) for row in made
     )
-    beside = sum(call.beside for op in ops for some in op.calls.values() for call in some)
+    beside = sum(call.overlapped for op in ops for some in op.calls.values() for call in some)
     assert 0 < beside < calls
     assert time(program, cluster(1.0)).seconds == pytest.approx(calls - beside)
     alone = time(program, cluster(0.0, flops=1e9)).seconds

@@ -27,7 +27,7 @@ DEVICE, HOST, OTHER = ("shard", 0, 0), ("host.shard", 0, 0), ("host.shard", 1, 0
 
 def hand_over(order: Order, reads: tuple, writes: tuple, lane: str) -> Ordered:
     ins = Instr(COPY, 0, -1, -1, (reads,), (writes,), lane)
-    job = Ordered(order.behind(ins))
+    job = Ordered(order.predecessors(ins))
     order.add(ins, job)
     return job
 
@@ -39,14 +39,15 @@ def order() -> Order:
 
 def test_what_reads_comes_after_what_wrote(order):
     written = hand_over(order, DEVICE, HOST, "d2h")
-    assert hand_over(order, HOST, OTHER, "host").behind == (written,)
+    assert hand_over(order, HOST, OTHER, "host").predecessors == (written,)
 
 
 def test_what_writes_over_a_value_comes_after_all_that_read_it(order):
     written = hand_over(order, DEVICE, HOST, "d2h")
     reads = [hand_over(order, HOST, ("file.shard", k, 0), "disk") for k in range(2)]
-    assert set(hand_over(order, DEVICE, HOST, "d2h").behind) == {written, *reads}
-    assert len(hand_over(order, HOST, OTHER, "host").behind) == 1  # the last one that wrote it
+    assert set(hand_over(order, DEVICE, HOST, "d2h").predecessors) == {written, *reads}
+    last = hand_over(order, HOST, OTHER, "host")
+    assert len(last.predecessors) == 1  # the last one that wrote it
 
 
 def test_a_buffer_of_a_ring_is_filled_again_when_all_are_through_with_it(order):
@@ -55,11 +56,11 @@ def test_a_buffer_of_a_ring_is_filled_again_when_all_are_through_with_it(order):
     users = {}
     for value in values[:-1]:
         filled = hand_over(order, ("file.opt", *value[1:]), value, "disk")
-        assert filled.behind == ()
+        assert filled.predecessors == ()
         users[value] = {filled, hand_over(order, value, OTHER, "host")}
         order.end((value,))
     again = hand_over(order, ("file.opt", *values[-1][1:]), values[-1], "disk")
-    assert set(again.behind) == users[values[0]]
+    assert set(again.predecessors) == users[values[0]]
 
 
 def test_nothing_comes_after_what_the_rank_has_waited_for(order):
@@ -67,7 +68,7 @@ def test_nothing_comes_after_what_the_rank_has_waited_for(order):
     second = hand_over(order, HOST, OTHER, "host")
     second.settled()
     assert first.over and second.over
-    assert hand_over(order, OTHER, HOST, "host").behind == ()
+    assert hand_over(order, OTHER, HOST, "host").predecessors == ()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -76,7 +77,7 @@ def test_nothing_waits_or_comes_after_a_job_that_an_earlier_wait_was_enough_for(
     plan = pl.Plan(dp=2, zero_stage=stage, offload="cpu")
     program = compiled(MODEL, plan, optimizer="adamw")
     times = walked(program, Costs(program, pl.Cluster.preset("dgx-a100")))
-    jobs, over = times.behind[0], set()
+    jobs, over = times.predecessors[0], set()
     for position in sorted({*jobs, *times.waits[0]}):
         assert not over.intersection(jobs.get(position, ()))
         call, _ = times.waits[0].get(position, (None, None))

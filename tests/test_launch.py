@@ -29,9 +29,9 @@ import torch.distributed as dist
 import paralab as pl
 from paralab.comm import everyone
 from paralab.launch import _shared_server, _SharedServer, launch_program
+from paralab.ranks.hangs import Standing, sentence
 from paralab.ranks.host import RECEIVING
 from paralab.ranks.server import ESSENTIAL, START, TO_TRAIN, WHEN_IDLE, kill, start_method
-from paralab.ranks.waits import Standing, sentence
 from paralab.ranks.watch import Run
 from processes import below_the_server, is_alive, printed, python, until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from paralab.ranks import lookout as module
+from paralab.ranks.hangs import sentence, standing
 from paralab.ranks.lookout import Lookout
 from paralab.ranks.notes import Notebook
-from paralab.ranks.waits import sentence, standing
 
 
 class Event:

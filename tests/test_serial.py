@@ -70,7 +70,7 @@ def test_a_rank_of_one_stage_takes_the_sum_of_its_work_its_calls_and_its_copies(
             continue
         total += cost.seconds
         if isinstance(cost, Posted):
-            total += cost.before + SLOW.call_overhead
+            total += cost.packed + SLOW.call_overhead
             begun[ins.writes] = cost
         elif isinstance(cost, Job):
             begun[ins.writes] = cost

@@ -215,7 +215,7 @@ def pins_what_the_report_says(machine):
         return made
 
     def closes(this):
-        held = sum(size for (tier, _), size in this.recorder.away.items() if tier == "host")
+        held = sum(size for (tier, _), size in this.recorder.offloaded.items() if tier == "host")
         pages = sum(-(-size // 4096) * 4096 for size in machine.locked.values())
         assert 1e7 < held <= pages + sum(rounded) <= 1.05 * held
         close(this)

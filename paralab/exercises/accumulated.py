@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from paralab.exercises.late import np
+from paralab.exercises.lazy import np
 from paralab.exercises.questions import Mistakes
 
 LR, EPSILON = 0.5, 1e-6

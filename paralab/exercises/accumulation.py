@@ -15,7 +15,7 @@ from paralab.checks import shown
 from paralab.exercises.accumulated import LR, Step
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import np, reference, torch, watched
+from paralab.exercises.lazy import np, reference, torch, watched
 from paralab.exercises.questions import is_number, wrong_number
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec

@@ -12,7 +12,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import np, torch
+from paralab.exercises.lazy import np, torch
 from paralab.exercises.ring import (
     BYTES,
     CLUSTER,

@@ -10,8 +10,8 @@ from typing import Any
 from paralab.checks import shown
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
+from paralab.ranks.hangs import Frame, noted_place, place
 from paralab.ranks.output import keeping
-from paralab.ranks.waits import Frame, noted_place, place
 
 WHOLE = 6  # times `timeout`: the longest that a launch may take, however much it prints
 KEPT = 10_000  # bytes of what a rank prints first, and last: enough to look for a mistake in

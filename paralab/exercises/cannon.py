@@ -14,7 +14,7 @@ from typing import Any
 from paralab.checks import shown
 from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import dist, np, torch, watched
+from paralab.exercises.lazy import dist, np, torch, watched
 from paralab.exercises.summa import SCALARS, SHAPES, blocks, grid_name, wrong_block
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first

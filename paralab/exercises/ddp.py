@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paralab.exercises import sync
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import torch
+from paralab.exercises.lazy import torch
 from paralab.exercises.sync import RANKS
 from paralab.exercises.verdict import first, ms
 from paralab.spec import Cluster, Link, ModelSpec

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from paralab.exercises.late import np
+from paralab.exercises.lazy import np
 
 TOLERANCE = 1e-5  # of the largest entry: for sums of a few hundred numbers in another order
 

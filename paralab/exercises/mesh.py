@@ -14,7 +14,7 @@ from unittest import mock
 from paralab.checks import shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import dist
+from paralab.exercises.lazy import dist
 from paralab.exercises.questions import plain
 from paralab.exercises.verdict import Notes
 from paralab.spec import Plan

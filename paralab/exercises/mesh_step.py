@@ -14,7 +14,7 @@ from typing import Any
 from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import dist, reference, torch, watched
+from paralab.exercises.lazy import dist, reference, torch, watched
 from paralab.exercises.questions import Mistakes, is_number, wrong_number
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes

@@ -12,7 +12,7 @@ from typing import Any
 
 from paralab.exercises.attempts import launched
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.late import reference
+from paralab.exercises.lazy import reference
 from paralab.exercises.verdict import Notes
 from paralab.experiment import run
 from paralab.launch import launch

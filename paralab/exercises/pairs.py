@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from paralab.exercises.late import np, torch
+from paralab.exercises.lazy import np, torch
 
 BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide HEADS and INSIDE
 LATER = SEQ // 3  # the second forward, "later", has the tokens from this one on

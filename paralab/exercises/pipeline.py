@@ -17,7 +17,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import distinct, first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, torch, watched
+from paralab.exercises.lazy import reference, torch, watched
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, as_many, first

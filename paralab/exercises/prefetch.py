@@ -14,7 +14,7 @@ from typing import Any
 from paralab.exercises import zero3
 from paralab.exercises.ddp import replayed
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import torch
+from paralab.exercises.lazy import torch
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, ms
 from paralab.spec import Cluster, Link

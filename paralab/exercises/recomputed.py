@@ -15,7 +15,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, torch, watched
+from paralab.exercises.lazy import reference, torch, watched
 from paralab.exercises.questions import kind_of
 from paralab.exercises.verdict import first
 from paralab.spec import ModelSpec

@@ -21,7 +21,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_other_bits
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import np, reference, torch, watched
+from paralab.exercises.lazy import np, reference, torch, watched
 from paralab.spec import ModelSpec
 
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)

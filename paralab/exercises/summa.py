@@ -18,7 +18,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import Known, first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import dist, np, torch, watched
+from paralab.exercises.lazy import dist, np, torch, watched
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import as_many, first
 

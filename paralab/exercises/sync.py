@@ -14,7 +14,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, torch, watched
+from paralab.exercises.lazy import reference, torch, watched
 from paralab.exercises.one_process import LR, of_one_process
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from paralab.checks import shortened
-from paralab.ranks.waits import show_places
+from paralab.ranks.hangs import show_places
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -24,7 +24,7 @@ from paralab.exercises.plain import AnswerGroup, LateCalls, WrongGroups
 from paralab.instruments.memory import Life, PeakMemory, tensors
 from paralab.instruments.recorder import Recorder
 from paralab.ranks.failure import describe
-from paralab.ranks.waits import place
+from paralab.ranks.hangs import place
 from paralab.trace import part_of
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import np, torch
+from paralab.exercises.lazy import np, torch
 from paralab.exercises.tries import Outcome
 
 RANKS = (2, 3, 4)

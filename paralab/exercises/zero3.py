@@ -13,7 +13,7 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.late import reference, watched
+from paralab.exercises.lazy import reference, watched
 from paralab.exercises.one_process import of_one_process
 from paralab.exercises.sync import BATCH
 from paralab.parallel.buckets import units

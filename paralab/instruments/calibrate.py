@@ -57,7 +57,7 @@ from paralab.instruments.measure import (
     see_gpus,
 )
 from paralab.instruments.processors import processors_busy
-from paralab.report import written
+from paralab.report import output_files
 from paralab.spec import Cluster, Link
 from paralab.spec.cluster import available_cores
 from paralab.theory.fit import fit_device, fit_half_rate, fit_link, fit_rate
@@ -244,7 +244,7 @@ def _write(path: Path, known: dict[str, Any]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write(path, json.dumps(known).encode())
+        output_files.write(path, json.dumps(known).encode())
         _unwritten.pop(path, None)
     except (OSError, ValueError):  # a folder of that name, say
         _unwritten[path] = known

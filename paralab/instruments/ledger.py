@@ -136,9 +136,9 @@ class Ledger(Storages):
         that were workspace when they were allocated may have become activations by now.
         """
         if self.live > self._peak:
-            away = self.recorder.away.copy()
+            offloaded = self.recorder.offloaded.copy()
             self._peak = self.live
-            self._peak_state = (self.recorder.clock.now(), self.bytes.copy(), away)
+            self._peak_state = (self.recorder.clock.now(), self.bytes.copy(), offloaded)
 
     # ---- categories ---------------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
@@ -213,8 +213,8 @@ class Ledger(Storages):
         samples, step = self.recorder.samples, self.recorder.step
         if samples and self._peak_state is not None and self._peak > self.live:
             samples.append(Sample(step, None, *self._peak_state))
-        held, away = self.bytes.copy(), self.recorder.away.copy()
-        samples.append(Sample(step, mark, self.recorder.clock.now(), held, away))
+        held, offloaded = self.bytes.copy(), self.recorder.offloaded.copy()
+        samples.append(Sample(step, mark, self.recorder.clock.now(), held, offloaded))
         self._peak, self._peak_state, self._sampled = self.live, None, held
         self._most = max(self._most, self.live)
 

@@ -55,7 +55,7 @@ class Recorder:
         self.ledger: Any = None  # counts the bytes of this rank's tensors (ledger.py); None: off
         self.lookout: Any = None  # reports that a GPU makes progress (ranks/lookout.py)
         self.samples: list[Sample] = []
-        self.away: dict[tuple[str, str], int] = {}  # (tier, category): bytes offloaded
+        self.offloaded: dict[tuple[str, str], int] = {}  # (tier, category): bytes offloaded
 
     def moves_to(self, device: str) -> None:
         """An observed program turns out to compute on this GPU: from now on times and bytes are the
@@ -90,7 +90,7 @@ class Recorder:
     def holds(self, tier: str, category: str, more: int) -> None:
         """The rank has offloaded ``more`` bytes (if negative, freed them) to "host" or "file"."""
         key = (tier, category)
-        self.away[key] = self.away.get(key, 0) + more
+        self.offloaded[key] = self.offloaded.get(key, 0) + more
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

@@ -19,17 +19,17 @@ HELD = [("device", name) for name in CATEGORIES]
 class Sample(NamedTuple):
     """The bytes that were alive at one moment of a step.
 
-    mark  the moment on the recorder's clock if it is a span's boundary; None within a span
-    host  the moment in seconds of ``time.perf_counter``
-    held  {category: bytes} on the device, in the order of CATEGORIES
-    away  {(tier, category): bytes} of what was offloaded from the device
+    mark       the moment on the recorder's clock if it is a span's boundary; None within a span
+    host       the moment in seconds of ``time.perf_counter``
+    held       {category: bytes} on the device, in the order of CATEGORIES
+    offloaded  {(tier, category): bytes} of what was offloaded from the device
     """
 
     step: int
     mark: Any
     host: float
     held: dict[str, int]
-    away: dict[tuple[str, str], int]
+    offloaded: dict[tuple[str, str], int]
 
 
 def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
@@ -46,10 +46,10 @@ def rows(samples: list[Sample], clock: Any, rank: int) -> list[tuple]:
     last = float("-inf")
     marked = [(s.host, clock.seconds(s.mark)) for s in samples if s.mark is not None]
     times = np.interp([s.host for s in samples], *zip(*marked, strict=True)) if samples else ()
-    for (step, mark, _, held, away), interpolated in zip(samples, times, strict=True):
+    for (step, mark, _, held, offloaded), interpolated in zip(samples, times, strict=True):
         time = float(interpolated) if mark is None else clock.seconds(mark)
         last = time = max(time, last + 1e-7)
-        sizes = [*zip(HELD, held.values(), strict=True), *away.items()]
+        sizes = [*zip(HELD, held.values(), strict=True), *offloaded.items()]
         seen.update([key for key, size in sizes if size])
         table += [(rank, step, time, *key, size) for key, size in sizes if key in seen]
     return table

@@ -87,11 +87,11 @@ class _Writer:
                         self.wait(entered[position], until, self.number_of[call], summed)
                     since = until + summed
             elif kind is Job:
-                behind = times.behind[pp][position]
-                self.job(position, ins, entered[position], begun[position], behind)
+                earlier = times.predecessors[pp][position]
+                self.job(position, ins, entered[position], begun[position], earlier)
             else:
                 for call in calls.of(pp, ins, index):
-                    launched = entered[position] + cost.before
+                    launched = entered[position] + cost.packed
                     self.number_of[position] = self.begin(call, launched, begun[position])
         self.move(None, left[-1] if left else 0.0)
         before = (self.last - len(self.made),)  # last box of the step before, for the first calls
@@ -136,9 +136,9 @@ class _Writer:
         return self.add(Box(f"comm:{axis}", CALLING, *begun, after, call))
 
     def job(
-        self, position: int, ins: Instr, now: float, begun: tuple[float, float], behind: list[int]
+        self, position: int, ins: Instr, now: float, begun: tuple[float, float], earlier: list[int]
     ) -> None:
-        after = (*self.cut(now), *(self.number_of[other] for other in behind))
+        after = (*self.cut(now), *(self.number_of[other] for other in earlier))
         kind = kind_of(ins)
         copied = moved(self.program, ins, self.pp) if kind == "copy" else None
         box = Box(ins.lane, (kind, -1, 0, 0), *begun, after, moved=copied)

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from paralab.interpret import resumed
 from paralab.interpret.traffic import Calls, Member, alike
-from paralab.model.ops import METHODS as HALVES
-from paralab.model.ops import Call
+from paralab.model.ops import METHODS, Call
 from paralab.programs.instructions import (
     ADD,
     ALL_GATHER,
@@ -30,7 +29,7 @@ from paralab.programs.instructions import (
     CALL,
     COMPUTE,
     COPY,
-    METHODS,
+    METHODS_OF,
     NORM,
     REDUCE_SCATTER,
     RESCALE,
@@ -50,7 +49,7 @@ from paralab.spec.links import Reach, furthest
 from paralab.theory.traffic import POINT_TO_POINT, most_sent
 from paralab.theory.work import ITEM, Work
 
-WHICH = {half: number for number, half in enumerate(HALVES)}  # index of a half in `Op.work`
+INDEX = {method: number for number, method in enumerate(METHODS)}  # in `Op.work`
 
 
 class Compute(NamedTuple):
@@ -71,8 +70,8 @@ class Posted(NamedTuple):
     seconds  on that lane, once all members have launched the call
     members  how many pipeline ranks make the call together; 0: it stays within one
     peer     pipeline rank at the other end of a message, else -1; ``sends``: to it, not from it
-    before   seconds on the rank's own lane before the call, to pack what is sent
-    summed   seconds after the wait, to add up what was received; ``behind``: to unpack it;
+    packed   seconds on the rank's own lane before the call, to pack what is sent
+    summed   seconds after the wait, to add up what was received; ``unpacked``: to unpack it;
              ``slower``: how much longer a long stretch of work takes there, see resumed.py
     other    another member adds up, and the rank whose costs these are is idle meanwhile
     """
@@ -82,15 +81,15 @@ class Posted(NamedTuple):
     members: int = 0
     peer: int = -1
     sends: bool = False
-    before: float = 0.0
+    packed: float = 0.0
     summed: float = 0.0
-    behind: float = 0.0
+    unpacked: float = 0.0
     slower: float = 0.0
     other: bool = False
 
     def after(self, share: float = 1.0) -> float:
         """Seconds of work after the wait, with this share of ``slower``."""
-        return self.behind + self.slower * share + self.summed
+        return self.unpacked + self.slower * share + self.summed
 
 
 class Job(NamedTuple):
@@ -128,7 +127,7 @@ class Costs:
 
     def of(self, pp: int, ins: Instr) -> Cost:
         """The cost of an instruction of pipeline rank ``pp``; worked out once for all blocks."""
-        offsets = self.model.behind  # of ops from the same ones of the first block
+        offsets = self.model.offset  # of ops from the same ones of the first block
         if ins.op in COMPUTE:
             (i, j), offset = ins.at, offsets.get(ins.at[0], 0)
             key: tuple = (pp, ins.op, i - offset, j - offset)
@@ -163,8 +162,8 @@ class Costs:
 
     def _compute(self, pp: int, ins: Instr) -> Compute:
         ops = self.model.ops[slice(*ins.at)]
-        halves = METHODS[ins.op]
-        works = [op.work[WHICH[half]] for op in ops for half in halves]
+        methods = METHODS_OF[ins.op]
+        works = [op.work[INDEX[method]] for op in ops for method in methods]
         whole = self.seconds(sum(works, NOTHING))
         if not self.calls.of(pp, ins):
             return Compute(whole)
@@ -175,16 +174,16 @@ class Costs:
         ratio = whole / alone if alone else 1.0
         for op in reversed(ops) if ins.op in BACKWARDS else ops:
             late = []  # WAITs for calls that are in flight while the op's weight half is computed
-            for half in halves:
-                calls = op.calls.get(half, ())
-                seconds = ratio * self.seconds(op.work[WHICH[half]]) / (len(calls) + 1)
+            for method in methods:
+                calls = op.calls.get(method, ())
+                seconds = ratio * self.seconds(op.work[INDEX[method]]) / (len(calls) + 1)
                 piece = ins, Compute(seconds)
                 inside.append(piece)
                 for call in calls:
                     name = "inside", len(inside), 0
                     begun = Instr(CALL, call, writes=(name,), lane=call.axis, phase=call.phase)
                     inside.append((begun, self.posted(pp, call)))
-                    (late if call.beside else inside).append((wait(begun), AWAITED))
+                    (late if call.overlapped else inside).append((wait(begun), AWAITED))
                     inside.append(piece)
             inside += late
         if late:  # what their waits cost belongs to this instruction
@@ -205,8 +204,8 @@ class Costs:
         if not (shared or split):
             return posted
         moved = self.seconds(Work(0, ITEM * 2 * elements, 3 if shared else 1))
-        before, behind = moved * (ins.op != ALL_GATHER), moved * (ins.op != REDUCE_SCATTER)
-        return posted._replace(before=before, behind=posted.behind + behind)
+        packed, unpacked = moved * (ins.op != ALL_GATHER), moved * (ins.op != REDUCE_SCATTER)
+        return posted._replace(packed=packed, unpacked=posted.unpacked + unpacked)
 
     def posted(self, pp: int, call: Call) -> Posted:
         """A call of pipeline rank ``pp``, and what follows its wait."""

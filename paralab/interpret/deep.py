@@ -21,13 +21,13 @@ import numpy as np
 
 from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
-from paralab.interpret.held import Effects, steps
 from paralab.interpret.lines import Line, Step, Table, transfers
 from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, SENT, message_index
 from paralab.interpret.memory import Kind
+from paralab.interpret.memory_samples import Effects, steps
+from paralab.interpret.outline_parts import Actions
 from paralab.interpret.resumed import costs_of_calls, share, work_until_wait
 from paralab.interpret.time import Times, walked
-from paralab.interpret.turns import Turns
 from paralab.interpret.walk import Item
 from paralab.programs.compile import laid_out
 from paralab.programs.fold import END, FEW, first_alike, lists
@@ -96,7 +96,7 @@ class Deep:
 
     def step(self) -> Step:
         """Everything that happens in the step."""
-        graph, lines, turns = self.graph, [], []
+        graph, lines, actions = self.graph, [], []
         moments = graph.moments(self.weights)
         for pp, (parts, table) in enumerate(zip(self.parts, self._tables(), strict=True)):
             symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
@@ -107,10 +107,10 @@ class Deep:
             lines.append(Line(pp, table, symbol, left, waits, at, when))
             letter, chunk, few, microbatch, begin = graph.actions[pp]
             first, last = begin + parts.ends[:, letter, chunk, few]
-            turns.append(Turns(chunk * self.plan.pp + pp, letter, microbatch, first, last))
+            actions.append(Actions(chunk * self.plan.pp + pp, letter, microbatch, first, last))
         kinds, effects = self.memory
         held = [effects[self.like[line.pp]].samples(line) for line in lines]
-        return Step(lines, turns, kinds, held, self.costs)
+        return Step(lines, actions, kinds, held, self.costs)
 
     # ---- the instructions and their costs --------------------------------------------------------
     def _price(self, costs: Costs) -> None:
@@ -148,7 +148,7 @@ class Deep:
         """
         lanes = {}
         for like, folded in self.lists.items():
-            code = list(chain.from_iterable(folded.turns.values()))
+            code = list(chain.from_iterable(folded.code_of.values()))
             axes = {ins.lane for ins in code} - WORKERS - {"", "pp"}
             for ins in {ins[:2]: ins for ins in code if not ins.lane}.values():
                 axes |= {call.axis for call in self.costs.calls.of(like, ins)}
@@ -166,12 +166,12 @@ class Deep:
 
     def _parts(self, pp: int, like: int, last: tuple) -> Parts:
         """The `Parts` of a rank of the same kind as rank ``like``. last: key of its last action."""
-        n, turns = len(MESSAGE_OPS) * 2 * self.v, self.lists[like].turns  # n: messages' indices
+        n, code_of = len(MESSAGE_OPS) * 2 * self.v, self.lists[like].code_of  # n: messages' indices
         code, weights = [NOTHING] * n, [0.0] * n
         for at, _, *message in self._messages(pp):
             code[at] = tuple(message)
         timed = {
-            key: [(ins, self.costs.of(pp, ins)) for ins in body] for key, body in turns.items()
+            key: [(ins, self.costs.of(pp, ins)) for ins in body] for key, body in code_of.items()
         }
         actions = chain.from_iterable(body for key, body in timed.items() if key != END)
         begun = costs_of_calls(actions)
@@ -184,7 +184,7 @@ class Deep:
                 work[key], _ = work_until_wait(self.cluster, body, calls, after)
         awaited: dict[int, Cost] = {}
         bodies: dict[Any, Times] = {}  # equal runs, in whatever micro-batch, are timed once
-        shape: dict[Any, list[Item]] = {key: [] for key in turns}
+        shape: dict[Any, list[Item]] = {key: [] for key in code_of}
         ends = np.zeros((2, len(CODE), self.v, FEW), int)
 
         def add(ins: Instr, cost: Cost | Times, seconds: float) -> int:
@@ -194,7 +194,7 @@ class Deep:
 
         for key, items in shape.items():
             computes, position = [], 0  # computes: where among the items compute is
-            for run in _runs(turns[key]):
+            for run in _runs(code_of[key]):
                 ins, cost = timed[key][position]
                 position += len(run)
                 after = work[key][position - 1] if work else inf

@@ -45,7 +45,7 @@ class Insides:
 
     def of(self, ins: Instr, stays: tuple[Name, ...] = ()) -> Inside:
         """stays: storages of values that a backward frees, but which other values still hold."""
-        forward, offset = ins.op in FORWARDS, self.model.behind.get(ins.at[0], 0)
+        forward, offset = ins.op in FORWARDS, self.model.offset.get(ins.at[0], 0)
         at = ins.at[0] - offset, ins.at[1] - offset  # in the first block
         shared = frozenset([(kind, boundary - offset) for kind, boundary in stays])
         key = at, "forward" if forward else ins.op, not forward or keeps(ins), shared
@@ -72,7 +72,7 @@ class Insides:
             op, out = ops[at], sharing.forward(at + 1)
             new = _bytes({**dict(state), **dict([out])}, without=(there, kept))
             grown = own + _bytes(kept, without=(there,))
-            scratch = op.in_hand("forward", self._received)
+            scratch = op.temporaries("forward", self._received)
             yield Moment(grown, new + op.keeps + scratch)
             if keep:
                 own += op.keeps
@@ -103,12 +103,12 @@ class Insides:
             names |= {name: size for name, size in deferred.items() if name in saved}
             into = freed(sharing.grads(at)) if at else {}
             fresh = op.deferred
-            scratch = op.in_hand("input", self._received) - op.defers_kept
+            scratch = op.temporaries("input", self._received) - op.defers_kept
             work = _bytes({**grads, **into, **deferred}, without=(names,)) + deferred_new
             held = own + deferred_kept + _bytes(names)
             yield _since(begin, held, work + fresh + scratch)
             own -= op.keeps
-            mine, grads = freed(sharing.put_aside(at)), into
+            mine, grads = freed(sharing.deferred(at)), into
             if halves:
                 deferred |= mine
                 deferred_kept += op.defers_kept
@@ -116,7 +116,7 @@ class Insides:
                 continue
             names = {name: size for of_op in kept[: at - i] for name, size in of_op.items()}
             names |= {name: size for name, size in mine.items() if name in saved}
-            scratch = op.in_hand("weight", self._received) + fresh - op.defers_kept
+            scratch = op.temporaries("weight", self._received) + fresh - op.defers_kept
             work = _bytes({**grads, **mine}, without=(names,))
             yield _since(begin, own + op.defers_kept + _bytes(names), work + scratch)
         deferred_new += deferred_kept  # what is deferred is an activation once the halves are apart
@@ -125,7 +125,7 @@ class Insides:
     def _weight(self, i: int, j: int) -> Iterator[Moment]:
         """The op deferred last comes first; each frees what it deferred once it has used it."""
         ops, sharing = self.model.ops, self.sharing
-        left = [(dict(sharing.put_aside(at)), ops[at].deferred) for at in range(i, j)]
+        left = [(dict(sharing.deferred(at)), ops[at].deferred) for at in range(i, j)]
 
         def size() -> int:
             names = {name: size for deferred, _ in left for name, size in deferred.items()}
@@ -133,7 +133,7 @@ class Insides:
 
         begin = size()
         for at in reversed(range(i, j)):
-            yield Moment(size() - begin, ops[at].in_hand("weight", self._received, alone=True))
+            yield Moment(size() - begin, ops[at].temporaries("weight", self._received, alone=True))
             left.pop()
 
     def _received(self, call: Call) -> int:

@@ -20,12 +20,12 @@ from paralab.spec import Plan
 
 
 class Ordered:
-    """A job: the jobs ``behind`` which it comes, and whether it is known to be ``over``, because
-    the rank has waited for it, or for a job that came after it.
+    """A job: the jobs that it comes after, and whether it is known to be ``over``, because the rank
+    has waited for it, or for a job that came after it.
     """
 
-    def __init__(self, behind: tuple[Any, ...]) -> None:
-        self.behind, self.over = behind, False
+    def __init__(self, predecessors: tuple[Any, ...]) -> None:
+        self.predecessors, self.over = predecessors, False
 
     def over_for(self, lane: str) -> bool:
         """Whether a job that is now handed over to this lane may ignore this one."""
@@ -37,8 +37,8 @@ class Ordered:
         while newly_over:
             job = newly_over.pop()
             job.over = True
-            newly_over += (other for other in job.behind if not other.over)
-            job.behind = ()
+            newly_over += (other for other in job.predecessors if not other.over)
+            job.predecessors = ()
 
 
 class Slot(NamedTuple):
@@ -62,7 +62,7 @@ class Order:
         self.slots: dict[Value, Slot] = {}
         self.rings = defaultdict(lambda: deque(Slot(n, []) for n in range(BUFFERS)))
 
-    def behind(self, ins: Instr) -> tuple[Any, ...]:
+    def predecessors(self, ins: Instr) -> tuple[Any, ...]:
         """The jobs that an instruction's job comes after. Takes buffers of rings for its values."""
         jobs = [self.writer.get(v) for v in (*ins.reads, *ins.writes)]
         for v in ins.writes:
@@ -102,8 +102,8 @@ class Order:
 class Begun(Ordered):
     """A job in a prediction: its position in the list (None: a job of the step before), its end."""
 
-    def __init__(self, position: int, end: Any, behind: tuple[Begun, ...]) -> None:
-        super().__init__(behind)
+    def __init__(self, position: int, end: Any, predecessors: tuple[Begun, ...]) -> None:
+        super().__init__(predecessors)
         self.position: int | None = position
         self.end = end
 

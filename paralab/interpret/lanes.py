@@ -41,7 +41,7 @@ class Job(Ordered):
     def __init__(
         self, lane: Lane, span: int, work: Callable[[], Any], after: tuple[Job, ...], size: int
     ) -> None:
-        super().__init__(after)  # `behind` belongs to the rank's thread, `after` to the lane's
+        super().__init__(after)  # the rank's thread uses `predecessors`, the lane's uses `after`
         self.lane, self.span, self.size, self.after = lane, span, size, after
         self.work: Callable[[], Any] | None = work
         self.ready: Any = None  # on a stream: event after what the rank had launched

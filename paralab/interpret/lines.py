@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
+from paralab.interpret.outline_parts import Actions, Box
 from paralab.interpret.time import Times
 from paralab.interpret.traffic import Member
-from paralab.interpret.turns import Box, Turns
 from paralab.model.ops import Call
 from paralab.programs.instructions import CALL, COMPUTE, KINDS, MESSAGES, Instr
 from paralab.programs.tiers import kind_of, moved
@@ -152,14 +152,14 @@ class Line:
         return (self.idled.sum(), self.copies(works[:1], works[-1:]).sum(), *in_flight)
 
     # ---- compute ---------------------------------------------------------------------------------
-    def actions(self, turns: Turns) -> tuple[np.ndarray, ...]:
+    def action_times(self, actions: Actions) -> tuple[np.ndarray, ...]:
         """(start, end, cost, copied, copied after) of each action, in seconds, (actions,) each.
 
         cost          end - start, less the time that the rank is idle in between
         copied        the part of ``cost`` in which the rank adds up and copies
         copied after  the same between this action and the next
         """
-        first, last = turns.first, turns.last
+        first, last = actions.first, actions.last
         idled, copies = (
             np.r_[0.0, seconds.cumsum()] for seconds in (self.idled, self.copies(first, last))
         )
@@ -190,9 +190,9 @@ class Line:
         start, end = self.begins, np.where(self.computes, self.left, self.entered)
         return np.stack([start, end, end - start - self.idle * self.computes])[:, which]
 
-    def boxes(self, since: int, behind: int, short: float) -> list[Box]:
+    def boxes(self, since: int, after_all: int, short: float) -> list[Box]:
         """The boxes to draw that belong to no action: what the rank computes from instruction
-        ``behind`` on; the calls and copies begun from instruction ``since`` on, but for those of
+        ``after_all`` on; the calls and copies begun from instruction ``since`` on, but for those of
         tensor parallelism and between stages; and all that the host computes. Boxes of ``short``
         seconds or less are left out.
         """
@@ -204,7 +204,7 @@ class Line:
             elif end - start > short:
                 boxes.append(Box(self.pp, "compute", kind, start, end, end - start))
 
-        for at in range(behind, len(self.left)):
+        for at in range(after_all, len(self.left)):
             ins, cost = self.table.code[self.symbol[at]]
             if type(cost) is Compute:
                 kind = KINDS.get(ins.op, "copy")
@@ -233,12 +233,12 @@ class Line:
         flight = self.table.flight[self.symbol[self.calls]]
         return self.when[flight == 1], self.when[flight == 2]
 
-    def moving(self, turns: Turns) -> np.ndarray:
+    def moving(self, actions: Actions) -> np.ndarray:
         """(seconds with calls in flight, of these while the rank works, seconds with copies between
         tiers in flight, of these while it works), (4,).
         """
         calls, jobs = self.in_flight
-        work = self.work(self.waits & in_actions(turns.first, turns.last, len(self.left)))
+        work = self.work(self.waits & in_actions(actions.first, actions.last, len(self.left)))
         moved = overlap(calls, *work)
         composite = self.table.seconds[self.symbol] > 0.0
         if composite.any():  # their own calls, but for the time in which others are in flight
@@ -316,14 +316,14 @@ def overlap(
 class Step(NamedTuple):
     """A timed step of all pipeline ranks.
 
-    lines, turns  per rank its list of instructions, and the actions in it
-    kinds         the kinds of memory, (tier, category)
-    held          per rank samples (moment, bytes of every kind), the peaks among them
-    costs         the costs with which the lists were timed
+    lines, actions  per rank its list of instructions, and the actions in it
+    kinds           the kinds of memory, (tier, category)
+    held            per rank samples (moment, bytes of every kind), the peaks among them
+    costs           the costs with which the lists were timed
     """
 
     lines: list[Line]
-    turns: list[Turns]
+    actions: list[Actions]
     kinds: list[tuple[str, str]]
     held: list[list[tuple[float, np.ndarray]]]
     costs: Costs
@@ -334,5 +334,5 @@ class Step(NamedTuple):
         return np.array([line.end for line in self.lines])
 
     @property
-    def ranks(self) -> list[tuple[Line, Turns]]:
-        return list(zip(self.lines, self.turns, strict=True))
+    def ranks(self) -> list[tuple[Line, Actions]]:
+        return list(zip(self.lines, self.actions, strict=True))

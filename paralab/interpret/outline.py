@@ -18,13 +18,13 @@ import numpy as np
 
 from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
-from paralab.interpret.held import samples
 from paralab.interpret.lines import Line, Step, transfers
 from paralab.interpret.memory import moments
+from paralab.interpret.memory_samples import samples
+from paralab.interpret.outline_parts import Actions
 from paralab.interpret.outline_tables import tables
 from paralab.interpret.spans import spans
 from paralab.interpret.time import walked
-from paralab.interpret.turns import Turns
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE
@@ -45,7 +45,7 @@ def outline(
     else:
         step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
     names = ("communication", "communication hidden", "copies", "copies hidden")
-    moving = sum((line.moving(turns) for line, turns in step.ranks), np.zeros(4)) / plan.pp
+    moving = sum((line.moving(actions) for line, actions in step.ranks), np.zeros(4)) / plan.pp
     return tables(plan, step, steps), dict(zip(names, moving.tolist(), strict=True))
 
 
@@ -53,15 +53,15 @@ def whole(program: Program, cluster: Cluster) -> Step:
     """The step of a program that is not folded."""
     costs, ranks = Costs(program, cluster), range(len(program.codes))
     times = walked(program, costs)
-    lines, turns, held = [Line.of(times, pp) for pp in ranks], [], []
+    lines, actions, held = [Line.of(times, pp) for pp in ranks], [], []
     walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
     memories = (held for walk in walks for _, *both in walk for held in both)
     kinds = sorted({kind for held in memories for kind in held})
     device = np.array([tier == "device" for tier, _ in kinds])
     for line, walk in zip(lines, walks, strict=True):
-        mine, last = turns_of(program, line.pp), np.array(times.last[line.pp])
+        mine, last = actions_of(program, line.pp), np.array(times.last[line.pp])
         first = np.r_[0, last[:-1] + 1]
-        turns.append(mine._replace(first=first[mine.first], last=last[mine.last]))
+        actions.append(mine._replace(first=first[mine.first], last=last[mine.last]))
         calls = ((at, pair) for at, pair in enumerate(line.table.code) if pair[0].lane)
         line.table.transfers = {at: transfers(costs, line.pp, [pair]) for at, pair in calls}
         peaks, *both = zip(*walk, strict=True)
@@ -70,10 +70,10 @@ def whole(program: Program, cluster: Cluster) -> Step:
         )
         most, top, left = np.array(peaks[1:]), tops[1:].__getitem__, line.left[last]
         held.append(samples(behind, most, top, left, mine.last, device))
-    return Step(lines, turns, kinds, held, costs)
+    return Step(lines, actions, kinds, held, costs)
 
 
-def turns_of(program: Program, pp: int) -> Turns:
+def actions_of(program: Program, pp: int) -> Actions:
     """The actions in a rank's list; in a relay, parts of the model stand in place of stages."""
     code, part_of = program.codes[pp], {}
     if program.plan.relays:
@@ -86,4 +86,4 @@ def turns_of(program: Program, pp: int) -> Turns:
             stage = part_of.get(ins.at[0], span[2])
             action = stage, CODE[LETTER[span[0]]], span[1]
             ends_of.setdefault(action, [position, 0])[1] = position
-    return Turns(*np.array([(*action, *ends) for action, ends in ends_of.items()]).T)
+    return Actions(*np.array([(*action, *ends) for action, ends in ends_of.items()]).T)

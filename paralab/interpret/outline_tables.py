@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paralab.interpret.lines import SHORT, Step
-from paralab.interpret.turns import Box
+from paralab.interpret.outline_parts import Box
 from paralab.report.tables import COLUMNS, KIND, by_column
 from paralab.spec import Plan
 from paralab.theory.order import F, W
@@ -47,12 +47,14 @@ def tables(plan: Plan, step: Step, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def _spans(plan: Plan, step: Step) -> dict[str, Any]:
-    timed = [line.actions(turns) for line, turns in step.ranks]
+    timed = [line.action_times(actions) for line, actions in step.ranks]
     start, end, cost, copies, after = map(np.concatenate, zip(*timed, strict=True))
-    stage, letter, microbatch, *_ = map(np.concatenate, zip(*step.turns, strict=True))
-    pp = np.repeat(np.arange(plan.pp), [len(turns.first) for turns in step.turns])
+    stage, letter, microbatch, *_ = map(np.concatenate, zip(*step.actions, strict=True))
+    pp = np.repeat(np.arange(plan.pp), [len(actions.first) for actions in step.actions])
     short, forward = SHORT * float(step.ends.max()), letter == F
-    boxes = [b for line, turns in step.ranks for b in line.boxes(turns.since, turns.behind, short)]
+    boxes = []
+    for line, actions in step.ranks:
+        boxes += line.boxes(actions.since, actions.after_all, short)
     # The time that an action adds up and copies is drawn as one box: at the end of a forward, and
     # at the beginning of a backward, because the pipeline begins with a forward's compute and ends
     # with a backward's.

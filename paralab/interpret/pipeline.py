@@ -140,11 +140,11 @@ class _Nodes:
     def __init__(self, lists: Lists, posts: bool, plan: Plan | None) -> None:
         self.lists, self.posts = lists, posts
         works, waits, calls, jobs = (lists.op == OP[op] for op in (WORK, WAIT, CALL, JOB))
-        self.behind, early = _jobs(lists, plan) if jobs.any() else ({}, [])
+        self.predecessors, early = _jobs(lists, plan) if jobs.any() else ({}, [])
         waits[early] = False
         before, own = calls & (lists.before >= 0), calls & (lists.members == 0)
         count = works.astype(int) + waits + before + own + posts * calls
-        for job, others in self.behind.items():
+        for job, others in self.predecessors.items():
             count[job] = 1 + len(others)
         self.last = np.cumsum(count)
         self.first, self.n = self.last - count + 1, int(self.last[-1]) + 1
@@ -210,7 +210,7 @@ class _Nodes:
         put(end[sends], front[sends], front[receives], takes[sends])
         these = self.calls & self.posts
         put(self.last[these], front[these], front[these], POSTING)
-        for job, others in self.behind.items():
+        for job, others in self.predecessors.items():
             moments, at = [now[job], self.free[job], *end[others]], self.first[job]
             put(slice(at, self.last[job] + 1), *zip(*_chain(moments, takes[job], at), strict=True))
         put(slice(self.n + len(sends), None), *np.reshape(self.met, (-1, 3)).T)
@@ -236,8 +236,8 @@ def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[i
         order, begun = Order(plan), {}
         for at, item in lists.of_rank(r, (JOB, WAIT)):
             if item.op == JOB:
-                begun[at] = Begun(at, None, order.behind(item.name))
-                before[at] = [other.position for other in begun[at].behind]
+                begun[at] = Begun(at, None, order.predecessors(item.name))
+                before[at] = [other.position for other in begun[at].predecessors]
                 order.add(item.name, begun[at])
                 continue
             job = begun.get(awaited[at])

@@ -72,7 +72,7 @@ class Env:
             ones = torch.ones(spec.seq_len, spec.seq_len, dtype=torch.bool, device=self.device)
             self.future_mask = ones.triu(1)
             self.recorder.owns("buffers", self.future_mask)
-        self.in_flight: list[Any] = []  # calls begun with `beside`
+        self.in_flight: list[Any] = []  # calls begun with `start_overlapped`
 
     def mask(self, name: str, p: float, what: str) -> Tensor:
         """Which elements of this rank's part dropout keeps: "residual" (T, width), "scores"
@@ -112,12 +112,12 @@ class Env:
             return getattr(group, call.op)(*flat, root=group.ranks[call.root], phase=call.phase)
         return getattr(group, call.op)(*flat, phase=call.phase)
 
-    def beside(self, op: Op, method: str, number: int, *tensors: Tensor) -> None:
+    def start_overlapped(self, op: Op, method: str, number: int, *tensors: Tensor) -> None:
         """Begin the call; `settle` waits once the op's weight half is computed or deferred."""
         self.in_flight.append(self.start(op, method, number, *tensors))
 
     def settle(self) -> None:
-        """Wait for the calls begun with `beside`."""
+        """Wait for the calls begun with `start_overlapped`."""
         while self.in_flight:
             self.in_flight.pop(0).wait()
 
@@ -318,8 +318,8 @@ class Rank:
     # ---- the optimizer ---------------------------------------------------------------------------
     def NORM(self, ins: Instr) -> None:
         grads = {v[1]: flat_of(self.store[v]) for v in ins.reads}
-        away = ins.reads[0][0] == "host.norm"
-        self.store[ins.writes[0]] = norm = self.state.squares(grads, away=away)
+        from_host = ins.reads[0][0] == "host.norm"
+        self.store[ins.writes[0]] = norm = self.state.squares(grads, from_host=from_host)
         self.recorder.owns("buffers", norm)
 
     def UPDATE(self, ins: Instr) -> None:

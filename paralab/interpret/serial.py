@@ -28,12 +28,12 @@ class Serial(Costs):
         if ins.lane in WORKERS:
             return Compute(self.cluster.wait_overhead if ins.op == WAIT else cost.seconds)
         if type(cost) is Compute and cost.inside:
-            return cost._replace(inside=tuple((part, _behind(own)) for part, own in cost.inside))
-        return _behind(cost)
+            return cost._replace(inside=tuple((part, _exposed(own)) for part, own in cost.inside))
+        return _exposed(cost)
 
 
-def _behind(cost: Cost) -> Cost:
+def _exposed(cost: Cost) -> Cost:
     """A call's bytes move after the wait for it, on the rank's own lane."""
     if type(cost) is not Posted:
         return cost
-    return cost._replace(seconds=0.0, behind=cost.behind + cost.seconds)
+    return cost._replace(seconds=0.0, unpacked=cost.unpacked + cost.seconds)

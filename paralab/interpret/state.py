@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paralab.interpret.away import Away
 from paralab.interpret.flat import DTYPES, Flat, flat_of
 from paralab.interpret.host import Host
+from paralab.interpret.offloaded import Offloaded
 from paralab.model.draws import initialize
 from paralab.parallel.layouts import holding
 from paralab.programs.instructions import Value
@@ -103,9 +103,9 @@ class State:
         self.store: dict[Value, Any] = {}
         self.targets: list[list[Tensor]] = []  # by unit the fp32 tensors that the optimizer updates
         self.counted = program.counted(at.pp, self.index, at.tp)  # {unit: slices in the norm}
-        self.away: Away | None = None
+        self.offloaded: Offloaded | None = None
         if host is not None and plan.tiers.states:
-            self.away = Away(program, host, self.store)
+            self.offloaded = Offloaded(program, host, self.store)
         self.shared = program.shared(at.pp, self.index)
         self.loss_scale = self.good_steps = self._share = divisor = overflow = None
         if plan.precision == "fp16":
@@ -134,19 +134,19 @@ class State:
         n = self.program.shards
         mine, low = whole.chunk(n)[self.index], whole.to(self.dtype)
         recorder.owns("parameters", low)
-        if self.away is not None:
-            self.away.lay_out(u, low.chunk(n)[self.index], mine)
+        if self.offloaded is not None:
+            self.offloaded.lay_out(u, low.chunk(n)[self.index], mine)
         elif self.dtype != torch.float32:
             master = mine if n == 1 else mine.clone()
             recorder.owns("optimizer", master)
             self.store["master", u, 0] = master
         if self.zero < 3:
             self.store["w", u, 0] = Flat(unit, low, model)
-        if self.zero and not (self.away and self.away.lives("shard")):
+        if self.zero and not (self.offloaded and self.offloaded.lives("shard")):
             shard = low.chunk(n)[self.index]
             self.store["shard", u, 0] = shard = shard.clone() if self.zero == 3 else shard
             recorder.owns("parameters", shard)
-        if self.away is None:
+        if self.offloaded is None:
             kind = "master" if low is not whole else "shard" if self.zero else "w"
             self.targets.append(self.tensors(u, self.store[kind, u, 0]))
             with recorder.making("optimizer"):
@@ -185,12 +185,12 @@ class State:
         target = flat_of(self.store["shard" if self.zero else "w", u, 0])
         target.copy_(self.store["master", u, 0])
 
-    def squares(self, grads: dict[int, Tensor], *, away: bool = False) -> Tensor:
+    def squares(self, grads: dict[int, Tensor], *, from_host: bool = False) -> Tensor:
         """Sum of the squares of the gradients that this rank counts in the norm, in fp32, (1,).
 
-        away  ``grads`` are norms that the host has computed, not gradients
+        from_host  ``grads`` are norms that the host has computed, not gradients
         """
-        if away:
+        if from_host:
             norms = [grads[u].to(self.device, non_blocking=True) for u in self.counted]
         else:
             norms = [norm for u in self.counted for norm in self.norms(u, grads[u])]
@@ -261,12 +261,12 @@ class State:
         where  the elements, in the rank's part of the unit
         """
         views = {"weight": self.look("shard" if self.zero else "w", u)}
-        if self.away is not None:
-            views |= self.away.states(u)
+        if self.offloaded is not None:
+            views |= self.offloaded.states(u)
         elif ("master", u, 0) in self.store:
             views["master"] = self.store["master", u, 0]
         views = {kind: flat_of(value)[where] for kind, value in views.items()}
-        if self.away is None:
+        if self.offloaded is None:
             number = 0 if self.zero else self.units[u].names.index(name)
             for kind, tensors in self.store["opt", u, 0].items():
                 if kind != "step":
@@ -288,15 +288,15 @@ class State:
             if f"loss_scale.{name}" in counters:
                 kept.fill_(counters[f"loss_scale.{name}"])
         for u in range(len(self.units)):
-            if self.away is not None and self.away.master:
-                self.look("shard", u).copy_(self.away.look("opt", u)[-1])
-            elif self.away is None and self.dtype != torch.float32:
+            if self.offloaded is not None and self.offloaded.master:
+                self.look("shard", u).copy_(self.offloaded.look("opt", u)[-1])
+            elif self.offloaded is None and self.dtype != torch.float32:
                 self.refresh(u)
 
     def _steps(self) -> list[Tensor]:
         """The step counts, 0-d, one for each tensor that the optimizer updates."""
         units = range(len(self.units))
-        if self.away is None:
+        if self.offloaded is None:
             return [count for u in units for count in self.store["opt", u, 0].get("step", ())]
         return [self.store["host.count", u, 0] for u in units if self.optimizer.name == "adamw"]
 
@@ -309,7 +309,7 @@ class State:
     def look(self, kind: str, u: int) -> Any:
         """A state of a unit, on whatever tier; nothing may be in flight."""
         held = self.store.get((kind, u, 0))
-        return self.away.look(kind, u) if held is None else held
+        return self.offloaded.look(kind, u) if held is None else held
 
     def unscaled(self, gradient: Tensor) -> Tensor:
         """The true gradient, in fp32."""

@@ -33,7 +33,7 @@ class Times(NamedTuple):
     lists   the list as it was timed, each instruction with its cost: see `spelled_out`
     last    per instruction of the program the position of its last part in that list
     left    per instruction of that list when the rank goes on to the next
-    calls, waits, behind  by position in that list: see `walk.Rank`
+    calls, waits, predecessors  by position in that list: see `walk.Rank`
     """
 
     lists: list[Timed]
@@ -41,7 +41,7 @@ class Times(NamedTuple):
     left: list[list[float]]
     calls: list[dict[int, tuple[float, float]]]
     waits: list[dict[int, tuple[int, float]]]
-    behind: list[dict[int, list[int]]]
+    predecessors: list[dict[int, list[int]]]
 
     def of_program(self, pp: int) -> tuple[list[float], list[float]]:
         """(when the rank comes to each instruction of its program, when it goes on to the next)."""
@@ -135,6 +135,6 @@ def walked(program: Program, costs: Costs, after: float = inf) -> Times:
     ]
     if stuck:  # what a learner writes is checked before (programs/checks.py)
         raise ValueError(f"deadlock: {'; '.join(stuck)}")
-    names = ("left", "calls", "waits", "behind")
+    names = ("left", "calls", "waits", "predecessors")
     moments = ([getattr(rank, name) for rank in ranks] for name in names)
     return Times(lists, last, *moments)

@@ -24,7 +24,7 @@ from paralab.programs.instructions import (
     CALL,
     COLLECTIVES,
     COMPUTE,
-    METHODS,
+    METHODS_OF,
     PARTS,
     RECEIVE,
     SEND,
@@ -78,8 +78,9 @@ class Calls:
         calls: list[Call] = []
         if ins.op in COMPUTE:  # calls of ops' methods; a BACKWARD runs two of each op
             ops = self.program.model.ops[slice(*ins.at)]
+            methods = METHODS_OF[ins.op]
             for op in reversed(ops) if ins.op in BACKWARDS else ops:
-                calls += (call for method in METHODS[ins.op] for call in op.calls.get(method, ()))
+                calls += (call for method in methods for call in op.calls.get(method, ()))
         elif (payload := self.payload(pp, ins, index)) is not None:
             calls.append(Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer))
         return self._known.setdefault(key, tuple(calls))

@@ -62,7 +62,7 @@ def item(r: int, ins: Instr, cost: Any, awaited: Cost | None = None, share: floa
     if kind is Job:
         return Item(JOB, cost.seconds, ins, cost.lane)
     if kind is Posted:
-        lane, members, before = cost.lane, cost.members, cost.before or None
+        lane, members, before = cost.lane, cost.members, cost.packed or None
         if cost.peer >= 0:
             lane, members = (r, cost.peer) if cost.sends else (cost.peer, r), 2
         return Item(CALL, cost.seconds, ins.writes, lane, members, before)
@@ -110,15 +110,16 @@ class Walk:
 class Rank:
     """One rank on its way through its list.
 
-    left        per instruction when the rank goes on to the next
-    calls       {position: (start, end)} of calls and jobs, on their lanes
-    waits       {position of a WAIT: (position of its call or job, the end of that)}; left out are
-                jobs known to be over, because an earlier WAIT was for a job that came after them
-    jobs        {position: `Begun`}; ``behind``: {position of a job: positions of those before it}
-    flights     {name of a call in flight: its position}
-    count       {lane of several pipeline ranks: calls launched on it}
-    lanes       {lane of its own: when it is free}
-    blocked_on  position of the call that the rank waits for, or None
+    left          per instruction when the rank goes on to the next
+    calls         {position: (start, end)} of calls and jobs, on their lanes
+    waits         {position of a WAIT: (position of its call or job, the end of that)}; left out are
+                  jobs known to be over, because an earlier WAIT was for a job that came after them
+    jobs          {position: `Begun`}
+    predecessors  {position of a job: positions of the jobs that it comes after}
+    flights       {name of a call in flight: its position}
+    count         {lane of several pipeline ranks: calls launched on it}
+    lanes         {lane of its own: when it is free}
+    blocked_on    position of the call that the rank waits for, or None
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Rank:
         self.calls: dict[int, tuple[float, float]] = {}
         self.waits: dict[int, tuple[int, float]] = {}
         self.jobs: dict[int, Begun] = {}
-        self.behind: dict[int, list[int]] = {}
+        self.predecessors: dict[int, list[int]] = {}
         self.flights: dict[tuple[Value, ...], int] = {}
         self.count: Counter[Any] = Counter()
         self.blocked_on: int | None = None
@@ -171,13 +172,13 @@ class Rank:
                     lanes[lane] = start + takes
                 clock += posting
             else:
-                behind, flights[name.writes] = self.order.behind(name), at
-                start = max(clock, lanes.get(lane, 0.0), *(job.end for job in behind))
-                job = jobs[at] = Begun(at, start + takes, behind)
+                predecessors, flights[name.writes] = self.order.predecessors(name), at
+                start = max(clock, lanes.get(lane, 0.0), *(job.end for job in predecessors))
+                job = jobs[at] = Begun(at, start + takes, predecessors)
                 calls[at], lanes[lane] = (start, job.end), job.end
                 self.order.add(name, job)
-                positions = (other.position for other in behind)
-                self.behind[at] = [place for place in positions if place is not None]
+                positions = (other.position for other in predecessors)
+                self.predecessors[at] = [place for place in positions if place is not None]
             left.append(clock)
 
 

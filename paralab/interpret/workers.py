@@ -41,7 +41,7 @@ class Workers:
 
     def begin(self, ins: Instr) -> Job:
         """Hand an instruction over to its lane as a job."""
-        after = self.order.behind(ins)
+        after = self.order.predecessors(ins)
         for v in ins.writes:
             if v not in self.store:
                 self.store[v] = self._room(v)
@@ -121,4 +121,4 @@ class Workers:
     def _update(self, ins: Instr, gradient: Tensor) -> Work:
         held = {v[0]: self.store[v] for v in (*ins.reads, *ins.writes)}
         arrived = self.arrived if "host.verdict" in held else None
-        return self.state.away.update(self.state.optimizer, held, gradient, arrived)
+        return self.state.offloaded.update(self.state.optimizer, held, gradient, arrived)

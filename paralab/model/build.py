@@ -48,7 +48,7 @@ class Model:
         return opened_by
 
     @cached_property
-    def behind(self) -> dict[int, int]:
+    def offset(self) -> dict[int, int]:
         """{op of a block: how many ops it comes after the same op of the first block}."""
         blocks = [(i, j) for name, i, j in self.parts if name.startswith("blocks")]
         return {op: i - blocks[0][0] for i, j in blocks for op in range(i, j)}

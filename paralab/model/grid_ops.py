@@ -87,7 +87,7 @@ class Linear2D(Linear):
             "weight": (("broadcast", "tp:row", x), ("reduce", "tp:col", w)),
         }
 
-    def in_hand(self, method, received, *, alone=False):
+    def temporaries(self, method, received, *, alone=False):
         """Two received blocks, or one and its product; later the root's buffers for a reduce. In
         the weight half the rank's own sum, an output of no method, may exist since an earlier step.
         """
@@ -203,7 +203,7 @@ class Linear3D(Linear):
             ],
             "input": [
                 Call("all_gather", along[1], y, of_backward),
-                Call("reduce_scatter", along[0], x, of_backward, beside=True),
+                Call("reduce_scatter", along[0], x, of_backward, overlapped=True),
             ],
             "weight": [Call("reduce_scatter", "tp:i", w, of_backward)],
         }
@@ -217,7 +217,7 @@ class Linear3D(Linear):
             weight_half + Work(0, added + moved * reorders + moved / q, 2 + bias + reorders),
         )
 
-    def in_hand(self, method, received, *, alone=False):
+    def temporaries(self, method, received, *, alone=False):
         """The input and the buffers of a reduce-scatter in flight: of Y, of X's gradient, or of W's
         gradient. X's is still in flight in a weight half that follows at once. Before the other two
         W, or its gradient, is copied if its thirds have to be put in order.
@@ -245,7 +245,7 @@ class Linear3D(Linear):
         rows, w = kept
         g_rows = self.gather("input", 0, g, env)  # (q T, N/q)
         gx = g.new_empty((g.shape[0], w.shape[1]))
-        env.beside(self, "input", 1, gx, g_rows @ w)
+        env.start_overlapped(self, "input", 1, gx, g_rows @ w)
         return gx, (rows, g_rows)
 
     def weight_grad(self, deferred, into, env):

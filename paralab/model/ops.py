@@ -55,12 +55,12 @@ METHODS = ("forward", "input", "weight")
 class Call(NamedTuple):
     """A message that an op sends inside one of its methods.
 
-    op       the operation as in theory/traffic.py: "all_gather", "broadcast", ...
-    axis     the axis of the group: "tp", "tp:row", ...
-    payload  bytes of the full buffer
-    phase    the name of this traffic in reports: "loss_forward"
-    root     of a broadcast or a reduce: the root's position in the group; else -1
-    beside   whether the op's weight half, if it follows at once, overlaps with the message
+    op          the operation as in theory/traffic.py: "all_gather", "broadcast", ...
+    axis        the axis of the group: "tp", "tp:row", ...
+    payload     bytes of the full buffer
+    phase       the name of this traffic in reports: "loss_forward"
+    root        of a broadcast or a reduce: the root's position in the group; else -1
+    overlapped  whether the op's weight half, if it follows at once, overlaps with the message
     """
 
     op: str
@@ -68,7 +68,7 @@ class Call(NamedTuple):
     payload: int
     phase: str
     root: int = -1
-    beside: bool = False
+    overlapped: bool = False
 
 
 class Message(NamedTuple):
@@ -135,7 +135,9 @@ class Op:
     def weight_grad(self, deferred: Any, into: Any, env: Any) -> None:
         """An op without parameters has no weight half."""
 
-    def in_hand(self, method: str, received: Callable[[Call], int], *, alone: bool = False) -> int:
+    def temporaries(
+        self, method: str, received: Callable[[Call], int], *, alone: bool = False
+    ) -> int:
         """Peak bytes of temporaries within a method, with those of its calls.
 
         received  the bytes that the backend allocates to receive a call
@@ -552,20 +554,16 @@ class Loss(Op):
         # The log-probabilities, and per token its target, int64, and whether that is on this rank.
         self.keeps = 4 * logits + (9 if axis else 8) * tokens
         fp32_copy = 4 * logits * (part.item < 4)
-        self.scratch = (
-            fp32_copy + 8 - part.item,
-            max(fp32_copy, 4 * tokens),
-            0,
-        )  # the loss has 32 bits
+        # The loss has 32 bits.
+        self.scratch = (fp32_copy + 8 - part.item, max(fp32_copy, 4 * tokens), 0)
         if axis:  # backward turns the saved log-probabilities into the gradient, in place
             freed = 0 if fp32_copy else 8 * tokens - 4 * logits
             early = part.item * bool(fp32_copy)  # in 16 bits the peak comes before the loss exists
             self.scratch = (8 * (3 + part.q) * tokens - early, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
-        moved = (
-            12 + 6 * (fp32_copy > 0)
-        ) * logits  # 16-bit logits are copied to fp32, gradients back
+        # 16-bit logits are copied to fp32, and their gradients back.
+        moved = (12 + 6 * (fp32_copy > 0)) * logits
         self.work = (
             elementwise(exp=logits) + Work(kernels=4 + 8 * bool(axis), exact=moved),
             elementwise(exp=logits) + Work(kernels=5, exact=moved),

@@ -1,9 +1,9 @@
 """The compiler: from a plan to a program, by a chain of passes. This file has their order.
 
 The skeleton is what each pipeline rank computes, and its messages. Every other paradigm is one pass
-or a few: first those that see the path of one micro-batch through a stage (`inside`), then those
-that see the whole step (`between`), then the user's own. At last waits and frees are derived, which
-no pass has to write.
+or a few: first those that see the path of one micro-batch through a stage
+(`passes_of_a_microbatch`), then those that see the whole step (`passes_of_a_step`), then the user's
+own. At last waits and frees are derived, which no pass has to write.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Pro
 
 def passed(program: Program, rank: int, code: Code) -> Code:
     """A pipeline rank's skeleton ``code`` after all passes, without waits and frees."""
-    code = write(code, list(inside(program, rank)), len(program.model.ops))
-    for one_pass in between(program, rank):
+    code = write(code, list(passes_of_a_microbatch(program, rank)), len(program.model.ops))
+    for one_pass in passes_of_a_step(program, rank):
         code = one_pass(code)
     return own_passes(program, rank, code)
 
 
-def inside(program: Program, rank: int) -> Iterator[Pass]:
+def passes_of_a_microbatch(program: Program, rank: int) -> Iterator[Pass]:
     """The passes that see the path of one micro-batch through a stage."""
     plan, model, n = program.plan, program.model, len(program.model.ops)
     units = program.units[rank]
@@ -97,7 +97,7 @@ def inside(program: Program, rank: int) -> Iterator[Pass]:
         yield recompute.partition_activations
 
 
-def between(program: Program, rank: int) -> Iterator[Pass]:
+def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
     """The passes that see the whole step: sums over ranks, gathers, the optimizer, offload."""
     plan, tiers = program.plan, program.plan.tiers
     stage, alone = plan.zero_stage, plan.shard_degree == 1

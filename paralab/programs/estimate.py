@@ -52,24 +52,27 @@ class Estimate:
         wide = self.each("grad_dtype", lambda way: way == "fp32")
         self.copied = self.each("grad_dtype", lambda way: way == "fp32-copy")
         self.grad = np.where(wide, 4, self.item)  # bytes per element of a gradient
-        self.often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))  # `Plan.reduces_often`
-        self.width = 8 * (optimizer == "adamw") + 4 * (self.item < 4)  # state bytes per parameter
-        self.moved = 12 + 16 * (optimizer == "adamw") + 6 * (self.item < 4)
-        self.moved = self.moved + 6 * (self.grad < 4)  # bytes per parameter that an update moves
+        # As `Plan.reduces_often`.
+        self.reduces_often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))
+        # Bytes per parameter: of the optimizer's states, and that an update moves.
+        self.state_bytes = 8 * (optimizer == "adamw") + 4 * (self.item < 4)
+        self.update_bytes = 12 + 16 * (optimizer == "adamw") + 6 * (self.item < 4)
+        self.update_bytes = self.update_bytes + 6 * (self.grad < 4)
         self._load_stages()
         copy = model.tied & (self.p > 1)  # whether the last rank has a copy of the embedding
-        self.tied = (self.first | self.last) * copy * self.parts.token  # elements, where it is tied
+        # Elements of a rank's copy of a tied embedding, where there are two copies.
+        self.tied = (self.first | self.last) * copy * self.parts.token
         embedding = self.first * self.parts.embedding.elements
         head = self.last * (self.parts.head.elements + copy * self.parts.token)
         # Elements of a rank's parameters, and of its embedding or head.
         self.psi = self.blocks * self.parts.block.elements + embedding + head
-        self.ends = np.maximum(embedding, head)
+        self.end_elements = np.maximum(embedding, head)
         parts = self.blocks + self.first + self.last + (self.tied > 0)
         buckets = self.total("units") + self.last * copy
         filled = np.ceil(self.psi * self.grad / self.each("bucket_bytes", float))
         units = np.where(self.zero == 3, parts, np.minimum(buckets, filled))
         self.units = np.maximum(units, 1)  # number of a rank's units
-        self.own = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
+        self.updated = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
         (self.terms, busy), self.categories = self._seconds(), held(self)
         self.serial = sum(self._seconds(overlap=False)[0].values())
         sync = self.terms.pop("sync")  # after the pipeline, as are the optimizer and offload
@@ -106,7 +109,7 @@ class Estimate:
         self.first[WHOLE] = self.last[WHOLE] = 1
 
     def total(self, *names: str) -> Array:
-        """The sum of fields of `Part` over the parts of each row's rank."""
+        """The sum of fields of `PartFigures` over the parts of each row's rank."""
         embedding, block, head = (sum(getattr(part, n) for n in names) for part in self.parts[:3])
         return self.blocks * block + self.first * embedding + self.last * head
 
@@ -153,10 +156,10 @@ class Estimate:
     def _seconds(self, *, overlap: bool = True) -> tuple[dict[str, Array], Array]:
         """Seconds of each term, and the ranks' mean seconds of forwards and backwards alone."""
         m, cluster = self.m, self.cluster
-        forward, weight, sent = (self.total(name) for name in ("forward", "weight", "sent"))
+        forward, weight, sent = (self.total(name) for name in ("forward", "weight", "tp_wait"))
         if not overlap:
-            forward, sent = (seconds + self.total("hidden") for seconds in (forward, sent))
-        back, recompute = self.total("back", "again", "weight"), self.total("again")
+            forward, sent = (seconds + self.total("tp_hidden") for seconds in (forward, sent))
+        back, recompute = self.total("backward", "recompute", "weight"), self.total("recompute")
         messages = (self.p > 1) * (2 * self.v - self.first - self.last)  # received per micro-batch
         posted = messages * (2 * cluster.call_overhead + cluster.wait_overhead)
         message, hops = self.messages()
@@ -194,7 +197,7 @@ class Estimate:
         `theory.pipeline.idle_seconds`. A rank recomputes its last block before its gradient has
         arrived, so that this time is not idle.
         """
-        ahead = (self.p - 1) * self.parts.block.again * (self.space.recompute == "full")
+        ahead = (self.p - 1) * self.parts.block.recompute * (self.space.recompute == "full")
         found = idle_seconds(self.p, self.m, self.v, through, mine, weights, fill, ahead)
         return np.where(self.p == 1, 0.0, np.maximum(self.of_schedule(found), 0.0))
 
@@ -247,9 +250,10 @@ class Estimate:
         lane = self.units * (lanes[0] if overlap else sum(lanes)) + scatter_seconds
         backward_wait = first + np.maximum(lane - first - back, 0.0) + scatter(unit)
         added_bytes = ((self.n > 1) * (1 + 1 / self.n) + 3 / self.n) * self.psi * self.grad
-        stage3, stage2 = self.zero == 3, self.often & (self.zero == 2)
+        stage3, stage2 = self.zero == 3, self.reduces_often & (self.zero == 2)
         returned = np.where(stage3, backward_wait, stage2 * np.maximum(scatter_seconds - back, 0.0))
-        return stage3 * fetched, returned + self.often * added_bytes / self.cluster.memory_bandwidth
+        added = self.reduces_often * added_bytes / self.cluster.memory_bandwidth
+        return stage3 * fetched, returned + added
 
     def after(self, last_backward: Array, overlap: bool) -> tuple[Array, Array, Array]:
         """Exposed seconds (dp, offload, optimizer) after a rank's last backward.
@@ -257,22 +261,23 @@ class Estimate:
         Buckets are reduced as they fill (Li+ 2020, arXiv:2006.15704, sec. 3.2.3), during the last
         micro-batch's ``last_backward`` seconds; nothing hides the last bucket.
         """
-        units, zero, own = self.units, self.zero, self.own
+        units, zero, updated = self.units, self.zero, self.updated
         unit, dp, tp = self.psi / units, self.space.dp, self.space.tp
         reduce, scatter, gather = (
             self.collective(op)(unit) for op in ("all_reduce", "reduce_scatter", "all_gather")
         )
         per_unit = np.where(zero == 0, reduce, scatter)
         hides = overlap * (self.space.grad_sync == "overlapped") * last_backward * (1 - 1 / units)
-        exposed = np.where(self.often, per_unit, np.maximum(units * per_unit - hides, per_unit))
+        not_hidden = np.maximum(units * per_unit - hides, per_unit)
+        exposed = np.where(self.reduces_often, per_unit, not_hidden)
         replica_count = dp // self.n
         replicas = self.link("all_reduce", replica_count, tp * self.n)
-        sent = 2 * (replica_count - 1) / replica_count * own / units * self.grad
+        sent = 2 * (replica_count - 1) / replica_count * updated / units * self.grad
         exposed = exposed + (replica_count > 1) * (zero > 0) * units * replicas(sent)
         ends = self.link("all_reduce", np.minimum(self.p, 2), dp * tp * np.maximum(self.p - 1, 1))
-        exposed = exposed + (self.tied > 0) * ends(self.grad * self.tied * own / self.psi)
+        exposed = exposed + (self.tied > 0) * ends(self.grad * self.tied * updated / self.psi)
         stays = self.place("optimizer") == 0
-        update = own * self.moved / self.cluster.memory_bandwidth
+        update = updated * self.update_bytes / self.cluster.memory_bandwidth
         update = (update + 6 * units * self.cluster.op_overhead) * stays
         gather = gather * ((zero == 1) | (zero == 2))
         return exposed + stays * units * gather, self.offloaded(gather, overlap), update
@@ -288,18 +293,18 @@ class Estimate:
         upload, download, disk = (self.tier(lane) for lane in ("h2d", "d2h", "disk"))
         names = ("parameters", "gradients", "optimizer", "activations")
         weights, sums, states, inputs = map(self.place, names)
-        units, own = self.units, self.own / self.units  # own: elements of one unit
+        units, own = self.units, self.updated / self.units  # own: elements of one unit
         part, grad = own * self.item, own * self.grad
-        rows = self.width + 4 * ((self.item == 4) & (weights == 0))
+        rows = self.state_bytes + 4 * ((self.item == 4) & (weights == 0))
         file = (states == 2) * 2 * disk(rows * own) + (sums == 2) * disk(grad)
         file = file + (weights == 2) * (1 + (self.item == 4)) * disk(part)
         host = self.cluster.host_bandwidth or 1.0
-        lanes = [own * self.moved / host, file]
+        lanes = [own * self.update_bytes / host, file]
         lanes += [(sums == 0) * download(grad), (weights == 0) * upload(part), gather]
         update = (units - 1) * together(lanes, overlap) + sum(lanes)
         # In every micro-batch gradients are copied to the host and added there, and the inputs of
         # blocks are copied to the host and back.
-        reductions = np.where(self.often, self.m, 1) * units
+        reductions = np.where(self.reduces_often, self.m, 1) * units
         moves = self.m * self.blocks * (inputs > 0)
         message, gradients_down = self.parts.message, (sums > 0) * reductions * download(grad)
         file_lane = (sums == 2) * (2 * reductions - units) * disk(grad)
@@ -307,7 +312,9 @@ class Estimate:
         host_lane = (sums > 0) * (reductions - units) * 3 * grad / host
         down = gradients_down + moves * download(message)
         lanes = [down, moves * upload(message), file_lane, host_lane]
-        moved, hiding = together(lanes, overlap), self.m * self.blocks * sum(self.parts.block[1:4])
+        block = self.parts.block
+        moved = together(lanes, overlap)
+        hiding = self.m * self.blocks * (block.backward + block.weight + block.recompute)
         return (states > 0) * update + np.maximum(moved - overlap * hiding, 0.0)
 
 

@@ -70,13 +70,13 @@ class Lists(NamedTuple):
     program  a program with the list of ``rank`` alone; the other lists are empty
     rank     the pipeline rank that stands for its kind
     labels   per instruction the `Key` of its action, the `Way` of its message, or `END`
-    turns    {key, or `END`: its instructions}, with all values numbered as those of micro-batch 0
+    code_of  {key, or `END`: its instructions}, with all values numbered as those of micro-batch 0
     """
 
     program: Program
     rank: int
     labels: list[Any]
-    turns: dict[Any, Code]
+    code_of: dict[Any, Code]
 
     @property
     def messages(self) -> dict[Way, Instr]:
@@ -102,13 +102,13 @@ def lists(program: Program, rank: int) -> Lists:
     for ins in derived(passed(program, rank, _few(program, rank))):
         if ins.op == CALL:
             label = ins.at
-            result.turns[label] = []
+            result.code_of[label] = []
             continue
         codes[rank].append(ins)
         waits_for_send = ins.op == WAIT and ins.at == SEND
         result.labels.append(way(ins) if waits_for_send or ins.op in MESSAGES else label)
         if not (waits_for_send and label != END or ins.op in MESSAGES):
-            result.turns[label].append(_plain(ins))
+            result.code_of[label].append(_plain(ins))
     return result
 
 

@@ -63,7 +63,7 @@ MESSAGES = frozenset((SEND, RECEIVE))
 OPS = COMPUTE | COLLECTIVES | MESSAGES | {COPY, UPDATE, NORM, RESCALE, KEEP, ADD, WAIT}
 # The instruction of each kind of action in a schedule; the methods of a model's ops that it runs.
 ACTIONS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}
-METHODS = {
+METHODS_OF = {
     FORWARD: ("forward",),
     RECOMPUTE: ("forward",),
     BACKWARD: ("input", "weight"),

@@ -47,26 +47,30 @@ LAYOUT = (
 )
 
 
-NAMES = "forward back weight again sent hidden kept front behind aside over elements largest units"
+SECONDS = "forward backward weight recompute tp_wait tp_hidden"
+BYTES = "saved forward_peak backward_peak deferred weight_peak"
+SIZES = "elements largest units"
 
 
-class Part(namedtuple("Part", NAMES)):
+class PartFigures(namedtuple("PartFigures", f"{SECONDS} {BYTES} {SIZES}")):
     """The figures of one part for one micro-batch, on one tensor-parallel rank.
 
-    forward, back, weight   seconds of forward, of backward or its input half, of the weight half
-    again                   seconds of recomputation
-    sent                    seconds of forward and backward that wait for tensor-parallel calls
-    hidden                  seconds of tensor-parallel calls that overlap with compute
-    kept                    bytes saved from forward to backward
-    front, behind           peak bytes in forward, and in backward, above the bytes before forward
-    aside, over             bytes held between input half and weight half; peak of the weight half
-    elements, largest       elements of all its parameters, and of the largest one
-    units                   flat buffers that its gradients fill
+    forward            seconds of forward
+    backward, weight   seconds of backward, or of its input half; of the weight half
+    recompute          seconds of recomputation
+    tp_wait            seconds of forward and backward that wait for tensor-parallel calls
+    tp_hidden          seconds of tensor-parallel calls that overlap with compute
+    saved              bytes saved from forward to backward
+    forward_peak, backward_peak  peak bytes in each, above the bytes before forward
+    deferred           bytes held between input half and weight half
+    weight_peak        peak bytes of the weight half, above the bytes before it
+    elements, largest  elements of all its parameters, and of the largest one
+    units              flat buffers that its gradients fill
     """
 
 
 class Parts(namedtuple("Parts", "embedding block head shared message token constant")):
-    """The three parts, and figures that belong to none of them.
+    """The `PartFigures` of the three parts, and figures that belong to none of them.
 
     shared   seconds per step to sum the gradients of parameters that tp ranks replicate
     message  bytes of a message between stages
@@ -75,26 +79,43 @@ class Parts(namedtuple("Parts", "embedding block head shared message token const
     """
 
 
+Figures = list[dict[str, float]]  # {field of `PartFigures`: its value}, for each part
 _FIELDS = {
     FORWARD: "forward",
-    RECOMPUTE: "again",
-    BACKWARD: "back",
-    BACKWARD_INPUT: "back",
+    RECOMPUTE: "recompute",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward",
     BACKWARD_WEIGHT: "weight",
 }
 
 
 def parts(program: Program, cluster: Cluster) -> list[float]:
     """The numbers of `Parts`, one after the other, from a program of one block, one micro-batch."""
-    code, model, plan = program.codes[0], program.model, program.plan
-    costs, starts = Costs(program, cluster), [i for _, i, _ in model.parts]
-    times, serial = walked(program, costs), walked(program, Serial(costs))
+    model, plan = program.model, program.plan
+    figures = [dict.fromkeys(PartFigures._fields, 0.0) for _ in model.parts]
+    last = max(at for at, ins in enumerate(program.codes[0]) if ins.op in COMPUTE)
+    shared = _add_seconds(figures, program, cluster, last)
+    _add_bytes(figures, program, last, gloo=not cluster.gpus)
+    replicated = plan.replace(dp=2)
+    for part, (name, _, _) in zip(figures, model.parts, strict=True):
+        sizes = model.numels[name]
+        part["elements"], part["largest"] = sum(sizes.values()), max(sizes.values())
+        part["units"] = len(units(sizes, program.spec, replicated))
+    numbers = [number for part in figures for number in part.values()]
+    message, token = _message_bytes(program), prod(model.shapes[TIED[0]])
+    return [*numbers, shared, message, token, program.constant_bytes(0)]
+
+
+def _add_seconds(figures: Figures, program: Program, cluster: Cluster, last: int) -> float:
+    """Add the seconds of every part, up to the ``last`` compute. Returns those of `Parts.shared`,
+    which follow it.
+    """
+    code, costs = program.codes[0], Costs(program, cluster)
+    starts = [i for _, i, _ in program.model.parts]
     seconds, serial_seconds = (
-        [end - start for start, end in zip(*walk.of_program(0), strict=True)]
-        for walk in (times, serial)
+        [end - start for start, end in zip(*times.of_program(0), strict=True)]
+        for times in (walked(program, costs), walked(program, Serial(costs)))
     )
-    last = max(at for at, ins in enumerate(code) if ins.op in COMPUTE)
-    figures = [dict.fromkeys(Part._fields, 0.0) for _ in starts]
     for at in reversed(range(last + 1)):  # calls and waits count for the compute that follows them
         ins, cost = code[at], costs.of(0, code[at])
         if ins.op in COMPUTE:
@@ -102,51 +123,49 @@ def parts(program: Program, cluster: Cluster) -> list[float]:
             # A weight half that was split off to hide a call belongs to its backward.
             field = _FIELDS[BACKWARD if ins.phase else ins.op]
         part[field] += seconds[at]
-        part["hidden"] += serial_seconds[at] - seconds[at]
-        if field != "again" and plan.tp > 1:
-            part["sent"] += seconds[at] - (cost.seconds if type(cost) is Compute else 0.0)
-    before: dict[int, int] = {}  # part -> bytes before its forward
-    message_bytes = model.item * model.tokens * model.width  # a gradient received, or sent
-    splits, gloo = plan.schedule in SPLIT, not cluster.gpus
+        part["tp_hidden"] += serial_seconds[at] - seconds[at]
+        if field != "recompute" and program.plan.tp > 1:
+            part["tp_wait"] += seconds[at] - (cost.seconds if type(cost) is Compute else 0.0)
+    after = range(last + 1, len(code))
+    return sum(seconds[at] for at in after if code[at].op not in (COPY, UPDATE))
+
+
+def _add_bytes(figures: Figures, program: Program, last: int, *, gloo: bool) -> None:
+    """Add the bytes of every part up to the ``last`` compute, without gradients of parameters."""
+    starts = [i for _, i, _ in program.model.parts]
+    code, splits = program.codes[0], program.plan.schedule in SPLIT
+    base: dict[int, int] = {}  # part -> bytes before its forward
     levels = [  # (bytes at the instruction's peak, gradient bytes among these, bytes after it)
-        (peak, held.get(GRADIENTS, 0), sum(behind.values()))
-        for peak, held, behind in islice(moments(program, gloo=gloo), last + 2)
+        (peak, held.get(GRADIENTS, 0), sum(after.values()))
+        for peak, held, after in islice(moments(program, gloo=gloo), last + 2)
     ]
-    for ins, (_, gradients_before, total_before), (peak_bytes, gradients, total_after) in zip(
-        code, levels, levels[1:], strict=False
-    ):
-        if ins.op in COMPUTE:
+    for ins, *around in zip(code, levels, levels[1:], strict=False):
+        (_, gradients_before, before), (peak, gradients, after) = around
+        if ins.op in COMPUTE:  # calls and waits behind it have their peaks in the same part
             number = bisect_right(starts, ins.at[0]) - 1
-            part, base = figures[number], before.setdefault(number, total_before)
-            later_aside = sum(later["aside"] for later in figures[number + 1 :])
-            peak_field = "behind"
-            if ins.op == FORWARD:
-                peak_field, part["kept"] = "front", total_after - base
-            elif ins.op == BACKWARD_INPUT and splits:
-                part["aside"] = (
-                    total_after - base - gradients - message_bytes * (number > 0) - later_aside
-                )
-        if ins.op != BACKWARD_WEIGHT or not splits:
-            part[peak_field] = max(part[peak_field], peak_bytes - gradients - base - later_aside)
-        else:
-            part["over"] = max(
-                part["over"], peak_bytes - total_before - (gradients - gradients_before)
-            )
-    replicated = plan.replace(dp=2)
-    for part, (name, _, _) in zip(figures, model.parts, strict=True):
-        sizes = model.numels[name]
-        part["elements"], part["largest"] = sum(sizes.values()), max(sizes.values())
-        part["units"] = len(units(sizes, program.spec, replicated))
-    shared = sum(
-        seconds[at] for at in range(last + 1, len(code)) if code[at].op not in (COPY, UPDATE)
-    )
-    numbers = [number for part in figures for number in part.values()]
-    return [*numbers, shared, message_bytes, prod(model.shapes[TIED[0]]), program.constant_bytes(0)]
+            part, begin = figures[number], base.setdefault(number, before)
+            later = sum(later["deferred"] for later in figures[number + 1 :])
+            field = "forward_peak" if ins.op == FORWARD else "backward_peak"
+        if ins.op == BACKWARD_WEIGHT and splits:
+            above = peak - before - (gradients - gradients_before)
+            part["weight_peak"] = max(part["weight_peak"], above)
+            continue
+        if ins.op == FORWARD:
+            part["saved"] = after - begin
+        elif ins.op == BACKWARD_INPUT and splits:
+            message = _message_bytes(program) * (number > 0)  # the gradient of its input
+            part["deferred"] = after - begin - gradients - message - later
+        part[field] = max(part[field], peak - gradients - begin - later)
+
+
+def _message_bytes(program: Program) -> int:
+    """Bytes of a state of the residual stream, or of its gradient, as stages send it."""
+    return program.model.item * program.model.tokens * program.model.width
 
 
 def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
     """The figures of every plan of a space, as columns."""
-    one_block, width = model.replace(layers=1), len(Part._fields)
+    one_block, width = model.replace(layers=1), len(PartFigures._fields)
     layout_codes = numbered(space.splits, *(space.codes[name] for name in LAYOUT))
     table = np.empty((3 * width + len(Parts._fields) - 3, len(space)))
     for layout in np.unique(layout_codes):
@@ -166,7 +185,7 @@ def part_table(space: Space, model: ModelSpec, cluster: Cluster) -> Parts:
             figures.append(np.array(parts(program, machine))[:, None])
         share = (samples - fewest) / max(most - fewest, 1)
         table[:, plans_of_layout] = figures[0] + share * (figures[-1] - figures[0])
-    three = (Part(*table[i * width : (i + 1) * width]) for i in range(3))
+    three = (PartFigures(*table[i * width : (i + 1) * width]) for i in range(3))
     return Parts(*three, *table[3 * width :])
 
 

@@ -92,7 +92,7 @@ class Sharing:
         storages = [self.forward(at)] if at and (op.keeps_input or gathers) else []
         return storages + [self.forward(at + 1)] * op.keeps_result
 
-    def put_aside(self, at: int) -> list[tuple[Name, int]]:
+    def deferred(self, at: int) -> list[tuple[Name, int]]:
         """The storages that an op holds between the two halves of its backward."""
         op = self.model.ops[at]
         storages = [self.forward(at)] * op.defers_input + [self.backward(at + 1)] * op.defers_grad
@@ -130,7 +130,7 @@ class Storages:
     def _held(self, kind: str, where: Any) -> Held:
         names = self.names
         if kind in ("saved", "deferred"):
-            field, of = ("keeps", names.kept) if kind == "saved" else ("deferred", names.put_aside)
+            field, of = ("keeps", names.kept) if kind == "saved" else ("deferred", names.deferred)
             own = sum(getattr(op, field) for op in self.model.ops[slice(*where)])
             return self._several(where, dict(pair for at in range(*where) for pair in of(at)), own)
         *others, last = names.grads(where) if kind == "g" else names.state(where)

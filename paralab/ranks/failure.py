@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from paralab.checks import shortened
 from paralab.ranks.errors import OutOfMemory, RankError
+from paralab.ranks.hangs import show_cells
 from paralab.ranks.server import CANNOT_START
-from paralab.ranks.waits import show_cells
 
 _FROM_A_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out|remote process",

@@ -3,7 +3,7 @@
 A single loop waits for the next event: a rank's message, its output or its end. After a first
 failure the loop listens a quarter of a second more: a rank that lost its peer often reports that
 before the error of the peer arrives, and the error to raise is the peer's. ranks/failure.py decides
-which failure is the cause, ranks/waits.py which ranks wait for which others.
+which failure is the cause, ranks/hangs.py which ranks wait for which others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 from paralab.checks import shortened
 from paralab.ranks.errors import RankError, RankTimeout, Stopped
 from paralab.ranks.failure import Failure, died, root_cause
+from paralab.ranks.hangs import Standing, hang_error, main_stack, rank_names, standing
 from paralab.ranks.notes import Notebook
 from paralab.ranks.output import RankOutput
 from paralab.ranks.server import LOOK_SECONDS, RankServer
-from paralab.ranks.waits import Standing, hang_error, main_stack, rank_names, standing
 
 START_SECONDS = 300.0  # for all ranks to start, before it counts as a hang: imports may be slow
 GRACE_SECONDS = 0.25  # after a failure that another one caused, for that other one to arrive

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paralab.checks import choice, illegal
 from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
-from paralab.report.about import in_outline, measured_steps, node_of, own_calls, reported_ranks
+from paralab.report.facts import in_outline, measured_steps, node_of, own_calls, reported_ranks
 from paralab.report.tables import DRY, Tables
 from paralab.spec import OWN_FORM
 from paralab.spec.tiers import WAYS

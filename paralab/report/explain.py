@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paralab.report import about, amounts
+from paralab.report import amounts, facts
 from paralab.report.paradigm import (
     REDUCTIONS,
     any_made_of,
@@ -59,9 +59,9 @@ def explain(report: Tables) -> Explanation:
     prints as text, about all steps but step 0, where there are others. Raises ValueError on a dry
     run.
     """
-    about.needs_times(report, "an explanation")
-    steps = about.measured_steps(report)
-    calls = about.own_calls(report)
+    facts.needs_times(report, "an explanation")
+    steps = facts.measured_steps(report)
+    calls = facts.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
     answers = {
         "Which collectives does a step make, of what sizes?": _collectives(report, calls),
@@ -78,8 +78,8 @@ def explain(report: Tables) -> Explanation:
 
 # ---- bytes --------------------------------------------------------------------------------------
 def _collectives(report: Tables, calls: pd.DataFrame) -> str:
-    lines, outline = [], about.in_outline(report)
-    num_ranks = len(about.reported_ranks(report))
+    lines, outline = [], facts.in_outline(report)
+    num_ranks = len(facts.reported_ranks(report))
     for (axis, op, phase), rows in calls[calls["op"] != "recv"].groupby(["axis", "op", "phase"]):
         ranks, when = sorted(set(rows["rank"])), ""
         rank_steps = sum(steps_of(report, rank) for rank in ranks)  # steps, summed over the ranks
@@ -243,7 +243,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     if report.clock == "predicted":
         return ""
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
-    on_gpu = about.device_of(report) == "cuda"
+    on_gpu = facts.device_of(report) == "cuda"
     through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
     notes = (  # (condition, what is not known if it holds)
         (
@@ -295,7 +295,7 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
         ),
     )
     unknown = [text for holds, text in notes if holds]
-    steps = report.steps[report.steps["step"].isin(about.measured_steps(report))]
+    steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
     counts = sorted(set(steps["rank"].value_counts()))
     if len(counts) > 1:
         unknown.append(

@@ -13,7 +13,7 @@ from typing import Any
 
 from paralab.checks import illegal
 from paralab.parallel.layouts import holding
-from paralab.ranks.waits import rank_names
+from paralab.ranks.hangs import rank_names
 from paralab.report import tables
 from paralab.spec import ModelSpec, Plan
 

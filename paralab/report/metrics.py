@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paralab.checks import choice, whole
-from paralab.report.about import in_outline, measured_steps, needs_times
+from paralab.report.facts import in_outline, measured_steps, needs_times
 from paralab.report.intervals import Interval, length, overlap, union
 from paralab.report.tables import COMPUTE_KINDS, COPY_LANES, Tables
 from paralab.theory.traffic import BOOKKEEPING

@@ -22,7 +22,7 @@ from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from paralab.report import about
+from paralab.report import facts
 from paralab.report.tables import Tables
 from paralab.theory.traffic import SURPLUS
 
@@ -161,7 +161,7 @@ def sums_activations(report: Tables, rows: pd.DataFrame, axis: str) -> bool:
 def steps_of(report: Tables, rank: int) -> int:
     """How many measured steps a rank has: the ranks of an observed program may differ in this."""
     steps = report.steps["step"][report.steps["rank"] == rank]
-    return max(1, int(steps.isin(about.measured_steps(report)).sum()))
+    return max(1, int(steps.isin(facts.measured_steps(report)).sum()))
 
 
 def backwards(report: Tables, rank: int, rows: pd.DataFrame) -> tuple[float, float]:
@@ -169,7 +169,7 @@ def backwards(report: Tables, rank: int, rows: pd.DataFrame) -> tuple[float, flo
 
     A rank's span ids rise with time, so a call belongs to the backward with the largest id below.
     """
-    steps, spans = about.measured_steps(report), report.spans
+    steps, spans = facts.measured_steps(report), report.spans
     spans = spans[(spans["rank"] == rank) & spans["step"].isin(steps)]
     spans = spans[spans["kind"] == "backward"].sort_values("id")
     calls = rows["span"][(rows["rank"] == rank) & (rows["phase"] == "backward")]
@@ -211,7 +211,7 @@ def made_of(report: Tables, what: str, rank: int = 0) -> Any:
 
 def any_made_of(report: Tables, what: str) -> bool:
     """Whether `made_of` finds ``what`` on any rank."""
-    return any(facts.get(what) for facts in report.meta.get("observed", ()))
+    return any(program.get(what) for program in report.meta.get("observed", ()))
 
 
 def whole_number(times: float) -> int:

@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any
 
 from paralab import checks
-from paralab.report import about, amounts, metrics
+from paralab.report import amounts, facts, metrics
 from paralab.report.explain import explain
 from paralab.report.merge import merge
 from paralab.report.storage import load_folder, load_report, save
@@ -46,9 +46,9 @@ class _Later:
         @functools.wraps(function)
         def method(report: Report, *args: Any, **settings: Any) -> Any:
             if self.times:
-                about.needs_times(report, self.times)
+                facts.needs_times(report, self.times)
             if self.own_devices:
-                about.needs_own_devices(report, self.times)
+                facts.needs_own_devices(report, self.times)
             return function(report, *args, **settings)
 
         return method if report is None else MethodType(method, report)
@@ -100,7 +100,7 @@ class Report(Tables):
 
     def __repr__(self) -> str:
         # Without times: notebooks compare this line, so it must be the same for every run.
-        plan, calls = self.plan, about.own_calls(self)
+        plan, calls = self.plan, facts.own_calls(self)
         messages = int((calls["op"] == "send").sum())
         calls = calls[~calls["op"].isin(POINT_TO_POINT)]
         calls = calls[["axis", "ranks", "call"]].drop_duplicates()
@@ -113,8 +113,8 @@ class Report(Tables):
         parts = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
         if self.clock == DRY:
             parts[0] = f"rank {self.meta.get('rank')} of {parts[0]}"
-        if about.in_outline(self):  # its rows are sums of calls, so there is no count of calls
-            parts[2:] = [f"{len(about.reported_ranks(self))} in outline"]
+        if facts.in_outline(self):  # its rows are sums of calls, so there is no count of calls
+            parts[2:] = [f"{len(facts.reported_ranks(self))} in outline"]
         elif not messages or not len(calls):  # leave out one count of 0; of two, "0 messages"
             parts.pop(3 if not messages else 2)
         if self.model is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from paralab import checks
 from paralab.checks import illegal
-from paralab.report import written
+from paralab.report import output_files
 from paralab.spec.tiers import Offload
 
 NAME, _UNLOCKED, _LOCK = "paralab-offload-", ".paralab-new-", "lock"
@@ -37,7 +37,7 @@ def check(tiers: Offload | None, needed: int) -> None:
     if not base.is_dir():
         raise illegal(field, str(base), "there is no such folder", legal)
     _sweep(base)
-    written.check_folder(field, base, legal)
+    output_files.check_folder(field, base, legal)
     free = shutil.disk_usage(base).free
     if needed > free:
         takes, available = (f"{size / 1e6:,.0f} MB" for size in (needed, free))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paralab import checks
-from paralab.report import tables, written
+from paralab.report import output_files, tables
 from paralab.report.merge import CLOCK_OFFSET
 from paralab.report.plain import plain, typed
 from paralab.report.tables import Tables
@@ -52,7 +52,7 @@ def load_report(path: Path, kind: type[AnyReport]) -> AnyReport:
 
 def check_part(folder: str | os.PathLike[str]) -> None:
     """Raise ``ValueError``, before a training, if a rank's part cannot be written there."""
-    written.check_folder("out", folder, "a new folder, or one of parts")
+    output_files.check_folder("out", folder, "a new folder, or one of parts")
 
 
 def save_part(
@@ -107,7 +107,7 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
 def write(path: str | os.PathLike[str], body: dict[str, Any], kind: str) -> None:
     """Write the body, sealed, as JSON."""
     sealed = {"format": kind, "version": VERSION, "sha256": seal(body), "body": body}
-    written.write(path, json.dumps(sealed, allow_nan=False).encode())
+    output_files.write(path, json.dumps(sealed, allow_nan=False).encode())
 
 
 def seal(body: Mapping[str, Any]) -> str:

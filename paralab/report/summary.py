@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from paralab.instruments.allocator import PEAKS
 from paralab.report import metrics
-from paralab.report.about import in_outline, measured_steps, reported_ranks
 from paralab.report.amounts import copied, peak, peak_memory, peaks, traffic
+from paralab.report.facts import in_outline, measured_steps, reported_ranks
 from paralab.report.tables import COPY_LANES, DRY, Tables
 from paralab.spec.tiers import WAYS
 from paralab.theory import training

@@ -12,7 +12,7 @@ from collections import Counter
 import pandas as pd
 
 from paralab.checks import illegal
-from paralab.report.about import in_outline, own_calls, reach
+from paralab.report.facts import in_outline, own_calls, reach
 from paralab.report.tables import Tables
 from paralab.spec.links import Reach
 from paralab.theory.traffic import most_sent

@@ -22,8 +22,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, instance
-from paralab.report import about, amounts, metrics
-from paralab.report.about import device_of, needs_own_devices, needs_times
+from paralab.report import amounts, facts, metrics
+from paralab.report.facts import device_of, needs_own_devices, needs_times
 from paralab.report.tables import Tables
 from paralab.theory.gaps import EXPOSED_COPIES, MOVED, WAITED, notes_on
 from paralab.theory.replay import replay
@@ -163,7 +163,7 @@ def _same_subject(expect: Tables, report: Tables) -> None:
             why = "no model of the library was trained, so there is no prediction to compare with"
             legal = "what pl.predict(model, plan) and pl.run(model, plan) return, or pl.observe"
             raise illegal(name, tables, why, legal)
-    if expect.world_size != (ranks := len(about.reported_ranks(report))):
+    if expect.world_size != (ranks := len(facts.reported_ranks(report))):
         counted = f"{expect.world_size} rank{'s were' if expect.world_size != 1 else ' was'}"
         raise ValueError(
             f"world_size: {counted} predicted, and the run had {ranks}; legal: a prediction for as "
@@ -195,17 +195,17 @@ def _same_subject(expect: Tables, report: Tables) -> None:
 # ---- quantities -------------------------------------------------------------------------------
 def _quantities(report: Tables) -> dict[str, float]:
     """{quantity: its value in one report}, in the order of the table's rows: the mean over ranks,
-    the median over `about.measured_steps`.
+    the median over `facts.measured_steps`.
     """
-    steps, spans, calls = about.measured_steps(report), report.spans, about.own_calls(report)
+    steps, spans, calls = facts.measured_steps(report), report.spans, facts.own_calls(report)
     calls = calls[calls["step"].isin(steps)]
     waited = metrics.medians([metrics.exposed(report, step) for step in steps], metrics.EXPOSED)
     copies = metrics.medians([metrics.copy_shares(report, step) for step in steps], metrics.COPIED)
     lane = spans[spans["lane"] == "compute"]
     seconds = metrics.seconds_of(report, lane).groupby([lane["step"], lane["kind"]]).sum()
     moved = report.copies[report.copies["step"].isin(steps)]
-    ranks, count = len(about.reported_ranks(report)), max(len(steps), 1)
-    outline = about.in_outline(report)  # a row of collectives stands for many calls
+    ranks, count = len(facts.reported_ranks(report)), max(len(steps), 1)
+    outline = facts.in_outline(report)  # a row of collectives stands for many calls
 
     def spent(kind: str) -> float:
         return median([float(seconds.get((s, kind), 0.0)) / ranks for s in steps] or [math.nan])
@@ -232,12 +232,12 @@ def _first_traffic_difference(expect: Tables, report: Tables) -> str:
     """Where calls and copies of a run first differ from those predicted; "" if they agree."""
     if "observed" in report.meta:
         return _first_sum_difference(expect, report)
-    summed = about.in_outline(expect)
+    summed = facts.in_outline(expect)
     predicted, run = _traffic(expect, summed), _traffic(report, summed)
     # {rank: its calls in the first predicted step}, as all predicted steps are alike
     by_rank = {rank: calls for (_, rank), calls in sorted(predicted.items(), reverse=True)}
-    for step in about.measured_steps(report):
-        for rank in about.reported_ranks(expect):
+    for step in facts.measured_steps(report):
+        for rank in facts.reported_ranks(expect):
             want, got = by_rank.get(rank, Counter()), run.get((step, rank), Counter())
             if want != got:
                 missing, extra = want - got, got - want
@@ -262,7 +262,7 @@ def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:
     """
     kind = ["step", "rank", "op", "lane", "category"]
     names = {"axis": "lane", "wire_bytes": "bytes"}
-    calls = about.own_calls(report).rename(columns=names).assign(category="")
+    calls = facts.own_calls(report).rename(columns=names).assign(category="")
     counts: dict[tuple[int, int], Counter] = defaultdict(Counter)
     for rows in (calls, report.copies.assign(payload_bytes=0)):
         rows = rows[[*kind, "payload_bytes", "bytes"]]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from paralab.report import about, metrics
+from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import Plan
 from paralab.theory import ideal
@@ -83,7 +83,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
     if step["measured"] < 0.9 * step["replayed"]:
         yield "Messages and copies took less time than the links of the replay would need."
     elif step["measured"] > 1.1 * step["replayed"]:
-        if about.device_of(report) == "cuda":
+        if facts.device_of(report) == "cuda":
             yield "Python launches kernels one by one, and the device is idle in between."
         elif cores and ranks > cores:
             yield (
@@ -169,13 +169,13 @@ def _outside(report: Tables) -> float:
         for table in (report.steps, lane)
     )
     ranks = report.steps.groupby("step")["rank"].nunique()
-    outside = (of_steps.sub(of_spans, fill_value=0.0) / ranks).reindex(about.measured_steps(report))
+    outside = (of_steps.sub(of_spans, fill_value=0.0) / ranks).reindex(facts.measured_steps(report))
     return float(outside.median())
 
 
 def other_threads(report: Tables) -> float:
     """CPU seconds of a rank's threads other than its own: mean over ranks, median step."""
-    steps = report.steps[report.steps["step"].isin(about.measured_steps(report))]
+    steps = report.steps[report.steps["step"].isin(facts.measured_steps(report))]
     used = steps.groupby("step")["beside"].mean()
     return float(used.median()) if len(used) else 0.0
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paralab.parallel.schedules import SCHEDULES, Action
-from paralab.report import about, metrics
+from paralab.report import facts, metrics
 from paralab.report.tables import COMPUTE_KINDS, Tables, letters
 from paralab.spec import Cluster
 from paralab.theory.replay import replay
@@ -59,7 +59,7 @@ def stage_costs(report: Tables) -> dict[str, list[float]]:
     the input half, and backwards that were not split are left out.
     """
     spans = _compute(report)
-    spans = spans[spans["step"].isin(about.measured_steps(report))]
+    spans = spans[spans["step"].isin(facts.measured_steps(report))]
     split = spans["stage"].isin(spans["stage"][spans["kind"] == "weight_grad"])
     spans = spans[~(split & (letters(spans) == "B"))]
     stages = 1 + int(spans["stage"].max()) if len(spans) else 1

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from paralab.checks import illegal, instance, real
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
 from paralab.programs.instructions import Instr
-from paralab.report.about import device_of, in_outline, node_of, reach
+from paralab.report.facts import device_of, in_outline, node_of, reach
 from paralab.report.tables import Tables, letters
 from paralab.spec import Cluster
 from paralab.spec.links import Reach

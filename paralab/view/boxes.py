@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from paralab.checks import choice, illegal
-from paralab.report import about, metrics
+from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.view import lanes, naming, theme
 
@@ -127,7 +127,7 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     Raises ValueError if the report has no such step or rank, or no step at all.
     """
     step = metrics.chosen_step(report, step)
-    reported = about.reported_ranks(report)
+    reported = facts.reported_ranks(report)
     if ranks is not None and not (isinstance(ranks, Collection) and len(ranks)):
         raise illegal("ranks", ranks, "not a list of ranks", ", ".join(map(str, reported)))
     wanted = reported if ranks is None else [choice("ranks", r, tuple(reported)) for r in ranks]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-import paralab.view.late_grammar  # noqa: F401  it has to be there before plotly shows a figure
+import paralab.view.lazy_grammar  # noqa: F401  it has to be there before plotly shows a figure
 from paralab.view import theme
 
 if TYPE_CHECKING:

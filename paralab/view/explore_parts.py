@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import Any
 
 from paralab.parallel.schedules import SCHEDULES
-from paralab.report.about import reported_ranks
 from paralab.report.amounts import peak, peak_memory, traffic
+from paralab.report.facts import reported_ranks
 from paralab.report.summary import utilisation
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.report.about import needs_tables
 from paralab.report.amounts import peak
+from paralab.report.facts import needs_tables
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart
@@ -41,8 +41,8 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
     if len(shown) < len(by_rank):
         remarks.append(f"{len(shown)} of {len(by_rank)} ranks drawn, the highest peak among them")
     for tier, where in (("host", "on the host"), ("file", "in files")):
-        if (away := peak(report, tier=tier, rank=worst.rank)) is not None and away.total:
-            remarks.append(f"at most {theme.scaled(away.total, 'B')} {where}")
+        if (offloaded := peak(report, tier=tier, rank=worst.rank)) is not None and offloaded.total:
+            remarks.append(f"at most {theme.scaled(offloaded.total, 'B')} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
     fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
     ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(by_rank)} rank"

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from paralab.report import written
+from paralab.report import output_files
 from paralab.report.summary import readable, summary
 from paralab.report.tables import DRY
 from paralab.spec import Plan
@@ -36,7 +36,7 @@ def to_html(
 
     Titles are escaped; the HTML of a section is trusted as it is, so escape what you put into it.
     """
-    written.write(path, page(report, sections=sections).encode())
+    output_files.write(path, page(report, sections=sections).encode())
 
 
 def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from typing import Any
 
-from paralab.report import written
+from paralab.report import output_files
 from paralab.report.tables import Tables
 from paralab.view.boxes import of_span
 from paralab.view.lanes import ROW_NAME, order, tracks
@@ -28,7 +28,7 @@ def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"written by": "paralab", "clock": report.clock, "report": repr(report)},
     }
-    written.write(path, json.dumps(trace).encode())
+    output_files.write(path, json.dumps(trace).encode())
 
 
 def _microseconds(seconds: float) -> float:

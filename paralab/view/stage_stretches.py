@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.report import about, metrics
+from paralab.report import facts, metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
 from paralab.view import box_traces, boxes, naming, pipeline, theme
@@ -70,7 +70,7 @@ def stage_time(
     Beneath each row are the rank's calls of data parallelism. ``.table`` has a row for every
     stretch, in seconds. Raises ValueError if the report has no such step or rank, or no step.
     """
-    about.needs_tables(report)
+    facts.needs_tables(report)
     step, shown = boxes.chosen(report, step, ranks)
     if ranks is None:
         place_of = report.plan.place

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.checks import illegal
-from paralab.report import about, metrics
+from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.view import boxes, naming, theme
 from paralab.view.boxes import Section
@@ -81,7 +81,7 @@ def timelines(
     """
     _check(reports, labels)
     names = [str(label) for label in labels] if labels is not None else naming.apart(reports)
-    ranks_of = [about.reported_ranks(report) for report in reports]
+    ranks_of = [facts.reported_ranks(report) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
     sections = [
         (boxes.section if report.plan.pp == 1 else pipeline_section)(
@@ -136,7 +136,7 @@ def finding(section: Section) -> str:
 
 def _sent(report: Tables, step: int) -> str:
     """What the rank that sends the most bytes in this step sends, and in how many calls."""
-    calls = about.own_calls(report).query("step == @step and wire_bytes > 0")
+    calls = facts.own_calls(report).query("step == @step and wire_bytes > 0")
     if calls.empty:
         return "no rank sends anything"
     sent = calls.groupby("rank")["wire_bytes"].sum()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from paralab.report import about, amounts
+from paralab.report import amounts, facts
 from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
 from paralab.view import lanes, naming, theme
@@ -34,7 +34,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     """
     dry = report.clock == DRY  # a dry run has the rows of one rank, which make no matrix
     steps = report.model is not None or "observed" in report.meta  # else calls of a function
-    n, unit = len(about.reported_ranks(report)), "step" if steps else "call"
+    n, unit = len(facts.reported_ranks(report)), "step" if steps else "call"
     sent = amounts.traffic(report, by=("level", "axis", "op"))
     copied = amounts.copied(report, by=("link", "category"))
     if report.plan.tiers is None:  # then copies only stage messages, whose bytes are counted
@@ -122,7 +122,7 @@ def _matrix(
     """Trace, lines where a node ends, and axes. In an outline (detail="actions") some receivers are
     no reported ranks: they have a column but no row.
     """
-    by_edge, senders = amounts.traffic(report, by="edge"), about.reported_ranks(report)
+    by_edge, senders = amounts.traffic(report, by="edge"), facts.reported_ranks(report)
     receivers = sorted({*senders, *by_edge["receiver"].tolist()})
     most = max(by_edge["bytes"].max() if len(by_edge) else 0.0, 1.0)
     name, per = theme.unit_of(most)
@@ -146,7 +146,7 @@ def _matrix(
     bar = {"title": {"text": name}, "x": 0.34, "thickness": 10, "len": 0.9}
     style = {"ygap": 2, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
     trace = cells.heat(columns, rows, z, words, hover_texts, name="sender to receiver", **style)
-    node = [[about.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
+    node = [[facts.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
     down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
     borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]
     borders += [line((at, at), (-0.5, len(rows) - 0.5), width=1.5) for at in across]
@@ -161,7 +161,7 @@ def _matrix(
 def _finding(
     report: Tables, sent: pd.DataFrame, optimum: float | None, copied: pd.DataFrame, per_step: str
 ) -> str:
-    n, name = len(about.reported_ranks(report)), theme.text(naming.subject(report))
+    n, name = len(facts.reported_ranks(report)), theme.text(naming.subject(report))
     total, size = float(sent["bytes"].sum()), float(copied["bytes"].sum())
     does = [f"sends {theme.scaled(total / n, 'B')}"] if total else []
     does += [f"copies {theme.scaled(size / n, 'B')}"] if size else []

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from paralab.view import late_grammar  # noqa: F401  before nbval imports nbformat
+from paralab.view import lazy_grammar  # noqa: F401  before nbval imports nbformat
 
 # isort: split
 from nbval.kernel import RunningKernel

@@ -49,9 +49,8 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
     """
     place = _place("path", path)
     if place.name.endswith(".gz"):
-        data = gzip.compress(
-            data, 6, mtime=0
-        )  # without a date, so that equal data give equal files
+        # Without a date, so that equal data give equal files.
+        data = gzip.compress(data, 6, mtime=0)
     if not place.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {place.parent}; create it first")
     scratch = place.with_name(f".{secrets.token_hex(8)}.tmp")

@@ -26,7 +26,7 @@ _NAMES = {"shard": "parameters", "gshard": "gradients", "opt": "optimizer"}
 _FILES = {"shard": "parameters", "gshard": "gradient", "opt": "states"}
 
 
-class Away:
+class Offloaded:
     """The states of one rank that its plan offloads.
 
     store    {value of the rank: a tensor on the host, or the name of a file}

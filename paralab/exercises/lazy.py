@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 
-class LateModule:
+class LazyModule:
     """Stands for a module. Attributes are not cached, because a check replaces some of torch's."""
 
     def __init__(self, name: str) -> None:
@@ -29,5 +29,5 @@ if TYPE_CHECKING:
     from paralab.exercises import watched
     from paralab.model import reference
 else:
-    np, torch, dist = map(LateModule, ("numpy", "torch", "torch.distributed"))
-    watched, reference = map(LateModule, ("paralab.exercises.watched", "paralab.model.reference"))
+    np, torch, dist = map(LazyModule, ("numpy", "torch", "torch.distributed"))
+    watched, reference = map(LazyModule, ("paralab.exercises.watched", "paralab.model.reference"))

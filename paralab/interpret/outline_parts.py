@@ -9,7 +9,7 @@ import numpy as np
 from paralab.theory.order import CODE
 
 
-class Turns(NamedTuple):
+class Actions(NamedTuple):
     """The actions in a rank's list, in order, (n,) each. letter: as in `CODE`; first, last:
     positions of the first and the last compute.
     """
@@ -27,7 +27,7 @@ class Turns(NamedTuple):
         return int(self.first[::-1][at].min())
 
     @property
-    def behind(self) -> int:
+    def after_all(self) -> int:
         """Position of the first instruction after all actions."""
         return int(self.last.max()) + 1
 

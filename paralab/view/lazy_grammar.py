@@ -22,13 +22,13 @@ def _real(name: str) -> Any:
     """An attribute of the real package, which is imported now."""
     if name.startswith("__"):  # code that inspects all modules reads these
         raise AttributeError(name)
-    if sys.modules.get(NAME) is late:
+    if sys.modules.get(NAME) is stand_in:
         del sys.modules[NAME]
     return getattr(importlib.import_module(NAME), name)
 
 
 if NAME not in sys.modules and (found := importlib.util.find_spec(NAME)) is not None:
-    sys.modules[NAME] = late = ModuleType(NAME)
-    late.__spec__, late.__path__ = found, found.submodule_search_locations
-    late.__file__, late.__getattr__ = found.origin, _real
-    late.is_valid_syntax = lambda term, value: _real("is_valid_syntax")(term, value)
+    sys.modules[NAME] = stand_in = ModuleType(NAME)
+    stand_in.__spec__, stand_in.__path__ = found, found.submodule_search_locations
+    stand_in.__file__, stand_in.__getattr__ = found.origin, _real
+    stand_in.is_valid_syntax = lambda term, value: _real("is_valid_syntax")(term, value)
