@@ -26,14 +26,21 @@ ADDED = [
      f"{name} = part + ({name} if step else 0)")
     for line, name in (("row", "dx"), ("column", "dw"))
 ]  # fmt: skip
+KEEPS = {name: f"{line}) == step:\n                {name} = part"
+         for name, line in (("dx", "row"), ("dw", "column"))}  # fmt: skip
+SWAPPED = [(KEEPS["dx"], KEEPS["dx"].replace("row", "column")),
+           (KEEPS["dw"], KEEPS["dw"].replace("column", "row"))]  # fmt: skip
+TRANSPOSED = ("self.sent(self.column, w, step).t()", "self.sent(self.column, w.t(), step)")
 ROOT = changed(("group_src=step", "src=step"))
 HALF = changed(("y = x.new_zeros", "if not dist.get_rank(self.column):  # the others wait\n"
                 "            return x @ w\n        y = x.new_zeros"))  # fmt: skip
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.GathersAll, {"memory forward"}, "a whole row or column 4 times as many"),
-    (bad.GathersTheColumn, {"memory forward"}, "in addition to its own blocks, of which"),
+    (bad.GathersAll, {"memory forward"}, ("bytes in addition to its own blocks, "
+     "required: at most 20,584; a whole row or column has 30,720 bytes")),
+    (bad.GathersTheColumn, {"memory forward"}, "a whole row or column has 30,720 bytes"),
     (changed(("y += ", "y = ")), {"Y"}, f"{ALONE}X_01 W_10, to which no other"),
-    (changed((TERM, "x @ w / 2")), {"Y", "elements forward"}, "nothing is sent in row and column"),
+    (changed((TERM, "x @ w / 2")), {"Y", "elements forward"},
+     "nothing is sent in the groups row and column"),
     (changed((TERM, "self.sent(self.column, x, step) @ self.sent(self.row, w, step)")),
      {"Y"}, "; X went along the columns and W along the rows"),
     (ROOT, {"Y"}, "Global rank 0 is not part of group"),
@@ -41,7 +48,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (changed((TERM, f"{TERM} + 0 * ({TERM})")),
      {"elements forward"}, "35,328 elements, required: 17,664, 2 times as many"),
     (changed(("else torch.empty_like(block)", "else block")),
-     {"Y", "gradients"}, "; forward overwrites its x or w, which"),
+     {"Y", "gradients"}, "; forward overwrites its x or w, which later steps need: in step l only"),
     (changed((f"{SUMS}group=self.row)", "pass"), (f"{SUMS}group=self.column)", "pass")),
      {"gradients", "elements backward"}, f"{ALONE}dY_00 (W_00)ᵀ"),
     (changed((SUMS, "dist.all_reduce(part, ")), {"elements backward"},
@@ -52,12 +59,17 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"gradients", "elements backward"}, f"{ALONE}(X_00)ᵀ dY_00"),
     (changed(ACROSS_X), {"gradients"}, "; terms were summed along the column, required: the row"),
     (changed(ACROSS_W), {"gradients"}, "; terms were summed along the row, required: the column"),
-    *((changed(*how, *ADDED), {"gradients"}, "added what every step gave; its block is that of")
+    *((changed(*how, *ADDED), {"gradients"}, "results of all steps were added; its block is the")
       for how in ((), [(SUMS, "dist.all_reduce(part, ")])),
-    (changed(ADDED[1]), {"gradients"}, "; it added what every step gave; its block is that of"),
+    (changed(ADDED[1]), {"gradients"}, "results of all steps were added; its block is the sum of"),
     (changed(("return dx, dw", "return dx")), {"Y"},
      "q=2: rank 0 raised ValueError: too many values to unpack"),
     (changed(("return dx, dw", "return None")), {"Y"}, "cannot unpack non-iterable NoneType"),
+    *((changed(one), {"gradients"}, (f"(0, 1): block of {name}", "; it is its own term of step "
+       f"{own}, its place in the {line}; it has to keep the sum of step {1 - own}, its place in"))
+      for name, own, line, one in (("dX", 0, "column", SWAPPED[0]), ("dW", 1, "row", SWAPPED[1]))),
+    (changed(TRANSPOSED), {"Y"}, ("raised ValueError: broadcast of a tensor of shape (6, 48): it "
+     "is not contiguous in memory", "; legal: tensor = tensor.contiguous() before the call")),
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
     (changed(("def forward", "def f"), ("def backward", "def b")), {"Y"},
      "no method forward and no backward"),
