@@ -121,10 +121,11 @@ def first_other_bits(
         if found[name].tobytes() != right.tobytes():
             count = int((found[name] != right).sum())
             most = np.abs(found[name] - right).max() / np.abs(right).max()
-            return (
-                f"{name} differs in {count:,} of {right.size:,} elements, by up to {most:.1e} of "
-                f"its largest entry{_first_near(found[name], known(name), 0.0)}"
-            )
+            how = f"by up to {most:.1e} of its largest entry"
+            if lost := int(np.isnan(found[name]).sum()):
+                how = f"of which {lost:,} {'is' if lost == 1 else 'are'} NaN"
+            said = f"{name} differs in {count:,} of {right.size:,} elements, {how}"
+            return said + _first_near(found[name], known(name), 0.0)
     return ""
 
 
