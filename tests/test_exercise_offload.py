@@ -27,14 +27,14 @@ def changed(rule):
 
 WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.one_after_the_other, {TIME},
-     "units=6, window=2: fast host, 198 ms, required: at most 150 ms: the "
+     "units=6, window=2: with the fast host it takes 198 ms, required: at most 150 ms; the "
      "lane disk is idle from 10 ms to 18 ms, before write 0"),
     (lambda n, w: good(n, 1), {TIME}, "198 ms, required: at most 150 ms"),
     (bad.in_batches, {TIME},
-     "units=6, window=2: slow host, 255 ms, required: at most 205 ms: the lane "
+     "units=6, window=2: with the slow host it takes 255 ms, required: at most 205 ms; the lane "
      "host is idle from 70 ms to 95 ms, before update 2"),
     (lambda n, w: [(kind, u, u % w) for kind in KINDS for u in range(n)], {JOBS},
-     "jobs[2]=('read', 2, 0): overwrites unit 0, which is in"),
+     "jobs[2]=('read', 2, 0): it overwrites unit 0, which is in"),
     (lambda n, w: [(kind, u, u % w) for u in range(n) for kind in ("read", "write", "update")],
      {JOBS}, "jobs[1]=('write', 0, 0): unit 0 has not been"),
     (changed(lambda jobs, *_: sorted(jobs, key=lambda job: job[0] == "update")), {JOBS},
@@ -44,7 +44,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (changed(lambda jobs, n, w: [(k, (u + (k == "write")) % n, b) for k, u, b in jobs]), {JOBS},
      "jobs[4]=('write', 1, 0): unit 1 is not in"),
     (changed(lambda jobs, *_: [job for job in jobs if job[0] != "write"]), {JOBS},
-     "overwrites unit 0, which is in that buffer and not written"),
+     "overwrites unit 0, which is in that buffer and has not been written"),
     (changed(lambda jobs, *_: jobs[:-1]), {JOBS}, "there is no write of unit 5"),
     (changed(lambda jobs, n, w: [job for job in jobs if job[:2] != ("update", n - 1)]), {JOBS},
      "unit 5 has not been updated by then"),
@@ -54,11 +54,11 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (changed(lambda jobs, *_: [*jobs[:2], jobs[1], *jobs[2:]]), {JOBS},
      "jobs[2]=('update', 0, 0): the update of unit 0 is there"),
     (lambda n, w: good(n, w + 1), {MEMORY},
-     "jobs[4]=('read', 2, 2): buffers are 0 to 1"),
+     "jobs[4]=('read', 2, 2): the buffers are 0 to 1"),
     (changed(lambda jobs, *_: [(k, u, b + 1) for k, u, b in jobs]), {MEMORY},
-     "jobs[2]=('read', 1, 2): buffers are 0 to 1"),
+     "jobs[2]=('read', 1, 2): the buffers are 0 to 1"),
     (lambda n, w: good(n, 2), {MEMORY},
-     "units=5, window=1: jobs[2]=('read', 1, 1): buffers are 0 to 0"),
+     "units=5, window=1: jobs[2]=('read', 1, 1): the only buffer is 0"),
     (lambda n, w: good(6, w), {JOBS}, "units=1, window=2: len(jobs)=18: too m"),
     (changed(lambda jobs, n, w: [(k, u, b if w > 1 else u % 0) for k, u, b in jobs]), {JOBS},
      "units=5, window=1: raised ZeroDivisionError"),
@@ -77,7 +77,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (changed(lambda jobs, *_: jobs * 10**4), {JOBS},
      "more than 20,000 entries; legal: "),
     (lambda n, w: [("read", 0, 0) for _ in iter(int, 1)], {JOBS},
-     "2,000,000 lines of it were run, and it has not ended"),
+     "2,000,000 lines of the answer were run, and it has not ended"),
     (attacks.stream_not_for_four, {JOBS}, "units=4, window=2: jobs[11][1]=4: out of range"),
 ]  # fmt: skip
 RIGHT = [

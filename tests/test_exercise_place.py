@@ -110,7 +110,7 @@ WRONG = [  # answer to (model, cluster, batch, ask), limits it breaks, words of 
     (lambda m, c, b, ask: planned(3, 1, b, 48), {PLAN}, "tp=3"),
     (lambda *asked: Claims(dp=16, precision="bf16"), {PLAN}, "not a plan; legal: a pl.Plan(...)"),
     *(
-        (one, {PLAN}, "here it cannot be asked")
+        (one, {PLAN}, "so this function of it may not be called")
         for one in (searches, searches_by_name, predicts, weighs)
     ),
     (best_of_all, {PLAN}, "plan=None: not a plan"),

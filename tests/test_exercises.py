@@ -120,7 +120,7 @@ test_wrong_states_are_refused, test_right_states_pass, test_their_stub = TABLE.t
     "answer, timeout, words",
     [
         (attacks.exits, 20, "called sys.exit(3)"),
-        (attacks.never_ends, 20, "2,000,000 lines of it were run"),
+        (attacks.never_ends, 20, "2,000,000 lines of the answer were run"),
         (attacks.never_ends_in_c, 1, "nothing moves any more"),
     ],
 )
@@ -161,8 +161,8 @@ def test_an_answer_that_is_made_of_the_one_that_is_shown_is_refused():
         pass
 
     for name, answer, how in (
-        ("zero_step", Mine, "extends a class of the library's; required: one of yours"),
-        ("accumulate", defined(WRAPS, "accumulate"), "calls an answer of the library's; required"),
+        ("zero_step", Mine, "extends a class of the library; required: one that you have written"),
+        ("accumulate", defined(WRAPS, "accumulate"), "calls an answer of the library; required"),
     ):
         verdict = pl.exercises.ALL[name].check(answer)
         assert not verdict and how in verdict.said

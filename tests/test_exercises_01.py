@@ -56,10 +56,11 @@ RINGS = [  # answer, limits it breaks, words of the verdict
            "        mine += partial\n        [work.wait() for work in works]")),
      {"result"}, "a chunk is read before the wait() of its receive"),
     (LONGER, {"result"},
-     "N=2: rank 0 raised OrderError: recv #1 is of 5001 float32, and rank 1 sends 5000 float32"),
+     "N=2: rank 0 raised OrderError: recv #1 is for 5,001 elements of float32, and rank 1 sends "
+     "5,000 elements of float32"),
     (SENDS_FIRST, {"result"}, "nothing moves any more: rank 0 in send"),
     (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
-     "yours cannot be called so: missing a required argument"),
+     "yours cannot be called in this way: missing a required argument"),
     (bad.raises, {"result"}, ("raised KeyError: 'chunk 7', line 78 of bad_answers_01.py in raises: "
                               "raise KeyError(")),
 ]  # fmt: skip

@@ -100,7 +100,7 @@ DDPS = [
     (bad.Torchs, {"gradients"}, "all_gather is not called by a function of torch.distributed"),
     (own(("def finish(", "def over(")), {"gradients"}, "no method finish"),
     (own(("module: nn.Module, bucket_bytes: int", "module: nn.Module"), (BUCKET, "= module, 9**6")),
-     {"gradients"}, "yours cannot be called so: got an unexpected keyword"),
+     {"gradients"}, "yours cannot be called in this way: got an unexpected keyword"),
 ]  # fmt: skip
 RIGHT_DDP = own((WORK, f"{MEAN}\n        {WORK}"), (f"            {MEAN}\n", ""))
 HANGS = (OTHER_ORDER, bad.Torchs)

@@ -26,14 +26,21 @@ ADDED = [
      f"{name} = part + ({name} if step else 0)")
     for line, name in (("row", "dx"), ("column", "dw"))
 ]  # fmt: skip
+KEEPS = {name: f"{line}) == step:\n                {name} = part"
+         for name, line in (("dx", "row"), ("dw", "column"))}  # fmt: skip
+SWAPPED = [(KEEPS["dx"], KEEPS["dx"].replace("row", "column")),
+           (KEEPS["dw"], KEEPS["dw"].replace("column", "row"))]  # fmt: skip
+TRANSPOSED = ("self.sent(self.column, w, step).t()", "self.sent(self.column, w.t(), step)")
 ROOT = changed(("group_src=step", "src=step"))
 HALF = changed(("y = x.new_zeros", "if not dist.get_rank(self.column):  # the others wait\n"
                 "            return x @ w\n        y = x.new_zeros"))  # fmt: skip
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (bad.GathersAll, {"memory forward"}, "a whole row or column 4 times as many"),
-    (bad.GathersTheColumn, {"memory forward"}, "in addition to its own blocks, of which"),
+    (bad.GathersAll, {"memory forward"}, ("bytes in addition to its own blocks, "
+     "required: at most 20,584; a whole row or column has 30,720 bytes")),
+    (bad.GathersTheColumn, {"memory forward"}, "a whole row or column has 30,720 bytes"),
     (changed(("y += ", "y = ")), {"Y"}, f"{ALONE}X_01 W_10, to which no other"),
-    (changed((TERM, "x @ w / 2")), {"Y", "elements forward"}, "nothing is sent in row and column"),
+    (changed((TERM, "x @ w / 2")), {"Y", "elements forward"},
+     "nothing is sent in the groups row and column"),
     (changed((TERM, "self.sent(self.column, x, step) @ self.sent(self.row, w, step)")),
      {"Y"}, "; X went along the columns and W along the rows"),
     (ROOT, {"Y"}, "Global rank 0 is not part of group"),
@@ -41,7 +48,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (changed((TERM, f"{TERM} + 0 * ({TERM})")),
      {"elements forward"}, "35,328 elements, required: 17,664 (yours is 2 times that)"),
     (changed(("else torch.empty_like(block)", "else block")),
-     {"Y", "gradients"}, "; forward overwrites its x or w, which"),
+     {"Y", "gradients"}, "; forward overwrites its x or w, which later steps need: in step l only"),
     (changed((f"{SUMS}group=self.row)", "pass"), (f"{SUMS}group=self.column)", "pass")),
      {"gradients", "elements backward"}, f"{ALONE}dY_00 (W_00)ᵀ"),
     (changed((SUMS, "dist.all_reduce(part, ")), {"elements backward"},
@@ -52,15 +59,20 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"gradients", "elements backward"}, f"{ALONE}(X_00)ᵀ dY_00"),
     (changed(ACROSS_X), {"gradients"}, "; terms were summed along the column, required: the row"),
     (changed(ACROSS_W), {"gradients"}, "; terms were summed along the row, required: the column"),
-    *((changed(*how, *ADDED), {"gradients"}, "added what every step gave; its block is that of")
+    *((changed(*how, *ADDED), {"gradients"}, "results of all steps were added; its block is the")
       for how in ((), [(SUMS, "dist.all_reduce(part, ")])),
-    (changed(ADDED[1]), {"gradients"}, "; it added what every step gave; its block is that of"),
+    (changed(ADDED[1]), {"gradients"}, "results of all steps were added; its block is the sum of"),
     (changed(("return dx, dw", "return dx")), {"Y"},
      "q=2: rank 0 raised ValueError: too many values to unpack"),
     (changed(("return dx, dw", "return None")), {"Y"}, "cannot unpack non-iterable NoneType"),
+    *((changed(one), {"gradients"}, (f"(0, 1): block of {name}", "; it is its own term of step "
+       f"{own}, its place in the {line}; it has to keep the sum of step {1 - own}, its place in"))
+      for name, own, line, one in (("dX", 0, "column", SWAPPED[0]), ("dW", 1, "row", SWAPPED[1]))),
+    (changed(TRANSPOSED), {"Y"}, ("raised ValueError: broadcast of a tensor of shape (6, 48): it "
+     "is not contiguous in memory", "; legal: tensor = tensor.contiguous() before the call")),
     (HALF, {"Y"}, "every member has to make the same calls in the same order"),
     (changed(("def forward", "def f"), ("def backward", "def b")), {"Y"},
-     "no method forward and no backward"),
+     "no method forward and no method backward"),
     (lambda group, row, column: None, {"Y"}, "missing a required argument: 'column'"),
 ]  # fmt: skip
 
@@ -101,9 +113,9 @@ LOCAL = groups(
 )
 LINE = [  # answer, limits it breaks, words of the verdict
     (groups((LINES, "return columns[j], rows[i]")), {"row", "column"},
-     "[0, 2], required: [0, 1]; it is its column"),
+     "[0, 2], required: [0, 1]; these are the ranks of its column"),
     (groups((LINES, "return rows[i], rows[i]")), {"column"},
-     "[0, 1], required: [0, 2]; it is its row"),
+     "[0, 1], required: [0, 2]; these are the ranks of its row"),
     (groups(("b for a in", "(a + b) % q for a in"), ("columns[j]", "columns[(j - i) % q]")),
      {"column"}, "the column has the ranks [0, 3], required: [0, 2]"),
     (groups(("rows[i]", "dist.new_group(list(range(q * q)))")), {"row"},
@@ -111,15 +123,16 @@ LINE = [  # answer, limits it breaks, words of the verdict
     (groups(("dist.new_group(", "list(")), {"row"},
      "the row is [0, 1], required: a group that dist.new_group(ranks) has"),
     (groups((LINES, "return (rows[i],)")), {"row"},
-     "a row and a column, two groups, this is 1 of them"),
-    (FIRST_ONES, {"row"}, " raised ValueError: the row is a group that this rank is no "
-     "member of, required: a group"),
+     "a row and a column, two groups; the answer returns a tuple of length 1"),
+    (FIRST_ONES, {"row"}, " raised ValueError: the row is a group of which this rank is "
+     "no member, required: a group"),
     (groups((ROWS, "rows = {i: dist.new_group([i * q + b for b in range(q)])}"),
             (COLUMNS, "columns = {j: dist.new_group([a * q + j for a in range(q)])}")), {"row"},
      "q=2: rank 2 makes the group [2, 3] where rank 0 makes the group [0, 1]: every rank has to"),
     (groups((COLUMNS, COLUMNS.replace("b in range(q)", "b in range(q if i else j + 1)"))), {"row"},
      "q=2: rank 1 makes the group [1, 3] where rank 0 makes no other group"),
-    (groups((LINES, "pass")), {"row"}, "a row and a column, two groups, this is NoneType"),
+    (groups((LINES, "pass")), {"row"},
+     "a row and a column, two groups; the answer returns a NoneType"),
 ]  # fmt: skip
 FIRST, NEXT = "moved(x, w, i, j)", "moved(x, w, 1, 1)"
 WAYS = [
@@ -139,20 +152,21 @@ TURN = [
     *((cannon((FIRST, f"moved(x, w, {way})")), {"Y"}, words) for way, words in WAYS),
     (cannon((NEXT, "moved(x, w, 1, -1)")), {"Y"},
      ("q=4: rank (0, 0): block of Y, element (0, 0): ",
-      "; X goes left and W goes down in between, or X right and W ")),
+      "; between the products X goes left and W down, or X right and W ")),
     (cannon(("range(q - 1)", "range(q - 2)")), {"Y"}, "; the last of the q products is missing"),
     (cannon(("y += x @ w", "y = x @ w")), {"Y"},
      f"{ALONE}X_01 W_10, to which no other was added"),
     (cannon((f"x, w = {FIRST}", "return x @ w")), {"Y"},
-     "; nothing was moved, it is the product of the rank's own "),
+     "; nothing was moved: it is the product of the rank's own "),
     (cannon((f"x, w = {FIRST}", "for step in range(q - 1):\n"
              "        x, w = moved(x, w, step < i, step < j)")), {"blocks sent"},
-     "q=4: rank (3, 3) sends 52,992 bytes, 4 blocks of X and of W are 35,328"),
-    (bad.cannon_by_broadcasts, {"calls", "blocks sent"}, "q=2: calls broadcast"),
+     "q=4: rank (3, 3) sends 52,992 bytes, required: at most 35,328, 4 blocks of X and of W"),
+    (bad.cannon_by_broadcasts, {"calls", "blocks sent"},
+     "q=2: it calls broadcast, required: messages between two ranks"),
     (bad.cannon_fetches, {"calls"},
      "q=4: rank (0, 0) sends to rank (0, 2) after the first move, required: to a neighbour"),
     (cannon(("return y", "moved(*moved(x, w, 1, 0), 1, 0)\n    return y")), {"blocks sent"},
-     "q=2: rank (1, 1) sends 33,024 bytes, 2 blocks"),
+     "q=2: rank (1, 1) sends 33,024 bytes, required: at most 17,664, 2 blocks"),
     (bad.cannon_in_place, {"Y"}, "q=2: it changes x, which its caller still needs: work on a copy"),
     (bad.cannon_overwrites, {"Y"}, "a tensor of send #0 was changed before it was waited for"),
     (cannon(("work.wait()", "pass")), {"Y"}, "q=2: rank 0 never waits for send #0"),
@@ -172,4 +186,4 @@ test_a_wrong_cannon_is_refused, test_a_right_cannon_passes, test_the_stub = TORU
 
 def test_a_wrong_sum_over_a_group_is_said_with_the_right_one():
     said = torus._wrong_sums(0, "a sum over each", {"sums": [3.0, 2.0]}, 2)
-    assert said == "rank 0: the sums are [3.0, 2.0], required: [1.0, 2.0]"
+    assert said == "rank 0: the sums in its row and its column are [3.0, 2.0], required: [1.0, 2.0]"

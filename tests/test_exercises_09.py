@@ -22,15 +22,19 @@ WRONG_BANDWIDTH = [  # answer, limits it breaks, words of the verdict
     (needed(("8 * tokens", "6 * tokens")), ALL, "8 FLOPs per parameter and token, not 6"),
     (needed(("8 * tokens", "2 * tokens")), ALL, "that counts forward alone"),
     (needed(("8 * tokens", "4 * tokens")), ALL,
-     ("shares (2,048 tokens", "(a multiply-add is two FLOPs)", "0.976562 GB/s (2 times as much)")),
+     ("shares (2,048 tokens",
+      "(a multiply-add is two FLOPs: 8 FLOPs per parameter and token, not 4)",
+      "0.976562 GB/s (2 times as much)")),
     (needed(("8 * tokens", "8")), ALL, "tokens are missing"),
     (needed((" / moved", "")), ALL, "that is for one byte per parameter"),
-    (needed((SHARE, "1 / (1 - efficiency)")), ALL, "copies take 1 - e of the step, which is"),
-    (needed((SHARE, "efficiency")), ALL, "that is e X / I: the device computes e of the time"),
+    (needed((SHARE, "1 / (1 - efficiency)")), ALL,
+     "copies may take (1 - e) / e of the time of the computation"),
+    (needed((SHARE, "efficiency")), ALL, "that is e X / I: copies have 1 - e of the step's time"),
     (needed((SHARE, "(1 - efficiency) / efficiency")), {OTHERS, PAPER},
      "e and 1 - e are exchanged"),
-    (needed((f"{SHARE} * ", "")), {OTHERS, PAPER}, "that is X / I: copies as long as computation"),
-    (needed(("peak / intensity", "peak / intensity / 1e9")), ALL, "those are GB/s"),
+    (needed((f"{SHARE} * ", "")), {OTHERS, PAPER},
+     "that is X / I, with which copies take as long as"),
+    (needed(("peak / intensity", "peak / intensity / 1e9")), ALL, "yours is in GB/s"),
     (needed((f"{SHARE} * peak / intensity", "'9 GB/s'")), ALL,
      "required: a number of bytes per second"),
 ]  # fmt: skip
@@ -67,6 +71,8 @@ READ, WRITE = "np.fromfile(self.path, np.float32)", "moments.tofile(self.path)"
 COUNT, NEXT = "self.steps += 1", "                at += 2 * size\n"
 FIRST_MOMENT, SECOND = "m.lerp_(g, 1 - b1)", "v.mul_(b2).addcmul_(g, g, value=1 - b2)"
 VIEW = "            p, g = parameter.view(-1)"
+LAST = "v = torch.from_numpy(moments[at + size : at + 2 * size])"
+EACH = "        for parameter in self.parameters:"
 MORE = "; the step count grows more than once in a step"
 MOVES = "p.addcdiv_(m, denominator, value=-self.lr / (1 - b1**self.steps))"
 EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
@@ -85,7 +91,7 @@ WRONG = [
     (adam((MAPPED, f"self.kept = self.kept if self.steps > 1 else {READ}"), (FLUSH, WRITE)),
      {WEIGHTS}, "so the states are not in them alone"),
     (adam((MAPPED, MAPPED.replace("r+", "c"))), {WEIGHTS},
-     ("after step 2 ", "; the states that step 1 has made are not in the files")),
+     ("after step 2 ", "; the states of step 1 were not written to the files")),
     (adam((NEXT, f"{NEXT}                {COUNT}\n")), {WEIGHTS},
      ("after step 1 embedding.token", MORE)),
     (adam((COUNT, "pass"), (VIEW, f"            {COUNT}\n{VIEW}")), {WEIGHTS},
@@ -105,6 +111,13 @@ WRONG = [
           (SECOND, "v.mul_(b2).add_((1 - b2) * g * g)"),
           (MOVES, "p.sub_(self.lr * (m / (1 - b1**self.steps) / denominator))")), {WEIGHTS},
      "after step 1 embedding.token"),
+    (adam((NEXT, "")), {WEIGHTS},
+     ("after step 1 embedding.token.weight differs in 6,827 ", "; all units have the same place")),
+    *((adam(change), {WEIGHTS}, (" elements, of which ", " are NaN; the root of a negative v is "))
+      for change in ((LAST, LAST.replace("at + size : at + 2 * size", "at : at + size")),
+                     (EACH, f"{EACH}\n            at = 0"))),
+    (adam((VIEW, VIEW.replace("view(-1)", "view(-1).clone()"))), {WEIGHTS},
+     ("after step 1 embedding.token.weight differs", "; it is as it was before the step")),
     (Misspelt, {WEIGHTS}, "raised NotImplementedError"),
 ]  # fmt: skip
 RIGHT = [

@@ -67,40 +67,42 @@ def loops_behind_a_refusal(model, plan, rank):
 
 
 WRONG = [  # changes of the answer, limits it breaks, words of the verdict
-    ([("6 if", "4 if")], {"tp"}, "forward is made twice, and its two all-reduces too"),
-    ([("else 4)", "else 6)")], {"tp"}, "(that is with recomputation, which this plan has not)"),
-    ([("plan.microbatch_size * s", "s")], {"tp", "pp"}, "(that is one sample per micro-batch)"),
-    ([("4 if plan", "2 if plan")], {"tp", "pp", "dp"}, "a number has 4 bytes"),
-    ([('"fp32" else 2', '"fp32" else 4')], {"tp", "pp", "dp"}, "a number has 2 bytes"),
+    ([("6 if", "4 if")], {"tp"}, "forward runs twice, and so do its two all-reduces"),
+    ([("else 4)", "else 6)")], {"tp"},
+     "(yours counts recomputation, which this plan does not use)"),
+    ([("plan.microbatch_size * s", "s")], {"tp", "pp"},
+     "(yours counts one sample per micro-batch)"),
+    ([("4 if plan", "2 if plan")], {"tp", "pp", "dp"}, "in fp32 a number has 4 bytes"),
+    ([('"fp32" else 2', '"fp32" else 4')], {"tp", "pp", "dp"}, "in bf16 a number has 2 bytes"),
     ([("rank // (d * t)", "rank // t % p")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
     ([("rank // (d * t)", "rank // t")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
     ([("        reduces += 1 ", "        reduces += 0 ")], {"tp"},
      "the embedding's all-reduce is missing, or the rank is on another stage: tp is innermost"),
     ([("    if stage == 0:\n        reduces", "    if True:\n        reduces")], {"tp"},
      "there is no embedding on this stage"),
-    ([("tp = m * ", "tp = ")], {"tp"}, "that is one micro-batch"),
+    ([("tp = m * ", "tp = ")], {"tp"}, "yours counts one micro-batch"),
     ([("reduces * 2 * (t - 1)", "reduces * (t - 1)")], {"tp"}, "that is half of an all-reduce"),
     ([("2 * (t - 1) * activation // t", "activation")], {"tp"}, "an all-reduce sends 2 (t-1)/t"),
-    ([("1 if stage == 0 else 2", "2")], {"pp"}, "the first stage has none to send gradients to"),
-    ([("1 if stage == 0 else 2", "1")], {"pp"}, "a stage in the middle sends gradients back, too"),
+    ([("1 if stage == 0 else 2", "2")], {"pp"}, "the first stage has no stage before it"),
+    ([("1 if stage == 0 else 2", "1")], {"pp"}, "a stage in the middle also sends gradients back"),
     ([("messages * activation", "messages * activation // t")], {"pp"}, "every tensor-parallel"),
     ([("2 * (d - 1) * width", "m * 2 * (d - 1) * width")], {"dp"}, "summed once per step"),
     ([("2 * (d - 1) * width", "(d - 1) * width")], {"dp"}, "that is half of an all-reduce"),
     ([("    if stage == 0:\n        parameters", "    if False:\n        parameters")], {"dp"},
      "dp=2, pp=3, tp=4, m=6, rank 0: "),
     ([("replicated = 2 * h + 4 * h", "replicated = 6 * h // t")], {"dp"}, "norms are not sharded"),
-    ([("return {\"tp\": tp, ", "return {")], {"tp"}, "there is no 'tp' in it"),
+    ([("return {\"tp\": tp, ", "return {")], {"tp"}, "the dict has no entry 'tp'"),
     ([("return {\"tp\": tp, \"pp\": pp, \"dp\": dp}", "return tp + pp + dp")], {"tp", "pp", "dp"},
      "required: a dict, {axis: bytes}, yours is an int"),
     ([("width = 4 if", "width = model.width if")], {"tp", "pp", "dp"}, "raised AttributeError"),
 ]  # fmt: skip
 LOOKS = counted, counted_at_the_second_try, counted_without_a_profile, counted_in_a_thread
-LIBRARY = "here it cannot be asked"
+LIBRARY = "so this function of it may not be called"
 BAD = [
     *((altered("rank_sends")(*pairs), *row) for pairs, *row in WRONG),
     *((one, set(SENDS.required), LIBRARY) for one in LOOKS),
     (loops_behind_a_refusal, set(SENDS.required), LIBRARY),
-    (counted_behind_a_loop, set(SENDS.required), "2,000,000 lines of it were run"),
+    (counted_behind_a_loop, set(SENDS.required), "2,000,000 lines of the answer were run"),
 ]
 TABLE = Table(SENDS, BAD, [by_names], exact=True)
 test_wrong_bytes_are_refused, test_right_bytes_pass, test_its_stub = TABLE.tests()

@@ -43,18 +43,30 @@ WRONG_MEMORY = {
     "everywhere": (memory("if stage == 0:", "if True:"), "(yours has an embedding on every stage)"),
     "no positions": (memory(" + model.seq_len * h", ""), "positions' embedding is missing"),
     "no norm": (memory(" + 2 * h", ""), "the last LayerNorm is missing"),
-    "sharded norms": (memory("+ 6 * h ", "+ 6 * h // t "), "norms and biases of rows are repl"),
+    "sharded norms": (
+        memory("+ 6 * h ", "+ 6 * h // t "),
+        "norms and the biases of row-parallel layers are repl",
+    ),
     "text": ((lambda m, p, s: "many", alive), "required: a number of parameters"),
-    "gpipe": (memory(FLIGHT, "plan.microbatches"), "that is GPipe: all of them"),
+    "gpipe": (memory(FLIGHT, "plan.microbatches"), "that is GPipe, which holds all micro-batches"),
     "unbounded": (memory(FLIGHT, "plan.pp - stage"), "there are no more than m"),
-    "one less": (memory(FLIGHT, "plan.pp - stage - 1"), "without the one at work"),
-    "other end": (memory(FLIGHT, "min(stage + 1, plan.microbatches)"), "from the other end"),
-    "weights": (memory(BLOCK, "block = 12 * h * h // t"), "(those are weights, without biases and"),
+    "one less": (
+        memory(FLIGHT, "plan.pp - stage - 1"),
+        "one is missing: that of the forward right before",
+    ),
+    "other end": (
+        memory(FLIGHT, "min(stage + 1, plan.microbatches)"),
+        ("from the other end", "yours 1 micro-batch ("),
+    ),
+    "weights": (
+        memory(BLOCK, "block = 12 * h * h // t"),
+        "(yours counts weights, without biases and",
+    ),
     "one stage": (
         memory("    if stage == plan.pp - 1", "    elif stage == plan.pp - 1"),
-        "(with one stage, the first is also the last)",
+        "(with one stage, the first is also the last: it has the embedding",
     ),
-    "library": ((held_by_program, alive), "here it cannot be asked"),
+    "library": ((held_by_program, alive), "so this function of it may not be called"),
     "raises": (memory(f"return {FLIGHT}", "return 1 / 0"), "ZeroDivisionError"),
 }
 RIGHT_MEMORY = stored("stage_memory", "stage_parameters", "in_flight")
@@ -77,9 +89,15 @@ WRONG_PLANS = {
     "devices": (plan(dp=24, microbatches=128), "6,144, required: at most 3,072"),
     "illegal": (plan(tp=7), "tp=7"),
     "unknown": (plan(speed=9), "speed"),
-    "nvme": (plan(offload="nvme"), "offload='nvme': not in this exercise; legal: to leave it out"),
-    "host": (plan(offload="cpu"), "offload='cpu': not in this exercise"),
-    "passes": (plan(passes=(lambda p: p,)), ("passes=(<function", ": not in this exercise")),
+    "nvme": (
+        plan(offload="nvme"),
+        "offload='nvme': not allowed in this exercise; legal: to leave it out",
+    ),
+    "host": (plan(offload="cpu"), "offload='cpu': not allowed in this exercise"),
+    "passes": (
+        plan(passes=(lambda p: p,)),
+        ("passes=(<function", ": not allowed in this exercise"),
+    ),
     "no dict": (lambda: "fast", "required: a dict"),
     "a plan": (lambda: pl.Plan(), "required: a dict"),
     "raises": (lambda: 1 / 0, "ZeroDivisionError"),

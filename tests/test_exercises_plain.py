@@ -184,13 +184,17 @@ REFUSED = [
     (functional, "all_reduce is not called by a function of torch.distributed"),
     (wrapped, "is not called by a function of torch.distributed"),
     (tagged, "tag=3: messages of two ranks are matched in the order in which they are sent"),
-    (sliced, "all_reduce=(2,): not contiguous; legal: tensor.contiguous()"),
+    (sliced, "all_reduce of a tensor of shape (2,): it is not contiguous in memory, as after a "
+     "transpose; legal: tensor = tensor.contiguous() before the call"),
     (future, "call its wait()"),
     (to_itself, "a rank sends nothing to itself"),
     (unequal(torch.ones(5), torch.ones(2, 3)),
-     "rank 1 raised OrderError: recv #0 is of 6 float32, and rank 0 sends 5 float32 (send #0)"),
-    (unequal(torch.ones(90_000), torch.ones(3)), "recv #0 is of 3 float32, and rank 0 sends 90000"),
-    (unequal(torch.ones(3).int(), torch.ones(3)), "recv #0 is of 3 float32, and rank 0 sends 3 in"),
+     "rank 1 raised OrderError: recv #0 is for 6 elements of float32, and rank 0 sends 5 elements "
+     "of float32 (send #0)"),
+    (unequal(torch.ones(90_000), torch.ones(3)),
+     "recv #0 is for 3 elements of float32, and rank 0 sends 90,000"),
+    (unequal(torch.ones(3).int(), torch.ones(3)),
+     "recv #0 is for 3 elements of float32, and rank 0 sends 3 elements of int32"),
 ]  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from paralab.exercises.questions import Mistakes, ask, unlike
 from paralab.theory.offload_costs import bandwidth_needed
 
 REQUIRED = {
-    "half the time": "a device that may wait half of the time",
-    "other shares": "80 % and 35 %, other links",
-    "ZeRO-Infinity's V100": "70 TFLOP/s, optimizer states read and written, 90 %",
+    "half the time": "an efficiency of 50 %: the device may wait half of the time",
+    "other shares": "efficiencies of 80 % and 35 %, with other devices",
+    "ZeRO-Infinity's V100": "70 TFLOP/s, optimizer states read and written, an efficiency of 90 %",
 }
 HALF, MORE, PAPER = REQUIRED
 CASES = (  # limit, tokens, bytes per parameter, FLOP/s, efficiency
@@ -40,16 +40,16 @@ def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     """(words, bandwidth) of the known mistakes."""
     yield "recomputation is missing: 8 FLOPs per parameter and token, not 6", right * 8 / 6
     yield "that counts forward alone, 2 FLOPs per parameter and token", right * 4
-    yield "copies take 1 - e of the step, which is (1 - e) / e of the computation", right / e
-    yield "a multiply-add is two FLOPs", right * 2
+    yield "copies may take (1 - e) / e of the time of the computation, not 1 - e of it", right / e
+    yield "a multiply-add is two FLOPs: 8 FLOPs per parameter and token, not 4", right * 2
     yield "tokens are missing: a parameter is used once per token", right * tokens
     yield "that is for one byte per parameter", right / moved
-    share = "that is e X / I: the device computes e of the time and copies 1 - e of it"
+    share = "that is e X / I: copies have 1 - e of the step's time, not all of it"
     yield share, right * (1 - e)
     yield "e and 1 - e are exchanged", right * ((1 - e) / e) ** 2
-    yield "that is X / I: copies as long as computation, half of the time", right * (1 - e) / e
-    yield "those are GB/s", right / 1e9
-    yield "those are GiB/s", right / 2**30
+    yield "that is X / I, with which copies take as long as the computation", right * (1 - e) / e
+    yield "yours is in GB/s, required: bytes per second", right / 1e9
+    yield "yours is in GiB/s, required: bytes per second", right / 2**30
 
 
 def _gb_per_s(bandwidth: float) -> str:

@@ -15,6 +15,7 @@ from paralab.checks import shown
 from paralab.exercises.diagnose import TOLERANCE, near
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist, np, torch, watched
+from paralab.exercises.questions import kind_of
 from paralab.exercises.summa import SCALARS, SHAPES, blocks, grid_name, wrong_block
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
@@ -38,6 +39,7 @@ REQUIRED = {
 }
 PRODUCT, CALLS, SENT, MEMORY = REQUIRED
 AT_FIRST = " before the first product"
+MESSAGES = "messages between two ranks"
 FIRST = {  # {words: (i, j) -> how far X goes left and W goes up before the first product}
     f"nothing was moved{AT_FIRST}": lambda i, j: (0, 0),
     f"W was not moved{AT_FIRST}": lambda i, j: (i, 0),
@@ -64,14 +66,14 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     groups = answer[0](q)
     watch.calls.agree()  # else the sums would hang if a rank makes one more group
     if not isinstance(groups, (tuple, list)) or len(groups) != 2:
-        what = type(groups).__name__
-        what = f"{len(groups)} of them" if isinstance(groups, (tuple, list)) else what
-        raise ValueError(f"required: a row and a column, two groups, this is {what}")
+        what = kind_of(groups)
+        what += f" of length {len(groups)}" if isinstance(groups, (tuple, list)) else ""
+        raise ValueError(f"required: a row and a column, two groups; the answer returns {what}")
     result: dict[str, Any] = {"sums": []}
     for name, group in zip(GROUPS, groups, strict=True):
         if not isinstance(group, dist.ProcessGroup):
             other = group == dist.GroupMember.NON_GROUP_MEMBER
-            what = "a group that this rank is no member of" if other else shown(group)
+            what = "a group of which this rank is no member" if other else shown(group)
             legal = "a group that dist.new_group(ranks) has returned to a member"
             raise ValueError(f"the {name} is {what}, required: {legal}")
         result[name] = list(dist.get_process_group_ranks(group))
@@ -86,14 +88,16 @@ def _wrong_group(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
     right = GROUPS[limit](*place, q)
     if result[limit] == right:
         return ""
-    swapped = f"; it is its {other}" * (result[limit] == GROUPS[other](*place, q))
+    swapped = f"; these are the ranks of its {other}" * (result[limit] == GROUPS[other](*place, q))
     said = f"rank {rank}, at {place}: the {limit} has the ranks {result[limit]}, required: {right}"
     return said + swapped
 
 
 def _wrong_sums(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
     right = [float(sum(members(*divmod(rank, q), q))) for members in GROUPS.values()]
-    said = f"rank {rank}: the sums are {result['sums']}, required: {right}"
+    said = (
+        f"rank {rank}: the sums in its row and its column are {result['sums']}, required: {right}"
+    )
     return said if result["sums"] != right else ""
 
 
@@ -106,11 +110,15 @@ def cannon(tries: Tries) -> None:
             wrong = first(_wrong(outcome, n, q) for n in cases)
             wrong = wrong or first(words for one in outcome["changed"] for words in one)
             notes.look(PRODUCT, wrong, "every block")
-            collective = first(f"calls {op}" for op in ops if op not in ("send", "recv"))
-            notes.look(CALLS, collective or first(_far(outcome, q)), "messages between two ranks")
+            collective = first(
+                f"it calls {op}, required: {MESSAGES}" for op in ops if op not in ("send", "recv")
+            )
+            notes.look(CALLS, collective or first(_far(outcome, q)), MESSAGES)
             for number, (m, k, n) in enumerate(SHAPES):
                 most, limit = 4 * q * k * (m + n), 4 * (2 * k * (m + n) + 2 * m * n) + SCALARS
-                words = f"sends {{held}} bytes, {q} blocks of X and of W are {most:,}"
+                words = (
+                    f"sends {{held}} bytes, required: at most {most:,}, {q} blocks of X and of W"
+                )
                 notes.memory(SENT, outcome.sent(f"{number}"), most, words, grid_name(q))
                 peaks = [peak[number] for peak in outcome["peak"]]
                 words = f"holds {{held}} bytes in addition to x and w, required: at most {limit:,}"
@@ -169,9 +177,9 @@ def _wrong(outcome: Outcome, number: int, q: int) -> str:
 
     def mistakes() -> Iterator[tuple[str, list[np.ndarray]]]:
         alone = products(lambda i, j: (0, 0), [0])
-        yield "nothing was moved, it is the product of the rank's own blocks", alone
+        yield "nothing was moved: it is the product of the rank's own blocks", alone
         yield "the last of the q products is missing", products(lambda i, j: (i, j), range(q - 1))
-        crossed = "X goes left and W goes down in between, or X right and W up"
+        crossed = "between the products X goes left and W down, or X right and W up"
         yield crossed, products(lambda i, j: (i, j), range(q), -1)
         for words, moved in FIRST.items():
             yield words, products(moved, range(q))

@@ -41,7 +41,7 @@ SHARE_CASES = (  # model, samples, seconds of the step, devices, FLOP/s by the d
     ("gpt2", 512, 5.5, 8, 312e12),
 )
 REQUIRED = {
-    FLOPS: "four models from 0.1 B to 1 T: to nine digits",
+    FLOPS: "four models of 0.1 billion to 1 trillion parameters: to nine digits",
     DAYS: "three trainings, two of them PTD-P's: to 0.1 %",
     MFU: "three measured steps, from 0 to 1: to nine digits",
     HFU: "the same steps, with the blocks recomputed",
@@ -97,19 +97,19 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     linear = 24 * samples * model.seq_len * model.hidden**2 * model.layers
     right, without_scores = 4 * blocks + 3 * head, 4 * linear + 3 * head
     per_token, once = model.num_params * samples * model.seq_len, 3 * (blocks + head)
-    yield "yours recomputes nothing: with recomputation a block's forward is made twice", once
-    yield "the head is recomputed there too; it is made once", 4 * (blocks + head)
-    yield "that is forward alone", blocks + head
-    yield "that is forward twice; backward is twice as much again", 2 * blocks + head
-    yield "a multiply-add is two FLOPs", right / 2
-    yield "that is one sample", right / samples
-    yield "that is one token per sample", right / model.seq_len
-    yield "those are the linear layers alone; attention and the head are missing", 4 * linear
+    yield "yours recomputes nothing: with recomputation a block's forward runs twice", once
+    yield "yours recomputes the head too, whose forward runs once", 4 * (blocks + head)
+    yield "yours counts forward alone", blocks + head
+    yield "yours counts forward twice and no backward, which is twice a forward", 2 * blocks + head
+    yield "yours counts a multiply-add as one FLOP, and it is two", right / 2
+    yield "yours counts one sample", right / samples
+    yield "yours counts one token per sample", right / model.seq_len
+    yield "yours counts the linear layers alone: attention and the head are missing", 4 * linear
     yield "the head is missing", 4 * blocks
     yield "attention's scores are missing", without_scores
     yield "scores are computed for all pairs of tokens, masked or not", (right + without_scores) / 2
-    yield "that is 8 Ψ for every token: a good guess, but not the count", 8 * per_token
-    yield f"that is 6 Ψ for every token: {WITHOUT}", 6 * per_token
+    yield "that is 8 Ψ per token: an approximation, not the count", 8 * per_token
+    yield f"that is 6 Ψ per token: {WITHOUT}", 6 * per_token
 
 
 def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> Mistakes:
@@ -118,16 +118,16 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> M
     right = needs.training_days(model, **settings)
     eq4 = 8 * tokens * model.num_params / (devices * flops) / needs.SECONDS_PER_DAY
     low = f"{100 * (1 - eq4 / right):.1f} % too low"
-    said = f"that is 8 Ψ for every token, {low}: it leaves out attention's scores and counts the "
+    said = f"that is 8 Ψ per token, {low}: it leaves out attention's scores and counts the "
     yield f"{said}head as if it were a block", eq4
     yield "yours recomputes nothing", needs.training_days(model, **settings, recompute=False)
-    yield f"that is 6 Ψ for every token: {WITHOUT}", 0.75 * eq4
+    yield f"that is 6 Ψ per token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
     yield "those are hours", right * 24
     yield "those are minutes", right * 24 * 60
-    yield "that is one device", right * devices
+    yield "that is for one device", right * devices
     yield "tokens are not samples: a sample has model.seq_len of them", right * model.seq_len
-    yield "divided by the number of devices twice", right / devices
+    yield "yours divides by the number of devices twice", right / devices
 
 
 def shares(
@@ -138,13 +138,13 @@ def shares(
     mfu, hfu = training.utilisation(model, samples, recompute="full", **settings)
     per_token = model.num_params * samples * model.seq_len / (seconds * devices * peak)
     known_mfu = [
-        ("that is HFU: recomputed FLOPs bring the training no further", hfu),
-        ("that is 6 Ψ for every token: attention's scores are missing", 6 * per_token),
+        ("that is HFU: MFU does not count what is recomputed", hfu),
+        ("that is 6 Ψ per token: attention's scores are missing", 6 * per_token),
     ]
     known_hfu = [
-        ("that is MFU: the device makes the forward of the blocks twice", mfu),
+        ("that is MFU: HFU counts the second forward of the blocks too", mfu),
         ("that is 4/3 of MFU: the head is not recomputed", 4 / 3 * mfu),
-        ("that is 8 Ψ for every token: attention's scores are missing", 8 * per_token),
+        ("that is 8 Ψ per token: attention's scores are missing", 8 * per_token),
     ]
     step = samples, seconds, devices
     return {

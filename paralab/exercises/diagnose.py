@@ -124,14 +124,14 @@ def first_other_bits(
             count = int((found[name] != right).sum())
             largest = np.abs(right).max()
             most = np.abs(found[name] - right).max() / largest
+            how = f"by up to {most:.1e} of its largest entry"
+            if lost := int(np.isnan(found[name]).sum()):
+                how = f"of which {lost:,} {'is' if lost == 1 else 'are'} NaN"
             why = _first_near(found[name], known(name), 0.0)
             if not why and most > TOLERANCE:
                 before = np.zeros_like(right)
                 why = _factor(found[name], right, before, TOLERANCE * largest, False)
-            return (
-                f"{name} differs in {count:,} of {right.size:,} elements, by up to {most:.1e} of "
-                f"its largest entry{why}"
-            )
+            return f"{name} differs in {count:,} of {right.size:,} elements, {how}{why}"
     return ""
 
 

@@ -81,20 +81,23 @@ class Takes(NamedTuple):
         if not callable(part):
             return "nothing to call", f"required: {self.noun}, yours is {shown(part)}"
         if why := _from_library(part):
-            return "the library's", f"{shown(part)} {why}; required: one of yours"
+            return "the library's", f"{shown(part)} {why}; required: one that you have written"
         function = isinstance(part, type) and inspect.ismethod(getattr(part, "apply", None))
         if function and self.noun.startswith("a function"):  # of torch.autograd
             name = part.__name__
             return "a class", f"required: {self.noun}, yours is the class {name}: give {name}.apply"
         missing = [m for m in self.methods if not callable(getattr(part, m, None))]
         if isinstance(part, type) and missing:
-            return "methods missing", f"the class has no method {' and no '.join(missing)}"
+            return "methods missing", f"the class has no method {' and no method '.join(missing)}"
         try:
             given = [word for word in self.call.partition("(")[2][:-1].split(", ") if word]
             named = dict.fromkeys(word.partition("=")[0] for word in given if "=" in word)
             inspect.signature(part).bind(*given[: len(given) - len(named)], **named)
         except TypeError as error:
-            return "cannot be called", f"required: {self.call}, yours cannot be called so: {error}"
+            return (
+                "cannot be called",
+                f"required: {self.call}, yours cannot be called in this way: {error}",
+            )
         except Exception:  # a built-in function, say, has no signature
             pass
         return "", ""
@@ -106,13 +109,13 @@ def _from_library(part: Any) -> str:
         return "is the library's own"
     kind = part if isinstance(part, type) else type(part)
     if any(_module_of(one).partition(".")[0] == "paralab" for one in kind.__mro__):
-        return "extends a class of the library's"
+        return "extends a class of the library"
     for function in (part, *vars(kind).values()):
         if isinstance(function, FunctionType):
             names = inspect.getclosurevars(function)
             values = (*names.globals.values(), *names.nonlocals.values())
             if any(_module_of(one).startswith("paralab.exercises.answers") for one in values):
-                return "calls an answer of the library's"
+                return "calls an answer of the library"
     return ""
 
 
@@ -173,17 +176,19 @@ class Exercise:
         except Exception as error:
             if len(tries) > 1:  # one answer may have prevented the verdicts on the others
                 return [self.check(*answer, timeout=timeout) for answer in answers]
-            said = f"cannot be judged: {type(error).__name__}: {shown(error)}"
+            said = f"the answer cannot be judged: {type(error).__name__}: {shown(error)}"
             tries[0].notes.end(said, yours="cannot be judged")
         return [one.notes.verdict() for one in tries]
 
     def _refuse_form(self, candidate: Try) -> None:
         """End the check of an answer that has the wrong parts, before any of them is called."""
         if not 1 <= len(candidate.answer) <= len(self.takes):
-            said = f"required: {', '.join(part.noun for part in self.takes)}"
-            candidate.notes.end(
-                f"{said}; yours has {len(candidate.answer)} parts", yours="no answer"
+            count = len(candidate.answer)
+            said = (
+                f"required: {', '.join(part.noun for part in self.takes)}; check was called with "
             )
+            said += f"{count} argument{'s' * (count != 1)}"
+            candidate.notes.end(said, yours="no answer")
         for part, takes in zip(candidate.answer, self.takes, strict=False):
             yours, why = takes.refusal(part)
             if why and not candidate.notes.over:
@@ -208,7 +213,9 @@ class Exercise:
         if number is None:
             number = len(self._hints_given) + 1
             if number > len(self.hints):
-                return Text(f"Those were all {len(self.hints)}; .solution() shows one answer.")
+                return Text(
+                    f"Those were all {len(self.hints)} hints; .solution() shows one answer."
+                )
             self._hints_given.append(number)
         number = whole("number", number, at_least=1, at_most=len(self.hints))
         title = f"hint {number} of {len(self.hints)} for {self.name}"

@@ -102,8 +102,8 @@ def _judged(
         request = {"source": source, "names": names, "exercise": exercise.name}
         Path(workspace, "given").write_text(json.dumps(request), encoding="utf-8")
         for step, seconds, overdue in (
-            (_execute, timeout, "the cells that it needs were not through"),
-            (_judge, JUDGED_S, "it was not judged"),
+            (_execute, timeout, "the cells that it needs had not ended"),
+            (_judge, JUDGED_S, "its check had not ended"),
         ):
             status = _run(step.__name__, workspace, folder, seconds)
             result = _read(Path(workspace, step.__name__))

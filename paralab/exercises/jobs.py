@@ -68,7 +68,9 @@ def first_misplaced(jobs: Sequence[Job], units: int) -> str:
         if (kind, unit) in done:
             mistake = f"the {kind} of unit {unit} is there twice"
         elif kind == "read" and held is not None:
-            mistake = f"overwrites unit {held}, which is in that buffer and not written yet"
+            mistake = (
+                f"it overwrites unit {held}, which is in that buffer and has not been written yet"
+            )
         elif kind != "read" and held != unit:
             mistake = f"unit {unit} is not in buffer {buffer} by then"
         elif kind == "write" and ("update", unit) not in done:
@@ -93,7 +95,7 @@ def too_late(jobs: Sequence[Job], units: int, window: int, host: str) -> str:
     lane, free = "disk", 0.0
     if limit > units * (READ_S + WRITE_S):
         lane, free = "host", READ_S  # no unit can be updated before the first read
-    said = f"{host} host, {ms(took)}, required: at most {ms(limit)}:"
+    said = f"with the {host} host it takes {ms(took)}, required: at most {ms(limit)};"
     for (kind, unit, _), (start, end) in zip(jobs, times, strict=True):
         if LANE[kind] == lane:
             if start > free * SLACK:

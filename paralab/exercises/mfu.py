@@ -10,7 +10,7 @@ from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import ask
 
 DAYS, MFU = "days", "MFU"
-REQUIRED = {DAYS: "of two trainings", MFU: "of the same: a share from 0 to 1"}
+REQUIRED = {DAYS: "of two trainings", MFU: "of the same two: a share from 0 to 1"}
 TOLERANCE = 1e-4  # relative: days may count the last step as a whole one
 CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP/s of each
     (1.9278e19, 1536, 51.4, 219_726_562, 3072, 312e12),
@@ -25,19 +25,19 @@ def days_and_mfu(tries: Tries) -> None:
         notes.where = f"{devices:,} devices"
         days = total / samples * seconds / 86_400
         mfu = flops / (seconds * devices * peak)
-        shared = "all devices work on the same step: the seconds are not divided by them"
+        shared = "all devices work on the same step: its seconds are not divided by their number"
         known_days = [
             ("those are seconds", days * 86_400),
             ("those are hours", days * 24),
-            ("a step trains several samples", days * samples),
+            ("yours counts a step per sample: a step trains several samples", days * samples),
             (shared, days / devices),
             ("those are device days", days * devices),
-            ("that is with every device at its peak; the seconds are given", days * mfu),
+            ("yours assumes that every device runs at its peak; the seconds are given", days * mfu),
         ]
         known_mfu = [
             *known_shares(mfu, samples, seconds, devices),
-            ("a step's FLOPs are of all its samples already", mfu * samples),
-            ("that is with everything recomputed, HFU", mfu * 4 / 3),
+            ("the FLOPs that are given are those of all samples of a step already", mfu * samples),
+            ("that is HFU with everything recomputed", mfu * 4 / 3),
         ]
         right = {DAYS: (days, known_days), MFU: (mfu, known_mfu)}
         for limit, wrong in reply.numbers(right, TOLERANCE):
@@ -48,8 +48,8 @@ def known_shares(right: float, samples: int, seconds: float, devices: int) -> li
     """(words, share) of the known mistakes with MFU and HFU."""
     return [
         ("that is in per cent", 100 * right),
-        ("that is the peak of one device", right * devices),
-        ("that is one sample", right / samples),
-        ("that is per step, not per second", right * seconds),
-        ("that is its inverse", 1 / right),
+        ("yours divides by the peak of one device, not of all", right * devices),
+        ("yours counts one sample", right / samples),
+        ("the FLOPs are not divided by the seconds of the step", right * seconds),
+        ("that is the inverse of the share", 1 / right),
     ]

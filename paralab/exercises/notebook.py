@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from paralab import checks
 from paralab.checks import illegal
 
-LEGAL = "a notebook of a lab, as labs/05_zero.ipynb"
+LEGAL = "a notebook of a lab, such as labs/05_zero.ipynb"
 PYTHON = ("time", "capture", "prun")  # cell magics below which the cell is Python, run once
 CHANGE = {"setattr", "delattr", "next", "exec"}  # Python's functions that change an argument
 READ = {*dir(builtins), "display", "show"} - CHANGE  # functions that do not
@@ -99,7 +99,7 @@ def read(path: Any, labs: set[str]) -> Notebook:
     except OSError as error:
         raise illegal("notebook", str(path), error.strerror or "cannot be read", LEGAL) from error
     except (*FAILS, KeyError, TypeError) as error:
-        raise illegal("notebook", str(path), "this is no notebook", LEGAL) from error
+        raise illegal("notebook", str(path), "it is not a notebook", LEGAL) from error
     markdown = "\n".join(text for kind, text in texts if kind == "markdown")
     numbers = [*re.findall(r"(?m)^# (\d\d)\b", markdown), *re.findall(r"^(\d\d)_", file.name)]
     lab = next((number for number in numbers if number in labs), None)

@@ -19,7 +19,7 @@ SIZES = (TASK_SIZE, (1, 2), (5, 1), (4, 2), (7, 2), (7, 3), (3, 8))
 REQUIRED = {
     "jobs": "every unit read, updated and written once, in a buffer with no other unit in it",
     "host memory": "`window` buffers, 0 to window - 1",
-    "simulated update": "at most max(U(r+w), r+Uu+w), U units, with either host: "
+    "simulated update": "at most max(U(r+w), r+Uu+w) for U units, with either host: "
     f"{' and '.join(ms(limit_s(*TASK_SIZE, update_s)) for update_s in UPDATE_S.values())}; "
     "with one buffer U(r+u+w)",
 }
@@ -37,7 +37,8 @@ def stream(tries: Tries) -> None:
             continue
         misplaced = first_misplaced(jobs, units)
         outside = [f"jobs[{i}]={job!r}" for i, job in enumerate(jobs) if job[2] >= window]
-        wrong = f"{outside[0]}: buffers are 0 to {window - 1}" if outside else ""
+        buffers = "only buffer is 0" if window == 1 else f"buffers are 0 to {window - 1}"
+        wrong = f"{outside[0]}: the {buffers}" if outside else ""
         findings = [(ORDER, misplaced, f"{len(jobs)} jobs"), (MEMORY, wrong, "no other buffer")]
         if not misplaced:
             wrong = first(too_late(jobs, units, window, host) for host in UPDATE_S)

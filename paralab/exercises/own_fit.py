@@ -17,9 +17,9 @@ from paralab.exercises.questions import Mistakes, ask
 
 LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 REQUIRED = {
-    RATE: "of five logs: FLOP/s of one device",
-    INSIDE: "mean over the rows, a share: 0.1 for 10 %",
-    OUTSIDE: "the same, each row by the rate of all others",
+    RATE: "for each of five logs: the FLOP/s of one device",
+    INSIDE: "the mean over the rows, as a share: 0.1 for 10 %",
+    OUTSIDE: "the same mean, with each row predicted by the rate of all others",
 }
 Rows = list[tuple[float, int, float]]  # FLOPs of a step, devices, seconds
 LOGS: tuple[Rows, ...] = (
@@ -77,15 +77,24 @@ def known(rows: Rows, place: int) -> Mistakes:
         ("the harmonic mean of the rates", lambda some: statistics.harmonic_mean(rates(some))),
         ("the median of the rates", lambda some: statistics.median(rates(some))),
     ):
-        yield f"that is with {words}", right(rows, rate)[place]
+        yield f"yours uses {words}", right(rows, rate)[place]
     if place:
         yield "that is in per cent", 100 * numbers[place]
     else:
         yield "that is in TFLOP/s", numbers[place] / 1e12
-    yield "errors with their signs cancel each other", (0.0, fmean(seen), fmean(unseen))[place]
-    yield "that is of the rate, not of the seconds", fmean(abs(1 / (1 + one) - 1) for one in seen)
+    yield (
+        "errors of opposite sign cancel: take their absolute values",
+        (0.0, fmean(seen), fmean(unseen))[place],
+    )
+    yield (
+        "yours is the error of the rate, not of the seconds",
+        fmean(abs(1 / (1 + one) - 1) for one in seen),
+    )
     yield "that is the error in sample: the row helped to fit its own rate", numbers[1]
-    yield "a row that equals it is another one, and belongs to the others", _by_unequal_rows(rows)
+    yield (
+        "yours leaves out all rows that equal the predicted one, required: that row alone",
+        _by_unequal_rows(rows),
+    )
     yield "the product of many rates overflows: add their logarithms", math.inf
     largest = max(map(abs, unseen if place == 2 else seen))
     yield "that is the largest error, not the mean", largest

@@ -80,14 +80,14 @@ class InFlight(NamedTuple):
         header, sender, call = bytes(packed[:HEAD].tolist()).decode().split("|")[:3]
         if header != _size_and_type(tensor):
             raise OrderError(
-                f"{self.words} is of {_size_and_type(tensor)}, and {sender} sends {header} "
+                f"{self.words} is for {_size_and_type(tensor)}, and {sender} sends {header} "
                 f"({call}): a send and its receive need the same size and type, and {ORDER}"
             )
         return packed[HEAD:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _size_and_type(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {tensor.dtype}".replace("torch.", "")
+    return f"{tensor.numel():,} elements of {tensor.dtype}".replace("torch.", "")
 
 
 def _packed(sender: str, number: str, tensor: Tensor) -> Tensor:
@@ -239,12 +239,15 @@ def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> Non
         )
     for tensor in tensors(arguments):
         if not tensor.is_contiguous():
-            raise illegal(op, tuple(tensor.shape), "not contiguous", "tensor.contiguous()")
+            raise ValueError(
+                f"{op} of a tensor of shape {tuple(tensor.shape)}: it is not contiguous in memory, "
+                "as after a transpose; legal: tensor = tensor.contiguous() before the call"
+            )
     if arguments.get("tag"):
         raise illegal("tag", arguments["tag"], ORDER, "no tag, and the same order on both ranks")
     peer = next((arguments[name] for name in PEER if name in arguments), None)
     if peer is not None and not 0 <= peer < group.size():
-        raise illegal("rank", peer, "no member of the group", f"0 to {group.size() - 1}")
+        raise illegal("rank", peer, "not a rank of the group", f"0 to {group.size() - 1}")
     if peer == group.rank() and op in POINT_TO_POINT:
         legal = "another rank of the group; within a rank, copy the tensor"
         raise illegal("peer", peer, "a rank sends nothing to itself", legal)
@@ -265,7 +268,9 @@ def _require_tensor(value: Any, name: str, *_: Any) -> Any:
 
 
 def _refuse_future(*_: Any) -> Any:
-    raise RuntimeError("a call's future says nothing of a wait: call its wait()")
+    raise RuntimeError(
+        "a future cannot show when its call was waited for: keep the call, and call its wait()"
+    )
 
 
 class DirectTransport(Transport):

@@ -20,7 +20,7 @@ from paralab.spec import ModelSpec, Plan
 
 EXACT = 1e-9  # relative, for rounding
 REQUIRED = {
-    "tp": "bytes of all-reduces in forward, backward and what is recomputed: to nine digits",
+    "tp": "bytes of all-reduces in forward, backward and recomputation: to nine digits",
     "pp": "bytes of activations and their gradients: to nine digits",
     "dp": "bytes of the gradients' all-reduce: to nine digits",
 }
@@ -49,7 +49,7 @@ def rank_sends(tries: Tries) -> None:
         if not wrong and not isinstance(sent, Mapping):
             wrong = f"required: a dict, {{axis: bytes}}, yours is {kind_of(sent)}"
         for axis, size in right(*case).items():
-            missing = wrong or f"there is no {axis!r} in it"
+            missing = wrong or f"the dict has no entry {axis!r}"
             entry = Reply(sent[axis], "") if not wrong and axis in sent else Reply(None, missing)
             known, what = known_bytes(axis, size, *case), f" of bytes along {axis}"
             notes.each(
@@ -68,18 +68,24 @@ def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -
     """(words, bytes) of the known mistakes. size: the right bytes"""
     d, t, m = plan.dp, plan.tp, plan.microbatches
     w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
-    a_number = f"a number has {w} bytes"
+    a_number = f"in {plan.precision} a number has {w} bytes"
     half = "that is half of an all-reduce" + f", or {a_number}" * (w == 4)
     if axis != "dp":
-        yield "that is one micro-batch", size / m
-        yield "that is one sample per micro-batch", size / plan.microbatch_size
+        yield "yours counts one micro-batch", size / m
+        yield "yours counts one sample per micro-batch", size / plan.microbatch_size
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
         calls, per_call = m * model.layers // plan.pp, 2 * (t - 1) / t * activation
         if plan.recompute == "full":
-            yield "forward is made twice, and its two all-reduces too", size - 2 * calls * per_call
+            yield (
+                "with recomputation forward runs twice, and so do its two all-reduces",
+                size - 2 * calls * per_call,
+            )
         else:
-            yield "that is with recomputation, which this plan has not", size + 2 * calls * per_call
+            yield (
+                "yours counts recomputation, which this plan does not use",
+                size + 2 * calls * per_call,
+            )
         order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
             yield f"the embedding's all-reduce is missing{order}", size - m * per_call
@@ -87,14 +93,17 @@ def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -
             yield f"there is no embedding on this stage{order}", size + m * per_call
         yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
         yield half, size / 2
-        yield "that is the whole model; a stage has L/p blocks", size * plan.pp
+        yield "yours counts the whole model; a stage has L/p blocks", size * plan.pp
     elif axis == "pp":
         if first:
-            twice = "the first stage has none to send gradients to" + f", or {a_number}" * (w == 2)
+            twice = (
+                "the first stage has no stage before it to send gradients to"
+                + f", or {a_number}" * (w == 2)
+            )
             yield twice, size * 2
         else:
-            yield "a stage in the middle sends gradients back, too", size / 2
-        yield "every tensor-parallel rank sends the whole activation here", size / t
+            yield "a stage in the middle also sends gradients back", size / 2
+        yield "every tensor-parallel rank sends the whole activation, not a t-th of it", size / t
         yield a_number, size / 2
     else:
         per_element = 2 * (d - 1) / d * w  # bytes that an element costs
@@ -102,9 +111,9 @@ def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -
         yield "an all-reduce sends 2 (d-1)/d of its tensor", size * d / (2 * (d - 1))
         yield half, size / 2
         yield "gradients are summed once per step, not per micro-batch", size * m
-        yield "a rank holds the parameters of its stage and its part of them", whole
+        yield "yours counts the whole model; a rank holds its part of one stage", whole
         part = whole / (t * plan.pp)
-        yield "an N-th of the parameters: stages and embedding are not equal", part
+        yield "yours is an equal part of all parameters, but stages differ", part
         sharded = size - per_element * norms * (1 - 1 / t)
         yield "biases after a row-parallel layer and norms are not sharded", sharded
     yield a_number, size * 2

@@ -14,7 +14,7 @@ import functools
 import io
 import tempfile
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from paralab.spec import ModelSpec
 MODEL = ModelSpec(layers=2, hidden=40, heads=2, seq_len=16)
 UNIT = 3413  # elements: the embedding has one more than three units
 STEPS, ZEROED = 4, 2  # before this step files and moments are set to zero
+MOMENTS = "exp_avg", "exp_avg_sq"  # names of the states in torch.optim.AdamW
 COPIES = 6  # numbers of 4 bytes per element of a unit: both moments, and temporaries
 BEFORE = "; before this step the files were set to zero, so the states are not in them alone"
 SCALARS = 20_000  # bytes: names, counts, paths, a file's buffer
@@ -34,7 +35,7 @@ BUFFER = 8192  # bytes of a file's buffer
 REQUIRED = {
     "weights": f"after each of {STEPS} steps: torch.optim.AdamW's, bit for bit",
     "files": "8 bytes per parameter under the folder, and nothing else",
-    "memory in a step": f"tensors, and arrays: at most {COPIES} numbers per element of a unit "
+    "memory in a step": f"tensors and NumPy arrays: at most {COPIES} numbers per element of a unit "
     "(and 20 kB)",
     "memory between steps": "tensors: at most 20 kB",
 }
@@ -54,13 +55,13 @@ def streamed_optimizer(tries: Tries) -> None:
     for notes, outcome in tries.run(trained, 1):
         result, states = outcome.results[0], 8 * MODEL.num_params
         notes.look(WEIGHTS, result["wrong"], "all equal")
-        wrong = f"{result['files']:,} bytes, required: {states:,}"
+        wrong = f"the files have {result['files']:,} bytes, required: {states:,}"
         notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
         held = max(*result["peaks"], *result["arrays"][1:])  # a first step may import a module
         most = 4 * COPIES * UNIT + SCALARS  # `held` includes Python's own objects, a few bytes
-        wrong = f"it has {held:,} bytes at once, required: at most {most:,}"
+        wrong = f"tensors or arrays have {held:,} bytes at once, required: at most {most:,}"
         notes.look(PEAK, wrong if held > most else "", "no more than that")
-        words = f"keeps {{held}} bytes in memory, all states have {states:,}"
+        words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
         notes.memory(KEPT, [result["kept"]], SCALARS, words)
 
 
@@ -140,25 +141,51 @@ def _mistakes(
     settings: Named, first: Named, grads: Named, yours: Named, step: int, name: str
 ) -> Iterator[tuple[str, Any]]:
     """(words, the parameter after the step) of known mistakes in the states of AdamW."""
+    if np.isnan(yours[name]).any():
+        said = "the root of a negative v is NaN: v was read from where something else is stored"
+        yield said, yours[name]
+        return
+    yield "it is as it was before the step", first[name]
 
-    def stepped(count: int) -> Any:
-        """The parameter after step ``count``, from 0, if it begins with moments of zero."""
-        parameter = torch.nn.Parameter(torch.from_numpy(first[name].copy()))
+    def stepped(count: int, part: slice = slice(None), moments: Named | None = None) -> Any:
+        """The parameter, or a part of its elements, after step ``count``, from 0. moments: those
+        before the step, by default zero; they are updated in place.
+        """
+        values = first[name] if moments is None else first[name].reshape(-1)[part]
+        parameter = torch.nn.Parameter(torch.from_numpy(values.copy()))
         adam = torch.optim.AdamW([parameter], foreach=False, **settings)
-        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-        parameter.grad = grads[name]
+        moments = moments or {key: torch.zeros_like(parameter) for key in MOMENTS}
+        parameter.grad = grads[name].reshape(-1)[part].view_as(parameter)
         adam.state[parameter] = {"step": torch.tensor(float(count)), **moments}
         adam.step()
         return watched.array(parameter)
 
     if step:
-        yield f"the states that step {step} has made are not in the files", stepped(step)
+        yield f"the states of step {step} were not written to the files", stepped(step)
         return
+    yield from _in_one_place(first[name], yours[name], functools.partial(stepped, 0))
     mixed = stepped(0)
     for count in range(1, sum(-(-array.size // UNIT) for array in first.values()) + 1):
         yield f"the step count is {count + 1} in the first step, not 1", (other := stepped(count))
         mixed = np.where(yours[name] == other, other, mixed)
     yield "the step count grows more than once in a step", mixed
+
+
+def _in_one_place(
+    before: Any, yours: Any, stepped: Callable[..., Any]
+) -> Iterator[tuple[str, Any]]:
+    """(words, the parameter after the first step) if each unit has read the moments of the unit
+    before it; the last elements, which are less than a unit, are as they are in the answer.
+    """
+    moments = {key: torch.zeros(UNIT) for key in MOMENTS}
+    starts = range(0, before.size - UNIT + 1, UNIT)
+    parts = [stepped(slice(start, start + UNIT), moments) for start in starts]
+    if len(parts) > 1:
+        mixed = np.concatenate([*parts, yours.reshape(-1)[len(parts) * UNIT :]])
+        said = (
+            "all units have the same place in the files: each needs 8 bytes per element of its own"
+        )
+        yield said, mixed.reshape(before.shape)
 
 
 def _zero(folder: str) -> None:

@@ -27,6 +27,10 @@ SHAPES = ((40, 48, 6), (6, 48, 40))  # m, k, n of the blocks
 RECEIVED = 2  # blocks of X, and of W: the one in use, and the one before it, not yet freed
 SCALARS = 1000  # bytes for anything small
 LETTERS = {"y": "Y", "dx": "dX", "dw": "dW"}
+OVERWRITTEN = (
+    "; forward overwrites its x or w, which later steps need: in step l only member l of a group "
+    "may broadcast its own block, and the others receive into an empty one"
+)
 
 REQUIRED = {
     "Y": "on 2 x 2 and on 4 x 4 ranks: block (i, j) of X W on rank (i, j)",
@@ -47,20 +51,21 @@ def summa(tries: Tries) -> None:
                 cases = ((name, number) for number in range(len(SHAPES)) for name in names)
                 wrong = first(wrong_block(outcome, name, number, q) for name, number in cases)
                 if wrong and not all(outcome["kept"]):
-                    wrong += "; forward overwrites its x or w, which later steps need"
+                    wrong += OVERWRITTEN
                 notes.look(limit, wrong, "every block")
             once = sum((q - 1) * q * q * k * (m + n) for m, k, n in SHAPES)
             for limit, label, required in ((SENT, FORWARD, once), (SENT_BACK, BACKWARD, 2 * once)):
-                yours, wrong = sum(outcome.sent(label)) / 4, "nothing is sent in row and column"
+                yours = sum(outcome.sent(label)) / 4
+                wrong = "nothing is sent in the groups row and column"
                 if yours:
-                    wrong = f"{yours:,.0f} elements, required: {required:,}"
+                    wrong = f"all ranks send {yours:,.0f} elements, required: {required:,}"
                     wrong += as_many(yours, required)
                 notes.look(limit, wrong if yours != required else "", f"{required:,}")
             if q > RECEIVED + 1:
                 for number, (m, k, n) in enumerate(SHAPES):
                     most = 4 * (RECEIVED * k * (m + n) + 2 * m * n) + SCALARS
-                    words = "holds {held} bytes in addition to its own blocks, of which one has "
-                    words += f"{4 * k * max(m, n):,} and a whole row or column {q} times as many"
+                    words = "holds {held} bytes in addition to its own blocks, required: at most "
+                    words += f"{most:,}; a whole row or column has {4 * q * k * max(m, n):,} bytes"
                     peaks = [peak[number] for peak in outcome["peak"]]
                     notes.memory(MEMORY, peaks, most, words, grid_name(q))
 
@@ -141,10 +146,14 @@ def wrong_block(
             swapped = sum(x[i, j].T @ dy[i, a] for a in range(q))
             addends = [x[i, a].T @ dy[i, j] for a in range(q)]
         sums = [sum(addends), sum(line_sums)]  # of its own terms; of all, as by an all-reduce
+        kept = f"it is its own term of step {i + j - step}, its place in the {lines[0]}; it has to "
+        kept += f"keep the sum of step {step}, its place in the {lines[1]}"
+        other = [(kept, addends[i + j - step])] if i != j else []
         addends[step] = right[rank]
-        said = f"it added what every step gave; its block is that of step {step} alone"
+        said = f"the results of all steps were added; its block is the sum of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)
-        return [*alone, (crossed, swapped), *((said, block) for block in (*sums, sum(addends)))]
+        added = [(said, block) for block in (*sums, sum(addends))]
+        return [*alone, (crossed, swapped), *other, *added]
 
     return first_wrong(
         f"block of {LETTERS[name]}",

@@ -36,21 +36,25 @@ _ABOUT = "(model, plan, stage)"
     Takes(f"stage_parameters{_ABOUT}"),
     Takes(f"in_flight{_ABOUT}"),
     required={
-        PARAMETERS: "every stage of four plans: exact",
-        FLIGHT: "every stage of four plans under 1F1B",
+        PARAMETERS: "exact for every stage of four plans",
+        FLIGHT: "exact for every stage of four plans under 1F1B",
     },
 )
 def stage_memory(tries: Tries) -> None:
-    limits = ((PARAMETERS, _parameters, "parameters"), (FLIGHT, _in_flight, "micro-batches"))
+    limits = (PARAMETERS, _parameters, "parameter", "s"), (FLIGHT, _in_flight, "micro-batch", "es")
     cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
     questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
     for notes, (part, plan, stage), reply in ask(tries, cases, questions, *UNAIDED):
         notes.where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
-        limit, right, unit = limits[part]
+        limit, right, *unit = limits[part]
         number, known = right(plan, stage)
-        show = f"{{:,.10g}} {unit}".format
+        show = functools.partial(_counted, *unit)
         known = unlike(pair for pair in known if pair[1] != number)
-        notes.look(limit, reply.number(number, known, show, f" of {unit}"), show(number))
+        notes.look(limit, reply.number(number, known, show, f" of {''.join(unit)}"), show(number))
+
+
+def _counted(unit: str, plural: str, number: float) -> str:
+    return f"{number:,.10g} {unit}{plural * (number != 1)}"
 
 
 # ---- what a stage holds --------------------------------------------------------------------------
@@ -66,19 +70,25 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     whole = _dry(plan.replace(tp=1), stage).meta["num_params"]
     blocks, table = MODEL.layers // plan.pp, MODEL.vocab * h
     ends = (stage == 0) + (stage == plan.pp - 1)
-    both = "with one stage, the first is also the last"
+    both = "with one stage, the first is also the last: it has the embedding and the head"
     everywhere = right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h)
     return right, (
-        ("those of all tensor-parallel ranks together", whole),
-        ("an equal part of the whole model: stages differ", MODEL.num_params / plan.pp / plan.tp),
+        ("yours counts those of all tensor-parallel ranks together", whole),
+        (
+            "yours is an equal part of the whole model, but stages differ",
+            MODEL.num_params / plan.pp / plan.tp,
+        ),
         ("the embedding or the head is missing", right - ends * table / plan.tp),
         ("yours shards neither embedding nor head", right + ends * table * (1 - 1 / plan.tp)),
         ("yours has an embedding on every stage", everywhere),
         ("the positions' embedding is missing", right - (stage == 0) * MODEL.seq_len * h),
         *((both, right - table / plan.tp - n) for n in (2 * h, MODEL.seq_len * h) if ends == 2),
         ("the last LayerNorm is missing", right - (stage == plan.pp - 1) * 2 * h),
-        ("those are weights, without biases and norms", right - blocks * h * (7 / plan.tp + 6)),
-        ("norms and biases of rows are replicated", right - 6 * h * blocks * (1 - 1 / plan.tp)),
+        ("yours counts weights, without biases and norms", right - blocks * h * (7 / plan.tp + 6)),
+        (
+            "norms and the biases of row-parallel layers are replicated",
+            right - 6 * h * blocks * (1 - 1 / plan.tp),
+        ),
     )
 
 
@@ -88,11 +98,11 @@ def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     right = max(int((begun <= time).sum() - (done <= time).sum()) for time in begun)
     p, m = plan.pp, plan.microbatches
     return right, (
-        ("that is GPipe: all of them", m),
-        ("there are no more than m", p - stage),
-        ("one less: those before its first backward, without the one at work", p - stage - 1),
-        ("stages are counted from the other end", stage + 1),
-        ("that is the first stage's", min(p, m)),
+        ("that is GPipe, which holds all micro-batches", m),
+        ("there are no more than m micro-batches", p - stage),
+        ("one is missing: that of the forward right before the first backward", p - stage - 1),
+        ("yours counts stages from the other end", stage + 1),
+        ("that is the number of the first stage", min(p, m)),
     )
 
 
@@ -118,12 +128,12 @@ def trillion_plan(tries: Tries) -> None:
     for notes, _, reply in ask(tries, [()]):
         plan, trouble = attempt(lambda r=reply: _legal(model, r.value))
         if not isinstance(reply.value, Mapping):
-            trouble = reply.trouble or "required: a dict, {setting of Plan: value}"
+            trouble = reply.trouble or "required: a dict, {setting of pl.Plan: value}"
         notes.look(LEGAL, trouble, "legal")
         if plan is None:
             continue
         batch, required = plan.global_batch, published.global_batch
-        said = f"{batch:,} samples per step, required: {required:,}"
+        said = f"{batch:,} sample{'s' * (batch != 1)} per step, required: {required:,}"
         notes.look(BATCH, "" if batch == required else said, f"{required:,} samples")
         ranks = plan.world_size
         notes.at_most(GPUS, ranks, published.world_size, "{:,}".format)
@@ -136,7 +146,7 @@ def trillion_plan(tries: Tries) -> None:
 def _legal(model: ModelSpec, settings: Mapping[str, Any]) -> Plan:
     for name in ("offload", "passes"):
         if settings.get(name):
-            raise illegal(name, settings[name], "not in this exercise", "to leave it out")
+            raise illegal(name, settings[name], "not allowed in this exercise", "to leave it out")
     plan = Plan(**settings)
     plan.validate(model)
     return plan

@@ -19,7 +19,7 @@ from typing import Any
 from paralab.exercises.attempts import attempt
 
 LINES = 2_000_000  # of the learner's own code that one call may run: half a second
-ENDLESS = "lines of it were run, and it has not ended"
+ENDLESS = "lines of the answer were run, and it has not ended: does a loop never stop?"
 OURS = str(Path(__file__).parents[1])
 NOT_THEIRS = tuple({sys.prefix, sys.base_prefix, OURS, "<frozen "})  # files that are not counted
 ANSWERING = {  # {module: function} that answers most questions
@@ -29,7 +29,8 @@ ANSWERING = {  # {module: function} that answers most questions
     "paralab.dry_run": "dry_run",
 }
 # Arguments of `bounded` for an answer that may use no more of paralab than specifications.
-UNAIDED = "paralab knows the answer: here it cannot be asked", ("spec/", "checks.py")
+COMPUTES = "paralab would compute the answer here, so this function of it may not be called"
+UNAIDED = COMPUTES, ("spec/", "checks.py")
 
 
 def close() -> None:
