@@ -132,7 +132,7 @@ LINE = [  # answer, limits it breaks, words of the verdict
     (groups((COLUMNS, COLUMNS.replace("b in range(q)", "b in range(q if i else j + 1)"))), {"row"},
      "q=2: rank 1 makes the group [1, 3] where rank 0 makes no other group"),
     (groups((LINES, "pass")), {"row"},
-     "a row and a column, two groups; the answer returns a NoneType"),
+     "a row and a column, two groups; the answer returns None"),
 ]  # fmt: skip
 FIRST, NEXT = "moved(x, w, i, j)", "moved(x, w, 1, 1)"
 WAYS = [
