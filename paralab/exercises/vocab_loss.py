@@ -44,8 +44,8 @@ def vocab_parallel_loss(tries: Tries) -> None:
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
                 notes.bytes(limit, outcome.sent(limit), allowed, f"in {limit[7:]}", least=0)
             memory = COPIES * own_logits + SCALARS
-            words = f"holds {{held}} bytes in addition to its logits, required: at most {memory:,}, "
-            words += f"{COPIES} times the logits' {own_logits:,} and a few numbers per token"
+            words = f"holds {{held}} bytes in addition to its logits, required: at most {memory:,}"
+            words += f", {COPIES} times the logits' {own_logits:,} and a few numbers per token"
             notes.memory(MEMORY, outcome["peak"], memory, words)
 
 
