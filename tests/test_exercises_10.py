@@ -53,30 +53,38 @@ EVERY = {mesh.PLACE, mesh.MEMBERS, mesh.CALLS}
 WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(MINE, MINE.replace(KEEP, "").replace("= made", "= dist.new_group(ranks)"))],
      {mesh.CALLS},
-     "rank 1 makes 3 groups that are not those of rank 0: new_group is a call of all ranks"),
-    ([(GRID, "reshape(dp, pp, tp).transpose(0, 1)")], EVERY, "group is [0, 2], yours [0, 4]"),
-    ([(GRID, "reshape(tp, pp, dp).permute(1, 2, 0)")], EVERY, "group is [0, 2], yours [0, 1]"),
+     "rank 1 makes 3 groups, and not those that rank 0 makes: every rank has to make every group"),
+    ([(GRID, "reshape(dp, pp, tp).transpose(0, 1)")], EVERY,
+     "its dp group: required: [0, 2], yours [0, 4]"),
+    ([(GRID, "reshape(tp, pp, dp).permute(1, 2, 0)")], EVERY,
+     "its dp group: required: [0, 2], yours [0, 1]"),
     ([("in enumerate", "in (lambda e: [(0, 'dp'), (1, 'pp'), (2, 'tp')])")], {mesh.MEMBERS},
-     "that is its pp group"),
-    ([(ALL, 'enumerate(("pp", "dp"))')], {mesh.MEMBERS, mesh.CALLS}, "no group of this rank under"),
+     "these are the ranks of its pp group"),
+    ([(ALL, 'enumerate(("pp", "dp"))')], {mesh.MEMBERS, mesh.CALLS},
+     "groups['tp'] is not a group of which this rank is a member"),
     ([("tolist():", "tolist()[::-1 if rank else 1]:")], {mesh.CALLS},
      "rank 1 makes the same groups in another order than rank 0"),
     ([("        for ranks", "        for ranks in [] if grid.shape[dim] == 1 else []:\n"
        "            pass\n        for ranks"), (KEEP, KEEP.replace("ranks)", "ranks[:1])"))],
-     {mesh.MEMBERS, mesh.CALLS}, "its dp group is [0, 2], yours [0]"),
-    ([("groups[axis] = made", "groups[axis] = ranks")], {mesh.MEMBERS}, "no group of this rank"),
+     {mesh.MEMBERS, mesh.CALLS}, "its dp group: required: [0, 2], yours [0]"),
+    ([("groups[axis] = made", "groups[axis] = ranks")], {mesh.MEMBERS},
+     "groups['dp'] is not a group of which this rank is a member"),
     ([("return where, groups", "return tuple(where.values()), groups")], {mesh.PLACE},
-     "raised TypeError"),
-    ([("return where, groups", "return where")], {mesh.PLACE}, "raised ValueError"),
+     "raised ValueError: required: (where, groups), two dicts; the answer returns a tuple "
+     "and a dict"),
+    ([("return where, groups", "return where")], {mesh.PLACE},
+     "raised ValueError: required: (where, groups), two dicts; the answer returns a dict"),
     ([("new_group(ranks)", "new_group([one + 1 for one in ranks])")], {mesh.PLACE},
-     "new_group([4, 8]) with 8 ranks in all"),
+     "new_group([4, 8]): a group has one or more of the ranks 0 to 7"),
     ([("dist.get_rank()", "0")], {mesh.PLACE, mesh.MEMBERS},
      "rank 1: required: {'dp': 0, 'pp': 0, 'tp': 1}"),
     ([("return where, groups", "return where | {'tp': 0}, groups")], {mesh.PLACE},
      "'tp': 1}, yours"),
 ]  # fmt: skip
 GROUP_WRONG = [(altered(GROUPS.name)(*pairs), *row) for pairs, *row in WRONG_GROUPS]
-GROUP_WRONG.append((by_mesh, {mesh.PLACE}, "a DeviceMesh makes these groups itself; here you do"))
+GROUP_WRONG.append(
+    (by_mesh, {mesh.PLACE}, "a DeviceMesh makes these groups itself; in this exercise, make them")
+)
 GROUP_ALL = Table(GROUPS, GROUP_WRONG, [by_hand, by_name], exact=True)
 test_wrong_groups_are_refused, test_right_groups_pass, test_the_stub_of_groups = GROUP_ALL.tests()
 
@@ -88,7 +96,9 @@ SUM = "    square = flat.square().sum()\n"
 ZERO = "    optimizer.zero_grad()\n"
 SHARE = ('len(batches) * dist.get_world_size(groups["dp"])', "len(batches)")
 MEAN = "    flat /= dist.get_world_size(groups['dp'])\n"
-UNREDUCED = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
+UNREDUCED = (
+    "it is the norm of one pipeline's gradient: average over dp first, and wait for the result"
+)
 NORM, WEIGHTS, ORDER, BYTES = STEP.required
 ANSWER = sources.solution(sources.answer(STEP.name))
 FORWARDS = "        kept.append((x, y))\n    for x, y in kept:\n"
@@ -108,14 +118,15 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("len(batches) * dist", "dist")], {NORM, WEIGHTS}, "not divided by the number of micro-"),
     ([SHARE], {NORM, WEIGHTS}, "gradients are added over dp, not averaged"),
     ([(SUM, MEAN + SUM)], {NORM, WEIGHTS}, "gradients are averaged twice over dp"),
-    ([(SQUARE, "")], {NORM, WEIGHTS}, "that is the norm of this stage alone"),
+    ([(SQUARE, "")], {NORM, WEIGHTS}, "it is the norm of this stage alone"),
     ([(SQUARE, "    work = dist.all_reduce(square, group=groups['pp'], async_op=True)\n"),
       ("    flat *=", "    work.wait()\n    flat *=")], {NORM, WEIGHTS},
-     "the norm of this stage alone: sum squares over pp, and wait for it"),
+     "the norm of this stage alone: sum the squares over pp, and wait for the result"),
     ([(SQUARE, "    dist.all_reduce(square)\n")], {NORM, WEIGHTS},
      "every parameter is counted once for each data-parallel rank"),
     ([(SQUARE, SQUARE.replace("square,", "square.sqrt_(),")),
-      ("square.sqrt().item()", "square.item()")], {NORM, WEIGHTS}, "norms are added, not squares"),
+      ("square.sqrt().item()", "square.item()")], {NORM, WEIGHTS},
+     "the norms of the stages are added, not their squares"),
     ([(REDUCE + SUM, SUM + REDUCE)], {NORM, WEIGHTS}, UNREDUCED),
     ([(REDUCE, "")], {NORM, WEIGHTS, BYTES}, UNREDUCED),
     ([SHARE, (REDUCE + SUM, SUM + REDUCE + MEAN)], {NORM, WEIGHTS}, UNREDUCED),
@@ -127,15 +138,16 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
       ("max_norm / (norm", "max_norm / (own")], {WEIGHTS},
      "the gradient is clipped by the norm of this stage alone"),
     ([("return norm", "return min(norm, max_norm)")], {NORM}, "it is the norm after clipping"),
-    ([("return norm", "return norm**2")], {NORM}, "that is the square of the norm"),
-    ([("return norm", "return")], {NORM}, "required: a number, the norm, yours is 'None'"),
+    ([("return norm", "return norm**2")], {NORM}, "it is the square of the norm"),
+    ([("return norm", "return")], {NORM}, "required: a number, the norm, yours is None"),
     ([(ZERO, "")], {NORM, WEIGHTS}, "(old gradients were not set to zero)"),
     ([(ZERO, ""), SHARE, (REDUCE, REDUCE + MEAN)], {NORM, WEIGHTS}, "(old gradients were not"),
     ([(ZERO, ""), ("    return", f"{ZERO}    return")], {NORM, WEIGHTS}, "(old gradients were not"),
     ([("    optimizer.step()\n", "")], {NORM, WEIGHTS}, "it is as it was before"),
     ([(FORWARDS + BACKWARDS, BY_TURNS)], {ORDER},
-     "pp=2: rank 0 computes a micro-batch's backward before"),
-    ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES}, "and a norm's"),
+     "pp=2: rank 0 runs the backward of its first micro-batch before it starts"),
+    ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES},
+     "and at most 64 for norms"),
     ([("dist.recv(gradient", "dist.irecv(gradient")], {NORM, WEIGHTS},
      "never waits for"),
     ([(REDUCE, NEIGHBOUR)], {NORM, WEIGHTS, BYTES}, "dp=3, pp=1, step 1, rank 0: required: "),

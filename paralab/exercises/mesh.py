@@ -7,7 +7,7 @@ made too few groups, or made them in another order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,7 +15,7 @@ from paralab.checks import shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist
-from paralab.exercises.questions import plain
+from paralab.exercises.questions import kind_of, plain
 from paralab.exercises.verdict import Notes
 from paralab.spec import Plan
 
@@ -79,7 +79,10 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
         made = group(range(count) if ranks is None else ranks)
         if not made.ranks or not set(made.ranks) <= set(range(count)):
-            raise ValueError(f"new_group({list(made.ranks)}) with {count} ranks in all")
+            raise ValueError(
+                f"new_group({list(made.ranks)}): a group has one or more of the ranks 0 to "
+                f"{count - 1}"
+            )
         calls.append(made.ranks)
         return made if rank in made.ranks else dist.GroupMember.NON_GROUP_MEMBER
 
@@ -96,11 +99,18 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
 
 
 def _no_mesh(*_: Any, **__: Any) -> None:
-    raise RuntimeError("a DeviceMesh makes these groups itself; here you do, by dist.new_group")
+    raise RuntimeError(
+        "a DeviceMesh makes these groups itself; in this exercise, make them by dist.new_group"
+    )
 
 
 def _read(value: Any) -> Any:
     """What an answer returns, as plain values: (coordinates, {axis: ranks})."""
+    form = isinstance(value, (tuple, list)) and len(value) == 2
+    if not form or not all(isinstance(one, Mapping) for one in value):
+        yours = [*value] if form else [value]
+        said = " and ".join(kind_of(one) for one in yours)
+        raise ValueError(f"required: (where, groups), two dicts; the answer returns {said}")
     where, groups = value
     kept = {
         k: one.ranks if isinstance(one, PlayedGroup) else None for k, one in dict(groups).items()
@@ -128,12 +138,12 @@ def _look(notes: Notes, plan: Plan, replies: Sequence[tuple[Any, str, list]]) ->
 def _wrong_members(plan: Plan, rank: int, groups: Any) -> str:
     for axis in AXES:
         if groups.get(axis) is None:
-            return f"no group of this rank under {axis!r}"
+            return f"groups[{axis!r}] is not a group of which this rank is a member"
         right, yours = list(plan.ranks(axis, rank)), list(groups[axis])
         if yours != right:
             other = next((a for a in AXES if yours == list(plan.ranks(a, rank))), "")
-            named = f"; that is its {other} group" if other else ""
-            return f"its {axis} group is {right}, yours {yours}{named}"
+            named = f"; these are the ranks of its {other} group" if other else ""
+            return f"its {axis} group: required: {right}, yours {yours}{named}"
     return ""
 
 
@@ -142,7 +152,12 @@ def _wrong_calls(made: Sequence[list], needed: set) -> str:
         if calls != made[0]:
             same = sorted(calls) == sorted(made[0])
             groups = "the same groups in another order than rank 0" if same else ""
-            groups = groups or f"{len(calls)} groups that are not those of rank 0"
-            return f"rank {rank} makes {groups}: new_group is a call of all ranks"
+            groups = (
+                groups
+                or f"{len(calls)} group{'s' * (len(calls) != 1)}, and not those that rank 0 makes"
+            )
+            return (
+                f"rank {rank} makes {groups}: every rank has to make every group, in the same order"
+            )
     missing = sorted(needed - set(made[0]))
     return f"no rank makes the group {list(missing[0])}" if missing else ""

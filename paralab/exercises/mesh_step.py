@@ -11,11 +11,10 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from paralab.checks import shown
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist, reference, torch, watched
-from paralab.exercises.questions import Mistakes, is_number, wrong_number
+from paralab.exercises.questions import Mistakes, plain, wrong_number
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes
 from paralab.model.step import Step
@@ -88,7 +87,7 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
         batches = reference.batches(model, step=step, rank=place.dp, ranks=plan.dp, **sizes)
         watch.label = f"step {step}"
         norm = answer[0](stage, batches, groups, optimizer, CLIPS[step], model.hidden)
-        norms.append(float(norm) if is_number(norm) else shown(norm))
+        norms.append(plain(norm))
         weights.append(watched.arrays(stage))
     return {"norms": norms, "weights": weights, "right": right, "order": "".join(order)}
 
@@ -97,7 +96,8 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
     where, old = notes.where, OLD * model.num_params**0.5
     steps, one_pipeline = outcome["right"][0]
     sequential = outcome["order"][0].startswith("FB")
-    wrong = "rank 0 computes a micro-batch's backward before it has started another: one rank works"
+    wrong = "rank 0 runs the backward of its first micro-batch before it starts the second one: "
+    wrong += "the stages take turns"
     notes.look(ORDER, wrong * sequential * (plan.pp > 1), "the stages work at the same time")
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
@@ -119,7 +119,8 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
         for rank, size in enumerate(outcome.sent(f"step {step}")):
             psi = 4 * sum(w.size for w in weights[rank].values())
             required = required_bytes(plan, rank, psi, model)
-            wrong = f"rank {rank} sends {size:,} bytes, required: {required:,} and a norm's"
+            wrong = f"rank {rank} sends {size:,} bytes, required: {required:,} and at most "
+            wrong += f"{SCALARS} for norms"
             notes.each(BYTES, "" if required <= size <= required + SCALARS else wrong)
 
 
@@ -167,18 +168,23 @@ def known_norms(
     most                 max_norm
     """
     d, m = plan.dp, plan.microbatches
-    unreduced = "it is the norm of one pipeline's gradient: first average over dp, and wait for it"
+    unreduced = (
+        "it is the norm of one pipeline's gradient: average over dp first, and wait for the result"
+    )
     return [
         *(("old gradients were not set to zero", stale * times) for times in (1, d)),
         *((unreduced, one_pipeline / share) for share in (1, d)),
-        ("that is the norm of this stage alone: sum squares over pp, and wait for it", own),
+        (
+            "it is the norm of this stage alone: sum the squares over pp, and wait for the result",
+            own,
+        ),
         ("it is the norm after clipping", min(right, most)),
         ("every parameter is counted once for each data-parallel rank", right * d**0.5),
         ("gradients are added over dp, not averaged", right * d),
         ("the loss is not divided by the number of micro-batches", right * m),
         ("the loss is divided neither by m nor by dp", right * m * d),
         ("gradients are averaged twice over dp", right / d),
-        ("norms are added, not squares", sum_of_norms),
-        ("squares are averaged over the stages, not added", right / plan.pp**0.5),
-        ("that is the square of the norm", right**2),
+        ("the norms of the stages are added, not their squares", sum_of_norms),
+        ("the squares of the stages are averaged, not added", right / plan.pp**0.5),
+        ("it is the square of the norm", right**2),
     ]

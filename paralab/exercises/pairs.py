@@ -15,7 +15,6 @@ from paralab.exercises.lazy import np, torch
 BATCH, SEQ, HIDDEN, HEADS, INSIDE = 2, 24, 48, 24, 240  # 2, 3 and 4 divide HEADS and INSIDE
 LATER = SEQ // 3  # the second forward, "later", has the tokens from this one on
 WIDTH = HIDDEN // HEADS
-ROOT = f"by the root of h/a, here of {WIDTH}"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
 
@@ -141,7 +140,7 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         whole = {second: sum(one[second] for one in parts)}
         results = [computed(pair, w | one | whole)["x"] for one in parts]
         words = f"f is applied to the input of {second.partition('.')[0]}"
-        yield f"{words}, and it belongs on x", results[rank]
+        yield f"{words}, but it belongs on x", results[rank]
         yield f"{words} as well as to x", sum(results)
         words = (
             "the gradient of another use of x, as in x + mlp(x), is summed too: f has to return "
@@ -151,18 +150,21 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         return
     right = sum(own_terms)
     for times in (0, *range(2, t + 1)):
-        yield f"{last} is in it {times} times", right + times * bias
+        yield f"{last} is {f'in it {times} times' if times else 'missing'}", right + times * bias
     summed = terms(pair, seed, t, name, times=t)
     yield "the input was summed over the ranks before the layer", sum(summed) + bias
-    yield "the input was summed over the ranks, and the result was not", summed[rank] + bias
+    yield (
+        "the input was summed over the ranks, and the result was not, as if f were g",
+        summed[rank] + bias,
+    )
     yield "it is the largest of the ranks' terms", np.max(own_terms, axis=0) + bias
     if pair.forward is mlp:
         yield "GELU is not in its tanh form", computed(pair, w, gelu="none")["z"]
         return
     for words, changed in (
-        ("scores are divided by the root of h, required: of h/a", {"scale": HIDDEN}),
-        ("scores are divided by the root of h/t, required: of h/a", {"scale": HIDDEN / t}),
-        (f"scores are divided by 1, or not at all, required: {ROOT}", {"scale": 1}),
+        ("scores are divided by √h, required: √(h/a)", {"scale": HIDDEN}),
+        ("scores are divided by √(h/t), required: √(h/a)", {"scale": HIDDEN / t}),
+        (f"scores are not divided, required: by √(h/a), here √{WIDTH}", {"scale": 1}),
         ("every token sees those after it", {"sees": SEQ}),
         ("every token sees the one after it", {"sees": 2}),
     ):

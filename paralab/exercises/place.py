@@ -65,11 +65,11 @@ class Answer(NamedTuple):
 
 
 REQUIRED = {
-    "plan": f"three models, 16 to 128 devices: legal, all devices, the whole batch, {PRECISION}; "
-    f"at most {QUESTIONS} questions for each",
-    "memory": "the device with the highest peak memory within its 80 GB",
+    "plan": "for each of three models, on 16 to 128 devices: legal, with all devices and the whole "
+    f"batch, in {PRECISION}; at most {QUESTIONS} questions",
+    "memory": "at most 80 GB on the device with the highest peak memory",
     "tensor parallelism": "sends nothing between nodes",
-    "simulated step": f"at most {SLACK:g} times the best there is with 1F1B and zero_stage of "
+    "simulated step": f"at most {SLACK:g} times the best of all plans with 1F1B and zero_stage "
     "0 or 1",
 }
 PLAN, FITS, NODE, TIME = REQUIRED
@@ -89,7 +89,7 @@ def place(tries: Tries) -> None:
             notes.at_most(FITS, answer.bytes / 1e9, most / 1e9, "{:.1f} GB".format)
             nodes = {case.cluster.node_of(rank) for rank in plan.ranks("tp", 0)}
             wrong = f"the {plan.tp} ranks of a tensor-parallel group are on {len(nodes)} nodes, "
-            wrong += "and all that they share goes over the slow links between them"
+            wrong += "and their all-reduces cross the slow links between the nodes"
             notes.look(NODE, wrong if len(nodes) > 1 else "", f"tp={plan.tp}")
             limit = SLACK * known(case.best, case).seconds
             notes.at_most(TIME, answer.seconds, limit, "{:.2f} s".format)
@@ -118,7 +118,9 @@ def _planned(
         with untraced():
             suits(plan, case)
             if (number := next(left, None)) is None:
-                raise RuntimeError(f"more than {questions} questions")
+                raise RuntimeError(
+                    f"more than {questions} questions: ask counts every call with a legal plan"
+                )
             note(f"question {number}")  # a sign of life, for the timeout
             reply = known(plan, case)
             note("")
@@ -138,14 +140,14 @@ def suits(plan: Any, case: Case) -> None:
     dp = f"dp={max(1, devices // (plan.tp * plan.pp))} with tp={plan.tp}, pp={plan.pp}"
     d, m, b = plan.dp, plan.microbatches, plan.microbatch_size
     said = f"dp*microbatches*microbatch_size is {d}*{m}*{b} = {step}, "
-    said += f"a step has {case.batch} samples"
+    said += f"and a step has {case.batch} samples"
     count = "no number" if case.batch % (d * b) else case.batch // (d * b)
     count = f"{count} with dp={d}, microbatch_size={b}"
     for field, holds, why, legal in (
-        ("dp", size == devices, f"dp*tp*pp is {size}, there are {devices} devices", dp),
+        ("dp", size == devices, f"dp*tp*pp is {size}, and there are {devices} devices", dp),
         ("microbatches", step == case.batch, said, count),
-        ("precision", plan.precision == PRECISION, "not what is required", repr(PRECISION)),
-        ("offload", plan.offload is None, "these machines have no other memory", "None"),
+        ("precision", plan.precision == PRECISION, "not the required precision", repr(PRECISION)),
+        ("offload", plan.offload is None, "not allowed in this exercise", "None"),
     ):
         if not holds:
             raise illegal(field, getattr(plan, field), why, legal)

@@ -16,6 +16,7 @@ from paralab.exercises import pairs
 from paralab.exercises.diagnose import first_wrong
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import np, torch, watched
+from paralab.exercises.questions import kind_of
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import first
 
@@ -28,7 +29,7 @@ LIMITS = {
     "gradients": "of the input on every rank, and of the rank's parts of the weights",
     "bytes, forward": "exactly 2(t-1)/t b s h elements: one all-reduce",
     "bytes, backward": "exactly 2(t-1)/t b s h elements: one all-reduce",
-    "weights per rank": "tensors: at most a t-th of the sharded ones, and the last bias (and 2 kB)",
+    "weights per rank": "tensors: at most a t-th of the sharded weights, the last bias, and 2 kB",
 }
 RESULT, GRADIENTS, FORWARD, BACKWARD, WEIGHTS = LIMITS
 
@@ -49,7 +50,7 @@ def forward_and_back(
     pair, call, settings = pairs.PAIRS[kind], answer[0], {"f": f_and_g.f, "g": f_and_g.g}
     lent = {limit: watched.Lent() for limit in (RESULT, GRADIENTS)}
     if operators and len(answer) < 2:
-        raise ValueError("f alone is no answer: give both, check(f, g)")
+        raise ValueError("g is missing: give both, check(f, g)")
     if operators:
         call = tensor_mlp.MyMLP
         settings = {name: _noting(name, one, lent) for name, one in zip("fg", answer, strict=True)}
@@ -76,7 +77,9 @@ def forward_and_back(
     result["slice"] = ""
     for name in pair.shapes:
         if name not in named:
-            raise ValueError(f"it has no parameter {name}; it has {', '.join(named) or 'none'}")
+            raise ValueError(
+                f"the module has no parameter {name}; it has {', '.join(named) or 'none'}"
+            )
         if named[name].grad is None:
             raise ValueError(f"{name} has no gradient after backward")
         result[name] = watched.array(named[name].grad)
@@ -95,6 +98,8 @@ def _noting(name: str, operator: Any, lent: dict[str, Any]) -> Any:
     def call(x: Any) -> Any:
         note(RESULT, "its argument", x)
         y = operator(x)
+        if not isinstance(y, torch.Tensor):
+            raise TypeError(f"{name} returns {kind_of(y)}, required: a tensor")
         if getattr(y, "requires_grad", False):
             y.register_hook(functools.partial(note, GRADIENTS, "the gradient that arrives"))
         return y
@@ -127,9 +132,8 @@ def look_at_layers(kind: str, limits: Collection[str], tries: Tries) -> None:
             if not operators:
                 parts = {n: w for n, w in pairs.drawn(pair, 0).items() if "." in n}
                 part = 4 * sum(pair.part(name, whole, 0, t).size for name, whole in parts.items())
-                words = (
-                    f"holds {{held}} bytes of weights, its part is {part:,}{outcome['slice'][0]}"
-                )
+                words = f"holds {{held}} bytes of weights, and its part is {part:,}"
+                words += outcome["slice"][0]
                 notes.memory(WEIGHTS, outcome["held"], part + SCALARS, words)
 
 

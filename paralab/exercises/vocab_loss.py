@@ -24,7 +24,7 @@ ALONE = 90.0  # one logit of another third of the tokens: exp(90) overflows, exp
 COPIES, SCALARS = 5, 6 * 8 * TOKENS  # copies of the rank's logits; bytes of a few numbers per token
 
 REQUIRED = {
-    "loss": "t = 2, 4: the mean over the tokens, on every rank, of logits up to 200 too",
+    "loss": "t = 2, 4: the mean over the tokens, on every rank, also of logits up to 200",
     "gradient": "of the rank's own logits",
     "bytes, forward": "at most 6(t-1)/t n elements: three all-reduces of n numbers",
     "bytes, backward": "none",
@@ -43,8 +43,10 @@ def vocab_parallel_loss(tries: Tries) -> None:
                 notes.look(limit, wrong, "right, on every rank")
             for limit, allowed in ((FORWARD, most), (BACKWARD, 0)):
                 notes.bytes(limit, outcome.sent(limit), allowed, f"in {limit[7:]}", least=0)
-            words = f"holds {{held}} bytes in addition to its logits, which are {own_logits:,}"
-            notes.memory(MEMORY, outcome["peak"], COPIES * own_logits + SCALARS, words)
+            memory = COPIES * own_logits + SCALARS
+            words = f"holds {{held}} bytes in addition to its logits, required: at most {memory:,}"
+            words += f", {COPIES} times the logits' {own_logits:,} and a few numbers per token"
+            notes.memory(MEMORY, outcome["peak"], memory, words)
 
 
 def loss_and_back(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
@@ -111,10 +113,12 @@ def _wrong(outcome: Outcome, limit: str) -> str:
             own = np.split(share, t, axis=1)[rank]
             yield "it is the softmax, from which no target is subtracted", own.copy()
             own[np.arange(TOKENS), local.clip(0, VOCAB // t - 1)] -= 1 / TOKENS
-            yield "1 is subtracted on ranks too that do not have the target", own
+            yield "1 is subtracted also on ranks that do not have the target", own
 
     if not all(np.isfinite(one).all() for one in outcome[limit]):
-        return f"the {limit} is infinite or not a number: exp overflows without the maximum"
+        return (
+            f"the {limit} is infinite or NaN: exp overflows unless the maximum is subtracted first"
+        )
     return first_wrong(f"the {limit}", outcome[limit], right, known=known)
 
 
