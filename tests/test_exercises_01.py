@@ -58,7 +58,7 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (LONGER, {"result"},
      "N=2: rank 0 raised OrderError: recv #1 is for 5,001 elements of float32, and rank 1 sends "
      "5,000 elements of float32"),
-    (SENDS_FIRST, {"result"}, "nothing moves any more: rank 0 in send"),
+    (SENDS_FIRST, {"result"}, "no rank makes progress any more: rank 0 is in send"),
     (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
      "yours cannot be called in this way: missing a required argument"),
     (bad.raises, {"result"}, ("raised KeyError: 'chunk 7', line 78 of bad_answers_01.py in raises: "

@@ -62,7 +62,7 @@ RING = [  # answer, limits it breaks, words of the verdict
      ("simulated time (n=2): 96.0 µs, required: at most 36.0 µs: rank 0 sends 4 messages, "
       "required: 1")),
     (SENDS_FIRST, {"result"}, "each waits forever until the other receives: post both"),
-    (WAITS_FOR_NOBODY, {"result"}, "nothing moves any more: rank 1 in exchange"),
+    (WAITS_FOR_NOBODY, {"result"}, "no rank makes progress any more: rank 1 is in"),
     # right by luck, around the ledger, for one size
     (attacks.ring_waits_at_the_end, {"result"}, "of send #2 was changed before it was waited for"),
     (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),

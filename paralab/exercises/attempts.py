@@ -42,8 +42,8 @@ def attempt(call: Callable[[], Any], *, within: float = 0.0) -> tuple[Any, str]:
     try:
         return call(), ""
     except RankTimeout as error:
-        waiting = [f"rank {rank} {line}" for rank, line in sorted(error.waiting.items())]
-        return None, f"nothing moves any more: {'; '.join(waiting) or first_line(error)}"
+        waiting = [f"rank {rank} {_is_at(line)}" for rank, line in sorted(error.waiting.items())]
+        return None, f"no rank makes progress any more: {'; '.join(waiting) or first_line(error)}"
     except Stopped as stopped:
         flood = f"; it printed {stopped.printed / 1e6:,.1f} MB" * (stopped.printed > 2 * KEPT)
         return None, f"it has not ended within {within:g} s, the time that a check may take{flood}"
@@ -57,6 +57,12 @@ def attempt(call: Callable[[], Any], *, within: float = 0.0) -> tuple[Any, str]:
         if isinstance(error, SystemExit):
             failure = f"called sys.exit({shown(error.code)})"
         return None, without_stub(failure + origin(error))
+
+
+def _is_at(standing: str) -> str:
+    """Where a rank stands, "in send, line 7 of ..." or "line 7 of ...", as a predicate."""
+    verb = "is at " if standing.startswith("line ") else "is " * standing.startswith("in ")
+    return verb + standing
 
 
 def origin(error: BaseException) -> str:

@@ -247,7 +247,7 @@ def _refuse(op: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> Non
         raise illegal("tag", arguments["tag"], ORDER, "no tag, and the same order on both ranks")
     peer = next((arguments[name] for name in PEER if name in arguments), None)
     if peer is not None and not 0 <= peer < group.size():
-        raise illegal("rank", peer, "not a rank of the group", f"0 to {group.size() - 1}")
+        raise illegal("rank", peer, "no member of the group", f"0 to {group.size() - 1}")
     if peer == group.rank() and op in POINT_TO_POINT:
         legal = "another rank of the group; within a rank, copy the tensor"
         raise illegal("peer", peer, "a rank sends nothing to itself", legal)

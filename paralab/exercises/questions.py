@@ -60,6 +60,7 @@ class Reply(NamedTuple):
         numbers, wrong = self.value, self.trouble
         if not wrong and not (isinstance(numbers, (list, tuple)) and len(numbers) == len(right)):
             wrong = f"required: ({', '.join(right)}), yours is {kind_of(numbers)}"
+            wrong += f" of length {len(numbers)}" if isinstance(numbers, (list, tuple)) else ""
         for position, (limit, (size, known)) in enumerate(right.items()):
             number = None if wrong else numbers[position]
             rest = ((name, pair[0]) for name, pair in right.items() if name != limit)
