@@ -155,7 +155,7 @@ STEPS = [  # answer, limits it breaks, words of the verdict
 
 def partial(table):
     """Answers that fail on some ranks only: the others would wait for them in a shared launch."""
-    return [row[0] for row in table if any(w in row[2] for w in ("raised", "tag=", "not a rank"))]
+    return [row[0] for row in table if any(w in row[2] for w in ("raised", "tag=", "no member"))]
 
 
 ALL_STEPS = Table(STEP, STEPS, [functional], alone=partial(STEPS))
@@ -180,7 +180,7 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
             "in_flight.pop(next(one for one in in_flight if one[0] == stage))"),
      {"order of work"}, "backward first, p=2, m=2, v=2: rank 0: action 5 of its list is 2B1"),
     (chunks("if stage == last:", "if rank == p - 1:"), {"gradients"}, "rank 1 raised RuntimeError"),
-    (chunks("(stage + 1) % p))\n", "rank + 1))\n"), {"gradients"}, "rank=2: not a rank of"),
+    (chunks("(stage + 1) % p))\n", "rank + 1))\n"), {"gradients"}, "rank=2: no member of"),
     (chunks("work.wait()", "pass"), {"gradients"}, "never waits for send"),
     (chunks("total += y.item()", "pass"),
      {"loss"}, "rank 1 returns 0, required: "),

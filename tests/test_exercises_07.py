@@ -61,7 +61,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (pair((SUM, "dist.all_reduce(x, async_op=True)")), {"result"},
          "rank 0 never waits for all_reduce #0"),
         (pair(("Sum.apply", "lambda x: None")), {"result"},
-         "rank 0 raised TypeError: g returns a NoneType, required: a tensor"),
+         "rank 0 raised TypeError: g returns None, required: a tensor"),
         ((bad.hooked, pair()[1]), {"gradients"}, USES),
         ((F_ALONE,), {"result"}, "g is missing: give both, check(f, g)"),
         ((F_ALONE, "g"), {"result"}, "required: a function g, yours is 'g'"),
