@@ -44,7 +44,7 @@ def stuck(schedule: Sequence[Sequence[Action | str]], *, name: str = "schedule")
     chart = timeline(report, ideal=False)
     finding = f"{theme.text(name)}: all {len(done)} actions are done, and no rank is stuck"
     if stand:
-        finding = f"{theme.text(name)} stops after {sum(done)} of {len(done)} actions: "
+        finding = f"{theme.text(name)}: after {sum(done)} of {len(done)} actions "
         finding += f"{len(stand)} of {order.ranks} ranks wait for ever"
     below = "F = 10 ms, B = 20 ms, I = W = 10 ms, links take no time"
     below += " · a rank's later stages are paler" * (order.stages > order.ranks)
