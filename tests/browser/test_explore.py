@@ -161,7 +161,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook):
         bench.key("data, dp", "ArrowRight")
     notebook.wait(lambda: "dp=4, tp=8, pp=2" in bench.words(), ANSWER_S, bench.words)
     notebook.wait(
-        lambda: "of 63 others" in bench.views[1]["title"] and bench.faded() == 1, ANSWER_S,
+        lambda: "of the 63 other ranks" in bench.views[1]["title"] and bench.faded() == 1, ANSWER_S,
         lambda: bench.views[1]["title"],
     )  # fmt: skip
 
