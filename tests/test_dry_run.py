@@ -154,7 +154,7 @@ def test_a_report_says_what_needs_no_clock_and_refuses_the_rest(big, tmp_path):
     assert numbers["peak memory"] == pytest.approx(big.peak_memory / 1e6, rel=1e-6)
     assert numbers["sent per step"] * 1e6 == pytest.approx(big.traffic()["bytes"].sum(), rel=1e-6)
     assert "dry run clock" in big.memory_chart().layout.title.text
-    assert "numbered" in big.memory_chart().layout.xaxis.title.text
+    assert big.memory_chart().layout.xaxis.title.text == "events of the step, in order"
     assert (big.memory.groupby("step")["time"].apply(lambda t: t.is_monotonic_increasing)).all()
     refused = [
         lambda: big.timeline(), lambda: big.replay(), lambda: big.bubble, lambda: big.step_time,

@@ -227,7 +227,7 @@ def test_what_no_batch_or_optimizer_can_be_is_refused():
     refuses(r"rank=2.*0 to 1", pl.reference.batches, SPEC, step=0, rank=2, ranks=2)
     refuses("optimizer='adam'", pl.reference.optimizer, [], "adam")
     refuses("precision='fp8'", pl.reference.train, SPEC, precision="fp8")
-    refuses("data='nowhere': does not exist", pl.reference.train, SPEC, data="nowhere")
+    refuses("data='nowhere': there is no such file", pl.reference.train, SPEC, data="nowhere")
     for clip_norm, why in ((0, "out of range"), ([1, 2], "2 numbers for 3 steps")):
         with pytest.raises(ValueError, match=re.escape(f"clip_norm={clip_norm}: {why}")):
             pl.reference.train(SPEC, steps=3, clip_norm=clip_norm)

@@ -73,7 +73,7 @@ def test_virtual_subgroups_are_connected_before_some_of_their_members_send():
 
     def first_calls(context):
         machine, context = on_virtual(context)
-        part = traced(sends, context, (0,) * 4, False)
+        part = traced(sends, (0,) * 4, False, context)
         return [(node.label, node.meets) for node in machine.nodes if node.meets], part
 
     def sends(group):
