@@ -49,6 +49,12 @@ def shortened(text: str, most: int = MESSAGE_LENGTH) -> str:
     return f"{text[:half]} ... {excess} characters left out ... {text[half + excess :]}"
 
 
+def count_of(number: float, noun: str, spec: str = "") -> str:
+    """ "1 rank", "4 ranks", "0 micro-batches". spec: the format of the number"""
+    plural = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:{spec}} {noun}{plural * (number != 1)}"
+
+
 def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> int:
     """``value`` as an int in range, or the refusal. Booleans and floats are not whole numbers."""
     if type(value) is int and at_least <= value <= at_most:  # a fast path: nearly all values

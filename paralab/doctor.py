@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from paralab.checks import count_of
 from paralab.instruments import calibrate, processors, witness
 from paralab.launch import MAX_RANKS
 from paralab.ranks.server import start_method
@@ -118,7 +119,7 @@ import json
 import torch, torch.distributed as dist
 gpus = []
 if torch.cuda.is_available():
-    for i in range(torch.cuda.device_count()):
+    for i in range(torch.cuda.devicecounted()):
         found = torch.cuda.get_device_properties(i)
         gpus.append({"name": found.name, "memory": found.total_memory})
 have = dist.is_available()
@@ -219,7 +220,7 @@ class Diagnosis(NamedTuple):
         elif more:
             end = [
                 f"Labs that run here: {', '.join(self.labs)}. Open them with: make lab",
-                f"Memory has room for {_count(room, 'rank')} at once. Labs that start more: "
+                f"Memory has room for {count_of(room, 'rank')} at once. Labs that start more: "
                 f"{'; '.join(more)}.",
             ]
         return "\n".join([*rows, "", *end])
@@ -247,12 +248,12 @@ def _checks(machine: Machine) -> Iterator[Check]:
         finding = (
             "more ranks than cores take turns, so trust the replayed clock, not the wall clock"
         )
-    yield Check("cores", f"{_count(machine.cores, 'core')}: {finding}")
+    yield Check("cores", f"{count_of(machine.cores, 'core')}: {finding}")
 
     free = "this system does not show how much of it is free"
     if machine.free_memory is not None:
         free = f"{_size(machine.free_memory)} free"
-    finding = f"{_size(machine.memory)}, {free}: room for {_count(_room(machine), 'rank')}"
+    finding = f"{_size(machine.memory)}, {free}: room for {count_of(_room(machine), 'rank')}"
     remedy = (
         f"close other programs: one rank and JupyterLab take {_size(BASE_MEMORY + RANK_MEMORY)}"
     )
@@ -320,10 +321,6 @@ def _room(machine: Machine) -> int:
     """The number of ranks that fit into free memory next to a notebook."""
     free = machine.memory if machine.free_memory is None else machine.free_memory
     return max(0, min(MAX_RANKS, (free - BASE_MEMORY) // RANK_MEMORY))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _size(size: int | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import prod
 
-from paralab.checks import illegal, instance, real, whole
+from paralab.checks import count_of, illegal, instance, real, whole
 from paralab.interpret.dry import numbered
 from paralab.interpret.predict import check_steps
 from paralab.programs.compile import compiled
@@ -53,7 +53,7 @@ def dry_run(
     plan.validate(model)
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and plan.world_size > cluster.num_devices:
-        devices = f"{cluster.num_devices} device{'s' * (cluster.num_devices != 1)}"
+        devices = f"{count_of(cluster.num_devices, 'device')}"
         why = f"it has {devices}, the plan needs {plan.world_size}"
         raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or None")
     gpus = cluster is not None and cluster.gpus

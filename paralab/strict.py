@@ -20,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from paralab.checks import count_of
+
 
 class OrderError(RuntimeError):
     """Two ranks made calls that do not fit each other; on NCCL the program would hang."""
@@ -114,4 +116,4 @@ def _words(calls: list[list]) -> str:
 
 def elements(numel: int, dtype: object) -> str:
     """A payload in words: "3 elements of torch.float32"."""
-    return f"{numel} element{'s' * (numel != 1)} of {dtype}"
+    return f"{count_of(numel, 'element')} of {dtype}"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paralab.checks import choice, illegal, instance, shown, whole
+from paralab.checks import choice, count_of, illegal, instance, shown, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
@@ -88,7 +88,7 @@ def trace(
         if calls := part["unwaited"]:
             problem = f"rank {part['rank']} has not waited for {calls[0]}"
             if others := len(calls) - 1:
-                problem += f" and for {others} other call{'s' * (others != 1)}"
+                problem += f" and for {count_of(others, 'other call')}"
             advice = "its results may be incomplete; call .wait() on what each call returns"
             warnings.warn(f"{problem}: {advice}", stacklevel=2)
             break

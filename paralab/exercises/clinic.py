@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import count_of
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Text, Tries, exercise
 from paralab.exercises.questions import plain_answers
@@ -99,7 +100,7 @@ def deadlock_clinic(tries: Tries) -> None:
         for patient, (lists, wrong) in zip(PATIENTS, schedules, strict=True):
             notes.where, before = patient.name, actions(patient.lists)
             if lists is not None and len(lists) != len(before):
-                count = f"{len(lists)} list{'s' * (len(lists) != 1)}"
+                count = f"{count_of(len(lists), 'list')}"
                 lists, wrong = None, f"{count}, required: {len(before)}, one per rank"
             notes.look(patient.name, wrong or _fault(lists, before), "it runs")
             if lists is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from paralab.checks import real, shown, whole
+from paralab.checks import count_of, real, shown, whole
 from paralab.exercises import sources
 from paralab.exercises.questions import kind_of
 from paralab.exercises.tries import Tries, Try
@@ -187,7 +187,7 @@ class Exercise:
             said = (
                 f"required: {', '.join(part.noun for part in self.takes)}; check was called with "
             )
-            said += f"{count} argument{'s' * (count != 1)}"
+            said += f"{count_of(count, 'argument')}"
             candidate.notes.end(said, yours="no answer")
         for part, takes in zip(candidate.answer, self.takes, strict=False):
             yours, why = takes.refusal(part)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import count_of
 from paralab.interpret import quick
 from paralab.spec import ModelSpec, Plan
 
@@ -51,7 +52,7 @@ class Patient:
         from paralab.view.memory import bytes_bars
 
         def devices(plan: Plan) -> str:
-            return f"{plan.world_size} device{'s' * (plan.world_size > 1)}"
+            return f"{count_of(plan.world_size, 'device')}"
 
         fewer = quick.fullest(self.model, self.fewer)[1]
         bars = {devices(self.fewer): fewer, devices(self.plan): self.peak()}

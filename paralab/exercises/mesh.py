@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
-from paralab.checks import shown
+from paralab.checks import count_of, shown
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist
@@ -152,10 +152,7 @@ def _wrong_calls(made: Sequence[list], needed: set) -> str:
         if calls != made[0]:
             same = sorted(calls) == sorted(made[0])
             groups = "the same groups in another order than rank 0" if same else ""
-            groups = (
-                groups
-                or f"{len(calls)} group{'s' * (len(calls) != 1)}, and not those that rank 0 makes"
-            )
+            groups = groups or f"{count_of(len(calls), 'group')}, and not those that rank 0 makes"
             return (
                 f"rank {rank} makes {groups}: every rank has to make every group, in the same order"
             )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import count, zip_longest
 from typing import Any
 
+from paralab.checks import count_of
 from paralab.exercises.diagnose import distinct, first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import reference, torch, watched
@@ -178,7 +179,7 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
             MARGIN * (alive * result["kept"] + result["passing"]) + 2 * messages + result["weights"]
         )
         held = f" holds {result['peak']:,} bytes of activations and messages at once, required: at "
-        held += f"most {int(most):,}; its list has {alive} micro-batch{'es' * (alive > 1)} in "
+        held += f"most {int(most):,}; its list has {count_of(alive, 'micro-batch')} in "
         held += f"flight, of {result['kept']:,} bytes each"
         for limit, words in (
             (GRADIENTS, _wrong_gradient(result["gradients"], right, m)),

@@ -26,6 +26,8 @@ from paralab.spec import ModelSpec, Plan
 if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
 
+# What an action needs of its own stage and micro-batch: `Order.source` is the other stage's.
+NEEDS = {"B": "F", "I": "F", "W": "I"}
 PP, MICROBATCHES = 4, 6
 SIZES = (  # p, m: with fewer micro-batches than stages, as many, and more
     *((2, m) for m in (1, 2, 5)),
@@ -152,21 +154,16 @@ def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action
     """
     from paralab.theory.schedule_check import live
 
-    order = simulated.order
-    rank, first = order.rank[i], order.first[order.rank[i]]
-    done = {
-        str(order.action(n)) for n in range(len(simulated.end)) if simulated.end[n] <= since + 1e-12
-    }
-    row = simulated.schedule[rank]
-    before = row[i - first - 1]
-    held = live(simulated.schedule)[rank][i - first - 1] - (before.kind in "BW")
-    for action in row[i - first + 1 :]:
-        stage, kind, k = action
-        needs = {"F": [(stage - 1, "F")] * (stage > 0), "W": [(stage, "I")]}.get(kind)
-        if needs is None:
-            needs = [(stage, "F"), *[(stage + 1, "BI")] * (stage < order.stages - 1)]
-        ready = all(any(f"{s}{one}{k}" in done for one in kinds) for s, kinds in needs)
-        if ready and (kind != "F" or held < most):
+    order, end, rank = simulated.order, simulated.end, simulated.order.rank[i]
+    first, row = order.first[rank], simulated.schedule[rank]
+    done = row[: i - first]
+    held = live(simulated.schedule)[rank][len(done) - 1] - (done[-1].kind in "BW")
+    for n in range(i + 1, order.first[rank + 1]):
+        action, source = row[n - first], order.source[n]
+        own = NEEDS.get(action.kind)
+        if own and action._replace(kind=own) not in done:
+            continue
+        if (source < 0 or end[source] <= since + 1e-12) and (own or held < most):
             return action
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from paralab.checks import count_of
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, Reply, ask, size_text
 from paralab.spec import ModelSpec
@@ -98,8 +99,5 @@ def _wrong_devices(reply: Reply, model: ModelSpec, total: int, memory: float) ->
         ("memory_gb is taken for bytes; a GB is 10⁹ bytes", math.ceil(total / memory)),
         (alone, math.ceil(model.num_params * 2 / size)),
     ]
-    return reply.number(math.ceil(total / size), known, _devices, " of devices")
-
-
-def _devices(count: float) -> str:
-    return f"{count:,} device{'s' * (count != 1)}"
+    devices = math.ceil(total / size)
+    return reply.number(devices, known, lambda n: count_of(n, "device", ","), " of devices")

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
@@ -41,20 +41,19 @@ _ABOUT = "(model, plan, stage)"
     },
 )
 def stage_memory(tries: Tries) -> None:
-    limits = (PARAMETERS, _parameters, "parameter", "s"), (FLIGHT, _in_flight, "micro-batch", "es")
+    limits = (
+        (PARAMETERS, _parameters, "parameter", " of parameters"),
+        (FLIGHT, _in_flight, "micro-batch", " of micro-batches"),
+    )
     cases = [(part, plan, stage) for part in (0, 1) for plan in PLANS for stage in range(plan.pp)]
     questions = [(part, (MODEL, plan, stage)) for part, plan, stage in cases]
     for notes, (part, plan, stage), reply in ask(tries, cases, questions, *UNAIDED):
         notes.where = f"tp={plan.tp}, pp={plan.pp}, dp={plan.dp}, stage {stage}"
-        limit, right, *unit = limits[part]
+        limit, right, noun, what = limits[part]
         number, known = right(plan, stage)
-        show = functools.partial(_counted, *unit)
+        show = functools.partial(count_of, noun=noun, spec=",.10g")
         known = unlike(pair for pair in known if pair[1] != number)
-        notes.look(limit, reply.number(number, known, show, f" of {''.join(unit)}"), show(number))
-
-
-def _counted(unit: str, plural: str, number: float) -> str:
-    return f"{number:,.10g} {unit}{plural * (number != 1)}"
+        notes.look(limit, reply.number(number, known, show, what), show(number))
 
 
 # ---- what a stage holds --------------------------------------------------------------------------
@@ -133,7 +132,7 @@ def trillion_plan(tries: Tries) -> None:
         if plan is None:
             continue
         batch, required = plan.global_batch, published.global_batch
-        said = f"{batch:,} sample{'s' * (batch != 1)} per step, required: {required:,}"
+        said = f"{count_of(batch, 'sample', ',')} per step, required: {required:,}"
         notes.look(BATCH, "" if batch == required else said, f"{required:,} samples")
         ranks = plan.world_size
         notes.at_most(GPUS, ranks, published.world_size, "{:,}".format)

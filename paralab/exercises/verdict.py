@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from paralab.checks import shortened
+from paralab.checks import count_of, shortened
 from paralab.ranks.hangs import show_places
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Verdict:
             every = f"all {kept} limits" if kept > 1 else "its one limit"
             return f"{self.exercise}: passed, {every} kept"
         looked_at = len(self.rows) - open_rows
-        count = f"{kept} of {looked_at} limit{'s' * (looked_at != 1)} kept"
+        count = f"{kept} of {count_of(looked_at, 'limit')} kept"
         rest = f", {open_rows} not looked at" * (open_rows > 0)
         return f"{self.exercise}: not yet, {count}{rest}: {self.said}"
 

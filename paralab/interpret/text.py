@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from paralab.checks import choice, illegal, instance, real, whole
+from paralab.checks import choice, count_of, illegal, instance, real, whole
 from paralab.instruments.calibrate import device_of_run
 from paralab.interpret.differences import Difference
 from paralab.interpret.folding import Fold, Item, Line, fold
@@ -187,7 +187,7 @@ class ProgramText(RankProgram):
     def title(self) -> str:
         """Whose program this is."""
         part = f"{len(self)} of " * (len(self) < len(self.lines))
-        size = f"{part}{counted(len(self.lines), 'instruction')}"
+        size = f"{part}{count_of(len(self.lines), 'instruction')}"
         return f"rank {self.rank} of {self.plan.world_size}: {changed_fields(self.plan)}, {size}"
 
     @cached_property
@@ -195,11 +195,11 @@ class ProgramText(RankProgram):
         """What the lines do not say: the parameters of buckets, and why the program is refused."""
         buckets = [
             f"{name}: {' … '.join(dict.fromkeys((unit.names[0], unit.names[-1])))}, "
-            + counted(len(unit.names), "parameter")
+            + count_of(len(unit.names), "parameter")
             for name, unit in zip(self.names.units, self.units, strict=True)
             if name.startswith("bucket")
         ]
-        more = f"… and {counted(len(buckets) - BUCKETS, 'more bucket')}"
+        more = f"… and {count_of(len(buckets) - BUCKETS, 'more bucket')}"
         notes = buckets[:BUCKETS] + [more] * (len(buckets) > BUCKETS)
         return notes + [f"refused: {self.refusal}"] * bool(self.refusal)
 
@@ -266,11 +266,6 @@ def changed_fields(plan: Plan) -> str:
     defaults, fields = Plan().to_dict(), plan.to_dict()
     changed = [f"{name}={value}" for name, value in fields.items() if value != defaults[name]]
     return ", ".join(changed) or "one device"
-
-
-def counted(number: int, what: str) -> str:
-    """ "1 instruction", "9 instructions"."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _several(value: Any) -> list:

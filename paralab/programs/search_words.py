@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.spec import Plan
 from paralab.view.theme import scaled
 
@@ -38,7 +38,7 @@ def counts(search: Any) -> str:
     """ "12,480 plans on 512 devices, 3,110 fit in 80 GB"."""
     plans, fits, devices = len(search.plans), int(search.fits.sum()), search.devices
     room = f", {fits:,} fit{'s' * (fits == 1)} in {size(search.memory_limit)}"
-    text = f"{plans:,} plan{'s' * (plans != 1)} on {devices:,} device{'s' * (devices != 1)}"
+    text = f"{count_of(plans, 'plan', ',')} on {count_of(devices, 'device', ',')}"
     return text + room * (search.memory_limit < UNLIMITED)
 
 

@@ -38,7 +38,7 @@ import numpy.random
 import torch
 import torch.distributed as dist
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.default_device import VARIABLE
 from paralab.ranks.errors import RankError
 from paralab.ranks.failure import Failure, Refused, describe
@@ -115,7 +115,7 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
         legal = f"'cpu'; or no device at all, with no {VARIABLE}=cuda in the environment and after "
         legal += "pl.set_default_device(None)"
         raise illegal("device", device, "torch sees no GPU here", legal)
-    one_each, counts = gpus == len(cards), f"{len(cards)} ranks and {gpus} GPU{'s' * (gpus != 1)}"
+    one_each, counts = gpus == len(cards), f"{len(cards)} ranks and {count_of(gpus, 'GPU')}"
     if device is None and not (one_each and sees_gpu):
         why = f"{counts}: the ranks run on the CPU, over gloo; with device='cuda' they would share "
         why += "GPUs, and their times would include one another's work"

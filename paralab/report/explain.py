@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from paralab.checks import count_of
 from paralab.report import amounts, facts
 from paralab.report.paradigm import (
     REDUCTIONS,
@@ -187,7 +188,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     if not psi or not m:
         return ""
     times = float(size.max()) / steps_of(report, rank) / psi
-    passes = f"{m:.3g} backward pass{'es' * (m != 1)}"
+    passes = f"{count_of(m, 'backward pass', '.3g')}"
     if by_hand and not whole_number(times):
         return ""  # these sums are not of gradients
     text = f"{times:.3g} times Ψ is reduced per step"
@@ -232,11 +233,7 @@ def _whole(report: Tables) -> str:
         )
     names = ", ".join(f"{p['name']} ({mb(p['bytes'])})" for p in whole[:NAMED])
     names += f" and {len(whole) - NAMED} smaller" * (len(whole) > NAMED)
-    return f"Rank 0 holds {len(whole)} of {_parameters(len(own))} whole, {size}: {names}."
-
-
-def _parameters(count: int) -> str:
-    return f"{count} parameter{'s' * (count != 1)}"
+    return f"Rank 0 holds {len(whole)} of {count_of(len(own), 'parameter')} whole, {size}: {names}."
 
 
 def _unknown(report: Tables, calls: pd.DataFrame) -> str:

@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 from paralab import checks
+from paralab.checks import count_of
 from paralab.report import amounts, facts, metrics
 from paralab.report.explain import explain
 from paralab.report.merge import merge
@@ -110,7 +111,7 @@ class Report(Tables):
             (len(calls), "collective"),
             (messages, "message"),
         ]
-        parts = [f"{n} {name}{'s' * (n != 1)}" for n, name in counts]
+        parts = [count_of(n, name) for n, name in counts]
         if self.clock == DRY:
             parts[0] = f"rank {self.meta.get('rank')} of {parts[0]}"
         if facts.in_outline(self):  # its rows are sums of calls, so there is no count of calls

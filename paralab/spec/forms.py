@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from paralab.checks import choice, illegal, instance, shown
+from paralab.checks import choice, count_of, illegal, instance, shown
 from paralab.parallel.schedules import RELAY, SCHEDULES, Action, build, takes_three
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
@@ -75,7 +75,7 @@ def _build(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[l
         form = "gpipe"
     lists = build(form, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     if len(lists) != pp:
-        why = f"it returned {len(lists)} list" + "s" * (len(lists) != 1)
+        why = f"it returned {count_of(len(lists), 'list')}"
         raise illegal("schedule", form_name(form), why, f"{pp}, one per pipeline rank")
     validate(lists, microbatches=microbatches, stages=pp * virtual_stages)
     return lists

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import choice, illegal, instance, real
+from paralab.checks import choice, count_of, illegal, instance, real
 from paralab.interpret.predict import check_cluster
 from paralab.interpret.totals import Totals
 from paralab.programs.program import OPTIMIZERS
@@ -127,7 +127,7 @@ class ClusterFit:
 
     def __repr__(self) -> str:
         count = len(self.runs)
-        lines = [f"fitted to {count} run{'s' * (count != 1)}: {summary(self.inside)}"]
+        lines = [f"fitted to {count_of(count, 'run')}: {summary(self.inside)}"]
         if self.errors:
             lines += [f"out of sample: {summary(self.errors)}"]
             lines += [f"out of sample, with one rate for everything: {summary(self.null)}"]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from paralab.checks import count_of
 from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.spec import Plan
@@ -87,7 +88,7 @@ def _reasons(table: pd.DataFrame, expect: Tables, report: Tables) -> Iterator[st
             yield "Python launches kernels one by one, and the device is idle in between."
         elif cores and ranks > cores:
             yield (
-                f"{ranks} ranks share {cores} core{'s' * (cores != 1)}, which explains a factor of "
+                f"{ranks} ranks share {count_of(cores, 'core')}, which explains a factor of "
                 f"{ranks / cores:g}; any more comes from other work on the machine, and from ranks "
                 "that wait for a rank without a core."
             )
@@ -138,7 +139,7 @@ def _hides(plan: Plan) -> str:
     if plan.tp > 1:
         return ": a layer cannot begin before the messages of the previous layer have arrived."
     if plan.zero_stage == 3:
-        ahead = f"up to {plan.prefetch} unit{'s' * (plan.prefetch != 1)} ahead of their use"
+        ahead = f"up to {count_of(plan.prefetch, 'unit')} ahead of their use"
         gathered = ahead if plan.prefetch else "when they are needed, so nothing hides that"
         return f". Parameters are gathered {gathered}; gradients are reduced during the backward."
     if plan.zero_stage:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, count_of, illegal, real, whole
 from paralab.parallel.schedules import SCHEDULES, Action
 from paralab.theory.order import B, F, I, Order, W
 from paralab.theory.schedule_check import checked, peak_live, timed
@@ -110,8 +110,8 @@ class Simulation:
     def __repr__(self) -> str:
         p, stages, m = self.order.ranks, self.order.stages, self.order.microbatches
         return (
-            f"Simulation({p} rank{'s' * (p != 1)}, {stages} stage{'s' * (stages != 1)}, "
-            f"{m} micro-batch{'es' * (m != 1)}: makespan {self.makespan:.6g} s, "
+            f"Simulation({count_of(p, 'rank')}, {count_of(stages, 'stage')}, "
+            f"{count_of(m, 'micro-batch')}: makespan {self.makespan:.6g} s, "
             f"bubble {100 * self.bubble_rate:.1f} %)"
         )
 

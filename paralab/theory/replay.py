@@ -26,7 +26,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import illegal, instance, real
+from paralab.checks import count_of, illegal, instance, real
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK, Item, moments
 from paralab.programs.instructions import Instr
 from paralab.report.facts import device_of, in_outline, node_of, reach
@@ -132,7 +132,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
 def _placed(report: Tables, cluster: Cluster) -> Tables:
     """The report with its ranks on the cluster's nodes, and each call's level as it is there."""
     if (ranks := report.world_size) > cluster.num_devices:
-        devices = f"{cluster.num_devices} device{'s' * (cluster.num_devices != 1)}"
+        devices = f"{count_of(cluster.num_devices, 'device')}"
         why = f"it has {devices}, and the {ranks} ranks of the run need one each"
         legal = "a cluster with more nodes, or None for this machine"
         raise illegal("cluster", cluster.name, why, legal)

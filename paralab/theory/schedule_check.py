@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from paralab.checks import illegal, whole
+from paralab.checks import count_of, illegal, whole
 from paralab.parallel.schedules import KINDS, Action, Schedule, actions
 from paralab.theory.order import Order, home, order, walk
 
@@ -91,7 +91,7 @@ def checked(
     busy = sum(map(bool, lists))
     for rank, row in enumerate(lists):
         if not row:
-            fewer = f", or {busy} list{'s' * (busy != 1)}" * (busy > 0)
+            fewer = f", or {count_of(busy, 'list')}" * (busy > 0)
             legal = f"at least one action for every rank{fewer}"
             raise ScheduleError(rank, -1, "everything", f"rank {rank} has nothing to do", legal)
     if stages is not None and whole("stages", stages, at_least=1) % len(lists):

@@ -10,6 +10,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+from paralab.checks import count_of
 from paralab.parallel.schedules import SCHEDULES
 from paralab.report.amounts import peak, peak_memory, traffic
 from paralab.report.facts import reported_ranks
@@ -29,7 +30,6 @@ from paralab.view.widget_parts import (
     MUTED,
     Knob,
     buttons,
-    count,
     counted,
     in_bytes,
     in_seconds,
@@ -63,7 +63,7 @@ def knobs(model: ModelSpec, plan: Plan, cluster: Cluster | None) -> dict[str, Kn
     places = {NOWHERE: NOWHERE, "to host": "cpu", "to disk": "nvme"}
     if plan.offload not in (None, "cpu", "nvme"):
         places["as given"] = plan.offload
-    models = {f"{count(model.layers, 'layer')}, h={model.hidden}": GIVEN}
+    models = {f"{count_of(model.layers, 'layer')}, h={model.hidden}": GIVEN}
     models |= {name: name for name in MODELS if ModelSpec.preset(name) != model}
     name = HERE if cluster is None or is_local(cluster) else cluster.name
     clusters = {name: GIVEN} | {n: n for n in (HERE, *CLUSTER_PRESETS) if n != name}

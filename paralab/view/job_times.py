@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, count_of, illegal
 from paralab.exercises import jobs as stream
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
@@ -35,7 +35,7 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
     total, least = max(end for _, end in times), stream.limit_s(units, window, update_s)
     fig = figure(
         _finding(units, total, least),
-        f"simulated · {host} host · {window} buffer{'s' * (window > 1)} · number: the unit",
+        f"simulated · {host} host · {count_of(window, 'buffer')} · number: the unit",
         height=270,
         xaxis=mark.time_axis("time (ms)", 1e3 * max(total, least)),
         yaxis=mark.rows_axis([(0, "disk"), (1, "host")], 1.6, -1.0),
@@ -52,8 +52,7 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
     label = note("least possible time", 1e3 * least, -0.7, anchor=anchor, xshift=shift)
     fig.draw(traces, [label], [upright(1e3 * least, dash="dash")])
     return fig.explained(
-        f"{len(rows)} job{'s' * (len(rows) > 1)} of {units} unit{'s' * (units > 1)} "
-        "on disk and host",
+        f"{count_of(len(rows), 'job')} of {count_of(units, 'unit')} on disk and host",
         ("lane what unit buffer start end", rows),
     )
 

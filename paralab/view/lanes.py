@@ -114,4 +114,4 @@ def _copy(copy: dict[str, Any]) -> str:
 
 
 def _bytes_of(category: str) -> str:
-    return theme.text({"optimizer": "optimizer states"}.get(category, category))
+    return theme.text(naming.category_name(category))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paralab.checks import choice, illegal, instance, real
+from paralab.checks import choice, count_of, illegal, instance, real
 from paralab.spec.links import messages
 from paralab.theory.fit import fit_link
 from paralab.view import theme
@@ -168,8 +168,8 @@ def algorithms(
         xaxis=log_axis(axes.x, min(sizes) / 1.3, max(sizes) * 1.3, axes.x_unit),
         yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
-    counts = f"{len(changes)} crossover{'s' * (len(changes) != 1)}"
-    counts = f"predicted: {(n := sum(map(len, lines.values())))} size{'s' * (n > 1)}, {counts}"
+    counts = f"{count_of(len(changes), 'crossover')}"
+    counts = f"predicted: {count_of(sum(map(len, lines.values())), 'size')}, {counts}"
     fig.titled(title).draw(traces, [m for m, _ in drops], [shape for _, shape in drops])
     return fig.explained(
         f"time over tensor size of {' | '.join(lines)}, {counts}",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.report.tables import COMPUTE_KINDS, Tables
 from paralab.view import boxes, naming, theme
 from paralab.view.chart import Chart, figure
@@ -168,17 +168,16 @@ def _drawn(sources: list[_Source]) -> Chart:
         for rank, curve in enumerate(source.curves)
         for time, count in zip(*curve, strict=True)
     ]
-    subjects = f"{' | '.join(source.name for source in sources)} on {len(first.curves)} rank"
-    subjects += "s" * (len(first.curves) > 1)
+    subjects = " | ".join(source.name for source in sources)
+    subjects += f" on {count_of(len(first.curves), 'rank')}"
     return fig.explained(f"live activations of {subjects}", ("source rank time live", rows))
 
 
 def _finding(sources: list[_Source]) -> str:
     first, *others = sources
     chunks = first.chunks > 1 and len({source.chunks for source in sources}) == 1
-    one, many = ("chunk", "chunks") if chunks else ("micro-batch", "micro-batches")
     peaks = first.peaks
-    most = f"{peaks[0]:g} {one if peaks[0] == 1 else many}"
+    most = count_of(peaks[0], "chunk" if chunks else "micro-batch", "g")
     if others:
         verb = "is" if peaks[0] == 1 else "are"
         rest = "".join(f", {s.peaks[0]:g} under {theme.text(s.name)}" for s in others)

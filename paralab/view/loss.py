@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.report.tables import Tables
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
@@ -67,7 +67,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
     steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
     samples = batches.pop() if same else 0
-    below = f"{samples} sample{'s' * (samples > 1)} per step" if same else "nats per token" * nats
+    below = f"{count_of(samples, 'sample')} per step" if same else "nats per token" * nats
     fig = figure(
         _verdict(curves, spread, nats),
         below,
@@ -78,7 +78,7 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     fig.titled(title).draw(traces, notes, shapes)
     rows = [(label, step, v) for label, values in curves.items() for step, v in enumerate(values)]
     return fig.explained(
-        f"losses of {len(curves)} run{'s' * several} over {count} step{'s' * (count > 1)}: "
+        f"losses of {count_of(len(curves), 'run')} over {count_of(count, 'step')}: "
         f"{' | '.join(curves)}",
         ("run step loss", rows),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paralab.checks import choice, real
+from paralab.checks import choice, count_of, real
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.lanes import tracks
@@ -71,8 +71,7 @@ def bytes_bars(
     look = {"per": per, "end": end, "lines": drawn.values(), "letter": letter}
     fig.titled(title).draw(mark.bars(rows, **look), notes, shapes)
     return fig.explained(
-        f"memory of {len(bars)} bar{'s' * (len(bars) != 1)} by category: "
-        f"{' | '.join(map(str, bars))}",
+        f"memory of {count_of(len(bars), 'bar')} by category: {' | '.join(map(str, bars))}",
         ("bar category bytes", rows),
     )
 

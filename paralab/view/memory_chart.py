@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.report.amounts import peak
 from paralab.report.facts import needs_tables
 from paralab.report.tables import Tables
@@ -45,8 +45,7 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
             remarks.append(f"at most {theme.scaled(offloaded.total, 'B')} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
     fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
-    ranks = f"rank {rank}" if rank is not None else f"{len(shown)} of {len(by_rank)} rank"
-    ranks += "s" * (rank is None and len(by_rank) > 1)
+    ranks = f"{len(shown)} of {count_of(len(by_rank), 'rank')}" if rank is None else f"rank {rank}"
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
         _table([(f"rank {c.rank}", c) for c in shown]),
@@ -79,7 +78,7 @@ def memory_charts(
     below = f"{f'rank {rank}, ' * many}one step of each run, all on one scale of bytes"
     fig = drawn(list(by_run.values()), heads, _verdict(peaks), below, against=first)
     return fig.titled(title).explained(
-        f"memory of {len(by_run)} run{'s' * (len(by_run) > 1)} on rank {rank}, by category: "
+        f"memory of {count_of(len(by_run), 'run')} on rank {rank}, by category: "
         f"{' | '.join(by_run)}",
         _table(list(by_run.items())),
     )
@@ -149,9 +148,8 @@ def _finding(curves: Sequence[Curve], worst: Curve) -> str:
         text += " on every rank"
     elif report.world_size > 1:
         text += f" on rank {worst.rank}"
-    what = {"optimizer": "optimizer states", "other": "other tensors"}.get(category, category)
     verb = "takes" if category == "workspace" else "take"
-    return f"{text}; {theme.text(what)} {verb} {theme.percent(share)}"
+    return f"{text}; {theme.text(naming.category_name(category))} {verb} {theme.percent(share)}"
 
 
 def _verdict(peaks: Mapping[str, float]) -> str:

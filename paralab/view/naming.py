@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from paralab.checks import count_of
 from paralab.report.tables import Tables
 from paralab.spec import OWN_FORM, Plan
 from paralab.view.theme import CATEGORY_COLOUR
@@ -31,9 +32,13 @@ SCHEDULE_NAME = {
     "zb-h2": "ZB-H2",
     "l2l": "layer relay",
 }
-
-
 KIND_NAME = {"wait": "waiting", "weight_grad": "backward, weight half"}  # as a figure says it
+CATEGORY_NAME = {"optimizer": "optimizer states", "other": "other tensors"}
+
+
+def category_name(category: str) -> str:
+    """The category of memory in words."""
+    return CATEGORY_NAME.get(category, category)
 
 
 def kind_name(kind: str) -> str:
@@ -87,7 +92,7 @@ def subject(report: Tables) -> str:
     if report.model is not None:
         return plan_name(report.plan)
     n = report.world_size
-    return f"{report.meta.get('function', 'function')} on {n} rank{'s' * (n != 1)}"
+    return f"{report.meta.get('function', 'function')} on {count_of(n, 'rank')}"
 
 
 def shared_cores(report: Tables) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paralab.checks import instance
+from paralab.checks import count_of, instance
 from paralab.programs.search import Search
 from paralab.programs.search_words import brief, size
 from paralab.view import theme
@@ -38,8 +38,8 @@ def pareto(search: Search) -> Chart:
     instance("search", search, Search, "what pl.plan_search(...) returns")
     shown = _drawn(search)
     total, fits = len(search.plans), search.fits
-    below = [f"estimates of {total:,} plan{'s' * (total > 1)} on {search.devices:,} device"]
-    below[0] += "s" * (search.devices > 1)
+    devices = count_of(search.devices, "device", ",")
+    below = [f"estimates of {count_of(total, 'plan', ',')} on {devices}"]
     if len(shown) < total:
         below[0] += f", {len(shown):,} of them drawn, up to {SLOWER} times the best time and "
         below[0] += f"{LARGER} times the memory limit"

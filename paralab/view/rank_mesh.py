@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralab.checks import illegal, instance, whole
+from paralab.checks import count_of, illegal, instance, whole
 from paralab.spec import Cluster, Plan
 from paralab.theory.traffic import level
 from paralab.view import theme
@@ -116,10 +116,10 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     axis_of |= {shown_rank: "rank"}
     fig.draw([grid.cells(colours, axis_of, cluster), *keys], [*notes, *grid.dots()], frames)
     drawn = len(grid.y) * len(grid.x)
-    text = f": {world} rank{'s' * (world > 1)}" + f", {drawn} of them drawn" * (drawn < world)
+    text = f": {count_of(world, 'rank')}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(
         f"mesh of pp={plan.pp} x dp={plan.dp} x tp={plan.tp}{text}, "
-        f"{len(own_groups)} group{'s' * (len(own_groups) != 1)} of rank {shown_rank}",
+        f"{count_of(len(own_groups), 'group')} of rank {shown_rank}",
         lambda: (
             "rank pp dp tp node group",  # node is -1 without a cluster
             [

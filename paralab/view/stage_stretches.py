@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paralab.checks import count_of
 from paralab.report import facts, metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
@@ -111,7 +112,7 @@ def stage_time(
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
     shares = [(rows[r] + high / 2, theme.percent(idle[r])) for r in shown if r in idle]
     kinds = [kind for kind in ORDER if any(kind in stretch.parts for stretch in stretches)]
-    summary = f"{len(stretches)} stretches on {len(shown)} rank{'s' * (len(shown) != 1)}"
+    summary = f"{len(stretches)} stretches on {count_of(len(shown), 'rank')}"
     return fig.draw(drawn, column("idle", shares) if idle else ()).explained(
         f"stage time of {naming.subject(report)}, {report.clock}: {summary}",
         lambda: (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from paralab.checks import choice, illegal, instance, real, whole
+from paralab.checks import choice, count_of, illegal, instance, real, whole
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import note
@@ -45,7 +45,7 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         own_rows = own_rows[["ranks", "throughput", "efficiency"]]
         points = list(own_rows.itertuples(index=False, name=None))
         texts = [
-            f"{theme.text(form)}, {n} rank{'s' * (n > 1)}: {y:,.1f} samples per second, "
+            f"{theme.text(form)}, {count_of(n, 'rank')}: {y:,.1f} samples per second, "
             f"{theme.percent(share)} of ideal"
             for n, y, share in points
         ]
@@ -114,4 +114,4 @@ def _finding(table: pd.DataFrame) -> str:
     rest = [f"{name} {share}" for name, share in zip(names, shares, strict=True)][1:]
     keeps = f"{names[0]} keeps {shares[0]} of the ideal throughput"
     n = int(most["ranks"].iloc[0])
-    return ", ".join([f"On {n} rank{'s' * (n > 1)} {keeps}", *rest])
+    return ", ".join([f"On {count_of(n, 'rank')} {keeps}", *rest])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paralab.checks import count_of
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import bars as mark
@@ -45,6 +46,6 @@ def seconds_bars(bars: Mapping[str, Mapping[str, float]], *, title: str) -> Char
     traces = mark.bars(rows, per=per, end=end, look=look, kinds=kinds, unit="s")
     fig.draw(traces, mark.ends(totals, per, unit="s"))
     return fig.explained(
-        f"seconds of {len(bars)} bar{'s' * (len(bars) != 1)} by part: {' | '.join(map(str, bars))}",
+        f"seconds of {count_of(len(bars), 'bar')} by part: {' | '.join(map(str, bars))}",
         ("bar part seconds", rows),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.view import boxes, naming, theme
@@ -56,7 +56,7 @@ def timeline(
     # Without boxes of other steps, whose number differs from run to run.
     own_boxes = sum(box["step"] == section.step for box in section.boxes)
     which *= report.model is not None
-    where = f"{len(section.ranks)} rank{'s' * (len(section.ranks) > 1)}"
+    where = f"{count_of(len(section.ranks), 'rank')}"
     summary = f"timeline of {naming.subject(report)}, {report.clock}: "
     summary += f"{own_boxes} boxes{which} on {where}"
     return drawn([section], finding(section), remarks, summary)
@@ -92,9 +92,9 @@ def timelines(
     remarks = [theme.text(", ".join(naming.common([naming.subject(r) for r in reports])))]
     remarks *= any(report.plan.pp > 1 for report in reports) and bool(remarks[0])
     if ranks is None and any(len(ranks_there) > most for ranks_there in ranks_of):
-        remarks.append(f"the first {most} rank{'s' * (most != 1)} of each; ranks= selects others")
+        remarks.append(f"the first {count_of(most, 'rank')} of each; ranks= selects others")
     clocks = ", ".join(dict.fromkeys(report.clock for report in reports))
-    summary = f"timelines of {len(reports)} report{'s' * (len(reports) > 1)}: "
+    summary = f"timelines of {count_of(len(reports), 'report')}: "
     summary += f"{' | '.join(names)} ({clocks}): "
     summary += f"{sum(len(section.boxes) for section in sections)} boxes"
     return drawn(sections, _verdict(sections), remarks, summary).titled(title)
@@ -143,7 +143,7 @@ def _sent(report: Tables, step: int) -> str:
     most = sent.idxmax()
     own_calls = calls[calls["rank"] == most]
     count = len(own_calls[["axis", "ranks", "call"]].drop_duplicates())
-    amount = f"{theme.scaled(float(sent[most]), 'B')} in {count} call{'s' * (count != 1)}"
+    amount = f"{theme.scaled(float(sent[most]), 'B')} in {count_of(count, 'call')}"
     if len(sent) == report.world_size and sent.nunique() == 1:
         return f"each rank sends {amount}"
     return f"rank {most} sends {amount}, and no rank sends more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paralab.checks import count_of
 from paralab.view import box_traces, boxes, naming, theme
 from paralab.view.boxes import Section
 from paralab.view.chart import Chart, figure
@@ -30,7 +31,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
             "ranks= selects fewer"
         )
     remarks += dict.fromkeys(
-        f"{report.world_size} ranks shared {cores} core{'s' * (cores > 1)}, so boxes are longer"
+        f"{report.world_size} ranks shared {count_of(cores, 'core')}, so boxes are longer"
         for report in reports
         if (cores := naming.shared_cores(report))
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from paralab.checks import count_of
 from paralab.report import amounts, facts
 from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
@@ -85,7 +86,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
         notes.append(note(said, optimum / per, 1, **at))
     return fig.draw([*traces, *bars], notes, shapes).explained(
         f"traffic of {naming.subject(report)}, {report.clock}: "
-        f"{len(flows)} part{'s' * (len(flows) != 1)} of {len(links)} link{'s' * (len(links) != 1)}",
+        f"{count_of(len(flows), 'part')} of {count_of(len(links), 'link')}",
         lambda: _moved(report, copies),
     )
 

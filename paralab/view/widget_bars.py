@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.interpret import quick
 from paralab.report.tables import Tables
 from paralab.spec import ModelSpec, Plan
@@ -24,7 +24,6 @@ from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
 from paralab.view.widget_parts import (
     buttons,
-    count,
     in_bytes,
     no_room,
     only,
@@ -116,7 +115,7 @@ class Alternatives(Widget):
         style = {"axes": ("x2", "y"), "letter": 0, "pale": pale, "showlegend": False}
         (sums,) = mark.bars(sent_rows, per=1e6, end=far, look=sent_look, kinds=["sent"], **style)
         notes = mark.ends(totals, 1e6, size=13) + mark.ends(sent, 1e6, axes=("x2", "y"), size=13)
-        ranks = count(self._ranks(at), self.each)
+        ranks = count_of(self._ranks(at), self.each)
         return fig.draw([*held, {**sums, "name": "sent"}], notes).explained(
             f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category",
             ("bar category bytes", rows + sent_rows),
@@ -192,7 +191,7 @@ class Zero(Alternatives):
     def _finding(self, at: At) -> str:
         plain, stage = at.but(stage=0), at["stage"]
         held = sum(self.held(plain).values())
-        text = f"{STAGES[stage]} on {count(at['ranks'], 'device')}: "
+        text = f"{STAGES[stage]} on {count_of(at['ranks'], 'device')}: "
         if stage == 0:
             holder = "each" if at["ranks"] > 1 else "it"
             return f"{text}{holder} holds all states, {in_bytes(held)} at its peak"

@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from paralab.checks import illegal
+from paralab.checks import count_of, illegal
 from paralab.instruments.calibrate import device_of_run
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, Plan
@@ -170,13 +170,8 @@ def only(plan: Plan, *names: str) -> Plan:
 
 
 # ---- words ---------------------------------------------------------------------------------------
-def count(n: int, what: str, plural: str = "s") -> str:
-    """ "1 rank", "4 ranks"."""
-    return f"{n} {what}{plural if n != 1 else ''}"
-
-
 def processes(n: int) -> str:
-    return count(n, "real process", "es")
+    return count_of(n, "real process")
 
 
 def duration(seconds: float) -> str:
@@ -191,7 +186,9 @@ def clock_name(report: Tables) -> str:
     """ "measured", with the numbers of ranks and cores if ranks shared cores."""
     cores = naming.shared_cores(report)
     return (
-        f"measured ({report.world_size} ranks on {count(cores, 'core')})" if cores else "measured"
+        f"measured ({report.world_size} ranks on {count_of(cores, 'core')})"
+        if cores
+        else "measured"
     )
 
 
