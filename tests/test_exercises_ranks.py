@@ -9,6 +9,7 @@ import bad_attacks as attacks
 import paralab as pl
 from judged import Table, altered
 from paralab.exercises import attempts
+from paralab.launch import launch_program
 
 REFUSED = r"grad_sync=.*; legal: "
 
@@ -90,6 +91,7 @@ def test_an_answer_that_prints_for_ever_is_ended(monkeypatch):
 def test_an_answer_that_prints_megabytes_is_told_so_and_does_not_fill_the_notebook(
     monkeypatch, capsys
 ):
+    launch_program(str, 2, (), device="cpu")  # torch is loaded now, for which 2 s may not be enough
     monkeypatch.setattr(attempts, "WHOLE", 2)
     verdict = pl.exercises.all_gather_half.check(attacks.ring_prints_megabytes, timeout=1)
     assert re.search(
