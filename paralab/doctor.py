@@ -119,7 +119,7 @@ import json
 import torch, torch.distributed as dist
 gpus = []
 if torch.cuda.is_available():
-    for i in range(torch.cuda.devicecounted()):
+    for i in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(i)
         gpus.append({"name": found.name, "memory": found.total_memory})
 have = dist.is_available()

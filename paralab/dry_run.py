@@ -53,7 +53,7 @@ def dry_run(
     plan.validate(model)
     instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     if cluster is not None and plan.world_size > cluster.num_devices:
-        devices = f"{count_of(cluster.num_devices, 'device')}"
+        devices = count_of(cluster.num_devices, "device")
         why = f"it has {devices}, the plan needs {plan.world_size}"
         raise illegal("cluster", cluster.name, why, "a cluster with more nodes, or None")
     gpus = cluster is not None and cluster.gpus

@@ -153,6 +153,19 @@ def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it():
     assert told == answer | {"error": None}
 
 
+def test_the_gpus_that_torch_sees_are_told():
+    """The question as it is, put to a torch that sees two GPUs."""
+    two_gpus = (
+        "import types, torch\n"
+        "torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2\n"
+        "memory = lambda i: types.SimpleNamespace(name=f'GPU {i}', total_memory=i + 1)\n"
+        "torch.cuda.get_device_properties = memory\n"
+    )
+    told = doctor.ask_torch(command=command(two_gpus + doctor._PROBE))
+    assert told["error"] is None
+    assert told["gpus"] == [{"name": "GPU 0", "memory": 1}, {"name": "GPU 1", "memory": 2}]
+
+
 def test_folders_say_what_they_have_room_for(tmp_path):
     assert doctor.room_in(str(tmp_path)) > 0
     assert doctor.room_in(str(tmp_path / "none")) is None and doctor.room_in(None) is None

@@ -100,7 +100,7 @@ def deadlock_clinic(tries: Tries) -> None:
         for patient, (lists, wrong) in zip(PATIENTS, schedules, strict=True):
             notes.where, before = patient.name, actions(patient.lists)
             if lists is not None and len(lists) != len(before):
-                count = f"{count_of(len(lists), 'list')}"
+                count = count_of(len(lists), "list")
                 lists, wrong = None, f"{count}, required: {len(before)}, one per rank"
             notes.look(patient.name, wrong or _fault(lists, before), "it runs")
             if lists is None:

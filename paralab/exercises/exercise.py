@@ -187,7 +187,7 @@ class Exercise:
             said = (
                 f"required: {', '.join(part.noun for part in self.takes)}; check was called with "
             )
-            said += f"{count_of(count, 'argument')}"
+            said += count_of(count, "argument")
             candidate.notes.end(said, yours="no answer")
         for part, takes in zip(candidate.answer, self.takes, strict=False):
             yours, why = takes.refusal(part)

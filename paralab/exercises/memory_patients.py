@@ -52,7 +52,7 @@ class Patient:
         from paralab.view.memory import bytes_bars
 
         def devices(plan: Plan) -> str:
-            return f"{count_of(plan.world_size, 'device')}"
+            return count_of(plan.world_size, "device")
 
         fewer = quick.fullest(self.model, self.fewer)[1]
         bars = {devices(self.fewer): fewer, devices(self.plan): self.peak()}

@@ -188,7 +188,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     if not psi or not m:
         return ""
     times = float(size.max()) / steps_of(report, rank) / psi
-    passes = f"{count_of(m, 'backward pass', '.3g')}"
+    passes = count_of(m, "backward pass", ".3g")
     if by_hand and not whole_number(times):
         return ""  # these sums are not of gradients
     text = f"{times:.3g} times Ψ is reduced per step"

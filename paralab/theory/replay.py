@@ -132,7 +132,7 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
 def _placed(report: Tables, cluster: Cluster) -> Tables:
     """The report with its ranks on the cluster's nodes, and each call's level as it is there."""
     if (ranks := report.world_size) > cluster.num_devices:
-        devices = f"{count_of(cluster.num_devices, 'device')}"
+        devices = count_of(cluster.num_devices, "device")
         why = f"it has {devices}, and the {ranks} ranks of the run need one each"
         legal = "a cluster with more nodes, or None for this machine"
         raise illegal("cluster", cluster.name, why, legal)

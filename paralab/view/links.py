@@ -168,7 +168,7 @@ def algorithms(
         xaxis=log_axis(axes.x, min(sizes) / 1.3, max(sizes) * 1.3, axes.x_unit),
         yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
-    counts = f"{count_of(len(changes), 'crossover')}"
+    counts = count_of(len(changes), "crossover")
     counts = f"predicted: {count_of(sum(map(len, lines.values())), 'size')}, {counts}"
     fig.titled(title).draw(traces, [m for m, _ in drops], [shape for _, shape in drops])
     return fig.explained(

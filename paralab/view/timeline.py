@@ -56,7 +56,7 @@ def timeline(
     # Without boxes of other steps, whose number differs from run to run.
     own_boxes = sum(box["step"] == section.step for box in section.boxes)
     which *= report.model is not None
-    where = f"{count_of(len(section.ranks), 'rank')}"
+    where = count_of(len(section.ranks), "rank")
     summary = f"timeline of {naming.subject(report)}, {report.clock}: "
     summary += f"{own_boxes} boxes{which} on {where}"
     return drawn([section], finding(section), remarks, summary)
