@@ -8,7 +8,8 @@ compared, and an implementation that sends more than the closed form of its oper
 
 Headers add 0.3 to 4 kB per rank and call, which is below 1 % from about 1 MiB on. The counter is
 that of the whole machine (strictly, of the network namespace). Messages of other programs can only
-add to it, so every call is made several times, and the lowest reading counts.
+add to it, and so can TCP, which sends a segment again where its acknowledgement is late. So every
+call is made several times, and the lowest reading counts.
 """
 
 from __future__ import annotations
