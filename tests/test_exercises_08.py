@@ -43,6 +43,14 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "nothing is sent in the groups row and column"),
     (changed((TERM, "self.sent(self.column, x, step) @ self.sent(self.row, w, step)")),
      {"Y"}, "; X went along the columns and W along the rows"),
+    *((changed((TERM, term)), {"Y"}, ("rank (0, 0): block of Y", f"; {words}"))
+      for term, words in (
+          (TERM.replace("self.sent(self.row, x, step)", "x"),
+           "the term X_01 W_10 is missing, the term X_00 W_10 is in it"),
+          (TERM.replace("w, step", "w, dist.get_world_size(self.row) - 1 - step"),
+           "the terms X_00 W_00 and X_01 W_10 are missing, the terms X_00 W_10 and X_01 W_00 "))),
+    (changed(("self.sent(self.column, w, step).t()", "self.sent(self.row, w, step).t()")),
+     {"gradients"}, "; the term dY_01 (W_01)ᵀ is missing, the term dY_01 (W_00)ᵀ is in it"),
     (ROOT, {"Y"}, "Global rank 0 is not part of group"),
     (bad.NoWait, {"Y"}, "q=2: rank 0 never waits for broadcast #0"),
     (changed((TERM, f"{TERM} + 0 * ({TERM})")),
@@ -153,6 +161,8 @@ TURN = [
     (cannon((NEXT, "moved(x, w, 1, -1)")), {"Y"},
      ("q=4: rank (0, 0): block of Y, element (0, 0): ",
       "; between the products X goes left and W down, or X right and W ")),
+    (cannon((NEXT, "moved(x, w, 1, 0)")), {"Y"},
+     "; the term X_01 W_10 is missing, the term X_01 W_00 is in it"),
     (cannon(("range(q - 1)", "range(q - 2)")), {"Y"}, "; the last of the q products is missing"),
     (cannon(("y += x @ w", "y = x @ w")), {"Y"},
      f"{ALONE}X_01 W_10, to which no other was added"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from paralab.exercises.diagnose import first_wrong
+from paralab.exercises.diagnose import first_wrong, shifted
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import np, torch
 from paralab.exercises.ring import (
@@ -80,10 +80,12 @@ def term(seed: int, rank: int, length: int) -> np.ndarray:
     return np.random.default_rng([seed, rank]).standard_normal(length, dtype=np.float32)
 
 
-def _wrong_sum(outcome: Outcome, length: int) -> str:
+def _wrong_sum(outcome: Outcome, length: int, parts: int = 1) -> str:
+    """The first wrong sum, in words, or "". parts: of which a rank of a node reduces one."""
     n = len(outcome.results)
     terms = [term(outcome.seed, rank, length) for rank in range(n)]
     total = sum(one.astype("float64") for one in terms)
+    named = [(f"of rank {rank}", one) for rank, one in enumerate(terms)]
 
     def known(rank: int) -> Iterable[tuple[str, np.ndarray]]:
         yield "it is the mean, required: the sum", total / n
@@ -94,7 +96,8 @@ def _wrong_sum(outcome: Outcome, length: int) -> str:
         outcome["tensor"],
         [total] * n,
         start=terms,
-        terms=lambda _: [(f"of rank {rank}", one) for rank, one in enumerate(terms)],
+        terms=lambda _: named,
+        others=lambda _: shifted(named, parts),
         known=known,
     )
 
@@ -114,11 +117,16 @@ def hierarchical_all_reduce(tries: Tries) -> None:
         n, size = nodes * k, 4 * EVEN
         settings = {"where": f"{nodes} nodes of {k}", "nodes": nodes, "unbroken": (RESULT,)}
         for notes, outcome in tries.run(summed, n, EVEN, k, **settings):
-            notes.look(RESULT, _wrong_sum(outcome, EVEN), f"{n} ranks, all equal")
-            between = 2 * (nodes - 1) * size // n
-            notes.bytes(BETWEEN, outcome.sent(level="inter"), between, "to other nodes")
-            inside = 2 * (k - 1) * size // k
-            notes.bytes(INSIDE, outcome.sent(level="intra"), inside, "to its node")
+            notes.look(RESULT, _wrong_sum(outcome, EVEN, k), f"{n} ranks, all equal")
+            between, inside = 2 * (nodes - 1) * size // n, 2 * (k - 1) * size // k
+            far, near = (outcome.sent(level=level) for level in ("inter", "intra"))
+            swapped = 2 * (nodes - 1) * size // nodes  # a reduce-scatter and an all-gather
+            if set(far) == {swapped} and set(near) == {2 * (k - 1) * size // n}:
+                wrong = f"rank 0 sends {swapped:,} bytes to other nodes, required: {between:,}; "
+                wrong += "the groups are exchanged: tensors go between nodes, their parts inside"
+                notes.look(BETWEEN, wrong, "")
+            notes.bytes(BETWEEN, far, between, "to other nodes")
+            notes.bytes(INSIDE, near, inside, "to its node")
             most = size * (k + 1) // k
             words = f"{EXTRA}, required: at most {most:,}; the tensor has {size:,}"
             notes.memory(MEMORY, outcome["extra"], most, words)

@@ -1,18 +1,21 @@
 """Compares the arrays of all ranks with the right ones, and explains the first difference.
 
 All checkers of arrays use `first_wrong`. It knows the mistakes that people make wherever ranks
-compute one result together: an array is unchanged, wrong by a constant factor, one term of a sum
-alone, or another rank's part; a term of the sum is missing, or is in it twice.
+compute one result together: an array is unchanged, wrong by a constant factor, or another rank's
+part; terms of a sum are missing, are in it twice, or are those of another part.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from paralab.exercises.lazy import np
 
+FEW = 50  # elements, in which a mistake may be found by chance
 TOLERANCE = 1e-5  # of the largest entry: for sums of a few hundred numbers in another order
 
 Known = Callable[[int], Iterable[tuple[str, Any]]]  # rank -> (words, array that a mistake gives)
@@ -26,6 +29,7 @@ def first_wrong(
     tolerance: float = TOLERANCE,
     start: Sequence[np.ndarray] | None = None,
     terms: Known = lambda rank: (),
+    others: Known = lambda rank: (),
     known: Known = lambda rank: (),
     ranks: Callable[[int], str] = "rank {}".format,
 ) -> str:
@@ -37,6 +41,7 @@ def first_wrong(
     start          each rank's array before: then to leave it unchanged is a known mistake, and so
                    is to change it by the wrong factor
     terms          rank -> (name, array) of each term, if the right array is a sum
+    others         rank -> (name, array) of terms that a mistake adds instead
     known          rank -> (words, array) of further mistakes
     ranks          rank -> its name
     """
@@ -54,27 +59,32 @@ def first_wrong(
         wrong = np.argwhere(~(np.abs(got - right) <= allowed))  # NaN is wrong too
         if not len(wrong):
             continue
-        index = tuple(int(i) for i in wrong[0])
-        place = f"{index[0]:,}" if len(index) == 1 else f"{index}"
+        index = tuple(wrong[0].tolist())
         values = distinct(float(got[index]), float(right[index]))
         before = np.zeros_like(right) if start is None else np.asarray(start[rank], np.float64)
         mistakes = [
             ("it is zero everywhere" if start is None else "it is as it was before", before),
             *known(rank),
-            *_of_terms(list(terms(rank)), right, got, allowed),
             *((f"it is {ranks(n)}'s part", other) for n, other in enumerate(wanted) if n != rank),
         ]
         # a mistake whose array is right but for rounding explains nothing
         mistakes = [(words, one) for words, one in mistakes if not near(right, one, allowed / 2)]
+        addends = list(terms(rank)), list(others(rank))
         why = _first_near(got, mistakes, allowed)
         why = why or _factor(got, right, before, allowed, start is not None)
-        if not why and len(wrong) < got.size:  # the mistake may concern a part of the array
-            part = tuple(wrong.T)
-            mistakes = [(w, np.asarray(m)[part]) for w, m in mistakes if np.shape(m) == got.shape]
-            if why := _first_near(got[part], mistakes, allowed):
-                why = why[2:].removesuffix(" everywhere")
-                why = f"; in {len(wrong):,} of {got.size:,} elements {why}"
-        return f"{where}, element {place}: {values[0]}, required: {values[1]}{why}"
+        why = why or _of_terms(*addends, right, got, allowed)
+        for size in (len(wrong), len(wrong) // 2, len(wrong) // 4):  # or of a part of the array
+            if not why and size < got.size and size > FEW * (size < len(wrong)):
+                part = tuple(wrong[:size].T)
+                here = [
+                    [(w, np.asarray(one)[part]) for w, one in pairs if np.shape(one) == got.shape]
+                    for pairs in (mistakes, *addends)
+                ]
+                why = _first_near(got[part], here[0], allowed)
+                if why := why or _of_terms(*here[1:], right[part], got[part], allowed):
+                    why = why[2:].removesuffix(" everywhere")
+                    why = f"; in {size:,} of {got.size:,} elements {why}"
+        return f"{where}, element {_place(index)}: {values[0]}, required: {values[1]}{why}"
     return ""
 
 
@@ -83,6 +93,7 @@ def first_wrong_tensor(
     wanted: Mapping[str, np.ndarray],
     *,
     start: Mapping[str, np.ndarray] | None = None,
+    terms: Mapping[str, Mapping[str, Any]] | None = None,
     known: Mapping[str, Mapping[str, Any]] | None = None,
     ranks: Callable[[int], str] = "rank {}".format,
     tolerance: float = TOLERANCE,
@@ -91,8 +102,12 @@ def first_wrong_tensor(
 
     found          {name: array} of each rank
     wanted, start  {name: array}, the same for all ranks
-    known          {words: {name: array}} of further mistakes
+    terms, known   {words: {name: array}} of the terms, and of further mistakes
     """
+
+    def of(arrays: Mapping[str, Mapping[str, Any]] | None, name: str) -> list[tuple[str, Any]]:
+        return [(words, one.get(name)) for words, one in (arrays or {}).items()]
+
     for name, right in wanted.items():
         has = [rank for rank, one in enumerate(found) if name in one]
         wrong = first_wrong(
@@ -100,7 +115,8 @@ def first_wrong_tensor(
             [found[rank][name] for rank in has],
             [right] * len(has),
             start=start and [start[name]] * len(has),
-            known=lambda _, name=name: ((w, one.get(name)) for w, one in (known or {}).items()),
+            terms=lambda _, name=name: of(terms, name),
+            known=lambda _, name=name: of(known, name),
             ranks=lambda place, has=has: ranks(has[place]),
             tolerance=tolerance,
         )
@@ -127,31 +143,81 @@ def first_other_bits(
             how = f"by up to {most:.1e} of its largest entry"
             if lost := int(np.isnan(found[name]).sum()):
                 how = f"of which {lost:,} {'is' if lost == 1 else 'are'} NaN"
-            why = _first_near(found[name], known(name), 0.0)
+            zero, part = np.zeros_like(right), found[name] != right
+            mistakes = [("it is zero", zero), *known(name)]
+            there = ((words, one[part]) for words, one in mistakes if one.shape == right.shape)
+            why = _first_near(found[name][part], there, 0.0)
             if not why and most > TOLERANCE:
-                before = np.zeros_like(right)
-                why = _factor(found[name], right, before, TOLERANCE * largest, False)
+                why = _factor(found[name], right, zero, TOLERANCE * largest, False)
+            if count < right.size:
+                place = _place(tuple(np.argwhere(part)[0].tolist()))
+                why = why.replace("; it", "; there it") or f"; the first is element {place}"
             return f"{name} differs in {count:,} of {right.size:,} elements, {how}{why}"
     return ""
 
 
-def _of_terms(
-    terms: Sequence[tuple[str, Any]], right: np.ndarray, got: np.ndarray, allowed: float
-) -> Iterable[tuple[str, Any]]:
+def shifted(terms: Iterable[tuple[str, np.ndarray]], n: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of each term, (elements,), with each of its n parts in the place of another."""
     for name, term in terms:
-        yield f"it is the one term {name}, to which no other was added", term
-    for name, term in terms if len(terms) > 1 else ():
-        yield f"the term {name} is missing", right - term
-        yield f"the term {name} is in it twice", right + term
-    for count in range(2, len(terms) - 1):  # with one less, a term is missing
-        for some in itertools.combinations(terms, count):
-            names = " and ".join(name for name, _ in some)
-            yield f"only the terms {names} are in it", sum(term for _, term in some)
-    alone = np.full_like(right, np.nan)
-    for _, term in terms:
-        alone = np.where(np.abs(got - term) <= 2 * allowed, term, alone)
-    if np.isfinite(alone).all():
-        yield "each element is one term alone, to which no other was added", alone
+        whole = padded(term, n)
+        for by in range(1, n):
+            rolled = np.roll(whole, -by * (len(whole) // n))
+            yield f"{name} (from part r + {by})", rolled[: len(term)]
+
+
+def padded(array: np.ndarray, n: int) -> np.ndarray:
+    """The array, (elements,), and so many zeros that n divides its length."""
+    return np.pad(array, (0, -len(array) % n))
+
+
+def _of_terms(
+    terms: Sequence[tuple[str, Any]],
+    others: Sequence[tuple[str, Any]],
+    right: np.ndarray,
+    got: np.ndarray,
+    allowed: float,
+) -> str:
+    """How often each of the terms, whose sum is right, and of the others is in an array, in words;
+    "" if it is no sum of them.
+    """
+    if not terms or not np.isfinite(got).all():
+        return ""
+    names = [name for name, _ in (*terms, *others)]
+    arrays = np.stack([np.ravel(one).astype(np.float64) for _, one in (*terms, *others)], axis=1)
+    sizes = np.linalg.norm(arrays, axis=0)
+    if sizes.all() and len(names) < got.size:
+        factors, _, rank, _ = np.linalg.lstsq(arrays / sizes, got.ravel(), rcond=1e-3)
+        left = np.abs(got.ravel() - arrays / sizes @ factors).max()
+        if rank == len(names) and left <= min(allowed, np.abs(got - right).max() / 100):
+            return _counted(names, (factors / sizes).round(3).tolist(), len(terms))
+    matching = [np.abs(got - term) <= 2 * allowed for _, term in terms]
+    alone = "; each element is one term alone, to which no other was added"
+    return alone if np.any(matching, axis=0).all() else ""
+
+
+def _counted(names: Sequence[str], counts: Sequence[float], right: int) -> str:
+    """How often each term is in a sum, of which the first ``right`` have to be in it once."""
+    inside = [name for name, count in zip(names, counts, strict=True) if count]
+    once = {count for count in counts if count} == {1}
+    if once and len(inside) == 1:
+        return f"; it is the one term {inside[0]}, to which no other was added"
+    if once and 2 * len(inside) <= right and not any(counts[right:]):
+        return f"; only the terms {' and '.join(inside)} are in it"
+    wrong = defaultdict(list)
+    for at, (name, count) in enumerate(zip(names, counts, strict=True)):
+        if count != (at < right):
+            wrong[count].append(name)
+    often = {0: "missing", 1: "in it", 2: "in it twice"}
+    said = [
+        f"the term{'s' * (len(some) > 1)} {' and '.join(some)} {'is' if len(some) == 1 else 'are'} "
+        + often.get(count, f"in it {count:.3g} times")
+        for count, some in wrong.items()
+    ]
+    return f"; {', '.join(said)}" if said else ""
+
+
+def _place(index: tuple[int, ...]) -> str:
+    return f"{index[0]:,}" if len(index) == 1 else f"{index}"
 
 
 def _first_near(got: np.ndarray, known: Iterable[tuple[str, Any]], allowed: float) -> str:
@@ -178,9 +244,11 @@ def _factor(
     whole = (n and round(n) and abs(n - round(n)) < 1e-3 for n in (factor, factor and 1 / factor))
     if required.size == 1 and not any(whole):  # of single numbers each is a multiple of the other
         return ""
-    if started:
-        return f"; it has changed by {times(factor)} what is required"
-    return f"; it is {times(factor)} what is required"
+    said, ratio = times(factor), Fraction(factor).limit_denominator(9)
+    simple = ratio.denominator in (3, 6, 7, 9) and 1 < abs(ratio.numerator) < 10
+    if simple and math.isclose(ratio, factor, rel_tol=1e-4):
+        said = f"{ratio} times"  # shows a divisor for another number of ranks
+    return f"; it {'has changed by' if started else 'is'} {said} what is required"
 
 
 def times(factor: float) -> str:

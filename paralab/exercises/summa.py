@@ -13,7 +13,7 @@ limit of memory. M, K and N differ: X is the larger matrix in one case, W in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from paralab.exercises.diagnose import Known, first_wrong
@@ -127,17 +127,16 @@ def wrong_block(
     places = [divmod(rank, q) for rank in range(q * q)]
     right = [sum(term(*place, a, a) for a in range(q)) for place in places]
 
-    def named(rank: int, pairs: Iterable[tuple[int, int]], words: str = "") -> list:
+    def named(rank: int, mixed: bool) -> list:
         place = places[rank]
-        return [(f"{words}{pattern.format(*place, *pair)}", term(*place, *pair)) for pair in pairs]
-
-    mixed = [(a, b) for a in range(q) for b in range(q) if a != b]
+        pairs = [(a, b) for a in range(q) for b in range(q) if (a != b) == mixed]
+        return [(pattern.format(*place, *pair), term(*place, *pair)) for pair in pairs]
 
     def mistakes(rank: int) -> list:
-        alone, (i, j) = named(rank, mixed, "it is the one term "), places[rank]
+        i, j = places[rank]
         if name == "y":
             swapped = sum(x[a, j] @ w[i, a] for a in range(q))
-            return [*alone, ("X went along the columns and W along the rows", swapped)]
+            return [("X went along the columns and W along the rows", swapped)]
         lines, step, line_sums = ("column", "row"), j, right[i * q : i * q + q]
         swapped = sum(dy[a, j] @ w[i, j].T for a in range(q))
         addends = [dy[i, j] @ w[a, j].T for a in range(q)]
@@ -153,13 +152,14 @@ def wrong_block(
         said = f"the results of all steps were added; its block is the sum of step {step} alone"
         crossed = "terms were summed along the {}, required: the {}".format(*lines)
         added = [(said, block) for block in (*sums, sum(addends))]
-        return [*alone, (crossed, swapped), *other, *added]
+        return [(crossed, swapped), *other, *added]
 
     return first_wrong(
         f"block of {LETTERS[name]}",
         [block[number] for block in outcome[name]],
         right,
-        terms=lambda rank: named(rank, [(a, a) for a in range(q)]),
+        terms=lambda rank: named(rank, mixed=False),
+        others=lambda rank: named(rank, mixed=True),
         known=known or mistakes,
         ranks=grid_name(q),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from paralab.exercises.diagnose import first_wrong
+from paralab.exercises.diagnose import first_wrong, padded, shifted
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import np, torch
 from paralab.exercises.tries import Outcome
@@ -106,10 +106,13 @@ def _wrong_step(outcome: Outcome, n: int) -> str:
     for step, (before, after) in enumerate(pairwise(right)):
         lr, own = SETTINGS[n][0], [drawn(outcome.seed, n, rank, step) for rank in range(n)]
         of_owners = np.concatenate(
-            [np.array_split(_padded(one, n), n)[rank] for rank, one in enumerate(own)]
+            [np.array_split(padded(one, n), n)[rank] for rank, one in enumerate(own)]
         )
+        of_gradient = -lr * gradients[step]
+        terms = [("parameters", before), ("-lr * gradient", of_gradient)]
+        terms += [("-lr * momentum * v", after - before - of_gradient)] if step else []
         mistakes = [
-            (AS_FIRST, before - lr * gradients[step]),
+            (AS_FIRST, before + of_gradient),
             (OWN, before - lr * of_owners[:PSI]),
             (AGAIN, before + (after - before) / n),
         ]
@@ -118,12 +121,10 @@ def _wrong_step(outcome: Outcome, n: int) -> str:
             [steps[step] for steps in outcome["parameters"]],
             [after] * n,
             start=[before] * n,
+            terms=lambda _, terms=terms: terms,
+            others=lambda _, terms=terms: shifted(terms, n),
             known=lambda _, mistakes=mistakes: mistakes,
         )
         if wrong:
             return wrong
     return ""
-
-
-def _padded(array: np.ndarray, n: int) -> np.ndarray:
-    return np.pad(array, (0, -len(array) % n))
