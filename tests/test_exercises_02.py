@@ -21,6 +21,9 @@ MEANS = [  # answer, limits it breaks, words of the verdict
     (mean((DIVIDE, "pass")), {"gradients"}, SUMMED),
     (mean(("dist.get_world_size()", "4")), {"weights"},
      "; gradients are divided by 4, on 3 ranks"),
+    (mean(("dist.get_world_size()", "3")), {"gradients"}, "; it is 4/3 times what is required"),
+    (mean((SUM, f"parameter.grad *= dist.get_rank() > 0; {SUM}")), {"gradients"},
+     "; the terms of micro-batch 0 of rank 0 and of micro-batch 1 of rank 0 are missing"),
     (mean((SUM, f"{DIVIDE}; {SUM}")), {"gradients"},
      "it is divided by the number of ranks twice"),
     (lambda module: None, {"gradients", "bytes per rank"}, ALONE),
@@ -44,7 +47,7 @@ own = altered("my_ddp")
 N, WORK = "dist.get_world_size()", "work = dist.all_reduce(flat, async_op=True)"
 MEAN, BUCKET = f"flat /= {N}", "= module, bucket_bytes"
 REST = "        if self.bucket:\n            self.send()\n"
-LOUD = "            self.quiet = False\n"
+LOUD, QUIET = "            self.quiet = False\n", "            return\n"
 WAITED = "        for flat, parameters, work in self.in_flight:\n            work.wait()\n"
 PER_PARAMETER, ONE_BUCKET = own((BUCKET, "= module, 1")), own((BUCKET, "= module, 2**40"))
 
@@ -75,7 +78,10 @@ DDPS = [
     (own(("dist.broadcast(parameter, src=0)", "pass")), {"gradients"},
      "the ranks began with unequal weights"),
     (own(("self.quiet = True", "pass"), (LOUD, "            self.finish()\n")),
-     {"bytes per rank"}, "rank 0 sends 410,112 bytes in a step, required: "),
+     {"bytes per rank"},
+     "rank 0 sends 410,112 bytes in a step, 205,056 of them within no_sync(), required: "),
+    (own((QUIET, "            parameter.grad = None\n            return\n")), {"gradients"},
+     "; only the terms of micro-batch 1 of rank 0 and of micro-batch 1 of rank 1 and "),
     (own((LOUD, "            pass\n")), {"gradients", "bytes per rank"},
      "no gradient was sent"),
     (own(("(flat, self.bucket, work)", "(flat.clone(), self.bucket, work)")),

@@ -36,14 +36,17 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      ("embedding.token.weight, element ", "micro-batches are not added up: only the last one's")),
     (zero3(("gradient.zero_()", "pass")), {"weights"},
      ("N=3: ", "the gradient of the step before is still in it")),
-    (zero3((MEAN, "own / 4")), {"weights"}, "N=3: "),
+    (zero3((MEAN, "own / 4")), {"weights"}, ("N=3: ", "; gradients are divided by 4, on 3 ranks")),
+    (zero3((MEAN, "own / 3")), {"weights"}, "; it has changed by 4/3 times what is required"),
+    (zero3(("            parameter.grad = None\n", "            pass\n")), {"weights"},
+     "; the term of the micro-batches before the last is in it twice"),
     (zero3(ALL_REDUCES), {"bytes per rank"}, "(yours is 1.33 times that)"),
     (zero3((UPDATE, "pass")), {"weights"}, "it is as it was before"),
     (zero3(FIXED), {"weights"}, "; it is the result for lr=0.1 of the task's example, not"),
     (bad.Torchs, {"weights"}, "raised "),
 ]  # fmt: skip
 RIGHT = zero3(SUMS, (UPDATE, f"{UPDATE} / self.ranks"))
-TABLE = Table(ZERO3, WRONG, [RIGHT], alone=[bad.Torchs], most=4)  # two of these are references
+TABLE = Table(ZERO3, WRONG, [RIGHT], alone=[bad.Torchs], most=5)  # three are references
 test_a_wrong_zero3_is_refused, test_a_right_zero3_passes, test_its_stub = TABLE.tests()
 
 

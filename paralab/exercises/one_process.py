@@ -12,7 +12,7 @@ from typing import Any
 
 from paralab.exercises.attempts import launched
 from paralab.exercises.diagnose import first_wrong_tensor
-from paralab.exercises.lazy import reference
+from paralab.exercises.lazy import reference, watched
 from paralab.exercises.verdict import Notes
 from paralab.experiment import run
 from paralab.launch import launch
@@ -31,6 +31,26 @@ def of_one_process(model: ModelSpec, *, ranks: int, lr: float = LR, **batch: int
     batch["microbatches"] *= ranks
     settings = {"optimizer": "sgd", "lr": lr, "steps": 3}
     return launch(_trained, ranks=1, args=(model, settings | batch))[0]
+
+
+def with_divisor(
+    divisor: int, model: ModelSpec, *, ranks: int, steps: int, lr: float = LR, **batch: int
+) -> dict[str, dict[str, Any]]:
+    """{words: weights} for an answer that divides gradients by ``divisor`` on any number of ranks:
+    with SGD these are the weights of another learning rate.
+    """
+    trained = of_one_process(model, ranks=ranks, lr=lr * ranks / divisor, **batch)
+    return {f"gradients are divided by {divisor}, on {ranks} ranks": trained[steps].weights}
+
+
+def gradients_of_each(gpt: Any, batches: Sequence[tuple]) -> list[dict[str, Any]]:
+    """{name: gradient} of each micro-batch; their sum is the mean gradient."""
+    found = []
+    for tokens, targets in batches:
+        gpt.zero_grad()
+        (gpt(tokens, targets) / len(batches)).backward()
+        found.append({name: watched.array(p.grad) for name, p in gpt.named_parameters()})
+    return found
 
 
 def _trained(model: ModelSpec, settings: dict[str, Any]) -> list[Step]:

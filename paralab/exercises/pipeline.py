@@ -19,6 +19,7 @@ from paralab.checks import count_of
 from paralab.exercises.diagnose import distinct, first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import reference, torch, watched
+from paralab.exercises.one_process import gradients_of_each
 from paralab.exercises.questions import plain
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes, as_many, first
@@ -72,9 +73,10 @@ def one_step(
     """What every rank runs: it measures one micro-batch in each of its stages, then lets the answer
     run a step by its list.
 
-    Returns "gradients", "loss", the "right" step (on rank 0); "done" and "made", as `_write_down`
-    has them; in bytes, the "weights" of the rank, the "peak" of the step beyond weights and
-    gradients, and at most for one micro-batch and stage, those "kept" and those "passing".
+    Returns "gradients", "loss", what is "right", a step and the gradients of each micro-batch (on
+    rank 0); "done" and "made", as `_write_down` has them; in bytes, the "weights" of the rank, the
+    "peak" of the step beyond weights and gradients, and at most for one micro-batch and stage,
+    those "kept" and those "passing".
     """
     rank, lists = watch.group.index, lists_of(name, p, m, v)
     model = MODEL.replace(layers=v * p)
@@ -83,7 +85,8 @@ def one_step(
     with watch.unseen():  # only rank 0 computes the right step
         right = None
         if not rank:
-            _, right = reference.train(model, steps=1, optimizer="sgd", **sizes)
+            _, step = reference.train(model, steps=1, optimizer="sgd", **sizes)
+            right = step, gradients_of_each(reference.GPT(model, seed), batches)
     stages = {s: reference.Stage(model, s, v * p, seed) for s in range(rank, v * p, p)}
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True
@@ -166,7 +169,7 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
     from paralab.theory.schedule_check import peak_live
 
     _, p, m, v = run
-    lists, last_stage, right = lists_of(*run), v * p - 1, outcome.results[0]["right"]
+    lists, last_stage, (right, each) = lists_of(*run), v * p - 1, outcome.results[0]["right"]
     wrong: dict[str, list[str]] = {limit: [] for limit in LIMITS}  # of each rank, in words
     ranks = zip(range(p), outcome.results, lists, peak_live(lists), outcome.sent(), strict=True)
     for rank, result, listed, alive, sent in ranks:
@@ -182,7 +185,7 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         held += f"most {int(most):,}; its list has {count_of(alive, 'micro-batch')} in "
         held += f"flight, of {result['kept']:,} bytes each"
         for limit, words in (
-            (GRADIENTS, _wrong_gradient(result["gradients"], right, m)),
+            (GRADIENTS, _wrong_gradient(result["gradients"], right, each)),
             (LOSS, _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0, m)),
             (ORDER, _wrong_order([action for action, _ in result["done"]], listed)),
             (BYTES, said if sent != messages else ""),
@@ -195,12 +198,13 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         notes.look(limit, first(wrong[limit]), "kept")
 
 
-def _wrong_gradient(gradients: dict[str, Any], right: Step, m: int) -> str:
+def _wrong_gradient(gradients: dict[str, Any], right: Step, each: Sequence[dict[str, Any]]) -> str:
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
         return f": {missing[0]} has no gradient"
-    known = {SUM: {name: m * gradient for name, gradient in right.gradients.items()}}
-    return first_wrong_tensor([gradients], right.gradients, known=known, ranks=lambda _: "")
+    known = {SUM: {name: len(each) * gradient for name, gradient in right.gradients.items()}}
+    how = {"known": known, "terms": {f"of micro-batch {k}": one for k, one in enumerate(each)}}
+    return first_wrong_tensor([gradients], right.gradients, ranks=lambda _: "", **how)
 
 
 def _mixed_up(results: Sequence[dict[str, Any]]) -> str:

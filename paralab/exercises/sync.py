@@ -15,7 +15,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import reference, torch, watched
-from paralab.exercises.one_process import LR, of_one_process
+from paralab.exercises.one_process import LR, gradients_of_each, of_one_process, with_divisor
 from paralab.exercises.tries import Outcome
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
@@ -26,6 +26,7 @@ MODEL = ModelSpec(layers=2, hidden=32, heads=2, seq_len=16)
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 RUNS = {"gradients": (1, RANKS), "weights": (2, 3)}  # {limit: (steps, ranks)}
 PADDING = 1.001  # factor on the bytes
+NO_SYNC = "no_sync"  # label of calls before the last micro-batch
 REQUIRED = {
     "gradients": f"of one step on {RANKS} ranks: those of one process",
     "weights": "after 2 steps of SGD on 3 ranks: those of one process",
@@ -54,15 +55,21 @@ def look_at_training(
         settings = {"limit": limit, "unbroken": (GRADIENTS,)}  # wrong gradients make wrong weights
         for notes, outcome in tries.run(work, ranks, steps, limit, memory=False, **settings):
             right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
-            sent, most = outcome.sent("data"), 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
+            quiet = outcome.sent(NO_SYNC)
+            sent = [a + b for a, b in zip(quiet, outcome.sent("data"), strict=True)]
+            most = 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.look(BYTES, wrong, "")
             wrong = first_wrong_tensor(outcome["tensors"], right)
             if wrong:  # only now: to look for the mistake takes another training
-                known = _mistakes(outcome) | _fixed_divisor(limit, steps, ranks)
-                known |= _other_divisors(right, ranks) if limit == GRADIENTS else {}
-                wrong = first_wrong_tensor(outcome["tensors"], right, known=known)
+                known, terms = _mistakes(outcome), {}
+                if limit == GRADIENTS:
+                    known |= _other_divisors(right, ranks)
+                    terms = _terms(outcome)
+                else:
+                    known |= with_divisor(RANKS, MODEL, ranks=ranks, steps=steps, **BATCH)
+                wrong = first_wrong_tensor(outcome["tensors"], right, terms=terms, known=known)
             notes.look(limit, wrong, f"{len(right)} tensors, all equal")
             if limit == GRADIENTS:
                 calls = outcome.report.collectives
@@ -72,7 +79,8 @@ def look_at_training(
                 notes.look(BYTES, wrong if size > largest else "", "")
                 early.append((notes, _early_bucket(calls, bucket_bytes)))
                 least = int(most / PADDING)
-                notes.bytes(BYTES, sent, int(PADDING * most), "in a step", least=least)
+                doing = "in a step" + f", {max(quiet):,} of them within no_sync()" * any(quiet)
+                notes.bytes(BYTES, sent, int(PADDING * most), doing, least=least)
     return early
 
 
@@ -85,13 +93,25 @@ def _early_bucket(calls: Any, bucket_bytes: float) -> str:
     return next((message.format(size, bucket_bytes) for size in early), "")
 
 
+def _terms(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    """{words: gradients} of each micro-batch of each rank, whose sum is the mean gradient."""
+    return {
+        f"of micro-batch {k} of rank {rank}": {n: g / len(outcome["own"]) for n, g in one.items()}
+        for rank, own in enumerate(outcome["own"])
+        for k, one in enumerate(own)
+    }
+
+
 def _mistakes(outcome: Outcome) -> dict[str, dict[str, Any]]:
     n, mistakes = len(outcome.results), {}
-    for rank, own in enumerate(outcome["own"]):
+    for rank, parts in enumerate(outcome["own"]):
+        own = {name: sum(one[name] for one in parts) for name in parts[0]}
         for words, factor in (("", 1), (f" divided by {n}", n)):
             said = f"it is rank {rank}'s own gradient{words}, to which no other was added"
             mistakes[said] = {name: gradient / factor for name, gradient in own.items()}
-    unequal = {name: sum(one[name] for one in outcome["unequal"]) / n for name in own}
+    unequal = {
+        name: sum(one[name] for rank in outcome["unequal"] for one in rank) / n for name in own
+    }
     return mistakes | {"the ranks began with unequal weights": unequal}
 
 
@@ -102,16 +122,6 @@ def _other_divisors(right: dict[str, Any], ranks: int) -> dict[str, dict[str, An
         ("it is divided by the number of ranks twice", 1 / ranks),
     )
     return {words: {name: factor * g for name, g in right.items()} for words, factor in known}
-
-
-def _fixed_divisor(limit: str, steps: int, ranks: int) -> dict[str, dict[str, Any]]:
-    """{words: weights} for an answer that divides gradients by `RANKS` on any number of ranks: with
-    SGD these are the weights of another learning rate.
-    """
-    if limit != WEIGHTS:
-        return {}
-    at_rate = of_one_process(MODEL, ranks=ranks, lr=LR * ranks / RANKS, **BATCH)
-    return {f"gradients are divided by {RANKS}, on {ranks} ranks": at_rate[steps].weights}
 
 
 def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:
@@ -136,9 +146,12 @@ def training(watch: Any, steps: int, what: str, wrap: Any, shift: int = 0) -> di
         update.zero_grad()
         data = {"step": step, "rank": group.index, "ranks": group.size}
         for k, (tokens, targets) in enumerate(reference.batches(MODEL, **data, **BATCH)):
-            with quiet() if k < count - 1 else contextlib.nullcontext():
+            label, last = watch.label, k == count - 1
+            watch.label = label if last else NO_SYNC
+            with contextlib.nullcontext() if last else quiet():
                 loss = model(tokens, targets) / count
                 loss.backward()
+            watch.label = label
         finish()
         for name, parameter in named.items():
             if parameter.grad is None:
@@ -161,10 +174,7 @@ def _shifted(by: int) -> Any:
 
 
 @functools.cache  # the same for every answer
-def _own(rank: int, ranks: int, shift: int) -> dict[str, Any]:
-    """Gradients of one rank's samples of the first step; ``shift`` is added to all weights."""
-    gpt = _shifted(shift)
+def _own(rank: int, ranks: int, shift: int) -> list[dict[str, Any]]:
+    """Gradients of each micro-batch of a rank in the first step; all weights are shifted."""
     batches = reference.batches(MODEL, step=0, rank=rank, ranks=ranks, **BATCH)
-    for tokens, targets in batches:
-        (gpt(tokens, targets) / len(batches)).backward()
-    return {name: watched.array(p.grad) for name, p in gpt.named_parameters()}
+    return gradients_of_each(_shifted(shift), batches)

@@ -14,7 +14,7 @@ from typing import Any
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import reference, watched
-from paralab.exercises.one_process import of_one_process
+from paralab.exercises.one_process import of_one_process, with_divisor
 from paralab.exercises.sync import BATCH
 from paralab.parallel.buckets import units
 from paralab.spec import ModelSpec, Plan
@@ -69,7 +69,17 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             summed = {name: w - lr * n * last.gradients[name] for name, w in start.items()}
             known = {STALE: with_stale}
             known |= {LAST: alone, FIXED: fixed, SUMMED: summed}  # these three: of one step
-            wrong = first_wrong_tensor(outcome["weights"], last.weights, start=start, known=known)
+            terms = {}
+            if steps == 1:
+                earlier = {name: w - alone[name] for name, w in last.weights.items()}
+                final = {name: alone[name] - w for name, w in start.items()}
+                terms = {"of the weights before": start, "of the last micro-batch": final}
+                terms["of the micro-batches before the last"] = earlier
+            how = {"start": start, "known": known, "terms": terms}
+            wrong = first_wrong_tensor(outcome["weights"], last.weights, **how)
+            if wrong and steps > 1:  # only now: this takes another training
+                known |= with_divisor(max(RUNS), MODEL, ranks=n, steps=steps, lr=lr, **BATCH)
+                wrong = first_wrong_tensor(outcome["weights"], last.weights, **how)
             notes.look(WEIGHTS, wrong, "all equal")
 
             numels = {name: math.prod(s) for name, s in MODEL.parameter_shapes().items()}
