@@ -45,6 +45,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "block 0 runs 6 times in the step, required: 4"),
     (again((FOUND, "return None, *(2 * one for one in found)")), {"gradients"},
      "by up to 1.0e+00 of its largest entry; it is 2 times what is required"),
+    (again((FOUND, "return None, found[0], *(0 * one for one in found[1:])")), {"gradients"},
+     "by up to 1.0e+00 of its largest entry; it is zero"),
     (again((FOUND, "return None, found[0], *(None for _ in parameters)")), {"gradients"},
      "has no gradient"),
     (again(("enable_grad", "no_grad")), {"gradients"},

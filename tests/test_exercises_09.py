@@ -73,6 +73,9 @@ FIRST_MOMENT, SECOND = "m.lerp_(g, 1 - b1)", "v.mul_(b2).addcmul_(g, g, value=1 
 VIEW = "            p, g = parameter.view(-1)"
 LAST = "v = torch.from_numpy(moments[at + size : at + 2 * size])"
 EACH = "        for parameter in self.parameters:"
+OTHERS_PLACE = (
+    "; the moments that were read are not zero, as they are before the first step: each unit needs "
+)
 MORE = "; the step count grows more than once in a step"
 MOVES = "p.addcdiv_(m, denominator, value=-self.lr / (1 - b1**self.steps))"
 EVERYTHING = adam((MAPPED, READ), (FLUSH, WRITE))
@@ -104,7 +107,8 @@ WRONG = [
     (adam(("range(0, p.numel()", "range(0, p.numel() - 1")), {WEIGHTS},
      "after step 1 embedding.token.weight differs in 1 "),
     (adam(("range(0, p.numel(), self.unit)", "[0]")), {WEIGHTS},
-     "after step 1 embedding.token.weight differs in 6,827 "),
+     ("after step 1 embedding.token.weight differs in 6,827 ",
+      "; there it is as it was before the step")),
     (adam(("8 * count", "16 * count")), {FILES}, "required: 403,200"),
     (adam((MOVES, f"{MOVES}\n        m.copy_(m.bfloat16())")), {WEIGHTS}, "after step 2 "),
     (adam((FIRST_MOMENT, "m.mul_(b1).add_((1 - b1) * g)"),  # rounds in other places
@@ -112,7 +116,8 @@ WRONG = [
           (MOVES, "p.sub_(self.lr * (m / (1 - b1**self.steps) / denominator))")), {WEIGHTS},
      "after step 1 embedding.token"),
     (adam((NEXT, "")), {WEIGHTS},
-     ("after step 1 embedding.token.weight differs in 6,827 ", "; all units have the same place")),
+     ("after step 1 embedding.token.weight differs in 6,827 ", OTHERS_PLACE)),
+    (adam((NEXT, NEXT.replace("2 * ", ""))), {WEIGHTS}, OTHERS_PLACE),
     *((adam(change), {WEIGHTS}, (" elements, of which ", " are NaN; the root of a negative v is "))
       for change in ((LAST, LAST.replace("at + size : at + 2 * size", "at : at + size")),
                      (EACH, f"{EACH}\n            at = 0"))),

@@ -14,7 +14,7 @@ import functools
 import io
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,15 +147,12 @@ def _mistakes(
         return
     yield "it is as it was before the step", first[name]
 
-    def stepped(count: int, part: slice = slice(None), moments: Named | None = None) -> Any:
-        """The parameter, or a part of its elements, after step ``count``, from 0. moments: those
-        before the step, by default zero; they are updated in place.
-        """
-        values = first[name] if moments is None else first[name].reshape(-1)[part]
-        parameter = torch.nn.Parameter(torch.from_numpy(values.copy()))
+    def stepped(count: int) -> Any:
+        """The parameter after step ``count``, from 0, with moments of zero before it."""
+        parameter = torch.nn.Parameter(torch.from_numpy(first[name].copy()))
         adam = torch.optim.AdamW([parameter], foreach=False, **settings)
-        moments = moments or {key: torch.zeros_like(parameter) for key in MOMENTS}
-        parameter.grad = grads[name].reshape(-1)[part].view_as(parameter)
+        moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+        parameter.grad = grads[name]
         adam.state[parameter] = {"step": torch.tensor(float(count)), **moments}
         adam.step()
         return watched.array(parameter)
@@ -163,29 +160,15 @@ def _mistakes(
     if step:
         yield f"the states of step {step} were not written to the files", stepped(step)
         return
-    yield from _in_one_place(first[name], yours[name], functools.partial(stepped, 0))
-    mixed = stepped(0)
+    right = mixed = stepped(0)
     for count in range(1, sum(-(-array.size // UNIT) for array in first.values()) + 1):
         yield f"the step count is {count + 1} in the first step, not 1", (other := stepped(count))
         mixed = np.where(yours[name] == other, other, mixed)
     yield "the step count grows more than once in a step", mixed
-
-
-def _in_one_place(
-    before: Any, yours: Any, stepped: Callable[..., Any]
-) -> Iterator[tuple[str, Any]]:
-    """(words, the parameter after the first step) if each unit has read the moments of the unit
-    before it; the last elements, which are less than a unit, are as they are in the answer.
-    """
-    moments = {key: torch.zeros(UNIT) for key in MOMENTS}
-    starts = range(0, before.size - UNIT + 1, UNIT)
-    parts = [stepped(slice(start, start + UNIT), moments) for start in starts]
-    if len(parts) > 1:
-        mixed = np.concatenate([*parts, yours.reshape(-1)[len(parts) * UNIT :]])
-        said = (
-            "all units have the same place in the files: each needs 8 bytes per element of its own"
-        )
-        yield said, mixed.reshape(before.shape)
+    wrong = np.flatnonzero(yours[name] != right)[0] // UNIT * UNIT  # where its unit begins
+    if name != next(iter(first)) or grads[name].reshape(-1)[:wrong].any():
+        said = "the moments that were read are not zero, as they are before the first step: each "
+        yield f"{said}unit needs 8 bytes per element of its own in the files", yours[name]
 
 
 def _zero(folder: str) -> None:
