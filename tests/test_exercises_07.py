@@ -163,8 +163,14 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
          "sums of exp were not added over the ranks"),
         (bad.loss_of_own_part, {"loss", "gradient"}, "t=2: rank 0: the loss, element 0: "),
-        *((loss(edge), {"loss", "gradient"}, "t=2: rank 0: the loss, element 0: ")
-          for edge in ((">= 0", "> 0"), ("< width", "<= width"), ("< width", "< width - 1"))),
+        *((loss(edge), {"loss", "gradient"}, ("t=2: rank 0: the loss, element 0: ",
+           f"; it is so if each rank takes targets {taken}, required: targets 0 to 255"))
+          for edge, taken in (
+              ((">= 0", "> 0"), "1 to 255 of its part"),
+              (("< width", "<= width"), "0 to 256 of its part"),
+              (("< width", "< width - 1"), "0 to 254 of its part"),
+              (("_rank() * width", "_rank() * width - 1"),
+               "1 to 256 of its part, and the logit before the target's"))),
         (loss(("[:, 0] * here", "[:, 0]"), (HERE, "1.0")), {"loss", "gradient"},
          "ranks without the target contribute"),
         (loss((BOTH, "dist.all_reduce(sums[0])")), {"loss"},
@@ -240,6 +246,12 @@ def test_a_mistake_in_one_element_and_a_sum_of_some_terms_are_named():
     named = [(f"of rank {rank}", term) for rank, term in enumerate(terms)]
     for got, words in (
         (terms[0] + terms[2], "only the terms of rank 0 and of rank 2 are in it"),
+        (terms[:3].sum(0), "; the term of rank 3 is missing"),
+        (terms.sum(0) + terms[1], "; the term of rank 1 is in it twice"),
+        (
+            terms[:2].sum(0) / 4 + terms[2:].sum(0),
+            "; the terms of rank 0 and of rank 1 are in it 0.25 times",
+        ),
         (
             np.where(np.arange(8) < 4, terms[0], terms[3]),
             "each element is one term alone, to which",
@@ -247,6 +259,21 @@ def test_a_mistake_in_one_element_and_a_sum_of_some_terms_are_named():
     ):
         said = diagnose.first_wrong("", [got], [terms.sum(0)], terms=lambda _: named)
         assert words in said, said
+
+
+def test_terms_that_cannot_be_told_apart_or_are_too_many_are_not_named():
+    term = np.linspace(0.5, 1, 8)
+    for terms in ([term, 2 * term], np.random.default_rng(7).standard_normal((9, 8))):
+        named = [(f"of rank {rank}", one) for rank, one in enumerate(terms)]
+        said = diagnose.first_wrong("", [term * term], [sum(terms)], terms=lambda _, n=named: n)
+        assert "required: " in said and "; " not in said
+
+
+def test_a_factor_that_is_a_divisor_for_other_ranks_is_a_fraction():
+    right = np.linspace(0.5, 1, 8)
+    for factor, words in ((4 / 3, "4/3 times"), (0.75, "0.75 times"), (1e6 / 7, "1.43e+05 times")):
+        said = diagnose.first_wrong("", [factor * right], [right])
+        assert said.endswith(f"; it is {words} what is required")
 
 
 @pytest.mark.parametrize("kind", pairs.PAIRS)

@@ -8,6 +8,7 @@ that gathers the logits breaks the limits of bytes and of memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,3 +142,11 @@ def _known_losses(
         ("the target's logit is missing on ranks that do not have it", whole - target * has_target),
     ):
         yield f"it is so if {words}", losses.mean(keepdims=True)
+    for by, low, high in itertools.product((0, 1, -1), (0, 1, -1), (width, width - 1, width + 1)):
+        local = targets[:, None] - width * np.arange(t) + by  # (n, t)
+        read = np.take_along_axis(z, local.clip(0, width - 1)[:, :, None], axis=2)[:, :, 0]
+        taken = f"targets {low - by} to {high - 1 - by} of its part"
+        taken += f", and the logit {'before' if by < 0 else 'after'} the target's" if by else ""
+        said = f"it is so if each rank takes {taken}, required: targets 0 to {width - 1}"
+        here = (local >= low) & (local < high)
+        yield said, (whole - (read * here).sum(1)).mean(keepdims=True)
