@@ -47,6 +47,8 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "; the input was summed over the ranks before the layer"),
         (pair((SUM_BACK, f"{SUM_BACK}\n        grad /= {T}")), {"gradients"},
          ("the input's gradient, element (0, 0, 0): ", "; it is 0.5 times what is required")),
+        (pair((SUM, f"{SUM}\n        x /= {T}")), {"result"},
+         "; the terms of rank 0 and of rank 1 are in it 0.5 times"),
         (pair((f"grad = grad.{CLONE}", "pass")),
          {"gradients"}, "t=2: f changes the gradient that arrives, which autograd may still need"),
         (pair((f" x = x.{CLONE}", " pass")), {"result"}, "t=2: g changes its argument, which"),

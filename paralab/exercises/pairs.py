@@ -119,6 +119,16 @@ def terms(pair: Pair, seed: int, t: int, name: str, *, times: int = 1) -> list[n
     return [computed(pair, w | parts)[name] for parts in all_parts]
 
 
+def named_terms(pair: Pair, seed: int, t: int, name: str) -> list[tuple[str, np.ndarray]]:
+    """(name, array) of each term of "z" or of "x"; the last bias is one of "z"'s."""
+    if name not in ("z", "x"):
+        return []
+    named = [(f"of rank {rank}", one) for rank, one in enumerate(terms(pair, seed, t, name))]
+    last = list(pair.shapes)[-1]
+    bias = np.broadcast_to(weights_of(pair, seed)[last], named[0][1].shape)
+    return named + [(last, bias)] * (name == "z")
+
+
 def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tuple[str, Any]]:
     """(words, array) of the known mistakes with one result or gradient."""
     w, last = weights_of(pair, seed), list(pair.shapes)[-1]

@@ -146,6 +146,7 @@ def _wrong(outcome: Outcome, pair: pairs.Pair, right: dict[str, np.ndarray], nam
         words.get(name, f"the gradient of {name}"),
         outcome[name],
         [right[name] if whole else pair.part(name, right[name], rank, t) for rank in range(t)],
+        terms=lambda _: pairs.named_terms(pair, outcome.seed, t, name),
         known=lambda rank: pairs.mistakes(pair, outcome.seed, t, rank, name),
     )
 
