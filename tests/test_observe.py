@@ -637,7 +637,7 @@ def test_what_a_script_writes_on_standard_error_comes_out_there(tmp_path):
     for rank in range(2):
         assert f"[rank {rank}] says" in said, done.stdout
         assert {f"[rank {rank}] warns", f"[rank {rank}] warns from below"} <= {*warned}, done.stderr
-    assert "warns" not in done.stdout and "says" not in done.stderr and done.returncode == 0
+    assert "] warns" not in done.stdout and "] says" not in done.stderr and done.returncode == 0
 
 
 LEAVES = """
