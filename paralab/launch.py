@@ -56,7 +56,8 @@ def launch(
              which the ranks are stopped; the time that they take to start does not count
     device   "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
              rank where there are as many, else the CPU
-    live     show what ranks print as it comes, instead of in rank order at the end
+    live     show what ranks print as it comes, and on standard error what they print there, instead
+             of all on standard output in rank order at the end
     stop     an event: set it from any thread, at any moment, and the ranks end within a second
 
     Raises ``RankError``, ``RankTimeout``, ``OutOfMemory`` or ``Stopped``, and ``ValueError`` before

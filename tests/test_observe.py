@@ -620,6 +620,26 @@ def test_a_script_is_observed_unchanged(tmp_path, capsys):
     assert "sys.exit(3)" in capsys.readouterr().err
 
 
+WARNS = """
+import os, sys, torch
+
+torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+print("says")
+print("warns", file=sys.stderr)
+os.write(2, b"warns from below")
+"""
+
+
+def test_what_a_script_writes_on_standard_error_comes_out_there(tmp_path):
+    (tmp_path / "warns.py").write_text(WARNS)
+    done = python("-m", "paralab", "observe", "--ranks", "2", "warns.py", cwd=tmp_path)
+    said, warned = done.stdout.splitlines(), done.stderr.splitlines()
+    for rank in range(2):
+        assert f"[rank {rank}] says" in said, done.stdout
+        assert {f"[rank {rank}] warns", f"[rank {rank}] warns from below"} <= {*warned}, done.stderr
+    assert "] warns" not in done.stdout and "] says" not in done.stderr and done.returncode == 0
+
+
 LEAVES = """
 import atexit, sys, threading, time, torch
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor

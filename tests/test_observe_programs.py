@@ -14,6 +14,7 @@ from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel as ddp
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import paralab as pl
 from trainings import layers, sharded, trained
@@ -493,6 +494,20 @@ def test_what_is_summed_in_some_steps_only_is_said_of_these_steps():
     assert of["communication in flight"] > 0 and of["sent per rank and step"] > 0
 
 
+def sends_seldom():
+    model = layers(1)
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        model(torch.ones(8, 256)).square().mean().backward()
+        if step == 1:
+            (dist.recv if dist.get_rank() else dist.send)(torch.ones(100), 1 - dist.get_rank())
+        update.step()
+
+
+def test_messages_of_some_steps_are_counted_per_step():
+    assert "messages per step: 0→1 (0.33);" in seen(sends_seldom).explain()[FORM]
+
+
 def groups_alike():
     """In each of two groups a step sends messages of six sizes."""
     groups = [dist.new_group(group_desc=name) for name in ("first", "second")]
@@ -639,3 +654,61 @@ def test_shards_are_the_parameters_also_where_a_program_gathers_before_its_first
     report = seen(unsharded_first, 2, (unshards,), memory_steps=2)
     most = most_of(report, 1)
     assert most["parameters"] == report.results[0] and most["optimizer"] == 0
+
+
+# ---- what is kept for the backward by hooks of the program, and what no tensor shows -------------
+WIDE, ROWS, DEPTH = 1024, 256, 4
+
+
+def recomputes(reentrant):
+    blocks = [
+        nn.Sequential(nn.Linear(64, WIDE), nn.GELU(), nn.Linear(WIDE, 64)) for _ in range(DEPTH)
+    ]
+    x = torch.ones(ROWS, 64, requires_grad=True)
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=reentrant)
+    x.square().mean().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_for_the_backward_are_activations(reentrant):
+    memory = seen(recomputes, 1, (reentrant,), memory_steps=2).memory
+    between, hidden = (DEPTH + 1) * ROWS * 64 * 4, 2 * ROWS * WIDE * 4  # blocks; in one block
+    assert memory.query("category == 'activations'")["bytes"].max() == between + hidden
+
+
+class OnRecomputation(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def accumulates_whole():
+    model = sharded(OnRecomputation(*layers(3, bias=False)))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(8, 256, requires_grad=True)).square().mean().backward()
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_gradients_of_parameters_that_a_recomputation_has_used_are_gradients():
+    report = seen(accumulates_whole, memory_steps=1)
+    held = report.memory.query("rank == 0 and category == 'gradients'")["bytes"]
+    assert held.max() == report.results[0]
+
+
+def computes(what):
+    model = {
+        "recurrent layers": lambda: nn.LSTM(8, 8),
+        "convolutions": lambda: nn.Conv1d(4, 4, 3),
+        "attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0),
+        "": lambda: nn.Linear(8, 8),
+    }[what]()
+    out = model(torch.randn(4, 4, 8))
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+
+@pytest.mark.parametrize("what", ["recurrent layers", "convolutions", "attention", ""])
+def test_what_kernels_hold_that_no_tensor_shows_is_said_to_be_unknown(what):
+    said = seen(computes, 1, (what,), memory_steps=1).explain().get(UNKNOWN, "")
+    assert ("What kernels allocate" in said) == bool(what)
+    assert not what or f"those of {what}: only tensors" in said
+    assert "kernels" not in seen(computes, 1, (what,)).explain().get(UNKNOWN, "")  # none counted

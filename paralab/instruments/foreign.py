@@ -214,6 +214,7 @@ class Observer(Program):
         What follows the last step is left out; a program without steps counts as one step.
         """
         self.describe()
+        self.about["scratch"] = self.ledger.scratch() if self.ledger is not None else []
         self.saw_nothing = not self.started and not self.calls.made
         if not self.started or (self.in_step and not self.step):
             self.end_step()

@@ -9,9 +9,10 @@ optimizer's step, and as other outside.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,16 @@ from paralab.instruments.ledger import UNNAMED, Ledger
 from paralab.instruments.memory import Life, tensors
 from paralab.ranks.errors import OutOfMemory
 
+if TYPE_CHECKING:
+    from paralab.instruments.recorder import Recorder
+
+SCRATCH = {  # part of an operation's name: what its kernel computes, in memory that no tensor shows
+    "scaled_dot_product": "attention",
+    "convolution": "convolutions",
+    "rnn_layer": "recurrent layers",
+    "cudnn_rnn": "recurrent layers",
+}
+
 
 class ForeignLedger(Ledger):
     """``before_each()`` is called before every operation.
@@ -38,10 +49,39 @@ class ForeignLedger(Ledger):
     before_each: Callable[[], None] = staticmethod(lambda: None)
     on_uncounted: Callable[[Tensor], bool] = staticmethod(lambda tensor: False)
 
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self._called: set[str] = set()  # names of the operations that were called
+
+    def scratch(self) -> list[str]:
+        """What was computed of which the ledger does not see all bytes, as `SCRATCH` names it."""
+        called = " ".join(self._called)
+        return sorted({what for part, what in SCRATCH.items() if part in called})
+
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
         self._while_on.enter_context(self.resizes(self._to_buffer))  # FSDP2 resizes its buffers
+        self._see_other_hooks()
         return self
+
+    def _see_other_hooks(self) -> None:
+        """While on, see what the program's own hooks on saved tensors keep, as autograd calls the
+        innermost hooks only. Checkpointing has such hooks, also while it recomputes.
+        """
+        autograd, name = torch._C._autograd, "_push_saved_tensors_default_hooks"
+        push = getattr(autograd, name)
+
+        def packed(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+            kept: Any = tensor  # also where checkpointing raises, as the recomputation ends there
+            try:
+                kept = pack(tensor)
+            finally:
+                for each in tensors(kept):
+                    self._saved(tensor if self._meet(each) is self._meet(tensor) else each)
+            return kept
+
+        setattr(autograd, name, lambda pack, *rest: push(functools.partial(packed, pack), *rest))
+        self._while_on.callback(setattr, autograd, name, push)
 
     @untraced
     def __torch_dispatch__(
@@ -52,6 +92,7 @@ class ForeignLedger(Ledger):
         if torch.compiler.is_compiling():  # nothing is computed
             return func(*args, **(kwargs or {}))
         self.before_each()
+        self._called.add(func.__name__)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _exhausted(self, error: BaseException, out_of_memory: OutOfMemory) -> None:

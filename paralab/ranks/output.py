@@ -1,8 +1,9 @@
 """The ranks' output: whole lines, tagged by rank, of bounded length.
 
-A rank's file descriptors 1 and 2 are one pipe, so lines of C++ libraries arrive as well. Of a rank
-that prints very much, the first and last half megabyte are shown (`keeping` sets another limit),
-and the gap is stated. Output that is shown live has no limit.
+A rank's file descriptors 1 and 2 are pipes, so lines of C++ libraries arrive as well: one pipe for
+both, so that lines keep their order; for output that is shown live two, so that errors arrive on
+standard error. Of a rank that prints very much, the first and last half megabyte are shown
+(`keeping` sets another limit), and the gap is stated. Output that is shown live has no limit.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def keeping(count: int) -> Iterator[None]:
 class RankOutput:
     """The output of one rank. ``live``: lines are shown as they arrive, not at the end.
 
+    stream   where they are shown: "stdout" or "stderr"
     printed  bytes that have arrived so far
     """
 
-    def __init__(self, rank: int, *, live: bool) -> None:
-        self._tag, self._live = f"[rank {rank}] ", live
+    def __init__(self, rank: int, *, live: bool, stream: str = "stdout") -> None:
+        self._tag, self._live, self._stream = f"[rank {rank}] ", live, stream
         self._partial = b""
         self._head: list[str] = []
         self._keep = self._head_left = self._tail_left = _kept.get()
@@ -81,6 +83,7 @@ class RankOutput:
 
     def _show_head(self) -> None:
         if self._head:
-            sys.stdout.write("".join(self._head))
-            sys.stdout.flush()
+            stream = getattr(sys, self._stream)
+            stream.write("".join(self._head))
+            stream.flush()
             self._head.clear()

@@ -150,14 +150,14 @@ class RankServer:
             with contextlib.suppress(OSError):  # the server has died: waiting for it says so
                 self.connection.send(("load", names))
 
-    def fork(self, folder: Path, fds: list[tuple[int, int]]) -> list[int]:
-        """Start one rank per (control, output) descriptor pair; returns their process ids.
+    def fork(self, folder: Path, fds: list[tuple[int, ...]]) -> list[int]:
+        """Start one rank per (control, output, errors) descriptors; returns their process ids.
 
         Raises ``EOFError`` or ``OSError`` if the server has died.
         """
         self._in_request = True
         self.connection.send(("fork", str(folder), len(fds)))
-        socket.send_fds(self._socket, [b"f"], [fd for pair in fds for fd in pair])
+        socket.send_fds(self._socket, [b"f"], [fd for ends in fds for fd in ends])
         _, pids = self.connection.recv()
         self._in_request = False
         return pids
@@ -283,7 +283,7 @@ class _Server:
 
     def _fork(self, folder: str, count: int) -> None:
         self.folder = folder
-        _, fds, _, _ = socket.recv_fds(self.socket, 1, 2 * count)
+        _, fds, _, _ = socket.recv_fds(self.socket, 1, 3 * count)
         for fd in fds:
             os.set_inheritable(fd, False)
         gc.freeze()  # a rank's collector ignores the shared objects, so it writes to none of them
@@ -311,9 +311,9 @@ class _Server:
             signal.signal(number, signal.SIG_DFL)
         # SIGUSR1 asks for stacks, and must not end a rank that cannot write them yet, even in exec.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        control, output = fds[2 * rank : 2 * rank + 2]
+        control, output, errors = fds[3 * rank : 3 * rank + 3]
         os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.dup2(errors, 2)
         self.socket.close()
         self.connection.close()
         for fd in fds:

@@ -44,12 +44,11 @@ kernel's out-of-memory killer ended it. The next call starts a new one"""
 
 @dataclass
 class _Rank:
-    """The launcher's state of one rank, and the launcher's ends of the rank's two pipes."""
+    """The launcher's state of one rank, and the launcher's ends of the rank's pipes."""
 
     rank: int
     control: Connection  # messages
-    pipe: int  # output
-    output: RankOutput
+    outputs: dict[int, RankOutput]  # by pipe
     pid: int = 0
     nccl: bool = False  # it communicates over NCCL
     up: bool = False  # it has sent a message, so its imports are done
@@ -114,20 +113,23 @@ class Run:
                 rank.control.send_bytes(task)
         self.life = self.looked = time.monotonic()
 
-    def _open(self, index: int, theirs: contextlib.ExitStack, *, live: bool) -> tuple[int, int]:
-        """Make a rank's two pipes, for messages and for output. Returns the rank's ends."""
+    def _open(self, index: int, theirs: contextlib.ExitStack, *, live: bool) -> tuple[int, ...]:
+        """Make a rank's pipes. Returns the rank's ends: for messages, output and errors."""
         control, far = Pipe()
-        pipe, write = os.pipe()
-        os.set_blocking(pipe, False)
         theirs.callback(far.close)
-        theirs.callback(os.close, write)
         self.to_close.callback(control.close)
-        self.to_close.callback(os.close, pipe)
-        rank = _Rank(index, control, pipe, RankOutput(index, live=live))
+        rank, ends = _Rank(index, control, {}), []
         self.handlers[control] = functools.partial(self._receive, rank)
-        self.handlers[pipe] = functools.partial(self._read, rank)
+        for stream in ("stdout", "stderr") if live else ("stdout",):
+            pipe, write = os.pipe()
+            os.set_blocking(pipe, False)
+            theirs.callback(os.close, write)
+            self.to_close.callback(os.close, pipe)
+            ends.append(write)
+            rank.outputs[pipe] = RankOutput(index, live=live, stream=stream)
+            self.handlers[pipe] = functools.partial(self._read, pipe, rank.outputs[pipe])
         self.ranks.append(rank)
-        return far.fileno(), write
+        return far.fileno(), ends[0], ends[-1]
 
     @contextlib.contextmanager
     def _server_must_live(self) -> Iterator[None]:
@@ -157,7 +159,7 @@ class Run:
             count = len(self.ranks)
             work = f"while {count} rank{'s were' if count != 1 else ' was'} at work"
             when = work if count else "before the ranks had started"
-            printed = sum(rank.output.printed for rank in self.ranks)
+            printed = sum(o.printed for rank in self.ranks for o in rank.outputs.values())
             raise Stopped(f"stopped {when}", printed=printed)
 
     def _listen(self) -> None:
@@ -169,16 +171,16 @@ class Run:
         if ready:
             self.life = time.monotonic()
 
-    def _read(self, rank: _Rank) -> bool:
+    def _read(self, pipe: int, output: RankOutput) -> bool:
         """Read a rank's output. Returns whether there was any."""
         try:
-            data = os.read(rank.pipe, 1 << 16)
+            data = os.read(pipe, 1 << 16)
         except BlockingIOError:
             return False
         if data:
-            rank.output.feed(data)
+            output.feed(data)
         else:
-            del self.handlers[rank.pipe]
+            del self.handlers[pipe]
         return bool(data)
 
     def _receive(self, rank: _Rank) -> None:
@@ -285,9 +287,10 @@ class Run:
             if self.ranks:
                 self.server.end_ranks()
             for rank in self.ranks:
-                while rank.pipe in self.handlers and self._read(rank):
-                    pass
-                rank.output.finish()
+                for pipe, output in rank.outputs.items():
+                    while pipe in self.handlers and self._read(pipe, output):
+                        pass
+                    output.finish()
             self.handlers.clear()
             self.to_close.close()
 

@@ -110,7 +110,8 @@ def _forms(report: Tables, calls: pd.DataFrame, steps: int) -> str:
         axes_of.setdefault(describe_axis(report, collectives, axis), []).append(axis)
     for axis, rows in calls[calls["op"] == "send"].groupby("axis"):
         pairs = sorted(Counter(zip(rows["rank"], rows["peer"], strict=True)).items())
-        messages = ", ".join(f"{a}→{b} ({n / steps:g})" for (a, b), n in pairs[: 2 * NAMED])
+        counted = ((a, b, round(n / steps, 2)) for (a, b), n in pairs[: 2 * NAMED])
+        messages = ", ".join(f"{a}→{b} ({times:g})" for a, b, times in counted)
         messages += f" and {len(pairs) - 2 * NAMED} more" * (len(pairs) > 2 * NAMED)
         like = "a pipeline, a ring made by hand, or an exchange of unequal parts"
         axes_of.setdefault(f"messages per step: {messages}; it may be {like}", []).append(axis)
@@ -242,6 +243,8 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
     on_gpu = facts.device_of(report) == "cuda"
     through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
+    observed = report.meta.get("observed", ())
+    scratch = sorted({what for program in observed for what in program.get("scratch", ())})
     notes = (  # (condition, what is not known if it holds)
         (
             through_host and len(calls),
@@ -289,6 +292,12 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "What a compiled program holds: torch.compile compiles nothing while bytes are "
             "counted, so the bytes are those of the program as it is written. It compiles in the "
             "step after that, which takes longer; with memory_steps=0, in the first step.",
+        ),
+        (
+            scratch,
+            f"What kernels allocate and free while they compute, here those of "
+            f"{' and '.join(scratch)}: only tensors that operations return are counted, so the "
+            "process may hold more than the peak says.",
         ),
     )
     unknown = [text for holds, text in notes if holds]
