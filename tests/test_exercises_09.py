@@ -106,6 +106,7 @@ WRONG = [
      {WEIGHTS}, "after step 1 embedding.token"),
     (adam(("range(0, p.numel()", "range(0, p.numel() - 1")), {WEIGHTS},
      "after step 1 embedding.token.weight differs in 1 "),
+    (adam(("g[part]", "g[:size]")), {WEIGHTS}, "; the first is element"),
     (adam(("range(0, p.numel(), self.unit)", "[0]")), {WEIGHTS},
      ("after step 1 embedding.token.weight differs in 6,827 ",
       "; there it is as it was before the step")),

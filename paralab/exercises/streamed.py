@@ -166,7 +166,10 @@ def _mistakes(
         mixed = np.where(yours[name] == other, other, mixed)
     yield "the step count grows more than once in a step", mixed
     wrong = np.flatnonzero(yours[name] != right)[0] // UNIT * UNIT  # where its unit begins
-    if name != next(iter(first)) or grads[name].reshape(-1)[:wrong].any():
+    right_before = name != next(iter(first)) or grads[name].reshape(-1)[:wrong].any()
+    moved = yours[name] - first[name] * (1 - settings["lr"] * settings["weight_decay"])
+    if right_before and np.abs(moved).max() > 1.01 * settings["lr"]:  # from zero, whatever the
+        # gradient is, a first step moves an element by at most lr
         said = "the moments that were read are not zero, as they are before the first step: each "
         yield f"{said}unit needs 8 bytes per element of its own in the files", yours[name]
 
