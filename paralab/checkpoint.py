@@ -52,15 +52,17 @@ def _held(pieces: Sequence[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes],
 # ---- saving -------------------------------------------------------------------------------------
 @contextmanager
 def saving(
-    trainer: Any, folder: str | None, *, every: int | None, steps: int
+    trainer: Any, folder: str | None, *, every: int | None, steps: int, **resumed: Any
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function that every rank calls after each step with the number of this run's steps
     done, and that saves into ``folder`` when a checkpoint is due. Without a folder it does nothing.
 
     every  save when the steps of the whole training, earlier runs included, are a multiple of it
     steps  the steps of this run; a checkpoint is due after the last one in any case
+    resumed  ``resume`` and ``newest``, as in `checkpoints.check_save`
 
-    Rank 0 locks the folder against other runs until the block ends.
+    Rank 0 locks the folder against other runs until the block ends. Another run may have saved
+    there and ended since the caller checked the folder, so rank 0 checks it again.
     """
 
     def save_if_due(done: int) -> None:
@@ -73,6 +75,7 @@ def saving(
         try:
             if locks:
                 lock.enter_context(checkpoints.locked(Path(folder)))
+                checkpoints.check_save(Path(folder), **resumed)
         except ValueError as error:
             raise Refused(str(error)) from None
         yield save_if_due
@@ -149,16 +152,18 @@ def load(trainer: Any, folder: str) -> None:
             if checkpoints.facts(checkpoint.folder / name) != checkpoint.files[name]:
                 why = "its content does not match its checksum"
                 checkpoints.damaged(checkpoint.folder / name, why)
+        with ExitStack() as opened:
+            files: dict[str, Any] = {}
+            for (name, offsets, sizes), values in _held(trainer.pieces()).items():
+                for box in checkpoint.tensors[name].boxes:
+                    if overlap := boxes.intersection(offsets, sizes, box):
+                        if box.file not in files:
+                            file = safe_open(checkpoint.folder / box.file, framework="pt")
+                            files[box.file] = opened.enter_context(file)
+                        here, there = overlap  # in ``values``, in the stored box
+                        values[here].copy_(files[box.file].get_slice(box.key)[there])
+    except FileNotFoundError:
+        raise Refused(str(checkpoints.gone(checkpoint.folder))) from None
     except ValueError as error:
         raise Refused(str(error)) from None
-    with ExitStack() as opened:
-        files: dict[str, Any] = {}
-        for (name, offsets, sizes), values in _held(trainer.pieces()).items():
-            for box in checkpoint.tensors[name].boxes:
-                if overlap := boxes.intersection(offsets, sizes, box):
-                    if box.file not in files:
-                        file = safe_open(checkpoint.folder / box.file, framework="pt")
-                        files[box.file] = opened.enter_context(file)
-                    here, there = overlap  # in ``values``, in the stored box
-                    values[here].copy_(files[box.file].get_slice(box.key)[there])
     trainer.restored(checkpoint.step, checkpoint.counters)

@@ -203,7 +203,7 @@ def run(
                 parts = launch_program(
                     _program,
                     plan.world_size,
-                    (model, plan, {**vars(checked), "offload_folder": folder}),
+                    (model, plan, _of_ranks(checked, resume, folder)),
                     timeout=timeout,
                     device=device,
                     optimizers=False,
@@ -250,7 +250,8 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        part = _program(context, model, plan, {**vars(checked), "offload_folder": folder_of_rank})
+        ours = _of_ranks(checked, settings.get("resume"), folder_of_rank)
+        part = _program(context, model, plan, ours)
     meta = _meta(checked, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
@@ -258,6 +259,14 @@ def run_under_torchrun(
     save_part(Path(folder), part, model=model, plan=plan, meta=meta)
     dist.destroy_process_group()  # else NCCL's threads may hang at exit
     return context.rank
+
+
+def _of_ranks(
+    checked: Settings, resume: str | os.PathLike[str] | None, folder: str | None
+) -> dict[str, Any]:
+    """The settings of `train`. ``resume``: as the caller gave it."""
+    newest = resume is not None and Path(resume).expanduser().absolute() != Path(checked.resume)
+    return {**vars(checked), "offload_folder": folder, "newest": newest}
 
 
 def _program(

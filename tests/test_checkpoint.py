@@ -520,6 +520,55 @@ def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
         assert "Traceback" not in str(said.value)
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_another_run_saves_after_this_one_was_checked_is_not_replaced(
+    deep, run, tmp_path, monkeypatch, resumes
+):
+    folder = tmp_path / "both"
+    if resumes:
+        run(deep, steps=1, save=folder)
+    settings = {"save": folder, "resume": folder if resumes else None}
+
+    def after_another(*given: Any, **how: Any) -> Any:
+        monkeypatch.setattr("paralab.experiment.launch_program", launch_program)
+        run(deep, steps=3, **settings)
+        return launch_program(*given, **how)
+
+    monkeypatch.setattr("paralab.experiment.launch_program", after_another)
+    said = "step-00000003 of another training, which this run does not resume; legal: resume="
+    if resumes:
+        said = "run has saved step-00000004 there since this one began to resume step-00000001; leg"
+    refuses(f"^save=.*{said}", run, deep, steps=1, **settings)
+    assert latest(folder).name == f"step-{3 + resumes:08d}"
+    run(deep, steps=1, save=folder, resume=folder)
+    if resumes:  # whoever names an older checkpoint wants to go on from that one
+        run(deep, steps=1, save=folder, resume=folder / "step-00000004")
+        assert latest(folder).name == "step-00000005.1"
+
+
+def test_a_checkpoint_that_goes_while_the_ranks_read_it_is_refused_in_words(
+    deep, run, saved, tmp_path, monkeypatch
+):
+    folder = copy_of(saved, tmp_path)
+
+    def replaced(program: Callable, ranks: int, args: tuple, **how: Any) -> Any:
+        def read(*given: Any) -> Any:
+            facts = checkpoints.facts
+
+            def late(file: Path) -> Any:
+                file.parent.rename(folder / ".removed")
+                return facts(file)
+
+            checkpoints.facts = late  # in the rank
+            return program(*given)
+
+        return launch_program(read, ranks, args, **how)
+
+    monkeypatch.setattr("paralab.experiment.launch_program", replaced)
+    said = "it no longer exists; newer .*; legal: .*/step-00000001"
+    refuses(said, run, deep, PLANS["one device"], steps=1, resume=folder)
+
+
 # ---- a full disk --------------------------------------------------------------------------------
 def _no_room(file: str) -> None:
     """In a rank: from now on nothing of any size can be written; or paralab.json cannot."""
