@@ -22,8 +22,9 @@ Messages for checkpoints are no part of a step, and are not in the report's ledg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
         try:
             facts = boxes.write(unpublished / file, mine, (held[box[:3]].cpu() for box in mine))
         except OSError as error:
-            failure = f"rank {rank}: {error}"
+            size = boxes.ITEM * sum(prod(box.sizes) for box in mine) / 1e6
+            failure = f"rank {rank}: {error}, in writing a file of {size:.3g} MB"
         files = gathered((file, facts, failure))
         if failure := next((reason for *_, reason in files if reason), ""):
             raise OSError(failure)
@@ -128,11 +130,13 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
             checkpoints.publish(unpublished, about, step=step)
     except OSError as error:
         if rank == 0:
-            checkpoints.sweep(folder)  # the unfinished files take up space that the disk may lack
-        raise OSError(
-            f"cannot save the checkpoint of step {step} into {folder}: {error}; "
-            "the checkpoints that were saved there before are complete"
-        ) from error
+            with suppress(OSError):  # the unfinished files take up space that the disk may lack
+                checkpoints.sweep(folder)
+        earlier = "the checkpoints that were saved there before are complete"
+        if not folder.is_dir():
+            earlier = "the folder was removed while the training ran, with what was saved there"
+        what = f"cannot save the checkpoint of step {step} into {folder}"
+        raise OSError(f"{what}: {error}; {earlier}") from error
 
 
 # ---- resuming -----------------------------------------------------------------------------------

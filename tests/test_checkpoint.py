@@ -585,7 +585,7 @@ def _no_room(file: str) -> None:
 @pytest.mark.parametrize(
     ("full", "file", "said"),
     [
-        (1, "the tensors", "rank 1: .*File too large"),
+        (1, "the tensors", r"rank 1: .*File too large, in writing a file of 0\.\d+ MB"),
         (0, "paralab.json", "No space left on device.*paralab.json"),
     ],
 )
@@ -609,6 +609,26 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
     assert checkpoints.find(folder) == before
     assert names(folder) == ["step-00000001", "step-00000002"]
     assert run(deep, PLANS["dp=2"], steps=1, resume=folder, save=folder).meta["first_step"] == 2
+
+
+def test_a_folder_that_is_removed_during_the_training_is_named(deep, tmp_path):
+    folder = tmp_path / "gone"
+
+    def program(context: Any) -> Any:
+        save = checkpoint.save
+
+        def late(trainer: Any, into: Path, **when: Any) -> None:
+            shutil.rmtree(into)
+            save(trainer, into, **when)
+
+        checkpoint.save = late  # in the rank
+        return train(context, deep, pl.Plan(microbatches=4), steps=1, keep_state=False,
+                     save=str(folder), optimizer="adamw")  # fmt: skip
+
+    folder.mkdir()
+    said = f"cannot save the checkpoint of step 1 into {folder}: .*; the folder was removed while"
+    with pytest.raises(pl.RankError, match=said):
+        launch_program(program, 1)
 
 
 # ---- where it is called from --------------------------------------------------------------------
