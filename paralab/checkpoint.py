@@ -69,13 +69,16 @@ def saving(
     def save_if_due(done: int) -> None:
         step = trainer.first_step + done
         if folder is not None and (done == steps or (every and step % every == 0)):
+            if locks and not still_locked():
+                why = "the folder, or the file .lock in it, was removed while the training ran"
+                raise OSError(f"cannot save the checkpoint of step {step} into {folder}: {why}")
             save(trainer, Path(folder), step=step)
 
     locks = folder is not None and dist.get_rank() == 0
     with ExitStack() as lock:
         try:
             if locks:
-                lock.enter_context(checkpoints.locked(Path(folder)))
+                still_locked = lock.enter_context(checkpoints.locked(Path(folder)))
                 checkpoints.check_save(Path(folder), **resumed)
         except ValueError as error:
             raise Refused(str(error)) from None
@@ -132,11 +135,10 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
         if rank == 0:
             with suppress(OSError):  # the unfinished files take up space that the disk may lack
                 checkpoints.sweep(folder)
-        earlier = "the checkpoints that were saved there before are complete"
-        if not folder.is_dir():
-            earlier = "the folder was removed while the training ran, with what was saved there"
-        what = f"cannot save the checkpoint of step {step} into {folder}"
-        raise OSError(f"{what}: {error}; {earlier}") from error
+        raise OSError(
+            f"cannot save the checkpoint of step {step} into {folder}: {error}; "
+            "the checkpoints that were saved there before are complete"
+        ) from error
 
 
 # ---- resuming -----------------------------------------------------------------------------------

@@ -611,24 +611,32 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
     assert run(deep, PLANS["dp=2"], steps=1, resume=folder, save=folder).meta["first_step"] == 2
 
 
-def test_a_folder_that_is_removed_during_the_training_is_named(deep, tmp_path):
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_folder_that_is_removed_during_the_training_is_named_and_left_to_others(
+    deep, saved, tmp_path, made_again
+):
     folder = tmp_path / "gone"
 
     def program(context: Any) -> Any:
-        save = checkpoint.save
+        step = Trainer.step
 
-        def late(trainer: Any, into: Path, **when: Any) -> None:
-            shutil.rmtree(into)
-            save(trainer, into, **when)
+        def late(*given: Any, **how: Any) -> Any:
+            shutil.rmtree(folder)
+            if made_again:  # by another run
+                shutil.copytree(saved, folder)
+            return step(*given, **how)
 
-        checkpoint.save = late  # in the rank
+        Trainer.step = late  # in the rank
         return train(context, deep, pl.Plan(microbatches=4), steps=1, keep_state=False,
                      save=str(folder), optimizer="adamw")  # fmt: skip
 
     folder.mkdir()
-    said = f"cannot save the checkpoint of step 1 into {folder}: .*; the folder was removed while"
+    said = f"OSError: cannot save the checkpoint of step 1 into {folder}: the folder, or .* removed"
     with pytest.raises(pl.RankError, match=said):
         launch_program(program, 1)
+    assert folder.exists() == made_again
+    if made_again:
+        assert (folder / "latest").read_bytes() == (saved / "latest").read_bytes()
 
 
 # ---- where it is called from --------------------------------------------------------------------

@@ -29,7 +29,7 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -303,8 +303,12 @@ def check_save(folder: Path, resume: str | None, *, newest: bool = False) -> Non
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock for as long as the block runs, so that no other run saves there."""
+def locked(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Hold the folder's lock for as long as the block runs, so that no other run saves there.
+
+    Yields a function that returns whether the lock still protects the folder: once the folder has
+    been removed and created again, another run can lock the new one.
+    """
     with open(folder / LOCK, "a") as file:
         give_up = time.monotonic() + LOCK_SECONDS
         while True:
@@ -320,7 +324,7 @@ def locked(folder: Path) -> Iterator[None]:
                 why = f"it cannot be locked: {error.strerror}"
                 legal = "a folder on a file system that supports flock"
                 raise illegal("save", str(folder), why, legal) from None
-        yield
+        yield lambda: (folder / LOCK).exists() and os.path.samefile(folder / LOCK, file.fileno())
 
 
 def scratch(folder: Path, step: int) -> Path:
