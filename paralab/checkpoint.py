@@ -22,8 +22,9 @@ Messages for checkpoints are no part of a step, and are not in the report's ledg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,27 +53,33 @@ def _held(pieces: Sequence[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes],
 # ---- saving -------------------------------------------------------------------------------------
 @contextmanager
 def saving(
-    trainer: Any, folder: str | None, *, every: int | None, steps: int
+    trainer: Any, folder: str | None, *, every: int | None, steps: int, **resumed: Any
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function that every rank calls after each step with the number of this run's steps
     done, and that saves into ``folder`` when a checkpoint is due. Without a folder it does nothing.
 
     every  save when the steps of the whole training, earlier runs included, are a multiple of it
     steps  the steps of this run; a checkpoint is due after the last one in any case
+    resumed  ``resume`` and ``newest``, as in `checkpoints.check_save`
 
-    Rank 0 locks the folder against other runs until the block ends.
+    Rank 0 locks the folder against other runs until the block ends. Another run may have saved
+    there and ended since the caller checked the folder, so rank 0 checks it again.
     """
 
     def save_if_due(done: int) -> None:
         step = trainer.first_step + done
         if folder is not None and (done == steps or (every and step % every == 0)):
+            if locks and not still_locked():
+                why = "the folder, or the file .lock in it, was removed while the training ran"
+                raise OSError(f"cannot save the checkpoint of step {step} into {folder}: {why}")
             save(trainer, Path(folder), step=step)
 
     locks = folder is not None and dist.get_rank() == 0
     with ExitStack() as lock:
         try:
             if locks:
-                lock.enter_context(checkpoints.locked(Path(folder)))
+                still_locked = lock.enter_context(checkpoints.locked(Path(folder)))
+                checkpoints.check_save(Path(folder), **resumed)
         except ValueError as error:
             raise Refused(str(error)) from None
         yield save_if_due
@@ -102,7 +109,8 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
         try:
             facts = boxes.write(unpublished / file, mine, (held[box[:3]].cpu() for box in mine))
         except OSError as error:
-            failure = f"rank {rank}: {error}"
+            size = boxes.ITEM * sum(prod(box.sizes) for box in mine) / 1e6
+            failure = f"rank {rank}: {error}, in writing a file of {size:.3g} MB"
         files = gathered((file, facts, failure))
         if failure := next((reason for *_, reason in files if reason), ""):
             raise OSError(failure)
@@ -125,7 +133,8 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
             checkpoints.publish(unpublished, about, step=step)
     except OSError as error:
         if rank == 0:
-            checkpoints.sweep(folder)  # the unfinished files take up space that the disk may lack
+            with suppress(OSError):  # the unfinished files take up space that the disk may lack
+                checkpoints.sweep(folder)
         raise OSError(
             f"cannot save the checkpoint of step {step} into {folder}: {error}; "
             "the checkpoints that were saved there before are complete"
@@ -149,16 +158,18 @@ def load(trainer: Any, folder: str) -> None:
             if checkpoints.facts(checkpoint.folder / name) != checkpoint.files[name]:
                 why = "its content does not match its checksum"
                 checkpoints.damaged(checkpoint.folder / name, why)
+        with ExitStack() as opened:
+            files: dict[str, Any] = {}
+            for (name, offsets, sizes), values in _held(trainer.pieces()).items():
+                for box in checkpoint.tensors[name].boxes:
+                    if overlap := boxes.intersection(offsets, sizes, box):
+                        if box.file not in files:
+                            file = safe_open(checkpoint.folder / box.file, framework="pt")
+                            files[box.file] = opened.enter_context(file)
+                        here, there = overlap  # in ``values``, in the stored box
+                        values[here].copy_(files[box.file].get_slice(box.key)[there])
+    except FileNotFoundError:
+        raise Refused(str(checkpoints.gone(checkpoint.folder))) from None
     except ValueError as error:
         raise Refused(str(error)) from None
-    with ExitStack() as opened:
-        files: dict[str, Any] = {}
-        for (name, offsets, sizes), values in _held(trainer.pieces()).items():
-            for box in checkpoint.tensors[name].boxes:
-                if overlap := boxes.intersection(offsets, sizes, box):
-                    if box.file not in files:
-                        file = safe_open(checkpoint.folder / box.file, framework="pt")
-                        files[box.file] = opened.enter_context(file)
-                    here, there = overlap  # in ``values``, in the stored box
-                    values[here].copy_(files[box.file].get_slice(box.key)[there])
     trainer.restored(checkpoint.step, checkpoint.counters)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from paralab.theory.offload import file_bytes
 from paralab.version import __version__
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1}
+ROW_BYTES = 2200  # of records per instruction and step: half on the rank, half in the caller
+MUCH, LONG = 10**9, 100  # bytes of records, and steps of a run, from which `run` warns
 LEGAL_SAVE = "a folder that you may write to, or the name of a new one"
 
 
@@ -137,7 +140,7 @@ def run(
     """Train ``model`` under ``plan`` on real processes and return what they measured.
 
     model, plan   what to train and how to split it (default: one device)
-    steps         optimizer steps, the first of them warm-up
+    steps         optimizer steps, the first of them warm-up; the records of all are in memory
     optimizer     "adamw" or "sgd"; ``lr`` learning rate (default 1e-3 or 0.1)
     clip_norm     clip the gradients' global L2 norm to this
     data          a text file or folder (default: the source of torch's layers)
@@ -195,6 +198,10 @@ def run(
         resume=resume,
         resume_changes=resume_changes,
     )
+    if checked.steps >= LONG and (size := _report_bytes(model, plan, checked)) >= MUCH:
+        what = f"the records of all {checked.steps} steps will take about {size / 1e9:,.0f} GB"
+        advice = "train in several runs, each of which resumes what the one before has saved"
+        warnings.warn(f"{what} of memory; {advice}", stacklevel=2)
     gpus = (device or device_of_run(plan.world_size)) == "cuda"
     model = model.resolved(gpus=gpus)
     with closing(_ProgressBar(checked.steps, plan, progress)) as bar:
@@ -203,7 +210,7 @@ def run(
                 parts = launch_program(
                     _program,
                     plan.world_size,
-                    (model, plan, {**vars(checked), "offload_folder": folder}),
+                    (model, plan, _of_ranks(checked, resume, folder)),
                     timeout=timeout,
                     device=device,
                     optimizers=False,
@@ -250,7 +257,8 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        part = _program(context, model, plan, {**vars(checked), "offload_folder": folder_of_rank})
+        ours = _of_ranks(checked, settings.get("resume"), folder_of_rank)
+        part = _program(context, model, plan, ours)
     meta = _meta(checked, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
@@ -258,6 +266,21 @@ def run_under_torchrun(
     save_part(Path(folder), part, model=model, plan=plan, meta=meta)
     dist.destroy_process_group()  # else NCCL's threads may hang at exit
     return context.rank
+
+
+def _report_bytes(model: ModelSpec, plan: Plan, checked: Settings) -> float:
+    """The memory that the records of a run take, on the ranks and in this process, at its end."""
+    clips = checked.clip_norm is not None
+    codes = compiled(model, plan, optimizer=checked.optimizer, clips=clips).codes
+    return ROW_BYTES * checked.steps * sum(map(len, codes)) * plan.world_size / plan.pp
+
+
+def _of_ranks(
+    checked: Settings, resume: str | os.PathLike[str] | None, folder: str | None
+) -> dict[str, Any]:
+    """The settings of `train`. ``resume``: as the caller gave it."""
+    newest = resume is not None and Path(resume).expanduser().absolute() != Path(checked.resume)
+    return {**vars(checked), "offload_folder": folder, "newest": newest}
 
 
 def _program(

@@ -520,6 +520,55 @@ def test_a_run_into_a_folder_that_another_saves_into_is_refused_in_words(
         assert "Traceback" not in str(said.value)
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_another_run_saves_after_this_one_was_checked_is_not_replaced(
+    deep, run, tmp_path, monkeypatch, resumes
+):
+    folder = tmp_path / "both"
+    if resumes:
+        run(deep, steps=1, save=folder)
+    settings = {"save": folder, "resume": folder if resumes else None}
+
+    def after_another(*given: Any, **how: Any) -> Any:
+        monkeypatch.setattr("paralab.experiment.launch_program", launch_program)
+        run(deep, steps=3, **settings)
+        return launch_program(*given, **how)
+
+    monkeypatch.setattr("paralab.experiment.launch_program", after_another)
+    said = "step-00000003 of another training, which this run does not resume; legal: resume="
+    if resumes:
+        said = "run has saved step-00000004 there since this one began to resume step-00000001; leg"
+    refuses(f"^save=.*{said}", run, deep, steps=1, **settings)
+    assert latest(folder).name == f"step-{3 + resumes:08d}"
+    run(deep, steps=1, save=folder, resume=folder)
+    if resumes:  # whoever names an older checkpoint wants to go on from that one
+        run(deep, steps=1, save=folder, resume=folder / "step-00000004")
+        assert latest(folder).name == "step-00000005.1"
+
+
+def test_a_checkpoint_that_goes_while_the_ranks_read_it_is_refused_in_words(
+    deep, run, saved, tmp_path, monkeypatch
+):
+    folder = copy_of(saved, tmp_path)
+
+    def replaced(program: Callable, ranks: int, args: tuple, **how: Any) -> Any:
+        def read(*given: Any) -> Any:
+            facts = checkpoints.facts
+
+            def late(file: Path) -> Any:
+                file.parent.rename(folder / ".removed")
+                return facts(file)
+
+            checkpoints.facts = late  # in the rank
+            return program(*given)
+
+        return launch_program(read, ranks, args, **how)
+
+    monkeypatch.setattr("paralab.experiment.launch_program", replaced)
+    said = "it no longer exists; newer .*; legal: .*/step-00000001"
+    refuses(said, run, deep, PLANS["one device"], steps=1, resume=folder)
+
+
 # ---- a full disk --------------------------------------------------------------------------------
 def _no_room(file: str) -> None:
     """In a rank: from now on nothing of any size can be written; or paralab.json cannot."""
@@ -536,7 +585,7 @@ def _no_room(file: str) -> None:
 @pytest.mark.parametrize(
     ("full", "file", "said"),
     [
-        (1, "the tensors", "rank 1: .*File too large"),
+        (1, "the tensors", r"rank 1: .*File too large, in writing a file of 0\.\d+ MB"),
         (0, "paralab.json", "No space left on device.*paralab.json"),
     ],
 )
@@ -560,6 +609,34 @@ def test_a_disk_that_runs_full_leaves_the_checkpoint_before(
     assert checkpoints.find(folder) == before
     assert names(folder) == ["step-00000001", "step-00000002"]
     assert run(deep, PLANS["dp=2"], steps=1, resume=folder, save=folder).meta["first_step"] == 2
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_folder_that_is_removed_during_the_training_is_named_and_left_to_others(
+    deep, saved, tmp_path, made_again
+):
+    folder = tmp_path / "gone"
+
+    def program(context: Any) -> Any:
+        step = Trainer.step
+
+        def late(*given: Any, **how: Any) -> Any:
+            shutil.rmtree(folder)
+            if made_again:  # by another run
+                shutil.copytree(saved, folder)
+            return step(*given, **how)
+
+        Trainer.step = late  # in the rank
+        return train(context, deep, pl.Plan(microbatches=4), steps=1, keep_state=False,
+                     save=str(folder), optimizer="adamw")  # fmt: skip
+
+    folder.mkdir()
+    said = f"OSError: cannot save the checkpoint of step 1 into {folder}: the folder, or .* removed"
+    with pytest.raises(pl.RankError, match=said):
+        launch_program(program, 1)
+    assert folder.exists() == made_again
+    if made_again:
+        assert (folder / "latest").read_bytes() == (saved / "latest").read_bytes()
 
 
 # ---- where it is called from --------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import sys
+import warnings
 
 import pytest
 
@@ -36,6 +37,27 @@ def test_the_bar_shows_steps_that_every_rank_has_finished():
     bar.move(0, 3, 5)
     bar.move(1, 2, 5)
     assert shown == [0, 2]
+
+
+def test_a_run_whose_report_would_fill_the_memory_says_so_before(run, model, monkeypatch):
+    plan, asked = pl.Plan(dp=2, zero_stage=3, microbatches=4), []
+
+    def launch(*_, **__):
+        asked.append("ranks")
+        raise Stopped("as far as this test goes")
+
+    report = run(model, plan, steps=2)
+    checked = Settings.check(model, plan, steps=2)
+    rows = experiment._report_bytes(model, plan, checked) / experiment.ROW_BYTES
+    assert 0.7 < rows / len(report.spans) < 1.5
+    monkeypatch.setattr(experiment, "launch_program", launch)
+    said = r"records of all 100000 steps will take about [2-9]\d GB of memory; train in several"
+    with pytest.warns(UserWarning, match=said), pytest.raises(Stopped):
+        run(model, plan, steps=100_000)
+    with warnings.catch_warnings(), pytest.raises(Stopped):
+        warnings.simplefilter("error")
+        run(model, plan, steps=1000)
+    assert asked == ["ranks"] * 2
 
 
 def test_running_out_of_memory_says_what_fills_the_device(run, model):

@@ -567,6 +567,16 @@ def test_a_fifo_is_no_report(tmp_path):
         refuses("rank-00000.json': neither a file nor a folder", pl.load, path)
 
 
+def test_a_file_system_for_reading_only_names_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), ".scratch.tmp")
+
+    monkeypatch.setattr("paralab.report.output_files.open", refused, raising=False)
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(OSError, match="Read-only file system: .*out'$"):
+        synthetic.report(2).save(tmp_path / "out")
+
+
 @pytest.mark.parametrize("write", ["save", "to_html", "to_perfetto"])
 def test_a_full_disk_names_the_file_and_leaves_the_one_before(tmp_path, monkeypatch, write):
     report, file = synthetic.report(2), tmp_path / "out"

@@ -29,7 +29,7 @@ import shutil
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -154,7 +154,7 @@ def find(path: object) -> Checkpoint:
     folder = checks.path("resume", path, _LEGAL).absolute()
     if not folder.is_dir():
         if not folder.exists() and _NAME.fullmatch(folder.name) and _listed(folder.parent):
-            _gone(folder)
+            raise gone(folder)
         why = "it is a file" if folder.exists() else "there is no such folder"
         raise illegal("resume", str(path), why, _LEGAL)
     if not (folder / ABOUT).is_file():
@@ -170,9 +170,11 @@ def find(path: object) -> Checkpoint:
         folder /= names[0]
     checkpoint = _read(folder)
     for name, (size, _) in checkpoint.files.items():
-        if not (folder / name).is_file():
+        try:
+            actual = (folder / name).stat().st_size
+        except FileNotFoundError:
             damaged(folder / name, "the file is missing")
-        if (actual := (folder / name).stat().st_size) != size:
+        if actual != size:
             damaged(folder / name, f"the file has {actual} bytes, but {size} were written")
     file, stored = attrgetter("file"), chain(*(t.boxes for t in checkpoint.tensors.values()))
     for name, file_boxes in groupby(sorted(stored, key=file), file):
@@ -185,17 +187,17 @@ def find(path: object) -> Checkpoint:
     return checkpoint
 
 
-def _gone(checkpoint: Path) -> NoReturn:
-    """Raise the ``ValueError`` of a checkpoint that no longer exists; it names those that do."""
+def gone(checkpoint: Path) -> ValueError:
+    """The refusal of a checkpoint that no longer exists; it names those that do."""
     why = "it no longer exists; newer checkpoints may have replaced it while it was read"
     others = [str(checkpoint.with_name(name)) for name in _listed(checkpoint.parent)]
-    raise illegal("resume", str(checkpoint), why, ", or ".join(others) or _LEGAL)
+    return illegal("resume", str(checkpoint), why, ", or ".join(others) or _LEGAL)
 
 
 def damaged(file: Path, why: str) -> NoReturn:
     """Raise the ``ValueError`` of a checkpoint of which this file is damaged."""
     if not file.parent.exists():
-        _gone(file.parent)
+        raise gone(file.parent)
     others = [name for name in _listed(file.parent.parent) if name != file.parent.name]
     legal = f"another copy of {file.parent}"
     if others:
@@ -276,9 +278,12 @@ def _all_complete(folder: Path) -> list[str]:
 
 
 # ---- writing ------------------------------------------------------------------------------------
-def check_save(folder: Path, resume: str | None) -> None:
+def check_save(folder: Path, resume: str | None, *, newest: bool = False) -> None:
     """Raise ``ValueError`` if saving here would replace another training's checkpoints, or would
-    write files that cannot be read again. resume: the checkpoint from which the run continues
+    write files that cannot be read again.
+
+    resume  the checkpoint from which the run continues
+    newest  the caller named no checkpoint, so it must still be the newest one of its folder
     """
     try:
         os.fsencode(folder).decode()
@@ -292,11 +297,18 @@ def check_save(folder: Path, resume: str | None) -> None:
     if present and (resume is None or Path(resume).parent.resolve() != folder.resolve()):
         why = f"it has {present[0]} of another training, which this run does not resume"
         raise illegal("save", str(folder), why, f"resume={str(folder)!r} too, or another folder")
+    if newest and present and present[0] != (name := Path(resume or "").name):
+        why = f"another run has saved {present[0]} there since this one began to resume {name}"
+        raise illegal("save", str(folder), why, "the same call again, or another folder")
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock for as long as the block runs, so that no other run saves there."""
+def locked(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Hold the folder's lock for as long as the block runs, so that no other run saves there.
+
+    Yields a function that returns whether the lock still protects the folder: once the folder has
+    been removed and created again, another run can lock the new one.
+    """
     with open(folder / LOCK, "a") as file:
         give_up = time.monotonic() + LOCK_SECONDS
         while True:
@@ -312,7 +324,7 @@ def locked(folder: Path) -> Iterator[None]:
                 why = f"it cannot be locked: {error.strerror}"
                 legal = "a folder on a file system that supports flock"
                 raise illegal("save", str(folder), why, legal) from None
-        yield
+        yield lambda: (folder / LOCK).exists() and os.path.samefile(folder / LOCK, file.fileno())
 
 
 def scratch(folder: Path, step: int) -> Path:

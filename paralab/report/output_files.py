@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import secrets
@@ -61,7 +62,8 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
             os.fsync(file.fileno())
             os.replace(scratch, place)
     except BaseException as error:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a file system for reading only this fails, too
+            scratch.unlink()
         if getattr(error, "errno", None) is None:
             raise
         # The same error with the file's name: the error of a full disk has none.
