@@ -123,3 +123,7 @@ def test_schedules_stand_on_one_axis_and_end_where_their_simulation_does():
 def test_schedules_of_equal_length_are_said_to_take_the_same_time():
     lists = {"GPipe": schedules.gpipe(2, 3), "1F1B": schedules.one_f_one_b(2, 3)}
     assert view.schedules(lists).finding == "GPipe and 1F1B take the same time"
+    named = {"A": schedules.naive(2, 3), **lists}
+    assert view.schedules(named).finding == "A takes 50 % longer than GPipe and 1F1B"
+    named = {**lists, "Z": schedules.zb_h1(2, 3)}
+    assert view.schedules(named).finding.startswith("GPipe and 1F1B take ")
