@@ -28,6 +28,14 @@ def test_each_zero_stage_shards_one_state_more_and_shards_are_a_rankth():
     refuses("dp=1", view.zero_shards, MODEL, 1)
 
 
+@pytest.mark.parametrize("dp, names", [(4, "rank 3"), (16, "15")])
+def test_margins_and_names_of_ranks_have_room_however_many_ranks_there_are(dp, names):
+    chart = view.zero_shards(MODEL, dp)
+    low, high = chart.layout.xaxis.range
+    assert -low / (high - low) == pytest.approx(1.35 / 6.1)  # the part left of the first rank
+    assert names in [note.text for note in chart.layout.annotations]
+
+
 def test_the_area_of_a_state_is_its_bytes():
     chart, grey = view.zero_shards(MODEL, DP), theme.look().wait
     cells = [cell for cell in chart.layout.shapes if cell.fillcolor != grey]
