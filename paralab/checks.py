@@ -24,8 +24,11 @@ MESSAGE_LENGTH = 40_000  # characters of a message: megabytes are no help in a n
 
 
 def illegal(name: str, value: object, why: str, legal: str) -> ValueError:
-    """The refusal of ``value`` for the setting ``name``: why, and what is legal instead."""
-    return ValueError(f"{name}={shown(value)}: {why}; legal: {legal}")
+    """The refusal of ``value`` for the setting ``name``: why, and what is legal instead. If ``why``
+    quotes another refusal, what is legal is what that one says.
+    """
+    why, _, closer = why.partition("; legal: ")
+    return ValueError(f"{name}={shown(value)}: {why}; legal: {closer or legal}")
 
 
 def shown(value: object) -> str:
@@ -62,6 +65,8 @@ def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> i
     legal = f"a whole number of at least {at_least}"
     if at_most < 2**62:
         legal = f"a whole number from {at_least} to {at_most}"
+    if at_most == at_least:
+        legal = f"{at_least}"
     if isinstance(value, bool):
         raise illegal(name, value, "a bool is not a number", legal)
     try:

@@ -170,8 +170,9 @@ def test_a_single_run_is_fitted_on_as_many_nodes_as_it_had():
     ],
 )
 def test_what_is_no_log_is_refused_by_its_row(rows, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as caught:
         pl.fit_cluster(rows, WRONG)
+    assert str(caught.value).count("; legal: ") == 1  # a refusal that it quotes has one already
 
 
 def test_a_cluster_and_a_function_that_groups_runs_are_asked_for():

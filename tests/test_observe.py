@@ -111,7 +111,7 @@ def test_explain_says_what_it_looks_like_and_that_no_sync_was_forgotten(report):
     assert "optimizer 2.1 MB" in answers["What does the peak of memory consist of?"]
     assert "gloo does not report it" in answers["What is not known?"]
     kept = pl.observe(ddp, 2, (3, 2, True), timeout=60).explain()
-    assert kept[once].startswith("1 times Ψ is reduced per step, which has 2 backward passes")
+    assert kept[once].startswith("Ψ is reduced per step, which has 2 backward passes")
 
 
 def test_explain_says_how_many_ranks_make_a_call_that_not_all_make():

@@ -173,9 +173,7 @@ def in_16_bits(how):
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_gradients_in_16_bits_are_counted_by_the_backwards_that_reduce_them(how):
     answers = seen(in_16_bits, args=(how,)).explain()
-    assert answers[TIMES].startswith(
-        "For every one of 2 micro-batches: 1 times Ψ is reduced per step."
-    )
+    assert answers[TIMES].startswith("For every one of 2 micro-batches: Ψ is reduced per step.")
     assert "messages in fewer bits" in answers[FORM]
     assert ("they have fewer bits, or some of them are kept" in answers[FORM]) == (how == "fsdp")
 
@@ -195,8 +193,8 @@ def two_levels(backwards, each):
 @pytest.mark.parametrize(
     ("backwards", "each", "said"),
     [
-        (1, True, "1 times Ψ is reduced per step, which has 1 backward pass."),
-        (2, False, "1 times Ψ is reduced per step, which has 2 backward passes."),
+        (1, True, "Ψ is reduced per step, which has 1 backward pass."),
+        (2, False, "Ψ is reduced per step, which has 2 backward passes."),
         (2, True, "For every one of 2 micro-batches: 2 times Ψ is reduced per step."),
     ],
 )
@@ -238,7 +236,7 @@ def test_steps_of_ranks_that_have_fewer_are_their_own():
     answers = seen(unequal_steps).explain()
     assert "1 × all_reduce of 0.263 MB" in answers[CALLS]
     assert ": 2 (n−1)/n Ψ = 0.263 MB per rank" in answers[FORM]
-    assert answers[TIMES] == "1 times Ψ is reduced per step, which has 1 backward pass."
+    assert answers[TIMES] == "Ψ is reduced per step, which has 1 backward pass."
     assert "from 2 to 5 steps that count" in answers[UNKNOWN]
 
 
@@ -457,7 +455,7 @@ def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
     none = (one_column_parallel_layer, the_first_fsdp, several_gradients_of_one_input)
     assert (TIMES in answers) == (fn not in none)
     if fn is gathers_what_it_updates:
-        assert answers[TIMES] == "1 times Ψ is reduced per step, which has 2 backward passes."
+        assert answers[TIMES] == "Ψ is reduced per step, which has 2 backward passes."
     if fn is sharded_beside_sums:  # the other axis gathers in the backward, too
         assert answers["Are gathers prefetched?"].startswith("forward: for ")
         assert "of 8 gathers" in answers["Are gathers prefetched?"]

@@ -176,6 +176,8 @@ def test_a_rank_or_an_axis_that_a_plan_does_not_have_is_refused():
             plan.place(rank)
         with pytest.raises(ValueError, match=f"rank={rank}: "):
             plan.ranks("dp", rank)
+    with pytest.raises(ValueError, match="rank=1: out of range; legal: 0$"):
+        pl.Plan().place(1)
     with pytest.raises(ValueError, match="axis='tp:row'"):
         plan.ranks("tp:row", 0)
 

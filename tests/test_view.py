@@ -219,6 +219,10 @@ def test_the_matrix_has_senders_in_rows_and_every_byte(dp):
     assert [r for r in range(dp) if matrix.z[r][r]] == []
 
 
+def test_cells_without_numbers_are_not_said_to_have_some():
+    assert synthetic.report(16).traffic_chart().layout.xaxis.title.text == "receiving rank"
+
+
 def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
     found = title(four.traffic_chart())
     said = "a rank sends 711 kB per step, exactly 2(N−1)/N times the gradients; 50 % of it between"

@@ -344,6 +344,14 @@ def test_numbers_are_said_with_three_digits_and_a_decimal_prefix(value, unit, sa
     assert theme.scaled(value, unit) == said
 
 
+def test_a_number_and_its_unit_are_on_one_line_of_a_title():
+    for text in ("they take 45 %", "it takes 1.3 ms, twice", "1 GB/s · 2 kB", "about 5 sheep"):
+        lines = theme.broken(text, 1, 1).split("<br>")  # a word per line
+        assert " ".join(lines) == text
+        assert not any(re.match(r"(%|ms|GB/s|kB|·)", line) for line in lines)
+    assert theme.broken("about 5 sheep", 1, 1) == "about<br>5<br>sheep"
+
+
 # ---- timelines -----------------------------------------------------------------------------------
 def test_timelines_put_several_reports_on_one_time_scale():
     two = forms()
@@ -562,8 +570,14 @@ def test_losses_say_where_each_ends_or_which_diverged():
     same = view.losses({"a": [3.0, 2.0], "b": [3.0, 2.0]})
     assert same.finding == "Both curves coincide: their losses are equal"
     assert view.losses({"a": [1.0]}, title="<b> & co").finding == "&lt;b&gt; &amp; co"
-    lost = view.losses({"a": [3.0, 2.0], "b": [3.0, float("nan")]})
-    assert lost.finding == "b diverged at step 1"
+    close = view.losses({"a": [3.0, 2.00001], "b": [3.5, 2.0]})
+    assert close.finding == equal.finding
+    lost = {"a": [3.0, 2.0], "b": [3.0, float("nan")]}
+    assert view.losses(lost).finding == "b diverged at step 1"
+    both = view.losses({**lost, "c": [3.0, float("inf")]})
+    assert both.finding == "b and c diverged at step 1"
+    later = view.losses({**lost, "c": [3.0, 2.0, float("inf")]})
+    assert later.finding == "b and c diverged, the first at step 1"
     report = synthetic.report(2)
     chart = view.losses({"a": report, "b": report})
     assert f"{report.plan.global_batch} samples per step" in chart.below
@@ -623,6 +637,41 @@ def test_algorithms_mark_where_the_fastest_changes():
     refuses("seconds of a=0", view.algorithms, {"a": {1.0: 0}})
 
 
+def test_algorithms_that_are_equal_are_all_named_and_rounding_errors_cross_nothing():
+    sizes = (1e3, 1e4, 1e5, 1e6)
+    a = {n: n * 1e-9 for n in sizes}
+    b = {n: s * (1 + (1e-15, -1e-15)[i % 2]) for i, (n, s) in enumerate(a.items())}
+    assert view.algorithms({"a": a, "b": b}).finding == "a and b are equal everywhere"
+    double = {n: 2 * s for n, s in a.items()}
+    best = view.algorithms({"a": a, "b": b, "c": double})
+    said = "a (tied with b) is fastest everywhere: at 1 MB c needs 2.0 times as much"
+    assert best.finding == said and not best.layout.shapes
+    worst = view.algorithms({"a": a, "b": double, "c": double}).finding
+    assert worst == "a is fastest everywhere: at 1 MB b (tied with c) needs 2.0 times as much"
+    flat = view.algorithms({"a": a, "b": b, "c": dict.fromkeys(sizes, 5e-5)})
+    assert flat.finding == "a (tied with b) is fastest below 50 kB, c above"
+    close = view.algorithms({"a": a, "b": {n: 1.01 * s for n, s in a.items()}})
+    assert close.finding == "a is fastest everywhere: at 1 MB b needs 1 % more"
+    far = view.algorithms({"a": a, "b": {n: 1e7 * s for n, s in a.items()}})
+    assert far.finding.endswith("b needs 10,000,000 times as much")
+    later = view.algorithms({"a": a, "b": {n: max(s, 1e-5) for n, s in a.items()}})
+    assert later.finding == "a is fastest everywhere"  # as fast as b from 10 kB on
+
+
+def test_a_hover_text_says_predicted_once():
+    chart = view.algorithms({"predicted": {1e3: 1e-3}, "ring": {1e3: 2e-3}})
+    said = [trace.hovertext[0] for trace in chart.data[:2]]
+    assert said == ["predicted: 1 ms at 1 kB", "ring, predicted: 2 ms at 1 kB"]
+
+
+@pytest.mark.parametrize("meet, side", [(3e4, "left"), (9.5e5, "right")])
+def test_the_label_of_a_crossover_at_the_right_end_is_left_of_its_line(meet, side):
+    sizes = (1e3, meet, 1e6)
+    curves = {"a": {n: n for n in sizes}, "b": dict.fromkeys(sizes, meet)}
+    (label,) = view.algorithms(curves, {"a": {1e3: 1e3}}).layout.annotations
+    assert label.xanchor == side
+
+
 # ---- memory --------------------------------------------------------------------------------------
 def test_bytes_are_stacked_by_category_in_fixed_order_and_colours():
     chart = view.bytes_bars({"a": {"other": 1e9, **STATES}, "b": {"parameters": 2e9}})
@@ -654,6 +703,10 @@ def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     crossed = view.bytes_bars({"a": {"parameters": 40e9, "activations": 60e9}}, {"A100": 70e9})
     assert [trace.insidetextanchor for trace in crossed.data] == ["middle", "start"]
     assert set(anchors.values()) == {"middle"}  # no line goes through a number
+    nearly = view.bytes_bars({"a": {"other": 81e9}}, {"A100": 80e9})
+    assert nearly.finding == "a needs 81 GB, 1 % more than the 80 GB of A100"
+    equal = view.bytes_bars({"a": STATES, "b": STATES, "c": {"other": 1.0}})
+    assert equal.finding == "a and b each need 120 GB"
     fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})
     assert fits.finding == "Small needs 20 GB, 25 % of the 80 GB of A100"
     assert fits.data[0].text == ("",)  # its number is behind it, once
@@ -705,6 +758,8 @@ def test_scaling_holds_every_point_against_what_one_rank_does_alone():
     assert by_name["naive"].line.dash == "dash" and by_name["naive"].marker.symbol.endswith("-open")
     assert [a.text for a in chart.layout.annotations] == [
         "<b>naive 50 %</b>", "<b>overlapped 90 %</b>", "<b>ideal</b>"]  # fmt: skip
+    alone = view.scaling([scaled("weak", 1, 1.0, 100)])
+    assert repr(alone) == "Chart(scaling of weak to 1 rank, replayed: 1 run)"
 
 
 def test_a_form_is_held_against_its_own_fewest_ranks():

@@ -28,6 +28,14 @@ def test_each_zero_stage_shards_one_state_more_and_shards_are_a_rankth():
     refuses("dp=1", view.zero_shards, MODEL, 1)
 
 
+@pytest.mark.parametrize("dp, names", [(4, "rank 3"), (16, "15")])
+def test_margins_and_names_of_ranks_have_room_however_many_ranks_there_are(dp, names):
+    chart = view.zero_shards(MODEL, dp)
+    low, high = chart.layout.xaxis.range
+    assert -low / (high - low) == pytest.approx(1.35 / 6.1)  # the part left of the first rank
+    assert names in [note.text for note in chart.layout.annotations]
+
+
 def test_the_area_of_a_state_is_its_bytes():
     chart, grey = view.zero_shards(MODEL, DP), theme.look().wait
     cells = [cell for cell in chart.layout.shapes if cell.fillcolor != grey]
@@ -123,3 +131,7 @@ def test_schedules_stand_on_one_axis_and_end_where_their_simulation_does():
 def test_schedules_of_equal_length_are_said_to_take_the_same_time():
     lists = {"GPipe": schedules.gpipe(2, 3), "1F1B": schedules.one_f_one_b(2, 3)}
     assert view.schedules(lists).finding == "GPipe and 1F1B take the same time"
+    named = {"A": schedules.naive(2, 3), **lists}
+    assert view.schedules(named).finding == "A takes 50 % longer than GPipe and 1F1B"
+    named = {**lists, "Z": schedules.zb_h1(2, 3)}
+    assert view.schedules(named).finding.startswith("GPipe and 1F1B take ")

@@ -113,6 +113,13 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     assert stage_memory(report).finding.endswith(" times the 1 MB of a device of cluster small")
     said = explore_parts.fits(report)
     assert said.startswith(f"It does not fit: one rank needs {peak} on a device that has 1 MB")
+    nameless = report.replay(CLUSTER.replace(name=pl.Cluster.name))
+    assert stage_memory(nameless).finding.endswith(
+        " times the 1 MB of a device of the stated cluster"
+    )
+    unlimited = pl.predict(MODEL, pl.Plan(), CLUSTER.replace(memory=pl.Cluster.memory), steps=1)
+    assert stage_memory(unlimited).finding.startswith("One rank needs ")
+    assert "device" not in stage_memory(unlimited).finding + stage_memory(unlimited).below
     roomy = pl.predict(MODEL, pl.Plan(dp=2), CLUSTER.replace(memory=10**9), steps=1)
     assert explore_parts.fits(roomy) is None
 

@@ -89,6 +89,14 @@ def test_the_title_says_how_much_a_rank_holds(plan, role, said):
     assert ("grey:" in chart.layout.title.text) == several
 
 
+@pytest.mark.parametrize("tp", [8, 16, 64])
+def test_of_many_ranks_it_is_said_that_colours_repeat_and_no_number_covers_another(tp):
+    chart = view.blocks(pl.Plan(tp=tp))
+    assert ("the same again after 8" in chart.below) == (tp > 8)
+    numbers = [note.text for note in chart.layout.annotations if note.text.isdigit()]
+    assert bool(numbers) == (tp < 64)
+
+
 def test_a_rank_has_one_colour_in_every_figure_by_day_and_by_night():
     def colours(chart):
         """{rank: colours of the rectangles under its number}."""

@@ -140,7 +140,10 @@ def test_ranks_by_the_thousand_are_drawn_in_part_and_a_step_of_too_many_boxes_as
     assert repr(timeline).startswith("Chart(timeline of") and repr(bench.chart) == repr(timeline)
     assert "8 of 3072 ranks drawn" in timeline.below and timeline.table["rank"].nunique() == 8
     assert " stages drawn" in mesh.below and "4 of 64 stages drawn" in memory.below
-    assert "this is a prediction for dgx-a100" in bench._status.value and bench._run_button.disabled
+    assert (
+        "this is a prediction for cluster dgx-a100" in bench._status.value
+        and bench._run_button.disabled
+    )
     assert "boxes include their waits for tp" in timeline.below
 
 
@@ -290,7 +293,7 @@ def test_a_plan_that_does_not_fit_says_so_with_the_numbers():
 @pytest.mark.parametrize(
     ("knobs", "why"),
     [({"dp": 8}, "takes up to 8 real processes on one machine, not 16"),
-     ({"cluster": "dgx-h100"}, "this is a prediction for dgx-h100"),
+     ({"cluster": "dgx-h100"}, "this is a prediction for cluster dgx-h100"),
      ({"dp": 1, "pp": 1, "model": "gpt2"}, "would take about")],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip

@@ -192,7 +192,7 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     passes = count_of(m, "backward pass", ".3g")
     if by_hand and not whole_number(times):
         return ""  # these sums are not of gradients
-    text = f"{times:.3g} times Ψ is reduced per step"
+    text = f"{times:.3g} times Ψ is reduced per step".removeprefix("1 times ")
     if made_of(report, "closures", rank):
         return f"{text}, in which the optimizer evaluates {passes}."
     if m == 1 or reducing != m:

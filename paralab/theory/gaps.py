@@ -155,7 +155,8 @@ def _hides(plan: Plan) -> str:
 def _bubble(table: pd.DataFrame, expect: Tables, report: Tables) -> str:
     """The share of the bubble that the schedule causes, and the share that links cause."""
     alone, formula = ideal.ideal(report).bubble_rate, ideal.formula(expect)
-    note = f"With free links, this schedule leaves {_share(alone)} idle at the costs of the run"
+    note = f"If links took no time, this schedule would leave {_share(alone)} idle "
+    note += "at the costs of the run"
     if not math.isnan(formula):
         note += f", and {_share(formula)} if all stages cost the same (formula)"
     links = table.loc["bubble", "replayed"] - alone

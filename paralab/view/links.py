@@ -23,6 +23,7 @@ from paralab.view.marks.curves import HOLLOW, PREFIXED, curve, drop, log_axis, r
 
 Pairs = list[tuple[float, float]]  # (x, y) by x: (bytes, seconds), unless `Axes` says otherwise
 STEPS = 60  # points of the fitted line
+EQUAL = 1e-9  # curves whose logarithms differ by less are equal, but for rounding errors
 
 
 class Axes(NamedTuple):
@@ -105,7 +106,7 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
         notes.append(_line_label(f"{times} = {latency}", grid[-1], link.alpha))
     if inside:
         label = f"{theme.scaled(knee, 'B', digits=2)}: half the time is latency"
-        knee_mark = drop(knee, low, link.seconds(knee), label)
+        knee_mark = drop(knee, low, link.seconds(knee), label, (grid[0], grid[-1]))
         notes, shapes = [*notes, knee_mark[0]], [knee_mark[1]]
     fig = figure(
         title,
@@ -143,11 +144,13 @@ def algorithms(
     marks = {str(name): _pairs(str(name), line) for name, line in (points or {}).items()}
     if not lines:
         raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
-    changes, traces, rows = _crossovers(lines), [], []
+    ranges, traces, rows = _ranges(lines), [], []
+    changes = ranges[1:]
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for by_name, clock in ((lines, "predicted"), (marks, "replayed")):
         for name, pairs in by_name.items():
-            texts = [f"{theme.text(name)}, {clock}: {axes.describe(*pair)}" for pair in pairs]
+            who = theme.text(", ".join(dict.fromkeys((name, clock))))  # a curve may be "predicted"
+            texts = [f"{who}: {axes.describe(*pair)}" for pair in pairs]
             look = style[name]
             rows += [(name, clock, *pair) for pair in pairs]
             if by_name is lines:
@@ -155,17 +158,19 @@ def algorithms(
             else:
                 look = {"ink": look["ink"], "symbol": look["symbol"] + HOLLOW}
                 traces.append(curve(f"{name}, replayed", pairs, texts, mode="markers", **look))
-    traces.append(rings("crossover", [(size, at) for size, at, _, _ in changes]))
+    traces.append(rings("crossover", [(size, at) for size, at, _ in changes]))
     sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
     # A ring at a crossover looks like a marker of a run; next to markers its label explains it.
     equal = "equal at " * bool(marks)
-    drops = [drop(n, low, s, equal + _worded(n, axes.x_unit, digits=2)) for n, s, _, _ in changes]
+    ends = min(sizes) / 1.3, max(sizes) * 1.3
+    words = [equal + _worded(size, axes.x_unit, digits=2) for size, *_ in changes]
+    drops = [drop(n, low, s, word, ends) for (n, s, _), word in zip(changes, words, strict=True)]
     fig = figure(
-        _finding(lines, changes, axes),
+        _finding(lines, ranges, axes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
         height=440,
-        xaxis=log_axis(axes.x, min(sizes) / 1.3, max(sizes) * 1.3, axes.x_unit),
+        xaxis=log_axis(axes.x, *ends, axes.x_unit),
         yaxis=log_axis(axes.y, low, high, axes.y_unit),
     )
     counts = count_of(len(changes), "crossover")
@@ -214,60 +219,66 @@ def _common_sizes(lines: Mapping[str, Pairs]) -> list[float]:
     return sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
 
 
-def _all_equal(lines: Mapping[str, Pairs]) -> bool:
-    """Whether all lines are the same, but for rounding errors, in their common range."""
-    at = [[_log_seconds(pairs, n) for n in _common_sizes(lines)] for pairs in lines.values()]
-    return float(np.ptp(at, axis=0).max()) < 1e-9
+def _equal_to(value: float, log_seconds: Mapping[str, float]) -> list[str]:
+    """The lines whose logarithm is this value, but for rounding errors."""
+    return [name for name, log in log_seconds.items() if abs(log - value) < EQUAL]
 
 
-def _crossovers(lines: Mapping[str, Pairs]) -> list[tuple[float, float, str, str]]:
-    """(bytes, seconds, fastest below, fastest above) wherever another line becomes the fastest."""
-    sizes, changes = _common_sizes(lines), []
-    for n0, n1 in zip(sizes, sizes[1:], strict=False):
-        best_before = min(lines, key=lambda name, n=n0: _log_seconds(lines[name], n))
-        best_after = min(lines, key=lambda name, n=n1: _log_seconds(lines[name], n))
-        if best_before != best_after:
-            before = _log_seconds(lines[best_before], n0) - _log_seconds(lines[best_after], n0)
-            after = _log_seconds(lines[best_before], n1) - _log_seconds(lines[best_after], n1)
-            share = before / (before - after) if before != after else 0.0
-            size = n0 * (n1 / n0) ** share
-            changes.append(
-                (size, math.exp(_log_seconds(lines[best_before], size)), best_before, best_after)
-            )
-    return changes
+def _ranges(lines: Mapping[str, Pairs]) -> list[tuple[float, float, list[str]]]:
+    """(first bytes, seconds there, the fastest lines) of every range of the common sizes: several
+    lines if they are the fastest in all of it. [] if the lines have no size in common.
+    """
+    ranges, sizes = [], _common_sizes(lines)
+    for i, size in enumerate(sizes):
+        at = {name: _log_seconds(pairs, size) for name, pairs in lines.items()}
+        fastest = _equal_to(min(at.values()), at)
+        if not ranges:
+            ranges.append((size, math.exp(at[fastest[0]]), fastest))
+            continue
+        start, seconds, so_far = ranges[-1]
+        if still := [name for name in so_far if name in fastest]:
+            ranges[-1] = start, seconds, still
+            continue
+        one, other, last = so_far[0], fastest[0], sizes[i - 1]
+        before = _log_seconds(lines[one], last) - _log_seconds(lines[other], last)
+        size = last * (size / last) ** (before / (before - (at[one] - at[other])))
+        ranges.append((size, math.exp(_log_seconds(lines[one], size)), fastest))
+    return ranges
 
 
 def _finding(
-    lines: Mapping[str, Pairs], changes: list[tuple[float, float, str, str]], axes: Axes
+    lines: Mapping[str, Pairs], ranges: list[tuple[float, float, list[str]]], axes: Axes
 ) -> str:
-    names = {name: theme.text(name) for name in lines}
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
         ends = dict.fromkeys(axes.describe(*pair) for pair in (pairs[0], pairs[-1]))
-        return f"{names[name]}: {', '.join(ends)}"
-    if changes:
-        sizes = [_worded(size, axes.x_unit, digits=2) for size, *_ in changes]
-        parts = [f"{names[changes[0][2]]} {axes.best} below {sizes[0]}"]
-        parts += [
-            f"{names[there]} up to {until}"
-            for (_, _, _, there), until in zip(changes, sizes[1:], strict=False)
-        ]
-        return f"{', '.join(parts)}, {names[changes[-1][3]]} above"
-    begin, end = _common_range(lines)
-    if begin > end:
+        return f"{theme.text(name)}: {', '.join(ends)}"
+    if not ranges:
         return "The lines have no size in common, so they cannot be compared"
+    best = [_tied(fastest) for *_, fastest in ranges]
+    if len(ranges) > 1:
+        sizes = [_worded(size, axes.x_unit, digits=2) for size, *_ in ranges[1:]]
+        parts = [f"{best[0]} {axes.best} below {sizes[0]}"]
+        parts += [f"{name} up to {end}" for name, end in zip(best[1:], sizes[1:], strict=False)]
+        return f"{', '.join(parts)}, {best[-1]} above"
+    begin, end = _common_range(lines)
     where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
     if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
         where = "everywhere"
-    if _all_equal(lines):
-        *others, last = names.values()
-        return f"{', '.join(others)} and {last} are equal {where}"
-    ranked = sorted(lines, key=lambda name: _log_seconds(lines[name], end))
-    times = math.exp(_log_seconds(lines[ranked[-1]], end) - _log_seconds(lines[ranked[0]], end))
-    return (
-        f"{names[ranked[0]]} {axes.best} {where}: at {_worded(end, axes.x_unit)} "
-        f"{names[ranked[-1]]} needs {times:.1f} times as much"
-    )
+    if len(ranges[0][2]) == len(lines):
+        return f"{theme.listed([*map(theme.text, lines)])} are equal {where}"
+    at = {name: _log_seconds(pairs, end) for name, pairs in lines.items()}
+    times, slowest = math.exp(max(at.values()) - min(at.values())), _equal_to(max(at.values()), at)
+    more = f"{times:,.{int(times < 100)}f} times as much"
+    more = more if times >= 1.05 else f"{100 * (times - 1):.2g} % more"
+    if len(slowest) < len(lines):  # else they differ before
+        where += f": at {_worded(end, axes.x_unit)} {_tied(slowest)} needs {more}"
+    return f"{best[0]} {axes.best} {where}"
+
+
+def _tied(names: list[str]) -> str:
+    first, *others = map(theme.text, names)
+    return f"{first} (tied with {theme.listed(others)})" if others else first
 
 
 def _worded(value: float, unit: str, *, digits: int = 3) -> str:

@@ -106,8 +106,10 @@ def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -
     names = {label: theme.text(label) for label in curves}
     lost = [label for label, v in curves.items() if not all(map(math.isfinite, v))]
     if lost:
-        first = next(i for i, v in enumerate(curves[lost[0]]) if not math.isfinite(v))
-        return f"{names[lost[0]]} diverged at step {first}"
+        steps = [list(map(math.isfinite, curves[label])).index(False) for label in lost]
+        first = ", the first" * (len(set(steps)) > 1)
+        who = theme.listed([names[label] for label in lost])
+        return f"{who} diverged{first} at step {min(steps)}"
     if len(curves) == 1:
         label, v = next(iter(curves.items()))
         if len(v) == 1:
@@ -124,6 +126,6 @@ def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
     low, high = curves[best][-1], curves[worst][-1]
-    if low == high:
+    if f"{low:.3f}" == f"{high:.3f}":
         return f"All runs end at {low:.3f}{' nats' * nats}, but their curves differ before"
     return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f}{' nats' * nats}"

@@ -28,6 +28,7 @@ RANK_COLOUR += ("#44BB99", "#BBCC33", "#99DDFF", "#C8B6D9")
 NAMES = ("X", "W", "Y")
 SIDES = ("tokens × in", "in × out", "tokens × out")  # rows × columns of X, W and Y
 MOST_RANKS = 64
+LEAST = 0.03  # width or height of a block, in sides of its matrix, that has room for a number
 PITCH, GAP = 1.36, 0.012  # from one matrix to the next, between two blocks; in sides of a matrix
 COLUMNS = "matrix rank row_start row_stop column_start column_stop"
 GREY = "; grey: held by several ranks"
@@ -80,6 +81,7 @@ def blocks(plan: Plan, *, role: str = "up") -> Chart:
     parallel = ", sequence parallel," * plan.sequence_parallel
     title = f"{MODE_NAME[plan.tp_mode]}{parallel} on {plan.tp} ranks"
     below = f"layer “{role}”: X before communication, Y after it · one colour per rank"
+    below += f", the same again after {len(RANK_COLOUR)}" * (plan.tp > len(RANK_COLOUR))
     below += GREY * any(len(cell.ranks) > 1 for cell in cells)
     fig = picture(cells, f"{title}: {finding(cells)}", below)
     return fig.explained(
@@ -127,14 +129,10 @@ def finding(cells: Sequence[Block]) -> str:
         size = (cell.rows[1] - cell.rows[0]) * (cell.columns[1] - cell.columns[0])
         parts.setdefault(size, []).append(name)
     texts = [
-        f"{'all' if size == 1 else f'1/{size.denominator}'} of {_joined(names)}"
+        f"{'all' if size == 1 else f'1/{size.denominator}'} of {theme.listed(names)}"
         for size, names in sorted(parts.items(), reverse=True)
     ]
-    return f"every rank holds {_joined(texts)}"
-
-
-def _joined(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return f"every rank holds {theme.listed(texts)}"
 
 
 def table(cells: Iterable[Block]) -> list[tuple]:
@@ -172,7 +170,8 @@ def _marks(cell: Block) -> list[Cell]:
     wide, high, look, replicated = x[1] - x[0], y[1] - y[0], theme.look(), len(cell.ranks) > 1
     size = 15 if min(wide, 2 * high) > 0.2 else 11
     if not replicated:
-        fill, word = colour(cell.ranks[0], cell.strong), cell.label or str(cell.ranks[0])
+        number = str(cell.ranks[0]) if wide > LEAST else ""
+        fill, word = colour(cell.ranks[0], cell.strong), cell.label or number
         ink = "" if cell.strong else look.faint
         return [Cell(x, y, fill, word, _hover(cell), size, ink)]
     per_line = len(cell.ranks) if len(cell.ranks) * 0.11 < wide else 2
@@ -186,7 +185,8 @@ def _marks(cell: Block) -> list[Cell]:
         row = min(per_line, len(cell.ranks) - line * per_line)
         x0, y0 = middle + (at - row / 2) * (side + GAP), first + line * (tall + GAP)
         ink, fill = "" if cell.strong else look.faint, colour(rank, cell.strong)
-        marks.append(Cell((x0, x0 + side), (y0, y0 + tall), fill, str(rank), "", 12, ink))
+        number = str(rank) if tall > LEAST else ""
+        marks.append(Cell((x0, x0 + side), (y0, y0 + tall), fill, number, "", 12, ink))
     if cell.label:
         marks.append(Cell((middle, middle), (first - 0.06,) * 2, look.wait, cell.label))
     return marks

@@ -102,18 +102,22 @@ def _capacity_names(
 
 
 def _finding(totals: Mapping[str, float], capacity: Mapping[str, float]) -> str:
-    worst = max(totals, key=totals.__getitem__)
-    text = f"{theme.text(worst)} needs {theme.scaled(totals[worst], 'B')}"
+    most = max(totals.values())
+    worst = [theme.text(label) for label, total in totals.items() if total == most]
+    verb = "needs" if len(worst) == 1 else "each need"
+    text = f"{theme.listed(worst)} {verb} {theme.scaled(most, 'B')}"
     if not capacity:
         return text
     device = max(capacity, key=capacity.__getitem__)
-    most = f"the {theme.scaled(capacity[device], 'B')} of {theme.text(device)}"
-    return f"{text}, {share_of(totals[worst], capacity[device])} {most}"
+    size = f"the {theme.scaled(capacity[device], 'B')} of {theme.text(device)}"
+    return f"{text}, {share_of(most, capacity[device])} {size}"
 
 
 def share_of(need: float, size: float) -> str:
-    """ "62 % of", "1.6 times" or "less than 1 % of": the bytes needed, as a part of ``size``."""
+    """ "62 % of", "1.6 times", "2 % more than", "less than 1 % of": the need as a part of it."""
     share = need / size
+    if 1 < share < 1.05:
+        return f"{100 * (share - 1):.1g} % more than"
     if share > 1:
         return f"{share:,.{int(share < 10)}f} times"
     return f"{theme.percent(share)} of" if share >= 0.01 else "less than 1 % of"

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from paralab.checks import illegal, whole
 from paralab.report.tables import COMPUTE_KINDS, DRY, Tables
+from paralab.spec import Cluster
+from paralab.view import naming
 from paralab.view.marks.bars import by_category
 
 PHASES = (*COMPUTE_KINDS, "optimizer")
@@ -181,8 +183,9 @@ def thinned(totals: Sequence[int], most: int) -> list[int]:
 
 def capacity(report: Tables) -> dict[str, int]:
     """{label: bytes} of the device: the run's memory limit, or what its cluster states; else {}."""
+    cluster = report.cluster
     if limit := report.meta.get("memory_limit"):
         return {"the memory limit": int(limit)}
-    if report.cluster is not None and report.cluster.memory:
-        return {f"a device of cluster {report.cluster.name}": report.cluster.memory}
+    if cluster is not None and cluster.memory < Cluster.memory:
+        return {f"a device of {naming.cluster_name(cluster)}": cluster.memory}
     return {}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from paralab.checks import count_of
 from paralab.report.tables import Tables
-from paralab.spec import OWN_FORM, Plan
+from paralab.spec import OWN_FORM, Cluster, Plan
 from paralab.view.theme import CATEGORY_COLOUR
 
 _SEPARATORS = re.compile(", | on ")
@@ -93,6 +93,11 @@ def subject(report: Tables) -> str:
         return plan_name(report.plan)
     n = report.world_size
     return f"{report.meta.get('function', 'function')} on {count_of(n, 'rank')}"
+
+
+def cluster_name(cluster: Cluster) -> str:
+    """ "cluster dgx-a100"; one that has only the default name is "the stated cluster"."""
+    return f"cluster {cluster.name}" if cluster.name != Cluster.name else "the stated cluster"
 
 
 def shared_cores(report: Tables) -> int:

@@ -181,10 +181,14 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
     longer = (
         f"{theme.times(times)} as long as" if times >= 2 else f"{percent(times - 1)} longer than"
     )
-    finding = f"{theme.text(worst)} takes {longer} {theme.text(best)}"
+    slowest, fastest = (
+        theme.listed([theme.text(n) for n, s in by_name.items() if math.isclose(s.makespan, t)])
+        for t in (by_name[worst].makespan, by_name[best].makespan)
+    )
+    verb = "takes" if slowest == theme.text(worst) else "take"
+    finding = f"{slowest} {verb} {longer} {fastest}"
     if len(by_name) > 1 and math.isclose(times, 1.0):
-        *others, last = map(theme.text, by_name)
-        finding = f"{', '.join(others)} and {last} take the same time"
+        finding = f"{fastest} take the same time"
     if len(sections) == 1:
         finding = _bubble_of(best, by_name[best].bubble_rate)
     summary = f"schedules on one axis: {' | '.join(by_name)}"

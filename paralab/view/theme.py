@@ -218,6 +218,11 @@ def category_colour(category: str) -> str:
     return CATEGORY_COLOUR.get(category, OTHER_COLOUR)
 
 
+def listed(words: Sequence[str]) -> str:
+    """ "a", "a and b" or "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
 def percent(share: float) -> str:
     """ "22 %"."""
     return f"{100 * share:z.0f} %"
@@ -253,6 +258,7 @@ class Frame(NamedTuple):
 
 
 SIDE = 20  # pixels of margin on both sides of a title
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMGTmµn]?[Bs])(?:\W|$))")  # the space before a unit
 LETTER_WIDTH, BOLD = 0.54, 1.13  # average width of a letter over its size; how much wider is bold
 SWATCH, LEGEND_ROW = 50, 20  # pixels: the sample before a name in the legend; a row of the legend
 LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
@@ -279,7 +285,8 @@ def letter_scale() -> float:
 def broken(text: str, width: float, size: float) -> str:
     """The text, broken into lines (<br>) for a figure of this width and letters of this size."""
     lines, most = [""], width / (LETTER_WIDTH * size)
-    for word in text.replace(" ·", "\0·").split(" "):  # a line may end with a dot, not begin
+    text = UNIT.sub("\0", text.replace(" ·", "\0·"))  # neither a dot nor a unit begins a line
+    for word in text.split(" "):
         longer = f"{lines[-1]} {word}".lstrip()
         if lines[-1] and letters(longer) > most:
             lines.append(word)

@@ -72,7 +72,8 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
         | {"range": [ranks[0] - room, ranks[-1] + room]},
         yaxis={"title": {"text": "samples per second"}, "rangemode": "tozero", "tickformat": "~s"},
     )
-    summary = f"scaling of {' | '.join(forms)} to {ranks[-1]} ranks, {clock}: {len(table)} runs"
+    summary = f"scaling of {' | '.join(forms)} to {count_of(ranks[-1], 'rank')}, {clock}: "
+    summary += count_of(len(table), "run")
     return fig.draw(traces, notes).explained(summary, table)
 
 

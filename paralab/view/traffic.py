@@ -152,7 +152,7 @@ def _matrix(
     borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]
     borders += [line((at, at), (-0.5, len(rows) - 0.5), width=1.5) for at in across]
     each = {"type": "category", "showgrid": False, "constrain": "domain"}
-    title = {"text": f"receiving rank (in the cells: {name} per {unit})"}
+    title = {"text": "receiving rank" + f" (in the cells: {name} per {unit})" * few}
     xaxis = {**each, "domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
     yaxis = {**each, "title": {"text": "sending rank"}, "categoryarray": rows}
     yaxis |= {"autorange": "reversed", "scaleanchor": "x"}

@@ -23,7 +23,7 @@ from paralab.report.amounts import peak_memory
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.view import explore_parts as parts
-from paralab.view import theme
+from paralab.view import naming, theme
 from paralab.view.chart import Chart
 from paralab.view.explore_parts import EACH, GIVEN, HERE, LOW, TALL
 from paralab.view.memory_chart import stage_memory
@@ -94,7 +94,8 @@ class Explore(Steps):
     def _blocked(self, at: At) -> str:
         cluster, plan, memory = at.cluster, at.plan, at.predicted.memory
         if not is_local(cluster):
-            return f"“Run it” trains on this machine, and this is a prediction for {cluster.name}"
+            where = naming.cluster_name(cluster)
+            return f"“Run it” trains on this machine, and this is a prediction for {where}"
         if at.model.vocab < 256:
             return "“Run it” reads text as bytes, which needs a vocabulary of 256 or more"
         bytes_per_rank = peak_memory(at.predicted)

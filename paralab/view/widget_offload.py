@@ -176,8 +176,9 @@ class Offload(Steps):
         if moved:
             formulas = "ZeRO-Infinity, eq. 6, for the disk alone; the prediction has every link"
             chart.said_below(f"the other two lines: {formulas}")
-        low = 10 ** chart.layout.yaxis.range[0]
-        word, line = drop(disk, low, predicted[disk], in_speed(disk))
+        axes = chart.layout.xaxis, chart.layout.yaxis
+        ends, (low, _) = (tuple(10**at for at in axis.range) for axis in axes)
+        word, line = drop(disk, low, predicted[disk], in_speed(disk), ends)
         return chart.draw([rings("chosen", [(disk, predicted[disk])])], [word], [line])
 
     def _rows(self, at: At) -> list[dict[str, str]]:

@@ -47,7 +47,8 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     for category, size in kept[0].items():
         tops[category] = top, HIGH * size / all_bytes
         top += tops[category][1] + BETWEEN
-    notes += [note(f"rank {rank}", rank + 0.5, -0.12) for rank in range(dp)]
+    room = max(1.0, dp / 4)  # columns that a margin of one column among four ranks takes here
+    notes += [note(f"{'rank ' * (dp <= 8)}{r}", r + 0.5, -0.12) for r in range(dp)]
     for stage, held in enumerate(kept):
         name, total = f"ZeRO-{stage}" if stage else "data parallelism", sum(held.values())
         notes.append(note(f"<b>{name}</b>", -0.1, stage + 0.5, anchor="right"))
@@ -73,7 +74,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
         cells,
         notes,
         height=430,
-        x=(-1.35, dp + 0.75),
+        x=(-1.35 * room, dp + 0.75 * room),
         y=(-0.3, 4.0),
         keys=[mark.boxes([], one) | {"x": [None], "y": [None]} for one in look],
     ).explained(

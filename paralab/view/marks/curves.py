@@ -10,6 +10,7 @@ from paralab.view import theme
 from paralab.view.marks import AXES, hover, line, note, on
 
 HOLLOW = "-open"
+LETTER = 0.0105  # share of the x axis that a bold letter of a label takes
 PREFIXED = ("B", "B/s", "s")  # units that are written with a decimal prefix
 
 
@@ -54,11 +55,15 @@ def rings(name: str, places: Sequence[tuple[float, float]]) -> dict[str, Any]:
     return curve(name, places or [(None, None)], **look)
 
 
-def drop(x: float, low: float, high: float, label: str) -> tuple[dict, dict]:
+def drop(
+    x: float, low: float, high: float, label: str, ends: tuple[float, float]
+) -> tuple[dict, dict]:
     """A label and a dotted line from ``low``, on the x axis, up to ``high``, on a curve; both axes
-    are logarithmic.
+    are logarithmic. ends: of the x axis, at whose right end the label is left of the line
     """
     shift = {"xshift": 6, "yshift": 6, "anchor": "left bottom"}
+    if math.log(x / ends[0]) > (1.05 - LETTER * len(label)) * math.log(ends[1] / ends[0]):
+        shift |= {"xshift": -6, "anchor": "right bottom"}
     text = note(f"<b>{label}</b>", math.log10(x), math.log10(low), **shift)
     return text, line((x, x), (low, high), dash="dot")
 
