@@ -180,6 +180,10 @@ def unequal(sent, room):
     return answer
 
 
+def from_itself():
+    dist.broadcast(torch.ones(2), src=dist.get_rank())
+
+
 REFUSED = [
     (functional, "all_reduce is not called by a function of torch.distributed"),
     (wrapped, "is not called by a function of torch.distributed"),
@@ -188,6 +192,7 @@ REFUSED = [
      "transpose; legal: tensor = tensor.contiguous() before the call"),
     (future, "call its wait()"),
     (to_itself, "a rank sends nothing to itself"),
+    (from_itself, "broadcast of 2 elements of torch.float32 with root="),
     (unequal(torch.ones(5), torch.ones(2, 3)),
      "rank 1 raised OrderError: recv #0 is for 6 elements of float32, and rank 0 sends 5 elements "
      "of float32 (send #0)"),
