@@ -73,6 +73,8 @@ def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> i
         number = operator.index(value)  # type: ignore[arg-type]  # 2.0 is refused, numpy's 2 is not
     except TypeError:
         raise illegal(name, value, "not a whole number", legal) from None
+    if number > at_most:
+        legal = f"a whole number from {at_least} to {at_most}"
     if not at_least <= number <= at_most:
         raise illegal(name, value, "out of range", legal)
     return number
@@ -166,12 +168,14 @@ def num_bytes(name: str, value: object) -> int:
         raise illegal(name, value, "not a whole number of bytes above 0", legal) from None
 
 
-def choice(name: str, value: object, options: tuple[Any, ...]) -> Any:
-    """``value`` if it is one of ``options``, or the refusal listing them."""
+def choice(name: str, value: object, options: tuple[Any, ...], *others: str) -> Any:
+    """``value`` if it is one of ``options``, or the refusal listing them, and after them what else
+    is legal, in words.
+    """
     for option in options:
         if type(value) is type(option) and value == option:
             return value
-    raise illegal(name, value, "unknown choice", " | ".join(repr(o) for o in options))
+    raise illegal(name, value, "unknown choice", " | ".join((*map(repr, options), *others)))
 
 
 def instance(name: str, value: object, kind: Any, legal: str, noun: str = "") -> Any:

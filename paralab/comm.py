@@ -77,6 +77,7 @@ class Group:
         if not ranks or len(set(ranks).intersection(self.ranks)) < len(ranks):
             why, legal = "not different ranks of this group", f"one or more of {self.ranks}"
             raise illegal("ranks", ranks, why, legal)
+        ranks = tuple(map(int, ranks))  # NumPy's would make other keys in the strict mode's store
         key = (ranks, axis)
         if key == (self.ranks, self.axis):
             return self
@@ -142,7 +143,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
         """Copy global rank ``root``'s tensor to every member, on gloo down a binomial tree."""
-        fills = [tensor] * (self.context.rank != root)
+        fills = [] if self.context.rank == root else [tensor]
         return self._call("broadcast", [tensor], phase, fills=fills, root=root)
 
     def reduce(self, tensor: Tensor, *, root: int, phase: str | None = None) -> Pending:
@@ -168,12 +169,13 @@ class Group:
         """Post a collective. Its payload is the largest tensor. By default it fills the first one;
         `transports.Call` has the arguments.
         """
-        _check_sizes(op, tensors, self.size)
+        _check_tensors(op, tensors, self.size)
         if root is not None and root not in self.ranks:
             raise illegal("root", root, "not a rank of this group", f"one of {self.ranks}")
+        root = root if root is None else int(root)
         payload = max(tensors, key=Tensor.numel)
         if self._strict is not None:
-            self._strict.collective(self.ranks, op, payload)
+            self._strict.collective(self.ranks, op, payload, root)
         call = Call(
             op=op,
             tensors=tensors,
@@ -203,6 +205,7 @@ class Group:
         pair one after the other, so that two opposite sends would wait for each other for ever.
         """
         self._check_ways(parts)
+        parts = [(side, tensor, int(peer)) for side, tensor, peer in parts]
         ways = [(side, peer) for side, _, peer in parts]
         if self._strict is not None:
             with self.recorder.span("wait"):  # for the receive, as a send on NCCL may wait
@@ -276,14 +279,17 @@ class Group:
         self.context.note(self.transport.describe(op, number, ways) if op else "")
 
 
-def _check_sizes(op: str, tensors: Sequence[Tensor], n: int) -> None:
-    """Refuse tensors whose sizes do not fit a collective of ``n`` ranks: gloo would read past the
-    end of one, or leave a part of it out.
+def _check_tensors(op: str, tensors: Sequence[Tensor], n: int) -> None:
+    """Refuse tensors whose types or sizes do not fit a collective of ``n`` ranks: gloo would read
+    past the end of one, or leave a part of it out.
     """
     for tensor in tensors:
         instance("tensor", tensor, Tensor, "a torch.Tensor")
     if len(tensors) == 1:
         return
+    kinds = [tensor.dtype for tensor in tensors]
+    if kinds[0] != kinds[1]:
+        raise illegal("output.dtype", kinds[0], f"the other tensor is of {kinds[1]}", str(kinds[1]))
     output, given = (tensor.numel() for tensor in tensors)
     if op == "all_gather":
         right, why = n * given, f"{n} ranks have {given} elements each"

@@ -174,7 +174,7 @@ def run(
     """
     __tracebackhide__ = True
     if not callable(progress):
-        choice("progress", progress, (True, False))
+        choice("progress", progress, (True, False), "progress(rank, steps done, steps)")
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # a plan that no machine can run is refused as such first

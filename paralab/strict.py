@@ -5,8 +5,8 @@ it. NCCL matches by order alone: the k-th calls of two ranks to each other have 
 one call, and a send may block until its receive is posted. In strict mode `Group` enforces these
 rules on every backend. Every exchange waits until its peers are at theirs, so that a program that
 ends has run without any buffering. The k-th exchanges of two ranks must mirror each other. The
-collectives of a group are numbered, and its members must agree on operation, number of elements and
-element type.
+collectives of a group are numbered, and its members must agree on operation, root, number of
+elements and element type.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ class Strict:
         self.store = dist.PrefixStore(f"strict {axis}", context.store)
         self._numbers: Counter[tuple] = Counter()
 
-    def collective(self, ranks: tuple[int, ...], op: str, payload: Tensor) -> None:
+    def collective(
+        self, ranks: tuple[int, ...], op: str, payload: Tensor, root: int | None
+    ) -> None:
         """Raise OrderError if another member's call with the same number was a different one."""
-        self._agree(ranks, f"{op} of {elements(payload.numel(), payload.dtype)}")
+        end = "" if root is None else f" with root={root}"
+        self._agree(ranks, f"{op} of {elements(payload.numel(), payload.dtype)}{end}")
 
     def end(self, ranks: tuple[int, ...]) -> None:
         """Raise OrderError if another member has made more collectives."""

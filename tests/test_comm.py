@@ -179,11 +179,12 @@ def out_of_order(context, case: str) -> None:
         "another size": [lambda: group.all_reduce(torch.zeros(4 + rank)).wait()] * 2,
         "another collective": [lambda: group.all_reduce(t).wait(),
                                lambda: group.broadcast(t, root=0, phase="test").wait()],
+        "another root": [lambda: group.broadcast(t, root=rank, phase="test").wait()] * 2,
     }[case][rank]()  # fmt: skip
 
 
 WRONG_ORDERS = ["both send first", "sizes differ", "widths differ", "tags would match",
-                "another size", "another collective"]  # fmt: skip
+                "another size", "another collective", "another root"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_ORDERS)

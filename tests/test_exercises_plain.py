@@ -228,6 +228,17 @@ def test_groups_that_ranks_make_differently_are_refused_by_whatever_name():
     assert words in repr(notes.verdict()), repr(notes.verdict())
 
 
+def from_itself():
+    dist.broadcast(torch.ones(2), src=dist.get_rank())
+
+
+def test_a_root_that_ranks_name_differently_is_refused():
+    [(notes, _)] = run(from_itself, ranks=2)
+    words = "broadcast of 2 elements of torch.float32 with root=1, but on rank 0 it is"
+    other = "broadcast of 2 elements of torch.float32 with root=0, but on rank 1 it is"
+    assert words in repr(notes.verdict()) or other in repr(notes.verdict()), repr(notes.verdict())
+
+
 def test_a_group_that_is_asked_for_again_is_the_same():
     [(notes, found)] = run(asked_again, ranks=2)
     assert not notes.over and found.results == [8.0, 8.0], repr(notes.verdict())

@@ -336,9 +336,16 @@ def test_cuda_where_there_is_none_is_a_value_error() -> None:
 
 
 def test_a_result_that_cannot_be_sent_back_says_so() -> None:
-    with pytest.raises(pl.RankError, match="result, a lock object, cannot be sent back") as caught:
+    words = "result cannot be sent back: cannot pickle '_thread.lock' object"
+    with pytest.raises(pl.RankError, match=words) as caught:
         pl.launch(threading.Lock, ranks=2)
     assert caught.value.rank == 0
+
+
+def test_the_type_of_a_traced_result_is_not_called_that_of_the_part_around_it() -> None:
+    with pytest.raises(pl.RankError, match="cannot pickle 'generator' object") as caught:
+        pl.trace(lambda group: (rank for rank in group.ranks), ranks=1)
+    assert "a dict" not in str(caught.value)
 
 
 # ---- the server ---------------------------------------------------------------------------------

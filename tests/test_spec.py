@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 
 import pytest
 from hypothesis import given
@@ -259,6 +260,7 @@ def test_a_refusal_of_an_object_reads_the_same_in_every_run():
         (lambda: pl.Plan.from_dict(3), "Plan=3: not a table"),
         (lambda: pl.ModelSpec.from_dict(3), "ModelSpec=3: not a table"),
         (lambda: pl.ModelSpec.from_dict({"layers": 2}), "ModelSpec=.*hidden is missing"),
+        (lambda: DGX.replace(name=None), "name=None: not a text"),
         (lambda: DGX.replace(intra={}), "intra={}: not a link"),
         (lambda: DGX.replace(intra={"a": 1}), "intra={'a': 1}: not a li"),
         (lambda: pl.Plan().ranks(3, 0), "axis=3: unknown choice"),
@@ -287,6 +289,29 @@ def test_a_refusal_of_an_object_reads_the_same_in_every_run():
 def test_what_python_would_stumble_over_is_refused_in_words(make, field):
     with pytest.raises(ValueError, match=f"^{field}.*; legal: "):
         make()
+
+
+@pytest.mark.parametrize(
+    "make, legal",
+    [
+        (
+            lambda m: pl.Plan(schedule="x"),
+            "f(pp, microbatches) | f(pp, microbatches, virtual_stages)",
+        ),
+        (lambda m: pl.Plan(bucket_bytes=2**70), f"a whole number from 1 to {2**62}"),
+        (lambda m: pl.run(m, progress=None), "True | False | progress(rank, steps done, steps)"),
+        (lambda m: pl.predict(m, cluster=DGX, detail="x"), "'calls' | 'actions' | None"),
+    ],
+)
+def test_a_refusal_names_all_that_is_legal_and_nothing_that_it_has_just_refused(make, legal):
+    with pytest.raises(ValueError, match="legal: .*" + re.escape(legal) + "$"):
+        make(pl.ModelSpec(**GOOD_MODEL))
+
+
+def test_a_model_shows_its_own_block():
+    """Otherwise it would print as the standard model, which has other parameters."""
+    standard, own = pl.ModelSpec(**GOOD_MODEL), pl.ModelSpec(**GOOD_MODEL, block=values)
+    assert repr(standard) != repr(own) and "block=<function values" in repr(own)
 
 
 @pytest.mark.parametrize("name", ["data", "save", "resume"])

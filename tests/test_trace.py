@@ -166,6 +166,23 @@ def test_an_error_names_the_rank_and_begins_with_the_callers_function():
     assert "in breaks" in str(caught.value) and "in _program" not in str(caught.value)
 
 
+def with_numpys_ranks(group):
+    me, other = np.arange(group.size)[[group.index, 1 - group.index]]
+    pair, got = group.subgroup(np.arange(group.size), axis="pair"), torch.zeros(1)
+    group.exchange([("send", torch.full((1,), float(me)), other), ("recv", got, other)]).wait()
+    values = torch.full((1,), float(me))
+    pair.broadcast(values, root=np.int64(1)).wait()
+    pair.reduce(got, root=np.arange(2)[1]).wait()
+    return got, values
+
+
+def test_a_rank_may_be_an_integer_of_numpys():
+    """As are those of ``np.arange(world_size).reshape(pp, dp, tp)``."""
+    report = pl.trace(with_numpys_ranks, 2, timeout=20)
+    assert [[float(x[0]) for x in result] for result in report.results] == [[1, 1], [1, 1]]
+    assert set(report.collectives["peer"].map(type)) == {int}
+
+
 def faces(group):
     group.send(torch.ones(2), to=1 - group.index).wait()
 
@@ -201,6 +218,9 @@ WRONG_CALLS = {
         lambda g, t: g.reduce_scatter(t, t[:4])
     ),
     "output.numel()=5: 2 ranks have 2 elements each; legal: 4": lambda g, t: g.all_gather(t, t[:2]),
+    "output.dtype=torch.float64: the other tensor is of torch.float32; legal: torch.float32": (
+        lambda g, t: g.reduce_scatter(t[:2].double(), t[:4])
+    ),
 }
 
 

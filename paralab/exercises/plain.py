@@ -202,7 +202,9 @@ class LateCalls:
         number = self.calls.made[where.axis, where.ranks]
         rows = list(self.calls.rows(op, arguments, payload(op, arguments), where, self.watch.label))
         if all(name not in POINT_TO_POINT for _, name, *_ in rows):
-            self.strict.collective(where.ranks, op, max(operands, key=Tensor.numel))
+            root = arguments.get("root_rank")
+            root = root if root is None else where.ranks[root]
+            self.strict.collective(where.ranks, op, max(operands, key=Tensor.numel), root)
         span = recorder.launch(f"comm:{where.axis}", recorder.cut(), recorder.clock.host())
         for row in rows:
             recorder.call((*row, span))

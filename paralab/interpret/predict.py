@@ -74,7 +74,7 @@ def predict(
     rows = plan.dp * plan.tp * rows_of_a_pipeline(model, plan)
     if detail is None:
         detail = "calls" if rows * (steps + 1) <= MANY else "actions"
-    choice("detail", detail, DETAILS)
+    choice("detail", detail, DETAILS, "None")
     check_steps(steps, rows if detail == "calls" else _actions(plan))
     meta: dict[str, Any] = {"optimizer": optimizer, "steps": steps, "detail": detail}
     if detail == "actions":

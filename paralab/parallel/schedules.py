@@ -305,6 +305,9 @@ def build(
     return function(pp, microbatches)
 
 
+OWN_SCHEDULES = ("f(pp, microbatches)", "f(pp, microbatches, virtual_stages)")
+
+
 def takes_three(function: Callable[..., Any]) -> bool:
     """Whether ``function`` is f(pp, microbatches, virtual_stages), not f(pp, microbatches).
 
@@ -318,13 +321,8 @@ def takes_three(function: Callable[..., Any]) -> bool:
         except ValueError:  # a built-in function, for example, has no signature
             break
         return len(sizes) == 3
-    names = " | ".join(map(repr, (*SCHEDULES, RELAY)))
-    raise illegal(
-        "schedule",
-        function,
-        "cannot be called with the sizes of a pipeline",
-        f"{names} | f(pp, microbatches) | f(pp, microbatches, virtual_stages)",
-    )
+    legal = " | ".join((*map(repr, (*SCHEDULES, RELAY)), *OWN_SCHEDULES))
+    raise illegal("schedule", function, "cannot be called with the sizes of a pipeline", legal)
 
 
 def _sizes(pp: int, microbatches: int) -> tuple[int, int]:

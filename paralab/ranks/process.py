@@ -305,8 +305,8 @@ class _Launcher:
             payload = cloudpickle.dumps(result)
         except Exception as error:
             raise RankError(
-                f"the function's result, a {type(result).__name__} object, cannot be sent back: "
-                f"{error}. Return numbers, strings, NumPy arrays, or lists and dicts of them",
+                f"the function's result cannot be sent back: {error}. Return numbers, strings, "
+                "NumPy arrays, or lists and dicts of them",
                 rank=self.rank,
             ) from None
         _flush()

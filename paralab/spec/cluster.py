@@ -119,6 +119,7 @@ class Cluster(Description):
             object.__setattr__(self, name, table)
 
         self.check_counts()
+        instance("name", self.name, str, 'a text such as "ours"', "text")
         keep(real, "flops", "memory_bandwidth", "odd_products", above=0.0)
         choice("algorithm", self.algorithm, (None, *ALGORITHMS))
         choice("fused", self.fused, (True, False))

@@ -10,7 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from paralab.checks import choice, count_of, illegal, instance, shown
-from paralab.parallel.schedules import RELAY, SCHEDULES, Action, build, takes_three
+from paralab.parallel.schedules import (
+    OWN_SCHEDULES,
+    RELAY,
+    SCHEDULES,
+    Action,
+    build,
+    takes_three,
+)
 
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
 SCHEDULE_NAMES = (*SCHEDULES, RELAY)
@@ -59,7 +66,7 @@ def check_schedule(form: Any) -> None:
     if callable(form):
         takes_three(form)
     elif not saved(form):
-        choice("schedule", form, SCHEDULE_NAMES)
+        choice("schedule", form, SCHEDULE_NAMES, *OWN_SCHEDULES)
 
 
 def make_schedule(form: Any, pp: int, microbatches: int, virtual_stages: int) -> list[list[Action]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paralab.checks import Description, choice, count, illegal, real
@@ -49,7 +49,7 @@ class ModelSpec(Description):
     tied: bool = True
     dropout: float = 0.0
     attention: str | None = None
-    block: Callable[[ModelSpec], Any] | None = field(default=None, repr=False)
+    block: Callable[[ModelSpec], Any] | None = None
 
     def __post_init__(self) -> None:
         self.check_counts()
