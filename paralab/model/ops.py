@@ -561,8 +561,8 @@ class Loss(Op):
         self.scratch = (fp32_copy + 8 - part.item, max(fp32_copy, 4 * tokens), 0)
         if axis:  # backward turns the saved log-probabilities into the gradient, in place
             freed = 0 if fp32_copy else 8 * tokens - 4 * logits
-            # The forward's peak comes before the loss exists.
-            self.scratch = (8 * (3 + part.q) * tokens - part.item, freed, 0)
+            early = part.item * bool(fp32_copy)  # in 16 bits the peak comes before the loss exists
+            self.scratch = (8 * (3 + part.q) * tokens - early, freed, 0)
             gather = Call("all_gather", axis, 8 * tokens * part.q, "loss_forward")
             self.calls = {"forward": [gather]}
         # 16-bit logits are copied to fp32, and their gradients back.
