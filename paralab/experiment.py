@@ -224,7 +224,9 @@ def run(
             raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:
             gloo = not gpus or not gpu_each(plan.world_size)  # ranks that share a GPU use gloo too
-            error.explain(table(model, plan, optimizer=checked.optimizer, gloo=gloo))
+            clips = checked.clip_norm is not None
+            how = {"optimizer": checked.optimizer, "gloo": gloo, "clips": clips}
+            error.explain(table(model, plan, **how))
             raise
     return Report.from_parts(parts, model=model, plan=plan, meta=_meta(checked, parts[0]["meta"]))
 

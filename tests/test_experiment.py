@@ -93,7 +93,7 @@ def test_running_out_of_memory_is_explained_with_what_the_ranks_send_through(
     monkeypatch.setattr(experiment, "table", table)
     with pytest.raises(OutOfMemory, match="what fills it"):
         pl.run(model, pl.Plan(dp=2, zero_stage=2), device=device)
-    assert told == [{"optimizer": "adamw", "gloo": gloo}]
+    assert told == [{"optimizer": "adamw", "gloo": gloo, "clips": False}]
 
 
 def test_the_report_says_how_it_was_made(run, model, text):

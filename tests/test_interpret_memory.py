@@ -210,6 +210,24 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, l
         assert predicted(model, plan, alike[0], clip_norm=1.0)[0].peak == max(peaks), pp
 
 
+@pytest.mark.parametrize(("model", "plan"), [
+    ({"vocab": 2048}, {"dp": 2, "tp": 2, "tp_mode": "2.5d", "tp_depth": 2, "zero_stage": 3,
+                       "microbatch_size": 2}),  # grids of one rank each, which receives no block
+    ({"layers": 1, "seq_len": 384, "heads": 24, "attention": "sdpa"}, {
+        "schedule": "zb-h1", "recompute": "selective", "microbatch_size": 4}),
+    ({"layers": 1, "seq_len": 48}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),  # targets
+], ids=["2.5d in grids of one rank", "fused attention in halves", "3d"])  # fmt: skip
+def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
+    """No blocks that nobody sends; no result that autograd has freed; the targets, which are there
+    before the loss.
+    """
+    model, plan = MODEL.replace(**{"vocab": 264, **model}), pl.Plan(**plan)
+    for rank in range(plan.tp):
+        with dry_host():
+            seen = witness(model, plan, rank)
+        assert predicted(model, plan, rank)[0].peak == seen.peak, rank
+
+
 def test_the_copy_that_puts_a_blocks_result_in_order_is_in_the_peak():
     model, plan = MODEL.replace(block=turned, seq_len=64), pl.Plan(pp=2, microbatches=3)
     for rank in range(plan.world_size):

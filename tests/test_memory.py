@@ -310,6 +310,14 @@ def test_what_is_copied_at_the_peak_has_its_category(run, plan, optimizer):
     assert (table["program"] == table["measured"]).all(), table
 
 
+def test_the_program_of_a_clipped_run_holds_the_divisor_of_its_gradients(run):
+    report = run(MODEL, pl.Plan(), steps=1, clip_norm=1.0)
+    table, plain = report.peaks(), sum(quick.peak(MODEL, report.plan).values())
+    assert (table["program"] == table["measured"]).all(), table
+    assert table["program"]["total"] == plain + 4  # an fp32 number
+    assert sum(quick.fullest(MODEL, report.plan, clips=True)[1].values()) == plain + 4
+
+
 def test_a_prediction_has_peaks_and_what_was_not_sampled_says_so(run):
     for plan in (PLAN, pl.Plan(dp=4, zero_stage=2, microbatch_size=1, microbatches=2)):
         table = pl.predict(MODEL, plan, TIERS).peaks()

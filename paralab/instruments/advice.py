@@ -16,7 +16,7 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
 
     Each setting is tried alone, then all together.
 
-    how  ``optimizer``, ``rank`` and ``gloo``, as `quick.peak` takes them
+    how  ``optimizer``, ``rank``, ``gloo`` and ``clips``, as `quick.peak` takes them
     """
     alone = _changes(plan)
     together: dict[str, Any] = {}

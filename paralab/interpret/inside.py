@@ -68,11 +68,12 @@ class Insides:
         there = dict(state)  # alive from before the instruction to its end
         kept: dict[Name, int] = {}  # storages that other values may share
         own = 0  # bytes kept in storages that no other value shares
+        targets = ops[-1].targets * (j == len(ops))  # there before the loss, which keeps them
         for at in range(i, j):
             op, out = ops[at], sharing.forward(at + 1)
             new = _bytes({**dict(state), **dict([out])}, without=(there, kept))
             grown = own + _bytes(kept, without=(there,))
-            scratch = op.temporaries("forward", self._received)
+            scratch = op.temporaries("forward", self._received) + targets * (op is not ops[-1])
             yield Moment(grown, new + op.keeps + scratch)
             if keep:
                 own += op.keeps
@@ -99,7 +100,8 @@ class Insides:
         deferred_new = deferred_kept = 0  # made by the input half; saved by forward
         for at in reversed(range(i, j)):
             op = ops[at]
-            names = {name: size for of_op in kept[: at - i + 1] for name, size in of_op.items()}
+            left = freed(sharing.kept(at)[:-1]) if op.frees_result else kept[at - i]
+            names = {name: n for of_op in (*kept[: at - i], left) for name, n in of_op.items()}
             names |= {name: size for name, size in deferred.items() if name in saved}
             into = freed(sharing.grads(at)) if at else {}
             fresh = op.deferred

@@ -57,10 +57,11 @@ def predict(
                  per action, calls summed up (outline.py). None: calls while they are few. It is in
                  ``meta["detail"]``
 
-    Bytes are exact; memory is that of one step, as in a run. Times are as good as the cluster's
-    numbers, for ranks that share no core and no device. They leave out reading the data, Python
-    between instructions and page faults; and calls of several groups in flight at once, which share
-    a port, and what NCCL's kernels take from the compute that hides them (Li+ 2020,
+    Bytes are exact; memory is that of one step, as in a run. Both are of a run without clip_norm,
+    whose few bytes and messages of phase "control" `pl.dry_run` has. Times are as good as the
+    cluster's numbers, for ranks that share no core and no device. They leave out reading the data,
+    Python between instructions and page faults; and calls of several groups in flight at once,
+    which share a port, and what NCCL's kernels take from the compute that hides them (Li+ 2020,
     arXiv:2006.15704, measure it), without which overlap looks better than it is. There are no
     losses. Raises ValueError on a plan that cannot train the model.
     """

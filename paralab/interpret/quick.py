@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 from paralab.checks import instance
 from paralab.interpret.memory import Memory, memory
@@ -21,37 +22,44 @@ from paralab.theory.traffic import BOOKKEEPING
 
 
 @lru_cache(maxsize=32)
-def program_of(model: ModelSpec, plan: Plan, optimizer: str, pp: int) -> Program:
+def program_of(
+    model: ModelSpec, plan: Plan, optimizer: str, pp: int, clips: bool = False
+) -> Program:
     """The program of one pipeline rank."""
-    return compiled(model, plan, optimizer=optimizer, only=pp)
+    return compiled(model, plan, optimizer=optimizer, clips=clips, only=pp)
 
 
 @lru_cache(maxsize=512)
 def weighed(
-    model: ModelSpec, plan: Plan, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
+    model: ModelSpec,
+    plan: Plan,
+    optimizer: str = "adamw",
+    rank: int = 0,
+    gloo: bool = True,
+    clips: bool = False,
 ) -> Memory:
     """What a global rank holds in a step. Raises ``ValueError`` on a plan that is not legal."""
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank)
-    shards = program_of(model, plan, optimizer, at.pp).shards
-    return _weighed(model, plan, optimizer, at.pp, at.dp % shards, gloo)
+    shards = program_of(model, plan, optimizer, at.pp, clips).shards
+    return _weighed(model, plan, optimizer, at.pp, at.dp % shards, gloo, clips)
 
 
 @lru_cache(maxsize=512)
 def _weighed(
-    model: ModelSpec, plan: Plan, optimizer: str, pp: int, index: int, gloo: bool
+    model: ModelSpec, plan: Plan, optimizer: str, pp: int, index: int, gloo: bool, clips: bool
 ) -> Memory:
     """The same for all ranks that share a stage and have the same shard of its states."""
-    return memory(program_of(model, plan, optimizer, pp), pp, index=index, gloo=gloo)
+    return memory(program_of(model, plan, optimizer, pp, clips), pp, index=index, gloo=gloo)
 
 
-def peak(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", rank: int = 0, gloo: bool = True
-) -> dict[str, int]:
-    """{category: bytes} on a rank's device at its peak, workspace included; ``gloo``: with the
-    buffers of gloo's calls, as on processors.
+def peak(model: ModelSpec, plan: Plan, **how: Any) -> dict[str, int]:
+    """{category: bytes} on a rank's device at its peak, workspace included.
+
+    how  ``optimizer``, ``rank``; ``gloo``: whether with the buffers of gloo's calls, as on
+         processors; ``clips``: whether the norm of the gradients is bounded
     """
-    return on("device", weighed(model, plan, optimizer, rank, gloo).held)
+    return on("device", weighed(model, plan, **how).held)
 
 
 def most(
@@ -102,19 +110,18 @@ def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
     return Fraction(total, len(ranks))
 
 
-def fullest(
-    model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True
-) -> tuple[int, dict[str, int]]:
-    """(the rank with the highest peak, {category: bytes} then), of one rank per stage."""
+def fullest(model: ModelSpec, plan: Plan, **how: Any) -> tuple[int, dict[str, int]]:
+    """(the rank with the highest peak, {category: bytes} then), of one rank per stage; ``how``: as
+    for `peak`.
+    """
     ranks = range(0, plan.world_size, plan.dp * plan.tp)
-    how = {"optimizer": optimizer, "gloo": gloo}
     peaks = {rank: peak(model, plan, rank=rank, **how) for rank in ranks}
     return max(peaks.items(), key=lambda rank_and_peak: sum(rank_and_peak[1].values()))
 
 
-def table(model: ModelSpec, plan: Plan, *, optimizer: str = "adamw", gloo: bool = True) -> str:
+def table(model: ModelSpec, plan: Plan, **how: Any) -> str:
     """The categories of the rank with the highest peak, largest first, as text for an error."""
-    rank, parts = fullest(model, plan, optimizer=optimizer, gloo=gloo)
+    rank, parts = fullest(model, plan, **how)
     rows = sorted(parts.items(), key=lambda part: -part[1])
     rows = [(name, size) for name, size in [*rows, ("in all", sum(parts.values()))] if size]
     who = f"rank {rank}" if plan.pp > 1 else "one rank"

@@ -223,6 +223,7 @@ def train(
         rank=context.rank,
         optimizer=settings.get("optimizer", "adamw"),
         gloo=context.backend != "nccl",
+        clips=settings.get("clip_norm") is not None,
     )
     settings_of_all = {  # equal on all ranks; paths may differ, but not the files' contents
         **settings,

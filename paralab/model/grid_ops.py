@@ -90,9 +90,12 @@ class Linear2D(Linear):
     def temporaries(self, method, received, *, alone=False):
         """Two received blocks, or one and its product; later the root's buffers for a reduce. In
         the weight half the rank's own sum, an output of no method, may exist since an earlier step.
+        On a grid of one rank (q = 1) every block is the rank's own, and its product is the sum.
         """
         first, second = self.calls[method][:2]
         own_sum = second.payload * (method == "weight")
+        if self.q == 1:
+            return own_sum
         return max(first.payload + second.payload + own_sum, received(second) + own_sum)
 
     def compute(self, weights, x, env):

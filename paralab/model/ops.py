@@ -13,6 +13,7 @@ An op has fields, which predictions read, and three methods, which ranks run:
     out        elements of the last entry of the state that the op returns
     keeps      bytes that forward saves for backward in addition to the op's input and result
     keeps_input, keeps_result  whether forward saves the op's input, or its result, for backward
+    frees_result  whether ``input_grad`` frees that result before its peak
     defers_input, defers_grad, defers_made  whether ``input_grad`` holds the op's input, the
                gradient of its result, or the gradient of its input until a later ``weight_grad``
     deferred   further bytes held until then; ``defers_kept`` of them were counted in ``keeps``
@@ -98,7 +99,7 @@ class Op:
     forks = False  # opens a branch
     joins = False  # closes a branch
     keeps_input = True
-    keeps_result = False
+    keeps_result = frees_result = False
     defers_input = defers_grad = defers_made = False
     passes_input = passes_grad = False
     out = keeps = deferred = defers_kept = constant = 0
@@ -446,7 +447,9 @@ class FusedAttention(Attention):
     def __init__(self, name: str, part: Part) -> None:
         super().__init__(name, part)
         x, rows, item = self.out, part.inner * part.heads, part.item
-        self.keeps_result, self.keeps, self.scratch = not part.p, 4 * rows, (0, 3 * item * x, 0)
+        self.keeps_result = self.frees_result = not part.p
+        # It frees what it saved before it joins the gradients of queries, keys and values.
+        self.keeps, self.scratch = 4 * rows, (0, 3 * item * x - 4 * rows, 0)
         if part.p:
             copied, in_16_bits = self.copies(part), item < 4
             causal_mask, score_bytes = 4 * part.length**2, 4 * rows * part.length
@@ -550,8 +553,8 @@ class Loss(Op):
     def __init__(self, name: str, part: Part) -> None:
         super().__init__(name)
         self.parts, axis, tokens = part.q, part.logits_axis, part.inner
-        logits = tokens * part.vocab
-        # The log-probabilities, and per token its target, int64, and whether that is on this rank.
+        logits, self.targets = tokens * part.vocab, 8 * tokens  # the targets' bytes, int64
+        # The log-probabilities, and per token its target and whether that is on this rank.
         self.keeps = 4 * logits + (9 if axis else 8) * tokens
         fp32_copy = 4 * logits * (part.item < 4)
         # The loss has 32 bits.

@@ -199,8 +199,8 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
         parts = (plan.schedule, *plan.passes, report.model and report.model.block)
         not_saved = any(str(part).startswith(OWN_FORM) for part in parts)  # only its name was
         if report.model is not None and not not_saved:
-            optimizer = report.meta.get("optimizer", "adamw")
-            settings = {"optimizer": optimizer, "rank": highest.rank, "gloo": _gloo(report)}
+            settings = {"optimizer": report.meta.get("optimizer", "adamw"), "rank": highest.rank}
+            settings |= {"gloo": _gloo(report), "clips": report.meta.get("clip_norm") is not None}
             program = quick.peak(report.model, plan, **settings)
         columns = {"program": program, **columns}
     categories = dict.fromkeys([*CATEGORIES, *highest.held, *columns.get("program", ())])
