@@ -21,14 +21,20 @@ from typing import Any
 VALUE_LENGTH = 300  # characters of a value that a message shows
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 MESSAGE_LENGTH = 40_000  # characters of a message: megabytes are no help in a notebook
+LEGAL = "; legal: "  # between the two parts of a refusal
 
 
 def illegal(name: str, value: object, why: str, legal: str) -> ValueError:
     """The refusal of ``value`` for the setting ``name``: why, and what is legal instead. If ``why``
     quotes another refusal, what is legal is what that one says.
     """
-    why, _, closer = why.partition("; legal: ")
-    return ValueError(f"{name}={shown(value)}: {why}; legal: {closer or legal}")
+    closer = why.removeprefix(reason(why)).removeprefix(LEGAL)
+    return ValueError(f"{name}={shown(value)}: {reason(why)}{LEGAL}{closer or legal}")
+
+
+def reason(refusal: object) -> str:
+    """What a refusal says without what is legal instead."""
+    return str(refusal).partition(LEGAL)[0]
 
 
 def shown(value: object) -> str:
@@ -73,7 +79,7 @@ def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> i
         number = operator.index(value)  # type: ignore[arg-type]  # 2.0 is refused, numpy's 2 is not
     except TypeError:
         raise illegal(name, value, "not a whole number", legal) from None
-    if number > at_most:
+    if number > at_most > at_least:
         legal = f"a whole number from {at_least} to {at_most}"
     if not at_least <= number <= at_most:
         raise illegal(name, value, "out of range", legal)

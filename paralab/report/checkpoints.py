@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paralab import checks
-from paralab.checks import choice, illegal, whole
+from paralab.checks import choice, illegal, reason, whole
 from paralab.parallel.layouts import whole_shape
 from paralab.report import boxes
 from paralab.report.plain import plain, typed
@@ -202,7 +202,8 @@ def damaged(file: Path, why: str) -> NoReturn:
     legal = f"another copy of {file.parent}"
     if others:
         legal += f", or the other checkpoint in the folder, {file.parent.with_name(others[-1])}"
-    raise illegal("resume", str(file), f"{why}: the checkpoint is damaged", legal)
+    why = f"{reason(why)}: the checkpoint is damaged"  # only a whole copy helps
+    raise illegal("resume", str(file), why, legal)
 
 
 def facts(file: Path) -> tuple[int, int]:

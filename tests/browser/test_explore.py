@@ -150,7 +150,7 @@ def test_the_explorer_is_driven_like_a_reader_would(open_notebook):
 
     # a machine of the literature: more nodes, more ranks, nothing to run here
     bench.cell.get_by_role("button", name="dgx-a100").click()
-    notebook.wait(lambda: "prediction for dgx-a100" in bench.words(), ANSWER_S, bench.words)
+    notebook.wait(lambda: "prediction for cluster dgx-a100" in bench.words(), ANSWER_S, bench.words)
     assert not bench.enabled("Run it") and not bench.enabled("Run again")
     for _ in range(3):
         bench.key("nodes", "ArrowRight")
