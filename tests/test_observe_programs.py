@@ -414,9 +414,21 @@ def the_first_fsdp():
     trained(FullyShardedDataParallel(layers(1), device_id=cpu, use_orig_params=True), 256)
 
 
+def a_gate_beside_local_experts():
+    gate, expert = ddp(nn.Linear(256, 4)), nn.Linear(256, 1024)
+    update = torch.optim.SGD([*gate.parameters(), *expert.parameters()], 0.1)
+    trained(lambda x: gate(x).sum() * expert(x), 256, update=update, backwards=2)
+
+
 @pytest.mark.parametrize(
     ("fn", "ranks", "said"),
     [
+        (
+            a_gate_beside_local_experts,
+            2,
+            "only a part of the parameters is reduced over this axis, 4,112 B of 1.06 MB, unless "
+            "gradients are compressed or sharded; the others are local (experts, say",
+        ),
         (
             first_stage_by_hand,
             2,
@@ -452,6 +464,8 @@ def the_first_fsdp():
 def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
     answers = seen(fn, ranks).explain()
     assert said in answers[FORM]
+    is_part = fn is a_gate_beside_local_experts
+    assert ("only a part" in answers[FORM]) == is_part and "whole multiple" not in answers[FORM]
     none = (one_column_parallel_layer, the_first_fsdp, several_gradients_of_one_input)
     assert (TIMES in answers) == (fn not in none)
     if fn is gathers_what_it_updates:

@@ -100,7 +100,11 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     text += f"(n={n}, Ψ={mb(psi)})"
     m, reducing = backwards(report, rank, rows[rows["op"].isin(REDUCTIONS)])
     times = max(all_reduced, scattered)
-    if not whole_number(times) or (reducing and not whole_number(times / reducing)):
+    if 2 * times < reducing * (1 - NEAR):  # less than messages in half the bits
+        part = f"{mb(times / reducing * psi)} of {mb(psi)}, unless gradients are compressed or"
+        text += f"; only a part of the parameters is reduced over this axis, {part} sharded; the "
+        text += "others are local (experts, say), reduced over another axis, unused, or forgotten"
+    elif not whole_number(times) or (reducing and not whole_number(times / reducing)):
         text += "; this is not a whole multiple of Ψ"
         text += f" for each of {reducing:.3g} backward passes" * (reducing > 1)
         text += ": unused parameters, messages in fewer bits, or shards in place of whole "
