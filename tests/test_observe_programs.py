@@ -701,8 +701,17 @@ def accumulates_whole():
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def test_gradients_of_parameters_that_a_recomputation_has_used_are_gradients():
-    report = seen(accumulates_whole, memory_steps=1)
+def accumulates_unsaved():
+    """Autograd saves neither biases nor the first weight, as the input needs no gradient."""
+    model = sharded(layers(3))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(8, 256)).square().mean().backward()
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("accumulates", [accumulates_whole, accumulates_unsaved])
+def test_unsharded_gradients_are_gradients_whether_or_not_their_parameters_are_saved(accumulates):
+    report = seen(accumulates, memory_steps=1)
     held = report.memory.query("rank == 0 and category == 'gradients'")["bytes"]
     assert held.max() == report.results[0]
 

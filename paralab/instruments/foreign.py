@@ -120,10 +120,12 @@ class Observer(Program):
                 self.recorder.owns("parameters", *parameters)
             yield
 
-    def _backward(self, *_: Any) -> Any:
+    def _backward(self, outputs: Any, *_: Any) -> Any:
         """Around autograd's call of its engine."""
         if self.captures():
             return UNSEEN
+        if self.recorder.ledger is not None and self.is_program():
+            self.ledger.expect_gradients(outputs)
         if not self.is_main():
             self.about["threads"] |= of_python()
             return UNSEEN

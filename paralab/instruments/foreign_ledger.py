@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,9 +123,6 @@ class ForeignLedger(Ledger):
         if not (isinstance(root, torch.nn.Parameter) and root.is_leaf and root.requires_grad):
             return super()._saved(tensor)  # also for what a pipeline's stage has received
         self._to_buffer(self._meet(root))  # a parameter without a category is one that was gathered
-        if not any(reference() is root for reference in self._parameters):
-            self._parameters.append(weakref.ref(root))
-            self._hook_gradient(root)
         return tensor
 
     # ---- what a storage is for ------------------------------------------------------------------
@@ -154,6 +151,22 @@ class ForeignLedger(Ledger):
         if optimizer is not None:
             parameters += updated(optimizer)
         for parameter in parameters:
+    def expect_gradients(self, outputs: Sequence[Any]) -> None:
+        """Before a backward from these tensors or edges of the graph: find the gradients of all
+        parameters in the graph, also of those that FSDP2 has gathered and autograd has not saved.
+        """
+        known = {id(reference()) for reference in self._parameters}
+        roots = (out.grad_fn if isinstance(out, Tensor) else out.node for out in outputs)
+        nodes = list(seen := set(roots) - {None})
+        while nodes:
+            node = nodes.pop()
+            leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None
+            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
+                self._parameters.append(weakref.ref(leaf))
+                self._hook_gradient(leaf)
+            nodes += (new := {before for before, _ in node.next_functions} - seen - {None})
+            seen |= new
+
             if parameter is not None and parameter.grad is not None:
                 self._accumulated(parameter)
 
