@@ -717,17 +717,32 @@ def test_unsharded_gradients_are_gradients_whether_or_not_their_parameters_are_s
 
 
 def computes(what):
+    kind = torch.bfloat16 if "bfloat16" in what else torch.float32
+    if what.startswith("gloo"):
+        parts, own = [torch.ones(4) for _ in range(dist.get_world_size())], torch.ones(4)
+        gathers = "all-gathers" in what
+        return dist.all_gather(parts, own) if gathers else dist.reduce_scatter(own, parts)
     model = {
         "recurrent layers": lambda: nn.LSTM(8, 8),
         "convolutions": lambda: nn.Conv1d(4, 4, 3),
         "attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0),
-        "": lambda: nn.Linear(8, 8),
-    }[what]()
-    out = model(torch.randn(4, 4, 8))
+    }.get(what, lambda: nn.Linear(8, 8, dtype=kind))()
+    out = model(torch.randn(4, 4, 8, dtype=kind))
     (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
-@pytest.mark.parametrize("what", ["recurrent layers", "convolutions", "attention", ""])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "recurrent layers",
+        "convolutions",
+        "attention",
+        "matrix products in bfloat16",
+        "gloo's all-gathers",
+        "gloo's reduce-scatters",
+        "",
+    ],
+)
 def test_what_kernels_hold_that_no_tensor_shows_is_said_to_be_unknown(what):
     said = seen(computes, 1, (what,), memory_steps=1).explain().get(UNKNOWN, "")
     assert ("What kernels allocate" in said) == bool(what)

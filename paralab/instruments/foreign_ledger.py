@@ -10,6 +10,7 @@ optimizer's step, and as other outside.
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,15 @@ from paralab.ranks.errors import OutOfMemory
 if TYPE_CHECKING:
     from paralab.instruments.recorder import Recorder
 
-SCRATCH = {  # part of an operation's name: what its kernel computes, in memory that no tensor shows
+# {pattern in the text "operation, its result's dtype, device": what takes memory that no tensor
+# shows}. Gloo copies what an all-gather returns, and what a reduce-scatter is given.
+SCRATCH = {
     "scaled_dot_product": "attention",
     "convolution": "convolutions",
-    "rnn_layer": "recurrent layers",
-    "cudnn_rnn": "recurrent layers",
+    "rnn_layer|cudnn_rnn": "recurrent layers",
+    "mm.default torch.bfloat16 cpu": "matrix products in bfloat16",  # oneDNN's
+    r"all_?gather_\S* \S+ cpu": "gloo's all-gathers",
+    r"reduce_scatter_\S* \S+ cpu": "gloo's reduce-scatters",
 }
 
 
@@ -51,12 +56,12 @@ class ForeignLedger(Ledger):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self._called: set[str] = set()  # names of the operations that were called
+        self._called: set[tuple] = set()  # (name, its result's dtype, device) of operations
 
     def scratch(self) -> list[str]:
         """What was computed of which the ledger does not see all bytes, as `SCRATCH` names it."""
-        called = " ".join(self._called)
-        return sorted({what for part, what in SCRATCH.items() if part in called})
+        called = " ".join(f"{name} {dtype} {device}" for name, dtype, device in self._called)
+        return sorted({what for part, what in SCRATCH.items() if re.search(part, called)})
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
@@ -92,8 +97,9 @@ class ForeignLedger(Ledger):
         if torch.compiler.is_compiling():  # nothing is computed
             return func(*args, **(kwargs or {}))
         self.before_each()
-        self._called.add(func.__name__)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._called.add((func.__name__, getattr(result, "dtype", None), self.device))
+        return result
 
     def _exhausted(self, error: BaseException, out_of_memory: OutOfMemory) -> None:
         """The program may catch torch's error and go on, with a smaller batch say. So that error
@@ -145,12 +151,6 @@ class ForeignLedger(Ledger):
             elif issubclass(type(value), torch.optim.Optimizer):
                 self.owns_state(value)
 
-    def find_gradients(self, optimizer: Any = None) -> None:
-        """Find gradients that code, not autograd, has assigned to ``grad``: FSDP2's shards."""
-        parameters = [reference() for reference in self._parameters]
-        if optimizer is not None:
-            parameters += updated(optimizer)
-        for parameter in parameters:
     def expect_gradients(self, outputs: Sequence[Any]) -> None:
         """Before a backward from these tensors or edges of the graph: find the gradients of all
         parameters in the graph, also of those that FSDP2 has gathered and autograd has not saved.
@@ -167,6 +167,12 @@ class ForeignLedger(Ledger):
             nodes += (new := {before for before, _ in node.next_functions} - seen - {None})
             seen |= new
 
+    def find_gradients(self, optimizer: Any = None) -> None:
+        """Find gradients that code, not autograd, has assigned to ``grad``: FSDP2's shards."""
+        parameters = [reference() for reference in self._parameters]
+        if optimizer is not None:
+            parameters += updated(optimizer)
+        for parameter in parameters:
             if parameter is not None and parameter.grad is not None:
                 self._accumulated(parameter)
 
