@@ -169,6 +169,7 @@ class Group:
         """Post a collective. Its payload is the largest tensor. By default it fills the first one;
         `transports.Call` has the arguments.
         """
+        instance("phase", phase, str | None, "a text or None", "text")
         _check_tensors(op, tensors, self.size)
         if root is not None and root not in self.ranks:
             raise illegal("root", root, "not a rank of this group", f"one of {self.ranks}")
@@ -204,6 +205,7 @@ class Group:
         Two ranks that send to each other have to do it in one exchange: NCCL runs the calls of a
         pair one after the other, so that two opposite sends would wait for each other for ever.
         """
+        instance("phase", phase, str | None, "a text or None", "text")
         self._check_ways(parts)
         parts = [(side, tensor, int(peer)) for side, tensor, peer in parts]
         ways = [(side, peer) for side, _, peer in parts]

@@ -16,7 +16,7 @@ import paralab as pl
 from equality import assert_equal_state, reference
 from pairwise import cover
 from paralab.interpret.predict import predict
-from paralab.parallel.schedules import one_f_one_b
+from paralab.parallel.schedules import gpipe, one_f_one_b
 from paralab.programs import (
     ADD,
     ALL_REDUCE,
@@ -163,6 +163,29 @@ def test_an_own_schedule_runs_is_predicted_and_printed(train, text):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
+@pytest.mark.parametrize("passes", [(), (lambda program: program,)], ids=["alone", "with a pass"])
+def test_a_schedule_that_changes_between_two_calls_is_named(passes):
+    calls = []
+
+    def flips(pp, microbatches):
+        calls.append(pp)
+        return (gpipe if len(calls) % 2 else one_f_one_b)(pp, microbatches)
+
+    said = refusal(*passes, dp=1, pp=2, microbatches=4, schedule=flips)
+    named = "schedule='own: flips': a later call made other lists; legal: a function"
+    assert said.startswith("instruction" if passes else named)
+    assert said.endswith("a function that returns the same lists at every call")
+
+
+def test_a_lane_of_tensor_parallelism_is_legal_only_with_it():
+    def over(lane):
+        return lambda program: program.replace([*program.code, all_reduce(0, lane)])
+
+    assert "has the lane 'tp'" in (said := refusal(over("tp")))
+    assert said.endswith("legal: lane='dp'")
+    assert refusal(over("xy"), tp=2).endswith("legal: lane='dp' or 'tp'")
+
+
 def test_a_forgotten_unit_is_refused_by_name():
     said = refusal(forgets_one)
     names = pl.program(SPEC, pl.Plan(dp=2, **LEFT)).units[2].names

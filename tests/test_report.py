@@ -281,6 +281,19 @@ def test_traffic_says_which_bytes_no_formula_knows():
         refuses(f"by={by!r}: unknown choice", synthetic.report(2).traffic, by=by)
 
 
+def test_tables_refuse_arguments_of_another_type():
+    report = synthetic.report(2)
+    for call, asked in [
+        (report.traffic, {"warmup": "x"}),
+        (report.traffic, {"bookkeeping": 1}),
+        (report.copied, {"warmup": "x"}),
+        (report.peaks, {"rank": True}),
+        (dataclasses.replace(report, clock="predicted").bubbles, {"cluster": 3}),
+    ]:
+        ((name, value),) = asked.items()
+        refuses(f"^{name}={value!r}: .*; legal: ", call, **asked)
+
+
 def test_summary_shows_times_bytes_and_losses():
     report = synthetic.report(4)
     summary = report.summary()

@@ -146,6 +146,19 @@ def test_clusters_survive_json_and_say_what_is_wrong():
     refuses(lambda: pl.Link(alpha=-1, bandwidth=1), "alpha", -1)
 
 
+def test_clusters_that_are_equal_have_one_hash():
+    cluster = pl.Cluster.preset("dgx-a100").replace(elements={"exp": 1e-9})
+    assert hash(cluster) == hash(cluster.replace(elements={"exp": 1e-9}))
+    assert len({cluster, pl.Cluster.from_dict(cluster.to_dict()), cluster.replace(flops=1)}) == 2
+    assert len({cluster, cluster.replace(elements={"exp": 2e-9})}) == 2
+
+
+def test_dropout_has_one_range():
+    for value in (-1, 1, 2.0):
+        with pytest.raises(ValueError, match=f"^dropout={value}: .*; legal: from 0 to below 1$"):
+            pl.ModelSpec(**GOOD_MODEL, dropout=value)
+
+
 def test_links_measured_per_operation_go_before_the_general_one():
     one, other, far = (pl.Link(alpha=a, bandwidth=1e9) for a in (1e-6, 2e-6, 3e-6))
     cluster = pl.Cluster(flops=1e12, memory_bandwidth=1e12, intra=one, inter=far,

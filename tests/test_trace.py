@@ -206,6 +206,8 @@ WRONG_CALLS = {
     "parts=('send', tensor(": lambda g, t: g.exchange(("send", t, 1 - g.index)),
     "side='snd': unknown choice": lambda g, t: g.exchange([("snd", t, 1 - g.index)]),
     "tensor=[1, 2]: not a tensor; legal: a torch.Tensor": lambda g, t: g.all_reduce([1, 2]),
+    "phase=3: not a text; legal: a text or None": lambda g, t: g.all_reduce(t, phase=3),
+    "phase=0: not a text": lambda g, t: g.send(t, to=1 - g.index, phase=0),
     "tensor=3: not a tensor": lambda g, t: g.send(3, to=1 - g.index),
     "tensor.numel()=5: it cannot be cut into 2 equal parts, one for each rank; legal: a multiple": (
         lambda g, t: g.all_to_all(t, t)

@@ -19,6 +19,7 @@ from paralab.spec import Plan
 from paralab.view import theme, timeline_rows
 from paralab.view.page import _for_script, page
 from processes import ran
+from refusals import refuses
 
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00",
              "#CC79A7"}  # fmt: skip
@@ -203,7 +204,7 @@ def test_a_shared_processor_is_mentioned_only_on_the_wall_clock():
 
 
 # ---- traffic and loss ---------------------------------------------------------------------------
-@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+@pytest.mark.parametrize("dp", [2, 3, 4])
 def test_the_matrix_has_senders_in_rows_and_every_byte(dp):
     report = synthetic.report(dp)
     figure = report.traffic_chart()
@@ -234,7 +235,9 @@ def test_the_traffic_title_compares_with_the_optimum_to_the_byte(four):
             calls["wire_bytes"][i] = calls["payload_bytes"][i] * 6 // 4
     padded = dataclasses.replace(four, collectives=calls)
     assert re.search(r"1\.\d\d % above 2\(N−1\)/N times the", title(padded.traffic_chart()))
-    assert "One device: nothing is sent" in title(synthetic.report(1).traffic_chart())
+    alone = synthetic.report(1).traffic_chart()
+    assert "One device: nothing is sent" in title(alone)
+    assert [trace.type for trace in alone.data] == ["bar"]  # a matrix of one zero shows nothing
 
 
 def test_bars_split_bytes_by_axis_and_level_with_the_optimum_as_a_line(four):
@@ -336,6 +339,12 @@ def test_the_page_has_numbers_plan_pictures_and_both_colour_schemes(nasty_page):
     for figure in ("timeline", "traffic", "loss"):
         assert f'<div id="{figure}"' in nasty_page
     assert "@media (prefers-color-scheme: dark)" in nasty_page
+
+
+@pytest.mark.parametrize("sections", [3, "ab", None, [3], [("a",)], [("a", 3)], {"a": "b"}])
+def test_sections_that_are_no_pairs_of_texts_are_refused(tmp_path, sections):
+    said = "^sections=.*; legal: a list of pairs"
+    refuses(said, synthetic.report(1).to_html, tmp_path / "p.html", sections=sections)
 
 
 def test_a_prediction_without_losses_has_a_page_too(tmp_path):

@@ -463,6 +463,7 @@ def test_timelines_refuse_what_they_cannot_draw():
         (lambda: view.timelines(), "nothing to draw"),
         (lambda: view.timelines(one, 3), "reports=3: not a report"),
         (lambda: view.timelines(one, one, labels=["a"]), "the number of reports is 2"),
+        (lambda: view.timelines(one, one, labels="ab"), "labels='ab': not a list"),
         (lambda: view.timelines(one, step=9), "step=9.*legal: 0"),
         (lambda: view.timelines(one, ranks=[5]), "ranks=5"),
         (lambda: view.timelines(one, ranks=0), "ranks=0: not a list of ranks"),
@@ -705,6 +706,8 @@ def test_capacities_are_lines_and_the_title_says_whether_it_fits():
     assert set(anchors.values()) == {"middle"}  # no line goes through a number
     nearly = view.bytes_bars({"a": {"other": 81e9}}, {"A100": 80e9})
     assert nearly.finding == "a needs 81 GB, 1 % more than the 80 GB of A100"
+    almost = view.bytes_bars({"a": {"other": 79.9e9}}, {"A100": 80e9})
+    assert almost.finding == "a needs 79.9 GB, more than 99 % of the 80 GB of A100"
     equal = view.bytes_bars({"a": STATES, "b": STATES, "c": {"other": 1.0}})
     assert equal.finding == "a and b each need 120 GB"
     fits = view.bytes_bars({"small": {"other": 20e9}}, {"A100": 80e9})

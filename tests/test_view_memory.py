@@ -113,6 +113,9 @@ def test_the_peak_is_marked_on_every_rank_and_the_title_says_whose_where_and_of_
     assert "measured clock" in chart.below and "step 0" in chart.below
     assert repr(chart) == \
         "Chart(memory of dp=2, overlapped, measured: 2 of 2 ranks, by category)"  # fmt: skip
+    model = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
+    alone = pl.predict(model, pl.Plan(), pl.Cluster.preset("dgx-a100"), steps=1).memory_chart()
+    assert repr(alone) == "Chart(memory of one device, predicted: 1 rank, by category)"
 
 
 def test_the_strip_has_the_phases_where_they_were(two):

@@ -55,6 +55,12 @@ def test_a_share_that_is_a_little_below_zero_reads_0():
     assert [theme.percent(share) for share in (-1e-12, 0.0, 0.224)] == ["0 %", "0 %", "22 %"]
 
 
+def test_a_sentence_rounds_no_share_to_nothing_or_to_all():
+    read = {0.0: "0 %", 1e-3: "less than 1 %", 0.01: "1 %", 0.224: "22 %", 0.99: "99 %",
+            0.998: "more than 99 %", 1 - 1e-15: "100 %", 1.0: "100 %", 1.25: "125 %"}  # fmt: skip
+    assert [theme.share(part) for part in read] == list(read.values())
+
+
 def test_the_real_one_is_below_the_ideal_on_one_scale_each_with_its_bubble():
     report = predicted()
     figure = report.timeline()
@@ -249,4 +255,7 @@ def test_live_activations_refuse_what_has_none():
         schedules.gpipe(3, 3),
     )
     refuses("labels", view.live_activations, schedules.gpipe(2, 2), labels=["a", "b"])
+    for labels in (3, "a"):
+        words = f"^labels={labels!r}: not a list; legal: a list with one label"
+        refuses(words, view.live_activations, schedules.gpipe(2, 2), labels=labels)
     refuses("step", view.live_activations, predicted(), step=7)

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
 
+from paralab.checks import illegal
 from paralab.programs.derive import lasts
 from paralab.programs.instructions import (
     ADD,
@@ -46,6 +47,7 @@ from paralab.programs.instructions import (
 from paralab.programs.program import Program
 from paralab.programs.skeleton import skeleton
 from paralab.programs.sums import Refusal, Sums, is_gradient
+from paralab.spec.forms import form_name
 
 
 def check(program: Program) -> None:
@@ -76,6 +78,11 @@ def _schedule(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
             op, at, k = turn[:3]
             expected = f"{op} {refuse.names.ops(at, at + 1)} mb {k}" if op else "nothing more"
             legal = "a pass that neither adds, drops nor moves compute"
+            if callable(own := program.plan.schedule):
+                same = "a function that returns the same lists at every call"
+                if not program.plan.passes:
+                    raise illegal("schedule", form_name(own), "a later call made other lists", same)
+                legal += f", and as the schedule {same}"
             raise refuse(actual[3], f"the schedule has {expected} here", legal)
     adds = (ins for ins in code if ins.op in ADDS_GRADIENTS)
     weights = Counter((at, ins.mb) for ins in adds for at in range(*ins.at))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice, illegal, whole
 from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
 from paralab.report.facts import in_outline, measured_steps, node_of, own_calls, reported_ranks
@@ -44,6 +44,7 @@ def traffic(
     float64 otherwise. Raises ValueError if a row's wire_bytes are not what its operation sends.
     """
     names, outline = _checked(by, BY), in_outline(report)
+    choice("bookkeeping", bookkeeping, (False, True))
     keys = [k for name in names for k in (("sender", "receiver") if name == "edge" else (name,))]
     calls = report.collectives if bookkeeping else own_calls(report)
     nodes, by_group = functools.partial(node_of, report), outline and "edge" not in names
@@ -112,6 +113,7 @@ def _per_step(
     """
     import pandas as pd
 
+    choice("warmup", warmup, (False, True))
     steps = set(report.steps["step"].tolist() if warmup else measured_steps(report))
     keys, position = list(dict.fromkeys(keys)), {link: str(at) for at, link in enumerate(WAYS)}
     n, totals = max(len(steps), 1), Counter()  # there may be no steps
@@ -187,7 +189,7 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     """
     import pandas as pd
 
-    highest = peak(report, rank=rank)
+    highest = peak(report, rank=None if rank is None else whole("rank", rank, at_least=0))
     if highest is None:
         ranks = sorted(set(report.memory["rank"][report.memory["tier"] == "device"].tolist()))
         if rank is not None and ranks:

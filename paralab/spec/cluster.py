@@ -80,7 +80,7 @@ class Cluster(Description):
     flops: float
     memory_bandwidth: float
     operand_bandwidth: float | None = None
-    elements: Mapping[str, float] = field(default_factory=dict)
+    elements: Mapping[str, float] = field(default_factory=dict, hash=False)
     fused: bool = False
     op_overhead: float = 0.0
     launch_overhead: float = 0.0
@@ -95,8 +95,8 @@ class Cluster(Description):
     host: Link | None = None
     disk: Link | None = None
     host_bandwidth: float | None = None
-    collectives: Mapping[str, Link] = field(default_factory=dict)
-    products: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    collectives: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    products: Mapping[str, tuple[float, float, float]] = field(default_factory=dict, hash=False)
     cores: int | None = count(None, at_most=2**20)
     peak_flops: float | None = None
     half_rate_tokens: float = 0.0

@@ -62,9 +62,9 @@ class ModelSpec(Description):
             why = f"hidden={self.hidden} is not divisible by it"
             raise illegal("heads", self.heads, why, ", ".join(map(str, legal)))
         choice("tied", self.tied, (True, False))
-        object.__setattr__(self, "dropout", real("dropout", self.dropout, at_least=0.0))
-        if self.dropout >= 1.0:
-            raise illegal("dropout", self.dropout, "would drop everything", "from 0 to below 1")
+        if not 0.0 <= real("dropout", self.dropout) < 1.0:
+            raise illegal("dropout", self.dropout, "not a probability below 1", "from 0 to below 1")
+        object.__setattr__(self, "dropout", float(self.dropout))
         choice("attention", self.attention, ("explicit", "sdpa", None))
         check_block(self.block)
 

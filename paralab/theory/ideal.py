@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paralab.checks import instance
 from paralab.parallel.schedules import SCHEDULES, Action
 from paralab.report import facts, metrics
 from paralab.report.tables import COMPUTE_KINDS, Tables, letters
@@ -109,6 +110,7 @@ def bubbles(report: Tables, cluster: Cluster | None = None) -> pd.DataFrame:
     """
     import pandas as pd
 
+    instance("cluster", cluster, Cluster | None, "a pl.Cluster(...) or None")
     shares = {"formula": NAN, "simulated": NAN}
     if "observed" not in report.meta and len(_compute(report)):
         shares = {"formula": formula(report), "simulated": ideal(report).bubble_rate}

@@ -69,7 +69,7 @@ class Section:
 
 def of_step(seconds: float, duration: float) -> str:
     """ "31 % of the step": these seconds of a step of this duration."""
-    return f"{theme.percent(seconds / (duration or 1.0))} of the step"
+    return f"{theme.share(seconds / (duration or 1.0))} of the step"
 
 
 def section(

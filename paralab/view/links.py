@@ -79,8 +79,8 @@ def link_fit(points: Iterable[Mapping[str, Any]] | None = None, op: str = "all_r
     title += f" and a bandwidth of {slope}" * (not inside)
     times = f"{rounds} α" if rounds > 1 else "α"  # one per message in a row
     below = f"measured (wall clock) · line: {times} + bytes / bandwidth, fitted; the points are "
-    below += f"{theme.percent(accuracy['median'])} off in the median, "
-    below += f"{theme.percent(accuracy['worst'])} at worst"
+    below += f"{theme.share(accuracy['median'])} off in the median, "
+    below += f"{theme.share(accuracy['worst'])} at worst"
     low, span = 0.6 * min(min(seconds), link.alpha or math.inf), 2.25 * sizes[-1] / sizes[0]
     grid = [sizes[0] / 1.5 * span ** (i / (STEPS - 1)) for i in range(STEPS)]
     high = 1.4 * max(link.seconds(grid[-1]), *seconds)

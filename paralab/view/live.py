@@ -52,14 +52,12 @@ def live_activations(
     """
     if not sources:
         raise illegal("sources", sources, "nothing to draw", "a report of a pipeline, a schedule")
-    if labels is not None and len(labels) != len(sources):
-        why = f"the number of sources is {len(sources)}"
-        raise illegal("labels", labels, why, "one label for each")
     read = [_read(source, step) for source in sources]
-    names = labels or naming.told_apart([one.name for one in read])
+    names = naming.told_apart([one.name for one in read])
+    names = names if labels is None else naming.given(labels, sources, "sources")
     if len(set(names)) < len(names):
         names = [f"{i}: {name}" for i, name in enumerate(names, 1)]
-    read = [one._replace(name=str(name)) for one, name in zip(read, names, strict=True)]
+    read = [one._replace(name=name) for one, name in zip(read, names, strict=True)]
     if len({one.chunks for one in read}) > 1:  # one of v chunks has 1/v of a rank's layers
         for i, one in enumerate(read):
             scaled = [(times, [n / one.chunks for n in counts]) for times, counts in one.curves]

@@ -120,4 +120,4 @@ def share_of(need: float, size: float) -> str:
         return f"{100 * (share - 1):.1g} % more than"
     if share > 1:
         return f"{share:,.{int(share < 10)}f} times"
-    return f"{theme.percent(share)} of" if share >= 0.01 else "less than 1 % of"
+    return f"{theme.share(share)} of"

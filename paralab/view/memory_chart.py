@@ -45,7 +45,8 @@ def memory_chart(report: Tables, *, rank: int | None = None, step: int | None = 
             remarks.append(f"at most {theme.scaled(offloaded.total, 'B')} {where}")
     heads = [f"<b>rank {c.rank}</b>" * (report.world_size > 1) for c in shown]
     fig = drawn(shown, heads, _finding(by_rank, worst), naming.clock_line(report, *remarks))
-    ranks = f"{len(shown)} of {count_of(len(by_rank), 'rank')}" if rank is None else f"rank {rank}"
+    of = f"{len(shown)} of " * (len(by_rank) > 1)
+    ranks = of + count_of(len(by_rank), "rank") if rank is None else f"rank {rank}"
     return fig.explained(
         f"memory of {naming.subject(report)}, {report.clock}: {ranks}, by category",
         _table([(f"rank {c.rank}", c) for c in shown]),
@@ -149,7 +150,7 @@ def _finding(curves: Sequence[Curve], worst: Curve) -> str:
     elif report.world_size > 1:
         text += f" on rank {worst.rank}"
     verb = "takes" if category == "workspace" else "take"
-    return f"{text}; {theme.text(naming.category_name(category))} {verb} {theme.percent(share)}"
+    return f"{text}; {theme.text(naming.category_name(category))} {verb} {theme.share(share)}"
 
 
 def _verdict(peaks: Mapping[str, float]) -> str:
@@ -160,7 +161,7 @@ def _verdict(peaks: Mapping[str, float]) -> str:
         return f"{theme.text(most)}: memory peaks at {high}"
     if peaks[most] - peaks[least] <= ALIKE * peaks[most]:
         return f"All need the same memory within {theme.percent(ALIKE)}: {high} at the peak"
-    share = f"{theme.percent(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
+    share = f"{theme.share(peaks[least] / peaks[most])} of the {high} of “{theme.text(most)}”"
     return f"“{theme.text(least)}” needs {low} at its peak, {share}"
 
 

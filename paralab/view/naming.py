@@ -7,9 +7,10 @@ They are plain text, so tables use them too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from paralab.checks import count_of
+from paralab.checks import count_of, illegal
 from paralab.report.tables import Tables
 from paralab.spec import OWN_FORM, Cluster, Plan
 from paralab.view.theme import CATEGORY_COLOUR
@@ -115,6 +116,15 @@ def clock_line(report: Tables, *more: str) -> str:
 def clock_lines(clocks: Iterable[str]) -> list[str]:
     """ "measured: wall clock" and the like, once for each clock."""
     return [f"{clock}: {CLOCK_BRIEF[clock]}" for clock in dict.fromkeys(clocks)]
+
+
+def given(labels: Any, sources: Sequence[Any], noun: str) -> list[str]:
+    """The user's labels as texts; refused unless there is one for each source, called ``noun``."""
+    listed = isinstance(labels, Collection) and not isinstance(labels, str)
+    if not listed or len(labels) != len(sources):
+        why = f"the number of {noun} is {len(sources)}" if listed else "not a list"
+        raise illegal("labels", labels, why, "a list with one label for each")
+    return list(map(str, labels))
 
 
 def told_apart(subjects: list[str]) -> list[str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from paralab.checks import illegal, instance, shown
 from paralab.report import output_files
 from paralab.report.summary import readable, summary
 from paralab.report.tables import DRY
@@ -43,6 +44,10 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
     from plotly.offline import get_plotlyjs
 
+    legal = "a list of pairs (title, HTML), both texts"
+    for pair in instance("sections", sections, Collection, legal, "list"):
+        if not isinstance(pair, (tuple, list)) or [isinstance(p, str) for p in pair] != [True] * 2:
+            raise illegal("sections", sections, f"{shown(pair)} is not such a pair", legal)
     figures: dict[str, dict[str, Chart]] = {}
     for name in theme.LOOKS:
         with theme.drawn(name):

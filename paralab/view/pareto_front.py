@@ -178,7 +178,7 @@ def _finding(search: Search) -> str:
     if search.fits[first]:
         seconds = theme.scaled(float(search.simulated[0]), "s")
         return f"The fastest plan of all fits: {seconds} per step"
-    less = theme.percent(1 - search.closed[first] / search.closed[0])
+    less = theme.share(1 - search.closed[first] / search.closed[0])
     more = theme.scaled(float(search.memory[first]), "B")
     fits = f"The fastest plan that fits takes {estimate} by estimate"
     return f"{fits}; one of {more} takes {less} less"

@@ -65,7 +65,7 @@ def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) ->
         return text
     if percent(ideal_bubble) == percent(bubble):
         return f"{text}, the same as if links took no time"
-    return f"{text}, {percent(ideal_bubble)} if links took no time"
+    return f"{text}, {theme.share(ideal_bubble)} if links took no time"
 
 
 def section(
@@ -178,9 +178,9 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
     sections = [simulated(schedule, name, label=name) for name, schedule in by_name.items()]
     times = by_name[worst].makespan / by_name[best].makespan
-    longer = (
-        f"{theme.times(times)} as long as" if times >= 2 else f"{percent(times - 1)} longer than"
-    )
+    longer = f"{theme.share(times - 1)} longer than"
+    if times >= 2:
+        longer = f"{theme.times(times)} as long as"
     slowest, fastest = (
         theme.listed([theme.text(n) for n, s in by_name.items() if math.isclose(s.makespan, t)])
         for t in (by_name[worst].makespan, by_name[best].makespan)
@@ -205,7 +205,7 @@ def _timed(lists: Sequence[Sequence[Any]], seconds: Mapping[str, float]) -> Simu
 
 
 def _bubble_of(name: str, bubble: float) -> str:
-    return f"{theme.text(name)}: the bubble is {percent(bubble)} of device time"
+    return f"{theme.text(name)}: the bubble is {theme.share(bubble)} of device time"
 
 
 def simulated_timeline(simulation: Simulation, name: str = "schedule") -> Chart:

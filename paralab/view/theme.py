@@ -228,6 +228,13 @@ def percent(share: float) -> str:
     return f"{100 * share:z.0f} %"
 
 
+def share(part: float) -> str:
+    """`percent` for a sentence: something is not "0 %", and less than all is not "100 %"."""
+    if 1e-9 < part < 0.01:
+        return "less than 1 %"
+    return "more than 99 %" if 0.99 < part < 1 - 1e-9 else percent(part)
+
+
 def times(ratio: float) -> str:
     """ "2.5 times", "120 times"."""
     return f"{ratio:,.0f} times" if ratio >= 99.5 else f"{ratio:.2g} times"

@@ -111,7 +111,7 @@ def _finding(table: pd.DataFrame) -> str:
     ends = most.sort_values("efficiency", ascending=False)
     kinds = {"weak": "weak scaling", "strong": "strong scaling"}
     names = [kinds.get(form) or theme.text(form) for form in ends["form"]]
-    shares = [theme.percent(share) for share in ends["efficiency"]]
+    shares = [theme.share(share) for share in ends["efficiency"]]
     rest = [f"{name} {share}" for name, share in zip(names, shares, strict=True)][1:]
     keeps = f"{names[0]} keeps {shares[0]} of the ideal throughput"
     n = int(most["ranks"].iloc[0])

@@ -79,8 +79,8 @@ def timelines(
     Raises ValueError without reports, on a report without that step or rank, or if there are not as
     many labels as reports.
     """
-    _check(reports, labels)
-    names = [str(label) for label in labels] if labels is not None else naming.apart(reports)
+    _check(reports)
+    names = naming.apart(reports) if labels is None else naming.given(labels, reports, "reports")
     ranks_of = [facts.reported_ranks(report) for report in reports]
     most = max(1, MAX_RANKS // len(reports))
     sections = [
@@ -100,15 +100,12 @@ def timelines(
     return drawn(sections, _verdict(sections), remarks, summary).titled(title)
 
 
-def _check(reports: Sequence[Any], labels: Sequence[str] | None) -> None:
+def _check(reports: Sequence[Any]) -> None:
     if not reports:
         raise illegal("reports", reports, "nothing to draw", "one report or several")
     for report in reports:
         if not hasattr(report, "spans"):
             raise illegal("reports", report, "not a report", "what pl.run or pl.predict returns")
-    if labels is not None and len(labels) != len(reports):
-        why = f"the number of reports is {len(reports)}"
-        raise illegal("labels", labels, why, "one label for each")
 
 
 # ---- the finding ---------------------------------------------------------------------------------
@@ -124,9 +121,9 @@ def finding(section: Section) -> str:
     copied = metrics.copy_shares(report, step) if report.plan.tiers is not None else {"copies": 0}
     if shares["communication"] > 0 and (report.world_size > 1 or not copied["copies"]):
         share = shares["hidden"] / shares["communication"]
-        hidden.append(f"{theme.percent(share)} of communication")
+        hidden.append(f"{theme.share(share)} of communication")
     if copied["copies"]:
-        hidden.append(f"{theme.percent(copied['hidden'] / copied['copies'])} of copies")
+        hidden.append(f"{theme.share(copied['hidden'] / copied['copies'])} of copies")
     if hidden:
         verb = "are" if copied["copies"] else "is"
         waiting = f", and ranks wait for {section.share('wait')}" * (not copied["copies"])

@@ -41,7 +41,7 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.plan.tiers is None:  # then copies only stage messages, whose bytes are counted
         copied = copied.head(0)
     sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
-    alone = dry or not matrix or (copies and not sends)
+    alone = dry or not matrix or not sends
     optimum = None
     if report.model is not None and report.plan.dp == report.world_size > 1 and not copies:
         psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
@@ -125,13 +125,12 @@ def _matrix(
     """
     by_edge, senders = amounts.traffic(report, by="edge"), facts.reported_ranks(report)
     receivers = sorted({*senders, *by_edge["receiver"].tolist()})
-    most = max(by_edge["bytes"].max() if len(by_edge) else 0.0, 1.0)
+    most = max(by_edge["bytes"].max(), 1.0)
     name, per = theme.unit_of(most)
     digits = max(0, 3 - len(f"{most / per:.0f}"))  # decimals of all cells: the largest has 3 digits
     edges = by_edge.to_dict("records")
     sent = {(edge["sender"], edge["receiver"]): edge["bytes"] / per for edge in edges}
-    if max(len(senders), len(receivers)) > 1:  # plotly cannot draw a matrix of nothing but holes
-        sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
+    sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
     z = [[sent.get((a, b), 0.0) for b in receivers] for a in senders]
     words = [["" if n is None else f"{n:.{digits}f}" if n else "0" for n in row] for row in z]
     hover_texts = [
@@ -181,9 +180,9 @@ def _finding(
         text += f", {side} 2(N−1)/N times the gradients"
     disk = float(copied["bytes"][copied["link"].str.startswith("disk")].sum())
     if disk and not total:
-        text += f", {theme.percent(disk / size)} of it to and from disk"
+        text += f", {theme.share(disk / size)} of it to and from disk"
     far = sent.loc[sent["level"] == "inter", "bytes"].sum()
-    return f"{text}; {theme.percent(far / total)} of it between nodes" if 0 < far < total else text
+    return f"{text}; {theme.share(far / total)} of it between nodes" if 0 < far < total else text
 
 
 def _moved(report: Tables, copies: bool) -> pd.DataFrame:

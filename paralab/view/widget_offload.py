@@ -167,7 +167,7 @@ class Offload(Steps):
             "no overlap": {b: work + moved / b for b in every},
         }
         runs = {} if at.measured is None else {"this run": {disk: at.replayed.step_time}}
-        busy = theme.percent(work / predicted[disk])
+        busy = theme.share(work / predicted[disk])
         title = f"With a {in_speed(disk)} disk the device computes for {busy} of a step"
         if moved:  # SHARE = work / (work + moved / needed)
             needed = SHARE / (1 - SHARE) * moved / work

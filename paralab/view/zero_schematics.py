@@ -68,7 +68,7 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
     share = sum(kept[3].values()) / sum(kept[0].values())
     look = [mark.look(name, theme.category_colour(name)) for name in STATES]
     return drawn(
-        f"ZeRO-3 keeps {theme.percent(share)} of the model states on each of {dp} ranks",
+        f"ZeRO-3 keeps {theme.share(share)} of the model states on each of {dp} ranks",
         f"{model.num_params:,} parameters, between two micro-batches · "
         "areas are bytes; grey: held by other ranks",
         cells,
@@ -114,7 +114,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         words.append(margin(theme.scaled(size, "B"), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
-        f"A rank holds all of {units[unit].part} during {theme.percent(held)} of the instructions, "
+        f"A rank holds all of {units[unit].part} during {theme.share(held)} of the instructions, "
         "its own shard during all",
         f"{naming.plan_name(plan)} · one rank, one step · the axis counts instructions, not time",
         height=194 + 44 * len(names),
