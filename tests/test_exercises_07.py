@@ -290,6 +290,27 @@ def test_a_mistake_in_one_element_and_a_sum_of_some_terms_are_named():
         assert words in said, said
 
 
+def test_a_piece_of_another_tensor_is_named_and_what_is_nearly_right_or_constant_is_not():
+    draw = np.random.default_rng(7)
+    wanted = {name: draw.standard_normal((5, 20)) for name in ("up", "down")}
+    wanted["up"][4] = wanted["down"][0] = 0
+    off = draw.standard_normal((5, 20))
+    moved = np.concatenate([wanted["up"][:1], wanted["down"][1:]])  # right in its first row
+    zeros, infinite = off.copy(), np.full((5, 20), np.inf)
+    zeros[0] = 0
+    for got, named in (
+        (moved, True),
+        (wanted["up"] + 1e-3 * off, False),
+        (zeros, False),
+        (infinite, False),
+        (np.nan * off, False),
+    ):
+        said = diagnose.first_wrong_tensor([{"up": got, "down": wanted["down"]}], wanted)
+        assert said.startswith("rank 0: up, element (")
+        words = "; from there on it has elements of another place, in down"
+        assert said.endswith(words) if named else "another place" not in said
+
+
 def test_terms_that_cannot_be_told_apart_or_are_too_many_are_not_named():
     term = np.linspace(0.5, 1, 8)
     for terms in ([term, 2 * term], np.random.default_rng(7).standard_normal((9, 8))):
