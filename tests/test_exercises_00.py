@@ -35,6 +35,10 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      {"weights"}, "each tensor is clipped by its own norm"),
     (step((HANDED_IN, "return mean, min(norm, clip_norm)")), {"gradient norm"},
      "that is the norm after clipping"),
+    *((step((LOOP, LOOP.replace("batches", f"batches{rest}"))),
+       {"loss", "gradient norm", "weights", "forward passes"},
+       (f"(micro-batch {k} is missing, counted from 0)", f"; micro-batch {k} is missing, counted"))
+      for rest, k in (("[1:]", 0), ("[:-1]", 2))),
     (bad.clips_each_microbatch, {"gradient norm", "weights"}, "each micro-batch is clipped"),
     (step((LOOP, f"{LOOP}        optimizer.zero_grad()\n"), (f" * {SHARE}", ""),
           (ADDED, f"{ADDED} * {SHARE}")), {"gradient norm", "weights"},

@@ -25,6 +25,7 @@ loss = altered(LOSS)
 T, SUM, SUM_BACK = "dist.get_world_size()", "dist.all_reduce(x)", "dist.all_reduce(grad)"
 F_ALONE = pair()[0]
 LARGEST, BOTH = "largest = logits.max(dim=1).values", "dist.all_reduce(sums)"
+LOGS, AT = "sums[0].log() - sums", "of_logits[torch.arange(n, device=local.device), local]"
 HERE, SAVED = "here.to(share.dtype)", "share, local, here = ctx.saved_tensors"
 LINEAR = "F.linear(inside, self.down.weight)"
 INSIDE = 'F.gelu(self.up(self.f(x)), approximate="tanh")'
@@ -33,6 +34,9 @@ MIXED = "F.linear(mixed, self.proj.weight)"
 WEIGHT = "qkv.weight.view(3, h, h)[:, own].flatten(0, 1)"
 BIAS = "qkv.bias.view(3, h)[:, own].flatten()"
 HEADS = "[:, rank * self.heads : (rank + 1) * self.heads].transpose(0, 1)"
+SPLIT = ("= parts.permute(2, 0, 3, 1, 4)", "= parts.permute(2, 0, 1, 3, 4).reshape("
+         "3, b, self.heads, s, self.width)")  # fmt: skip
+JOIN = "(share @ v).transpose(1, 2)", "(share @ v)"
 USES = "; the gradient of another use of x, as in x + mlp(x), is summed too: f has to return"
 WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
     F_G: [
@@ -81,14 +85,16 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp(("self.f, self.g = f, g", "self.f, self.g = g, f")),
          {"result", "gradients"}, "; the input was summed over the ranks, and"),
         (mlp((f"self.g({LINEAR}) + self.down.bias", "self.g(self.down(inside))")),
-         {"result"}, "; down.bias is in it 2 times"),
+         {"result"}, "; the term down.bias is in it twice"),
         (mlp((f"self.g({LINEAR}) + ",
               f"self.g({LINEAR} + self.down.bias * (dist.get_rank() == 0)) + 0 * ")),
          {"gradients"}, "rank 1: the gradient of down.bias, element 0: 0, "),
         (mlp((', approximate="tanh"', "")), {"result", "gradients"},
          "; GELU is not in its tanh form"),
         (mlp((INSIDE, "F.relu(self.up(self.f(x)))")), {"result", "gradients"},
-         "t=2: rank 0: the result, element (0, 0, 0): "),
+         ("t=2: rank 0: the result, element (0, 0, 0): ", "; ReLU is in the place of GELU")),
+        (mlp(("down.weight[:, own]", "down.weight[:, rank::t]")), {"result", "gradients"},
+         "; columns r, r + t, ... of down.weight are on rank r, required: contiguous"),
         (mlp((INSIDE, f"self.g({INSIDE})")), {"result", "gradients", FORWARD},
          "required: 9,216 (yours is 3.5 times"),
         (mlp((NO_GRAD, f"self.whole = up.weight, down.weight\n        {NO_GRAD}")),
@@ -118,6 +124,15 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          {"gradients"}, "; its rows are in the order of heads, not queries"),
         (attention(("sqrt(self.width)", "sqrt(x.shape[-1])")),
          {"result", "gradients"}, "; scores are divided by √h, required: √(h/a)"),
+        *((attention(("q, k, v = parts", f"{order} = parts")), {"result", "gradients"},
+           f"; qkv's output is read as {order}, not q, k, v")
+          for order in ("k, q, v", "q, v, k", "v, q, k", "k, v, q", "v, k, q")),
+        *((attention(*changes), {"result", "gradients"},
+           f"; heads are reshaped {when} attention, not transposed")
+          for when, changes in (("before", [SPLIT]), ("after", [JOIN]),
+                                ("before and after", [SPLIT, JOIN]))),
+        (attention(("math.sqrt(self.width)", "self.width")), {"result", "gradients"},
+         "; scores are divided by h/a, required: √(h/a)"),
         (attention(("sqrt(self.width)", "sqrt(1)")),
          {"result", "gradients"}, "; scores are not divided, required: by √(h/a), here √2"),
         (attention(("sqrt(self.width)", "sqrt(self.width * self.heads)")),
@@ -133,7 +148,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (attention(("triu(1)", "triu(2)")), {"result", "gradients"},
          "; every token sees the one after it"),
         (attention((f"self.g({MIXED}) + self.proj.bias", "self.g(self.proj(mixed))")),
-         {"result"}, "; proj.bias is in it 2 times"),
+         {"result"}, "; the term proj.bias is in it twice"),
         (attention((f"self.g({MIXED})", MIXED)), {"result", FORWARD}, OWN_TERM),
         (attention(("self.f(x)", "x")), {"gradients", BACKWARD}, OWN_TERM),
         (attention(("return self", "dist.all_gather([torch.empty_like(mixed) for _ in range("
@@ -205,6 +220,18 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "is out of bounds for dimension 1 with size 256"),
         (loss((LARGEST, "largest = targets.softmax(0)")), {"loss"},
          ("raised NotImplementedError: ", "not implemented for 'Long'")),
+        *((loss((LOGS, other)), {"loss"}, f"; it is so if {words}") for other, words in (
+            ("sums[0] - sums", "the log of the sum of exp is missing"),
+            ("sums[0].log() + sums", "the target's logit is added, not subtracted"))),
+        (loss((f"largest + {LOGS}", LOGS)), {"loss"},
+         "; it is so if the maximum is subtracted and not added back"),
+        (loss((f"{AT} -=", f"{AT} +=")), {"gradient"},
+         "; 1 is added at the target, required: subtracted"),
+        *((loss((SAVED, f"{SAVED}\n        {moved}")), {"gradient"},
+           f"; 1 is subtracted at the entry {side} the target's")
+          for moved, side in (
+              ("local = local - 1", "before"),  # -1 is the last entry
+              ("local = (local + 1) % share.shape[1]", "after"))),
         (loss((HERE, "1.0")), {"gradient"}, "; 1 is subtracted also on ranks that do not"),
         (loss((HERE, "0.0")), {"gradient"}, "from which no target is subtracted"),
         (loss(("grad / n", "1 / n")), {"gradient"}, "; it is 0.333 times what is required"),
@@ -261,6 +288,27 @@ def test_a_mistake_in_one_element_and_a_sum_of_some_terms_are_named():
     ):
         said = diagnose.first_wrong("", [got], [terms.sum(0)], terms=lambda _: named)
         assert words in said, said
+
+
+def test_a_piece_of_another_tensor_is_named_and_what_is_nearly_right_or_constant_is_not():
+    draw = np.random.default_rng(7)
+    wanted = {name: draw.standard_normal((5, 20)) for name in ("up", "down")}
+    wanted["up"][4] = wanted["down"][0] = 0
+    off = draw.standard_normal((5, 20))
+    moved = np.concatenate([wanted["up"][:1], wanted["down"][1:]])  # right in its first row
+    zeros, infinite = off.copy(), np.full((5, 20), np.inf)
+    zeros[0] = 0
+    for got, named in (
+        (moved, True),
+        (wanted["up"] + 1e-3 * off, False),
+        (zeros, False),
+        (infinite, False),
+        (np.nan * off, False),
+    ):
+        said = diagnose.first_wrong_tensor([{"up": got, "down": wanted["down"]}], wanted)
+        assert said.startswith("rank 0: up, element (")
+        words = "; from there on it has elements of another place, in down"
+        assert said.endswith(words) if named else "another place" not in said
 
 
 def test_terms_that_cannot_be_told_apart_or_are_too_many_are_not_named():

@@ -13,6 +13,7 @@ from paralab.exercises.questions import Mistakes
 LR, EPSILON = 0.5, 1e-6
 MEANS = "that is the mean of the micro-batches' means, but they differ in size"
 TWICE = "that is divided by the number of micro-batches twice"
+MISSING = "micro-batch {} is missing, counted from 0"
 NOT_ADDED = "the gradients of the micro-batches are not added up"
 Arrays = dict[str, Any]  # {name: NumPy array}
 
@@ -62,6 +63,7 @@ class Step(NamedTuple):
             (MEANS, sum(self.losses) / m),
             ("that is the last micro-batch's loss", self.losses[-1]),
             (TWICE, loss / m),
+            *zip(map(MISSING.format, range(m)), loss - self.shares * self.losses, strict=True),
         ]
 
     def norm(self) -> tuple[float, Mistakes]:
@@ -103,6 +105,7 @@ class Step(NamedTuple):
                 clip,
             ),
             "the gradient of the step before is still in it": (accumulated, clip),
+            **{MISSING.format(k): (mean - part, clip) for k, part in enumerate(parts)},
         }
 
     def _updated(self, gradient: np.ndarray, clip: float) -> Arrays:

@@ -108,6 +108,19 @@ def first_wrong_tensor(
     def of(arrays: Mapping[str, Mapping[str, Any]] | None, name: str) -> list[tuple[str, Any]]:
         return [(words, one.get(name)) for words, one in (arrays or {}).items()]
 
+    def of_another(name: str, rank: int) -> Iterator[tuple[str, Any]]:
+        """(words, array) if the first wrong elements are those of another place in the tensors."""
+        got, right = found[rank][name], np.ravel(wanted[name])
+        flat = np.nan_to_num(np.ravel(got).astype(float), posinf=0, neginf=0)
+        first = np.argmax(~(np.abs(flat - right) <= tolerance * np.abs(right).max()))
+        piece, own = (one[first : first + 16] for one in (flat, right))
+        limit = min(np.ptp(piece), np.abs(piece - own).max()) / 100
+        for other, array in wanted.items():
+            if array.size >= 16 == piece.size:
+                windows = np.lib.stride_tricks.sliding_window_view(np.ravel(array), 16)
+                if (np.abs(windows - piece).max(axis=1) < limit).any():
+                    yield f"from there on it has elements of another place, in {other}", got
+
     for name, right in wanted.items():
         has = [rank for rank, one in enumerate(found) if name in one]
         wrong = first_wrong(
@@ -116,7 +129,7 @@ def first_wrong_tensor(
             [right] * len(has),
             start=start and [start[name]] * len(has),
             terms=lambda _, name=name: of(terms, name),
-            known=lambda _, name=name: of(known, name),
+            known=lambda at, name=name, has=has: [*of(known, name), *of_another(name, has[at])],
             ranks=lambda place, has=has: ranks(has[place]),
             tolerance=tolerance,
         )

@@ -32,23 +32,29 @@ class Pair(NamedTuple):
 
 
 # ---- the whole layers ----------------------------------------------------------------------------
-def mlp(w: dict[str, Any], *, gelu: str = "tanh") -> Any:
-    """The MLP, with GELU in its tanh form, as in the reference GPT."""
-    inside = torch.nn.functional.gelu(_linear(w, "up", w["x"]), approximate=gelu)
-    return _linear(w, "down", inside)
+def mlp(w: Arrays, *, activation: Callable[[Any], Any] | None = None) -> Any:
+    """The MLP, by default with GELU in its tanh form, as in the reference GPT."""
+    activation = activation or functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    return _linear(w, "down", activation(_linear(w, "up", w["x"])))
 
 
-def attention(w: dict[str, Any], *, scale: float = WIDTH, sees: int = 1) -> Any:
-    """Causal attention, of as many heads as qkv has outputs for. For known mistakes: scores are
-    divided by the root of ``scale``, and token i sees the tokens before i + ``sees``.
+def attention(
+    w: Arrays, *, scale: float = WIDTH, sees: int = 1, order: str = "qkv", reshaped: str = ""
+) -> Any:
+    """Causal attention, of as many heads as qkv has outputs for. For known mistakes: the square of
+    the scores' divisor, how many tokens token i sees from i on, what qkv's output is taken for, and
+    where heads are reshaped, not transposed: "before" attention, "after" it, or both.
     """
     tokens = w["x"].shape[1]
-    by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH)
-    q, k, v = by_head.permute(2, 0, 3, 1, 4)  # (B, a, s, d)
+    by_head = _linear(w, "qkv", w["x"]).view(BATCH, tokens, 3, -1, WIDTH).transpose(1, 2)
+    right = by_head.transpose(2, 3)  # (B, 3, a, s, d)
+    parts = by_head.reshape(right.shape) if "before" in reshaped else right
+    q, k, v = (parts[:, order.index(one)] for one in "qkv")
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(sees)
     scores = (q @ k.mT / scale**0.5).masked_fill(hidden, -math.inf)
-    mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(BATCH, tokens, -1)
-    return _linear(w, "proj", mixed)
+    mixed = scores.softmax(-1) @ v
+    mixed = mixed if "after" in reshaped else mixed.transpose(1, 2)
+    return _linear(w, "proj", mixed.reshape(BATCH, tokens, -1))
 
 
 def _linear(w: dict[str, Any], name: str, x: Any) -> Any:
@@ -131,7 +137,7 @@ def named_terms(pair: Pair, seed: int, t: int, name: str) -> list[tuple[str, np.
 
 def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tuple[str, Any]]:
     """(words, array) of the known mistakes with one result or gradient."""
-    w, last = weights_of(pair, seed), list(pair.shapes)[-1]
+    w, (*_, second, last) = weights_of(pair, seed), pair.shapes
     if name == "qkv.bias" or name == "qkv.weight":
         right = pair.part(name, of_one_device(pair, seed)[name], rank, t)
         by_head = right.reshape(3, HEADS // t, WIDTH, -1).swapaxes(0, 1).reshape(right.shape)
@@ -141,46 +147,46 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
     own_terms, bias = terms(pair, seed, t, name), w[last] * (name == "z")
     for number, term in enumerate(own_terms):
         who = "the rank's own" if number == rank else f"rank {number}'s"
-        for added_bias in (bias, 0):
-            said = f"it is {who} term of the sum, to which no other was added"
-            yield said, term + added_bias
+        yield f"it is {who} term of the sum, to which no other was added", term + bias
     parts = [{n: pair.part(n, w[n], r, t) for n in pair.shapes} for r in range(t)]
+    for words, own, changed in _wrong_layers(pair, w, parts):
+        added = [computed(pair, w | one | {last: 0 * w[last]}, **changed)[name] for one in own]
+        yield words, sum(added) + bias
     if name == "x":  # f at the second layer sums the gradient of its input
-        second = list(pair.shapes)[-2]
         whole = {second: sum(one[second] for one in parts)}
         results = [computed(pair, w | one | whole)["x"] for one in parts]
         words = f"f is applied to the input of {second.partition('.')[0]}"
         yield f"{words}, but it belongs on x", results[rank]
         yield f"{words} as well as to x", sum(results)
-        words = (
-            "the gradient of another use of x, as in x + mlp(x), is summed too: f has to return "
-        )
-        words += "a tensor of its own, and not to work on x"
+        words = "the gradient of another use of x, as in x + mlp(x), is summed too: f has to "
+        words += "return a tensor of its own, and not to work on x"
         yield words, sum(own_terms) + (t - 1) * drawn(pair, seed)["grad"]
         return
-    right = sum(own_terms)
-    for times in (0, *range(2, t + 1)):
-        yield f"{last} is {f'in it {times} times' if times else 'missing'}", right + times * bias
     summed = terms(pair, seed, t, name, times=t)
     yield "the input was summed over the ranks before the layer", sum(summed) + bias
-    yield (
-        "the input was summed over the ranks, and the result was not, as if f were g",
-        summed[rank] + bias,
-    )
+    words = "the input was summed over the ranks, and the result was not, as if f were g"
+    yield words, summed[rank] + bias
     yield "it is the largest of the ranks' terms", np.max(own_terms, axis=0) + bias
+
+
+def _wrong_layers(pair: Pair, w: Arrays, parts: list[Arrays]) -> Iterator[tuple[str, list, dict]]:
+    """(words, each rank's weights, what is changed in forward) of known mistakes in the layers."""
+    t, second = len(parts), list(pair.shapes)[-2]
+    strided = [one | {second: w[second][:, r::t]} for r, one in enumerate(parts)]
+    yield f"columns r, r + t, ... of {second} are on rank r, required: contiguous", strided, {}
     if pair.forward is mlp:
-        yield "GELU is not in its tanh form", computed(pair, w, gelu="none")["z"]
+        yield "GELU is not in its tanh form", parts, {"activation": torch.nn.functional.gelu}
+        yield "ReLU is in the place of GELU", parts, {"activation": torch.relu}
         return
-    for words, changed in (
-        ("scores are divided by √h, required: √(h/a)", {"scale": HIDDEN}),
-        ("scores are divided by √(h/t), required: √(h/a)", {"scale": HIDDEN / t}),
-        (f"scores are not divided, required: by √(h/a), here √{WIDTH}", {"scale": 1}),
-        ("every token sees those after it", {"sees": SEQ}),
-        ("every token sees the one after it", {"sees": 2}),
-    ):
-        yield words, computed(pair, w, **changed)["z"]
-    rows = {n: np.split(w[n], t) for n in ("qkv.weight", "qkv.bias")}
-    parts = [one | {n: rows[n][r] for n in rows} for r, one in enumerate(parts)]
-    results = [computed(pair, w | one | {last: 0 * w[last]})["z"] for one in parts]
+    for root, scale in (("√h", HIDDEN), ("√(h/t)", HIDDEN / t), ("h/a", WIDTH**2)):
+        yield f"scores are divided by {root}, required: √(h/a)", parts, {"scale": scale}
+    yield f"scores are not divided, required: by √(h/a), here √{WIDTH}", parts, {"scale": 1}
+    yield "every token sees those after it", parts, {"sees": SEQ}
+    yield "every token sees the one after it", parts, {"sees": 2}
+    for order in ("kqv", "qvk", "vqk", "kvq", "vkq"):
+        yield f"qkv's output is read as {', '.join(order)}, not q, k, v", parts, {"order": order}
+    for when in ("before", "after", "before and after"):
+        yield f"heads are reshaped {when} attention, not transposed", parts, {"reshaped": when}
+    cut = [p | {n: np.split(w[n], t)[r] for n in p if "qkv" in n} for r, p in enumerate(parts)]
     words = "each rank has a contiguous t-th of qkv: queries of some heads and keys of others"
-    yield words, sum(results) + bias
+    yield words, cut, {}

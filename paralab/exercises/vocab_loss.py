@@ -111,8 +111,13 @@ def _wrong(outcome: Outcome, limit: str) -> str:
             yield from _known_losses(logits, targets, rank, t, has_target)
         share = whole[1] + np.eye(VOCAB)[targets] / TOKENS
         if limit == GRADIENT:
-            own = np.split(share, t, axis=1)[rank]
+            own, entries = np.split(share, t, axis=1)[rank], np.arange(VOCAB // t)
             yield "it is the softmax, from which no target is subtracted", own.copy()
+            yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
+            for by, side in ((1, "after"), (-1, "before")):
+                said = f"1 is subtracted at the entry {side} the target's"
+                for place in (local + by, np.where(has_target, (local + by) % len(entries), -1)):
+                    yield said, own - (place[:, None] == entries) / TOKENS
             own[np.arange(TOKENS), local.clip(0, VOCAB // t - 1)] -= 1 / TOKENS
             yield "1 is subtracted also on ranks that do not have the target", own
 
@@ -136,6 +141,9 @@ def _known_losses(
     own_maximum = maxima[:, rank] + np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
     own_sums, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
     for words, losses in (
+        ("the log of the sum of exp is missing", largest + sums.sum(1) - target),
+        ("the maximum is subtracted and not added back", whole - largest - target),
+        ("the target's logit is added, not subtracted", whole + target),
         ("every rank subtracts the maximum of its own part", own_maximum - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
         ("ranks without the target contribute another logit", whole - clamped.sum((1, 2))),

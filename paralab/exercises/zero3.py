@@ -13,8 +13,8 @@ from typing import Any
 
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.lazy import reference, watched
-from paralab.exercises.one_process import of_one_process, with_divisor
+from paralab.exercises.lazy import reference, torch, watched
+from paralab.exercises.one_process import gradients_of_each, of_one_process, with_divisor
 from paralab.exercises.sync import BATCH
 from paralab.parallel.buckets import units
 from paralab.spec import ModelSpec, Plan
@@ -30,6 +30,7 @@ WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", 
 STALE = "the gradient of the step before is still in it"
 FIXED = f"it is the result for lr={TASK_LR} of the task's example, not for the lr that is passed"
 LAST = "the gradients of the micro-batches are not added up: only the last one's share is left"
+MOVED = "each rank keeps the shard of the rank after it"
 SUMMED = "the gradient is the sum over the ranks, required: the mean"
 
 
@@ -68,7 +69,8 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             fixed = {name: w - TASK_LR * last.gradients[name] for name, w in start.items()}
             summed = {name: w - lr * n * last.gradients[name] for name, w in start.items()}
             known = {STALE: with_stale}
-            known |= {LAST: alone, FIXED: fixed, SUMMED: summed}  # these three: of one step
+            moved = {name: sum(one[name] for one in outcome["moved"]) / n for name in start}
+            known |= {LAST: alone, FIXED: fixed, SUMMED: summed, MOVED: moved}  # all of one step
             terms = {}
             if steps == 1:
                 earlier = {name: w - alone[name] for name, w in last.weights.items()}
@@ -114,7 +116,7 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
     """
     group, m = watch.group, BATCH["microbatches"]
     shard = {"rank": group.index, "ranks": group.size, "device": "cpu"}
-    start, share_of_last, forward = plain(**shard)
+    of_plain, forward = plain(**shard)
     kept = peak = gathered = 0
     with watch.section() as all_of_it:
         gpt = reference.GPT(MODEL)
@@ -138,18 +140,26 @@ def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
             raise RuntimeError(f"after gather() a parameter of {tuple(lost.shape)} has no memory")
         weights = watched.arrays(gpt)
     held = {"kept": kept, "peak": peak, "gathered": gathered, "forward": forward}
-    return {"start": start, "share": share_of_last, "weights": weights, **held}
+    return {**of_plain, "weights": weights, **held}
 
 
 @functools.cache  # on each rank the same for every answer
-def plain(**share: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """(weights of a plain GPT, gradients of this rank's last micro-batch in the first step divided
-    by m, bytes at the peak of a forward beyond the weights)
+def plain(*, ranks: int, **share: Any) -> tuple[dict[str, dict[str, Any]], int]:
+    """({"start": weights of a plain GPT, "share": the last micro-batch's part of this rank's first
+    gradient, "moved": weights after this rank's step, if each shard began in the place of the one
+    before}, bytes at the peak of a forward beyond the weights)
     """
-    gpt = reference.GPT(MODEL)
-    [*_, last] = reference.batches(MODEL, step=0, **share, **BATCH)
+    gpt, utils = reference.GPT(MODEL), torch.nn.utils
+    batches = list(reference.batches(MODEL, step=0, ranks=ranks, **share, **BATCH))
     start = watched.arrays(gpt)
     with watched.PeakMemory() as memory:
-        loss = gpt(*last) / BATCH["microbatches"]
-    loss.backward()
-    return start, {n: watched.array(p.grad) for n, p in gpt.named_parameters()}, memory.peak
+        gpt(*batches[-1]) / BATCH["microbatches"]
+    last = gradients_of_each(gpt, batches)[-1]
+    for unit in (gpt.embedding, *gpt.blocks, gpt.head):
+        flat = utils.parameters_to_vector(unit.parameters()).detach()
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
+        utils.vector_to_parameters(flat.roll(-len(flat) // ranks), unit.parameters())
+    moved = watched.arrays(gpt)
+    for gradients in gradients_of_each(gpt, batches):
+        moved = {name: w - RATES[ranks] * gradients[name] for name, w in moved.items()}
+    return {"start": start, "share": last, "moved": moved}, memory.peak
