@@ -58,8 +58,8 @@ def saving(
     """Yields a function that every rank calls after each step with the number of this run's steps
     done, and that saves into ``folder`` when a checkpoint is due. Without a folder it does nothing.
 
-    every  save when the steps of the whole training, earlier runs included, are a multiple of it
-    steps  the steps of this run; a checkpoint is due after the last one in any case
+    every    save when the steps of the whole training, earlier runs included, are a multiple of it
+    steps    the steps of this run; a checkpoint is due after the last one in any case
     resumed  ``resume`` and ``newest``, as in `checkpoints.check_save`
 
     Rank 0 locks the folder against other runs until the block ends. Another run may have saved

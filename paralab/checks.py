@@ -28,8 +28,8 @@ def illegal(name: str, value: object, why: str, legal: str) -> ValueError:
     """The refusal of ``value`` for the setting ``name``: why, and what is legal instead. If ``why``
     quotes another refusal, what is legal is what that one says.
     """
-    closer = why.removeprefix(reason(why)).removeprefix(LEGAL)
-    return ValueError(f"{name}={shown(value)}: {reason(why)}{LEGAL}{closer or legal}")
+    why, _, quoted = why.partition(LEGAL)
+    return ValueError(f"{name}={shown(value)}: {why}{LEGAL}{quoted or legal}")
 
 
 def reason(refusal: object) -> str:
@@ -68,21 +68,16 @@ def whole(name: str, value: object, *, at_least: int, at_most: int = 2**62) -> i
     """``value`` as an int in range, or the refusal. Booleans and floats are not whole numbers."""
     if type(value) is int and at_least <= value <= at_most:  # a fast path: nearly all values
         return value
-    legal = f"a whole number of at least {at_least}"
-    if at_most < 2**62:
-        legal = f"a whole number from {at_least} to {at_most}"
-    if at_most == at_least:
-        legal = f"{at_least}"
+    span = f"a whole number from {at_least} to {at_most}" if at_most > at_least else f"{at_least}"
+    legal = span if at_most < 2**62 else f"a whole number of at least {at_least}"
     if isinstance(value, bool):
         raise illegal(name, value, "a bool is not a number", legal)
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # 2.0 is refused, numpy's 2 is not
     except TypeError:
         raise illegal(name, value, "not a whole number", legal) from None
-    if number > at_most > at_least:
-        legal = f"a whole number from {at_least} to {at_most}"
     if not at_least <= number <= at_most:
-        raise illegal(name, value, "out of range", legal)
+        raise illegal(name, value, "out of range", span if number > at_most else legal)
     return number
 
 

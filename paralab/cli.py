@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from paralab import doctor, experiment, observing
-from paralab.checks import choice, illegal, number, size
+from paralab.checks import LEGAL, choice, illegal, number, size
 from paralab.dry_run import dry_run
 from paralab.interpret.predict import predict
 from paralab.options import (
@@ -203,7 +203,7 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except (ValueError, Nested) as error:
-        if "; legal: " not in str(error):
+        if LEGAL not in str(error):
             raise
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
         if not rank.isdecimal() or int(rank) == 0:

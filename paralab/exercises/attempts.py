@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from paralab.checks import shown
+from paralab.checks import LEGAL, shown
 from paralab.exercises.verdict import NOT_STARTED
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout, Stopped
 from paralab.ranks.hangs import Frame, noted_place, place
@@ -51,7 +51,7 @@ def attempt(call: Callable[[], Any], *, within: float = 0.0) -> tuple[Any, str]:
         where = NOT_STARTED if NOT_STARTED in error.traceback else noted_place(error.traceback)
         return None, without_stub(first_line(error) + where)
     except (Exception, SystemExit, GeneratorExit) as error:
-        if isinstance(error, ValueError) and "; legal: " in first_line(error):
+        if isinstance(error, ValueError) and LEGAL in first_line(error):
             return None, first_line(error)  # a refusal in paralab's own words
         failure = f"raised {type(error).__name__}: {first_line(error)}".removesuffix(": ")
         if isinstance(error, SystemExit):

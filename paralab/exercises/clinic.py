@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import count_of
+from paralab.checks import count_of, reason
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Text, Tries, exercise
 from paralab.exercises.questions import plain_answers
@@ -146,4 +146,4 @@ def _fault(lists: Schedule, before: Schedule) -> str:
         "microbatches": 1 + max(action.microbatch for action in work),
         "stages": 1 + max(action.stage for action in work),
     }
-    return attempt(lambda: validate(lists, **needed))[1].partition("; legal: ")[0]
+    return reason(attempt(lambda: validate(lists, **needed))[1])

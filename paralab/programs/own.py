@@ -116,7 +116,8 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         return f"has a mutable field ({error})", "strings, whole numbers and tuples of them"
     if ins.op not in OPS:
         return f"has an unknown op {ins.op!r}", ", ".join(sorted(OPS))
-    groups = {"dp", *([*mode_of(plan).axes] * (plan.tp > 1)), *(["pp", "ends"] * (plan.pp > 1))}
+    groups = {"dp", *(["pp", "ends"] * (plan.pp > 1))}
+    groups |= mode_of(plan).axes.keys() if plan.tp > 1 else set()
     groups |= {"replica"} if plan.shard_degree < plan.dp else set()
     groups |= {"secondary"} if plan.secondary_shard else set()
     lanes = groups if ins.op in COLLECTIVES else {"", *(WORKERS if plan.tiers else ())}

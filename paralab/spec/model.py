@@ -62,9 +62,10 @@ class ModelSpec(Description):
             why = f"hidden={self.hidden} is not divisible by it"
             raise illegal("heads", self.heads, why, ", ".join(map(str, legal)))
         choice("tied", self.tied, (True, False))
-        if not 0.0 <= real("dropout", self.dropout) < 1.0:
+        dropout = real("dropout", self.dropout)
+        if not 0.0 <= dropout < 1.0:
             raise illegal("dropout", self.dropout, "not a probability below 1", "from 0 to below 1")
-        object.__setattr__(self, "dropout", float(self.dropout))
+        object.__setattr__(self, "dropout", dropout)
         choice("attention", self.attention, ("explicit", "sdpa", None))
         check_block(self.block)
 

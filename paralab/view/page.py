@@ -46,7 +46,8 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
 
     legal = "a list of pairs (title, HTML), both texts"
     for pair in instance("sections", sections, Collection, legal, "list"):
-        if not isinstance(pair, (tuple, list)) or [isinstance(p, str) for p in pair] != [True] * 2:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not is_pair or not all(isinstance(part, str) for part in pair):
             raise illegal("sections", sections, f"{shown(pair)} is not such a pair", legal)
     figures: dict[str, dict[str, Chart]] = {}
     for name in theme.LOOKS:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets as ipw
 
-from paralab.checks import count_of, illegal
+from paralab.checks import LEGAL, count_of, illegal
 from paralab.instruments.calibrate import device_of_run
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, Plan
@@ -251,6 +251,6 @@ def impossible(error: BaseException) -> str:
 
 def refusal(error: BaseException) -> tuple[str, str, str]:
     """The parts of an error made by `illegal`: the setting, why it is refused, what would work."""
-    refused, _, legal = str(error).partition("; legal: ")
+    refused, _, legal = str(error).partition(LEGAL)
     asked, _, why = refused.partition(": ")
     return asked, why, legal.replace(", ...", " and so on")
