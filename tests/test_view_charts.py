@@ -177,6 +177,12 @@ def test_a_chart_is_shown_as_plotly_shows_a_figure(light, monkeypatch):
         assert set(bundle) == {"application/vnd.plotly.v1+json"}
 
 
+def test_what_a_reader_changes_in_a_chart_is_checked_by_plotly(light):
+    for chart in light.values():
+        with pytest.raises(ValueError, match="opacity"):
+            chart.update_traces(opacity=7)
+
+
 def test_a_chart_survives_copies_pickle_and_becoming_a_widget(light):
     for chart in light.values():
         for twin in (

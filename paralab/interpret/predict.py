@@ -143,7 +143,7 @@ def in_full(program: Program, times: Times, cluster: Cluster, steps: int) -> Tab
     for rank in range(plan.world_size):
         member = Member(program, rank, cluster.node_of)
         pp = member.at.pp
-        alike = pp, member.index, member.at.tp if plan.tp_mode != "1d" else 0
+        alike = pp, *calls.own(pp, member.index), member.at.tp if plan.tp_mode != "1d" else 0
         if alike not in known:
             known[alike] = boxes(times, member, calls)
         for step in range(steps):

@@ -85,6 +85,12 @@ class Calls:
             calls.append(Call(OPS[ins.op], ins.lane, payload, ins.phase, ins.peer))
         return self._known.setdefault(key, tuple(calls))
 
+    def own(self, pp: int, index: int) -> list[tuple[Call, ...]]:
+        """The only calls that differ between the ranks that share the states: sums of their parts
+        of some gradients, of which a rank may have none.
+        """
+        return [self.of(pp, ins, index) for ins in self.program.codes[pp] if sums_shared(ins)]
+
     def payload(self, pp: int, ins: Instr, index: int = 0) -> int | None:
         """Bytes of the full buffer: of the value that is gathered or received, else of the one that
         is read; of a state its last entry, or a tp rank's part. None if the rank makes no call.

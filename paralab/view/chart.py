@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
@@ -58,9 +59,15 @@ class Chart(go.Figure):
         shapes: Iterable[dict[str, Any]] = (),
     ) -> Chart:
         """This chart with more marks, given as dicts and added all at once: with each one added,
-        plotly would validate all earlier ones again, which is too slow for a slider.
+        plotly would validate all earlier ones again, which is too slow for a slider. So is its
+        check of every number of a trace, which is therefore made in the tests only.
         """
+        validator = self._data_validator
+        validator.validate_coerce = partial(validator.validate_coerce, _validate=False)
         self.add_traces(list(traces))
+        del validator.validate_coerce
+        for trace in self.data:
+            trace._validate = True  # what a reader changes in it is checked
         self.layout.annotations = (*self.layout.annotations, *notes)
         self.layout.shapes = (*self.layout.shapes, *shapes)
         self._make_room()

@@ -30,7 +30,7 @@ def heat(
         "z": z,
         "zmin": 0,
         "zmax": most,
-        "colorscale": list(colours),
+        "colorscale": [[i / (len(colours) - 1), c] for i, c in enumerate(colours)],
         "text": words,
         "texttemplate": "%{text}",
         **hover(hover_texts),
