@@ -41,8 +41,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (zero3(("            parameter.grad = None\n", "            pass\n")), {"weights"},
      "; the term of the micro-batches before the last is in it twice"),
     (zero3(ALL_REDUCES), {"bytes per rank"}, "(yours is 1.33 times that)"),
-    (zero3(("chunk(self.ranks)[self.rank]", "chunk(self.ranks)[self.rank + 1 - self.ranks]")),
-     {"weights"}, "; each rank keeps the shard of the rank after it"),
     (zero3((UPDATE, "pass")), {"weights"}, "it is as it was before"),
     (zero3(FIXED), {"weights"}, "; it is the result for lr=0.1 of the task's example, not"),
     (bad.Torchs, {"weights"}, "raised "),
