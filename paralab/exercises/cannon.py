@@ -8,7 +8,7 @@ takes three. Shapes and data are those of summa.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from paralab.checks import shown
@@ -40,13 +40,14 @@ REQUIRED = {
 PRODUCT, CALLS, SENT, MEMORY = REQUIRED
 AT_FIRST = " before the first product"
 MESSAGES = "messages between two ranks"
-FIRST = {  # {words: (i, j) -> how far X goes left and W goes up before the first product}
-    f"nothing was moved{AT_FIRST}": lambda i, j: (0, 0),
-    f"W was not moved{AT_FIRST}": lambda i, j: (i, 0),
-    f"X was not moved{AT_FIRST}": lambda i, j: (0, j),
-    f"X was moved to the right and W down{AT_FIRST}": lambda i, j: (-i, -j),
-    f"X was moved to the right{AT_FIRST}": lambda i, j: (-i, j),
-    f"W was moved down{AT_FIRST}": lambda i, j: (i, -j),
+MISTAKES = {  # {words: signs of X's first move to the left, of W's up, and of W's moves after it}
+    "between the products X goes left and W down, or X right and W up": (1, 1, -1),
+    f"nothing was moved{AT_FIRST}": (0, 0, 1),
+    f"W was not moved{AT_FIRST}": (1, 0, 1),
+    f"X was not moved{AT_FIRST}": (0, 1, 1),
+    f"X was moved to the right and W down{AT_FIRST}": (-1, -1, 1),
+    f"X was moved to the right{AT_FIRST}": (-1, 1, 1),
+    f"W was moved down{AT_FIRST}": (1, -1, 1),
 }
 
 
@@ -164,32 +165,27 @@ def _wrong(outcome: Outcome, number: int, q: int) -> str:
     only if it explains the blocks of all ranks, because on some ranks several give the same block.
     """
     x, w = (one.astype("float64") for one in blocks(outcome.seed, q, number)[:2])
-    places = [divmod(rank, q) for rank in range(q * q)]
     mine = [y[number] for y in outcome["y"]]
 
-    def products(moved: Any, steps: Sequence[int], up: int = 1) -> list[np.ndarray]:
-        """Each rank's block. X and W are first ``moved``; after a step X goes left, W ``up``."""
-        moves = [(i, j, *moved(i, j)) for i, j in places]
+    def products(left: int = 1, up: int = 1, later: int = 1, steps: int = q) -> list[np.ndarray]:
+        """Each rank's block, with signs as in `MISTAKES`."""
         return [
-            sum(x[i, (j + left + s) % q] @ w[(i + above + up * s) % q, j] for s in steps)
-            for i, j, left, above in moves
+            sum(
+                x[i, (j + left * i + s) % q] @ w[(i + up * j + later * s) % q, j]
+                for s in range(steps)
+            )
+            for i, j in (divmod(rank, q) for rank in range(q * q))
         ]
 
-    def mistakes() -> Iterator[tuple[str, list[np.ndarray]]]:
-        alone = products(lambda i, j: (0, 0), [0])
-        yield "nothing was moved: it is the product of the rank's own blocks", alone
-        yield "the last of the q products is missing", products(lambda i, j: (i, j), range(q - 1))
-        crossed = "between the products X goes left and W down, or X right and W up"
-        yield crossed, products(lambda i, j: (i, j), range(q), -1)
-        for words, moved in FIRST.items():
-            yield words, products(moved, range(q))
-
-    right = products(lambda i, j: (i, j), range(q))
-    allowed = TOLERANCE * max(abs(block).max() for block in right)
-
-    def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
-        for words, all_ranks in mistakes():
-            if all(near(one, other, allowed) for one, other in zip(mine, all_ranks, strict=True)):
-                yield words, mine[rank]
-
-    return wrong_block(outcome, "y", number, q, known)
+    mistakes = {
+        "nothing was moved: it is the product of the rank's own blocks": products(0, 0, steps=1),
+        "the last of the q products is missing": products(steps=q - 1),
+        **{words: products(*signs) for words, signs in MISTAKES.items()},
+    }
+    allowed = TOLERANCE * max(abs(block).max() for block in products())
+    made = [
+        words
+        for words, blocks in mistakes.items()
+        if all(near(one, other, allowed) for one, other in zip(mine, blocks, strict=True))
+    ]
+    return wrong_block(outcome, "y", number, q, lambda rank: [(w, mine[rank]) for w in made])
