@@ -29,7 +29,7 @@ CLUSTER = Cluster(name="timed units", flops=1e12, memory_bandwidth=1e12, intra=L
 WITHOUT_S = 3 * UNITS * MESSAGE_S  # two gathers and a reduce-scatter of each unit
 LIMIT_S = WITHOUT_S / 2
 
-GATHERS, EXPOSED = "gathers", "exposed time"
+GATHERS, EXPOSED, RIGHT = "gathers", "exposed time", "right"
 EARLY = "a unit has computed before its parameters arrived"
 REQUIRED = zero3.REQUIRED | {
     zero3.WEIGHTS: "N = 3: after 2 steps of SGD those of one process, on every rank",
@@ -46,8 +46,8 @@ def my_prefetch(tries: Tries) -> None:
     zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
 
 
-def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, dict[str, float]]]:
-    """What every rank runs. Returns for each step (output of the units, the right output, {known
+def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, dict[str, float]]]:
+    """What every rank runs. Returns for each step (output of the units, {`RIGHT` or a known
     mistake: the output that it gives}).
     """
     from paralab.exercises.timed import timed
@@ -59,24 +59,25 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, dict
         for weight, number in zip(layer.weights, numbers, strict=True):
             weight.data.fill_(number)
     watch.label = "before"
-    zero = answer[0](list(module), lr=zero3.RATES[RANKS])
-    values, known = values.clone(), {one: values.clone() for one in (zero3.FIXED, zero3.SUMMED)}
     lr = zero3.RATES[RANKS]
+    zero = answer[0](list(module), lr=lr)
+    rates = {RIGHT: lr, zero3.FIXED: zero3.TASK_LR, zero3.SUMMED: lr * RANKS}
+    known = {words: values.clone() for words in rates}
     for step in range(STEPS):
         watch.label = f"step {step}"
         out = module(torch.zeros(1))
         sums = {words: numbers.sum().item() for words, numbers in known.items()}
-        outputs.append((out.item(), values.sum().item(), sums))
+        outputs.append((out.item(), sums))
         out.backward()
         zero.step()
-        fixed, summed = known[zero3.FIXED], known[zero3.SUMMED]
-        for numbers, rate in ((values, lr), (fixed, zero3.TASK_LR), (summed, lr * RANKS)):
-            numbers -= rate * (numbers + (RANKS - 1) / 2)  # the mean of the ranks' gradients
+        for words, numbers in known.items():
+            numbers -= rates[words] * (numbers + (RANKS - 1) / 2)  # the mean of all gradients
     return outputs
 
 
 def _look(notes: Notes, outcome: Outcome) -> None:
-    for step, (out, right, known) in enumerate(outcome.results[0]):
+    for step, (out, known) in enumerate(outcome.results[0]):
+        right = known.pop(RIGHT)
         wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; "
         near = (words for words, other in known.items() if abs(out - other) < 1e-4 * abs(other))
         wrong += next(near, f"{EARLY}, or with wrong parameters")
