@@ -1,8 +1,8 @@
 """Lab 12: what a rank of a large plan holds, and a better plan for the same model.
 
-The right values come from compiled programs (`pl.dry_run`) and, for days, from `pl.predict`, not
-from a second formula. 1F1B keeps at most p - r micro-batches on stage r (Narayanan+ 2021, PTD-P,
-arXiv:2104.04473, sec. 2.2).
+The right values come from compiled programs (`pl.dry_run`), from the schedule's lists and, for
+days, from `pl.predict`, not from a second formula. 1F1B keeps at most p - r micro-batches on stage
+r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2).
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ PLANS = (
     Plan(tp=2, pp=1, dp=5, microbatches=3, precision="bf16"),  # the first stage is the last one
 )
 PARAMETERS, FLIGHT = "parameters of a rank", "micro-batches in flight"
-_ABOUT = "(model, plan, stage)"
 
 
 @exercise(
-    Takes(f"stage_parameters{_ABOUT}"),
-    Takes(f"in_flight{_ABOUT}"),
+    Takes("stage_parameters(model, plan, stage)"),
+    Takes("in_flight(model, plan, stage)"),
     required={
         PARAMETERS: "exact for every stage of four plans",
         FLIGHT: "exact for every stage of four plans under 1F1B",
@@ -57,16 +56,13 @@ def stage_memory(tries: Tries) -> None:
 
 
 # ---- what a stage holds --------------------------------------------------------------------------
-
-
 @functools.cache
-def _dry(plan: Plan, stage: int) -> Any:
-    return dry_run(MODEL, plan, rank=stage * plan.dp * plan.tp)
+def _count(plan: Plan, stage: int) -> int:
+    return dry_run(MODEL, plan, rank=stage * plan.dp * plan.tp).meta["num_params"]
 
 
 def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
-    right, h = _dry(plan, stage).meta["num_params"], MODEL.hidden
-    whole = _dry(plan.replace(tp=1), stage).meta["num_params"]
+    right, whole, h = _count(plan, stage), _count(plan.replace(tp=1), stage), MODEL.hidden
     blocks, table = MODEL.layers // plan.pp, MODEL.vocab * h
     ends = (stage == 0) + (stage == plan.pp - 1)
     both = "with one stage, the first is also the last: it has the embedding and the head"
@@ -92,10 +88,9 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
 
 
 def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
-    work = _dry(plan, stage).spans.query("kind in ['forward', 'backward']").groupby("microbatch")
-    begun, done = work["start"].min(), work["end"].max()
-    right = max(int((begun <= time).sum() - (done <= time).sum()) for time in begun)
-    p, m = plan.pp, plan.microbatches
+    from paralab.theory.schedule_check import peak_live
+
+    right, p, m = peak_live(plan.actions())[stage], plan.pp, plan.microbatches
     return right, (
         ("that is GPipe, which holds all micro-batches", m),
         ("there are no more than m micro-batches", p - stage),
@@ -137,8 +132,10 @@ def trillion_plan(tries: Tries) -> None:
         ranks = plan.world_size
         notes.at_most(GPUS, ranks, published.world_size, "{:,}".format)
         if batch == required and ranks <= published.world_size:
-            days, held = _predicted(model, plan)
-            notes.at_most(FITS, held, MOST_GB, "{:.1f} GB".format)
+            nodes = Cluster.preset("dgx-a100", nodes=-(-ranks // 8))
+            report = predict(model, plan, nodes, steps=1, detail="actions")
+            days = report.step_time * TOKENS / (batch * model.seq_len) / 86_400
+            notes.at_most(FITS, report.peak_memory / 1e9, MOST_GB, "{:.1f} GB".format)
             notes.at_most(DAYS, days, MOST_DAYS, "{:.1f} days".format)
 
 
@@ -149,12 +146,3 @@ def _legal(model: ModelSpec, settings: Mapping[str, Any]) -> Plan:
     plan = Plan(**settings)
     plan.validate(model)
     return plan
-
-
-@functools.cache
-def _predicted(model: ModelSpec, plan: Plan) -> tuple[float, float]:
-    """(days of the training, GB on the rank with the highest peak)"""
-    nodes = Cluster.preset("dgx-a100", nodes=-(-plan.world_size // 8))
-    report = predict(model, plan, nodes, steps=1, detail="actions")
-    updates = TOKENS / (plan.global_batch * model.seq_len)
-    return report.step_time * updates / 86_400, report.peak_memory / 1e9
