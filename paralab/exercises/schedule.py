@@ -26,8 +26,6 @@ from paralab.spec import ModelSpec, Plan
 if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
 
-# What an action needs of its own stage and micro-batch: `Order.source` is the other stage's.
-NEEDS = {"B": "F", "I": "F", "W": "I"}
 PP, MICROBATCHES = 4, 6
 SIZES = (  # p, m: with fewer micro-batches than stages, as many, and more
     *((2, m) for m in (1, 2, 5)),
@@ -154,16 +152,14 @@ def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action
     """
     from paralab.theory.schedule_check import live
 
-    order, end, rank = simulated.order, simulated.end, simulated.order.rank[i]
-    first, row = order.first[rank], simulated.schedule[rank]
-    done = row[: i - first]
-    held = live(simulated.schedule)[rank][len(done) - 1] - (done[-1].kind in "BW")
-    for n in range(i + 1, order.first[rank + 1]):
-        action, source = row[n - first], order.source[n]
-        own = NEEDS.get(action.kind)
-        if own and action._replace(kind=own) not in done:
-            continue
-        if (source < 0 or end[source] <= since + 1e-12) and (own or held < most):
+    order, rank = simulated.order, simulated.order.rank[i]
+    done, row = i - order.first[rank], simulated.schedule[rank]
+    held = live(simulated.schedule)[rank][done - 1] - (row[done - 1].kind in "BW")
+    for at in range(done + 1, len(row)):
+        action, source = row[at], order.source[order.first[rank] + at]
+        arrived = source < 0 or simulated.end[source] <= since + 1e-12
+        waits = any(other[::2] == action[::2] for other in row[done:at])  # for one of its own stage
+        if arrived and not waits and (action.kind != "F" or held < most):
             return action
     return None
 
