@@ -57,8 +57,8 @@ def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
         for notes, outcome in tries.run(summed, q * q, q, where=f"q={q}", memory=False):
             for limit in GROUPS_REQUIRED:
-                look = _wrong_group if limit in GROUPS else _wrong_sums
-                wrong = first(look(rank, limit, one, q) for rank, one in enumerate(outcome.results))
+                ranks = enumerate(outcome.results)
+                wrong = first(_wrong_line(rank, limit, result, q) for rank, result in ranks)
                 notes.look(limit, wrong, "right, on every rank")
 
 
@@ -84,22 +84,18 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     return result
 
 
-def _wrong_group(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
-    place, other = divmod(rank, q), "column" if limit == "row" else "row"
-    right = GROUPS[limit](*place, q)
-    if result[limit] == right:
-        return ""
-    swapped = f"; these are the ranks of its {other}" * (result[limit] == GROUPS[other](*place, q))
-    said = f"rank {rank}, at {place}: the {limit} has the ranks {result[limit]}, required: {right}"
-    return said + swapped
-
-
-def _wrong_sums(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
-    right = [float(sum(members(*divmod(rank, q), q))) for members in GROUPS.values()]
-    said = (
-        f"rank {rank}: the sums in its row and its column are {result['sums']}, required: {right}"
-    )
-    return said if result["sums"] != right else ""
+def _wrong_line(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
+    place = divmod(rank, q)
+    right = {name: members(*place, q) for name, members in GROUPS.items()}
+    if limit not in GROUPS:
+        sums, yours = [float(sum(members)) for members in right.values()], result["sums"]
+        said = f"rank {rank}: the sums in its row and its column are {yours}, required: {sums}"
+        return said if yours != sums else ""
+    required, yours = right[limit], result[limit]
+    said = f"rank {rank}, at {place}: the {limit} has the ranks {yours}, required: {required}"
+    for other in right:
+        said += f"; these are the ranks of its {other}" * (yours == right[other])
+    return said if yours != required else ""
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
@@ -154,10 +150,8 @@ def _far(outcome: Outcome, q: int) -> Iterator[str]:
         for legal, in_row in ((row, True), (column, False)):
             targets = [int(peer) for peer in sends["peer"] if (peer // q == i) == in_row]
             for far in (peer for peer in targets if peer not in (*legal, targets[0])):
-                line = far // q == i or far % q == j
-                why = "after the first move" if line else "outside of its row and column"
-                said = f"{name(rank)} sends to {name(far)} {why}, required: to a neighbour"
-                yield f"{said}, {' or '.join(dict.fromkeys(map(name, legal)))}"
+                said = f"{name(rank)} sends to {name(far)} after the first move, required: to a "
+                yield f"{said}neighbour, {' or '.join(dict.fromkeys(map(name, legal)))}"
 
 
 def _wrong(outcome: Outcome, number: int, q: int) -> str:

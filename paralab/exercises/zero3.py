@@ -22,13 +22,12 @@ from paralab.spec import ModelSpec, Plan
 # Many small units, so that a model that is never freed shows in the peak.
 MODEL = ModelSpec(layers=5, hidden=30, heads=2, seq_len=8, tied=False)
 RUNS = {4: 1, 3: 2}  # ranks: steps
-TASK_LR, RATES = 0.1, {4: 0.05, 3: 0.2, 2: 0.4}  # in the task's example; in the check, by ranks
+RATES = {4: 0.05, 3: 0.2, 2: 0.4}  # the learning rate by ranks
 SCALARS = 4000  # bytes of counts and the like
 UNITS = 4  # whole units at the peak: parameters, gradients, and both again in flat buffers
 
 WEIGHTS, BYTES, KEPT, PEAK = "weights", "bytes per rank", "kept between steps", "peak of a step"
 STALE = "the gradient of the step before is still in it"
-FIXED = f"it is the result for lr={TASK_LR} of the task's example, not for the lr that is passed"
 LAST = "the gradients of the micro-batches are not added up: only the last one's share is left"
 SUMMED = "the gradient is the sum over the ranks, required: the mean"
 Arrays = dict[str, Any]  # {name: NumPy array}
@@ -69,7 +68,6 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             known = {  # all but the first of one step
                 STALE: _updated(last.weights, lr, before.gradients),
                 LAST: alone,
-                FIXED: _updated(start, TASK_LR, last.gradients),
                 SUMMED: _updated(start, lr * n, last.gradients),
             }
             terms = {
