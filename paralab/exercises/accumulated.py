@@ -89,7 +89,6 @@ class Step(NamedTuple):
         mean, means = self.mean, self.gradients.mean(0)
         last, share = self.gradients[-1], parts[-1]
         by_tensor = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
-        by_microbatch = self.shares @ [_clipped(one, clip) for one in self.gradients]
         running = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
         accumulated = _clipped(self.shares @ self.stale, clip) + mean
         return {
@@ -99,7 +98,6 @@ class Step(NamedTuple):
             TWICE: (mean / len(self.sizes), clip),
             "the gradient is not clipped": (mean, inf),
             "each tensor is clipped by its own norm": (by_tensor, inf),
-            "each micro-batch is clipped, not their mean": (by_microbatch, inf),
             "the sum so far is clipped after each micro-batch, not once at the end": (
                 running,
                 clip,

@@ -54,13 +54,12 @@ def accumulate(tries: Tries) -> None:
 # ---- on the rank ---------------------------------------------------------------------------------
 def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
     """What the rank runs: the steps of each case."""
-    cases = []
+    cases, passes, updates, held = [], [], [], 4 * MODEL.num_params  # bytes of all gradients
     for sizes, clip in CASES:
-        gpt, passes = reference.GPT(MODEL, seed), []
+        gpt = reference.GPT(MODEL, seed)
         update = reference.optimizer(gpt.parameters(), "sgd", LR)
-        gpt.register_forward_pre_hook(lambda _, args, passes=passes: passes.append(len(args[0])))
-        updates: list[Any] = []
-        update.register_step_pre_hook(lambda *_, updates=updates: updates.append(1))
+        gpt.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
+        update.register_step_pre_hook(lambda *_: updates.append(1))
         for parameter in gpt.parameters():  # as if left by an earlier step
             parameter.grad = torch.full_like(parameter, STALE)
         stale, steps = np.full((len(sizes), MODEL.num_params), STALE), []
@@ -73,7 +72,6 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
                 peak = _peak(max(sizes))
             passes.clear()
             updates.clear()
-            held = 4 * MODEL.num_params  # bytes of all gradients
             before = watched.arrays(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
@@ -116,12 +114,10 @@ def _look(notes: Notes, step: Step) -> None:
     yours = ", ".join(map(str, step.returned))
     pair = "" if len(step.returned) == 2 else f"required: the pair (loss, norm), yours is {yours}"
     show = "{:.5f}".format
-    for position, (limit, (right, known)) in enumerate(
-        {LOSS: step.loss(), NORM: step.norm()}.items()
-    ):
-        settings = {"what": ", detached or by .item()", "tolerance": TOLERANCE}
-        wrong = pair or wrong_number(step.returned[position], right, known, show, **settings)
-        notes.look(limit, wrong, show(right))
+    how = show, ", detached or by .item()", TOLERANCE
+    for position, (limit, numbers) in enumerate(((LOSS, step.loss()), (NORM, step.norm()))):
+        wrong = pair or wrong_number(step.returned[position], *numbers, *how)
+        notes.look(limit, wrong, show(numbers[0]))
 
     right_weights, mistakes = step.weights()
     wrong = first_wrong_tensor(

@@ -100,7 +100,6 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield "yours recomputes nothing: with recomputation a block's forward runs twice", once
     yield "yours recomputes the head too, whose forward runs once", 4 * (blocks + head)
     yield "yours counts forward alone", blocks + head
-    yield "yours counts forward twice and no backward, which is twice a forward", 2 * blocks + head
     yield "yours counts a multiply-add as one FLOP, and it is two", right / 2
     yield "yours counts one sample", right / samples
     yield "yours counts one token per sample", right / model.seq_len
@@ -124,10 +123,8 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> M
     yield f"that is 6 Ψ per token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
     yield "those are hours", right * 24
-    yield "those are minutes", right * 24 * 60
     yield "that is for one device", right * devices
     yield "tokens are not samples: a sample has model.seq_len of them", right * model.seq_len
-    yield "yours divides by the number of devices twice", right / devices
 
 
 def shares(

@@ -37,7 +37,6 @@ def days_and_mfu(tries: Tries) -> None:
         known_mfu = [
             *known_shares(mfu, samples, seconds, devices),
             ("the FLOPs that are given are those of all samples of a step already", mfu * samples),
-            ("that is HFU with everything recomputed", mfu * 4 / 3),
         ]
         right = {DAYS: (days, known_days), MFU: (mfu, known_mfu)}
         for limit, wrong in reply.numbers(right, TOLERANCE):
@@ -51,5 +50,4 @@ def known_shares(right: float, samples: int, seconds: float, devices: int) -> li
         ("yours divides by the peak of one device, not of all", right * devices),
         ("yours counts one sample", right / samples),
         ("the FLOPs are not divided by the seconds of the step", right * seconds),
-        ("that is the inverse of the share", 1 / right),
     ]

@@ -78,14 +78,12 @@ def known(rows: Rows, place: int) -> Mistakes:
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
         ("all FLOPs over all device seconds", of_all),
         ("the harmonic mean of the rates", lambda some: statistics.harmonic_mean(rates(some))),
-        ("the median of the rates", lambda some: statistics.median(rates(some))),
     ):
         yield f"yours uses {words}", right(rows, rate)[place]
     if place:
         signed = (seen, unseen)[place - 1]
         yield "that is in per cent", 100 * numbers[place]
         yield "errors of opposite sign cancel: take their absolute values", fmean(signed)
-        yield "that is the largest error, not the mean", max(map(abs, signed))
     else:
         yield "that is in TFLOP/s", numbers[place] / 1e12
     said = "yours is the error of the rate, not of the seconds"
