@@ -1,9 +1,18 @@
-"""Lab 04: a learner's pipeline schedule, which has to be legal, fast and small in memory.
+"""Lab 04: a learner's pipeline schedules, which have to be legal, fast and small in memory.
 
 The lists of actions are checked by theory/schedule_check.py and simulated by theory/pipeline.py.
 GPipe keeps the limit of time but not of memory, one micro-batch after another that of memory but
 not of time. 1F1B keeps both (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), and so does a schedule
 with each backward split into two halves (Qi+ 2023, arXiv:2401.10241, sec. 2.1), which is faster.
+
+The last exercise has three schedules with a split backward, each of which reaches a target.
+F = I = W = 10 ms, links are free, and a rank has one stage. The first target is ZB-H1's time within
+1F1B's memory; the second no idle time between a rank's first and last action (Qi+ 2024,
+arXiv:2401.10241, sec. 2). The third is 1F1B's time with a third less memory. A micro-batch goes
+down p stages as forwards and up again as input halves, so the first rank holds it for 2p + 1 slots
+of 10 ms. If a micro-batch starts every 3 slots, at least (2p + 1)/3 are alive. With p = 4 forwards
+and input halves collide at that pace; the time of 1F1B's bubble makes up for it while m is small.
+So the third target can be reached for the `TARGET_SIZES`, but not for every m.
 """
 
 from __future__ import annotations
@@ -17,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
-from paralab.exercises.questions import Reply, asked
+from paralab.exercises.questions import Reply, ask, asked
 from paralab.exercises.unaided import UNAIDED
 from paralab.exercises.verdict import SLACK, ms
-from paralab.parallel.schedules import Action, Schedule, one_f_one_b
+from paralab.parallel.schedules import Action, Schedule, one_f_one_b, zb_h1
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
@@ -128,13 +137,13 @@ def idle(simulated: Simulation) -> str:
     return _idle(simulated, *min(_gaps(simulated)))
 
 
-def wasted(simulated: Simulation, most: int) -> str:
+def wasted(simulated: Simulation) -> str:
     """The first idle time of a rank in which another action of its list could run, in words; if
-    there is none, the first idle time. most: micro-batches that a rank may hold
+    there is none, the first idle time.
     """
     gaps = sorted(_gaps(simulated))
     for since, i in gaps:
-        if action := _startable(simulated, since, i, most):
+        if action := _startable(simulated, since, i, least_alive(simulated.order.ranks)):
             return f"{_idle(simulated, since, i)}, where {action} could start"
     return _idle(simulated, *gaps[0]) if gaps else ""
 
@@ -229,3 +238,45 @@ def _nth(position: int) -> str:
     """A position 0, 1, ... of a list as an ordinal: 1st, 2nd."""
     n = position + 1
     return f"{n}{'th' if 10 <= n % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+
+
+# ---- three targets -------------------------------------------------------------------------------
+TARGET_SIZES = ((4, 8), (4, 12), (3, 9), (6, 12), (2, 6))  # p, m
+
+
+def least_alive(p: int) -> int:
+    """The third target's limit on the micro-batches that a rank holds."""
+    return -(-(2 * p + 1) // 3)
+
+
+TARGETS_REQUIRED = {
+    "1: ZB-H1's time": "a step of at most (3m + p - 1) · 10 ms; at most p micro-batches alive",
+    "2: no bubble": "at most 3m · 10 ms from a rank's first action to its last, so none is idle in "
+    "between; at most 2p - 1 micro-batches alive",
+    "3: less memory": "a step of at most (m + p - 1) · 30 ms, like 1F1B's; at most (2p + 1) / 3 "
+    "micro-batches alive, rounded up",
+}
+TARGETS = (
+    Target(
+        seconds=lambda p, m: (3 * m + p - 1) * FORWARD_S,
+        why=lambda simulated: late(simulated, zb_h1, "ZB-H1, which splits every backward,"),
+    ),
+    Target(
+        took=attrgetter("cost"),
+        seconds=lambda p, m: 3 * m * FORWARD_S,
+        alive=lambda p: 2 * p - 1,
+        why=idle,
+    ),
+    Target(alive=least_alive, why=wasted),
+)
+
+
+@exercise(
+    *(Takes(f"{name}(pp, microbatches)") for name in ("first", "second", "third")),
+    required=TARGETS_REQUIRED,
+)
+def better_schedules(tries: Tries) -> None:
+    questions = [(part, size) for part in range(len(TARGETS)) for size in TARGET_SIZES]
+    for notes, (part, (p, m)), reply in ask(tries, questions, questions):
+        notes.where = f"p={p}, m={m}"
+        notes.look([*TARGETS_REQUIRED][part], missed(reply, p, m, TARGETS[part]), "reached")
