@@ -106,7 +106,7 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
 
 
 def _updated(weights: Arrays, lr: float, gradients: Arrays) -> Arrays:
-    return {name: w - lr * gradients[name] for name, w in weights.items()}
+    return {name: weights[name] - lr * g for name, g in gradients.items()}
 
 
 def train(watch: Any, answer: tuple, seed: int, steps: int) -> dict[str, Any]:
