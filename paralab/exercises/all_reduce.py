@@ -8,7 +8,6 @@ all-reduce is judged by the bytes between and inside nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from paralab.exercises.diagnose import first_wrong, shifted
@@ -76,19 +75,12 @@ def chunks(n: int, seed: int) -> np.ndarray:
 def _wrong_chunk(outcome: Outcome) -> str:
     n = len(outcome.results)
     right = chunks(n, outcome.seed)
-
-    def known(number: int) -> Iterator[tuple[str, np.ndarray]]:
-        yield "no finished chunk was received into it", np.full(CHUNK, -1.0)
-        for other in range(n):
-            if other != number:
-                yield f"it holds the numbers of chunk {other}", right[other]
-
+    known = [("no finished chunk was received into it", np.full(CHUNK, -1.0))]
+    how = {"tolerance": 0.0, "known": lambda _: known, "ranks": "chunk {}".format}
     for rank, tensor in enumerate(outcome["tensor"]):
         if np.shape(tensor) != (n * CHUNK,):
             return f"rank {rank}: the tensor has shape {np.shape(tensor)} now"
-        rows = tensor.reshape(n, CHUNK)
-        wrong = first_wrong("", rows, right, tolerance=0.0, known=known, ranks="chunk {}".format)
-        if wrong:
+        if wrong := first_wrong("", tensor.reshape(n, CHUNK), right, **how):
             return f"rank {rank}, {wrong}"
     return ""
 
@@ -135,10 +127,10 @@ def look_at_time(notes: Notes, outcome: Outcome, most: float, messages: int) -> 
     Takes("ring_all_reduce(tensor)"),
     required={
         RESULT: f"{LENGTH:,} elements on N = 2, 3 and 4 ranks: the sum, in place, on every rank",
-        "calls": "sends and receives between neighbours on the ring",
+        CALLS: REQUIRED[CALLS],
         BYTES: "2(N-1) S by all ranks together; at most 2 (S − its smallest chunk) by a rank",
         MEMORY: "tensors: at most one chunk, of ⌈elements/N⌉",
-        "simulated time": "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
+        TIME: "at most 2(N-1)(α + β S/N), α = 20 µs, 1/β = 1.25 GB/s",
     },
 )
 def ring_all_reduce(tries: Tries) -> None:
