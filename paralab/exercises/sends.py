@@ -75,32 +75,25 @@ def known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -
         yield "yours counts one sample per micro-batch", size / plan.microbatch_size
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
-        calls, per_call = m * model.layers // plan.pp, 2 * (t - 1) / t * activation
+        once = m * 2 * (t - 1) / t * activation  # bytes of an all-reduce in every micro-batch
+        again = 2 * model.layers // plan.pp * once
         if plan.recompute == "full":
-            yield (
-                "with recomputation forward runs twice, and so do its two all-reduces",
-                size - 2 * calls * per_call,
-            )
+            said = "with recomputation forward runs twice, and so do its two all-reduces"
+            yield said, size - again
         else:
-            yield (
-                "yours counts recomputation, which this plan does not use",
-                size + 2 * calls * per_call,
-            )
+            yield "yours counts recomputation, which this plan does not use", size + again
         order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
         if first:
-            yield f"the embedding's all-reduce is missing{order}", size - m * per_call
+            yield f"the embedding's all-reduce is missing{order}", size - once
         else:
-            yield f"there is no embedding on this stage{order}", size + m * per_call
+            yield f"there is no embedding on this stage{order}", size + once
         yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
         yield half, size / 2
         yield "yours counts the whole model; a stage has L/p blocks", size * plan.pp
     elif axis == "pp":
         if first:
-            twice = (
-                "the first stage has no stage before it to send gradients to"
-                + f", or {a_number}" * (w == 2)
-            )
-            yield twice, size * 2
+            said = "the first stage has no stage before it to send gradients to"
+            yield said + f", or {a_number}" * (w == 2), size * 2
         else:
             yield "a stage in the middle also sends gradients back", size / 2
         yield "every tensor-parallel rank sends the whole activation, not a t-th of it", size / t
