@@ -134,25 +134,32 @@ def late(
 
 def idle(simulated: Simulation) -> str:
     """The first idle time of a rank between two of its actions, in words."""
-    return _idle(simulated, *min(_gaps(simulated)))
+    return _gaps(simulated)[0][2]
 
 
 def wasted(simulated: Simulation) -> str:
     """The first idle time of a rank in which another action of its list could run, in words; if
     there is none, the first idle time.
     """
-    gaps = sorted(_gaps(simulated))
-    for since, i in gaps:
-        if action := _startable(simulated, since, i, least_alive(simulated.order.ranks)):
-            return f"{_idle(simulated, since, i)}, where {action} could start"
-    return _idle(simulated, *gaps[0]) if gaps else ""
+    gaps, most = _gaps(simulated), least_alive(simulated.order.ranks)
+    for since, i, words in gaps:
+        if action := _startable(simulated, since, i, most):
+            return f"{words}, where {action} could start"
+    return gaps[0][2] if gaps else ""
 
 
-def _gaps(simulated: Simulation) -> list[tuple[float, int]]:
-    """(seconds since when its rank is idle, number of the action) of actions after idle time."""
-    start, end = simulated.start, simulated.end
-    rows = [range(*pair) for pair in pairwise(simulated.order.first)]
-    return [(end[i - 1], i) for row in rows for i in row[1:] if start[i] > end[i - 1] + 1e-12]
+def _gaps(simulated: Simulation) -> list[tuple[float, int, str]]:
+    """(seconds since when a rank is idle, number of the action that comes then, both in words) of
+    all idle times of ranks between two actions, in order.
+    """
+    order, start, end, gaps = simulated.order, simulated.start, simulated.end, []
+    for rank, (first, after) in enumerate(pairwise(order.first)):
+        for i in range(first + 1, after):
+            if start[i] > end[i - 1] + 1e-12:
+                words = f"rank {rank} is idle from {ms(end[i - 1])} to {ms(start[i])}, before "
+                words += f"{order.action(i)}, the {_nth(i - first)} of its list"
+                gaps.append((end[i - 1], i, words))
+    return sorted(gaps)
 
 
 def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action | None:
@@ -171,16 +178,6 @@ def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action
         if arrived and not waits and (action.kind != "F" or held < most):
             return action
     return None
-
-
-def _idle(simulated: Simulation, since: float, i: int) -> str:
-    """The idle time of a rank before action ``i``, in words."""
-    order, start = simulated.order, simulated.start
-    rank = order.rank[i]
-    return (
-        f"rank {rank} is idle from {ms(since)} to {ms(start[i])}, before {order.action(i)}, the "
-        f"{_nth(i - order.first[rank])} of its list"
-    )
 
 
 class Target(NamedTuple):
