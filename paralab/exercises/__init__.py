@@ -39,14 +39,13 @@ from paralab.exercises.place import place
 from paralab.exercises.prefetch import my_prefetch
 from paralab.exercises.recomputed import checkpoint
 from paralab.exercises.schedule import better_schedules, own_schedule
-from paralab.exercises.sends import rank_sends
 from paralab.exercises.states import model_states
 from paralab.exercises.streamed import streamed_optimizer
 from paralab.exercises.summa import summa
 from paralab.exercises.sync import average_gradients
 from paralab.exercises.sync_pass import sync_pass
 from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
-from paralab.exercises.trillion import stage_memory, trillion_plan
+from paralab.exercises.trillion import rank_sends, stage_memory, trillion_plan
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.vocab_loss import vocab_parallel_loss
 from paralab.exercises.warmup import warmup

@@ -83,7 +83,7 @@ def as_jobs(returned: Any, units: int) -> list[Job]:
             raise illegal(f"jobs[{i}]", job, "not a job", '("read", unit, buffer)')
         kind = choice(f"jobs[{i}][0]", job[0], tuple(LANE))
         unit = whole(f"jobs[{i}][1]", job[1], at_least=0, at_most=units - 1)
-        jobs.append((kind, unit, whole(f"jobs[{i}][2]", job[2], at_least=0)))
+        jobs.append((kind, unit, whole(f"jobs[{i}][2]", job[2], at_least=0, at_most=10**6)))
     return jobs
 
 

@@ -15,11 +15,10 @@ from statistics import fmean
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
 
-LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 REQUIRED = {
-    RATE: "for each of five logs: the FLOP/s of one device",
-    INSIDE: "the mean over the rows, as a share: 0.1 for 10 %",
-    OUTSIDE: "the same mean, with each row predicted by the rate of all others",
+    "rate": "for each of five logs: the FLOP/s of one device",
+    "error in sample": "the mean over the rows, as a share: 0.1 for 10 %",
+    "error out of sample": "the same mean, with each row predicted by the rate of all others",
 }
 Rows = list[tuple[float, int, float]]  # FLOPs of a step, devices, seconds
 Rate = Callable[[Rows], float]
@@ -38,7 +37,7 @@ def own_fit(tries: Tries) -> None:
         notes.where = f"{len(rows)} rows"
         numbers = {
             limit: (number, known(rows, position))
-            for position, (limit, number) in enumerate(zip(LIMITS, right(rows), strict=True))
+            for position, (limit, number) in enumerate(zip(REQUIRED, right(rows), strict=True))
         }
         for limit, wrong in reply.numbers(numbers, 1e-9):
             notes.look(limit, wrong, f"{numbers[limit][0]:.6g}")
@@ -72,7 +71,7 @@ def right(rows: Rows, rate: Rate = geometric) -> tuple[float, float, float]:
 
 
 def known(rows: Rows, place: int) -> Mistakes:
-    """(words, number) of the known mistakes with number ``place`` of `LIMITS`."""
+    """(words, number) of the known mistakes with number ``place`` of `REQUIRED`."""
     numbers, (seen, unseen) = right(rows), (errors(rows, fitted) for fitted in splits(rows))
     for words, rate in (
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
