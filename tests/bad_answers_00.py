@@ -6,12 +6,6 @@ Ranks import this module.
 from __future__ import annotations
 
 
-def clipped(parameters, clip_norm):
-    import torch
-
-    return torch.nn.utils.clip_grad_norm_(parameters, clip_norm).item()
-
-
 def by_autograd_grad(model, optimizer, microbatches, clip_norm):
     """Unusual and right: .grad is filled by hand, in place, with tensors for numbers."""
     import torch
@@ -30,27 +24,6 @@ def by_autograd_grad(model, optimizer, microbatches, clip_norm):
         p.grad = g * torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
     optimizer.step()
     return total / count, norm
-
-
-def clips_each_microbatch(model, optimizer, microbatches, clip_norm):
-    import torch
-
-    samples = sum(len(tokens) for tokens, _ in microbatches)
-    parameters = list(model.parameters())
-    added, mean = [torch.zeros_like(p) for p in parameters], 0.0
-    for tokens, targets in microbatches:
-        optimizer.zero_grad()
-        loss = model(tokens, targets)
-        loss.backward()
-        clipped(parameters, clip_norm)
-        for total, p in zip(added, parameters, strict=True):
-            total += p.grad * (len(tokens) / samples)
-        mean += loss.item() * len(tokens) / samples
-    for total, p in zip(added, parameters, strict=True):
-        p.grad = total
-    norm = clipped(parameters, 1e9)
-    optimizer.step()
-    return mean, norm
 
 
 # ---- peak_estimate -------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "jobs[2]=('read', 1, 2): the buffers are 0 to 1"),
     (lambda n, w: good(n, 2), {MEMORY},
      "units=5, window=1: jobs[2]=('read', 1, 1): the only buffer is 0"),
-    (lambda n, w: good(6, w), {JOBS}, "units=1, window=2: len(jobs)=18: too m"),
+    (lambda n, w: good(6, w), {JOBS}, "units=1, window=2: jobs[2][1]=1: out of range"),
     (changed(lambda jobs, n, w: [(k, u, b if w > 1 else u % 0) for k, u, b in jobs]), {JOBS},
      "units=5, window=1: raised ZeroDivisionError"),
     (bad.fills_the_window_first, {JOBS}, "units=1, window=2: jobs[1]"),

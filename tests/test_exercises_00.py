@@ -39,7 +39,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
        {"loss", "gradient norm", "weights", "forward passes"},
        (f"(micro-batch {k} is missing, counted from 0)", f"; micro-batch {k} is missing, counted"))
       for rest, k in (("[1:]", 0), ("[:-1]", 2))),
-    (bad.clips_each_microbatch, {"gradient norm", "weights"}, "each micro-batch is clipped"),
     (step((LOOP, f"{LOOP}        optimizer.zero_grad()\n"), (f" * {SHARE}", ""),
           (ADDED, f"{ADDED} * {SHARE}")), {"gradient norm", "weights"},
      "only the last one is left"),

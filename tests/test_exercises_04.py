@@ -5,12 +5,12 @@ from __future__ import annotations
 import bad_answers as bad
 import paralab as pl
 from judged import Table, stored
-from paralab.exercises.targets import REQUIRED
+from paralab.exercises.schedule import TARGETS_REQUIRED
 from paralab.parallel.schedules import SCHEDULES
 from paralab.theory.pipeline import simulate
 
 TASK = pl.exercises.better_schedules
-ONE, TWO, THREE = REQUIRED
+ONE, TWO, THREE = TARGETS_REQUIRED
 
 
 def own(name: str):

@@ -185,9 +185,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
           for edge, taken in (
               ((">= 0", "> 0"), "1 to 255 of its part"),
               (("< width", "<= width"), "0 to 256 of its part"),
-              (("< width", "< width - 1"), "0 to 254 of its part"),
-              (("_rank() * width", "_rank() * width - 1"),
-               "1 to 256 of its part, and the logit before the target's"))),
+              (("< width", "< width - 1"), "0 to 254 of its part"))),
         (loss(("[:, 0] * here", "[:, 0]"), (HERE, "1.0")), {"loss", "gradient"},
          "ranks without the target contribute"),
         (loss((BOTH, "dist.all_reduce(sums[0])")), {"loss"},
@@ -227,11 +225,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "; it is so if the maximum is subtracted and not added back"),
         (loss((f"{AT} -=", f"{AT} +=")), {"gradient"},
          "; 1 is added at the target, required: subtracted"),
-        *((loss((SAVED, f"{SAVED}\n        {moved}")), {"gradient"},
-           f"; 1 is subtracted at the entry {side} the target's")
-          for moved, side in (
-              ("local = local - 1", "before"),  # -1 is the last entry
-              ("local = (local + 1) % share.shape[1]", "after"))),
         (loss((HERE, "1.0")), {"gradient"}, "; 1 is subtracted also on ranks that do not"),
         (loss((HERE, "0.0")), {"gradient"}, "from which no target is subtracted"),
         (loss(("grad / n", "1 / n")), {"gradient"}, "; it is 0.333 times what is required"),

@@ -40,7 +40,7 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (bad.GathersTheColumn, {"memory forward"}, "a whole row or column has 30,720 bytes"),
     (changed(("y += ", "y = ")), {"Y"}, f"{ALONE}X_01 W_10, to which no other"),
     (changed((TERM, "x @ w / 2")), {"Y", "elements forward"},
-     "nothing is sent in the groups row and column"),
+     "all ranks send 0 elements, required: 17,664"),
     (changed((TERM, "self.sent(self.column, x, step) @ self.sent(self.row, w, step)")),
      {"Y"}, "; X went along the columns and W along the rows"),
     *((changed((TERM, term)), {"Y"}, ("rank (0, 0): block of Y", f"; {words}"))
@@ -195,5 +195,5 @@ test_a_wrong_cannon_is_refused, test_a_right_cannon_passes, test_the_stub = TORU
 
 
 def test_a_wrong_sum_over_a_group_is_said_with_the_right_one():
-    said = torus._wrong_sums(0, "a sum over each", {"sums": [3.0, 2.0]}, 2)
+    said = torus._wrong_line(0, "a sum over each", {"sums": [3.0, 2.0]}, 2)
     assert said == "rank 0: the sums in its row and its column are [3.0, 2.0], required: [1.0, 2.0]"

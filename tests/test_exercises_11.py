@@ -27,7 +27,6 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
         {MFU},
         "the FLOPs are not divided by the seconds of the step",
     ),
-    ("return days, ", "return days, 4 / 3 * ", {MFU}, "that is HFU with everything recomputed"),
     (
         "return days, ",
         "return days * flops / (seconds * devices * peak), ",
@@ -71,7 +70,6 @@ WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
      "the arithmetic mean of the rates"),
     ([(MEAN, "return sum(r[0] for r in some) / sum(r[1] * r[2] for r in some)")], EVERY,
      "all FLOPs over all device seconds"),
-    ([(MEAN, "import statistics; return math.exp(statistics.median(logs))")], EVERY, "yours "),
     ([("(devices * seconds)", "seconds"), ("(devices * rate)", "rate")], EVERY,
      "the rate of all devices together"),
     ([("abs(predicted / seconds - 1)", "predicted / seconds - 1")], {INSIDE, OUTSIDE}, "cancel"),
@@ -82,7 +80,6 @@ WRONG_FITS = [  # changes of the answer, limits it breaks, words of the verdict
     ([("- 1)", "- 1) * 100")], {INSIDE, OUTSIDE}, "(that is in per cent)"),
     ([(MEAN, "return len(logs) / sum(math.exp(-one) for one in logs)")], EVERY, "the harmonic"),
     ([("return rate,", "return rate / 1e12,")], {RATE}, "(that is in TFLOP/s)"),
-    ([("sum(unseen) / len(unseen)", "max(unseen)")], {OUTSIDE}, "the largest error"),
     ([("return rate, ", "return ")], EVERY,
      "required: (rate, error in sample, error out of sample), yours is a tuple of length 2"),
     ([("rate = fitted(rows)", "rate = fit(rows)")], EVERY, "NameError"),

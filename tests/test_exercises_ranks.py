@@ -53,7 +53,7 @@ RING = [  # answer, limits it breaks, words of the verdict
     (ring((CHUNKS, f"r -= 1\n    {CHUNKS}")), {"result"},
      "; no finished chunk was received into it"),
     (ring(("r + 1 - step", "r + 1 + step"), ("(r - step)", "(r + 2 + step)")), {"result"},
-     "; it holds the numbers of chunk 2"),
+     "; it is chunk 2's part"),
     (ring(("range(n - 1)", "range(max(n - 2, 1))")), {"result"}, "n=3: rank 0, chunk 2"),
     (bad.ring_by_collective, {"calls", "extra memory"}, "calls group.all_gather"),
     (bad.ring_plain, {"calls"}, "n=2: rank 0 calls group.broadcast"),

@@ -66,7 +66,7 @@ ZERO = [  # answer, limits it breaks, words of the verdict
      {"parameters", "bytes per rank"}, ("required: 200,008 (yours is 0.5 times that)",
       "; each part is updated with the gradient of its own rank alone")),
     (zero1(("self.velocity.mul_(self.momentum)", "self.velocity.zero_()")), {"parameters"},
-     "it has moved as in a first step, without"),
+     "; the term -lr * momentum * v is missing"),
     (zero1((f"-(-{PART})", PART), (COPY, "self.parameters[: full.numel()] = full")),
      {"parameters", "bytes per rank"}, ("N=3: rank 0: step 1, element 50,001: ",
       "; in 1 of 50,002 elements it is as it was before")),

@@ -19,11 +19,11 @@ torch nor ipywidgets.
 from __future__ import annotations
 
 from paralab.exercises.accumulation import accumulate
-from paralab.exercises.all_reduce import hierarchical_all_reduce, ring_all_reduce
+from paralab.exercises.all_reduce import all_gather_half, hierarchical_all_reduce, ring_all_reduce
 from paralab.exercises.bandwidth import bandwidth
 from paralab.exercises.cannon import cannon, grid_groups
 from paralab.exercises.clinic import deadlock_clinic
-from paralab.exercises.cost import training_cost
+from paralab.exercises.cost import days_and_mfu, training_cost
 from paralab.exercises.ddp import my_ddp
 from paralab.exercises.estimator import memory_estimator
 from paralab.exercises.exercise import Exercise
@@ -31,7 +31,6 @@ from paralab.exercises.guess import Choice, Guess, choose, guess
 from paralab.exercises.memory import memory_clinic
 from paralab.exercises.mesh import mesh_groups
 from paralab.exercises.mesh_step import mesh_step
-from paralab.exercises.mfu import days_and_mfu
 from paralab.exercises.offload import stream
 from paralab.exercises.own_fit import own_fit
 from paralab.exercises.peak import peak_estimate
@@ -39,17 +38,14 @@ from paralab.exercises.pipeline import interleaved_executor, pipeline_executor
 from paralab.exercises.place import place
 from paralab.exercises.prefetch import my_prefetch
 from paralab.exercises.recomputed import checkpoint
-from paralab.exercises.ring import all_gather_half
-from paralab.exercises.schedule import own_schedule
-from paralab.exercises.sends import rank_sends
+from paralab.exercises.schedule import better_schedules, own_schedule
 from paralab.exercises.states import model_states
 from paralab.exercises.streamed import streamed_optimizer
 from paralab.exercises.summa import summa
 from paralab.exercises.sync import average_gradients
 from paralab.exercises.sync_pass import sync_pass
-from paralab.exercises.targets import better_schedules
 from paralab.exercises.tensor import f_and_g, tensor_attention, tensor_mlp
-from paralab.exercises.trillion import stage_memory, trillion_plan
+from paralab.exercises.trillion import rank_sends, stage_memory, trillion_plan
 from paralab.exercises.verdict import Verdict
 from paralab.exercises.vocab_loss import vocab_parallel_loss
 from paralab.exercises.warmup import warmup

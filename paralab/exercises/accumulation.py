@@ -8,15 +8,15 @@ micro-batch.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paralab.checks import shown
-from paralab.exercises.accumulated import LR, Step
 from paralab.exercises.diagnose import first_wrong_tensor
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import np, reference, torch, watched
-from paralab.exercises.questions import is_number, wrong_number
+from paralab.exercises.questions import Mistakes, is_number, wrong_number
 from paralab.exercises.verdict import Notes
 from paralab.spec import ModelSpec
 
@@ -30,6 +30,12 @@ CASES = (  # samples of each micro-batch, clip_norm
 STEPS, TOLERANCE = 2, 1e-4
 STALE = 2e-3  # of every element of .grad before the first step; its norm is below any clip_norm
 ROOM = 1.2  # factor on the peak of the largest micro-batch
+LR, EPSILON = 0.5, 1e-6
+MEANS = "that is the mean of the micro-batches' means, but they differ in size"
+TWICE = "that is divided by the number of micro-batches twice"
+MISSING = "micro-batch {} is missing, counted from 0"
+NOT_ADDED = "the gradients of the micro-batches are not added up"
+Arrays = dict[str, Any]  # {name: NumPy array}
 
 REQUIRED = {
     "loss": "the mean over all samples of the step",
@@ -54,13 +60,12 @@ def accumulate(tries: Tries) -> None:
 # ---- on the rank ---------------------------------------------------------------------------------
 def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
     """What the rank runs: the steps of each case."""
-    cases = []
+    cases, passes, updates, held = [], [], [], 4 * MODEL.num_params  # bytes of all gradients
     for sizes, clip in CASES:
-        gpt, passes = reference.GPT(MODEL, seed), []
+        gpt = reference.GPT(MODEL, seed)
         update = reference.optimizer(gpt.parameters(), "sgd", LR)
-        gpt.register_forward_pre_hook(lambda _, args, passes=passes: passes.append(len(args[0])))
-        updates: list[Any] = []
-        update.register_step_pre_hook(lambda *_, updates=updates: updates.append(1))
+        gpt.register_forward_pre_hook(lambda _, args: passes.append(len(args[0])))
+        update.register_step_pre_hook(lambda *_: updates.append(1))
         for parameter in gpt.parameters():  # as if left by an earlier step
             parameter.grad = torch.full_like(parameter, STALE)
         stale, steps = np.full((len(sizes), MODEL.num_params), STALE), []
@@ -73,7 +78,6 @@ def stepped(watch: Any, answer: tuple, seed: int) -> list[list[Step]]:
                 peak = _peak(max(sizes))
             passes.clear()
             updates.clear()
-            held = 4 * MODEL.num_params  # bytes of all gradients
             before = watched.arrays(gpt)
             with watch.section() as section:
                 returned = answer[0](gpt, update, feed, clip_norm=clip)
@@ -116,12 +120,10 @@ def _look(notes: Notes, step: Step) -> None:
     yours = ", ".join(map(str, step.returned))
     pair = "" if len(step.returned) == 2 else f"required: the pair (loss, norm), yours is {yours}"
     show = "{:.5f}".format
-    for position, (limit, (right, known)) in enumerate(
-        {LOSS: step.loss(), NORM: step.norm()}.items()
-    ):
-        settings = {"what": ", detached or by .item()", "tolerance": TOLERANCE}
-        wrong = pair or wrong_number(step.returned[position], right, known, show, **settings)
-        notes.look(limit, wrong, show(right))
+    how = show, ", detached or by .item()", TOLERANCE
+    for position, (limit, numbers) in enumerate(((LOSS, step.loss()), (NORM, step.norm()))):
+        wrong = pair or wrong_number(step.returned[position], *numbers, *how)
+        notes.look(limit, wrong, show(numbers[0]))
 
     right_weights, mistakes = step.weights()
     wrong = first_wrong_tensor(
@@ -143,3 +145,105 @@ def _look(notes: Notes, step: Step) -> None:
     words = f"has {{held}} bytes at its peak, required: at most {most:,}; one micro-batch with all "
     words += f"gradients has {step.largest:,}"
     notes.memory(MEMORY, [step.peak], most, words, lambda _: "the step")
+
+
+# ---- right numbers, and numbers of known mistakes ------------------------------------------------
+class Step(NamedTuple):
+    """One step of an answer, with what the checker knows of its micro-batches.
+
+    sizes, clip    samples of each micro-batch, and the norm to which the gradient is to be clipped
+    before, after  the weights before and after the step
+    gradients      of each micro-batch, the mean over its own samples: (m, Ψ)
+    losses         of each micro-batch, the mean over its own samples: (m,)
+    returned       what the answer returned: loss and norm, if it is right
+    passes         samples in each forward pass of the answer
+    peak, largest  bytes beyond the weights: the answer's peak, that of the largest micro-batch
+    stale          gradients of the step before, (m, Ψ)
+    updates        how often the answer called optimizer.step()
+    """
+
+    sizes: Sequence[int]
+    clip: float
+    before: Arrays
+    after: Arrays
+    gradients: np.ndarray
+    losses: list[float]
+    returned: list[Any]
+    passes: list[int]
+    peak: int
+    largest: int
+    stale: np.ndarray
+    updates: int
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The weight of each micro-batch in the mean over all samples, (m,)."""
+        return np.array(self.sizes) / sum(self.sizes)
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The gradient of the mean over all samples."""
+        return self.shares @ self.gradients
+
+    def loss(self) -> tuple[float, Mistakes]:
+        """(the mean loss over all samples, what known mistakes give)."""
+        loss, m = float(self.shares @ self.losses), len(self.losses)
+        return loss, [
+            ("that is the sum over the micro-batches", sum(self.losses)),
+            (MEANS, sum(self.losses) / m),
+            ("that is the last micro-batch's loss", self.losses[-1]),
+            (TWICE, loss / m),
+            *zip(map(MISSING.format, range(m)), loss - self.shares * self.losses, strict=True),
+        ]
+
+    def norm(self) -> tuple[float, Mistakes]:
+        """(the norm of the mean gradient, what known mistakes give)."""
+        norm = np.linalg.norm
+        right = float(norm(self.mean))
+        return right, [
+            ("that is the norm after clipping", min(right, self.clip)),
+            ("that is the norm of the sum over the micro-batches", norm(self.gradients.sum(0))),
+            (TWICE, right / len(self.losses)),
+            ("that is the sum of the tensors' norms", sum(map(norm, self._tensors(self.mean)))),
+            *((words, norm(gradient)) for words, (gradient, _) in self._known().items()),
+        ]
+
+    def weights(self) -> tuple[Arrays, dict[str, Arrays]]:
+        """(the right weights after the step, {known mistake: the weights that it gives})."""
+        known = {words: self._updated(*one) for words, one in self._known().items()}
+        return self._updated(self.mean, self.clip), known
+
+    def _known(self) -> dict[str, tuple[np.ndarray, float]]:
+        """{known mistake: (the gradient that it gives, the norm to which that is then clipped)}."""
+        clip, inf, parts = self.clip, math.inf, self.shares[:, None] * self.gradients
+        mean, means = self.mean, self.gradients.mean(0)
+        last, share = self.gradients[-1], parts[-1]
+        by_tensor = np.concatenate([_clipped(one, clip) for one in self._tensors(mean)])
+        running = functools.reduce(lambda total, part: _clipped(total, clip) + part, parts)
+        accumulated = _clipped(self.shares @ self.stale, clip) + mean
+        return {
+            f"{NOT_ADDED}: only the last one is left": (last, clip),
+            f"{NOT_ADDED}: only the last one's share is left": (share, clip),
+            MEANS: (means, clip),
+            TWICE: (mean / len(self.sizes), clip),
+            "the gradient is not clipped": (mean, inf),
+            "each tensor is clipped by its own norm": (by_tensor, inf),
+            "the sum so far is clipped after each micro-batch, not once at the end": (
+                running,
+                clip,
+            ),
+            "the gradient of the step before is still in it": (accumulated, clip),
+            **{MISSING.format(k): (mean - part, clip) for k, part in enumerate(parts)},
+        }
+
+    def _updated(self, gradient: np.ndarray, clip: float) -> Arrays:
+        parts = zip(self.before.items(), self._tensors(_clipped(gradient, clip)), strict=True)
+        return {name: w - LR * part.reshape(w.shape) for (name, w), part in parts}
+
+    def _tensors(self, gradient: np.ndarray) -> list[np.ndarray]:
+        """A gradient of all weights, (Ψ,), cut into those of the tensors."""
+        return np.split(gradient, np.cumsum([w.size for w in self.before.values()])[:-1])
+
+
+def _clipped(gradient: np.ndarray, clip: float) -> np.ndarray:
+    return gradient * min(1.0, clip / (np.linalg.norm(gradient) + EPSILON))

@@ -8,7 +8,7 @@ takes three. Shapes and data are those of summa.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from paralab.checks import shown
@@ -40,13 +40,14 @@ REQUIRED = {
 PRODUCT, CALLS, SENT, MEMORY = REQUIRED
 AT_FIRST = " before the first product"
 MESSAGES = "messages between two ranks"
-FIRST = {  # {words: (i, j) -> how far X goes left and W goes up before the first product}
-    f"nothing was moved{AT_FIRST}": lambda i, j: (0, 0),
-    f"W was not moved{AT_FIRST}": lambda i, j: (i, 0),
-    f"X was not moved{AT_FIRST}": lambda i, j: (0, j),
-    f"X was moved to the right and W down{AT_FIRST}": lambda i, j: (-i, -j),
-    f"X was moved to the right{AT_FIRST}": lambda i, j: (-i, j),
-    f"W was moved down{AT_FIRST}": lambda i, j: (i, -j),
+MISTAKES = {  # {words: signs of X's first move to the left, of W's up, and of W's moves after it}
+    "between the products X goes left and W down, or X right and W up": (1, 1, -1),
+    f"nothing was moved{AT_FIRST}": (0, 0, 1),
+    f"W was not moved{AT_FIRST}": (1, 0, 1),
+    f"X was not moved{AT_FIRST}": (0, 1, 1),
+    f"X was moved to the right and W down{AT_FIRST}": (-1, -1, 1),
+    f"X was moved to the right{AT_FIRST}": (-1, 1, 1),
+    f"W was moved down{AT_FIRST}": (1, -1, 1),
 }
 
 
@@ -56,8 +57,8 @@ def grid_groups(tries: Tries) -> None:
     for q in GROUP_GRIDS:
         for notes, outcome in tries.run(summed, q * q, q, where=f"q={q}", memory=False):
             for limit in GROUPS_REQUIRED:
-                look = _wrong_group if limit in GROUPS else _wrong_sums
-                wrong = first(look(rank, limit, one, q) for rank, one in enumerate(outcome.results))
+                ranks = enumerate(outcome.results)
+                wrong = first(_wrong_line(rank, limit, result, q) for rank, result in ranks)
                 notes.look(limit, wrong, "right, on every rank")
 
 
@@ -83,22 +84,18 @@ def summed(watch: Any, answer: tuple, seed: int, q: int) -> dict[str, Any]:
     return result
 
 
-def _wrong_group(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
-    place, other = divmod(rank, q), "column" if limit == "row" else "row"
-    right = GROUPS[limit](*place, q)
-    if result[limit] == right:
-        return ""
-    swapped = f"; these are the ranks of its {other}" * (result[limit] == GROUPS[other](*place, q))
-    said = f"rank {rank}, at {place}: the {limit} has the ranks {result[limit]}, required: {right}"
-    return said + swapped
-
-
-def _wrong_sums(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
-    right = [float(sum(members(*divmod(rank, q), q))) for members in GROUPS.values()]
-    said = (
-        f"rank {rank}: the sums in its row and its column are {result['sums']}, required: {right}"
-    )
-    return said if result["sums"] != right else ""
+def _wrong_line(rank: int, limit: str, result: dict[str, Any], q: int) -> str:
+    place = divmod(rank, q)
+    right = {name: members(*place, q) for name, members in GROUPS.items()}
+    if limit not in GROUPS:
+        sums, yours = [float(sum(members)) for members in right.values()], result["sums"]
+        said = f"rank {rank}: the sums in its row and its column are {yours}, required: {sums}"
+        return said if yours != sums else ""
+    required, yours = right[limit], result[limit]
+    said = f"rank {rank}, at {place}: the {limit} has the ranks {yours}, required: {required}"
+    for other in right:
+        said += f"; these are the ranks of its {other}" * (yours == right[other])
+    return said if yours != required else ""
 
 
 # ---- Cannon's algorithm --------------------------------------------------------------------------
@@ -153,10 +150,8 @@ def _far(outcome: Outcome, q: int) -> Iterator[str]:
         for legal, in_row in ((row, True), (column, False)):
             targets = [int(peer) for peer in sends["peer"] if (peer // q == i) == in_row]
             for far in (peer for peer in targets if peer not in (*legal, targets[0])):
-                line = far // q == i or far % q == j
-                why = "after the first move" if line else "outside of its row and column"
-                said = f"{name(rank)} sends to {name(far)} {why}, required: to a neighbour"
-                yield f"{said}, {' or '.join(dict.fromkeys(map(name, legal)))}"
+                said = f"{name(rank)} sends to {name(far)} after the first move, required: to a "
+                yield f"{said}neighbour, {' or '.join(dict.fromkeys(map(name, legal)))}"
 
 
 def _wrong(outcome: Outcome, number: int, q: int) -> str:
@@ -164,32 +159,27 @@ def _wrong(outcome: Outcome, number: int, q: int) -> str:
     only if it explains the blocks of all ranks, because on some ranks several give the same block.
     """
     x, w = (one.astype("float64") for one in blocks(outcome.seed, q, number)[:2])
-    places = [divmod(rank, q) for rank in range(q * q)]
     mine = [y[number] for y in outcome["y"]]
 
-    def products(moved: Any, steps: Sequence[int], up: int = 1) -> list[np.ndarray]:
-        """Each rank's block. X and W are first ``moved``; after a step X goes left, W ``up``."""
-        moves = [(i, j, *moved(i, j)) for i, j in places]
+    def products(left: int = 1, up: int = 1, later: int = 1, steps: int = q) -> list[np.ndarray]:
+        """Each rank's block, with signs as in `MISTAKES`."""
         return [
-            sum(x[i, (j + left + s) % q] @ w[(i + above + up * s) % q, j] for s in steps)
-            for i, j, left, above in moves
+            sum(
+                x[i, (j + left * i + s) % q] @ w[(i + up * j + later * s) % q, j]
+                for s in range(steps)
+            )
+            for i, j in (divmod(rank, q) for rank in range(q * q))
         ]
 
-    def mistakes() -> Iterator[tuple[str, list[np.ndarray]]]:
-        alone = products(lambda i, j: (0, 0), [0])
-        yield "nothing was moved: it is the product of the rank's own blocks", alone
-        yield "the last of the q products is missing", products(lambda i, j: (i, j), range(q - 1))
-        crossed = "between the products X goes left and W down, or X right and W up"
-        yield crossed, products(lambda i, j: (i, j), range(q), -1)
-        for words, moved in FIRST.items():
-            yield words, products(moved, range(q))
-
-    right = products(lambda i, j: (i, j), range(q))
-    allowed = TOLERANCE * max(abs(block).max() for block in right)
-
-    def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
-        for words, all_ranks in mistakes():
-            if all(near(one, other, allowed) for one, other in zip(mine, all_ranks, strict=True)):
-                yield words, mine[rank]
-
-    return wrong_block(outcome, "y", number, q, known)
+    mistakes = {
+        "nothing was moved: it is the product of the rank's own blocks": products(0, 0, steps=1),
+        "the last of the q products is missing": products(steps=q - 1),
+        **{words: products(*signs) for words, signs in MISTAKES.items()},
+    }
+    allowed = TOLERANCE * max(abs(block).max() for block in products())
+    made = [
+        words
+        for words, blocks in mistakes.items()
+        if all(near(one, other, allowed) for one, other in zip(mine, blocks, strict=True))
+    ]
+    return wrong_block(outcome, "y", number, q, lambda rank: [(w, mine[rank]) for w in made])

@@ -1,4 +1,4 @@
-"""Lab 11: what training a model costs: FLOPs of a step, days, MFU and HFU.
+"""Lab 11: what training a model costs: days and MFU from the seconds of a step, and by formulas.
 
     step_flops      PTD-P (Narayanan+ 2021, arXiv:2104.04473) eq. 3, with recomputation: forward of
                     the blocks twice, of the head once, backward twice forward
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.mfu import known_shares
 from paralab.exercises.questions import Mistakes, Reply, ask
 from paralab.exercises.unaided import UNAIDED
 from paralab.spec import ModelSpec
@@ -25,6 +24,12 @@ from paralab.theory import needs, training
 from paralab.theory.flops import block_flops, head_flops
 
 FLOPS, DAYS, MFU, HFU = "FLOPs of a step", "days", "MFU", "HFU"
+WARM_REQUIRED = {DAYS: "of two trainings", MFU: "of the same two: a share from 0 to 1"}
+WHOLE_STEPS = 1e-4  # relative: days may count the last step as a whole one
+WARM_CASES = (  # FLOPs, samples and seconds of a step, samples in all, devices, FLOP/s of each
+    (1.9278e19, 1536, 51.4, 219_726_562, 3072, 312e12),
+    (6.1e15, 512, 3.7, 4_000_000, 64, 989e12),
+)
 DAYS_TOLERANCE = 1e-3  # the approximation of eq. 4 is off by at least ten times that
 WITHOUT = "nothing is recomputed, and the scores are missing"
 EXACT = 1e-9  # relative, for rounding
@@ -48,6 +53,44 @@ REQUIRED = {
 }
 
 
+# ---- days and MFU --------------------------------------------------------------------------------
+@exercise(
+    Takes("days_and_mfu(flops, samples, seconds, total, devices, peak)"), required=WARM_REQUIRED
+)
+def days_and_mfu(tries: Tries) -> None:
+    for notes, case, reply in ask(tries, WARM_CASES):
+        flops, samples, seconds, total, devices, peak = case
+        notes.where = f"{devices:,} devices"
+        days = total / samples * seconds / needs.SECONDS_PER_DAY
+        mfu = flops / (seconds * devices * peak)
+        shared = "all devices work on the same step: its seconds are not divided by their number"
+        at_peak = "yours assumes that every device runs at its peak; the seconds are given"
+        of_days = [
+            ("those are seconds", days * needs.SECONDS_PER_DAY),
+            ("those are hours", days * 24),
+            ("yours counts a step per sample: a step trains several samples", days * samples),
+            (shared, days / devices),
+            ("those are device days", days * devices),
+            (at_peak, days * mfu),
+        ]
+        all_samples = "the FLOPs that are given are those of all samples of a step already"
+        of_mfu = [*known_shares(mfu, samples, seconds, devices), (all_samples, mfu * samples)]
+        right = {DAYS: (days, of_days), MFU: (mfu, of_mfu)}
+        for limit, wrong in reply.numbers(right, WHOLE_STEPS):
+            notes.each(limit, wrong, "right")
+
+
+def known_shares(right: float, samples: int, seconds: float, devices: int) -> list:
+    """(words, share) of the known mistakes with MFU and HFU."""
+    return [
+        ("that is in per cent", 100 * right),
+        ("yours divides by the peak of one device, not of all", right * devices),
+        ("yours counts one sample", right / samples),
+        ("the FLOPs are not divided by the seconds of the step", right * seconds),
+    ]
+
+
+# ---- by formulas ---------------------------------------------------------------------------------
 @exercise(
     Takes("step_flops(model, samples)"),
     Takes("training_days(model, tokens, devices, flops)"),
@@ -100,7 +143,6 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield "yours recomputes nothing: with recomputation a block's forward runs twice", once
     yield "yours recomputes the head too, whose forward runs once", 4 * (blocks + head)
     yield "yours counts forward alone", blocks + head
-    yield "yours counts forward twice and no backward, which is twice a forward", 2 * blocks + head
     yield "yours counts a multiply-add as one FLOP, and it is two", right / 2
     yield "yours counts one sample", right / samples
     yield "yours counts one token per sample", right / model.seq_len
@@ -124,10 +166,8 @@ def known_days(model: ModelSpec, tokens: float, devices: int, flops: float) -> M
     yield f"that is 6 Ψ per token: {WITHOUT}", 0.75 * eq4
     yield "those are seconds", right * needs.SECONDS_PER_DAY
     yield "those are hours", right * 24
-    yield "those are minutes", right * 24 * 60
     yield "that is for one device", right * devices
     yield "tokens are not samples: a sample has model.seq_len of them", right * model.seq_len
-    yield "yours divides by the number of devices twice", right / devices
 
 
 def shares(

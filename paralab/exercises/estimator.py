@@ -1,7 +1,7 @@
 """Lab 06: an estimator of a training step's memory by category, right to the byte.
 
-The right values come from the compiled program (interpret/memory.py), and equal those of the live
-ledger: states at the first UPDATE, activations at their own peak. Models and numbers of ranks are
+The right values come from the compiled program (interpret/quick.py), and equal those of the live
+ledger: states at the update, activations at their own peak. Models and numbers of ranks are
 chosen so that padding is not zero and every known mistake gives a number of its own.
 """
 
@@ -11,9 +11,7 @@ import functools
 
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
-from paralab.interpret.memory import moments
-from paralab.programs.compile import compiled
-from paralab.programs.instructions import UPDATE
+from paralab.interpret import quick
 from paralab.spec import ModelSpec, Plan
 
 SMALL = ModelSpec(layers=3, hidden=45, heads=5, seq_len=14, vocab=259, attention="explicit")
@@ -36,7 +34,6 @@ CASES = (  # limit, model, b, n, stage, precision
     (SHORT, SMALL, 2, 4, 2, "bf16"),
     (SHORT, SMALL, 1, 7, 3, "bf16"),
 )
-STATES = ("parameters", "gradients", "optimizer")
 
 
 @exercise(Takes("my_estimate(spec, b, n, zero_stage, precision)"), required=REQUIRED)
@@ -56,17 +53,13 @@ def right_bytes(spec: ModelSpec, b: int, n: int, zero_stage: int, precision: str
     """{category: bytes} of a rank in the plan's program."""
     plan = Plan(
         dp=n,
-        zero_stage=zero_stage,
+        zero_stage=zero_stage + (zero_stage == 1),  # at the update both have the same states
         precision=precision,
         microbatch_size=b,
         bucket_bytes=2**40,  # one bucket: one unit of ZeRO-1 and ZeRO-2
     )
-    program = compiled(spec, plan)
-    first = next(i for i, ins in enumerate(program.codes[0]) if ins.op == UPDATE)
-    bytes_after = [after for *_, after in moments(program)]
-    states = {state: bytes_after[first]["device", state] for state in STATES}
-    activations = max(held.get(("device", "activations"), 0) for held in bytes_after)
-    return states | {"activations": activations}
+    states = quick.states(quick.program_of(spec, plan, "adamw", 0), 0)
+    return states | {"activations": quick.most(spec, plan)["activations"]}
 
 
 def known(state: str, spec: ModelSpec, b: int, n: int, stage: int, precision: str) -> Mistakes:

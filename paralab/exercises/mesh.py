@@ -16,7 +16,7 @@ from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.lazy import dist
 from paralab.exercises.questions import kind_of, plain
-from paralab.exercises.verdict import Notes
+from paralab.exercises.verdict import Notes, first
 from paralab.spec import Plan
 
 AXES = ("dp", "pp", "tp")
@@ -106,16 +106,13 @@ def _no_mesh(*_: Any, **__: Any) -> None:
 
 def _read(value: Any) -> Any:
     """What an answer returns, as plain values: (coordinates, {axis: ranks})."""
-    form = isinstance(value, (tuple, list)) and len(value) == 2
-    if not form or not all(isinstance(one, Mapping) for one in value):
-        yours = [*value] if form else [value]
-        said = " and ".join(kind_of(one) for one in yours)
+    parts = value if isinstance(value, (tuple, list)) and len(value) == 2 else [value]
+    if not all(isinstance(one, Mapping) for one in parts) or len(parts) < 2:
+        said = " and ".join(map(kind_of, parts))
         raise ValueError(f"required: (where, groups), two dicts; the answer returns {said}")
-    where, groups = value
-    kept = {
-        k: one.ranks if isinstance(one, PlayedGroup) else None for k, one in dict(groups).items()
-    }
-    return plain(dict(where)), plain(kept)
+    where, groups = map(dict, parts)
+    kept = {k: one.ranks for k, one in groups.items() if isinstance(one, PlayedGroup)}
+    return plain(where), plain(kept)
 
 
 def _look(notes: Notes, plan: Plan, replies: Sequence[tuple[Any, str, list]]) -> None:
@@ -124,11 +121,9 @@ def _look(notes: Notes, plan: Plan, replies: Sequence[tuple[Any, str, list]]) ->
         notes.where = f"{mesh}, rank {rank}"
         if trouble:
             return notes.end(trouble, limit=PLACE)
-        place = plan.place(rank)
-        right = {axis: getattr(place, axis) for axis in AXES}
-        wrong = "" if value[0] == right else f"required: {right}, yours {shown(value[0])}"
-        notes.each(PLACE, wrong)
-        notes.each(MEMBERS, _wrong_members(plan, rank, value[1]))
+        right, (yours, groups) = {axis: getattr(plan.place(rank), axis) for axis in AXES}, value
+        notes.each(PLACE, "" if yours == right else f"required: {right}, yours {shown(yours)}")
+        notes.each(MEMBERS, _wrong_members(plan, rank, groups))
     made = [calls for _, _, calls in replies]
     needed = {plan.ranks(axis, rank) for axis in AXES for rank in range(plan.world_size)}
     notes.where = mesh
@@ -136,23 +131,23 @@ def _look(notes: Notes, plan: Plan, replies: Sequence[tuple[Any, str, list]]) ->
 
 
 def _wrong_members(plan: Plan, rank: int, groups: Any) -> str:
-    for axis in AXES:
-        if groups.get(axis) is None:
+    right = {axis: plan.ranks(axis, rank) for axis in AXES}
+    for axis, members in right.items():
+        if axis not in groups:
             return f"groups[{axis!r}] is not a group of which this rank is a member"
-        right, yours = list(plan.ranks(axis, rank)), list(groups[axis])
-        if yours != right:
-            other = next((a for a in AXES if yours == list(plan.ranks(a, rank))), "")
-            named = f"; these are the ranks of its {other} group" if other else ""
-            return f"its {axis} group: required: {right}, yours {yours}{named}"
+        if (yours := groups[axis]) != members:
+            said = f"its {axis} group: required: {list(members)}, yours {list(yours)}"
+            others = (other for other in AXES if yours == right[other])
+            return first(f"{said}; these are the ranks of its {a} group" for a in others) or said
     return ""
 
 
 def _wrong_calls(made: Sequence[list], needed: set) -> str:
     for rank, calls in enumerate(made):
         if calls != made[0]:
-            same = sorted(calls) == sorted(made[0])
-            groups = "the same groups in another order than rank 0" if same else ""
-            groups = groups or f"{count_of(len(calls), 'group')}, and not those that rank 0 makes"
+            groups = f"{count_of(len(calls), 'group')}, and not those that rank 0 makes"
+            if sorted(calls) == sorted(made[0]):
+                groups = "the same groups in another order than rank 0"
             return (
                 f"rank {rank} makes {groups}: every rank has to make every group, in the same order"
             )

@@ -7,6 +7,7 @@ different sizes, and is compared with one process.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -93,7 +94,8 @@ def stepped(watch: Any, answer: tuple, seed: int, model: ModelSpec, plan: Plan) 
 
 
 def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
-    where, old = notes.where, OLD * model.num_params**0.5
+    where, d, m = notes.where, plan.dp, plan.microbatches
+    message = 4 * plan.microbatch_size * model.seq_len * model.hidden
     steps, one_pipeline = outcome["right"][0]
     sequential = outcome["order"][0].startswith("FB")
     wrong = "rank 0 runs the backward of its first micro-batch before it starts the second one: "
@@ -102,89 +104,57 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
     for step, (before, right) in enumerate(pairwise(steps)):
         squares = {name: float((g * g).sum()) for name, g in right.gradients.items()}
         norm, weights = sum(squares.values()) ** 0.5, [steps[step] for steps in outcome["weights"]]
-        stages = [sum(squares[name] for name in names) ** 0.5 for names in weights]
+        stages, most = [sum(squares[n] for n in names) ** 0.5 for names in weights], CLIPS[step]
         for rank, norms in enumerate(outcome["norms"]):
             added = sum(stages[other] for other in plan.ranks("pp", rank))
-            known = known_norms(norm, stages[rank], added, one_pipeline, old, plan, CLIPS[step])
+            known = [
+                (
+                    "it is the norm of this stage alone: sum the squares over pp, and wait for the "
+                    "result",
+                    stages[rank],
+                ),
+                ("the norms of the stages are added, not their squares", added),
+                *_known_norms(norm, one_pipeline, most, model, plan),
+            ]
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
             notes.where = f"{where}, step {step + 1}, rank {rank}"
             notes.each(NORM, wrong)
-        norm_of = {
-            name: size for size, names in zip(stages, weights, strict=True) for name in names
-        }
-        known = known_weights(before.weights, right.gradients, norm, norm_of, CLIPS[step])
-        wrong = first_wrong_tensor(weights, right.weights, start=before.weights, known=known)
+        clipped: dict[str, dict[str, Any]] = defaultdict(dict)  # {known mistake: weights}
+        for own, names in zip(stages, weights, strict=True):
+            for words, factor in (
+                ("the gradient is not clipped before optimizer.step()", 1.0),
+                ("the gradient is clipped by the norm of this stage alone", min(1.0, most / own)),
+                ("the gradient is scaled to max_norm although it is shorter", most / norm),
+            ):
+                for name in names:
+                    moved = LR * factor * right.gradients[name]
+                    clipped[words][name] = before.weights[name] - moved
+        wrong = first_wrong_tensor(weights, right.weights, start=before.weights, known=clipped)
         notes.where = f"{where}, step {step + 1}"
         notes.each(WEIGHTS, wrong)
         for rank, size in enumerate(outcome.sent(f"step {step}")):
-            psi = 4 * sum(w.size for w in weights[rank].values())
-            required = required_bytes(plan, rank, psi, model)
+            stage, psi = plan.place(rank).pp, 4 * sum(w.size for w in weights[rank].values())
+            messages = m * message * ((stage > 0) + (stage < plan.pp - 1))
+            required = messages + 2 * (d - 1) * psi // d
             wrong = f"rank {rank} sends {size:,} bytes, required: {required:,} and at most "
             wrong += f"{SCALARS} for norms"
             notes.each(BYTES, "" if required <= size <= required + SCALARS else wrong)
 
 
-def required_bytes(plan: Plan, rank: int, psi: int, model: ModelSpec) -> int:
-    """Bytes that a rank sends in a step, without scalars. psi: bytes of its stage's gradients"""
-    stage, d = plan.place(rank).pp, plan.dp
-    message = 4 * plan.microbatch_size * model.seq_len * model.hidden
-    messages = plan.microbatches * message * ((stage > 0) + (stage < plan.pp - 1))
-    return messages + 2 * (d - 1) * psi // d
-
-
-def known_weights(
-    before: Any, gradients: Any, norm: float, own: dict[str, float], most: float
-) -> dict[str, dict[str, Any]]:
-    """{words: weights} of known mistakes in clipping.
-
-    own   {name of a tensor: norm of its stage's gradient}
-    most  max_norm
-    """
-    alone, scaled = {n: min(1.0, most / size) for n, size in own.items()}, most / norm
-    factors = {
-        "the gradient is not clipped before optimizer.step()": dict.fromkeys(own, 1.0),
-        "the gradient is clipped by the norm of this stage alone": alone,
-        "the gradient is scaled to max_norm although it is shorter": dict.fromkeys(own, scaled),
-    }
-    return {
-        words: {n: before[n] - LR * by[n] * gradients[n] for n in own}
-        for words, by in factors.items()
-    }
-
-
-def known_norms(
-    right: float,
-    own: float,
-    sum_of_norms: float,
-    one_pipeline: float,
-    stale: float,
-    plan: Plan,
-    most: float,
+def _known_norms(
+    right: float, one_pipeline: float, most: float, model: ModelSpec, plan: Plan
 ) -> Mistakes:
-    """(words, norm) of the known mistakes.
-
-    own, sum_of_norms    the norm of this rank's stage, the sum of the norms of all stages
-    one_pipeline, stale  the norm on the first pipeline's samples, that of the old gradients
-    most                 max_norm
-    """
+    """(words, norm) of mistakes that give the same norm on every rank. most: max_norm"""
     d, m = plan.dp, plan.microbatches
-    unreduced = (
-        "it is the norm of one pipeline's gradient: average over dp first, and wait for the result"
-    )
-    return [
-        *(("old gradients were not set to zero", stale * times) for times in (1, d)),
-        *((unreduced, one_pipeline / share) for share in (1, d)),
-        (
-            "it is the norm of this stage alone: sum the squares over pp, and wait for the result",
-            own,
-        ),
-        ("it is the norm after clipping", min(right, most)),
-        ("every parameter is counted once for each data-parallel rank", right * d**0.5),
-        ("gradients are added over dp, not averaged", right * d),
-        ("the loss is not divided by the number of micro-batches", right * m),
-        ("the loss is divided neither by m nor by dp", right * m * d),
-        ("gradients are averaged twice over dp", right / d),
-        ("the norms of the stages are added, not their squares", sum_of_norms),
-        ("the squares of the stages are averaged, not added", right / plan.pp**0.5),
-        ("it is the square of the norm", right**2),
-    ]
+    for times in (1, d):
+        yield "old gradients were not set to zero", OLD * model.num_params**0.5 * times
+        said = "it is the norm of one pipeline's gradient: average over dp first, and wait for the "
+        yield f"{said}result", one_pipeline / times
+    yield "it is the norm after clipping", min(right, most)
+    yield "every parameter is counted once for each data-parallel rank", right * d**0.5
+    yield "gradients are added over dp, not averaged", right * d
+    yield "the loss is not divided by the number of micro-batches", right * m
+    yield "the loss is divided neither by m nor by dp", right * m * d
+    yield "gradients are averaged twice over dp", right / d
+    yield "the squares of the stages are averaged, not added", right / plan.pp**0.5
+    yield "it is the square of the norm", right**2

@@ -15,13 +15,13 @@ from statistics import fmean
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.questions import Mistakes, ask
 
-LIMITS = RATE, INSIDE, OUTSIDE = "rate", "error in sample", "error out of sample"
 REQUIRED = {
-    RATE: "for each of five logs: the FLOP/s of one device",
-    INSIDE: "the mean over the rows, as a share: 0.1 for 10 %",
-    OUTSIDE: "the same mean, with each row predicted by the rate of all others",
+    "rate": "for each of five logs: the FLOP/s of one device",
+    "error in sample": "the mean over the rows, as a share: 0.1 for 10 %",
+    "error out of sample": "the same mean, with each row predicted by the rate of all others",
 }
 Rows = list[tuple[float, int, float]]  # FLOPs of a step, devices, seconds
+Rate = Callable[[Rows], float]
 LOGS: tuple[Rows, ...] = (
     [(1.9e19, 3072, 51.4), (6.1e15, 64, 3.7), (3.3e17, 512, 9.1), (8.8e16, 64, 11.2)],
     [(2.0e15, 8, 2.0), (2.0e15, 16, 1.4)],
@@ -33,12 +33,11 @@ LOGS: tuple[Rows, ...] = (
 
 @exercise(Takes("own_fit(rows)"), required=REQUIRED)
 def own_fit(tries: Tries) -> None:
-    questions = [(0, (rows,)) for rows in LOGS]
-    for notes, rows, reply in ask(tries, LOGS, questions):
+    for notes, (rows,), reply in ask(tries, [(rows,) for rows in LOGS]):
         notes.where = f"{len(rows)} rows"
         numbers = {
             limit: (number, known(rows, position))
-            for position, (limit, number) in enumerate(zip(LIMITS, right(rows), strict=True))
+            for position, (limit, number) in enumerate(zip(REQUIRED, right(rows), strict=True))
         }
         for limit, wrong in reply.numbers(numbers, 1e-9):
             notes.look(limit, wrong, f"{numbers[limit][0]:.6g}")
@@ -52,59 +51,48 @@ def geometric(rows: Rows) -> float:
     return statistics.geometric_mean(rates(rows))
 
 
-def errors(rows: Rows, rate: Callable[[Rows], float]) -> tuple[list[float], list[float]]:
-    """(relative errors in sample, errors out of sample) of all rows, with their signs."""
-
-    def error(fitted: Rows, row: tuple[float, int, float]) -> float:
-        flops, devices, seconds = row
-        return flops / (devices * rate(fitted)) / seconds - 1
-
-    seen = [error(rows, row) for row in rows]
-    return seen, [error(rows[:i] + rows[i + 1 :], row) for i, row in enumerate(rows)]
+def splits(rows: Rows) -> tuple[list[Rows], list[Rows]]:
+    """The rows to which each row's rate is fitted, in sample and out of sample."""
+    return [rows] * len(rows), [rows[:i] + rows[i + 1 :] for i in range(len(rows))]
 
 
-def right(rows: Rows, rate: Callable[[Rows], float] = geometric) -> tuple[float, float, float]:
-    inside, outside = (fmean(map(abs, signed)) for signed in errors(rows, rate))
-    return rate(rows), inside, outside
+def errors(rows: Rows, fitted: list[Rows], rate: Rate = geometric) -> list[float]:
+    """The relative error of each row's seconds, with its sign."""
+    pairs = zip(rows, fitted, strict=True)
+    return [flops / (n * rate(some)) / seconds - 1 for (flops, n, seconds), some in pairs]
+
+
+def size(signed: list[float]) -> float:
+    return fmean(map(abs, signed))
+
+
+def right(rows: Rows, rate: Rate = geometric) -> tuple[float, float, float]:
+    return rate(rows), *(size(errors(rows, fitted, rate)) for fitted in splits(rows))
 
 
 def known(rows: Rows, place: int) -> Mistakes:
-    """(words, number) of the known mistakes with number ``place`` of `LIMITS`."""
-    numbers, (seen, unseen) = right(rows), errors(rows, geometric)
+    """(words, number) of the known mistakes with number ``place`` of `REQUIRED`."""
+    numbers, (seen, unseen) = right(rows), (errors(rows, fitted) for fitted in splits(rows))
     for words, rate in (
         ("the arithmetic mean of the rates", lambda some: fmean(rates(some))),
         ("all FLOPs over all device seconds", of_all),
         ("the harmonic mean of the rates", lambda some: statistics.harmonic_mean(rates(some))),
-        ("the median of the rates", lambda some: statistics.median(rates(some))),
     ):
         yield f"yours uses {words}", right(rows, rate)[place]
     if place:
+        signed = (seen, unseen)[place - 1]
         yield "that is in per cent", 100 * numbers[place]
+        yield "errors of opposite sign cancel: take their absolute values", fmean(signed)
     else:
         yield "that is in TFLOP/s", numbers[place] / 1e12
-    yield (
-        "errors of opposite sign cancel: take their absolute values",
-        (0.0, fmean(seen), fmean(unseen))[place],
-    )
-    yield (
-        "yours is the error of the rate, not of the seconds",
-        fmean(abs(1 / (1 + one) - 1) for one in seen),
-    )
+    said = "yours is the error of the rate, not of the seconds"
+    yield said, size([1 / (1 + one) - 1 for one in seen])
     yield "that is the error in sample: the row helped to fit its own rate", numbers[1]
-    yield (
-        "yours leaves out all rows that equal the predicted one, required: that row alone",
-        _by_unequal_rows(rows),
-    )
+    others = [[other for other in rows if other != row] for row in rows]
+    said = "yours leaves out all rows that equal the predicted one, required: that row alone"
+    yield said, size(errors(rows, others))
     yield "the product of many rates overflows: add their logarithms", math.inf
-    largest = max(map(abs, unseen if place == 2 else seen))
-    yield "that is the largest error, not the mean", largest
     yield "that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])
-
-
-def _by_unequal_rows(rows: Rows) -> float:
-    """The mean error out of sample, if equal rows are left out together."""
-    splits = [(row, [other for other in rows if other != row]) for row in rows]
-    return fmean(abs(c / (n * geometric(others)) / t - 1) for (c, n, t), others in splits)
 
 
 def of_all(rows: Rows) -> float:

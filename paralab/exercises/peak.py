@@ -59,13 +59,12 @@ def peak_estimate(tries: Tries) -> None:
         notes.look(limit, wrong, "" if wrong else f"{100 * (reply.value / right - 1):+.1f} %")
 
 
-@functools.cache  # the same for every answer
 def peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> int:
     """Bytes at the peak of the compiled program."""
     return sum(at_peak(sizes, batch, microbatches).values())
 
 
-@functools.cache
+@functools.cache  # the same for every answer
 def at_peak(sizes: tuple[int, ...], batch: int, microbatches: int) -> dict[str, int]:
     """{category: bytes} at the peak of the compiled program."""
     model = ModelSpec(**_named(sizes), attention="explicit")

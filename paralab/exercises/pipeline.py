@@ -58,7 +58,7 @@ def _required(runs: Sequence[Run]) -> dict[str, str]:
     }
 
 
-LIMITS = GRADIENTS, LOSS, ORDER, BYTES, FLIGHT = tuple(_required(RUNS))
+LIMITS = tuple(_required(RUNS))
 
 
 def check(runs: Sequence[Run], tries: Tries) -> None:
@@ -170,7 +170,7 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
 
     _, p, m, v = run
     lists, last_stage, (right, each) = lists_of(*run), v * p - 1, outcome.results[0]["right"]
-    wrong: dict[str, list[str]] = {limit: [] for limit in LIMITS}  # of each rank, in words
+    rows = []  # what is wrong on each rank with each limit, in words
     ranks = zip(range(p), outcome.results, lists, peak_live(lists), outcome.sent(), strict=True)
     for rank, result, listed, alive, sent in ranks:
         crossings = sum((s > 0) + (s < last_stage) for s in range(rank, v * p, p))
@@ -184,18 +184,18 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         held = f" holds {result['peak']:,} bytes of activations and messages at once, required: at "
         held += f"most {int(most):,}; its list has {count_of(alive, 'micro-batch')} in "
         held += f"flight, of {result['kept']:,} bytes each"
-        for limit, words in (
-            (GRADIENTS, _wrong_gradient(result["gradients"], right, each)),
-            (LOSS, _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0, m)),
-            (ORDER, _wrong_order([action for action, _ in result["done"]], listed)),
-            (BYTES, said if sent != messages else ""),
-            (FLIGHT, held if result["peak"] > most else ""),
-        ):
-            wrong[limit].append(words and f"rank {rank}{words}")
-    if said := first(wrong[GRADIENTS]):
-        wrong[GRADIENTS] = [said + _mixed_up(outcome.results)]
-    for limit in LIMITS:
-        notes.look(limit, first(wrong[limit]), "kept")
+        wrong = (
+            _wrong_gradient(result["gradients"], right, each),
+            _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0, m),
+            _wrong_order([action for action, _ in result["done"]], listed),
+            said if sent != messages else "",
+            held if result["peak"] > most else "",
+        )
+        rows.append([words and f"rank {rank}{words}" for words in wrong])
+    for limit, words in zip(LIMITS, zip(*rows, strict=True), strict=True):
+        said = first(words)
+        said += _mixed_up(outcome.results) if said and limit == "gradients" else ""
+        notes.look(limit, said, "kept")
 
 
 def _wrong_gradient(gradients: dict[str, Any], right: Step, each: Sequence[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ it trains on 3 ranks, with the limits of `my_zero3` and one more unit of memory 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paralab.exercises import zero3
@@ -46,10 +47,8 @@ def my_prefetch(tries: Tries) -> None:
     zero3.look_at_training(tries, TRAINED, zero3.UNITS + 1)
 
 
-def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, dict[str, float]]]:
-    """What every rank runs. Returns for each step (output of the units, the right output, {known
-    mistake: the output that it gives}).
-    """
+def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float]]:
+    """What every rank runs. Returns for each step (output of the units, the right output)."""
     from paralab.exercises.timed import timed
 
     module, outputs = timed([SIZES] * UNITS, watch.recorder), []
@@ -59,92 +58,87 @@ def steps(watch: Any, answer: tuple, seed: int) -> list[tuple[float, float, dict
         for weight, number in zip(layer.weights, numbers, strict=True):
             weight.data.fill_(number)
     watch.label = "before"
-    zero = answer[0](list(module), lr=zero3.RATES[RANKS])
-    values, known = values.clone(), {one: values.clone() for one in (zero3.FIXED, zero3.SUMMED)}
     lr = zero3.RATES[RANKS]
+    zero = answer[0](list(module), lr=lr)
     for step in range(STEPS):
         watch.label = f"step {step}"
         out = module(torch.zeros(1))
-        sums = {words: numbers.sum().item() for words, numbers in known.items()}
-        outputs.append((out.item(), values.sum().item(), sums))
+        outputs.append((out.item(), values.sum().item()))
         out.backward()
         zero.step()
-        fixed, summed = known[zero3.FIXED], known[zero3.SUMMED]
-        for numbers, rate in ((values, lr), (fixed, zero3.TASK_LR), (summed, lr * RANKS)):
-            numbers -= rate * (numbers + (RANKS - 1) / 2)  # the mean of the ranks' gradients
+        values -= lr * (values + (RANKS - 1) / 2)  # the mean of the ranks' gradients
     return outputs
 
 
 def _look(notes: Notes, outcome: Outcome) -> None:
-    for step, (out, right, known) in enumerate(outcome.results[0]):
+    for step, (out, right) in enumerate(outcome.results[0]):
         wrong = f"step {step + 1}: the units' output is {out:.5g}, required: {right:.5g}; "
-        near = (words for words, other in known.items() if abs(out - other) < 1e-4 * abs(other))
-        wrong += next(near, f"{EARLY}, or with wrong parameters")
+        wrong += f"{EARLY}, or with wrong parameters"
         if abs(out - right) > 1e-4 * right:  # the row of a right one is the training's
             notes.look(zero3.WEIGHTS, wrong, "")
 
     spans = outcome.report.spans.query("rank == 0")
     calls = outcome.report.collectives.query("rank == 0")
     work = spans[spans["kind"].isin(("forward", "backward")) & (spans["chunk"] > 0)]
-    work = work.sort_values("id")
     gathers = calls[calls["op"] == "all_gather"]
+    progress = _progress(spans, gathers, work.sort_values("id"))
     last = calls["phase"] == f"step {STEPS - 1}"
-    units = _units(gathers, last)
+    units = gathers["wire_bytes"][last].sum() / SENT
     enough = units >= 2 * UNITS - 1  # with fewer, a unit was kept, which needs no gather
-    if enough and (early := _early(spans, gathers, work)):
+    if enough and (early := _early(progress)):
         notes.look(zero3.WEIGHTS, early, "")
     notes.where = ""
     few = f"{units:g} units are gathered in a step, required: {2 * UNITS}, or {2 * UNITS - 1} if "
     few += "the last unit stays whole between its forward and its backward"
     notes.look(GATHERS, "" if enough else few, f"{units:g} in a step")
-    for position, row in enumerate(work.itertuples()):
-        ahead = _units(gathers, gathers["span"] < row.id) - (position + 1)
+    for position, (row, called, _) in enumerate(progress):
+        ahead = called - (position + 1)
         many = f"{ahead:g} units are gathered ahead when unit {row.chunk} begins its {row.kind}, "
         many += "required: at most 1"
         notes.look(GATHERS, many if ahead > 1 else "", f"{units:g} in a step")
 
     costs = {"forward": [FORWARD_S] * UNITS, "backward": [BACKWARD_S] * UNITS}
     timed = replayed(outcome.report, CLUSTER, **costs).query("rank == 0").set_index("id")
-    first = min(calls["span"][last], default=work["id"].iloc[-2 * UNITS])
+    first = min(calls["span"][last], default=progress[-2 * UNITS][0].id)
     seconds = timed["end"].max() - timed["start"][first]
     exposed = float(seconds) - UNITS * (FORWARD_S + BACKWARD_S)
-    why = _why(spans, gathers, work)
+    why = _why(progress)
     others = calls["wire_bytes"][last & (calls["op"] != "all_gather")].sum() / (UNITS * SENT)
     if not why and others > 1:
         why = f": reducing gradients sends {others:.3g} times the bytes of reduce-scatters"
     notes.at_most(EXPOSED, exposed, LIMIT_S, ms, why)
 
 
-def _early(spans: Any, gathers: Any, work: Any) -> str:
+def _progress(spans: Any, gathers: Any, work: Any) -> list[tuple[Any, float, float]]:
+    """(span, units whose gathers were called before it, and waited for) of each span in ``work``,
+    by the gathers' bytes.
+    """
+    found = []
+    for row in work.itertuples():
+        waits = spans[(spans["kind"] == "wait") & (spans["id"] < row.id)]
+        waited = gathers["span"].isin({id for ids in waits["after"] for id in ids})
+        before = (gathers["span"] < row.id), waited
+        found.append((row, *(gathers["wire_bytes"][which].sum() / SENT for which in before)))
+    return found
+
+
+def _early(progress: Sequence[tuple[Any, float, float]]) -> str:
     """The first unit that computes before its own gather has been waited for, in words, or "".
 
     The unit's output does not show that in every run: the gather may be over by chance, or the old
     parameters may still be in memory.
     """
     kept = 0
-    for position, row in enumerate(work.itertuples()):
+    for position, (row, called, waited) in enumerate(progress):
         kept += (row.kind, row.chunk) == ("backward", UNITS)  # the last unit, since its forward
-        arrived = _units(gathers, gathers["span"].isin(_waited_for(spans, row.id)))
-        if arrived < min(_units(gathers, gathers["span"] < row.id), position + 1 - kept):
+        if waited < min(called, position + 1 - kept):
             return f"the {row.kind} of unit {row.chunk} begins before its gather is over: {EARLY}"
     return ""
 
 
-def _why(spans: Any, gathers: Any, work: Any) -> str:
+def _why(progress: Sequence[tuple[Any, float, float]]) -> str:
     """The first unit of the last step during whose computation no gather is in flight, in words."""
-    for row in work.iloc[-2 * UNITS :].itertuples():
-        in_flight = set(gathers["span"][gathers["span"] < row.id]) - _waited_for(spans, row.id)
-        if not in_flight and row.chunk != {"forward": UNITS, "backward": 1}[row.kind]:
+    for row, called, waited in progress[-2 * UNITS :]:
+        if called == waited and row.chunk != {"forward": UNITS, "backward": 1}[row.kind]:
             return f": no gather is in flight during the {row.kind} of unit {row.chunk}"
     return ""
-
-
-def _units(gathers: Any, which: Any) -> float:
-    """How many units these gathers gather, by their bytes."""
-    return gathers["wire_bytes"][which].sum() / SENT
-
-
-def _waited_for(spans: Any, before: int) -> set[int]:
-    """The spans of the calls that were waited for before this span."""
-    waits = spans[(spans["kind"] == "wait") & (spans["id"] < before)]
-    return {id for ids in waits["after"] for id in ids}

@@ -1,9 +1,18 @@
-"""Lab 04: a learner's pipeline schedule, which has to be legal, fast and small in memory.
+"""Lab 04: a learner's pipeline schedules, which have to be legal, fast and small in memory.
 
 The lists of actions are checked by theory/schedule_check.py and simulated by theory/pipeline.py.
 GPipe keeps the limit of time but not of memory, one micro-batch after another that of memory but
 not of time. 1F1B keeps both (Narayanan+ 2021, arXiv:2006.09503, sec. 3.2), and so does a schedule
 with each backward split into two halves (Qi+ 2023, arXiv:2401.10241, sec. 2.1), which is faster.
+
+The last exercise has three schedules with a split backward, each of which reaches a target.
+F = I = W = 10 ms, links are free, and a rank has one stage. The first target is ZB-H1's time within
+1F1B's memory; the second no idle time between a rank's first and last action (Qi+ 2024,
+arXiv:2401.10241, sec. 2). The third is 1F1B's time with a third less memory. A micro-batch goes
+down p stages as forwards and up again as input halves, so the first rank holds it for 2p + 1 slots
+of 10 ms. If a micro-batch starts every 3 slots, at least (2p + 1)/3 are alive. With p = 4 forwards
+and input halves collide at that pace; the time of 1F1B's bubble makes up for it while m is small.
+So the third target can be reached for the `TARGET_SIZES`, but not for every m.
 """
 
 from __future__ import annotations
@@ -17,17 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
 from paralab.exercises.one_process import look_at_run
-from paralab.exercises.questions import Reply, asked
+from paralab.exercises.questions import Reply, ask, asked
 from paralab.exercises.unaided import UNAIDED
 from paralab.exercises.verdict import SLACK, ms
-from paralab.parallel.schedules import Action, Schedule, one_f_one_b
+from paralab.parallel.schedules import Action, Schedule, one_f_one_b, zb_h1
 from paralab.spec import ModelSpec, Plan
 
 if TYPE_CHECKING:
     from paralab.theory.pipeline import Simulation
 
-# What an action needs of its own stage and micro-batch: `Order.source` is the other stage's.
-NEEDS = {"B": "F", "I": "F", "W": "I"}
 PP, MICROBATCHES = 4, 6
 SIZES = (  # p, m: with fewer micro-batches than stages, as many, and more
     *((2, m) for m in (1, 2, 5)),
@@ -127,25 +134,32 @@ def late(
 
 def idle(simulated: Simulation) -> str:
     """The first idle time of a rank between two of its actions, in words."""
-    return _idle(simulated, *min(_gaps(simulated)))
+    return _gaps(simulated)[0][2]
 
 
-def wasted(simulated: Simulation, most: int) -> str:
+def wasted(simulated: Simulation) -> str:
     """The first idle time of a rank in which another action of its list could run, in words; if
-    there is none, the first idle time. most: micro-batches that a rank may hold
+    there is none, the first idle time.
     """
-    gaps = sorted(_gaps(simulated))
-    for since, i in gaps:
+    gaps, most = _gaps(simulated), least_alive(simulated.order.ranks)
+    for since, i, words in gaps:
         if action := _startable(simulated, since, i, most):
-            return f"{_idle(simulated, since, i)}, where {action} could start"
-    return _idle(simulated, *gaps[0]) if gaps else ""
+            return f"{words}, where {action} could start"
+    return gaps[0][2] if gaps else ""
 
 
-def _gaps(simulated: Simulation) -> list[tuple[float, int]]:
-    """(seconds since when its rank is idle, number of the action) of actions after idle time."""
-    start, end = simulated.start, simulated.end
-    rows = [range(*pair) for pair in pairwise(simulated.order.first)]
-    return [(end[i - 1], i) for row in rows for i in row[1:] if start[i] > end[i - 1] + 1e-12]
+def _gaps(simulated: Simulation) -> list[tuple[float, int, str]]:
+    """(seconds since when a rank is idle, number of the action that comes then, both in words) of
+    all idle times of ranks between two actions, in order.
+    """
+    order, start, end, gaps = simulated.order, simulated.start, simulated.end, []
+    for rank, (first, after) in enumerate(pairwise(order.first)):
+        for i in range(first + 1, after):
+            if start[i] > end[i - 1] + 1e-12:
+                words = f"rank {rank} is idle from {ms(end[i - 1])} to {ms(start[i])}, before "
+                words += f"{order.action(i)}, the {_nth(i - first)} of its list"
+                gaps.append((end[i - 1], i, words))
+    return sorted(gaps)
 
 
 def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action | None:
@@ -154,28 +168,16 @@ def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action
     """
     from paralab.theory.schedule_check import live
 
-    order, end, rank = simulated.order, simulated.end, simulated.order.rank[i]
-    first, row = order.first[rank], simulated.schedule[rank]
-    done = row[: i - first]
-    held = live(simulated.schedule)[rank][len(done) - 1] - (done[-1].kind in "BW")
-    for n in range(i + 1, order.first[rank + 1]):
-        action, source = row[n - first], order.source[n]
-        own = NEEDS.get(action.kind)
-        if own and action._replace(kind=own) not in done:
-            continue
-        if (source < 0 or end[source] <= since + 1e-12) and (own or held < most):
+    order, rank = simulated.order, simulated.order.rank[i]
+    done, row = i - order.first[rank], simulated.schedule[rank]
+    held = live(simulated.schedule)[rank][done - 1] - (row[done - 1].kind in "BW")
+    for at in range(done + 1, len(row)):
+        action, source = row[at], order.source[order.first[rank] + at]
+        arrived = source < 0 or simulated.end[source] <= since + 1e-12
+        waits = any(other[::2] == action[::2] for other in row[done:at])  # for one of its own stage
+        if arrived and not waits and (action.kind != "F" or held < most):
             return action
     return None
-
-
-def _idle(simulated: Simulation, since: float, i: int) -> str:
-    """The idle time of a rank before action ``i``, in words."""
-    order, start = simulated.order, simulated.start
-    rank = order.rank[i]
-    return (
-        f"rank {rank} is idle from {ms(since)} to {ms(start[i])}, before {order.action(i)}, the "
-        f"{_nth(i - order.first[rank])} of its list"
-    )
 
 
 class Target(NamedTuple):
@@ -233,3 +235,45 @@ def _nth(position: int) -> str:
     """A position 0, 1, ... of a list as an ordinal: 1st, 2nd."""
     n = position + 1
     return f"{n}{'th' if 10 <= n % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+
+
+# ---- three targets -------------------------------------------------------------------------------
+TARGET_SIZES = ((4, 8), (4, 12), (3, 9), (6, 12), (2, 6))  # p, m
+
+
+def least_alive(p: int) -> int:
+    """The third target's limit on the micro-batches that a rank holds."""
+    return -(-(2 * p + 1) // 3)
+
+
+TARGETS_REQUIRED = {
+    "1: ZB-H1's time": "a step of at most (3m + p - 1) · 10 ms; at most p micro-batches alive",
+    "2: no bubble": "at most 3m · 10 ms from a rank's first action to its last, so none is idle in "
+    "between; at most 2p - 1 micro-batches alive",
+    "3: less memory": "a step of at most (m + p - 1) · 30 ms, like 1F1B's; at most (2p + 1) / 3 "
+    "micro-batches alive, rounded up",
+}
+TARGETS = (
+    Target(
+        seconds=lambda p, m: (3 * m + p - 1) * FORWARD_S,
+        why=lambda simulated: late(simulated, zb_h1, "ZB-H1, which splits every backward,"),
+    ),
+    Target(
+        took=attrgetter("cost"),
+        seconds=lambda p, m: 3 * m * FORWARD_S,
+        alive=lambda p: 2 * p - 1,
+        why=idle,
+    ),
+    Target(alive=least_alive, why=wasted),
+)
+
+
+@exercise(
+    *(Takes(f"{name}(pp, microbatches)") for name in ("first", "second", "third")),
+    required=TARGETS_REQUIRED,
+)
+def better_schedules(tries: Tries) -> None:
+    questions = [(part, size) for part in range(len(TARGETS)) for size in TARGET_SIZES]
+    for notes, (part, (p, m)), reply in ask(tries, questions, questions):
+        notes.where = f"p={p}, m={m}"
+        notes.look([*TARGETS_REQUIRED][part], missed(reply, p, m, TARGETS[part]), "reached")

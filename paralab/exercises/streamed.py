@@ -57,10 +57,10 @@ def streamed_optimizer(tries: Tries) -> None:
         notes.look(WEIGHTS, result["wrong"], "all equal")
         wrong = f"the files have {result['files']:,} bytes, required: {states:,}"
         notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
-        held = max(*result["peaks"], *result["arrays"][1:])  # a first step may import a module
-        most = 4 * COPIES * UNIT + SCALARS  # `held` includes Python's own objects, a few bytes
-        wrong = f"tensors or arrays have {held:,} bytes at once, required: at most {most:,}"
-        notes.look(PEAK, wrong if held > most else "", "no more than that")
+        most = 4 * COPIES * UNIT + SCALARS  # Python's own objects are counted too, a few bytes
+        wrong = f"tensors or arrays have {result['held']:,} bytes at once, required: at most "
+        wrong += f"{most:,}"
+        notes.look(PEAK, wrong if result["held"] > most else "", "no more than that")
         words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
         notes.memory(KEPT, [result["kept"]], SCALARS, words)
 
@@ -71,16 +71,18 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     named = dict(gpt.named_parameters())
     settings = settings_of(seed)
     adam = torch.optim.AdamW(reference_gpt.parameters(), foreach=False, **settings)
-    result: dict[str, Any] = {"wrong": "", "peaks": [], "arrays": [], "files": 0}
+    wrong, held = "", 0
     tracemalloc.start()  # NumPy reports arrays to it; to stop it while gloo allocates crashes
     with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
         optimizer = answer[0](list(named.values()), folder, **settings, unit=UNIT)
         for step in range(STEPS):
             if step == ZEROED:
-                _zero(folder)
+                for path in _files(folder):
+                    with path.open("r+b") as file:  # in place: the answer may have mapped them
+                        file.write(bytes(path.stat().st_size))
                 for state in adam.state.values():
-                    state["exp_avg"].zero_()
-                    state["exp_avg_sq"].zero_()
+                    for moment in MOMENTS:
+                        state[moment].zero_()
             [(tokens, targets)] = reference.batches(MODEL, step=step, seed=seed % 1000)
             gpt(tokens, targets).backward()
             before_step = watched.arrays(reference_gpt)
@@ -93,24 +95,26 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
             tracemalloc.reset_peak()
             with _small_buffers(), watch.section() as section:
                 optimizer.step()
-            result["peaks"].append(section.peak)
-            result["arrays"].append(tracemalloc.get_traced_memory()[1] - before)
+            arrays = tracemalloc.get_traced_memory()[1] - before
+            held = max(held, section.peak, arrays * (step > 0))  # a first step may import a module
             yours, right = watched.arrays(gpt), watched.arrays(reference_gpt)
-            if not result["wrong"]:
+            if not wrong:
                 with watch.unseen():
                     grads = {name: p.grad for name, p in reference_gpt.named_parameters()}
                     known = functools.partial(_mistakes, settings, before_step, grads, yours, step)
-                    if wrong := first_other_bits(yours, right, known):
-                        wrong += BEFORE * (step == ZEROED)
-                        result["wrong"] = f"after step {step + 1} {wrong}"
-                result["wrong"] = result["wrong"] or lent.changed()
+                    if said := first_other_bits(yours, right, known):
+                        wrong = f"after step {step + 1} {said}{BEFORE * (step == ZEROED)}"
+                wrong = wrong or lent.changed()
             del yours, right, lent
             gpt.zero_grad()
             reference_gpt.zero_grad()
-        result["files"] = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
+        files = sum(path.stat().st_size for path in _files(folder))
         adam.state.clear()
-        result["kept"] = all_of_it.now()
-    return result
+        return {"wrong": wrong, "held": held, "files": files, "kept": all_of_it.now()}
+
+
+def _files(folder: str) -> list[Path]:
+    return [path for path in Path(folder).rglob("*") if path.is_file()]
 
 
 @contextmanager
@@ -172,12 +176,3 @@ def _mistakes(
         # gradient is, a first step moves an element by at most lr
         said = "the moments that were read are not zero, as they are before the first step: each "
         yield f"{said}unit needs 8 bytes per element of its own in the files", yours[name]
-
-
-def _zero(folder: str) -> None:
-    """Set every byte of the files to 0, in place, because the answer may have mapped them."""
-    for path in Path(folder).rglob("*"):
-        if path.is_file():
-            size = path.stat().st_size
-            with path.open("r+b") as file:
-                file.write(bytes(size))

@@ -1,8 +1,11 @@
-"""Lab 12: what a rank of a large plan holds, and a better plan for the same model.
+"""Lab 12: what a rank of a large plan holds and sends, and a better plan for the same model.
 
-The right values come from compiled programs (`pl.dry_run`) and, for days, from `pl.predict`, not
-from a second formula. 1F1B keeps at most p - r micro-batches on stage r (Narayanan+ 2021, PTD-P,
-arXiv:2104.04473, sec. 2.2).
+The right values come from compiled programs (`pl.dry_run`), from the schedule's lists and, for
+days, from `pl.predict`, not from a second formula. 1F1B keeps at most p - r micro-batches on stage
+r (Narayanan+ 2021, PTD-P, arXiv:2104.04473, sec. 2.2). What a rank sends per step is three sums
+(sec. 3): all-reduces of activations in every block and micro-batch, messages to the stages before
+and after, and the gradients. It is asked of plans with 16 to 384 ranks, on the first stage and on
+one in the middle, not on the last stage, whose head sends more.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from paralab.checks import count_of, illegal
 from paralab.dry_run import dry_run
 from paralab.exercises.attempts import attempt
 from paralab.exercises.exercise import Takes, Tries, exercise
-from paralab.exercises.questions import Mistakes, ask, unlike
+from paralab.exercises.questions import Mistakes, Reply, ask, kind_of, size_text, unlike
 from paralab.exercises.unaided import UNAIDED
 from paralab.interpret.predict import predict
 from paralab.spec import Cluster, ModelSpec, Plan
@@ -29,12 +32,11 @@ PLANS = (
     Plan(tp=2, pp=1, dp=5, microbatches=3, precision="bf16"),  # the first stage is the last one
 )
 PARAMETERS, FLIGHT = "parameters of a rank", "micro-batches in flight"
-_ABOUT = "(model, plan, stage)"
 
 
 @exercise(
-    Takes(f"stage_parameters{_ABOUT}"),
-    Takes(f"in_flight{_ABOUT}"),
+    Takes("stage_parameters(model, plan, stage)"),
+    Takes("in_flight(model, plan, stage)"),
     required={
         PARAMETERS: "exact for every stage of four plans",
         FLIGHT: "exact for every stage of four plans under 1F1B",
@@ -57,16 +59,13 @@ def stage_memory(tries: Tries) -> None:
 
 
 # ---- what a stage holds --------------------------------------------------------------------------
-
-
 @functools.cache
-def _dry(plan: Plan, stage: int) -> Any:
-    return dry_run(MODEL, plan, rank=stage * plan.dp * plan.tp)
+def _count(plan: Plan, stage: int) -> int:
+    return dry_run(MODEL, plan, rank=stage * plan.dp * plan.tp).meta["num_params"]
 
 
 def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
-    right, h = _dry(plan, stage).meta["num_params"], MODEL.hidden
-    whole = _dry(plan.replace(tp=1), stage).meta["num_params"]
+    right, whole, h = _count(plan, stage), _count(plan.replace(tp=1), stage), MODEL.hidden
     blocks, table = MODEL.layers // plan.pp, MODEL.vocab * h
     ends = (stage == 0) + (stage == plan.pp - 1)
     both = "with one stage, the first is also the last: it has the embedding and the head"
@@ -92,10 +91,9 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
 
 
 def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
-    work = _dry(plan, stage).spans.query("kind in ['forward', 'backward']").groupby("microbatch")
-    begun, done = work["start"].min(), work["end"].max()
-    right = max(int((begun <= time).sum() - (done <= time).sum()) for time in begun)
-    p, m = plan.pp, plan.microbatches
+    from paralab.theory.schedule_check import peak_live
+
+    right, p, m = peak_live(plan.actions())[stage], plan.pp, plan.microbatches
     return right, (
         ("that is GPipe, which holds all micro-batches", m),
         ("there are no more than m micro-batches", p - stage),
@@ -103,6 +101,102 @@ def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
         ("yours counts stages from the other end", stage + 1),
         ("that is the number of the first stage", min(p, m)),
     )
+
+
+# ---- what a rank sends ---------------------------------------------------------------------------
+EXACT = 1e-9  # relative, for rounding
+SENT = {
+    "tp": "bytes of all-reduces in forward, backward and recomputation: to nine digits",
+    "pp": "bytes of activations and their gradients: to nine digits",
+    "dp": "bytes of the gradients' all-reduce: to nine digits",
+}
+
+
+def _case(name: str, rank: int, **settings: Any) -> tuple[ModelSpec, Plan, int]:
+    model = ModelSpec.preset(name).replace(tied=False)
+    return model, Plan(**{"precision": "bf16", "microbatch_size": 3, **settings}), rank
+
+
+# Rank 192 is on stage 6; an order of the axes with pp not outermost puts it on stage 0.
+SENT_CASES = (
+    _case("ptdp-7.5b", 0, tp=4, pp=3, dp=2, microbatches=6, recompute="full"),
+    _case("ptdp-7.5b", 9, tp=4, pp=3, dp=2, microbatches=6),
+    _case("ptdp-39b", 12, tp=8, pp=6, dp=4, microbatches=7, precision="fp32"),
+    _case("gpt3-175b", 192, tp=8, pp=12, dp=4, microbatches=16, recompute="full"),
+)
+
+
+@exercise(Takes("rank_sends(model, plan, rank)"), required=SENT)
+def rank_sends(tries: Tries) -> None:
+    for notes, case, reply in ask(tries, SENT_CASES, (), *UNAIDED):
+        model, plan, rank = case
+        notes.where = f"L={model.layers}, dp={plan.dp}, pp={plan.pp}, tp={plan.tp}, "
+        notes.where += f"m={plan.microbatches}, rank {rank}"
+        sent, wrong = reply.value, reply.trouble
+        if not wrong and not isinstance(sent, Mapping):
+            wrong = f"required: a dict, {{axis: bytes}}, yours is {kind_of(sent)}"
+        for axis, size in _sent(*case).items():
+            missing = wrong or f"the dict has no entry {axis!r}"
+            entry = Reply(sent[axis], "") if not wrong and axis in sent else Reply(None, missing)
+            known, what = _known_bytes(axis, size, *case), f" of bytes along {axis}"
+            notes.each(
+                axis, entry.number(size, known, size_text, what, EXACT), "right in all plans"
+            )
+
+
+@functools.cache
+def _sent(model: ModelSpec, plan: Plan, rank: int) -> dict[str, int]:
+    """{axis: bytes} that the compiled program sends, in the order of the limits."""
+    sent = dry_run(model, plan, rank=rank).traffic(by="axis").set_index("axis")["bytes"]
+    return {axis: int(sent[axis]) for axis in SENT}
+
+
+def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) -> Mistakes:
+    """(words, bytes) of the known mistakes. size: the right bytes"""
+    d, t, m = plan.dp, plan.tp, plan.microbatches
+    w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
+    a_number = f"in {plan.precision} a number has {w} bytes"
+    half = "that is half of an all-reduce" + f", or {a_number}" * (w == 4)
+    if axis != "dp":
+        yield "yours counts one micro-batch", size / m
+        yield "yours counts one sample per micro-batch", size / plan.microbatch_size
+    if axis == "tp":
+        activation = w * plan.microbatch_size * model.seq_len * model.hidden
+        once = m * 2 * (t - 1) / t * activation  # bytes of an all-reduce in every micro-batch
+        again = 2 * model.layers // plan.pp * once
+        if plan.recompute == "full":
+            said = "with recomputation forward runs twice, and so do its two all-reduces"
+            yield said, size - again
+        else:
+            yield "yours counts recomputation, which this plan does not use", size + again
+        order = ", or the rank is on another stage: tp is innermost, then dp, then pp"
+        if first:
+            yield f"the embedding's all-reduce is missing{order}", size - once
+        else:
+            yield f"there is no embedding on this stage{order}", size + once
+        yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
+        yield half, size / 2
+        yield "yours counts the whole model; a stage has L/p blocks", size * plan.pp
+    elif axis == "pp":
+        if first:
+            said = "the first stage has no stage before it to send gradients to"
+            yield said + f", or {a_number}" * (w == 2), size * 2
+        else:
+            yield "a stage in the middle also sends gradients back", size / 2
+        yield "every tensor-parallel rank sends the whole activation, not a t-th of it", size / t
+        yield a_number, size / 2
+    else:
+        per_element = 2 * (d - 1) / d * w  # bytes that an element costs
+        whole, norms = per_element * model.num_params, model.layers / plan.pp * 6 * model.hidden
+        yield "an all-reduce sends 2 (d-1)/d of its tensor", size * d / (2 * (d - 1))
+        yield half, size / 2
+        yield "gradients are summed once per step, not per micro-batch", size * m
+        yield "yours counts the whole model; a rank holds its part of one stage", whole
+        part = whole / (t * plan.pp)
+        yield "yours is an equal part of all parameters, but stages differ", part
+        sharded = size - per_element * norms * (1 - 1 / t)
+        yield "biases after a row-parallel layer and norms are not sharded", sharded
+    yield a_number, size * 2
 
 
 # ---- a better plan -------------------------------------------------------------------------------
@@ -137,8 +231,10 @@ def trillion_plan(tries: Tries) -> None:
         ranks = plan.world_size
         notes.at_most(GPUS, ranks, published.world_size, "{:,}".format)
         if batch == required and ranks <= published.world_size:
-            days, held = _predicted(model, plan)
-            notes.at_most(FITS, held, MOST_GB, "{:.1f} GB".format)
+            nodes = Cluster.preset("dgx-a100", nodes=-(-ranks // 8))
+            report = predict(model, plan, nodes, steps=1, detail="actions")
+            days = report.step_time * TOKENS / (batch * model.seq_len) / 86_400
+            notes.at_most(FITS, report.peak_memory / 1e9, MOST_GB, "{:.1f} GB".format)
             notes.at_most(DAYS, days, MOST_DAYS, "{:.1f} days".format)
 
 
@@ -149,12 +245,3 @@ def _legal(model: ModelSpec, settings: Mapping[str, Any]) -> Plan:
     plan = Plan(**settings)
     plan.validate(model)
     return plan
-
-
-@functools.cache
-def _predicted(model: ModelSpec, plan: Plan) -> tuple[float, float]:
-    """(days of the training, GB on the rank with the highest peak)"""
-    nodes = Cluster.preset("dgx-a100", nodes=-(-plan.world_size // 8))
-    report = predict(model, plan, nodes, steps=1, detail="actions")
-    updates = TOKENS / (plan.global_batch * model.seq_len)
-    return report.step_time * updates / 86_400, report.peak_memory / 1e9

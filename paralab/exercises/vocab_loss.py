@@ -96,30 +96,27 @@ def of_one_device(logits: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, 
 
 def _wrong(outcome: Outcome, limit: str) -> str:
     t, (logits, targets) = len(outcome.results), drawn(outcome.seed)
-    position, parts = (LOSS, GRADIENT).index(limit), np.split(logits, t, axis=1)
-    whole = of_one_device(logits, targets)
-    right = [whole[0]] * t if limit == LOSS else np.split(whole[1], t, axis=1)
+    position, width, parts = (LOSS, GRADIENT).index(limit), VOCAB // t, np.split(logits, t, axis=1)
+    loss, gradient = of_one_device(logits, targets)
+    softmax = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)
+    right = [loss] * t if limit == LOSS else np.split(gradient, t, axis=1)
 
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
-        local = targets - rank * VOCAB // t
-        has_target = (local >= 0) & (local < VOCAB // t)
+        local = targets - rank * width
+        has_target = (local >= 0) & (local < width)
         local_softmax = of_one_device(parts[rank], np.where(has_target, local, -1))
         said = "it is that of a softmax over the rank's own part of the vocabulary, as without an "
         said += "all-reduce, or with one whose result is read before its wait()"
         yield said, local_softmax[position]
         if limit == LOSS:
-            yield from _known_losses(logits, targets, rank, t, has_target)
-        share = whole[1] + np.eye(VOCAB)[targets] / TOKENS
-        if limit == GRADIENT:
-            own, entries = np.split(share, t, axis=1)[rank], np.arange(VOCAB // t)
-            yield "it is the softmax, from which no target is subtracted", own.copy()
-            yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
-            for by, side in ((1, "after"), (-1, "before")):
-                said = f"1 is subtracted at the entry {side} the target's"
-                for place in (local + by, np.where(has_target, (local + by) % len(entries), -1)):
-                    yield said, own - (place[:, None] == entries) / TOKENS
-            own[np.arange(TOKENS), local.clip(0, VOCAB // t - 1)] -= 1 / TOKENS
-            yield "1 is subtracted also on ranks that do not have the target", own
+            yield from _known_losses(logits, targets, rank, t)
+            return
+        own = softmax[rank]
+        yield "it is the softmax, from which no target is subtracted", own
+        yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
+        on_all = own.copy()
+        on_all[np.arange(TOKENS), local.clip(0, width - 1)] -= 1 / TOKENS
+        yield "1 is subtracted also on ranks that do not have the target", on_all
 
     if not all(np.isfinite(one).all() for one in outcome[limit]):
         return (
@@ -129,32 +126,34 @@ def _wrong(outcome: Outcome, limit: str) -> str:
 
 
 def _known_losses(
-    logits: np.ndarray, targets: np.ndarray, rank: int, t: int, has_target: np.ndarray
+    logits: np.ndarray, targets: np.ndarray, rank: int, t: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(words, loss) if one of the three numbers is not computed over all ranks."""
     z, width = logits.astype(np.float64).reshape(TOKENS, t, -1), VOCAB // t  # (n, t, V/t)
-    local = (targets[:, None] - width * np.arange(t)).clip(0, width - 1)
-    clamped = np.take_along_axis(z, local[:, :, None], axis=2)  # (n, t, 1)
-    maxima, target = z.max(2), logits[np.arange(TOKENS), targets]
+    local = targets[:, None] - width * np.arange(t)  # (n, t)
+    read = np.take_along_axis(z, local.clip(0, width - 1)[:, :, None], axis=2)[:, :, 0]
+
+    def taken(low: int, high: int) -> np.ndarray:
+        """The sum of the target's logits of the ranks in whose part it is, from low to high."""
+        return (read * ((local >= low) & (local < high))).sum(1)
+
+    maxima, target = z.max(2), taken(0, width)
     largest = maxima.max(1)
     sums = np.exp(z - largest[:, None, None]).sum(2)  # of each rank's part
     own_maximum = maxima[:, rank] + np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
     own_sums, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
-    for words, losses in (
+    own_target = target * (targets // width == rank)
+    mistakes = [
         ("the log of the sum of exp is missing", largest + sums.sum(1) - target),
         ("the maximum is subtracted and not added back", whole - largest - target),
         ("the target's logit is added, not subtracted", whole + target),
         ("every rank subtracts the maximum of its own part", own_maximum - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
-        ("ranks without the target contribute another logit", whole - clamped.sum((1, 2))),
-        ("the target's logit is missing on ranks that do not have it", whole - target * has_target),
-    ):
+        ("ranks without the target contribute another logit", whole - read.sum(1)),
+        ("the target's logit is missing on ranks that do not have it", whole - own_target),
+    ]
+    for low, high in itertools.product((0, 1), (width - 1, width, width + 1)):
+        said = f"each rank takes targets {low} to {high - 1} of its part, required: targets 0 to "
+        mistakes.append((f"{said}{width - 1}", whole - taken(low, high)))
+    for words, losses in mistakes:
         yield f"it is so if {words}", losses.mean(keepdims=True)
-    for by, low, high in itertools.product((0, 1, -1), (0, 1, -1), (width, width - 1, width + 1)):
-        local = targets[:, None] - width * np.arange(t) + by  # (n, t)
-        read = np.take_along_axis(z, local.clip(0, width - 1)[:, :, None], axis=2)[:, :, 0]
-        taken = f"targets {low - by} to {high - 1 - by} of its part"
-        taken += f", and the logit {'before' if by < 0 else 'after'} the target's" if by else ""
-        said = f"it is so if each rank takes {taken}, required: targets 0 to {width - 1}"
-        here = (local >= low) & (local < high)
-        yield said, (whole - (read * here).sum(1)).mean(keepdims=True)

@@ -26,7 +26,6 @@ SCALARS = 1000  # bytes of step counts and the like
 COPIES, PARTS = 3, 3
 
 RESULT, BYTES, KEPT, PEAK = "parameters", "bytes per rank", "kept between steps", "extra memory"
-AS_FIRST = "it has moved as in a first step, without the v of the steps before"
 OWN = "each part is updated with the gradient of its own rank alone, not with the sum"
 AGAIN = "the gradient is divided by N, and it is already divided by N when step gets it"
 REQUIRED = {
@@ -112,7 +111,6 @@ def _wrong_step(outcome: Outcome, n: int) -> str:
         terms = [("parameters", before), ("-lr * gradient", of_gradient)]
         terms += [("-lr * momentum * v", after - before - of_gradient)] if step else []
         mistakes = [
-            (AS_FIRST, before + of_gradient),
             (OWN, before - lr * of_owners[:PSI]),
             (AGAIN, before + (after - before) / n),
         ]

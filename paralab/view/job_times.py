@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paralab.checks import choice, count_of, illegal
-from paralab.exercises import jobs as stream
+from paralab.exercises import offload as stream
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import boxes as mark
