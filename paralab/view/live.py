@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import count_of, illegal
 from paralab.report.tables import COMPUTE_KINDS, Tables
+from paralab.theory.pipeline import Simulation, simulate
 from paralab.view import boxes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import column, line
@@ -75,8 +76,6 @@ def _read(source: Any, step: int | None) -> _Source:
     """A micro-batch is alive on a stage from the start of its forward to the end of its backward,
     or of the weight half if backward is split.
     """
-    from paralab.theory.pipeline import Simulation, simulate
-
     report, name, clock = source, "schedule", ""
     if isinstance(source, Tables):
         name, clock = naming.subject(source), source.clock
