@@ -420,7 +420,7 @@ def _predict(given: argparse.Namespace) -> int:
             print(MEASURING, flush=True)
             cluster = Cluster.local(device=given.device) if "device" in given else None
         report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
-    from paralab.view.explore_parts import fits
+    from paralab.view.memory_chart import fits
 
     _print_summary(report)
     if refusal := fits(report):

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 import paralab as pl
-from paralab.view import explore_parts, stage_memory, theme
+from paralab.view import stage_memory, theme
+from paralab.view.memory_chart import fits
 
 LINK = pl.Link(alpha=1e-4, bandwidth=1e9)
 CLUSTER = pl.Cluster(
@@ -111,7 +112,7 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     assert report.peak_memory > 10**6
     assert stage_memory(report).finding.startswith(f"One rank needs {peak}, ")
     assert stage_memory(report).finding.endswith(" times the 1 MB of a device of cluster small")
-    said = explore_parts.fits(report)
+    said = fits(report)
     assert said.startswith(f"It does not fit: one rank needs {peak} on a device that has 1 MB")
     nameless = report.replay(CLUSTER.replace(name=pl.Cluster.name))
     assert stage_memory(nameless).finding.endswith(
@@ -121,7 +122,7 @@ def test_what_does_not_fit_says_so_with_the_numbers():
     assert stage_memory(unlimited).finding.startswith("One rank needs ")
     assert "device" not in stage_memory(unlimited).finding + stage_memory(unlimited).below
     roomy = pl.predict(MODEL, pl.Plan(dp=2), CLUSTER.replace(memory=10**9), steps=1)
-    assert explore_parts.fits(roomy) is None
+    assert fits(roomy) is None
 
 
 def test_nothing_to_draw_is_refused():

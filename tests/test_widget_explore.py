@@ -12,7 +12,7 @@ import pytest
 
 import paralab as pl
 from paralab import view
-from paralab.view import explore_parts, widget_picture
+from paralab.view import widget_explore, widget_picture
 from paralab.view.widget import STALE
 from widgets import CLUSTER, PATIENCE, numbers
 from widgets import DEEP as MODEL
@@ -78,7 +78,7 @@ def test_every_knob_moves_its_views_to_what_the_plain_functions_draw(bench, monk
         moved.add(name)
         at, plan, cluster = bench.values, bench.values.plan, bench.values.cluster
         report = predicted(at.model, plan, cluster, steps=1, detail="actions")
-        ranks = explore_parts.shown_ranks(report, explore_parts.BOXES)
+        ranks = widget_explore.shown_ranks(report, widget_explore.BOXES)
         # Boxes too narrow to be seen are drawn as stretches of a stage's time.
         crowded = repr(bench.charts[0]).startswith("Chart(stage time")
         forms.add(crowded)
@@ -253,12 +253,12 @@ def test_the_code_line_makes_this_plan():
         pl.Plan(pp=2, microbatches=2, schedule=my_schedule),
         pl.Plan(dp=2, **given),
     ):
-        said = re.sub("<[^>]*>", "", html.unescape(explore_parts.as_code(plan)))
+        said = re.sub("<[^>]*>", "", html.unescape(widget_explore.as_code(plan)))
         names = {"pl": pl, "my_pass": my_pass, "my_schedule": my_schedule}
         exec(said, names)
         assert names["plan"] == plan
     nameless = pl.Plan(pp=2, microbatches=2, schedule=partial(my_schedule))
-    assert "schedule=your_own, " in explore_parts.as_code(nameless)
+    assert "schedule=your_own, " in widget_explore.as_code(nameless)
 
 
 def test_what_is_asked_for_aside_leaves_no_note(bench):

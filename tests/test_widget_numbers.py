@@ -166,7 +166,7 @@ def test_pipeline_simulation_and_replay_agree_and_need_no_new_run(widget):
         # The line of the replay is not where its step ends, which is what the table has.
         words = [note.text for note in widget.chart.layout.annotations if " ms" in note.text]
         assert [bool(re.search(r"\bpipeline [\d.]+ ms", said)) for said in words] == [False, True]
-        assert ideal.schedule_of(at.replayed) == widget.schedule(at)
+        assert ideal.schedule_of(at.replayed) == at.plan.actions()
     widget.set(microbatches=5)
     assert widget.state == "idle" and widget.result is None
 

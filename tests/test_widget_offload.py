@@ -149,7 +149,7 @@ def test_a_slow_link_to_the_host_is_held_down_too(widget):
 
 
 def test_what_would_take_too_long_or_too_much_is_not_run(widget, monkeypatch):
-    monkeypatch.setattr(widget_offload, "LONGEST", 1e-3)
+    monkeypatch.setattr(offload, "longest", 1e-3)
     with pytest.raises(ValueError, match="would take about .* here: a smaller model or batch"):
         widget.run(bandwidth=SLOWEST).wait(PATIENCE)
     assert widget.state == "error" and "Traceback" not in widget._trouble.value

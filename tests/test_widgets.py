@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import threading
@@ -400,8 +399,7 @@ def test_what_cannot_run_here_is_refused_in_words(
 @pytest.mark.parametrize("name", ["memory", "offload"])
 def test_what_a_run_would_take_is_the_time_of_all_its_steps(make, monkeypatch, name):
     widget = make(name)
-    module = importlib.import_module(type(widget).__module__)
-    monkeypatch.setattr(module, "LONGEST", 0.0)
+    monkeypatch.setattr(type(widget), "longest", 0.0)
     monkeypatch.setattr(pl.Cluster, "local", lambda **_: CLUSTER)
     seconds = widget.steps * widget.values.predicted.step_time
     assert f"would take about {widget_parts.duration(seconds)} here" in widget._refused(

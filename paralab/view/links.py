@@ -8,7 +8,8 @@ latency.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,8 +145,7 @@ def algorithms(
     marks = {str(name): _pairs(str(name), line) for name, line in (points or {}).items()}
     if not lines:
         raise illegal("curves", curves, "nothing to draw", "{algorithm: {bytes: seconds}}")
-    ranges, traces, rows = _ranges(lines), [], []
-    changes = ranges[1:]
+    (best, changes), traces, rows = _fastest(lines), [], []
     style = theme.series(list(dict.fromkeys([*lines, *marks])))
     for by_name, clock in ((lines, "predicted"), (marks, "replayed")):
         for name, pairs in by_name.items():
@@ -158,16 +158,16 @@ def algorithms(
             else:
                 look = {"ink": look["ink"], "symbol": look["symbol"] + HOLLOW}
                 traces.append(curve(f"{name}, replayed", pairs, texts, mode="markers", **look))
-    traces.append(rings("crossover", [(size, at) for size, at, _ in changes]))
+    traces.append(rings("crossover", changes))
     sizes, seconds = ([row[i] for row in rows] for i in (2, 3))
     low, high = min(seconds) / 1.6, max(seconds) * 1.6
     # A ring at a crossover looks like a marker of a run; next to markers its label explains it.
     equal = "equal at " * bool(marks)
     ends = min(sizes) / 1.3, max(sizes) * 1.3
-    words = [equal + _worded(size, axes.x_unit, digits=2) for size, *_ in changes]
-    drops = [drop(n, low, s, word, ends) for (n, s, _), word in zip(changes, words, strict=True)]
+    words = [equal + _worded(size, axes.x_unit, digits=2) for size, _ in changes]
+    drops = [drop(n, low, s, word, ends) for (n, s), word in zip(changes, words, strict=True)]
     fig = figure(
-        _finding(lines, ranges, axes),
+        _finding(lines, best, changes, axes),
         "lines: predicted (theory alone)" + " · markers: replayed" * bool(marks),
         height=440,
         xaxis=log_axis(axes.x, *ends, axes.x_unit),
@@ -202,9 +202,10 @@ def _pairs(name: str, curve: Any) -> Pairs:
     return pairs
 
 
-def _log_seconds(pairs: Pairs, size: float) -> float:
-    """The logarithm of the seconds at ``size``, interpolated linearly on the logarithmic axes."""
-    return float(np.interp(math.log(size), *np.log(pairs).T))
+def _logs(lines: Mapping[str, Pairs], size: float) -> dict[str, float]:
+    """The logarithms of all seconds at ``size``, interpolated linearly on the logarithmic axes."""
+    at = math.log(size)
+    return {name: float(np.interp(at, *np.log(pairs).T)) for name, pairs in lines.items()}
 
 
 def _common_range(lines: Mapping[str, Pairs]) -> tuple[float, float]:
@@ -213,62 +214,55 @@ def _common_range(lines: Mapping[str, Pairs]) -> tuple[float, float]:
     return max(firsts), min(lasts)
 
 
-def _common_sizes(lines: Mapping[str, Pairs]) -> list[float]:
-    """The sizes of all lines that are in their common range."""
-    low, high = _common_range(lines)
-    return sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
+def _lines_at(end: Callable, logs: Mapping[str, float]) -> list[str]:
+    """The lines at an ``end`` of the logarithms, min or max, but for rounding errors."""
+    value = end(logs.values())
+    return [name for name, log in logs.items() if abs(log - value) < EQUAL]
 
 
-def _equal_to(value: float, log_seconds: Mapping[str, float]) -> list[str]:
-    """The lines whose logarithm is this value, but for rounding errors."""
-    return [name for name, log in log_seconds.items() if abs(log - value) < EQUAL]
-
-
-def _ranges(lines: Mapping[str, Pairs]) -> list[tuple[float, float, list[str]]]:
-    """(first bytes, seconds there, the fastest lines) of every range of the common sizes: several
-    lines if they are the fastest in all of it. [] if the lines have no size in common.
+def _fastest(lines: Mapping[str, Pairs]) -> tuple[list[list[str]], Pairs]:
+    """The fastest lines of every range of the common sizes, several if they are the fastest in all
+    of it; and the (bytes, seconds) at which one range ends and the next begins.
     """
-    ranges, sizes = [], _common_sizes(lines)
-    for i, size in enumerate(sizes):
-        at = {name: _log_seconds(pairs, size) for name, pairs in lines.items()}
-        fastest = _equal_to(min(at.values()), at)
-        if not ranges:
-            ranges.append((size, math.exp(at[fastest[0]]), fastest))
+    best, changes, at, (low, high) = [list(lines)], [], {}, _common_range(lines)
+    sizes = sorted({n for pairs in lines.values() for n, _ in pairs if low <= n <= high})
+    for last, size in pairwise([low, *sizes]):
+        before, at = at, _logs(lines, size)
+        fastest = _lines_at(min, at)
+        if still := [name for name in best[-1] if name in fastest]:
+            best[-1] = still
             continue
-        start, seconds, so_far = ranges[-1]
-        if still := [name for name in so_far if name in fastest]:
-            ranges[-1] = start, seconds, still
-            continue
-        one, other, last = so_far[0], fastest[0], sizes[i - 1]
-        before = _log_seconds(lines[one], last) - _log_seconds(lines[other], last)
-        size = last * (size / last) ** (before / (before - (at[one] - at[other])))
-        ranges.append((size, math.exp(_log_seconds(lines[one], size)), fastest))
-    return ranges
+        one, other = best[-1][0], fastest[0]
+        gap = before[one] - before[other]
+        crossing = last * (size / last) ** (gap / (gap - (at[one] - at[other])))
+        best.append(fastest)
+        changes.append((crossing, math.exp(_logs(lines, crossing)[one])))
+    return best, changes
 
 
 def _finding(
-    lines: Mapping[str, Pairs], ranges: list[tuple[float, float, list[str]]], axes: Axes
+    lines: Mapping[str, Pairs], fastest: list[list[str]], changes: Pairs, axes: Axes
 ) -> str:
     if len(lines) == 1:
         name, pairs = next(iter(lines.items()))
         ends = dict.fromkeys(axes.describe(*pair) for pair in (pairs[0], pairs[-1]))
         return f"{theme.text(name)}: {', '.join(ends)}"
-    if not ranges:
+    begin, end = _common_range(lines)
+    if begin > end:
         return "The lines have no size in common, so they cannot be compared"
-    best = [_tied(fastest) for *_, fastest in ranges]
-    if len(ranges) > 1:
-        sizes = [_worded(size, axes.x_unit, digits=2) for size, *_ in ranges[1:]]
+    best = [*map(_tied, fastest)]
+    if changes:
+        sizes = [_worded(size, axes.x_unit, digits=2) for size, _ in changes]
         parts = [f"{best[0]} {axes.best} below {sizes[0]}"]
         parts += [f"{name} up to {end}" for name, end in zip(best[1:], sizes[1:], strict=False)]
         return f"{', '.join(parts)}, {best[-1]} above"
-    begin, end = _common_range(lines)
     where = f"from {_worded(begin, axes.x_unit)} to {_worded(end, axes.x_unit)}"
     if len({(pairs[0][0], pairs[-1][0]) for pairs in lines.values()}) == 1:
         where = "everywhere"
-    if len(ranges[0][2]) == len(lines):
+    if len(fastest[0]) == len(lines):
         return f"{theme.listed([*map(theme.text, lines)])} are equal {where}"
-    at = {name: _log_seconds(pairs, end) for name, pairs in lines.items()}
-    times, slowest = math.exp(max(at.values()) - min(at.values())), _equal_to(max(at.values()), at)
+    at = _logs(lines, end)
+    times, slowest = math.exp(max(at.values()) - min(at.values())), _lines_at(max, at)
     more = f"{times:,.{int(times < 100)}f} times as much"
     more = more if times >= 1.05 else f"{100 * (times - 1):.2g} % more"
     if len(slowest) < len(lines):  # else they differ before

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from paralab.checks import count_of, illegal
 from paralab.report.tables import COMPUTE_KINDS, Tables
+from paralab.theory.pipeline import Simulation, simulate
 from paralab.view import boxes, naming, theme
 from paralab.view.chart import Chart, figure
 from paralab.view.marks import column, line
@@ -28,7 +29,7 @@ ROOM = 1.28  # height of a rank's row over the highest value of any curve
 class _Source(NamedTuple):
     name: str
     clock: str  # "": a schedule without a report, whose unit of time is one forward
-    chunks: int
+    chunks: int  # stages of a rank; 1 if the counts are shares of its layers
     curves: list[tuple[list[float], list[float]]]  # by rank: times, and the count from each on
     split: bool  # whether some backward is split into its halves I and W
 
@@ -58,15 +59,16 @@ def live_activations(
     if len(set(names)) < len(names):
         names = [f"{i}: {name}" for i, name in enumerate(names, 1)]
     read = [one._replace(name=name) for one, name in zip(read, names, strict=True)]
-    if len({one.chunks for one in read}) > 1:  # one of v chunks has 1/v of a rank's layers
+    mixed = len({one.chunks for one in read}) > 1
+    if mixed:  # one of v chunks has 1/v of a rank's layers
         for i, one in enumerate(read):
             scaled = [(times, [n / one.chunks for n in counts]) for times, counts in one.curves]
-            read[i] = one._replace(curves=scaled)
+            read[i] = one._replace(curves=scaled, chunks=1)
     ranks = {len(one.curves) for one in read}
     if len(ranks) > 1:
         why = "the pipelines differ in their numbers of ranks"
         raise illegal("sources", sorted(ranks), why, "as many ranks in each")
-    return _drawn(read)
+    return _drawn(read, ["a chunk counts as its share of the rank's layers"] * mixed)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -74,8 +76,6 @@ def _read(source: Any, step: int | None) -> _Source:
     """A micro-batch is alive on a stage from the start of its forward to the end of its backward,
     or of the weight half if backward is split.
     """
-    from paralab.theory.pipeline import Simulation, simulate
-
     report, name, clock = source, "schedule", ""
     if isinstance(source, Tables):
         name, clock = naming.subject(source), source.clock
@@ -111,7 +111,7 @@ def _curve(starts: list[float], ends: list[float], total: float) -> tuple[list, 
 
 
 # ---- drawing -------------------------------------------------------------------------------------
-def _drawn(sources: list[_Source]) -> Chart:
+def _drawn(sources: list[_Source], shares: list[str]) -> Chart:
     first, several = sources[0], len(sources) > 1
     ranks = range(min(len(first.curves), MAX_RANKS))
     highest = max(source.peaks[r] for source in sources for r in ranks) or 1
@@ -120,9 +120,8 @@ def _drawn(sources: list[_Source]) -> Chart:
     remarks = naming.clock_lines(source.clock for source in sources if source.clock)
     halves = " (I and W one each)" if any(source.split for source in sources) else ""
     remarks += [f"a schedule: F takes one unit of time, B two{halves}"] * (not in_ms)
-    if len({source.chunks for source in sources}) > 1:
-        remarks.append("a chunk counts as its share of the rank's layers")
-    elif first.chunks > 1:
+    remarks += shares
+    if first.chunks > 1:
         remarks.append(f"counted in chunks, 1/{first.chunks} of a rank's layers each")
     if len(first.curves) > len(ranks):
         remarks.append(f"the first {len(ranks)} of {len(first.curves)} ranks")
@@ -173,9 +172,8 @@ def _drawn(sources: list[_Source]) -> Chart:
 
 def _finding(sources: list[_Source]) -> str:
     first, *others = sources
-    chunks = first.chunks > 1 and len({source.chunks for source in sources}) == 1
     peaks = first.peaks
-    most = count_of(peaks[0], "chunk" if chunks else "micro-batch", "g")
+    most = count_of(peaks[0], "chunk" if first.chunks > 1 else "micro-batch", "g")
     if others:
         verb = "is" if peaks[0] == 1 else "are"
         rest = "".join(f", {s.peaks[0]:g} under {theme.text(s.name)}" for s in others)

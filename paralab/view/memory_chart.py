@@ -6,6 +6,7 @@ of a figure and writes its finding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,18 @@ def stage_memory(report: Tables) -> Chart:
     chart = bytes_bars(bars, capacity(report))
     remark = f"{len(shown)} of {len(fullest_in)} stages drawn" * (len(shown) < len(fullest_in))
     return chart.said_below(remark).explained(f"{chart.summary} ({report.clock})", chart.table)
+
+
+def fits(report: Tables) -> str | None:
+    """Why a plan does not fit into the memory of a device, with the numbers; None if it fits."""
+    worst, room = peak(report), max(capacity(report).values(), default=math.inf)
+    if worst is None or worst.total <= room:
+        return None
+    most = max(worst.held, key=worst.held.__getitem__)
+    need, available, part = (theme.scaled(n, "B") for n in (worst.total, room, worst.held[most]))
+    stage = stage_of(report, worst.rank)
+    text = f"It does not fit: {stage} needs {need} on a device that has {available}"
+    return f"{text}; the largest category is {most}, {part}"
 
 
 def stage_of(report: Tables, rank: int) -> str:

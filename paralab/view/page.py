@@ -49,25 +49,22 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not is_pair or not all(isinstance(part, str) for part in pair):
             raise illegal("sections", sections, f"{shown(pair)} is not such a pair", legal)
-    figures: dict[str, dict[str, Chart]] = {}
-    for name in theme.LOOKS:
-        with theme.drawn(name):
-            figures[name] = _figures(report)
+    figures: dict[str, dict[str, Any]] = {}
+    for look in theme.LOOKS:
+        with theme.drawn(look):
+            charts = _figures(report)
+        figures[look] = {name: json.loads(chart.to_json()) for name, chart in charts.items()}
     title = f"paralab: {naming.subject(report)}"
     panels = "\n".join(
-        f'<section><div id="{name}" class="figure" style="height:{fig.layout.height}px"></div>'
-        "</section>"
-        for name, fig in figures["light"].items()
+        f'<section><div id="{name}" class="figure" style="height:{chart.layout.height}px">'
+        "</div></section>"
+        for name, chart in charts.items()
     )
     extra = "\n".join(
         f"<section><h2>{html.escape(head)}</h2>\n{body}</section>" for head, body in sections
     )
     numbers = summary(report)
     numbers["value"] = numbers["value"].map(readable)
-    data = {
-        name: {part: json.loads(fig.to_json()) for part, fig in charts.items()}
-        for name, charts in figures.items()
-    }
     return PAGE.substitute(
         title=html.escape(title),
         report=html.escape(repr(report)),
@@ -78,7 +75,7 @@ def page(report: Tables, *, sections: Sequence[tuple[str, str]] = ()) -> str:
         numbers=numbers.to_html(header=False, index_names=False, border=0, classes="narrow"),
         described=_descriptions(report),
         plotly=get_plotlyjs(),
-        figures=_for_script(data),
+        figures=_for_script(figures),
     )
 
 

@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from paralab.checks import count_of, instance
 from paralab.programs.search import Search
@@ -44,15 +45,13 @@ def pareto(search: Search) -> Chart:
         below[0] += f", {len(shown):,} of them drawn, up to {SLOWER} times the best time and "
         below[0] += f"{LARGER} times the memory limit"
     below.append(f"{int(np.isfinite(search.simulated).sum())} simulated")
-    look, limit_shown = theme.look(), search.memory_limit < LARGER * search.memory[shown].max()
-    low, high = search.memory[shown].min(), search.memory[shown].max()
-    if limit_shown:
-        low, high = min(low, search.memory_limit), max(high, search.memory_limit)
-    times = search.closed[shown]
+    look, memory, times = theme.look(), search.memory[shown], search.closed[shown]
+    limits = [search.memory_limit] * int(search.memory_limit < LARGER * memory.max())
+    ends = np.append(memory, limits)
     front = search.front[np.isin(search.front, shown)]
     line = [(search.memory[at], search.closed[at]) for at in front]
     misses = _points(search, shown[~fits[shown]], "does not fit", theme.shade(look.ink, 8, 8), 0.35)
-    misses["showlegend"] = not limit_shown  # otherwise the line at the limit is labelled
+    misses["showlegend"] = not limits  # otherwise the line at the limit is labelled
     traces = [misses]
     for number, (name, chosen, fill) in enumerate(_groups(search)):
         positions = shown[fits[shown] & chosen[shown]]
@@ -61,24 +60,21 @@ def pareto(search: Search) -> Chart:
     step = curve("Pareto front", line, ink=look.ink, width=2)
     step["line"]["shape"] = "vh"
     note_best, star = _best(search)
-    notes, shapes = [note_best], []
-    if limit_shown:
-        shapes.append(upright(search.memory_limit, dash="dash", ink=look.faint))
-        at = {"axes": ("x", "paper"), "anchor": "left top", "xshift": 6, "ink": look.faint}
-        text = f"does not fit in {size(search.memory_limit)}"
-        notes.append(note(text, math.log10(search.memory_limit), 1, **at))
+    at = {"axes": ("x", "paper"), "anchor": "left top", "xshift": 6, "ink": look.faint}
+    words = [note(f"does not fit in {size(n)}", math.log10(n), 1, **at) for n in limits]
+    shapes = [upright(n, dash="dash", ink=look.faint) for n in limits]
     fig = figure(
         _finding(search),
         " · ".join(below),
         height=520,
-        xaxis=log_axis("peak memory per device", low, high, "B", pad=(0.04, 0.06)),
+        xaxis=log_axis("peak memory per device", ends.min(), ends.max(), "B", pad=(0.04, 0.06)),
         # with room below for the best plan's name
         yaxis=log_axis("step time", times.min(), times.max(), "s", pad=(0.24, 0.06)),
         legend={"itemsizing": "constant"},
     )
 
     text = f"{total:,} plans, {int(fits.sum()):,} fit, {len(front)} on the front"
-    fig.draw([*traces, step, star, *_simulated(search)], notes, shapes)
+    fig.draw([*traces, step, star, *_simulated(search)], [note_best, *words], shapes)
     return fig.explained(
         f"time against memory of {text}",
         lambda: search.rows(shown).assign(front=np.isin(shown, front)),
@@ -100,11 +96,9 @@ def _drawn(search: Search) -> np.ndarray:
         scaled = np.log(values) - np.log(values.min())
         cell = cell * CELLS + np.minimum(scaled / scaled.max() * CELLS, CELLS - 1).astype(int)
     cell = cell * 2 + search.fits[which]
-    order, places = np.argsort(cell, kind="stable"), np.arange(len(which))
-    is_first = np.r_[True, np.diff(cell[order]) > 0]
-    index_in_cell = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    index_in_cell = pd.Series(cell).groupby(cell).cumcount()
     # The first plan of every cell, then the second of every cell, and so on.
-    chosen = order[np.argsort(index_in_cell, kind="stable")][: MOST - len(always)]
+    chosen = np.lexsort((cell, index_in_cell))[: MOST - len(always)]
     return np.union1d(which[chosen], always)
 
 

@@ -47,13 +47,10 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
     clocks, look = list(times), theme.look()
     rows = [theme.text(name) for name in names]
-    favourites, fastest = (
-        [row for row, time in zip(rows, some, strict=True) if time == min(some)]
-        for some in times.values()
-    )
-    finding = f"The fastest plan{' is' if len(fastest) == 1 else 's are'} {theme.listed(fastest)}"
-    was = f"{theme.listed(favourites)} {'was' if len(favourites) == 1 else 'were'} {clocks[0]}"
-    finding += f", as {clocks[0]}" if favourites == fastest else f"; {was} as the fastest"
+    favourite = rows[int(table[clocks[0]].argmin())]
+    right = f", as {clocks[0]}" if favourite == rows[0] else ""
+    finding = f"The fastest plan is {rows[0]}"
+    finding += right or f"; {favourite} was {clocks[0]} as the fastest"
     order = rank_correlation(*times.values())
     said = "undefined, as times are equal" if math.isnan(order) else f"{order:.2f}"
     below = [*naming.clock_lines(clocks), f"rank correlation of the two orders: {said}"]

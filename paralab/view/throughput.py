@@ -41,9 +41,8 @@ def scaling(rows: pd.DataFrame | Iterable[Mapping[str, Any]]) -> Chart:
     look = {"mode": "lines+markers", "dash": dash, "symbol": "circle" + HOLLOW * hollow}
     style, traces, ends = theme.series(forms), [], []
     for form in forms:
-        own_rows = table[table["form"] == form]
-        own_rows = own_rows[["ranks", "throughput", "efficiency"]]
-        points = list(own_rows.itertuples(index=False, name=None))
+        own = table.loc[table["form"] == form, ["ranks", "throughput", "efficiency"]]
+        points = list(own.itertuples(index=False, name=None))
         texts = [
             f"{theme.text(form)}, {count_of(n, 'rank')}: {y:,.1f} samples per second, "
             f"{theme.percent(share)} of ideal"

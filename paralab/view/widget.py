@@ -17,11 +17,11 @@ that returns to these settings finds them again.
 
 from __future__ import annotations
 
-import contextlib
 import html
+import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,6 @@ import ipywidgets as ipw
 import plotly.graph_objects as go
 
 from paralab.checks import illegal, instance
-from paralab.interpret import quick
 from paralab.interpret.predict import predict
 from paralab.ranks.errors import Stopped
 from paralab.report.tables import Tables
@@ -53,11 +52,12 @@ class At(dict[str, Any]):
     predicted              the predicted step
     measured, replayed     the result of a run with these settings, or None; its replay on
                            ``cluster``
+    notes                  what the page says of them: warnings of the prediction, and the like
     """
 
     def __init__(self, widget: Widget, values: dict[str, Any], measured: Any = None) -> None:
         super().__init__(values)
-        self.widget, self.measured = widget, measured
+        self.widget, self.measured, self.notes = widget, measured, []
 
     plan: Plan = cached_property(lambda self: self.widget._plan(self))
     model: ModelSpec = cached_property(lambda self: self.widget._model(self))
@@ -65,9 +65,16 @@ class At(dict[str, Any]):
     predicted: Tables = cached_property(lambda self: self.widget._prediction(self))
     replayed: Tables = cached_property(lambda self: self.widget._replay(self))
 
+    @property
+    def runs(self) -> list[Tables]:
+        """A run's replay, and what was measured; [] without a run."""
+        return [] if self.measured is None else [self.replayed, self.measured]
+
     def but(self, **changed: Any) -> At:
-        """These settings with some of them changed."""
-        return At(self.widget, {**self, **changed}, self.measured)
+        """These settings with some of them changed; their notes are noted here too."""
+        other = At(self.widget, {**self, **changed}, self.measured)
+        other.notes = self.notes
+        return other
 
 
 @dataclass
@@ -77,7 +84,6 @@ class _Run:
     at: At
     stop: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
-    done: dict[int, int] = field(default_factory=dict)  # {rank: steps that it has done}
     error: Exception | None = None
 
 
@@ -99,12 +105,15 @@ class Widget(ipw.VBox):
     model, plan = ModelSpec.preset("laptop"), Plan()
     cluster: Cluster | None = None
     board: dict[str, Knob] = {}
-    steps = 6  # of a real run
+    steps, longest = 6, math.inf  # of a real run: its steps, and the seconds that it may take
     steady = False  # whether the time axis stays while steps fit: a shorter step then looks shorter
     width = "1200px"  # at most
     detail: str | None = None  # of the prediction, as `pl.predict` takes it
     replays: Mapping[str, Any] = {}  # arguments of `replay`, except the cluster
     _current_run: _Run | None = None  # a default, as `close` also runs if __init__ has raised
+    _outcome_text = ""
+    _moving = False  # whether `set` moves several sliders, after which it draws once
+    _axis_end: float | None = None  # of the time axis, if that is steady
 
     def __init__(
         self,
@@ -122,12 +131,8 @@ class Widget(ipw.VBox):
         self._check()
         self._declared = {name: self._with_start(name, knob) for name, knob in self.board.items()}
         self.knobs = {name: knob.widget() for name, knob in self._declared.items()}
-        self.state, self.error, self.charts, self._outcome_text = "idle", None, [Chart()], ""
         self._results: dict[Any, Any] = {}
-        self._notes: list[str] = []  # warnings of the prediction, to be shown
         self._lock = threading.RLock()  # JupyterLab handles sliders also while a cell is busy
-        self._moving = False  # whether `set` moves several sliders, after which it draws once
-        self._axis_end: float | None = None  # of the time axis, if that is steady
         self._run_button = parts.button("Run it", "play", "primary")
         self._stop_button = parts.button("Stop", "stop", "danger")
         self._progress = ipw.IntProgress(min=0, max=1, layout={"width": "150px", "height": "20px"})
@@ -140,7 +145,7 @@ class Widget(ipw.VBox):
         buttons.layout.align_items, buttons.layout.margin = "center", "6px 0"
         parts_below = [buttons, self._trouble, self._numbers, self._code, self._views]
         super().__init__([knobs, *parts_below], layout={"width": "100%"})
-        self._draw(self._sketch())
+        self._draw()
         for widget in self.knobs.values():
             widget.observe(self._moved, names="value")
         self._run_button.on_click(lambda _: self.run() if self.state != "running" else None)
@@ -185,8 +190,9 @@ class Widget(ipw.VBox):
 
     def _refused(self, at: At) -> str:
         """Why these settings cannot run on this machine, checked before a run; "" if they can."""
-        each, ranks = sum(quick.fullest(at.model, at.plan)[1].values()), at.plan.world_size
-        return parts.no_room(ranks, each, parts.machine_of_run(at.cluster, ranks))
+        local = parts.is_local(at.cluster)
+        machine = at.cluster if local else this_machine(at.plan.world_size)
+        return parts.no_room(at.predicted, machine, self.steps, self.longest)
 
     def _depends_on(self, at: At) -> Any:
         """What a result depends on: what is trained, and how. A knob that changes neither needs no
@@ -276,7 +282,7 @@ class Widget(ipw.VBox):
             return report, [str(warning.message) for warning in caught]
 
         report, messages = self._cached(what, inputs, predicted)
-        self._notes += [note for note in dict.fromkeys(messages) if note not in self._notes]
+        at.notes += [note for note in dict.fromkeys(messages) if note not in at.notes]
         return report
 
     def _replay(self, at: At) -> Tables:
@@ -285,9 +291,10 @@ class Widget(ipw.VBox):
 
     def _cached(self, what: Any, key: Any, make: Callable[[], Any]) -> Any:
         """The result kept as ``what`` if it was made for this ``key``; else a new one, now kept."""
-        if what not in self._cache or self._cache[what][0] != key:
-            self._cache[what] = key, make()
-        return self._cache[what][1]
+        kept = self._cache.get(what)  # a run's thread may replace it meanwhile
+        if kept is None or kept[0] != key:
+            kept = self._cache[what] = key, make()
+        return kept[1]
 
     # ---- plain calls -------------------------------------------------------------------------
     @property
@@ -312,10 +319,9 @@ class Widget(ipw.VBox):
         """The key of a result; None for impossible settings."""
         try:
             needs = self._depends_on(at)
+            hash(needs)
         except ValueError:
             return None
-        try:
-            hash(needs)
         except TypeError:  # a user's function may be an object that cannot be hashed
             return repr(needs)
         return needs
@@ -340,17 +346,7 @@ class Widget(ipw.VBox):
 
     def predict(self, **knobs: Any) -> Chart:
         """The prediction as a picture; knobs that are not named have the sliders' values."""
-        with self._without_notes():
-            return self._charts(self.at(**knobs))[0]
-
-    @contextlib.contextmanager
-    def _without_notes(self) -> Iterator[None]:
-        """Predictions made inside the block leave no notes on the page."""
-        kept, self._notes = self._notes, []
-        try:
-            yield
-        finally:
-            self._notes = kept
+        return self._charts(self.at(**knobs))[0]
 
     def set(self, **knobs: Any) -> Widget:
         """Move sliders; the picture is drawn once."""
@@ -433,7 +429,7 @@ class Widget(ipw.VBox):
     def _refresh(self) -> None:
         """Draw the current settings. Never raises: a page would not show a callback's error."""
         try:
-            self._draw(self._sketch())
+            self._draw()
         except Exception as error:
             if self.state != "running":  # else the error is shown at the run's end
                 self._refuse(error)
@@ -441,20 +437,19 @@ class Widget(ipw.VBox):
             if self.state != "running":
                 self._enter("done" if self.result is not None else "idle")
 
-    def _sketch(self) -> list[Chart]:
-        """Make charts, table and the text of the outcome for the current settings."""
-        at, self._notes = self.values, []
+    def _draw(self) -> None:
+        """Charts, table and the text of the outcome for the current settings."""
+        at = self.values
+        self._notes = at.notes
         first, *others = self._charts(at)
         self._numbers.value = parts.table(self._rows(at))
         if at.measured is not None:
             self._outcome_text = f"Done, {processes(self._ranks(at))}: {self._outcome(at)}."
         self.charts = [self._steadied(first), *others]
-        return self.charts
-
-    def _draw(self, charts: list[Chart]) -> None:
         if not self._views.children:
-            self._views.children = [View(chart, first=i == 0) for i, chart in enumerate(charts)]
-        for view, chart in zip(self._views.children, charts, strict=True):
+            views = [View(chart, first=i == 0) for i, chart in enumerate(self.charts)]
+            self._views.children = views
+        for view, chart in zip(self._views.children, self.charts, strict=True):
             view.show(chart)
 
     def _steadied(self, chart: Chart) -> Chart:
@@ -469,9 +464,11 @@ class Widget(ipw.VBox):
 
     # ---- the real run ------------------------------------------------------------------------
     def _execute(self, run: _Run) -> None:
-        def progress(rank: int, done: int, total: int) -> None:
-            run.done[rank] = done
-            least = min(run.done.values()) if len(run.done) == self._ranks(run.at) else 0
+        done: dict[int, int] = {}  # {rank: steps that it has done}
+
+        def progress(rank: int, steps: int, total: int) -> None:
+            done[rank] = steps
+            least = min(done.values()) if len(done) == self._ranks(run.at) else 0
             self._progress.max, self._progress.value = total, least
             if least and not run.stop.is_set():
                 self._show_status(f"running: step {least} of {total}")
@@ -497,19 +494,30 @@ class Widget(ipw.VBox):
         """Whether the settings are impossible and the pictures, greyed, are those of others."""
         return STALE in self._views._dom_classes
 
-    def _enter(self, state: str, status: str = "", error: BaseException | None = None) -> None:
+    def _enter(
+        self,
+        state: str,
+        status: str = "",
+        error: BaseException | None = None,
+        trouble: str = "",
+        stale: bool = False,
+    ) -> None:
+        """Show a state: its status in a line, and its ``trouble`` as HTML, in place of the notes.
+
+        stale   whether the settings are impossible: the old views stay, greyed
+        """
         running, at = state == "running", self.values
-        blocked = self._blocked(at) if state in ("idle", "done") else ""
+        blocked = "" if running or stale else self._blocked(at)
         self.state, self.error = state, error
-        self._run_button.disabled = running or bool(blocked)
+        self._run_button.disabled = running or stale or bool(blocked)
         self._stop_button.disabled = not running
         for name, widget in self.knobs.items():
             widget.disabled = running or self._unused(name)
         self._progress.layout.display = "flex" if running else "none"
         self._run_button.description = "Run again" if state == "done" else "Run it"
-        self._views.remove_class(STALE)
+        (self._views.add_class if stale else self._views.remove_class)(STALE)
         notes = [html.escape(f"{note[:1].upper()}{note[1:]}.") for note in self._notes]
-        self._trouble.value = parts.noted(*notes) if state != "error" else ""
+        self._trouble.value = trouble or parts.noted(*notes)
         if state == "idle":
             hint = f"{blocked}." if blocked else self._hint(at)
             status = status or f"Move a slider: the prediction follows. {hint}"
@@ -519,23 +527,18 @@ class Widget(ipw.VBox):
         self._status.value = f'<div style="line-height:1.4">{html.escape(text)}</div>'
 
     def _refuse(self, error: Exception) -> None:
-        """Show why the settings are impossible; the old views stay, greyed, and nothing can run."""
+        """Show why the settings are impossible; nothing can run."""
         cannot = isinstance(error, ValueError)
         text = "This combination is impossible" if cannot else "The prediction failed"
-        self._enter("error", f"{text}: see below. Move a slider.", error)
-        self._run_button.disabled = True
-        self._trouble.value = GREY + (parts.impossible if cannot else parts.trouble)(error)
+        shown = GREY + (parts.impossible if cannot else parts.trouble)(error)
+        self._enter("error", f"{text}: see below. Move a slider.", error, shown, stale=True)
         self._numbers.value = self._code.value = ""
-        self._views.add_class(STALE)
 
     def _complain(self, error: BaseException) -> None:
         """Show in the widget why a run ended, as nobody would see the traceback of its thread."""
-        blocked = self._run_button.disabled
         if isinstance(error, Stopped):
             text = str(error)
             self._enter("stopped", f"{text[:1].upper()}{text[1:]}.", error)
         else:
             text = "The run failed: see below. Change a setting and run again."
-            self._enter("error", text, error)
-            self._trouble.value = parts.trouble(error)
-        self._run_button.disabled = blocked
+            self._enter("error", text, error, parts.trouble(error))

@@ -7,13 +7,12 @@ device; the ledger's peak and the counted bytes of that run are then shown below
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
 from paralab.checks import count_of, illegal
 from paralab.interpret import quick
-from paralab.report.tables import Tables
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.zero import volume
 from paralab.view import theme
@@ -22,15 +21,7 @@ from paralab.view.marks import bars as mark
 from paralab.view.matrix_blocks import MODE_NAME
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import (
-    buttons,
-    in_bytes,
-    no_room,
-    only,
-    refusal,
-    slider,
-    this_machine,
-)
+from paralab.view.widget_parts import buttons, in_bytes, only, refusal, slider
 
 STAGES = {0: "plain DP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 PRECISIONS = {"fp32": "fp32", "bf16, mixed": "bf16", "fp16, mixed": "fp16"}
@@ -44,10 +35,12 @@ class Alternatives(Widget):
 
     among   the name of the knob        called   {its value: the name of that alternative}
     axis    of parallelism, along which bytes are sent        each   the word for a rank
+    listed  names of those that have a row in the table also if they are not chosen
     """
 
     among: str
     called: Mapping[Any, str]
+    listed: Collection[str]
     axis: str
     each: str
 
@@ -63,10 +56,6 @@ class Alternatives(Widget):
         """{name: settings} of the alternatives that are possible."""
         return {name: at.but(**{self.among: value}) for value, name in self.called.items()}
 
-    def _compared(self, name: str, at: At) -> bool:
-        """Whether the table has a row for this alternative although it is not chosen."""
-        return True
-
     def _extra(self, at: At) -> dict[str, str]:
         """Columns of the table that only an alternative's prediction has."""
         return {}
@@ -75,19 +64,23 @@ class Alternatives(Widget):
         """The picture's title."""
         raise NotImplementedError
 
-    def _charts(self, at: At) -> list[Chart]:
-        chosen = self.called[at[self.among]]
-        bars: dict[str, Kept] = {}
-        sent: dict[str, int] = {}
+    def _found(self, at: At) -> dict[str, tuple[Kept, Fraction]]:
+        """{name: (bytes held at the peak, bytes sent)} of the possible alternatives, and next to
+        the chosen one those of the run, "measured", if there is one.
+        """
+        found: dict[str, tuple[Kept, Fraction]] = {}
         for name, settings in self.alternatives(at).items():
-            bars[name], sent[name] = self.held(settings), int(self.sent(settings))
-            if at.measured is not None and name == chosen:
-                bars["measured"], counted = _measured(at.measured)
-                sent["measured"] = int(counted)
-        return [self._picture(at, bars, sent)]
+            found[name] = self.held(settings), self.sent(settings)
+            if at.measured is not None and name == self.called[at[self.among]]:
+                held, sent = fullest(curves(at.measured)).held, at.measured.traffic()["bytes"]
+                found["measured"] = held, Fraction(round(sent.sum()), len(sent))  # the mean
+        return found
 
-    def _picture(self, at: At, bars: Mapping[str, Kept], sent: Mapping[str, int]) -> Chart:
+    def _charts(self, at: At) -> list[Chart]:
         """Bars of memory by category, and next to each a bar of the bytes that are sent."""
+        found = self._found(at)
+        bars = {name: held for name, (held, _) in found.items()}
+        sent = {name: int(n) for name, (_, n) in found.items()}
         model, clock = at.model, "predicted" + " and measured" * (at.measured is not None)
         below = f"{clock}, per {self.each} and step · {model.layers} layers, h = {model.hidden:,}"
         below += f", {model.num_params:,} parameters · 1 MB = 10<sup>6</sup> bytes"
@@ -111,38 +104,44 @@ class Alternatives(Widget):
         present = {kind for _, kind, n in rows if n}
         for trace in held:
             trace["showlegend"] = trace["name"] in present
-        sent_look = lambda _: ("sent per device and step", theme.axis_colour(self.axis))  # noqa: E731
-        style = {"axes": ("x2", "y"), "letter": 0, "pale": pale, "showlegend": False}
-        (sums,) = mark.bars(sent_rows, per=1e6, end=far, look=sent_look, kinds=["sent"], **style)
+        sums = mark.bars(
+            sent_rows,
+            per=1e6,
+            end=far,
+            look=lambda _: ("sent per device and step", theme.axis_colour(self.axis)),
+            kinds=["sent"],
+            axes=("x2", "y"),
+            letter=0,
+            pale=pale,
+            showlegend=False,
+            name="sent",
+        )
         notes = mark.ends(totals, 1e6, size=13) + mark.ends(sent, 1e6, axes=("x2", "y"), size=13)
         ranks = count_of(self._ranks(at), self.each)
-        return fig.draw([*held, {**sums, "name": "sent"}], notes).explained(
+        fig.draw([*held, *sums], notes).explained(
             f"{self.name} on {ranks}, {clock}: {len(bars)} bars by category",
             ("bar category bytes", rows + sent_rows),
         )
+        return [fig]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        chosen, rows = self.called[at[self.among]], []
+        chosen, found, rows = self.called[at[self.among]], self._found(at), []
         for name, settings in self.alternatives(at).items():
-            if name == chosen or self._compared(name, at):
-                row = _row(f"{name}, predicted", self.held(settings), self.sent(settings))
+            if name == chosen or name in self.listed:
+                row = _row(f"{name}, predicted", *found[name])
                 rows.append(row | self._extra(settings))
         if at.measured is not None:
-            row_measured = _row(f"{chosen}, measured", *_measured(at.measured))
-            rows.append(dict.fromkeys(rows[0], "") | row_measured)
+            row = _row(f"{chosen}, measured", *found["measured"])
+            rows.append(dict.fromkeys(rows[0], "") | row)
         return rows
 
     def _outcome(self, at: At) -> str:
-        held, counted = _measured(at.measured)
-        sent = [in_bytes(float(size)) for size in (counted, self.sent(at))]
-        exact = "exactly as predicted" if counted == self.sent(at) else f"predicted: {sent[1]}"
-        peak, expect = (in_bytes(sum(kept.values())) for kept in (held, self.held(at)))
-        return f"the peak is {peak} (predicted: {expect}), and a rank sends {sent[0]} ({exact})"
-
-    def _refused(self, at: At) -> str:
-        return no_room(
-            at.plan.world_size, sum(self.held(at).values()), this_machine(at.plan.world_size)
-        )
+        found = self._found(at)
+        (held, sent), (expected, due) = found["measured"], found[self.called[at[self.among]]]
+        exact = "exactly as predicted" if sent == due else f"predicted: {in_bytes(float(due))}"
+        peaks = [in_bytes(sum(kept.values())) for kept in (held, expected)]
+        text = f"the peak is {peaks[0]} (predicted: {peaks[1]}), and a rank sends"
+        return f"{text} {in_bytes(float(sent))} ({exact})"
 
 
 USED = ("dp", "zero_stage", "microbatches", "microbatch_size", "precision", "recompute")
@@ -158,7 +157,7 @@ class Zero(Alternatives):
     """
 
     name, steps = "zero", 4
-    among, called, axis, each = "stage", STAGES, "dp", "device"
+    among, called, axis, each, listed = "stage", STAGES, "dp", "device", (STAGES[0],)
     model = ModelSpec(layers=8, hidden=128, heads=4, seq_len=64)  # ZeRO-3 gathers one block of 8
     plan = Plan(dp=4, zero_stage=2, microbatches=2, microbatch_size=1, bucket_bytes=2**18)
     board = {
@@ -176,9 +175,6 @@ class Zero(Alternatives):
                 raise illegal(name, n, "this widget is about data parallelism", "1")
         self.plan = only(self.plan, *USED)
         super()._check()
-
-    def _compared(self, name: str, at: At) -> bool:
-        return name == STAGES[0]
 
     def _extra(self, at: At) -> dict[str, str]:
         states = quick.states(quick.program_of(at.model, at.plan, "adamw", 0), 0)
@@ -211,7 +207,7 @@ class Tensor(Alternatives):
     """
 
     name, steps = "tensor", 2
-    among, called, axis, each = "mode", MODE_NAME, "tp", "rank"
+    among, called, axis, each, listed = "mode", MODE_NAME, "tp", "rank", MODE_NAME.values()
     model = ModelSpec(layers=2, hidden=64, heads=8, seq_len=32)
     plan = Plan(tp=4, tp_mode="2d", microbatch_size=4)
     board = {
@@ -259,8 +255,8 @@ class Tensor(Alternatives):
         """The possible modes; if the chosen one is not among them, notes say why."""
         why, legal = self._missing(at)
         if why:
-            self._notes += [f"{self.called[at['mode']]} is not drawn, as {why}"]
-            self._notes += [f"what would work: {legal}"]
+            at.notes += [f"{self.called[at['mode']]} is not drawn, as {why}"]
+            at.notes += [f"what would work: {legal}"]
         return super()._charts(at)
 
     def alternatives(self, at: At) -> dict[str, At]:
@@ -289,12 +285,6 @@ class Tensor(Alternatives):
             return f"{text}{chosen} sends the least"
         times = float(sent[chosen] / sent[least])
         return f"{text}{chosen} sends {theme.times(times)} as much as {least}"
-
-
-def _measured(run: Tables) -> tuple[Kept, Fraction]:
-    """({category: bytes} at the highest peak of a rank, mean bytes that a rank sends per step)."""
-    sent = run.traffic()["bytes"]
-    return fullest(curves(run)).held, Fraction(round(sent.sum()), len(sent))
 
 
 def _row(name: str, held: Kept, sent: Fraction) -> dict[str, str]:

@@ -22,7 +22,7 @@ from paralab.view.chart import Chart
 from paralab.view.links import algorithms
 from paralab.view.marks.curves import curve
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, in_bytes, in_seconds, in_speed, slider
+from paralab.view.widget_parts import buttons, cluster_of, in_bytes, in_seconds, in_speed, slider
 
 FORMS = {"ring": "ring_all_reduce", "tree": "tree_all_reduce"}
 SIZES = tuple(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)) + (10**7,)  # 1 kB to 10 MB
@@ -61,8 +61,7 @@ class Collective(Widget):
         return f"“Run it” sums the tensor over {at['ranks']} real processes."
 
     def _cluster(self, at: At) -> Cluster:
-        link = Link(alpha=at["alpha"], bandwidth=at["bandwidth"])
-        return Cluster(devices_per_node=64, flops=1e12, memory_bandwidth=1e12, intra=link)
+        return cluster_of(Link(alpha=at["alpha"], bandwidth=at["bandwidth"]))
 
     def _seconds(self, at: At, form: str, nbytes: int) -> float:
         return collectives.seconds(FORMS[form], at["ranks"], nbytes, at.cluster.intra)
@@ -77,17 +76,15 @@ class Collective(Widget):
                 runs.setdefault(form, []).append((nbytes, replayed))
         time_of = {form: self._seconds(at, form, size) for form in FORMS}
         fast, slow = sorted(FORMS, key=time_of.__getitem__)
-        times, finding = (
-            time_of[slow] / time_of[fast],
-            "ring and tree take the same time within 5 %",
-        )
+        times = time_of[slow] / time_of[fast]
+        finding = "ring and tree take the same time within 5 %"
         if times >= 1.05:
             finding = f"{fast} is {times:.1f} times as fast as {slow}"
         chart = algorithms(curves, runs, title=f"{n} ranks, {in_bytes(size)}: {finding}")
-        chosen_texts = f"chosen: {chosen}, {in_bytes(size)}", [in_seconds(time_of[chosen])]
+        seconds, name = time_of[chosen], f"chosen: {chosen}, {in_bytes(size)}"
         ring = {"ink": theme.axis_colour("dp"), "symbol": "circle-open", "size": 18}
         ring |= {"mode": "markers", "marker": {"line": {"width": 3}}}
-        chart.add_trace(curve(chosen_texts[0], [(size, time_of[chosen])], chosen_texts[1], **ring))
+        chart.add_trace(curve(name, [(size, seconds)], [in_seconds(seconds)], **ring))
         return [chart]
 
     def _rows(self, at: At) -> list[dict[str, str]]:

@@ -28,7 +28,6 @@ HEAD = "paralab-head"  # the CSS class of titles, by which the browser tests fin
 TITLE = 64  # pixels of the title at the top of a chart
 ROOM = 28  # pixels of the margin that stay at the top at least
 _FOLDER, _OURS = Path(plotly.__file__).parent, Path(__file__).with_name("figure.js")
-_OWN = ("uid", "type")  # properties of a trace that never change
 
 
 @functools.cache
@@ -110,8 +109,7 @@ class View(ipw.VBox):
         with figure.batch_update():
             for i, trace in enumerate(figure.data):
                 for name, value in _changes(shown_traces[i], new_plain[0][i]).items():
-                    if name not in _OWN:
-                        trace[name] = value
+                    trace[name] = value
             for name, value in _changes(layout, new_plain[1]).items():
                 figure.layout[name] = value
         if alike < len(new):

@@ -19,10 +19,9 @@ from paralab.view.chart import Chart
 from paralab.view.memory import bytes_bars, share_of
 from paralab.view.memory_curves import curves, fullest
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import Knob, duration, in_bytes, machine_of_run, no_room, slider
+from paralab.view.widget_parts import Knob, duration, in_bytes, slider
 
 HIDDEN = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12288, 16384, 25600)
-LONGEST = 20.0  # seconds that a real run may take, by prediction
 DEVICE = {"80 GB GPU": 80 * 10**9}
 KEEPS: dict[str, dict[str, Any]] = {  # by recipe: settings of a plan that keeps its states
     "fp32": {},
@@ -39,7 +38,7 @@ class Memory(Widget):
     cluster  the machine by whose speed and memory a real run is refused; default: this one
     """
 
-    name, steps, plan = "memory", 4, Plan(microbatch_size=2)
+    name, steps, longest, plan = "memory", 4, 20.0, Plan(microbatch_size=2)
     board = {
         "layers": slider("layers", (1, 2, 4, 8, 12, 24, 36, 48, 80, 96, 128), "{:,} layer", "s"),
         "hidden": slider("hidden size", HIDDEN, "hidden {:,}"),
@@ -71,11 +70,6 @@ class Memory(Widget):
         """{category: bytes} at the peak of a step on one device under ``recipe``."""
         plan = at.plan.replace(**KEEPS[recipe])
         return quick.peak(at.model, plan, gloo=not self._gpus(at))
-
-    def _refused(self, at: At) -> str:
-        need = sum(self.held(at, "fp32").values())
-        seconds = self.steps * at.predicted.step_time
-        return no_room(1, need, machine_of_run(at.cluster, 1), seconds, LONGEST)
 
     def _charts(self, at: At) -> list[Chart]:
         (label, size), bars = self.device, {at["recipe"]: self.held(at, at["recipe"])}

@@ -19,14 +19,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from paralab.interpret import quick
 from paralab.interpret.predict import check_cluster, predict
 from paralab.interpret.time import time
 from paralab.programs.compile import compiled
 from paralab.report import metrics
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, ModelSpec, Plan
-from paralab.theory.offload import link_bytes, tier_bytes
+from paralab.theory.offload import link_bytes
 from paralab.view import theme
 from paralab.view.chart import Chart
 from paralab.view.links import Axes, algorithms
@@ -40,15 +39,8 @@ HOSTS = tuple(m * 10.0**e for e in (8, 9, 10) for m in (1, 3))  # 100 MB/s to 30
 LATENCY = 1e-4  # seconds, of the disk, if the cluster states none
 PLACES = {"host memory": "cpu", "files": "nvme"}
 EACH, ONCE = "read for every forward and every backward", "read and written once per step"
-LONGEST = 60.0  # seconds that a real run may take, by prediction
 SHARE = 0.9  # the title says which bandwidth lets the device compute for this share of a step
-AXES = Axes(
-    x="bandwidth of the disk",
-    x_unit="B/s",
-    y="step time",
-    y_unit="s",
-    best="is fastest",
-)
+AXES = Axes("bandwidth of the disk", "B/s", "step time", "s", "is fastest")
 
 
 class Offload(Steps):
@@ -62,7 +54,7 @@ class Offload(Steps):
     ``chart`` is the step, ``charts`` are the step and its time over the disk's bandwidth.
     """
 
-    name, steps, drawn = "offload", 3, (1, 1)
+    name, steps, longest, drawn = "offload", 3, 60.0, (1, 1)
     model = ModelSpec(layers=4, hidden=256, heads=8, seq_len=64)
     plan = Plan(zero_stage=3, offload="cpu", microbatch_size=8)
     board = {
@@ -109,15 +101,11 @@ class Offload(Steps):
         return run(at.model, self._plan(at, **limits), steps=self.steps, **how)
 
     def _refused(self, at: At) -> str:
-        plan, local = at.plan, this_machine(at["ranks"])
-        peaks = quick.peak(at.model, plan), tier_bytes(at.model, plan)["host"]
-        each = sum(sum(parts.values()) for parts in peaks)
-        if why := no_room(plan.dp, each, local):
-            return why
-        disk = at.cluster.disk
-        cluster = local.replace(devices_per_node=max(local.devices_per_node, plan.dp), disk=disk)
-        seconds = self.steps * predict(at.model, plan, cluster, steps=1).step_time
-        return no_room(1, 0, local, seconds, LONGEST)
+        """By a prediction for this machine, with a disk as fast as the slider says."""
+        local = this_machine(at["ranks"])
+        devices = max(local.devices_per_node, at["ranks"])
+        local = local.replace(devices_per_node=devices, disk=at.cluster.disk)
+        return no_room(predict(at.model, at.plan, local, steps=1), local, self.steps, self.longest)
 
     def _depends_on(self, at: At) -> Any:
         return at.plan, at["host"], at["bandwidth"]

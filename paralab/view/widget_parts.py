@@ -12,6 +12,7 @@ import ipywidgets as ipw
 
 from paralab.checks import LEGAL, count_of, illegal
 from paralab.instruments.calibrate import device_of_run
+from paralab.report.amounts import peak
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, Plan
 from paralab.view import naming, theme
@@ -123,6 +124,11 @@ def links_of(cluster: Cluster) -> Link:
     return cluster.link("all_reduce", "intra")
 
 
+def cluster_of(link: Link) -> Cluster:
+    """Devices for a replay of which only the link matters."""
+    return Cluster(devices_per_node=64, flops=1e12, memory_bandwidth=1e12, intra=link)
+
+
 # ---- what a run of a widget needs ----------------------------------------------------------------
 def this_machine(ranks: int) -> Cluster:
     """This machine as `pl.run` would use it for so many ranks: its GPUs if there are enough."""
@@ -136,29 +142,26 @@ def is_local(cluster: Cluster) -> bool:
     return cluster.cores is not None or cluster.name == "local GPUs"
 
 
-def machine_of_run(cluster: Cluster, ranks: int) -> Cluster:
-    """The machine of a run: the widget's cluster if that is local, else this machine."""
-    return cluster if is_local(cluster) else this_machine(ranks)
+def no_room(report: Tables, machine: Cluster, steps: int, longest: float) -> str:
+    """Why a run of so many predicted steps does not fit on a machine, as a sentence; "" if it does.
 
-
-def no_room(
-    ranks: int, each: int, cluster: Cluster, seconds: float = 0.0, longest: float = 0.0
-) -> str:
-    """Why a run does not fit on this machine, as a sentence; "" if it does.
-
-    each              bytes that one rank needs
-    seconds, longest  predicted seconds of the run, and the limit for them
+    longest   the limit for its seconds
     """
+    ranks = report.world_size
     if ranks > MOST_RANKS:
         return f"“Run it” takes up to {MOST_RANKS} real processes on one machine, not {ranks}"
-    need = each if cluster.cores is None else ranks * each  # ranks on processors share one memory
+    held = (peak(report, tier=tier) for tier in ("device", "host"))
+    need, waits = sum(one.total for one in held if one is not None), 1.0
+    if machine.cores is not None:  # ranks on processors share one memory, and the cores
+        need, waits = ranks * need, max(1.0, ranks / machine.cores)
     least = "a smaller model or batch would"
-    if need > cluster.memory // 2:
-        available = in_bytes(cluster.memory)
+    if need > machine.memory // 2:
+        available = in_bytes(machine.memory)
         why = (
             f"“Run it” would need {in_bytes(need)}, and may take half of this machine's {available}"
         )
         return f"{why}: {least} fit"
+    seconds = steps * report.step_time * waits
     if seconds > longest:
         return f"“Run it” would take about {duration(seconds)} here: {least} take less"
     return ""
@@ -183,13 +186,10 @@ def duration(seconds: float) -> str:
 
 
 def clock_name(report: Tables) -> str:
-    """ "measured", with the numbers of ranks and cores if ranks shared cores."""
+    """The report's clock, with the numbers of ranks and cores if ranks shared cores."""
     cores = naming.shared_cores(report)
-    return (
-        f"measured ({report.world_size} ranks on {count_of(cores, 'core')})"
-        if cores
-        else "measured"
-    )
+    shared = f" ({report.world_size} ranks on {count_of(cores, 'core')})" if cores else ""
+    return report.clock + shared
 
 
 def counted(chart: Chart, shown: int, ranks: int) -> Chart:

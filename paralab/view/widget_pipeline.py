@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 
 from paralab.checks import illegal
-from paralab.parallel.schedules import SCHEDULES, Schedule, build
+from paralab.parallel.schedules import SCHEDULES
 from paralab.report.tables import COMPUTE_KINDS, Tables
-from paralab.spec import Cluster, Link, ModelSpec, Plan
+from paralab.spec import Link, ModelSpec, Plan
 from paralab.spec.forms import form_name
 from paralab.theory import ideal
 from paralab.theory.pipeline import Simulation, bubble_formula, simulate
@@ -26,10 +26,9 @@ from paralab.view import theme, timeline_rows
 from paralab.view.chart import Chart
 from paralab.view.naming import SCHEDULE_NAME
 from paralab.view.widget import At, Widget
-from paralab.view.widget_parts import buttons, clock_name, in_seconds, slider
+from paralab.view.widget_parts import buttons, clock_name, cluster_of, in_seconds, slider
 
 FORWARD_S = 40e-3  # of the whole model, one micro-batch; each half of backward takes as long
-KINDS = ("forward", "backward", "weight_grad")
 
 
 class Pipeline(Widget):
@@ -78,31 +77,29 @@ class Pipeline(Widget):
             raise illegal("schedule", form_name(self.plan.schedule), why, legal)
 
     def _plan(self, at: At) -> Plan:
-        return self.plan.replace(**self._fields_set(at.but(virtual_stages=_chunks(at)), Plan))
-
-    def schedule(self, at: At) -> Schedule:
-        """The lists of actions. Raises ``ValueError`` if the schedule has none for these sizes."""
-        sizes = {name: at[name] for name in ("pp", "microbatches")}
-        return build(at["schedule"], **sizes, virtual_stages=_chunks(at))
+        chunks = at["virtual_stages"] if at["schedule"] == "interleaved" else 1
+        return self.plan.replace(**self._fields_set(at.but(virtual_stages=chunks), Plan))
 
     def simulation(self, at: At) -> Simulation:
-        """The simulated schedule, with the costs above or with the median costs of the run."""
-        schedule, stages = self.schedule(at), at["pp"] * _chunks(at)
-        costs = dict.fromkeys(KINDS, [FORWARD_S / stages] * stages)
+        """The simulated schedule, with the costs above or with the median costs of the run.
+
+        Raises ``ValueError`` if there is no such schedule for these sizes.
+        """
+        stages = at.plan.stages
+        costs = dict.fromkeys(COMPUTE_KINDS, [FORWARD_S / stages] * stages)
         if at.measured is not None:
             costs = ideal.stage_costs(at.measured)
         slow = {kind: [*s[:-1], s[-1] * at["imbalance"]] for kind, s in costs.items()}
-        return simulate(schedule, **slow, comm=_delay(at, costs))
+        return simulate(at.plan.actions(), **slow, comm=_delay(at, costs))
 
     def _replay(self, at: At) -> Tables:
         """The replay of the run, with its last stage slowed, on links as the sliders say."""
         link = Link(alpha=_delay(at, ideal.stage_costs(at.measured)), bandwidth=1e15)
-        rates = {"flops": 1e12, "memory_bandwidth": 1e12, "devices_per_node": 64}
         spans = at.measured.spans
         last = spans["kind"].isin(COMPUTE_KINDS) & (spans["stage"] == at.measured.plan.stages - 1)
         cost = spans["cost"].where(~last, spans["cost"] * at["imbalance"])
         slowed = dataclasses.replace(at.measured, spans=spans.assign(cost=cost))
-        return slowed.replay(Cluster(name="the slider's link", intra=link, **rates))
+        return slowed.replay(cluster_of(link))
 
     def _blocked(self, at: At) -> str:
         stages, layers = at.plan.stages, self.model.layers
@@ -131,7 +128,8 @@ class Pipeline(Widget):
         return [timeline_rows.drawn([above, real], finding, [f"step {real.step}"], summary)]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        simulation, (pp, m, v) = self.simulation(at), (at["pp"], at["microbatches"], _chunks(at))
+        simulation, plan = self.simulation(at), at.plan
+        pp, m, v = plan.pp, plan.microbatches, plan.virtual_stages
         formula = f"{100 * bubble_formula(at['schedule'], pp, m, v, 1.0, 1.0, 1.0):.1f} %"
 
         def row(clock: str, bubble: float, step: float, alive: int, messages: int) -> dict:
@@ -149,10 +147,9 @@ class Pipeline(Widget):
 
         times = simulation.bubble_rate, simulation.makespan
         rows = [row("simulated", *times, simulation.peak_live[0], 2 * m * (pp * v - 1))]
-        for run in () if at.measured is None else (at.replayed, at.measured):
-            clock = clock_name(run) if run is at.measured else "replayed"
+        for run in at.runs:
             alive = peak_live(ideal.schedule_of(run))[0]
-            rows.append(row(clock, run.bubble, run.step_time, alive, _messages(run)))
+            rows.append(row(clock_name(run), run.bubble, run.step_time, alive, _messages(run)))
         return rows
 
     def _outcome(self, at: At) -> str:
@@ -167,10 +164,6 @@ def _messages(report: Tables) -> int:
     calls = report.collectives
     sent = calls[(calls["op"] == "send") & ~calls["phase"].isin((*BOOKKEEPING, "tied"))]
     return len(sent) // max(1, len(set(report.steps["step"])))
-
-
-def _chunks(at: At) -> int:
-    return at["virtual_stages"] if at["schedule"] == "interleaved" else 1
 
 
 def _delay(at: At, costs: dict[str, list[float]]) -> float:

@@ -66,11 +66,15 @@ class Steps(Widget):
         if name != "ranks":
             return True
         sets = {self.board[name].sets: value}
+        return self._fits(Plan(**sets, sequence_parallel=sets.get("tp", 1) > 1))
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan can train the model on the cluster."""
         try:
-            Plan(**sets, sequence_parallel=sets.get("tp", 1) > 1).validate(self.model)
+            plan.validate(self.model)
         except ValueError:
             return False
-        return self.cluster is None or value <= self.cluster.num_devices
+        return plan.world_size <= (self.cluster or self._here(plan.world_size)).num_devices
 
     def _charts(self, at: At) -> list[Chart]:
         ranks = range(min(self.drawn[at.measured is not None], at.predicted.world_size))
@@ -80,13 +84,7 @@ class Steps(Widget):
         ]
 
     def _rows(self, at: At) -> list[dict[str, str]]:
-        rows = [self._row("predicted", at.predicted)]
-        if at.measured is not None:
-            rows += [
-                self._row("replayed", at.replayed),
-                self._row(clock_name(at.measured), at.measured),
-            ]
-        return rows
+        return [self._row(clock_name(report), report) for report in (at.predicted, *at.runs)]
 
     def _row(self, clock: str, report: Tables) -> dict[str, str]:
         return {"clock": clock, **{head: says(report) for head, says in self.columns.items()}}
@@ -186,10 +184,8 @@ class Tensor1D(Steps):
         if at["ranks"] == 1:
             return rows
         name = f"t={at['ranks']}{' with sequence parallelism' * at.plan.sequence_parallel}"
-        rows.append(self._row(f"{name}, predicted", at.predicted))
-        if at.measured is not None:
-            rows.append(self._row(f"{name}, replayed", at.replayed))
-        return rows
+        shown = [at.predicted, *at.runs[:1]]
+        return rows + [self._row(f"{name}, {report.clock}", report) for report in shown]
 
     def _outcome(self, at: At) -> str:
         sent = [amounts.traffic(report)["bytes"].sum() for report in (at.predicted, at.measured)]
