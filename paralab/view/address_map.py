@@ -46,12 +46,12 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         for kind in dict.fromkeys(one.category for *_, one in space.blocks):
             placed = [block for block in space.blocks if block[2].category == kind]
             rows += [(name, kind, s.born, s.died, start, end - start) for start, end, s in placed]
-            look = mark.look(kind, theme.category_colour(kind), edge=0, axes=("x", axis))
+            look = {"edge": 0, "axes": ("x", axis), "legendgroup": kind, "showlegend": not number}
             boxed = []
             for start, end, s in placed:
                 middle, text = (start + end) / 2 / per, f"{kind}, {theme.scaled(s.bytes, 'B')}"
                 boxed.append((s.born, s.died - s.born, middle, (end - start) / per, "", text))
-            traces.append(mark.boxes(boxed, look, legendgroup=kind, showlegend=not number))
+            traces.append(mark.boxes(kind, theme.category_colour(kind), boxed, **look))
     last = max(one.died for space in spaces.values() for *_, one in space.blocks)
     text = f"A request of {theme.scaled(request, 'B')} at the line is served in {len(served)} of "
     text += f"{len(spaces)} address spaces" + f": {', '.join(served)}" * bool(served)

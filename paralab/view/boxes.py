@@ -91,9 +91,7 @@ def section(
     if the report has no such step or rank.
     """
     step, shown = chosen(report, step, ranks)
-    steps, spans = report.steps[report.steps["step"] == step], report.spans
-    spans = spans[spans["rank"].isin(shown)]
-    zero, end = float(steps["start"].min()), float(steps["end"].max())
+    spans, (zero, end) = report.spans[report.spans["rank"].isin(shown)], extent(report, step)
     meanwhile = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
     spans = spans[(spans["step"] == step) & (spans["end"] >= zero) | meanwhile]
     if only is not None:
@@ -134,6 +132,12 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     return step, sorted(set(wanted))
 
 
+def extent(report: Tables, step: int) -> tuple[float, float]:
+    """When the first rank begins the step, and when the last one ends it, on the report's clock."""
+    steps = report.steps[report.steps["step"] == step]
+    return float(steps["start"].min()), float(steps["end"].max())
+
+
 def of_span(table: Any) -> dict[int, list[dict[str, Any]]]:
     """{id of a span: the rows of the table, collectives or copies, that belong to it, or []}."""
     rows_of = defaultdict(list)
@@ -158,8 +162,8 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
             for row in rows:
                 height = LANE_HEIGHT.get(row, OTHER_HEIGHT)
                 section.rows[rank, row] = (y + height / 2, height)
-                name = lanes.ROW_NAME.get(row) or theme.text(theme.axis_of(row))
-                ticks.append((y + height / 2, f"<b>rank {rank}</b>" if row == "compute" else name))
+                name = f"<b>rank {rank}</b>" if row == "compute" else lanes.row_name(row)
+                ticks.append((y + height / 2, name))
                 y += height
             y += section.gap
         section.bottom = y - section.gap

@@ -33,6 +33,11 @@ def row(box: dict[str, Any]) -> str:
     return f"disk {op}" if box["lane"] == "disk" and op in ("read", "write") else box["lane"]
 
 
+def row_name(row: str) -> str:
+    """The row in words: the link, the axis of communication, or "compute"."""
+    return ROW_NAME.get(row) or theme.text(theme.axis_of(row))
+
+
 def order(row: str) -> tuple[int, str]:
     """Sort key of rows: compute, then communication, then the tiers from the device outwards."""
     known = list(ROW_NAME)
@@ -44,12 +49,16 @@ def category(box: dict[str, Any]) -> str:
     return box["copies"][0]["category"] if box["copies"] else ""
 
 
-def style(kind: str, row: str, category: str) -> tuple[str, str]:
-    """Name and colour of boxes, for a picture that has copies between tiers."""
+def style(kind: str, row: str, category: str = "") -> tuple[str, str]:
+    """Name and colour of boxes; those of copies between tiers are of the category copied."""
     if category:
         return f"copying {_bytes_of(category)}", theme.category_colour(category)
-    named = {("copy", "compute"): "copy on the device", ("compute", "host"): "adding, rounding"}
-    return named.get((kind, row), naming.kind_name(kind)), theme.colour(kind, row)
+    name = naming.kind_name(kind)
+    if kind == "comm":
+        name = f"communication, {theme.text(theme.axis_of(row))}"
+    elif row == "host" and kind == "compute":
+        name = "adding, rounding"
+    return name, theme.colour(kind, row)
 
 
 def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[int]:
@@ -74,18 +83,13 @@ def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[in
 
 def hover(box: dict[str, Any]) -> str:
     """The hover text of a box: times in ms, bytes as they were counted."""
-    name, axis = naming.kind_name(box["kind"]), theme.text(theme.axis_of(box["lane"]))
-    if box["lane"] in LANES:
-        name, _ = style(box["kind"], box["lane"], category(box))
-    elif box["kind"] == "comm":
-        name = f"communication, {axis}"
-    head = f"<b>{name}</b>"
+    head = f"<b>{style(box['kind'], box['lane'], category(box))[0]}</b>"
     if box["microbatch"] >= 0:
         head += f", micro-batch {box['microbatch']}"
     if box["stage"] or box["chunk"]:
         head += f", stage {box['stage']}"
     where = f"{theme.text(box['label'])}, " if box["label"] else ""
-    where += f"rank {box['rank']}, {ROW_NAME.get(row(box)) or axis}"
+    where += f"rank {box['rank']}, {row_name(row(box))}"
     where += f", of step {box['step']}" * box["late"]
     start, end = box["start"] * 1e3, box["end"] * 1e3
     lines = [head, where, f"{end - start:.3f} ms, from {start:.3f} to {end:.3f} ms"]

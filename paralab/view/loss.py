@@ -126,6 +126,4 @@ def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -
     best = min(curves, key=lambda label: curves[label][-1])
     worst = max(curves, key=lambda label: curves[label][-1])
     low, high = curves[best][-1], curves[worst][-1]
-    if f"{low:.3f}" == f"{high:.3f}":
-        return f"All runs end at {low:.3f}{' nats' * nats}, but their curves differ before"
     return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f}{' nats' * nats}"

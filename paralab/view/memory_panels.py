@@ -144,8 +144,8 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
                 hover_text = name if curve.numbered else f"{name}: {took}"
                 rows.append((start, round(end - start, 4), 0, 1, word, hover_text))
         if rows:
-            style = mark.look(name, theme.colour(kind), edge=1, axes=("x", axis))
-            traces.append(mark.boxes(rows, style, showlegend=False))
+            style = {"edge": 1, "axes": ("x", axis), "showlegend": False}
+            traces.append(mark.boxes(name, theme.colour(kind), rows, **style))
     return traces
 
 

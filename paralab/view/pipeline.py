@@ -84,17 +84,17 @@ def section(
     most = timeline_rows.MAX_BOXES
     result = boxes.section(report, label=label, only=only, most=most, **asked)
     result.gap = GAP if only == LANES else result.gap
-    zero = float(report.steps["start"][report.steps["step"] == result.step].min())
+    zero, _ = boxes.extent(report, result.step)
     parts = {
         rank: (start - zero, end - zero)
         for rank, (start, end, *_) in metrics.pipeline_parts(report, result.step).items()
     }
     if not parts:
         return result
-    by_pipeline: dict[tuple[int, ...], list[Interval]] = {}
-    for rank, part in parts.items():
-        by_pipeline.setdefault(report.plan.place(rank)[1:], []).append(part)
-    edges_of = {p: (min(a for a, _ in i), max(b for _, b in i)) for p, i in by_pipeline.items()}
+    edges_of: dict[tuple[int, ...], Interval] = {}  # by pipeline
+    for rank, (start, end) in parts.items():
+        low, high = edges_of.get(pipeline := report.plan.place(rank)[1:], (start, end))
+        edges_of[pipeline] = min(low, start), max(high, end)
     idle = metrics.idle_shares(report, result.step)
     result.idle = {r: idle[r] for r in result.ranks if r in idle}
     if label:
@@ -104,7 +104,7 @@ def section(
     if marked:
         result.mark = max(end for _, end in edges.values())
     if all(b["kind"] != "wait" for b in result.boxes):  # no waits are recorded: every gap is one
-        low, high = min(a for a, _ in edges_of.values()), max(b for _, b in edges_of.values())
+        low, high = min(start for start, _ in parts.values()), max(end for _, end in parts.values())
         if result.total > len(result.boxes):  # later boxes are left out: their time is no gap
             high = max(b["start"] for b in result.boxes)
         fill(result, dict.fromkeys(result.ranks, (low, high)))
@@ -121,30 +121,20 @@ def fill(
     busy  {rank: (start, end)} of its own work, if the waits in between are recorded already: then
           only gaps before and after it are filled
     """
-    blank = {"step": section.step, "lane": "compute", "kind": "wait", "stage": 0, "chunk": 0}
-    blank |= {
-        "id": -1,
-        "microbatch": -1,
-        "cost": 0.0,
-        "calls": [],
-        "copies": [],
-        "label": section.label,
-    }
-    blank |= {"traced": False, "late": False, "track": 0}
+    blank = {"id": -1, "step": section.step, "lane": "compute", "kind": "wait", "stage": 0}
+    blank |= {"chunk": 0, "microbatch": -1, "calls": [], "copies": [], "label": section.label}
+    blank |= {"late": False, "track": 0}
     waits = []
     for rank, (low, high) in edges.items():
         own_boxes = [b for b in section.boxes if b["rank"] == rank and b["lane"] == "compute"]
         busy_times = union((b["start"], b["end"]) for b in own_boxes)
-        begin, done = (busy_times[0][0], busy_times[-1][1]) if busy_times else (high, low)
-        if busy is not None:
-            begin, done = busy[rank]
-        gap_starts = [low] + [end for _, end in busy_times]
-        gap_ends = [start for start, _ in busy_times] + [high]
-        for start, end in zip(gap_starts, gap_ends, strict=True):
+        starts, ends = zip(*busy_times, strict=True) if busy_times else ((), ())
+        begin, done = busy[rank] if busy else (min(starts, default=high), max(ends, default=low))
+        for start, end in zip((low, *ends), (*starts, high), strict=True):
             start, end = max(start, low), min(end, high)
             why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
             long = end - start > 1e-9 * (high - low)  # else a rounding error
-            if long and (busy is None or why != WAITING):
+            if long and not (busy and why == WAITING):
                 waits.append({**blank, "rank": rank, "start": start, "end": end, "why": why})
     section.boxes += waits
 
@@ -173,22 +163,23 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         str(name): schedule if hasattr(schedule, "makespan") else _timed(schedule, seconds)
         for name, schedule in named.items()
     }
-    best, worst = (pick(by_name, key=lambda name: by_name[name].makespan) for pick in (min, max))
-    if not by_name[best].makespan:
+    lengths = {name: schedule.makespan for name, schedule in by_name.items()}
+    best = min(lengths, key=lengths.__getitem__)
+    if not lengths[best]:
         raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
     sections = [simulated(schedule, name, label=name) for name, schedule in by_name.items()]
-    times = by_name[worst].makespan / by_name[best].makespan
+    slowest, fastest = (
+        [theme.text(name) for name, length in lengths.items() if math.isclose(length, extreme)]
+        for extreme in (max(lengths.values()), lengths[best])
+    )
+    times = max(lengths.values()) / lengths[best]
     longer = f"{theme.share(times - 1)} longer than"
     if times >= 2:
         longer = f"{theme.times(times)} as long as"
-    slowest, fastest = (
-        theme.listed([theme.text(n) for n, s in by_name.items() if math.isclose(s.makespan, t)])
-        for t in (by_name[worst].makespan, by_name[best].makespan)
-    )
-    verb = "takes" if slowest == theme.text(worst) else "take"
-    finding = f"{slowest} {verb} {longer} {fastest}"
-    if len(by_name) > 1 and math.isclose(times, 1.0):
-        finding = f"{fastest} take the same time"
+    verb = "takes" if len(slowest) == 1 else "take"
+    finding = f"{theme.listed(slowest)} {verb} {longer} {theme.listed(fastest)}"
+    if math.isclose(times, 1.0):
+        finding = f"{theme.listed(fastest)} take the same time"
     if len(sections) == 1:
         finding = _bubble_of(best, by_name[best].bubble_rate)
     summary = f"schedules on one axis: {' | '.join(by_name)}"

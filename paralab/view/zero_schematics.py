@@ -66,7 +66,6 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
             cells.append(Cell(x_range, y, fill, hover_text=text))
             rows.append((stage, rank, category, size))
     share = sum(kept[3].values()) / sum(kept[0].values())
-    look = [mark.look(name, theme.category_colour(name)) for name in STATES]
     return drawn(
         f"ZeRO-3 keeps {theme.share(share)} of the model states on each of {dp} ranks",
         f"{model.num_params:,} parameters, between two micro-batches · "
@@ -76,7 +75,9 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
         height=430,
         x=(-1.35 * room, dp + 0.75 * room),
         y=(-0.3, 4.0),
-        keys=[mark.boxes([], one) | {"x": [None], "y": [None]} for one in look],
+        keys=[
+            mark.boxes(name, theme.category_colour(name), [], x=[None], y=[None]) for name in STATES
+        ],
     ).explained(
         f"ZeRO 0 to 3 on {dp} ranks: the states of each", ("stage rank category bytes", rows)
     )
@@ -110,7 +111,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         for start, end, size in (row[1:] for row in rows if row[0] == name):
             text = f"{name}<br>{size:,} bytes, instructions {start} to {end - 1}"
             boxes.append((start, end - start, 1.0 + i, 0.6, "", text))
-        traces.append(mark.boxes(boxes, mark.look(name, fills[name]), showlegend=False))
+        traces.append(mark.boxes(name, fills[name], boxes, showlegend=False))
         words.append(margin(theme.scaled(size, "B"), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
@@ -158,4 +159,4 @@ def _instructions(code: Any, unit: int) -> list[dict[str, Any]]:
             continue
         text = f"instruction {at}: {ins.op}"
         boxes_of.setdefault(meaning_of(ins), []).append((at, 1, 0.0, 0.8, "", text))
-    return [mark.boxes(rows, mark.look(*key)) for key, rows in boxes_of.items()]
+    return [mark.boxes(*key, rows) for key, rows in boxes_of.items()]

@@ -8,27 +8,31 @@ from typing import Any
 from paralab.view import theme
 from paralab.view.marks import AXES, hover, on
 
-COLUMNS = ("base", "x", "y", "width", "text")
 
-
-def boxes(rows: Sequence[tuple], style: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A trace. rows: (start, length, y of the middle, height, word on the box, hover text)."""
-    columns = list(zip(*rows, strict=True)) or [()] * 6
-    values = {name: list(column) for name, column in zip(COLUMNS, columns, strict=False)}
-    return {"type": "bar", **style, **values, **hover(columns[5]), **more}
-
-
-def look(
-    name: str, fill: str, *, hatched: bool = False, edge: Any = 0.5, axes: tuple[str, str] = AXES
+def boxes(
+    name: str,
+    fill: str,
+    rows: Sequence[tuple],
+    *,
+    hatched: bool = False,
+    edge: Any = 0.5,
+    axes: tuple[str, str] = AXES,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Name, colour and text style of a trace; ``hatched``: for boxes in which nothing is done."""
-    theme_look = theme.look()
-    line = edge if isinstance(edge, dict) else {"width": edge, "color": theme_look.paper}
+    """A trace. rows: (start, length, y of the middle, height, word on the box, hover text).
+
+    hatched  for boxes in which nothing is done
+    edge     the width of paper-coloured edges, or the widths and colours of all
+    """
+    look = theme.look()
+    line = edge if isinstance(edge, dict) else {"width": edge, "color": look.paper}
     marker: dict[str, Any] = {"color": fill, "line": line}
     if hatched:
-        marker["pattern"] = {"shape": "/", "bgcolor": fill, "fgcolor": theme_look.hatch, "size": 6}
+        marker["pattern"] = {"shape": "/", "bgcolor": fill, "fgcolor": look.hatch, "size": 6}
         marker["pattern"] |= {"solidity": 0.2}
+    columns = ("base", "x", "y", "width", "text")
     return {
+        "type": "bar",
         "name": name,
         "orientation": "h",
         "marker": marker,
@@ -37,7 +41,10 @@ def look(
         "textangle": 0,
         "constraintext": "none",
         "textfont": {"size": 12, "color": theme.on(fill)},
+        **{column: [row[i] for row in rows] for i, column in enumerate(columns)},
+        **hover(row[5] for row in rows),
         **on(axes),
+        **more,
     }
 
 
