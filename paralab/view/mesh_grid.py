@@ -93,23 +93,19 @@ class Grid:
             if p is None or place is None:
                 return None, "", ""
             r = self.rank(p, *place)
-            axis, hover_text = (
-                axis_of.get(r, "other"),
-                f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}",
-            )
+            axis = axis_of.get(r, "other")
+            hover_text = f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
             hover_text += f", node {cluster.node_of(r)}" if cluster is not None else ""
             if axis not in ("other", "rank"):
                 hover_text += f"<br>in the {axis} group of rank {self.own}"
             return codes[axis], str(r), hover_text
 
-        matrix = [[cell(p, place) for place in columns] for p in rows]
-        z, text, hover_text = ([[entry[i] for entry in line] for line in matrix] for i in range(3))
         widest = len(str(self.plan.world_size - 1))
         size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
         size -= 2 * (theme.letter_scale() > 1 and widest > 3)
         look = {"colours": list(colours.values()), "most": len(colours) - 1}
         look |= {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
-        return heat(across, down, z, text, hover_text, **look)
+        return heat(across, down, [[cell(p, at) for at in columns] for p in rows], **look)
 
     def _pieces(self, cluster: Cluster) -> list[list[Any]]:
         """[node, left, right, upper, lower] of every rectangle of cells of one node."""

@@ -184,11 +184,11 @@ def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
         taken = {}
     free = (i for i in range(len(labels) + 5) if i not in taken.values())
     place = {label: taken[label] if label in taken else next(free) for label in labels}
-    looks = [
-        {"ink": ink, "dash": dash, "symbol": symbol}
-        for ink, dash, symbol in zip(look().series, SERIES_DASH, SERIES_SYMBOL, strict=True)
-    ]
-    return {label: looks[i % len(looks)] for label, i in place.items()}
+    looks = {"ink": look().series, "dash": SERIES_DASH, "symbol": SERIES_SYMBOL}
+    return {
+        label: {name: values[i % len(values)] for name, values in looks.items()}
+        for label, i in place.items()
+    }
 
 
 # ---- text and numbers ----------------------------------------------------------------------------

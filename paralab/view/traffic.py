@@ -131,21 +131,19 @@ def _matrix(
     edges = by_edge.to_dict("records")
     sent = {(edge["sender"], edge["receiver"]): edge["bytes"] / per for edge in edges}
     sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
-    z = [[sent.get((a, b), 0.0) for b in receivers] for a in senders]
-    words = [["" if n is None else f"{n:.{digits}f}" if n else "0" for n in row] for row in z]
-    hover_texts = [
-        [
-            f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * per, 'B')} per {unit}"
-            for b, n in zip(receivers, row, strict=True)
-        ]
-        for a, row in zip(senders, z, strict=True)
-    ]
+
+    def cell(a: int, b: int) -> tuple[float | None, str, str]:
+        n = sent.get((a, b), 0.0)
+        text = f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * per, 'B')} per {unit}"
+        return n, "" if n is None else f"{n:.{digits}f}" if n else "0", text
+
     rows, columns = list(map(str, senders)), list(map(str, receivers))
     few = max(len(rows), len(columns)) <= MAX_WRITTEN  # written numbers need no scale
     colours = {"colours": theme.look().scale, "most": most / per, "showscale": not few}
     bar = {"title": {"text": name}, "x": 0.34, "thickness": 10, "len": 0.9}
     style = {"ygap": 2, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
-    trace = cells.heat(columns, rows, z, words, hover_texts, name="sender to receiver", **style)
+    matrix = [[cell(a, b) for b in receivers] for a in senders]
+    trace = cells.heat(columns, rows, matrix, name="sender to receiver", **style)
     node = [[facts.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
     down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
     borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]

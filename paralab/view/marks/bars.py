@@ -29,9 +29,8 @@ def category_look(kind: str) -> tuple[str, str]:
 
 def by_category(kinds: Iterable[str]) -> list[str]:
     """The categories in the order in which they are stacked; those without a colour last."""
-    present = set(kinds)
-    known = [name for name in theme.CATEGORY_COLOUR if name in present]
-    return [*known, *sorted(present - set(known))]
+    order = list(theme.CATEGORY_COLOUR)
+    return sorted(set(kinds), key=lambda kind: (order.index(kind) if kind in order else 99, kind))
 
 
 def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
@@ -71,31 +70,26 @@ def bars(
     lines     values at which the figure has vertical lines: words avoid them, or are left out
     unit      of the values: "B" or "s"
     """
-    labels = list(dict.fromkeys(row[0] for row in rows))
-    value = {(row[0], row[1]): float(row[2]) for row in rows}
-    filled, traces, bar_totals = dict.fromkeys(labels, 0.0), [], totals(rows)
+    value = {(label, kind): float(size) for label, kind, size, *_ in rows}
+    bar_totals, traces = totals(rows), []
+    filled = dict.fromkeys(bar_totals, 0.0)
     letter *= theme.letter_scale()
     for kind in by_category(row[1] for row in rows) if kinds is None else kinds:
         name, fill = look(kind)
-        own_labels = [label for label in labels if (label, kind) in value]
+        own_labels = [label for label in filled if (label, kind) in value]
         sizes = [value[label, kind] for label in own_labels]
-        texts = [theme.scaled(size, unit) for size in sizes]
-        widths = [letter * (len(word) + 1) * end for word in texts]
-        lefts = [filled[label] for label in own_labels]
-        text_lefts = {  # where each word begins if it is in the middle of its part, or at its start
-            "middle": [
-                left + (size - width) / 2
-                for left, size, width in zip(lefts, sizes, widths, strict=True)
-            ],
-            "start": lefts,
-        }
-        crossed = {
-            anchor: [
-                any(left < position < left + width for position in lines)
-                for left, width in zip(place, widths, strict=True)
+        words = [theme.scaled(size, unit) for size in sizes]
+        widths = [letter * (len(word) + 1) * end for word in words]
+        crossed = {}  # {anchor: whether a line goes through the word of each part, if it is there}
+        for anchor, before in (("middle", 0.5), ("start", 0.0)):
+            lefts = [
+                filled[label] + before * (size - width)
+                for label, size, width in zip(own_labels, sizes, widths, strict=True)
             ]
-            for anchor, place in text_lefts.items()
-        }
+            crossed[anchor] = [
+                any(left < position < left + width for position in lines)
+                for left, width in zip(lefts, widths, strict=True)
+            ]
         anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
         fits = [  # a bar of a single kind has its number behind it, as its total
             bar_totals[label] > size >= width and not hit
@@ -103,8 +97,11 @@ def bars(
                 own_labels, sizes, widths, crossed[anchor], strict=True
             )
         ]
-        ink = [theme.look().ink if label in pale else theme.on(fill) for label in own_labels]
-        edge = {"width": 1, "color": theme.look().paper}
+        marker = {"color": fill, "line": {"width": 1, "color": theme.look().paper}}
+        ink: Any = theme.on(fill)
+        if pale:
+            marker["opacity"] = [PALE if label in pale else 1.0 for label in own_labels]
+            ink = [theme.look().ink if label in pale else ink for label in own_labels]
         trace = {
             "type": "bar",
             "name": name,
@@ -112,24 +109,23 @@ def bars(
             "orientation": "h",
             "y": [theme.text(label) for label in own_labels],
             "x": [size / per for size in sizes],
-            "marker": {"color": fill, "line": edge}
-            | ({"opacity": [PALE if b in pale else 1.0 for b in own_labels]} if pale else {}),
+            "marker": marker,
             **hover(
                 f"{theme.text(label)}<br>{name}: {word}" + f" ({size:,.0f} bytes)" * (unit == "B")
-                for label, word, size in zip(own_labels, texts, sizes, strict=True)
+                for label, word, size in zip(own_labels, words, sizes, strict=True)
             ),
             **on(axes),
         }
         if letter:
             trace |= {
-                "text": [word * fit for word, fit in zip(texts, fits, strict=True)],
+                "text": [word * fit for word, fit in zip(words, fits, strict=True)],
                 "textposition": "inside",
                 "insidetextanchor": anchor,
                 "constraintext": "inside",
                 "textangle": 0,
-                "textfont": {"size": SIZE, "color": ink if pale else theme.on(fill)},
+                "textfont": {"size": SIZE, "color": ink},
             }
-        traces.append({**trace, **style})
+        traces.append(trace | style)
         for label, size in zip(own_labels, sizes, strict=True):
             filled[label] += size
     return traces

@@ -12,17 +12,16 @@ from paralab.view.marks import hover, note
 def heat(
     x: Sequence[Any],
     y: Sequence[Any],
-    z: Sequence[Sequence[float | None]],
-    words: Sequence[Sequence[str]],
-    hover_texts: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[tuple[float | None, str, str]]],
     *,
     colours: Sequence[str],
     most: float,
     **more: Any,
 ) -> dict[str, Any]:
-    """A cell for every number of ``z``, coloured from ``colours[0]`` at 0 to the last one at
-    ``most``; None is a hole. ``words`` are written in the cells.
+    """A cell for every (number, word written in it, hover text), coloured from ``colours[0]`` at 0
+    to the last one at ``most``; None is a hole.
     """
+    z, words, hover_texts = ([[cell[i] for cell in row] for row in rows] for i in range(3))
     return {
         "type": "heatmap",
         "x": x,
