@@ -7,7 +7,9 @@ from typing import Any
 
 from paralab.report.tables import COMPUTE_KINDS, KINDS
 from paralab.view import lanes, theme
-from paralab.view.boxes import Box, Section
+from paralab.view.boxes import Section
+from paralab.view.lanes import Box
+from paralab.view.marks import Part
 from paralab.view.marks import boxes as mark
 
 # Boxes that are thinner than this share of the time axis have no paper-coloured edge, which would
@@ -20,7 +22,7 @@ FILLED = 0.92  # share of a row's height that boxes take
 
 def traces(
     sections: Sequence[Section], shown: Sequence[Sequence[Box]], window: float
-) -> list[dict[str, Any]]:
+) -> list[Part]:
     """One trace per kind, row, chunk and copied category, even where no box has a length; ``shown``
     are the boxes drawn of each section, ``window`` the seconds of the time axis. Chunks share one
     legend entry, as do copies of a category on all rows and axes of one colour.
@@ -66,7 +68,7 @@ def traces(
             edge = _edges(between_nodes, 2.5, theme.look().ink)
         elif kind in (*COMPUTE_KINDS, "optimizer", "compute") and len(rows) > MANY:
             edge = _edges([_duration(b) < MANY_THIN * window for b in flat], int(computes), fill)
-        more: dict[str, Any] = {}
+        more: Part = {}
         if tiers or len(alike) > 1 or (computes and chunks > 1):
             more = {"legendgroup": name, "showlegend": name not in in_legend}
             in_legend.add(name)

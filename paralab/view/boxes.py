@@ -16,8 +16,7 @@ from paralab.checks import choice, illegal
 from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.view import lanes, naming, theme
-
-Box = dict[str, Any]
+from paralab.view.lanes import Box
 
 MAX_TRACKS = 4
 LANE_HEIGHT = {"compute": 1.0, **dict.fromkeys(lanes.ROW_NAME, 0.55)}
@@ -138,7 +137,7 @@ def extent(report: Tables, step: int) -> tuple[float, float]:
     return float(steps["start"].min()), float(steps["end"].max())
 
 
-def of_span(table: Any) -> dict[int, list[dict[str, Any]]]:
+def of_span(table: Any) -> dict[int, list[Box]]:
     """{id of a span: the rows of the table, collectives or copies, that belong to it, or []}."""
     rows_of = defaultdict(list)
     for row in table.to_dict("records"):

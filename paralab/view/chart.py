@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 
 import paralab.view.lazy_grammar  # noqa: F401  it has to be there before plotly shows a figure
 from paralab.view import theme
+from paralab.view.marks import Part
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,9 +54,9 @@ class Chart(go.Figure):
 
     def draw(
         self,
-        traces: Iterable[dict[str, Any]],
-        notes: Iterable[dict[str, Any]] = (),
-        shapes: Iterable[dict[str, Any]] = (),
+        traces: Iterable[Part],
+        notes: Iterable[Part] = (),
+        shapes: Iterable[Part] = (),
     ) -> Chart:
         """This chart with more marks, given as dicts and added all at once: with each one added,
         plotly would validate all earlier ones again, which is too slow for a slider.
@@ -78,7 +79,7 @@ class Chart(go.Figure):
         self._raise_top(theme.LEGEND_ROW * (self._legend_rows - rows_before))
 
     def _raise_top(self, pixels: float) -> None:
-        """More room above the picture, in a figure that is as much higher or has its frame's size."""
+        """More room above the picture: the figure is so much higher, unless it is in a frame."""
         if pixels:
             self.layout.margin.t += pixels
             self.layout.height += 0 if self._frame.height else pixels

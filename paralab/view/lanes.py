@@ -15,6 +15,7 @@ from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import naming, theme
 
+Box = dict[str, Any]  # a span of a report and what is drawn of it; also a call or a copy
 ROW_NAME = {  # from the device outwards
     "h2d": "host to device",
     "d2h": "device to host",
@@ -27,7 +28,7 @@ LANES = (*COPY_LANES, "host")
 WAY = {**ROW_NAME, "read": "read from disk", "write": "written to disk"}
 
 
-def row(box: dict[str, Any]) -> str:
+def row(box: Box) -> str:
     """The row of a box: its lane, or one of the disk's two rows."""
     op = box["copies"][0]["op"] if box["copies"] else ""
     return f"disk {op}" if box["lane"] == "disk" and op in ("read", "write") else box["lane"]
@@ -44,7 +45,7 @@ def order(row: str) -> tuple[int, str]:
     return (2 + known.index(row) if row in known else int(row != "compute")), row
 
 
-def category(box: dict[str, Any]) -> str:
+def category(box: Box) -> str:
     """The category of bytes that a copy between tiers moves; "" for any other box."""
     return box["copies"][0]["category"] if box["copies"] else ""
 
@@ -81,7 +82,7 @@ def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[in
     return chosen
 
 
-def hover(box: dict[str, Any]) -> str:
+def hover(box: Box) -> str:
     """The hover text of a box: times in ms, bytes as they were counted."""
     head = f"<b>{style(box['kind'], box['lane'], category(box))[0]}</b>"
     if box["microbatch"] >= 0:
@@ -100,7 +101,7 @@ def hover(box: dict[str, Any]) -> str:
     return "<br>".join([*lines, *map(_copy, box["copies"])])
 
 
-def _call(call: dict[str, Any]) -> str:
+def _call(call: Box) -> str:
     phase, size = theme.text(call["phase"]), f"{call['payload_bytes']:,} bytes"
     if call["op"] in POINT_TO_POINT:
         direction = "send to" if call["op"] == "send" else "receive from"
@@ -108,7 +109,7 @@ def _call(call: dict[str, Any]) -> str:
     return f"{call['op']} ({phase}): {size} in the buffer, {call['wire_bytes']:,} sent"
 
 
-def _copy(copy: dict[str, Any]) -> str:
+def _copy(copy: Box) -> str:
     """What was copied, in which direction, how many bytes, and how fast."""
     direction = WAY.get(copy["op"]) or WAY.get(copy["lane"], copy["lane"])
     text = f"{_bytes_of(copy['category'])}, {theme.text(direction)}: {copy['bytes']:,} bytes"

@@ -14,7 +14,7 @@ from typing import Any
 
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
-from paralab.view.marks import bars, line, note
+from paralab.view.marks import Part, bars, line, note
 from paralab.view.marks import boxes as mark
 from paralab.view.marks.areas import area
 from paralab.view.marks.curves import curve as points
@@ -104,19 +104,20 @@ def drawn(
         axes[f"yaxis{strip[1:]}"] = {
             "domain": [high + 3 / plot, min(high + (3 + STRIP) / plot, 1.0)],
             "range": [-0.5, 0.5],
-        } | {"visible": False, "anchor": "x", "fixedrange": True}
+            "visible": False,
+            "anchor": "x",
+            "fixedrange": True,
+        }
         if against is not None and i:
             first, faint = shown[0].peak / per, {"ink": theme.look().faint}
             at = {"dash": "dot", "width": 1.5, "yref": panel}
             shapes.append(line((0, width), (first, first), **at, **faint))
-            left = scales.x(curve, curve.times[curve.peak_at]) > width / 2  # away from its own peak
-            at = {"size": 12, "axes": ("paper", panel)}
-            at |= {"anchor": f"{'left' if left else 'right'} bottom"}
-            text = f"peak of {theme.text(against)}"
-            notes.append(note(text, int(not left), first, **at, **faint))
+            right = scales.x(curve, curve.times[curve.peak_at]) <= width / 2  # away from its peak
+            place = int(right), first, "right bottom" if right else "left bottom"
+            notes.append(_said(f"peak of {theme.text(against)}", *place, panel, size=12, **faint))
         if heads[i]:
-            at = {"size": 14, "axes": ("paper", "paper"), "anchor": "left bottom"}
-            notes.append(note(heads[i], 0, (top - scales.head) / plot, **at))
+            place = 0, (top - scales.head) / plot, "left bottom", "paper"
+            notes.append(_said(heads[i], *place, size=14))
     fig = figure(
         finding,
         below,
@@ -130,7 +131,7 @@ def drawn(
     return fig.draw(traces, notes, shapes)
 
 
-def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
+def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     """The phases of the step, with their names if there is room, else their first letters."""
     traces = []
     for kind in theme.KIND_COLOUR:
@@ -140,16 +141,15 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
                 start, end = (scales.x(curve, t) for t in phase[1:])
                 room = (end - start) / (LETTER * scales.width)
                 word = next((w for w in (name, kind[:1].upper()) if len(w) + 1 <= room), "")
-                took = theme.scaled(phase.end - phase.start, "s")
-                hover_text = name if curve.numbered else f"{name}: {took}"
-                rows.append((start, round(end - start, 4), 0, 1, word, hover_text))
+                took = f": {theme.scaled(phase.end - phase.start, 's')}" * (not curve.numbered)
+                rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
             style = {"edge": 1, "axes": ("x", axis), "showlegend": False}
             traces.append(mark.boxes(name, theme.colour(kind), rows, **style))
     return traces
 
 
-def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
+def _stack(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     """The areas of the categories, stacked."""
     kept = thinned(curve.totals, scales.most)
     kept += kept[-1:]  # the last sample again, for the end of the step
@@ -158,9 +158,9 @@ def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
     for name in scales.names:
         sizes = [curve.samples[i].get(name, 0) for i in kept]
         hover_texts = [f"{theme.text(name)}: {theme.scaled(n, 'B')} ({n:,} bytes)" for n in sizes]
-        place = {"axes": ("x", axis), "showlegend": axis == "y"}
-        heights, fill = [n / scales.per for n in sizes], theme.category_colour(name)
-        traces += area(name, fill, times, heights, hover_texts, **place)
+        look = name, theme.category_colour(name)
+        marks = times, [n / scales.per for n in sizes], hover_texts
+        traces += area(*look, *marks, axes=("x", axis), showlegend=axis == "y")
     return traces
 
 
@@ -169,26 +169,28 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     look, per = theme.look(), scales.per
     x, y = scales.x(curve, curve.times[curve.peak_at]), curve.peak
     side = "left" if x < 0.08 * scales.width else "right" if x > 0.92 * scales.width else "center"
-    texts, style = [f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"], {"mode": "markers"}
-    style |= {"ink": look.ink, "size": 9, "axes": ("x", axis), "showlegend": False}
-    style |= {"marker": {"line": {"width": 1.5, "color": look.paper}}}
-    dot, at = points("peak", [(x, y / per)], texts, **style), {"axes": ("x", axis), "yshift": 5}
-    at |= {"above": True}  # above the line at the first run's peak
-    head = f"<b>peak {theme.scaled(y, 'B')}</b>"
+    style: Part = {"ink": look.ink, "size": 9, "axes": ("x", axis), "mode": "markers"}
+    style |= {"showlegend": False, "marker": {"line": {"width": 1.5, "color": look.paper}}}
+    text = f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"
+    dot, head = (
+        points("peak", [(x, y / per)], [text], **style),
+        f"<b>peak {theme.scaled(y, 'B')}</b>",
+    )
+    at = {"axes": ("x", axis), "yshift": 5, "above": True}  # above the line at the first run's peak
     notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
     held = scales.held.keys() & capacity(curve.report).keys()
-    lines = [(label, scales.held[label], "dash", "right") for label in held]
-    lines += [
-        (name, size, "dot", "left" if name == "allocated" else "right")
-        for name, size in curve.reserved.items()
-    ]
-    for label, size, dash, side in lines:
-        height = size / per
+    for label, size in ({label: scales.held[label] for label in held} | curve.reserved).items():
+        height, right = size / per, label != "allocated"
+        dash = "dot" if label in curve.reserved else "dash"
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
-        at = {"axes": ("paper", axis), "anchor": f"{side} bottom"}
-        name = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
-        notes.append(note(name, float(side == "right"), height, **at))
+        place = float(right), height, "right bottom" if right else "left bottom"
+        notes.append(_said(f"{theme.text(label)}: {theme.scaled(size, 'B')}", *place, axis))
     return [dot], notes, shapes
+
+
+def _said(text: str, x: float, y: float, anchor: str, axis: str, **style: Any) -> Part:
+    """A word at the left (x = 0) or right (x = 1) edge of the panels; ``axis``: that of y."""
+    return note(text, x, y, anchor=anchor, axes=("paper", axis), **style)
 
 
 def _dtick(width: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from paralab.spec import Cluster, Plan
 from paralab.view import naming, theme
-from paralab.view.marks import note
+from paralab.view.marks import Part, note
 from paralab.view.marks.cells import heat
 
 ROWS, COLUMNS = 10, 24  # at most so many cells, as each needs room for a rank of four digits
@@ -81,7 +81,7 @@ class Grid:
 
     def cells(
         self, colours: dict[str, str], axis_of: dict[int, str], cluster: Cluster | None
-    ) -> dict[str, Any]:
+    ) -> Part:
         """All cells as one heat map with holes in between; its values are indices of ``colours``.
 
         axis_of  {rank: axis of the group that it shares with ``own``}
@@ -126,7 +126,7 @@ class Grid:
                     pieces.append([*run, y, y + 1.0])
         return pieces
 
-    def nodes(self, cluster: Cluster | None) -> tuple[list[dict], list[dict]]:
+    def nodes(self, cluster: Cluster | None) -> tuple[list[Part], list[Part]]:
         """The nodes' names and the frames around their cells: notes and shapes.
 
         Nodes side by side share the line between them, as overlapping frames look like a mistake.
@@ -157,7 +157,7 @@ class Grid:
         ]
         return names, frames
 
-    def dots(self) -> list[dict[str, Any]]:
+    def dots(self) -> list[Part]:
         """Dots where cells are left out."""
         style = {"size": 16, "ink": theme.look().faint}
         middle = next(iter(self.y.values())) + 0.5

@@ -18,6 +18,8 @@ from paralab.report.tables import Tables
 from paralab.view.boxes import of_span
 from paralab.view.lanes import ROW_NAME, order, tracks
 
+Event = dict[str, Any]  # also a row of a table from which an event is made
+
 
 def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
     """Write a trace of all steps that ui.perfetto.dev opens (Chrome trace-event JSON, gzipped if
@@ -38,12 +40,12 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 8e6) / 8
 
 
-def events(report: Tables) -> list[dict[str, Any]]:
+def events(report: Tables) -> list[Event]:
     """The list "traceEvents" of the file."""
     spans = report.spans.to_dict("records")
     origin = min((s["start"] for s in spans), default=0.0)
     calls, copies = of_span(report.collectives), of_span(report.copies)
-    lanes: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    lanes: dict[tuple[int, str], list[Event]] = {}
     for span in spans:
         span["ts"] = _microseconds(span["start"] - origin)
         span["dur"] = _microseconds(span["end"] - origin) - span["ts"]
@@ -63,7 +65,7 @@ def events(report: Tables) -> list[dict[str, Any]]:
     return result
 
 
-def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _threads(lanes: dict[tuple[int, str], list[Event]]) -> list[Event]:
     """Give every span its thread, "tid"; return the events that name the threads."""
     result, used = [], Counter()
     for rank, lane in sorted(lanes, key=lambda thread: (order(thread[1])[0], thread)):
@@ -80,17 +82,15 @@ def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[st
     return result
 
 
-def _metadata(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+def _metadata(what: str, rank: int, thread: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
 
 
-def _place(span: dict[str, Any]) -> dict[str, Any]:
+def _place(span: Event) -> Event:
     return {"pid": span["rank"], "tid": span["tid"], "ts": span["ts"]}
 
 
-def _slice(
-    span: dict[str, Any], calls: list[dict[str, Any]], copies: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _slice(span: Event, calls: list[Event], copies: list[Event]) -> Event:
     name = span["kind"].replace("_", " ")
     if span["microbatch"] >= 0:
         name += f" {span['microbatch']}"

@@ -19,8 +19,8 @@ from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
 from paralab.view import boxes, lanes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, column
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import column
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
 
@@ -186,7 +186,7 @@ def _finding(report: Tables, step: int) -> str:
     return f"{name}: forward and backward take {boxes.of_step(work, duration)}"
 
 
-def _columns(report: Tables, kind: str, rows: list[tuple]) -> dict[str, Any]:
+def _columns(report: Tables, kind: str, rows: list[tuple]) -> Part:
     name, fill = lanes.style(kind, "compute")
     causes = _causes(report)
     if kind == "within" or (kind == "wait" and report.plan.pp > 1 and causes):
@@ -202,9 +202,7 @@ def _causes(report: Tables) -> list[str]:
     return [cause for cause, holds in WITHIN if holds(report.plan)]
 
 
-def _messages(
-    calls: dict[int, list[Interval]], rows: dict[int, float], per: float
-) -> dict[str, Any]:
+def _messages(calls: dict[int, list[Interval]], rows: dict[int, float], per: float) -> Part:
     name, fill = lanes.style("comm", LANES[0])
     flat = []
     for rank, low, high in ((rank, *one) for rank, intervals in calls.items() for one in intervals):

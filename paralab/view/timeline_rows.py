@@ -6,8 +6,8 @@ from paralab.checks import count_of
 from paralab.view import box_traces, boxes, naming, theme
 from paralab.view.boxes import Section
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, column, line, note
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import column, line, note
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
 AROUND = 140  # pixels of a figure's width that row names and margins take
@@ -70,7 +70,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     return fig.explained(summary, lambda: boxes.table(sections))
 
 
-def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dict]]:
+def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Part]]:
     """The heading above each section and a line at its end. The duration is written at the line, or
     directly after the heading if that may be as long.
     """

@@ -10,8 +10,6 @@ ports evenly. If they do not, a link between nodes may carry fewer bytes and yet
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from paralab.checks import count_of
@@ -20,8 +18,8 @@ from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, cells, line, note, upright
 from paralab.view.marks import bars as mark
-from paralab.view.marks import cells, line, note, upright
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 ROW = 46  # pixels of a bar, where there is no matrix
@@ -103,23 +101,19 @@ def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
     cluster may state another link for a single operation.
     """
     parts = [(kind, size) for over, kind, size in flows if over == link]
-    text, part = theme.scaled(sum(size for _, size in parts), "B"), link
-    if link not in LEVELS:
-        part = "disk" if link.startswith("disk") else "host"
+    text = theme.scaled(sum(size for _, size in parts), "B")
+    part = link if link in LEVELS else "disk" if link.startswith("disk") else "host"
     stated = getattr(cluster, part, None)
     if stated is None:
         return text
-    stated_by_op, share = cluster.collectives if link == "intra" else {}, 1.0
+    by_op, share = cluster.collectives if link == "intra" else {}, 1.0
     if link == "inter" and cluster.ports is not None:
         share = cluster.ports / cluster.devices_per_node
-    ops = [(kind[1] if link in LEVELS else "", size) for kind, size in parts]
-    seconds = sum(size / (stated_by_op.get(op, stated).bandwidth * share) for op, size in ops)
+    seconds = sum(n / (by_op.get(kind[1], stated).bandwidth * share) for kind, n in parts)
     return f"{text}, {theme.scaled(seconds, 's')}"
 
 
-def _matrix(
-    report: Tables, unit: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+def _matrix(report: Tables, unit: str) -> tuple[list[Part], list[Part], Part]:
     """Trace, lines where a node ends, and axes. In an outline (detail="actions") some receivers are
     no reported ranks: they have a column but no row.
     """
@@ -150,10 +144,10 @@ def _matrix(
     borders += [line((at, at), (-0.5, len(rows) - 0.5), width=1.5) for at in across]
     each = {"type": "category", "showgrid": False, "constrain": "domain"}
     title = {"text": "receiving rank" + f" (in the cells: {name} per {unit})" * few}
-    xaxis = {**each, "domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
-    yaxis = {**each, "title": {"text": "sending rank"}, "categoryarray": rows}
+    xaxis = {"domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
+    yaxis = {"title": {"text": "sending rank"}, "categoryarray": rows}
     yaxis |= {"autorange": "reversed", "scaleanchor": "x"}
-    return [trace], borders, {"xaxis": xaxis, "yaxis": yaxis}
+    return [trace], borders, {"xaxis": each | xaxis, "yaxis": each | yaxis}
 
 
 def _finding(

@@ -12,8 +12,8 @@ from paralab.programs.instructions import COMPUTE, KEEP, WAIT
 from paralab.spec import ModelSpec, Plan
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, margin, note
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import margin, note
 from paralab.view.marks.cells import Cell
 from paralab.view.schematics import drawn
 
@@ -147,7 +147,7 @@ def _lives(code: Any, unit: int, end: int) -> list[tuple[str, int, int, int]]:
     return sorted(lives, key=lambda life: (list(KINDS).index(life[0]), life[2]))
 
 
-def _instructions(code: Any, unit: int) -> list[dict[str, Any]]:
+def _instructions(code: Any, unit: int) -> list[Part]:
     """The instructions that use a unit, a box for each, in the colours of program tables."""
     from paralab.view.program_table import meaning_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from paralab.checks import illegal, real
 from paralab.view import theme
-from paralab.view.marks import AXES, hover, note, on
+from paralab.view.marks import AXES, Part, hover, note, on
 
 LETTER = 0.0105  # share of the axis that one letter takes, if the axis is as wide as the figure
 VISIBLE = 0.002  # share of the axis: a kind that is smaller in every bar is not in the legend
@@ -59,7 +59,7 @@ def bars(
     lines: Collection[float] = (),
     unit: str = "B",
     **style: Any,
-) -> list[dict[str, Any]]:
+) -> list[Part]:
     """The traces, one per kind.
 
     per, end  bytes in one unit of the axis, and bytes at its right end
@@ -148,7 +148,7 @@ def ends(
     axes: tuple[str, str] = AXES,
     size: int = 14,
     unit: str = "B",
-) -> list[dict[str, Any]]:
+) -> list[Part]:
     """The note behind every bar: its bytes, or what ``words`` has for it. With a ``column`` the
     notes stand under one another and end at that value.
     """
@@ -175,14 +175,12 @@ def _note_position(label: str, number: int) -> str | int:
     return number
 
 
-def bytes_axis(title: str, end: float, per: float, **more: Any) -> dict[str, Any]:
+def bytes_axis(title: str, end: float, per: float, **more: Any) -> Part:
     """The axis of the bytes, from 0 to ``end``; ``per``: bytes in one of its units."""
     return {"title": {"text": title}, "range": [0, end / per], "tickformat": "~g", **more}
 
 
-def labels(
-    names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any
-) -> dict[str, Any]:
+def labels(names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any) -> Part:
     """The axis with the bars' labels, the first on top; ``above``: rows of room above the first."""
     shown = [theme.text(name) for name in names]
     return {

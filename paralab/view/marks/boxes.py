@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.view import theme
-from paralab.view.marks import AXES, hover, on
+from paralab.view.marks import AXES, Part, hover, on
 
 
 def boxes(
@@ -18,7 +18,7 @@ def boxes(
     edge: Any = 0.5,
     axes: tuple[str, str] = AXES,
     **more: Any,
-) -> dict[str, Any]:
+) -> Part:
     """A trace. rows: (start, length, y of the middle, height, word on the box, hover text).
 
     hatched  for boxes in which nothing is done
@@ -26,7 +26,7 @@ def boxes(
     """
     look = theme.look()
     line = edge if isinstance(edge, dict) else {"width": edge, "color": look.paper}
-    marker: dict[str, Any] = {"color": fill, "line": line}
+    marker: Part = {"color": fill, "line": line}
     if hatched:
         marker["pattern"] = {"shape": "/", "bgcolor": fill, "fgcolor": look.hatch, "size": 6}
         marker["pattern"] |= {"solidity": 0.2}
@@ -48,13 +48,13 @@ def boxes(
     }
 
 
-def rows_axis(ticks: Sequence[tuple[float, str]], bottom: float, top: float) -> dict[str, Any]:
+def rows_axis(ticks: Sequence[tuple[float, str]], bottom: float, top: float) -> Part:
     """The axis of the rows, from ``top`` down to ``bottom``, with (y, label) pairs as ticks."""
     positions, labels = [y for y, _ in ticks], [label for _, label in ticks]
     return {"tickvals": positions, "ticktext": labels, "range": [bottom, top], "showgrid": False}
 
 
-def time_axis(title: str, window: float) -> dict[str, Any]:
+def time_axis(title: str, window: float) -> Part:
     """The time axis, from 0 to ``window`` in the title's unit, with a little room at both ends."""
     ends = [-0.005 * window, 1.005 * window]
     return {"title": {"text": title}, "range": ends, "tickformat": "~g"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paralab.view import theme
-from paralab.view.marks import hover, note
+from paralab.view.marks import Part, hover, note
 
 
 def heat(
@@ -17,7 +17,7 @@ def heat(
     colours: Sequence[str],
     most: float,
     **more: Any,
-) -> dict[str, Any]:
+) -> Part:
     """A cell for every (number, word written in it, hover text), coloured from ``colours[0]`` at 0
     to the last one at ``most``; None is a hole.
     """
@@ -53,8 +53,8 @@ class Cell(NamedTuple):
     edge: str = ""
 
 
-def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict]]:
-    """(traces, notes, shapes) of the cells; the one trace is invisible and carries hover texts."""
+def rectangles(cells: Sequence[Cell]) -> tuple[Part, list[Part], list[Part]]:
+    """(trace, notes, shapes) of the cells; the trace is invisible and carries hover texts."""
     shapes, notes, points = [], [], []
     for cell in cells:
         corners = dict(zip(("x0", "x1", "y0", "y1"), (*cell.x, *cell.y), strict=True))
@@ -63,7 +63,7 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         shapes.append({"type": "rect", **corners, **look})
         middle = (sum(cell.x) / 2, sum(cell.y) / 2)
         if cell.word:  # without an ink of its own: black or white, as reads better on the fill
-            ink = cell.ink or (theme.on(cell.fill) if cell.fill.startswith("#") else "")
+            ink = cell.ink or theme.on(cell.fill)
             notes.append(note(cell.word, *middle, size=cell.size, ink=ink))
         if cell.hover_text:
             points.append((*middle, cell.hover_text))
@@ -76,4 +76,4 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         "marker": {"size": 18, "opacity": 0},
         **hover(text for *_, text in points),
     }
-    return [marks], notes, shapes
+    return marks, notes, shapes
