@@ -87,42 +87,34 @@ def _edges(highlighted: Sequence[bool], width: float, ink: str) -> dict[str, lis
 def _group(box: Box) -> tuple[str, str, int, str]:
     """The trace to which a box belongs: kind, row, chunk of a rank, copied category."""
     chunk = box["chunk"] if box["kind"] in COMPUTE_KINDS else 0
-    return box["kind"], lanes.row(box), chunk, lanes.category(box)
+    return box["kind"], lanes.row(box), chunk, box["category"]
 
 
 def _bars(kind: str, boxes: list[Box], section: Section, window: float) -> list[tuple]:
-    """Rows for `marks.boxes`: the tracks of a row share its height."""
+    """Rows for `marks.boxes`: the tracks of a row share its height.
+
+    Boxes that are wide enough have words: work the number of its micro-batch, once per action, on
+    its widest piece; point-to-point calls their peers (→1: to rank 1, ←3: from rank 3);
+    collectives of a traced function their name.
+    """
     depth = max((b["track"] + 1 for b in boxes), default=1)
+    widest: dict[tuple[int, ...], Box] = {}
+    for b in boxes if kind in COMPUTE_KINDS else ():
+        key = (b["rank"], b["stage"], b["chunk"], b["microbatch"])
+        widest[key] = max(widest.get(key, b), b, key=_duration)
+    numbered = {id(b) for b in widest.values() if b["microbatch"] >= 0}
     rows = []
-    for b, label in zip(boxes, _labels(kind, boxes, window, depth), strict=True):
+    for b in boxes:
+        word = str(b["microbatch"]) if id(b) in numbered else ""
+        if kind == "comm" and depth == 1:
+            word = _partners(b)
+        word *= _duration(b) >= LETTER_SHARE * max(len(word), 1.2) * window
         middle, height = section.rows[b["rank"], lanes.row(b)]
         y = middle + height * FILLED * ((b["track"] + 0.5) / depth - 0.5)
         start, length = round(b["start"] * 1e3, 6), round(_duration(b) * 1e3, 6)
         box_height = height * FILLED / depth * (0.9 if depth > 1 else 1.0)
-        rows.append((start, length, y, box_height, label, lanes.hover(b)))
+        rows.append((start, length, y, box_height, word, lanes.hover(b)))
     return rows
-
-
-def _labels(kind: str, boxes: list[Box], window: float, depth: int) -> list[str]:
-    """The words on the boxes that are wide enough for them, "" for the others.
-
-    Work has the number of its micro-batch, once per action, on its widest piece; point-to-point
-    calls have their peers (→1: to rank 1, ←3: from rank 3); collectives of a traced function have
-    their name.
-    """
-    if kind == "comm":
-        labels = [_partners(b) if depth == 1 else "" for b in boxes]
-    else:
-        widest: dict[tuple[int, ...], Box] = {}
-        for b in boxes if kind in COMPUTE_KINDS else ():
-            key = (b["rank"], b["stage"], b["chunk"], b["microbatch"])
-            widest[key] = max(widest.get(key, b), b, key=_duration)
-        labelled = {id(b) for b in widest.values() if b["microbatch"] >= 0}
-        labels = [str(b["microbatch"]) if id(b) in labelled else "" for b in boxes]
-    return [
-        label if _duration(b) >= LETTER_SHARE * max(len(label), 1.2) * window else ""
-        for label, b in zip(labels, boxes, strict=True)
-    ]
 
 
 def _partners(box: Box) -> str:

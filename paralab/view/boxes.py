@@ -101,9 +101,11 @@ def section(
     calls, copies = (of_span(t[t["rank"].isin(shown)]) for t in (report.collectives, report.copies))
     result.boxes, rows = spans.to_dict("records"), defaultdict(list)
     for box in result.boxes:
+        own_copies = copies[box["id"]]
         box |= {
             "calls": [c for c in calls[box["id"]] if c["step"] == step],
-            "copies": copies[box["id"]],
+            "copies": own_copies,
+            **{name: own_copies[0][name] if own_copies else "" for name in ("op", "category")},
             "traced": report.model is None,
             "label": label,
             "late": box["step"] != step,
@@ -182,9 +184,8 @@ def table(sections: Sequence[Section]) -> tuple[str, list[Box]]:
     for section in sections:
         label = section.label or naming.subject(section.report)
         for box in section.boxes:
-            copies = box["copies"] or [{"op": "", "category": "", "bytes": 0}]
-            sent = sum(c["wire_bytes"] for c in box["calls"])
-            more = {"op": copies[0]["op"], "category": copies[0]["category"]}
-            more |= {"report": label, "clock": section.report.clock, "wire_bytes": sent}
-            rows.append({**box, **more, "bytes": sum(copy["bytes"] for copy in copies)})
+            sent = sum(call["wire_bytes"] for call in box["calls"])
+            copied = sum(copy["bytes"] for copy in box["copies"])
+            more = {"report": label, "clock": section.report.clock}
+            rows.append({**box, **more, "wire_bytes": sent, "bytes": copied})
     return " ".join(columns), rows

@@ -15,7 +15,9 @@ from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import naming, theme
 
-Box = dict[str, Any]  # a span of a report and what is drawn of it; also a call or a copy
+# A span with its calls, its copies, and op and category of the first copy, "" without copies. Also
+# a call or a copy alone.
+Box = dict[str, Any]
 ROW_NAME = {  # from the device outwards
     "h2d": "host to device",
     "d2h": "device to host",
@@ -30,8 +32,8 @@ WAY = {**ROW_NAME, "read": "read from disk", "write": "written to disk"}
 
 def row(box: Box) -> str:
     """The row of a box: its lane, or one of the disk's two rows."""
-    op = box["copies"][0]["op"] if box["copies"] else ""
-    return f"disk {op}" if box["lane"] == "disk" and op in ("read", "write") else box["lane"]
+    named = box["lane"] == "disk" and box["op"] in ("read", "write")
+    return f"disk {box['op']}" if named else box["lane"]
 
 
 def row_name(row: str) -> str:
@@ -43,11 +45,6 @@ def order(row: str) -> tuple[int, str]:
     """Sort key of rows: compute, then communication, then the tiers from the device outwards."""
     known = list(ROW_NAME)
     return (2 + known.index(row) if row in known else int(row != "compute")), row
-
-
-def category(box: Box) -> str:
-    """The category of bytes that a copy between tiers moves; "" for any other box."""
-    return box["copies"][0]["category"] if box["copies"] else ""
 
 
 def style(kind: str, row: str, category: str = "") -> tuple[str, str]:
@@ -84,7 +81,7 @@ def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[in
 
 def hover(box: Box) -> str:
     """The hover text of a box: times in ms, bytes as they were counted."""
-    head = f"<b>{style(box['kind'], box['lane'], category(box))[0]}</b>"
+    head = f"<b>{style(box['kind'], box['lane'], box['category'])[0]}</b>"
     if box["microbatch"] >= 0:
         head += f", micro-batch {box['microbatch']}"
     if box["stage"] or box["chunk"]:

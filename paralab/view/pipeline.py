@@ -121,9 +121,9 @@ def fill(
     busy  {rank: (start, end)} of its own work, if the waits in between are recorded already: then
           only gaps before and after it are filled
     """
-    blank = {"id": -1, "step": section.step, "lane": "compute", "kind": "wait", "stage": 0}
-    blank |= {"chunk": 0, "microbatch": -1, "calls": [], "copies": [], "label": section.label}
-    blank |= {"late": False, "track": 0}
+    blank = {"id": -1, "step": section.step, "lane": "compute", "kind": "wait", "microbatch": -1}
+    blank |= {"calls": [], "copies": [], "op": "", "category": "", "label": section.label}
+    blank |= dict.fromkeys(("stage", "chunk", "track", "late"), 0)
     waits = []
     for rank, (low, high) in edges.items():
         own_boxes = [b for b in section.boxes if b["rank"] == rank and b["lane"] == "compute"]

@@ -76,49 +76,44 @@ def bars(
     letter *= theme.letter_scale()
     for kind in by_category(row[1] for row in rows) if kinds is None else kinds:
         name, fill = look(kind)
-        own_labels = [label for label in filled if (label, kind) in value]
-        sizes = [value[label, kind] for label in own_labels]
-        words = [theme.scaled(size, unit) for size in sizes]
-        widths = [letter * (len(word) + 1) * end for word in words]
+        parts = []  # (label, size, the word in it, its width)
+        for label in filled:
+            if (size := value.get((label, kind))) is not None:
+                word = theme.scaled(size, unit)
+                parts.append((label, size, word, letter * (len(word) + 1) * end))
         crossed = {}  # {anchor: whether a line goes through the word of each part, if it is there}
         for anchor, before in (("middle", 0.5), ("start", 0.0)):
-            lefts = [
-                filled[label] + before * (size - width)
-                for label, size, width in zip(own_labels, sizes, widths, strict=True)
-            ]
+            lefts = [filled[label] + before * (size - wide) for label, size, _, wide in parts]
             crossed[anchor] = [
-                any(left < position < left + width for position in lines)
-                for left, width in zip(lefts, widths, strict=True)
+                any(left < position < left + wide for position in lines)
+                for left, (*_, wide) in zip(lefts, parts, strict=True)
             ]
         anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
-        fits = [  # a bar of a single kind has its number behind it, as its total
-            bar_totals[label] > size >= width and not hit
-            for label, size, width, hit in zip(
-                own_labels, sizes, widths, crossed[anchor], strict=True
-            )
-        ]
         marker = {"color": fill, "line": {"width": 1, "color": theme.look().paper}}
         ink: Any = theme.on(fill)
         if pale:
-            marker["opacity"] = [PALE if label in pale else 1.0 for label in own_labels]
-            ink = [theme.look().ink if label in pale else ink for label in own_labels]
+            marker["opacity"] = [PALE if label in pale else 1.0 for label, *_ in parts]
+            ink = [theme.look().ink if label in pale else ink for label, *_ in parts]
         trace = {
             "type": "bar",
             "name": name,
-            "showlegend": max(sizes, default=0.0) >= VISIBLE * end,
+            "showlegend": max((size for _, size, *_ in parts), default=0.0) >= VISIBLE * end,
             "orientation": "h",
-            "y": [theme.text(label) for label in own_labels],
-            "x": [size / per for size in sizes],
+            "y": [theme.text(label) for label, *_ in parts],
+            "x": [size / per for _, size, *_ in parts],
             "marker": marker,
             **hover(
                 f"{theme.text(label)}<br>{name}: {word}" + f" ({size:,.0f} bytes)" * (unit == "B")
-                for label, word, size in zip(own_labels, words, sizes, strict=True)
+                for label, size, word, _ in parts
             ),
             **on(axes),
         }
         if letter:
             trace |= {
-                "text": [word * fit for word, fit in zip(words, fits, strict=True)],
+                "text": [  # a bar of a single kind has its number behind it, as its total
+                    word * (bar_totals[label] > size >= wide and not hit)
+                    for (label, size, word, wide), hit in zip(parts, crossed[anchor], strict=True)
+                ],
                 "textposition": "inside",
                 "insidetextanchor": anchor,
                 "constraintext": "inside",
@@ -126,7 +121,7 @@ def bars(
                 "textfont": {"size": SIZE, "color": ink},
             }
         traces.append(trace | style)
-        for label, size in zip(own_labels, sizes, strict=True):
+        for label, size, *_ in parts:
             filled[label] += size
     return traces
 
