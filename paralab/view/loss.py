@@ -41,11 +41,12 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     if not isinstance(runs, Mapping) or not runs:
         raise illegal("runs", runs, "nothing to draw", "{label: report}")
     curves = {str(label): _values(str(label), run) for label, run in runs.items()}
-    reports = [run for run in runs.values() if hasattr(run, "clock")]
-    vocabularies = {r.model.vocab for r in reports if r.model is not None}
-    batches = {None if r.model is None else r.plan.global_batch for r in reports}
-    same = len(batches) == 1 and None not in batches and len(reports) == len(runs)
-    nats = not reports or bool(vocabularies)  # else observed programs, which may have any loss
+    of_models = [run for run in runs.values() if getattr(run, "model", None) is not None]
+    vocabularies = {report.model.vocab for report in of_models}
+    batches = {report.plan.global_batch for report in of_models}
+    same = len(batches) == 1 and len(of_models) == len(runs)
+    # Observed programs may have any loss.
+    nats = bool(of_models) or not any(hasattr(run, "clock") for run in runs.values())
     several, spread = len(curves) > 1, _spread(list(curves.values()))
     alike = several and spread <= ALIKE
     style, faint = theme.series(list(curves)), theme.look().faint
@@ -66,8 +67,9 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     count = max(map(len, curves.values()))
     steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
     steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
-    samples = batches.pop() if same else 0
-    below = f"{count_of(samples, 'sample')} per step" if same else "nats per token" * nats
+    below = "nats per token" * nats
+    if same:
+        below = f"{count_of(batches.pop(), 'sample')} per step"
     fig = figure(
         _verdict(curves, spread, nats),
         below,
@@ -104,12 +106,14 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
 
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
     names = {label: theme.text(label) for label in curves}
-    lost = [label for label, v in curves.items() if not all(map(math.isfinite, v))]
+    lost = {  # {name: the first step whose loss is not finite}
+        names[label]: next(step for step, v in enumerate(values) if not math.isfinite(v))
+        for label, values in curves.items()
+        if not all(map(math.isfinite, values))
+    }
     if lost:
-        steps = [list(map(math.isfinite, curves[label])).index(False) for label in lost]
-        first = ", the first" * (len(set(steps)) > 1)
-        who = theme.listed([names[label] for label in lost])
-        return f"{who} diverged{first} at step {min(steps)}"
+        first = ", the first" * (len(set(lost.values())) > 1)
+        return f"{theme.listed(list(lost))} diverged{first} at step {min(lost.values())}"
     if len(curves) == 1:
         label, v = next(iter(curves.items()))
         if len(v) == 1:

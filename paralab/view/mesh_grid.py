@@ -7,8 +7,7 @@ Lengths are in cells, y grows downwards. rank_mesh.py says what the picture mean
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paralab.spec import Cluster, Plan
 from paralab.view import naming, theme
@@ -22,8 +21,7 @@ NARROWEST = 6.0  # cells: the least width of the picture, so that no cell become
 ROW_GAP = 0.5  # in rows: between two rows, for the names of nodes
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """One group of one rank.
 
     ranks    all of its members, in group order
@@ -114,16 +112,14 @@ class Grid:
             runs: list[list[Any]] = []  # [node, left, right] of neighbours in this row
             for (d, t), x in self.x.items():
                 node = cluster.node_of(self.rank(p, d, t))
-                if runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT:
-                    runs[-1][2] = x + 1.0
-                else:
-                    runs.append([node, x, x + 1.0])
+                if not (runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT):
+                    runs.append([node, x, x])
+                runs[-1][2] = x + 1.0
             for run in runs:
                 above = [piece for piece in pieces if piece[:3] == run and y - piece[4] < LEFT_OUT]
-                if above:
-                    above[0][4] = y + 1.0
-                else:
-                    pieces.append([*run, y, y + 1.0])
+                if not above:
+                    pieces.append([*run, y, y])
+                (above or pieces[-1:])[0][4] = y + 1.0
         return pieces
 
     def nodes(self, cluster: Cluster | None) -> tuple[list[Part], list[Part]]:
