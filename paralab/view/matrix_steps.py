@@ -172,6 +172,5 @@ def _animate(fig: Chart, steps: Sequence[Step], pictures: Sequence[Chart]) -> No
     play = {"label": "▶ play", "method": "animate", "args": [None, slow]}
     button = {**low, "type": "buttons", "x": 0, "xanchor": "left", "pad": {"t": 20}}
     button |= {"showactive": False, "bgcolor": look.paper, "buttons": [play]}
-    fig.update_layout(
-        height=394 + top, margin={"t": top, "b": 86}, sliders=[slider], updatemenus=[button]
-    )
+    margin = {"t": top, "b": 86}
+    fig.update_layout(height=394 + top, margin=margin, sliders=[slider], updatemenus=[button])

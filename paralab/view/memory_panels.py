@@ -1,16 +1,14 @@
 """Panels of memory over a step, one above the other on one scale of bytes.
 
-A sample holds until the next one, so curves have steps, not slopes. A prediction has a sample after
-every instruction and one inside the instruction that has the peak; in an outline
-(detail="actions"), after some actions and at the peak. The strip above a panel has the phases of
-the step.
+A prediction has a sample after every instruction and one inside the instruction that has the peak;
+in an outline (detail="actions"), after some actions and at the peak. The strip above a panel has
+the phases of the step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
@@ -113,11 +111,12 @@ def drawn(
             at = {"dash": "dot", "width": 1.5, "yref": panel}
             shapes.append(line((0, width), (first, first), **at, **faint))
             right = scales.x(curve, curve.times[curve.peak_at]) <= width / 2  # away from its peak
-            place = int(right), first, "right bottom" if right else "left bottom"
-            notes.append(_said(f"peak of {theme.text(against)}", *place, panel, size=12, **faint))
+            at = {"axes": ("paper", panel), "anchor": "right bottom" if right else "left bottom"}
+            text = f"peak of {theme.text(against)}"
+            notes.append(note(text, int(right), first, size=12, **at, **faint))
         if heads[i]:
-            place = 0, (top - scales.head) / plot, "left bottom", "paper"
-            notes.append(_said(heads[i], *place, size=14))
+            at = {"axes": ("paper", "paper"), "anchor": "left bottom"}
+            notes.append(note(heads[i], 0, (top - scales.head) / plot, size=14, **at))
     fig = figure(
         finding,
         below,
@@ -144,8 +143,8 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
                 took = f": {theme.scaled(phase.end - phase.start, 's')}" * (not curve.numbered)
                 rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
-            style = {"edge": 1, "axes": ("x", axis), "showlegend": False}
-            traces.append(mark.boxes(name, theme.colour(kind), rows, **style))
+            at = {"axes": ("x", axis), "showlegend": False}
+            traces.append(mark.boxes(name, theme.colour(kind), rows, edge=1, **at))
     return traces
 
 
@@ -158,9 +157,9 @@ def _stack(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     for name in scales.names:
         sizes = [curve.samples[i].get(name, 0) for i in kept]
         hover_texts = [f"{theme.text(name)}: {theme.scaled(n, 'B')} ({n:,} bytes)" for n in sizes]
-        look = name, theme.category_colour(name)
-        marks = times, [n / scales.per for n in sizes], hover_texts
-        traces += area(*look, *marks, axes=("x", axis), showlegend=axis == "y")
+        heights, fill = [n / scales.per for n in sizes], theme.category_colour(name)
+        place = {"axes": ("x", axis), "showlegend": axis == "y"}
+        traces += area(name, fill, times, heights, hover_texts, **place)
     return traces
 
 
@@ -172,10 +171,8 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     style: Part = {"ink": look.ink, "size": 9, "axes": ("x", axis), "mode": "markers"}
     style |= {"showlegend": False, "marker": {"line": {"width": 1.5, "color": look.paper}}}
     text = f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"
-    dot, head = (
-        points("peak", [(x, y / per)], [text], **style),
-        f"<b>peak {theme.scaled(y, 'B')}</b>",
-    )
+    dot = points("peak", [(x, y / per)], [text], **style)
+    head = f"<b>peak {theme.scaled(y, 'B')}</b>"
     at = {"axes": ("x", axis), "yshift": 5, "above": True}  # above the line at the first run's peak
     notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
     held = scales.held.keys() & capacity(curve.report).keys()
@@ -183,14 +180,10 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
         height, right = size / per, label != "allocated"
         dash = "dot" if label in curve.reserved else "dash"
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
-        place = float(right), height, "right bottom" if right else "left bottom"
-        notes.append(_said(f"{theme.text(label)}: {theme.scaled(size, 'B')}", *place, axis))
+        at = {"axes": ("paper", axis), "anchor": "right bottom" if right else "left bottom"}
+        text = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
+        notes.append(note(text, float(right), height, **at))
     return [dot], notes, shapes
-
-
-def _said(text: str, x: float, y: float, anchor: str, axis: str, **style: Any) -> Part:
-    """A word at the left (x = 0) or right (x = 1) edge of the panels; ``axis``: that of y."""
-    return note(text, x, y, anchor=anchor, axes=("paper", axis), **style)
 
 
 def _dtick(width: float) -> float:

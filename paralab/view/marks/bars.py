@@ -148,14 +148,15 @@ def ends(
     notes stand under one another and end at that value.
     """
     texts = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
-    style = {"size": size, "anchor": "left" if column is None else "right", "axes": axes}
-    style |= {"above": True}
     return [
         note(
             f" {texts[label]}",
             (total if column is None else column) / per,
             _note_position(theme.text(label), number),
-            **style,
+            size=size,
+            anchor="left" if column is None else "right",
+            axes=axes,
+            above=True,
         )
         for number, (label, total) in enumerate(tops.items())
     ]

@@ -28,8 +28,8 @@ def boxes(
     line = edge if isinstance(edge, dict) else {"width": edge, "color": look.paper}
     marker: Part = {"color": fill, "line": line}
     if hatched:
-        marker["pattern"] = {"shape": "/", "bgcolor": fill, "fgcolor": look.hatch, "size": 6}
-        marker["pattern"] |= {"solidity": 0.2}
+        hatch = {"bgcolor": fill, "fgcolor": look.hatch, "size": 6, "solidity": 0.2}
+        marker["pattern"] = {"shape": "/", **hatch}
     columns = ("base", "x", "y", "width", "text")
     return {
         "type": "bar",

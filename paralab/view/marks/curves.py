@@ -50,9 +50,16 @@ def rings(name: str, places: Sequence[tuple[float, float]]) -> Part:
     """Rings around points of curves. One trace however many points there are, so that a figure has
     the same traces after a slider has moved.
     """
-    look = {"ink": theme.look().ink, "symbol": "circle-open", "size": 15, "mode": "markers"}
-    look |= {"showlegend": False, "marker": {"line": {"width": 2.5}}}
-    return curve(name, places or [(None, None)], **look)
+    return curve(
+        name,
+        places or [(None, None)],
+        ink=theme.look().ink,
+        symbol="circle-open",
+        size=15,
+        mode="markers",
+        showlegend=False,
+        marker={"line": {"width": 2.5}},
+    )
 
 
 def drop(
