@@ -105,29 +105,28 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
 
 
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
-    names = {label: theme.text(label) for label in curves}
-    lost = {  # {name: the first step whose loss is not finite}
-        names[label]: next(step for step, v in enumerate(values) if not math.isfinite(v))
+    curves = {theme.text(label): values for label, values in curves.items()}
+    lost = {  # {label: the first step whose loss is not finite}
+        label: next(step for step, v in enumerate(values) if not math.isfinite(v))
         for label, values in curves.items()
         if not all(map(math.isfinite, values))
     }
     if lost:
         first = ", the first" * (len(set(lost.values())) > 1)
         return f"{theme.listed(list(lost))} diverged{first} at step {min(lost.values())}"
+    ends = {label: values[-1] for label, values in curves.items()}
+    best, worst = (pick(ends, key=ends.__getitem__) for pick in (min, max))
     if len(curves) == 1:
-        label, v = next(iter(curves.items()))
-        if len(v) == 1:
-            return f"{names[label]}: the loss of the only step is {v[0]:.3f}"
-        first, last = f"{v[0]:.3f}", f"{v[-1]:.3f}"
-        verb = "went" if first == last else "fell" if v[-1] < v[0] else "rose"
-        return f"{names[label]}: the loss {verb} from {first} to {last} in {len(v)} steps"
+        values, last = curves[best], f"{ends[best]:.3f}"
+        if len(values) == 1:
+            return f"{best}: the loss of the only step is {last}"
+        first = f"{values[0]:.3f}"
+        verb = "went" if first == last else "fell" if ends[best] < values[0] else "rose"
+        return f"{best}: the loss {verb} from {first} to {last} in {len(values)} steps"
     if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
         if spread == 0:
             return f"{both} coincide: their losses are equal"
         bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}"
         return f"{both} coincide: their losses differ by at most {bound}"
-    best = min(curves, key=lambda label: curves[label][-1])
-    worst = max(curves, key=lambda label: curves[label][-1])
-    low, high = curves[best][-1], curves[worst][-1]
-    return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f}{' nats' * nats}"
+    return f"{best} ends at {ends[best]:.3f}, {worst} at {ends[worst]:.3f}{' nats' * nats}"

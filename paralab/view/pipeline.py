@@ -15,7 +15,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, instance
 from paralab.report import metrics
-from paralab.report.intervals import union
+from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
 from paralab.theory.order import W
@@ -26,10 +26,6 @@ from paralab.view.boxes import Section
 from paralab.view.chart import Chart
 from paralab.view.theme import percent
 
-Interval = tuple[float, float]
-
-LANES = ("compute",)
-GAP = 0.14  # between two ranks, as a share of a row
 ROOM = 16  # ranks: up to so many are drawn together with their ideal schedule
 NOT_BEGUN, DONE = "nothing has arrived yet", "nothing left to do in this step"
 WAITING = "waits for a neighbouring stage"
@@ -42,7 +38,7 @@ def pipeline_timeline(
     if ideal is None:  # drawn if there is room, and if the report is not that of a bare schedule
         drawn = len(boxes.chosen(report, step, ranks)[1])
         ideal = drawn <= ROOM and report.model is not None
-    real = section(report, step=step, ranks=ranks, only=LANES if ideal else None, marked=True)
+    real = section(report, step=step, ranks=ranks, compute_only=ideal, marked=True)
     bubble, remarks = metrics.step_bubble(report, real.step), [f"step {real.step}"]
     sections, ideal_bubble = [real], None
     real.label, real.head = report.clock, head(report.clock, bubble)
@@ -68,22 +64,14 @@ def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) ->
     return f"{text}, {theme.share(ideal_bubble)} if links took no time"
 
 
-def section(
-    report: Tables,
-    *,
-    label: str = "",
-    only: tuple[str, ...] | None = LANES,
-    marked: bool = False,
-    **asked: Any,
-) -> Section:
+def section(report: Tables, *, label: str = "", marked: bool = False, **asked: Any) -> Section:
     """One step of a pipeline as a section, with a waiting box wherever a rank is idle.
 
     marked  whether the line at the end stands where the pipeline ends instead of the step
-    asked   step and ranks, as `boxes.section` takes them
+    asked   compute_only, step and ranks, as `boxes.section` takes them
     """
-    most = timeline_rows.MAX_BOXES
-    result = boxes.section(report, label=label, only=only, most=most, **asked)
-    result.gap = GAP if only == LANES else result.gap
+    asked = {"compute_only": True, "most": timeline_rows.MAX_BOXES, **asked}
+    result = boxes.section(report, label=label, **asked)
     zero, _ = boxes.extent(report, result.step)
     parts = {
         rank: (start - zero, end - zero)

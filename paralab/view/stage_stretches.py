@@ -32,7 +32,6 @@ MESSAGES = 0.18  # height of the messages
 LANES = ("comm:dp", "comm:replica", "comm:secondary")  # whose calls are drawn as messages
 IN_SECONDS = 10.0  # the axis of a longer step is in seconds, not milliseconds
 ORDER = (*(kind for kind in KINDS if kind not in ("comm", "wait")), "within", "wait")
-OTHER = 3  # index in PHASE of what comes before the first forward or after the last backward
 WITHIN = (  # what ranks wait for inside a forward or a backward, and under which plans
     ("messages of tp", lambda plan: plan.tp > 1),
     ("gathers of dp", lambda plan: plan.zero_stage == 3 and plan.dp > 1),
@@ -41,8 +40,8 @@ WITHIN = (  # what ranks wait for inside a forward or a backward, and under whic
     ("gradients", lambda plan: plan.pp > 1 and plan.recompute == "full"),
 )
 WAITS = {"wait": "waiting between actions", "within": "waiting inside actions"}
-OUTSIDE = "outside forward and backward"
-PHASE = ("before the first backward", "forward and backward", "after the last forward", OUTSIDE)
+PHASE = ("before the first backward", "forward and backward", "after the last forward")
+PHASE += ("outside forward and backward",)  # before the first forward or after the last backward
 
 
 class Stretch(NamedTuple):
@@ -72,13 +71,12 @@ def stage_time(
     stretch, in seconds. Raises ValueError if the report has no such step or rank, or no step.
     """
     facts.needs_tables(report)
-    step, shown = boxes.chosen(report, step, ranks)
+    plan, (step, shown) = report.plan, boxes.chosen(report, step, ranks)
     if ranks is None:
-        place_of = report.plan.place
-        first = [r for r in shown if report.plan.pp == 1 or not any(place_of(r)[1:])]
+        first = [r for r in shown if plan.pp == 1 or not any(plan.place(r)[1:])]
         shown = spread(first, MAX_ROWS)
     stretches, calls, seconds = _read(report, step, shown)
-    plan, rows = report.plan, {rank: float(i) for i, rank in enumerate(shown)}
+    rows = {rank: float(i) for i, rank in enumerate(shown)}
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
     remarks = [f"step {step}", "height of a colour: its share of the time"]
     if len(shown) < report.world_size:
@@ -150,7 +148,7 @@ def _stretches_of(rank: int, work: Any, seconds: float) -> list[Stretch]:
     """
     kind, start, length, computed = (work[c].to_numpy() for c in ("kind", "start", "length", "own"))
     n, end = len(kind), start + length
-    phase = np.full(n, OTHER)
+    phase = np.full(n, len(PHASE) - 1)
     forward = np.flatnonzero(kind == "forward")
     backward = np.flatnonzero(np.isin(kind, COMPUTE_KINDS) & (kind != "forward"))
     if len(forward) and len(backward):
@@ -205,10 +203,12 @@ def _causes(report: Tables) -> list[str]:
 def _messages(calls: dict[int, list[Interval]], rows: dict[int, float], per: float) -> Part:
     name, fill = lanes.style("comm", LANES[0])
     flat = []
-    for rank, low, high in ((rank, *one) for rank, intervals in calls.items() for one in intervals):
-        hover_text = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
-        box = round(low * per, 6), round((high - low) * per, 6), rows[rank] + HEIGHT - MESSAGES / 2
-        flat.append((*box, MESSAGES * 0.8, "", hover_text))
+    for rank, intervals in calls.items():
+        y = rows[rank] + HEIGHT - MESSAGES / 2
+        for low, high in intervals:
+            text = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
+            box = round(low * per, 6), round((high - low) * per, 6), y, MESSAGES * 0.8
+            flat.append((*box, "", text))
     return mark.boxes(name, fill, flat, edge=0)
 
 

@@ -48,7 +48,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     origin = "the function" if of_function else f"step {sections[0].step}"
     if many:
         origin = "each call" if of_function else "each step"
-    if all(section.lanes == ("compute",) for section in sections):
+    if all(section.compute_only for section in sections):
         origin = "the step"
     fig = figure(
         finding,

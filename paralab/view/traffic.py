@@ -44,10 +44,11 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.model is not None and report.plan.dp == report.world_size > 1 and not copies:
         psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
         optimum = 2 * (report.plan.dp - 1) * psi / report.world_size
-    records = sent.to_dict("records")
-    records.sort(key=lambda r: (LEVELS.index(r["level"]), r["axis"], r["op"]))
-    flows = [(r["level"], (r["axis"], r["op"]), r["bytes"] / n) for r in records]
-    flows += [(r["link"], r["category"], r["bytes"] / n) for r in copied.to_dict("records")]
+    flows = [
+        (level, (axis, op), size / n) for level, axis, op, size in sent.itertuples(index=False)
+    ]
+    flows.sort(key=lambda flow: (LEVELS.index(flow[0]), flow[1]))
+    flows += [(link, kind, size / n) for link, kind, size in copied.itertuples(index=False)]
     links = list(dict.fromkeys(link for link, *_ in flows))
     rows = [(NAMES[link], kind, size) for link, kind, size in flows] or [("nothing sent", "", 0.0)]
     tops, kinds = mark.totals(rows), list(dict.fromkeys(kind for _, kind, _ in rows))
@@ -122,8 +123,7 @@ def _matrix(report: Tables, unit: str) -> tuple[list[Part], list[Part], Part]:
     most = max(by_edge["bytes"].max(), 1.0)
     name, per = theme.unit_of(most)
     digits = max(0, 3 - len(f"{most / per:.0f}"))  # decimals of all cells: the largest has 3 digits
-    edges = by_edge.to_dict("records")
-    sent = {(edge["sender"], edge["receiver"]): edge["bytes"] / per for edge in edges}
+    sent = {(a, b): size / per for a, b, size in by_edge.itertuples(index=False)}
     sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
 
     def cell(a: int, b: int) -> tuple[float | None, str, str]:
