@@ -67,7 +67,8 @@ def traces(
             between_nodes = [any(c["level"] == "inter" for c in b["calls"]) for b in flat]
             edge = _edges(between_nodes, 2.5, theme.look().ink)
         elif kind in (*COMPUTE_KINDS, "optimizer", "compute") and len(rows) > MANY:
-            edge = _edges([_duration(b) < MANY_THIN * window for b in flat], int(computes), fill)
+            thin = [_duration(b) < MANY_THIN * window for b in flat]
+            edge = _edges(thin, 1 if computes else 0, fill)  # without one, neighbours stay visible
         more: Part = {}
         if tiers or len(alike) > 1 or (computes and chunks > 1):
             more = {"legendgroup": name, "showlegend": name not in in_legend}

@@ -30,7 +30,8 @@ def category_look(kind: str) -> tuple[str, str]:
 def by_category(kinds: Iterable[str]) -> list[str]:
     """The categories in the order in which they are stacked; those without a colour last."""
     order = list(theme.CATEGORY_COLOUR)
-    return sorted(set(kinds), key=lambda kind: (order.index(kind) if kind in order else 99, kind))
+    last = len(order)
+    return sorted(set(kinds), key=lambda kind: (order.index(kind) if kind in order else last, kind))
 
 
 def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
