@@ -30,9 +30,8 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
     traces, notes, shapes, rows, layout, served = [], [], [], [], {}, []
     share = 1 / len(spaces)
     for number, (name, space) in enumerate(spaces.items()):
-        axis = f"y{number + 1}" if number else "y"
-        top = 1 - number * share
-        layout[axis.replace("y", "yaxis")] = {
+        axis, top = f"y{number + 1}" if number else "y", 1 - number * share
+        layout[f"yaxis{number + 1}"] = {
             "domain": [top - share * 0.86, top - share * 0.08],
             "range": [0, space.extent / per],
             "title": {"text": f"address ({unit})"},
@@ -44,14 +43,14 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         notes.append(note(text, 0, top, axes=("paper", "paper"), anchor="left top"))
         shapes.append(upright(event, axis=f"{axis} domain", dash="dash"))
         for kind in dict.fromkeys(one.category for *_, one in space.blocks):
-            placed = [block for block in space.blocks if block[2].category == kind]
-            rows += [(name, kind, s.born, s.died, start, end - start) for start, end, s in placed]
-            look = mark.look(kind, theme.category_colour(kind), edge=0, axes=("x", axis))
             boxed = []
-            for start, end, s in placed:
-                middle, text = (start + end) / 2 / per, f"{kind}, {theme.scaled(s.bytes, 'B')}"
-                boxed.append((s.born, s.died - s.born, middle, (end - start) / per, "", text))
-            traces.append(mark.boxes(boxed, look, legendgroup=kind, showlegend=not number))
+            for start, end, s in space.blocks:
+                if s.category == kind:
+                    rows.append((name, kind, s.born, s.died, start, end - start))
+                    middle, text = (start + end) / 2 / per, f"{kind}, {theme.scaled(s.bytes, 'B')}"
+                    boxed.append((s.born, s.died - s.born, middle, (end - start) / per, "", text))
+            look = {"edge": 0, "axes": ("x", axis), "legendgroup": kind, "showlegend": not number}
+            traces.append(mark.boxes(kind, theme.category_colour(kind), boxed, **look))
     last = max(one.died for space in spaces.values() for *_, one in space.blocks)
     text = f"A request of {theme.scaled(request, 'B')} at the line is served in {len(served)} of "
     text += f"{len(spaces)} address spaces" + f": {', '.join(served)}" * bool(served)
@@ -63,7 +62,7 @@ def addresses(spaces: Mapping[str, Space], event: int, request: float) -> Chart:
         xaxis={
             "title": {"text": "event of the step (a storage is created or freed)"},
             "range": [0, last],
-            "anchor": f"y{len(spaces)}" if len(spaces) > 1 else "y",
+            "anchor": axis,
         },
         **layout,
     )

@@ -16,13 +16,12 @@ from paralab.checks import choice, illegal
 from paralab.report import facts, metrics
 from paralab.report.tables import Tables
 from paralab.view import lanes, naming, theme
-
-Box = dict[str, Any]
+from paralab.view.lanes import Box
 
 MAX_TRACKS = 4
 LANE_HEIGHT = {"compute": 1.0, **dict.fromkeys(lanes.ROW_NAME, 0.55)}
 OTHER_HEIGHT = 0.7
-RANK_GAP = 0.45
+RANK_GAP, COMPUTE_GAP = 0.45, 0.14  # in rows; the second between ranks of one row each
 HEAD = 1.15  # height of the heading above a section, in rows
 
 
@@ -36,8 +35,7 @@ class Section:
     ranks: list[int]
     boxes: list[Box]
     seconds: float  # from the first rank's start of the step to the last rank's end of it
-    lanes: tuple[str, ...] | None = None  # the lanes that are drawn; None: all that have a box
-    gap: float = RANK_GAP
+    compute_only: bool = False  # whether only the compute lane is drawn, not all that have a box
     mark: float | None = None  # where the line at the end stands; None: at the step's end
     until: str = ""  # what ends at ``mark``, written before its time; "": the time alone
     total: int = 0  # boxes that the step has; ``boxes`` may be only the first of them
@@ -78,35 +76,35 @@ def section(
     label: str = "",
     step: int | None = None,
     ranks: Sequence[int] | None = None,
-    only: tuple[str, ...] | None = None,
+    compute_only: bool = False,
     most: int | None = None,
 ) -> Section:
     """One step (default: the typical one) as a section.
 
-    only  the lanes whose boxes are drawn; None: all
-    most  the number of boxes, taken from the step's start; None: all
+    compute_only  whether only the boxes of the compute lane are drawn
+    most          the number of boxes, taken from the step's start; None: all
 
     The section also has what the links between memory tiers and the host's CPU do for another step
     during this one. A box is a span with times from the step's start and a track. Raises ValueError
     if the report has no such step or rank.
     """
     step, shown = chosen(report, step, ranks)
-    steps, spans = report.steps[report.steps["step"] == step], report.spans
-    spans = spans[spans["rank"].isin(shown)]
-    zero, end = float(steps["start"].min()), float(steps["end"].max())
+    spans, (zero, end) = report.spans[report.spans["rank"].isin(shown)], extent(report, step)
     meanwhile = spans["lane"].isin(lanes.LANES) & (spans["start"] < end) & (spans["end"] > zero)
     spans = spans[(spans["step"] == step) & (spans["end"] >= zero) | meanwhile]
-    if only is not None:
-        spans = spans[spans["lane"].isin(only)]
-    result = Section(report, label, step, shown, [], end - zero, lanes=only, total=len(spans))
+    if compute_only:
+        spans = spans[spans["lane"] == "compute"]
+    result = Section(report, label, step, shown, [], end - zero, compute_only, total=len(spans))
     if most is not None and result.total > most:
         spans = spans.sort_values(["start", "id"]).head(most)
     calls, copies = (of_span(t[t["rank"].isin(shown)]) for t in (report.collectives, report.copies))
     result.boxes, rows = spans.to_dict("records"), defaultdict(list)
     for box in result.boxes:
+        own_copies = copies[box["id"]]
         box |= {
             "calls": [c for c in calls[box["id"]] if c["step"] == step],
-            "copies": copies[box["id"]],
+            "copies": own_copies,
+            **{name: own_copies[0][name] if own_copies else "" for name in ("op", "category")},
             "traced": report.model is None,
             "label": label,
             "late": box["step"] != step,
@@ -134,7 +132,13 @@ def chosen(report: Tables, step: int | None, ranks: Sequence[int] | None) -> tup
     return step, sorted(set(wanted))
 
 
-def of_span(table: Any) -> dict[int, list[dict[str, Any]]]:
+def extent(report: Tables, step: int) -> tuple[float, float]:
+    """When the first rank begins the step, and when the last one ends it, on the report's clock."""
+    steps = report.steps[report.steps["step"] == step]
+    return float(steps["start"].min()), float(steps["end"].max())
+
+
+def of_span(table: Any) -> dict[int, list[Box]]:
     """{id of a span: the rows of the table, collectives or copies, that belong to it, or []}."""
     rows_of = defaultdict(list)
     for row in table.to_dict("records"):
@@ -153,16 +157,17 @@ def place(sections: Sequence[Section], *, heads: bool) -> tuple[list[tuple[float
         section.top = y
         y += HEAD if heads else 0.0
         present = {lanes.row(b) for b in section.boxes} | {"compute"}
-        rows = section.lanes or sorted(present, key=lanes.order)
+        rows = ["compute"] if section.compute_only else sorted(present, key=lanes.order)
+        gap = COMPUTE_GAP if section.compute_only else RANK_GAP
         for rank in section.ranks:
             for row in rows:
                 height = LANE_HEIGHT.get(row, OTHER_HEIGHT)
                 section.rows[rank, row] = (y + height / 2, height)
-                name = lanes.ROW_NAME.get(row) or theme.text(theme.axis_of(row))
-                ticks.append((y + height / 2, f"<b>rank {rank}</b>" if row == "compute" else name))
+                name = f"<b>rank {rank}</b>" if row == "compute" else lanes.row_name(row)
+                ticks.append((y + height / 2, name))
                 y += height
-            y += section.gap
-        section.bottom = y - section.gap
+            y += gap
+        section.bottom = y - gap
         y = section.bottom + RANK_GAP
     return ticks, y - RANK_GAP + 0.2
 
@@ -179,9 +184,8 @@ def table(sections: Sequence[Section]) -> tuple[str, list[Box]]:
     for section in sections:
         label = section.label or naming.subject(section.report)
         for box in section.boxes:
-            copies = box["copies"] or [{"op": "", "category": "", "bytes": 0}]
-            sent = sum(c["wire_bytes"] for c in box["calls"])
-            more = {"op": copies[0]["op"], "category": copies[0]["category"]}
-            more |= {"report": label, "clock": section.report.clock, "wire_bytes": sent}
-            rows.append({**box, **more, "bytes": sum(copy["bytes"] for copy in copies)})
+            sent = sum(call["wire_bytes"] for call in box["calls"])
+            copied = sum(copy["bytes"] for copy in box["copies"])
+            more = {"report": label, "clock": section.report.clock}
+            rows.append({**box, **more, "wire_bytes": sent, "bytes": copied})
     return " ".join(columns), rows

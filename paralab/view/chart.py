@@ -18,6 +18,7 @@ import plotly.graph_objects as go
 
 import paralab.view.lazy_grammar  # noqa: F401  it has to be there before plotly shows a figure
 from paralab.view import theme
+from paralab.view.marks import Part
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,9 +55,9 @@ class Chart(go.Figure):
 
     def draw(
         self,
-        traces: Iterable[dict[str, Any]],
-        notes: Iterable[dict[str, Any]] = (),
-        shapes: Iterable[dict[str, Any]] = (),
+        traces: Iterable[Part],
+        notes: Iterable[Part] = (),
+        shapes: Iterable[Part] = (),
     ) -> Chart:
         """This chart with more marks, given as dicts and added all at once: with each one added,
         plotly would validate all earlier ones again, which is too slow for a slider. So is its
@@ -81,19 +82,22 @@ class Chart(go.Figure):
         names = [t.name for t in self.data if t.name and t.showlegend is not False]
         if not names or (len(self.data) == 1 and not self.layout.showlegend):
             return
-        rows = theme.legend_rows(names)
-        extra, self._legend_rows = theme.LEGEND_ROW * (rows - self._legend_rows), rows
-        self.layout.margin.t += extra
-        if not self._frame.height:
-            self.layout.height += extra
+        rows_before, self._legend_rows = self._legend_rows, theme.legend_rows(names)
+        self._raise_top(theme.LEGEND_ROW * (self._legend_rows - rows_before))
+
+    def _raise_top(self, pixels: float) -> None:
+        """More room above the picture: the figure is so much higher, unless it is in a frame."""
+        if pixels:
+            self.layout.margin.t += pixels
+            self.layout.height += 0 if self._frame.height else pixels
 
     def retitled(self, finding: str, below: str) -> Chart:
         """This chart under another title, which may take another number of lines."""
         if re.match("[a-z]{3,}[ ,:]", finding):  # a word, not a symbol like dp=4 or all_reduce
             finding = finding[0].upper() + finding[1:]
         self.finding, self.below = finding, below
-        frame, extra_before = self._frame, self._extra_height
-        size, small, width = frame.large, frame.small, frame.width - 2 * theme.SIDE
+        (width, height, size, small), extra_before = self._frame, self._extra_height
+        width -= 2 * theme.SIDE
         first = theme.broken(finding, width, size * theme.BOLD)
         second = theme.broken(below, width, small)
         self._extra_height = (size + 5) * first.count("<br>") + (small + 4) * second.count("<br>")
@@ -102,13 +106,16 @@ class Chart(go.Figure):
             # Both lines are one text: plotly's own subtitle is drawn over the title if a figure is
             # drawn before it is on screen, or changes its width there.
             "text": f"<b>{first}</b><br><span style='{style}'>{second}</span>",
-            **{"x": 0, "xref": "container", "xanchor": "left", "font": {"size": size}},
-            **{"y": 1, "yref": "container", "yanchor": "top"},
-            "pad": {"t": 18 if frame.height else 24, "l": theme.SIDE},
+            "x": 0,
+            "y": 1,
+            "xref": "container",
+            "yref": "container",
+            "xanchor": "left",
+            "yanchor": "top",
+            "font": {"size": size},
+            "pad": {"t": 18 if height else 24, "l": theme.SIDE},
         }
-        if self._extra_height != extra_before:
-            self.layout.margin.t += self._extra_height - extra_before
-            self.layout.height += 0 if frame.height else self._extra_height - extra_before
+        self._raise_top(self._extra_height - extra_before)
         return self
 
     def narrowed(self, width: int) -> Chart:

@@ -47,7 +47,7 @@ def jobs(listed: Iterable[stream.Job], *, host: str = "slow") -> Chart:
         text = f"{what} unit {unit}, buffer {buffer}: {stream.ms(start)} to {stream.ms(end)}"
         y = ("disk", "host").index(lane)
         shown[what].append((1e3 * start, 1e3 * (end - start), y, 0.8, str(unit), text))
-    traces = [mark.boxes(shown[what], mark.look(what, hue)) for what, hue in hues.items()]
+    traces = [mark.boxes(what, hue, shown[what]) for what, hue in hues.items()]
     anchor, shift = ("right", -4) if least > total / 2 else ("left", 4)
     label = note("least possible time", 1e3 * least, -0.7, anchor=anchor, xshift=shift)
     fig.draw(traces, [label], [upright(1e3 * least, dash="dash")])

@@ -15,6 +15,9 @@ from paralab.report.tables import COPY_LANES
 from paralab.theory.traffic import POINT_TO_POINT
 from paralab.view import naming, theme
 
+# A span with its calls, its copies, and op and category of the first copy, "" without copies. Also
+# a call or a copy alone.
+Box = dict[str, Any]
 ROW_NAME = {  # from the device outwards
     "h2d": "host to device",
     "d2h": "device to host",
@@ -27,10 +30,15 @@ LANES = (*COPY_LANES, "host")
 WAY = {**ROW_NAME, "read": "read from disk", "write": "written to disk"}
 
 
-def row(box: dict[str, Any]) -> str:
+def row(box: Box) -> str:
     """The row of a box: its lane, or one of the disk's two rows."""
-    op = box["copies"][0]["op"] if box["copies"] else ""
-    return f"disk {op}" if box["lane"] == "disk" and op in ("read", "write") else box["lane"]
+    named = box["lane"] == "disk" and box["op"] in ("read", "write")
+    return f"disk {box['op']}" if named else box["lane"]
+
+
+def row_name(row: str) -> str:
+    """The row in words: the link, the axis of communication, or "compute"."""
+    return ROW_NAME.get(row) or theme.text(theme.axis_of(row))
 
 
 def order(row: str) -> tuple[int, str]:
@@ -39,17 +47,16 @@ def order(row: str) -> tuple[int, str]:
     return (2 + known.index(row) if row in known else int(row != "compute")), row
 
 
-def category(box: dict[str, Any]) -> str:
-    """The category of bytes that a copy between tiers moves; "" for any other box."""
-    return box["copies"][0]["category"] if box["copies"] else ""
-
-
-def style(kind: str, row: str, category: str) -> tuple[str, str]:
-    """Name and colour of boxes, for a picture that has copies between tiers."""
+def style(kind: str, row: str, category: str = "") -> tuple[str, str]:
+    """Name and colour of boxes; those of copies between tiers are of the category copied."""
     if category:
         return f"copying {_bytes_of(category)}", theme.category_colour(category)
-    named = {("copy", "compute"): "copy on the device", ("compute", "host"): "adding, rounding"}
-    return named.get((kind, row), naming.kind_name(kind)), theme.colour(kind, row)
+    name = naming.kind_name(kind)
+    if kind == "comm":
+        name = f"communication, {theme.text(theme.axis_of(row))}"
+    elif row == "host" and kind == "compute":
+        name = "adding, rounding"
+    return name, theme.colour(kind, row)
 
 
 def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[int]:
@@ -72,20 +79,15 @@ def tracks(intervals: Sequence[tuple[float, float]], *, at_most: int) -> list[in
     return chosen
 
 
-def hover(box: dict[str, Any]) -> str:
+def hover(box: Box) -> str:
     """The hover text of a box: times in ms, bytes as they were counted."""
-    name, axis = naming.kind_name(box["kind"]), theme.text(theme.axis_of(box["lane"]))
-    if box["lane"] in LANES:
-        name, _ = style(box["kind"], box["lane"], category(box))
-    elif box["kind"] == "comm":
-        name = f"communication, {axis}"
-    head = f"<b>{name}</b>"
+    head = f"<b>{style(box['kind'], box['lane'], box['category'])[0]}</b>"
     if box["microbatch"] >= 0:
         head += f", micro-batch {box['microbatch']}"
     if box["stage"] or box["chunk"]:
         head += f", stage {box['stage']}"
     where = f"{theme.text(box['label'])}, " if box["label"] else ""
-    where += f"rank {box['rank']}, {ROW_NAME.get(row(box)) or axis}"
+    where += f"rank {box['rank']}, {row_name(row(box))}"
     where += f", of step {box['step']}" * box["late"]
     start, end = box["start"] * 1e3, box["end"] * 1e3
     lines = [head, where, f"{end - start:.3f} ms, from {start:.3f} to {end:.3f} ms"]
@@ -96,7 +98,7 @@ def hover(box: dict[str, Any]) -> str:
     return "<br>".join([*lines, *map(_copy, box["copies"])])
 
 
-def _call(call: dict[str, Any]) -> str:
+def _call(call: Box) -> str:
     phase, size = theme.text(call["phase"]), f"{call['payload_bytes']:,} bytes"
     if call["op"] in POINT_TO_POINT:
         direction = "send to" if call["op"] == "send" else "receive from"
@@ -104,7 +106,7 @@ def _call(call: dict[str, Any]) -> str:
     return f"{call['op']} ({phase}): {size} in the buffer, {call['wire_bytes']:,} sent"
 
 
-def _copy(copy: dict[str, Any]) -> str:
+def _copy(copy: Box) -> str:
     """What was copied, in which direction, how many bytes, and how fast."""
     direction = WAY.get(copy["op"]) or WAY.get(copy["lane"], copy["lane"])
     text = f"{_bytes_of(copy['category'])}, {theme.text(direction)}: {copy['bytes']:,} bytes"

@@ -41,11 +41,12 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     if not isinstance(runs, Mapping) or not runs:
         raise illegal("runs", runs, "nothing to draw", "{label: report}")
     curves = {str(label): _values(str(label), run) for label, run in runs.items()}
-    reports = [run for run in runs.values() if hasattr(run, "clock")]
-    vocabularies = {r.model.vocab for r in reports if r.model is not None}
-    batches = {None if r.model is None else r.plan.global_batch for r in reports}
-    same = len(batches) == 1 and None not in batches and len(reports) == len(runs)
-    nats = not reports or bool(vocabularies)  # else observed programs, which may have any loss
+    of_models = [run for run in runs.values() if getattr(run, "model", None) is not None]
+    vocabularies = {report.model.vocab for report in of_models}
+    batches = {report.plan.global_batch for report in of_models}
+    same = len(batches) == 1 and len(of_models) == len(runs)
+    # Observed programs may have any loss.
+    nats = bool(of_models) or not any(hasattr(run, "clock") for run in runs.values())
     several, spread = len(curves) > 1, _spread(list(curves.values()))
     alike = several and spread <= ALIKE
     style, faint = theme.series(list(curves)), theme.look().faint
@@ -66,8 +67,9 @@ def losses(runs: Mapping[str, Tables | Sequence[float]], *, title: str | None = 
     count = max(map(len, curves.values()))
     steps = {"title": {"text": "step"}, "tickformat": "d", "dtick": 1 if count <= 12 else None}
     steps |= {"range": [-0.02 * count - 0.1, 1.02 * count - 0.9]}
-    samples = batches.pop() if same else 0
-    below = f"{count_of(samples, 'sample')} per step" if same else "nats per token" * nats
+    below = "nats per token" * nats
+    if same:
+        below = f"{count_of(batches.pop(), 'sample')} per step"
     fig = figure(
         _verdict(curves, spread, nats),
         below,
@@ -103,29 +105,28 @@ def _spread(curves: Sequence[Sequence[float]]) -> float:
 
 
 def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -> str:
-    names = {label: theme.text(label) for label in curves}
-    lost = [label for label, v in curves.items() if not all(map(math.isfinite, v))]
+    curves = {theme.text(label): values for label, values in curves.items()}
+    lost = {  # {label: the first step whose loss is not finite}
+        label: next(step for step, v in enumerate(values) if not math.isfinite(v))
+        for label, values in curves.items()
+        if not all(map(math.isfinite, values))
+    }
     if lost:
-        steps = [list(map(math.isfinite, curves[label])).index(False) for label in lost]
-        first = ", the first" * (len(set(steps)) > 1)
-        who = theme.listed([names[label] for label in lost])
-        return f"{who} diverged{first} at step {min(steps)}"
+        first = ", the first" * (len(set(lost.values())) > 1)
+        return f"{theme.listed(list(lost))} diverged{first} at step {min(lost.values())}"
+    ends = {label: values[-1] for label, values in curves.items()}
+    best, worst = (pick(ends, key=ends.__getitem__) for pick in (min, max))
     if len(curves) == 1:
-        label, v = next(iter(curves.items()))
-        if len(v) == 1:
-            return f"{names[label]}: the loss of the only step is {v[0]:.3f}"
-        first, last = f"{v[0]:.3f}", f"{v[-1]:.3f}"
-        verb = "went" if first == last else "fell" if v[-1] < v[0] else "rose"
-        return f"{names[label]}: the loss {verb} from {first} to {last} in {len(v)} steps"
+        values, last = curves[best], f"{ends[best]:.3f}"
+        if len(values) == 1:
+            return f"{best}: the loss of the only step is {last}"
+        first = f"{values[0]:.3f}"
+        verb = "went" if first == last else "fell" if ends[best] < values[0] else "rose"
+        return f"{best}: the loss {verb} from {first} to {last} in {len(values)} steps"
     if spread <= ALIKE:  # rounded up to a power of ten, which is the same when a cell runs again
         both = "Both curves" if len(curves) == 2 else f"All {len(curves)} curves"
         if spread == 0:
             return f"{both} coincide: their losses are equal"
         bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}"
         return f"{both} coincide: their losses differ by at most {bound}"
-    best = min(curves, key=lambda label: curves[label][-1])
-    worst = max(curves, key=lambda label: curves[label][-1])
-    low, high = curves[best][-1], curves[worst][-1]
-    if f"{low:.3f}" == f"{high:.3f}":
-        return f"All runs end at {low:.3f}{' nats' * nats}, but their curves differ before"
-    return f"{names[best]} ends at {low:.3f}, {names[worst]} at {high:.3f}{' nats' * nats}"
+    return f"{best} ends at {ends[best]:.3f}, {worst} at {ends[worst]:.3f}{' nats' * nats}"

@@ -163,17 +163,14 @@ def picture(cells: Sequence[Block], title: str, below: str, arrows: Sequence = (
 
 def _marks(cell: Block) -> list[Cell]:
     """One block as cells: its rectangle, and the squares of its ranks if it is replicated."""
-    x = tuple(
-        cell.left + float(at) + gap for at, gap in zip(cell.columns, (GAP, -GAP), strict=True)
-    )
-    y = tuple(float(at) + gap for at, gap in zip(cell.rows, (GAP, -GAP), strict=True))
-    wide, high, look, replicated = x[1] - x[0], y[1] - y[0], theme.look(), len(cell.ranks) > 1
-    size = 15 if min(wide, 2 * high) > 0.2 else 11
-    if not replicated:
+    (left, right), (top, bottom) = (map(float, ends) for ends in (cell.columns, cell.rows))
+    x, y = (cell.left + left + GAP, cell.left + right - GAP), (top + GAP, bottom - GAP)
+    wide, high, look = x[1] - x[0], y[1] - y[0], theme.look()
+    ink = "" if cell.strong else look.faint
+    if len(cell.ranks) == 1:
         number = str(cell.ranks[0]) if wide > LEAST else ""
-        fill, word = colour(cell.ranks[0], cell.strong), cell.label or number
-        ink = "" if cell.strong else look.faint
-        return [Cell(x, y, fill, word, _hover(cell), size, ink)]
+        fill, size = colour(cell.ranks[0], cell.strong), 15 if min(wide, 2 * high) > 0.2 else 11
+        return [Cell(x, y, fill, cell.label or number, _hover(cell), size, ink)]
     per_line = len(cell.ranks) if len(cell.ranks) * 0.11 < wide else 2
     lines = -(-len(cell.ranks) // per_line)
     side = min(0.1, wide / per_line - GAP)
@@ -184,8 +181,7 @@ def _marks(cell: Block) -> list[Cell]:
         line, at = divmod(n, per_line)
         row = min(per_line, len(cell.ranks) - line * per_line)
         x0, y0 = middle + (at - row / 2) * (side + GAP), first + line * (tall + GAP)
-        ink, fill = "" if cell.strong else look.faint, colour(rank, cell.strong)
-        number = str(rank) if tall > LEAST else ""
+        number, fill = str(rank) if tall > LEAST else "", colour(rank, cell.strong)
         marks.append(Cell((x0, x0 + side), (y0, y0 + tall), fill, number, "", 12, ink))
     if cell.label:
         marks.append(Cell((middle, middle), (first - 0.06,) * 2, look.wait, cell.label))

@@ -88,7 +88,7 @@ def summa(plan: Plan) -> list[Step]:
         for name, axis in (("X", "j"), ("W", "i")):
             for cell in parts[name]:
                 place = coordinates(plan, cell.ranks[0])
-                label = _block(name, place["i"], place["j"], place.get("z", 0), depth)
+                label = _block(name, place["i"], place["j"], place.get("z", 0))
                 sent = place[axis] == step
                 cells.append(cell._replace(label=label, strong=sent))
                 if sent:
@@ -96,7 +96,7 @@ def summa(plan: Plan) -> list[Step]:
         for cell in parts["Y"]:
             place = coordinates(plan, cell.ranks[0])
             i, j, z = place["i"], place["j"], place.get("z", 0)
-            terms = [f"{_block('X', i, k, z, depth)}{_block('W', k, j)}" for k in range(step + 1)]
+            terms = [f"{_block('X', i, k, z)}{_block('W', k, j)}" for k in range(step + 1)]
             text = "<br>+ ".join([*terms[:-1], f"<b>{terms[-1]}</b>"])
             cells.append(cell._replace(label=text if q <= MOST_TERMS else f"{step + 1} of {q}"))
         title = f"Step {step + 1} of {q}: column {step} of X goes along the rows, row {step} of W "
@@ -105,9 +105,9 @@ def summa(plan: Plan) -> list[Step]:
     return steps
 
 
-def _block(name: str, i: int, j: int, z: int = 0, depth: int = 1) -> str:
-    """ "X₀₁"; if there are several grids, with as many primes as the grid's number."""
-    return f"{name}{LOW[i]}{LOW[j]}" + "′" * (z if depth > 1 and name == "X" else 0)
+def _block(name: str, i: int, j: int, z: int = 0) -> str:
+    """ "X₀₁"; a block of X with as many primes as its grid's number, of several, has."""
+    return f"{name}{LOW[i]}{LOW[j]}" + "′" * (z if name == "X" else 0)
 
 
 def _arrows_along(cell: Block, axis: str, q: int, depth: int) -> list[tuple]:
@@ -123,14 +123,13 @@ def cube(plan: Plan) -> list[Step]:
     """The steps of 3D: the sharded start, X gathered, W gathered, the product, the sum of Y."""
     q, _ = plan.tp_grid
     cuts = splits(plan, "up")
-    parts = {name: held(plan, name, cut) for name, cut in cuts.items()}
-    (x_rows, x_columns), (w_rows, w_columns) = cuts["X"], cuts["W"]
-    y_rows, y_columns = cuts["Y"]
+    x_part, w_part, y_part = (held(plan, name, cut) for name, cut in cuts.items())
+    (x_rows, x_columns), (w_rows, w_columns), (y_rows, y_columns) = cuts.values()
     x = held(plan, "X", (x_rows[:1], x_columns))
     w = held(plan, "W", (w_rows, w_columns[:1]))
     sums = held(plan, "Y", (y_rows[:1], y_columns))
     sums = [cell._replace(label="partial sums") for cell in sums]
-    part, x_part, w_part = f"1/{q**3}", parts["X"], parts["W"]
+    part = f"1/{q**3}"
     gathered = f"X is gathered along {x_rows[1]}; {q} ranks then hold the same block"
     product = f"each rank multiplies once; a block of Y is the sum of {q} such products"
     scattered = f"Y is summed along {y_rows[1]} and scattered: {part} for each rank"
@@ -139,7 +138,7 @@ def cube(plan: Plan) -> list[Step]:
         (gathered, "gather X", x + w_part, "X"),
         (f"W is gathered along {w_columns[1]}", "gather W", x + w, "W"),
         (product, "multiply", x + w + sums, "XWY"),
-        (scattered, "sum Y", x_part + w_part + parts["Y"], "Y"),
+        (scattered, "sum Y", x_part + w_part + y_part, "Y"),
     ]
     steps = []
     for number, (title, brief, cells, strong) in enumerate(stages, 1):
@@ -160,9 +159,9 @@ def _animate(fig: Chart, steps: Sequence[Step], pictures: Sequence[Chart]) -> No
         for number, picture in enumerate(pictures)
     ]
     top = max(picture.layout.margin.t for picture in pictures)  # some titles have a line more
-    at_once = {"mode": "immediate", "transition": {"duration": 0}}
-    at_once |= {"frame": {"duration": 0, "redraw": True}}
-    slow = {**at_once, "frame": {"duration": 1500, "redraw": True}, "fromcurrent": True}
+    now, wait = ({"duration": duration, "redraw": True} for duration in (0, 1500))
+    at_once = {"mode": "immediate", "transition": {"duration": 0}, "frame": now}
+    slow = {**at_once, "frame": wait, "fromcurrent": True}
     look, low = theme.look(), {"y": 0, "yanchor": "top"}
     choices = [
         {"label": step.brief, "method": "animate", "args": [[str(n)], at_once]}
@@ -173,6 +172,5 @@ def _animate(fig: Chart, steps: Sequence[Step], pictures: Sequence[Chart]) -> No
     play = {"label": "▶ play", "method": "animate", "args": [None, slow]}
     button = {**low, "type": "buttons", "x": 0, "xanchor": "left", "pad": {"t": 20}}
     button |= {"showactive": False, "bgcolor": look.paper, "buttons": [play]}
-    fig.update_layout(
-        height=394 + top, margin={"t": top, "b": 86}, sliders=[slider], updatemenus=[button]
-    )
+    margin = {"t": top, "b": 86}
+    fig.update_layout(height=394 + top, margin=margin, sliders=[slider], updatemenus=[button])

@@ -6,14 +6,13 @@ Units are decimal, as in the data sheets of devices: 1 GB = 10^9 bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from paralab.checks import choice, count_of, real
 from paralab.view import theme
 from paralab.view.chart import Chart, figure
 from paralab.view.lanes import tracks
+from paralab.view.marks import Part, note, upright
 from paralab.view.marks import bars as mark
-from paralab.view.marks import note, upright
 
 ROW = 0.42  # height of a line of text above the bars, in rows of bars
 NEAR = 3  # a device with more than so many times the longest bar is named, not drawn
@@ -79,7 +78,7 @@ def bytes_bars(
 # ---- words ---------------------------------------------------------------------------------------
 def _capacity_names(
     drawn: Mapping[str, float], per: float, end: float, letter: float
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[Part], int]:
     """The devices' names, above the bars at the upper ends of their lines, and how many lines of
     text they take: names that would overlap are on different lines of text.
 

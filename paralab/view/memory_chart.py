@@ -180,11 +180,8 @@ def _verdict(peaks: Mapping[str, float]) -> str:
 
 def _spaced(curves: list[Curve]) -> list[Curve]:
     """At most ``MAX_PANELS`` curves: the one with the highest peak, and others evenly spaced."""
-    n = len(curves)
-    if n <= MAX_PANELS:
-        return curves
-    places = spread(range(n), MAX_PANELS)
-    worst = max(range(n), key=lambda i: (curves[i].peak, -i))
+    n, peaks = len(curves), [curve.peak for curve in curves]
+    places, worst = spread(range(n), MAX_PANELS), peaks.index(max(peaks))
     if worst not in places:
         places[min(range(MAX_PANELS), key=lambda i: abs(places[i] - worst))] = worst
     return [curves[i] for i in sorted(places)]

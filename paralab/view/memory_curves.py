@@ -20,8 +20,6 @@ from paralab.view import naming
 from paralab.view.marks.bars import by_category
 
 PHASES = (*COMPUTE_KINDS, "optimizer")
-
-
 # How a title says in which phase the peak is.
 PHASE_NAME = {"weight_grad": "the weight half of backward", "optimizer": "the optimizer"}
 
@@ -40,7 +38,6 @@ class Curve:
 
     times     seconds from the step's start, one per sample
     samples   {category: bytes}; each sample has all categories of the curve
-    totals    the sum of each sample, bytes
     length    seconds of the step
     start     of the step, in seconds on the report's clock
     """
@@ -50,7 +47,6 @@ class Curve:
     step: int
     times: list[float]
     samples: list[dict[str, int]]
-    totals: list[int]
     length: float
     start: float
 
@@ -73,9 +69,14 @@ class Curve:
         return phases
 
     @cached_property
+    def totals(self) -> list[int]:
+        """The sum of each sample, bytes."""
+        return [sum(sample.values()) for sample in self.samples]
+
+    @cached_property
     def peak_at(self) -> int:
         """The index of the sample with the most bytes, the first of several."""
-        return max(range(len(self.samples)), key=lambda i: (self.totals[i], -i))
+        return self.totals.index(max(self.totals))
 
     @property
     def peak(self) -> int:
@@ -156,11 +157,10 @@ def _curve(
     names = by_category(c for sample in samples for c in sample)
     order = sorted(range(len(times)), key=times.__getitem__)
     samples = [{c: samples[i].get(c, 0) for c in names} for i in order]
-    totals = [sum(sample.values()) for sample in samples]
     times.sort()
     zero, end = edges or (times[0], times[0])
     at = [time - zero for time in times]
-    return Curve(report, rank, step, at, samples, totals, max(end, times[-1]) - zero, zero)
+    return Curve(report, rank, step, at, samples, max(end, times[-1]) - zero, zero)
 
 
 def fullest(curves: Sequence[Curve]) -> Curve:

@@ -1,20 +1,18 @@
 """Panels of memory over a step, one above the other on one scale of bytes.
 
-A sample holds until the next one, so curves have steps, not slopes. A prediction has a sample after
-every instruction and one inside the instruction that has the peak; in an outline
-(detail="actions"), after some actions and at the peak. The strip above a panel has the phases of
-the step.
+A prediction has a sample after every instruction and one inside the instruction that has the peak;
+in an outline (detail="actions"), after some actions and at the peak. The strip above a panel has
+the phases of the step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
-from paralab.view.marks import bars, line, note
+from paralab.view.marks import Part, bars, line, note
 from paralab.view.marks import boxes as mark
 from paralab.view.marks.areas import area
 from paralab.view.marks.curves import curve as points
@@ -104,19 +102,21 @@ def drawn(
         axes[f"yaxis{strip[1:]}"] = {
             "domain": [high + 3 / plot, min(high + (3 + STRIP) / plot, 1.0)],
             "range": [-0.5, 0.5],
-        } | {"visible": False, "anchor": "x", "fixedrange": True}
+            "visible": False,
+            "anchor": "x",
+            "fixedrange": True,
+        }
         if against is not None and i:
             first, faint = shown[0].peak / per, {"ink": theme.look().faint}
             at = {"dash": "dot", "width": 1.5, "yref": panel}
             shapes.append(line((0, width), (first, first), **at, **faint))
-            left = scales.x(curve, curve.times[curve.peak_at]) > width / 2  # away from its own peak
-            at = {"size": 12, "axes": ("paper", panel)}
-            at |= {"anchor": f"{'left' if left else 'right'} bottom"}
+            right = scales.x(curve, curve.times[curve.peak_at]) <= width / 2  # away from its peak
+            at = {"axes": ("paper", panel), "anchor": "right bottom" if right else "left bottom"}
             text = f"peak of {theme.text(against)}"
-            notes.append(note(text, int(not left), first, **at, **faint))
+            notes.append(note(text, int(right), first, size=12, **at, **faint))
         if heads[i]:
-            at = {"size": 14, "axes": ("paper", "paper"), "anchor": "left bottom"}
-            notes.append(note(heads[i], 0, (top - scales.head) / plot, **at))
+            at = {"axes": ("paper", "paper"), "anchor": "left bottom"}
+            notes.append(note(heads[i], 0, (top - scales.head) / plot, size=14, **at))
     fig = figure(
         finding,
         below,
@@ -130,7 +130,7 @@ def drawn(
     return fig.draw(traces, notes, shapes)
 
 
-def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
+def _strip(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     """The phases of the step, with their names if there is room, else their first letters."""
     traces = []
     for kind in theme.KIND_COLOUR:
@@ -140,16 +140,15 @@ def _strip(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
                 start, end = (scales.x(curve, t) for t in phase[1:])
                 room = (end - start) / (LETTER * scales.width)
                 word = next((w for w in (name, kind[:1].upper()) if len(w) + 1 <= room), "")
-                took = theme.scaled(phase.end - phase.start, "s")
-                hover_text = name if curve.numbered else f"{name}: {took}"
-                rows.append((start, round(end - start, 4), 0, 1, word, hover_text))
+                took = f": {theme.scaled(phase.end - phase.start, 's')}" * (not curve.numbered)
+                rows.append((start, round(end - start, 4), 0, 1, word, name + took))
         if rows:
-            style = mark.look(name, theme.colour(kind), edge=1, axes=("x", axis))
-            traces.append(mark.boxes(rows, style, showlegend=False))
+            at = {"axes": ("x", axis), "showlegend": False}
+            traces.append(mark.boxes(name, theme.colour(kind), rows, edge=1, **at))
     return traces
 
 
-def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
+def _stack(curve: Curve, axis: str, scales: _Scales) -> list[Part]:
     """The areas of the categories, stacked."""
     kept = thinned(curve.totals, scales.most)
     kept += kept[-1:]  # the last sample again, for the end of the step
@@ -158,8 +157,8 @@ def _stack(curve: Curve, axis: str, scales: _Scales) -> list[dict[str, Any]]:
     for name in scales.names:
         sizes = [curve.samples[i].get(name, 0) for i in kept]
         hover_texts = [f"{theme.text(name)}: {theme.scaled(n, 'B')} ({n:,} bytes)" for n in sizes]
-        place = {"axes": ("x", axis), "showlegend": axis == "y"}
         heights, fill = [n / scales.per for n in sizes], theme.category_colour(name)
+        place = {"axes": ("x", axis), "showlegend": axis == "y"}
         traces += area(name, fill, times, heights, hover_texts, **place)
     return traces
 
@@ -169,25 +168,21 @@ def _peak(curve: Curve, axis: str, scales: _Scales) -> tuple[list, list, list]:
     look, per = theme.look(), scales.per
     x, y = scales.x(curve, curve.times[curve.peak_at]), curve.peak
     side = "left" if x < 0.08 * scales.width else "right" if x > 0.92 * scales.width else "center"
-    texts, style = [f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"], {"mode": "markers"}
-    style |= {"ink": look.ink, "size": 9, "axes": ("x", axis), "showlegend": False}
-    style |= {"marker": {"line": {"width": 1.5, "color": look.paper}}}
-    dot, at = points("peak", [(x, y / per)], texts, **style), {"axes": ("x", axis), "yshift": 5}
-    at |= {"above": True}  # above the line at the first run's peak
+    style: Part = {"ink": look.ink, "size": 9, "axes": ("x", axis), "mode": "markers"}
+    style |= {"showlegend": False, "marker": {"line": {"width": 1.5, "color": look.paper}}}
+    text = f"peak: {y:,} bytes, {curve.phase(curve.peak_at)}"
+    dot = points("peak", [(x, y / per)], [text], **style)
     head = f"<b>peak {theme.scaled(y, 'B')}</b>"
+    at = {"axes": ("x", axis), "yshift": 5, "above": True}  # above the line at the first run's peak
     notes, shapes = [note(head, x, y / per, anchor="bottom", xanchor=side, **at)], []
     held = scales.held.keys() & capacity(curve.report).keys()
-    lines = [(label, scales.held[label], "dash", "right") for label in held]
-    lines += [
-        (name, size, "dot", "left" if name == "allocated" else "right")
-        for name, size in curve.reserved.items()
-    ]
-    for label, size, dash, side in lines:
-        height = size / per
+    for label, size in ({label: scales.held[label] for label in held} | curve.reserved).items():
+        height, right = size / per, label != "allocated"
+        dash = "dot" if label in curve.reserved else "dash"
         shapes.append(line((0, 1), (height, height), dash=dash, xref="x domain", yref=axis))
-        at = {"axes": ("paper", axis), "anchor": f"{side} bottom"}
-        name = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
-        notes.append(note(name, float(side == "right"), height, **at))
+        at = {"axes": ("paper", axis), "anchor": "right bottom" if right else "left bottom"}
+        text = f"{theme.text(label)}: {theme.scaled(size, 'B')}"
+        notes.append(note(text, float(right), height, **at))
     return [dot], notes, shapes
 
 

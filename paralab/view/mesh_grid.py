@@ -7,12 +7,11 @@ Lengths are in cells, y grows downwards. rank_mesh.py says what the picture mean
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paralab.spec import Cluster, Plan
 from paralab.view import naming, theme
-from paralab.view.marks import note
+from paralab.view.marks import Part, note
 from paralab.view.marks.cells import heat
 
 ROWS, COLUMNS = 10, 24  # at most so many cells, as each needs room for a rank of four digits
@@ -22,8 +21,7 @@ NARROWEST = 6.0  # cells: the least width of the picture, so that no cell become
 ROW_GAP = 0.5  # in rows: between two rows, for the names of nodes
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """One group of one rank.
 
     ranks    all of its members, in group order
@@ -81,7 +79,7 @@ class Grid:
 
     def cells(
         self, colours: dict[str, str], axis_of: dict[int, str], cluster: Cluster | None
-    ) -> dict[str, Any]:
+    ) -> Part:
         """All cells as one heat map with holes in between; its values are indices of ``colours``.
 
         axis_of  {rank: axis of the group that it shares with ``own``}
@@ -93,23 +91,19 @@ class Grid:
             if p is None or place is None:
                 return None, "", ""
             r = self.rank(p, *place)
-            axis, hover_text = (
-                axis_of.get(r, "other"),
-                f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}",
-            )
+            axis = axis_of.get(r, "other")
+            hover_text = f"rank {r}: pp {p}, dp {place[0]}, tp {place[1]}"
             hover_text += f", node {cluster.node_of(r)}" if cluster is not None else ""
             if axis not in ("other", "rank"):
                 hover_text += f"<br>in the {axis} group of rank {self.own}"
             return codes[axis], str(r), hover_text
 
-        matrix = [[cell(p, place) for place in columns] for p in rows]
-        z, text, hover_text = ([[entry[i] for entry in line] for line in matrix] for i in range(3))
         widest = len(str(self.plan.world_size - 1))
         size = 13 if self.right <= 17 else 11 if widest < 4 or self.right <= 20 else 9
         size -= 2 * (theme.letter_scale() > 1 and widest > 3)
         look = {"colours": list(colours.values()), "most": len(colours) - 1}
         look |= {"textfont": {"size": size}, "name": "ranks", "showlegend": False}
-        return heat(across, down, z, text, hover_text, **look)
+        return heat(across, down, [[cell(p, at) for at in columns] for p in rows], **look)
 
     def _pieces(self, cluster: Cluster) -> list[list[Any]]:
         """[node, left, right, upper, lower] of every rectangle of cells of one node."""
@@ -118,19 +112,17 @@ class Grid:
             runs: list[list[Any]] = []  # [node, left, right] of neighbours in this row
             for (d, t), x in self.x.items():
                 node = cluster.node_of(self.rank(p, d, t))
-                if runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT:
-                    runs[-1][2] = x + 1.0
-                else:
-                    runs.append([node, x, x + 1.0])
+                if not (runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT):
+                    runs.append([node, x, x])
+                runs[-1][2] = x + 1.0
             for run in runs:
                 above = [piece for piece in pieces if piece[:3] == run and y - piece[4] < LEFT_OUT]
-                if above:
-                    above[0][4] = y + 1.0
-                else:
-                    pieces.append([*run, y, y + 1.0])
+                if not above:
+                    pieces.append([*run, y, y])
+                (above or pieces[-1:])[0][4] = y + 1.0
         return pieces
 
-    def nodes(self, cluster: Cluster | None) -> tuple[list[dict], list[dict]]:
+    def nodes(self, cluster: Cluster | None) -> tuple[list[Part], list[Part]]:
         """The nodes' names and the frames around their cells: notes and shapes.
 
         Nodes side by side share the line between them, as overlapping frames look like a mistake.
@@ -161,7 +153,7 @@ class Grid:
         ]
         return names, frames
 
-    def dots(self) -> list[dict[str, Any]]:
+    def dots(self) -> list[Part]:
         """Dots where cells are left out."""
         style = {"size": 16, "ink": theme.look().faint}
         middle = next(iter(self.y.values())) + 0.5

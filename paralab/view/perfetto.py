@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from paralab.report import output_files
 from paralab.report.tables import Tables
 from paralab.view.boxes import of_span
 from paralab.view.lanes import ROW_NAME, order, tracks
+
+Event = dict[str, Any]  # also a row of a table from which an event is made
 
 
 def to_perfetto(report: Tables, path: str | os.PathLike[str]) -> None:
@@ -38,20 +40,19 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 8e6) / 8
 
 
-def events(report: Tables) -> list[dict[str, Any]]:
+def events(report: Tables) -> list[Event]:
     """The list "traceEvents" of the file."""
     spans = report.spans.to_dict("records")
     origin = min((s["start"] for s in spans), default=0.0)
     calls, copies = of_span(report.collectives), of_span(report.copies)
-    lanes: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    lanes: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for span in spans:
         span["ts"] = _microseconds(span["start"] - origin)
         span["dur"] = _microseconds(span["end"] - origin) - span["ts"]
-        lanes.setdefault((span["rank"], span["lane"]), []).append(span)
+        lanes[span["rank"], span["lane"]].append(span)
     result = []
     for rank in sorted({rank for rank, _ in lanes}):
-        result.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
-        result.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+        result += _named("process", rank, 0, f"rank {rank}")
     result += _threads(lanes)
     result += [_slice(s, calls[s["id"]], copies[s["id"]]) for s in spans]
     by_id = {span["id"]: span for span in spans}
@@ -63,7 +64,7 @@ def events(report: Tables) -> list[dict[str, Any]]:
     return result
 
 
-def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _threads(lanes: dict[tuple[int, str], list[Event]]) -> list[Event]:
     """Give every span its thread, "tid"; return the events that name the threads."""
     result, used = [], Counter()
     for rank, lane in sorted(lanes, key=lambda thread: (order(thread[1])[0], thread)):
@@ -73,24 +74,27 @@ def _threads(lanes: dict[tuple[int, str], list[dict[str, Any]]]) -> list[dict[st
         for span, track in zip(lane_spans, tracks_of, strict=True):
             span["tid"] = used[rank] + track
         for track in range(max(tracks_of) + 1):
-            name, thread = ROW_NAME.get(lane, lane) + f" {track + 1}" * (track > 0), used[rank]
-            result.append(_metadata("thread_name", rank, thread, name=name))
-            result.append(_metadata("thread_sort_index", rank, thread, sort_index=thread))
+            name = ROW_NAME.get(lane, lane) + f" {track + 1}" * (track > 0)
+            result += _named("thread", rank, used[rank], name)
             used[rank] += 1
     return result
 
 
-def _metadata(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+def _named(what: str, rank: int, thread: int, name: str) -> list[Event]:
+    """The events that give a process or a thread its name and, by its number, its place."""
+    args = {"name": name, "sort_index": rank if what == "process" else thread}
+    common = {"pid": rank, "tid": thread}
+    return [
+        {"ph": "M", "name": f"{what}_{key}", **common, "args": {key: value}}
+        for key, value in args.items()
+    ]
 
 
-def _place(span: dict[str, Any]) -> dict[str, Any]:
+def _place(span: Event) -> Event:
     return {"pid": span["rank"], "tid": span["tid"], "ts": span["ts"]}
 
 
-def _slice(
-    span: dict[str, Any], calls: list[dict[str, Any]], copies: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _slice(span: Event, calls: list[Event], copies: list[Event]) -> Event:
     name = span["kind"].replace("_", " ")
     if span["microbatch"] >= 0:
         name += f" {span['microbatch']}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from paralab.checks import choice, illegal, instance
 from paralab.report import metrics
-from paralab.report.intervals import union
+from paralab.report.intervals import Interval, union
 from paralab.report.tables import Tables
 from paralab.theory.ideal import ideal as make_ideal
 from paralab.theory.order import W
@@ -26,10 +26,6 @@ from paralab.view.boxes import Section
 from paralab.view.chart import Chart
 from paralab.view.theme import percent
 
-Interval = tuple[float, float]
-
-LANES = ("compute",)
-GAP = 0.14  # between two ranks, as a share of a row
 ROOM = 16  # ranks: up to so many are drawn together with their ideal schedule
 NOT_BEGUN, DONE = "nothing has arrived yet", "nothing left to do in this step"
 WAITING = "waits for a neighbouring stage"
@@ -42,7 +38,7 @@ def pipeline_timeline(
     if ideal is None:  # drawn if there is room, and if the report is not that of a bare schedule
         drawn = len(boxes.chosen(report, step, ranks)[1])
         ideal = drawn <= ROOM and report.model is not None
-    real = section(report, step=step, ranks=ranks, only=LANES if ideal else None, marked=True)
+    real = section(report, step=step, ranks=ranks, compute_only=ideal, marked=True)
     bubble, remarks = metrics.step_bubble(report, real.step), [f"step {real.step}"]
     sections, ideal_bubble = [real], None
     real.label, real.head = report.clock, head(report.clock, bubble)
@@ -68,33 +64,25 @@ def finding(report: Tables, bubble: float, ideal_bubble: float | None = None) ->
     return f"{text}, {theme.share(ideal_bubble)} if links took no time"
 
 
-def section(
-    report: Tables,
-    *,
-    label: str = "",
-    only: tuple[str, ...] | None = LANES,
-    marked: bool = False,
-    **asked: Any,
-) -> Section:
+def section(report: Tables, *, label: str = "", marked: bool = False, **asked: Any) -> Section:
     """One step of a pipeline as a section, with a waiting box wherever a rank is idle.
 
     marked  whether the line at the end stands where the pipeline ends instead of the step
-    asked   step and ranks, as `boxes.section` takes them
+    asked   compute_only, step and ranks, as `boxes.section` takes them
     """
-    most = timeline_rows.MAX_BOXES
-    result = boxes.section(report, label=label, only=only, most=most, **asked)
-    result.gap = GAP if only == LANES else result.gap
-    zero = float(report.steps["start"][report.steps["step"] == result.step].min())
+    asked = {"compute_only": True, "most": timeline_rows.MAX_BOXES, **asked}
+    result = boxes.section(report, label=label, **asked)
+    zero, _ = boxes.extent(report, result.step)
     parts = {
         rank: (start - zero, end - zero)
         for rank, (start, end, *_) in metrics.pipeline_parts(report, result.step).items()
     }
     if not parts:
         return result
-    by_pipeline: dict[tuple[int, ...], list[Interval]] = {}
-    for rank, part in parts.items():
-        by_pipeline.setdefault(report.plan.place(rank)[1:], []).append(part)
-    edges_of = {p: (min(a for a, _ in i), max(b for _, b in i)) for p, i in by_pipeline.items()}
+    edges_of: dict[tuple[int, ...], Interval] = {}  # by pipeline
+    for rank, (start, end) in parts.items():
+        low, high = edges_of.get(pipeline := report.plan.place(rank)[1:], (start, end))
+        edges_of[pipeline] = min(low, start), max(high, end)
     idle = metrics.idle_shares(report, result.step)
     result.idle = {r: idle[r] for r in result.ranks if r in idle}
     if label:
@@ -104,7 +92,7 @@ def section(
     if marked:
         result.mark = max(end for _, end in edges.values())
     if all(b["kind"] != "wait" for b in result.boxes):  # no waits are recorded: every gap is one
-        low, high = min(a for a, _ in edges_of.values()), max(b for _, b in edges_of.values())
+        low, high = min(start for start, _ in parts.values()), max(end for _, end in parts.values())
         if result.total > len(result.boxes):  # later boxes are left out: their time is no gap
             high = max(b["start"] for b in result.boxes)
         fill(result, dict.fromkeys(result.ranks, (low, high)))
@@ -121,30 +109,20 @@ def fill(
     busy  {rank: (start, end)} of its own work, if the waits in between are recorded already: then
           only gaps before and after it are filled
     """
-    blank = {"step": section.step, "lane": "compute", "kind": "wait", "stage": 0, "chunk": 0}
-    blank |= {
-        "id": -1,
-        "microbatch": -1,
-        "cost": 0.0,
-        "calls": [],
-        "copies": [],
-        "label": section.label,
-    }
-    blank |= {"traced": False, "late": False, "track": 0}
+    blank = {"id": -1, "step": section.step, "lane": "compute", "kind": "wait", "microbatch": -1}
+    blank |= {"calls": [], "copies": [], "op": "", "category": "", "label": section.label}
+    blank |= dict.fromkeys(("stage", "chunk", "track", "late"), 0)
     waits = []
     for rank, (low, high) in edges.items():
         own_boxes = [b for b in section.boxes if b["rank"] == rank and b["lane"] == "compute"]
         busy_times = union((b["start"], b["end"]) for b in own_boxes)
-        begin, done = (busy_times[0][0], busy_times[-1][1]) if busy_times else (high, low)
-        if busy is not None:
-            begin, done = busy[rank]
-        gap_starts = [low] + [end for _, end in busy_times]
-        gap_ends = [start for start, _ in busy_times] + [high]
-        for start, end in zip(gap_starts, gap_ends, strict=True):
+        starts, ends = zip(*busy_times, strict=True) if busy_times else ((), ())
+        begin, done = busy[rank] if busy else (min(starts, default=high), max(ends, default=low))
+        for start, end in zip((low, *ends), (*starts, high), strict=True):
             start, end = max(start, low), min(end, high)
             why = NOT_BEGUN if end <= begin else DONE if start >= done else WAITING
             long = end - start > 1e-9 * (high - low)  # else a rounding error
-            if long and (busy is None or why != WAITING):
+            if long and not (busy and why == WAITING):
                 waits.append({**blank, "rank": rank, "start": start, "end": end, "why": why})
     section.boxes += waits
 
@@ -173,22 +151,23 @@ def schedules(named: Mapping[str, Any], *, title: str | None = None, **seconds: 
         str(name): schedule if hasattr(schedule, "makespan") else _timed(schedule, seconds)
         for name, schedule in named.items()
     }
-    best, worst = (pick(by_name, key=lambda name: by_name[name].makespan) for pick in (min, max))
-    if not by_name[best].makespan:
+    lengths = {name: schedule.makespan for name, schedule in by_name.items()}
+    best = min(lengths, key=lengths.__getitem__)
+    if not lengths[best]:
         raise illegal("named", best, "it takes no time at all", "forward= or backward= above 0")
     sections = [simulated(schedule, name, label=name) for name, schedule in by_name.items()]
-    times = by_name[worst].makespan / by_name[best].makespan
+    slowest, fastest = (
+        [theme.text(name) for name, length in lengths.items() if math.isclose(length, extreme)]
+        for extreme in (max(lengths.values()), lengths[best])
+    )
+    times = max(lengths.values()) / lengths[best]
     longer = f"{theme.share(times - 1)} longer than"
     if times >= 2:
         longer = f"{theme.times(times)} as long as"
-    slowest, fastest = (
-        theme.listed([theme.text(n) for n, s in by_name.items() if math.isclose(s.makespan, t)])
-        for t in (by_name[worst].makespan, by_name[best].makespan)
-    )
-    verb = "takes" if slowest == theme.text(worst) else "take"
-    finding = f"{slowest} {verb} {longer} {fastest}"
-    if len(by_name) > 1 and math.isclose(times, 1.0):
-        finding = f"{fastest} take the same time"
+    verb = "takes" if len(slowest) == 1 else "take"
+    finding = f"{theme.listed(slowest)} {verb} {longer} {theme.listed(fastest)}"
+    if math.isclose(times, 1.0):
+        finding = f"{theme.listed(fastest)} take the same time"
     if len(sections) == 1:
         finding = _bubble_of(best, by_name[best].bubble_rate)
     summary = f"schedules on one axis: {' | '.join(by_name)}"

@@ -78,30 +78,26 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     shown_rank = 0 if rank is None else whole("rank", rank, at_least=0, at_most=world - 1)
     own_groups = groups(plan, cluster, shown_rank)
     grid = Grid(plan, shown_rank)
-    below = [
-        f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}"
-        + ", ranks of a tp group are side by side" * (plan.tp > 1)
-    ]
-    below += grid.left_out
+    sizes = f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp}"
+    below = sizes + ", ranks of a tp group are side by side" * (plan.tp > 1)
     names = {"rank": f"rank {shown_rank}"} | {group.axis: group.name for group in own_groups}
     width = theme.frame().width - 3 * theme.SIDE
     names = {key: theme.broken(text, width, 12) for key, text in names.items()}
     lines = sum(1 + text.count("<br>") for text in names.values())  # of the legend
-    across = {"side": "top", "showgrid": False, "showline": False, "fixedrange": True}
-    across |= {"tickangle": 0}
     middles, blocks = zip(*grid.blocks, strict=True)
-    across |= {"tickvals": middles, "ticktext": blocks, "showticklabels": plan.dp > 1}
+    across = {"tickvals": middles, "ticktext": blocks, "showticklabels": plan.dp > 1}
+    across |= {"side": "top", "tickangle": 0, "showgrid": False}
+    fixed = {"showline": False, "fixedrange": True}
     ticks = [(y + 0.5, f"{row_name(plan, index)} ") for index, y in grid.y.items()]
     fig = figure(
         _finding(plan, cluster, shown_rank, own_groups),
-        " · ".join(below),
+        " · ".join([below, *grid.left_out]),
         height=int(HEAD + 40 + ROW * max(3.0, grid.bottom) + LEGEND_ROW * lines),
         margin={"t": HEAD, "b": 14 + LEGEND_ROW * lines, "l": 10, "r": 16},
         legend={"orientation": "v", "yref": "container", "y": 0, "xanchor": "left"}
-        | {"itemclick": False, "itemdoubleclick": False},
-        xaxis={**across, "range": [-0.15, max(grid.right, NARROWEST) + 0.15]},
-        yaxis=rows_axis(ticks, grid.bottom + 0.1, -ROW_GAP - 0.1)
-        | {"showline": False, "fixedrange": True},
+        | dict.fromkeys(("itemclick", "itemdoubleclick"), False),
+        xaxis={**across, **fixed, "range": [-0.15, max(grid.right, NARROWEST) + 0.15]},
+        yaxis=rows_axis(ticks, grid.bottom + 0.1, -ROW_GAP - 0.1) | fixed,
     )
     look = theme.look()
     colours = {"other": look.grid, "rank": look.series[3]}
@@ -118,8 +114,7 @@ def mesh(plan: Plan, cluster: Cluster | None = None, *, rank: int | None = None)
     drawn = len(grid.y) * len(grid.x)
     text = f": {count_of(world, 'rank')}" + f", {drawn} of them drawn" * (drawn < world)
     return fig.explained(
-        f"mesh of pp={plan.pp} x dp={plan.dp} x tp={plan.tp}{text}, "
-        f"{count_of(len(own_groups), 'group')} of rank {shown_rank}",
+        f"mesh of {sizes}{text}, {count_of(len(own_groups), 'group')} of rank {shown_rank}",
         lambda: (
             "rank pp dp tp node group",  # node is -1 without a cluster
             [

@@ -6,14 +6,13 @@ Those of ZeRO are in zero_schematics.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from paralab.checks import illegal, whole
 from paralab.spec import ModelSpec, Plan
 from paralab.theory.offload import link_bytes
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
-from paralab.view.marks import arrow, note
+from paralab.view.marks import Part, arrow, note
 from paralab.view.marks.cells import Cell, rectangles
 
 
@@ -21,15 +20,15 @@ def drawn(
     finding: str,
     below: str,
     cells: Sequence[Cell],
-    notes: Sequence[dict],
+    notes: Sequence[Part],
     *,
     height: int,
     x: tuple[float, float],
     y: tuple[float, float],
-    keys: Sequence[dict] = (),
+    keys: Sequence[Part] = (),
 ) -> Chart:
     """A chart of rectangles and words without axes. x, y: visible range; keys: legend traces."""
-    bare: dict[str, Any] = {"visible": False, "fixedrange": True}
+    bare: Part = {"visible": False, "fixedrange": True}
     fig = figure(
         finding,
         below,
@@ -38,8 +37,8 @@ def drawn(
         xaxis={**bare, "range": x},
         yaxis={**bare, "range": y[::-1]},
     )
-    traces, words, shapes = rectangles(cells)
-    return fig.draw([*keys, *traces], [*notes, *words], shapes)
+    trace, words, shapes = rectangles(cells)
+    return fig.draw([*keys, trace], [*notes, *words], shapes)
 
 
 # ---- a ring --------------------------------------------------------------------------------------
@@ -73,9 +72,9 @@ def ring(n: int = 4) -> Chart:
                 word = f"<b>{count} ▸</b>" if sent else str(count)
                 cells.append(Cell(*box, fill, word, text, 12, edge=edge))
                 rows.append((step, r, c, count, sent))
-        moved = [(r, (r - step) % n, terms[r][(r - step) % n]) for r in range(n)]
-        for r, c, count in moved:
-            to = terms[(r + 1) % n]
+        moved = [terms[r][(r - step) % n] for r in range(n)]
+        for r, count in enumerate(moved):
+            to, c = terms[(r + 1) % n], (r - step) % n
             to[c] = to[c] + count if step < half else count
     lines = -(-(steps + 1) // columns)
     return drawn(
@@ -124,9 +123,8 @@ def data_flow(model: ModelSpec, plan: Plan) -> Chart:
     for link, parts in flow.items():
         start, to = ENDS[link]
         outwards = to > start  # these arrows are above, those back to the device below
-        x0, x1 = (1.25, -0.05) if outwards else (-0.05, 1.25)
+        x0, x1, y, way = (1.25, -0.05, 0.45, -1) if outwards else (-0.05, 1.25, 1.55, 1)
         x0, x1 = 3 * start + x0, 3 * to + x1
-        y, way = (0.45, -1) if outwards else (1.55, 1)
         notes.append(arrow((x0, y), (x1, y), ink=look.ink))
         text = "<br>".join(
             f"<span style='color:{theme.category_colour(kind)}'>■</span> {kind} "

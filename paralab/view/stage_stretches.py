@@ -17,10 +17,10 @@ from paralab.checks import count_of
 from paralab.report import facts, metrics
 from paralab.report.intervals import Interval, union
 from paralab.report.tables import COMPUTE_KINDS, KINDS, Tables
-from paralab.view import box_traces, boxes, naming, pipeline, theme
+from paralab.view import boxes, lanes, naming, pipeline, theme
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, column
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import column
 from paralab.view.rank_mesh import row_name
 from paralab.view.sampling import spread
 
@@ -32,7 +32,6 @@ MESSAGES = 0.18  # height of the messages
 LANES = ("comm:dp", "comm:replica", "comm:secondary")  # whose calls are drawn as messages
 IN_SECONDS = 10.0  # the axis of a longer step is in seconds, not milliseconds
 ORDER = (*(kind for kind in KINDS if kind not in ("comm", "wait")), "within", "wait")
-OTHER = 3  # index in PHASE of what comes before the first forward or after the last backward
 WITHIN = (  # what ranks wait for inside a forward or a backward, and under which plans
     ("messages of tp", lambda plan: plan.tp > 1),
     ("gathers of dp", lambda plan: plan.zero_stage == 3 and plan.dp > 1),
@@ -41,8 +40,8 @@ WITHIN = (  # what ranks wait for inside a forward or a backward, and under whic
     ("gradients", lambda plan: plan.pp > 1 and plan.recompute == "full"),
 )
 WAITS = {"wait": "waiting between actions", "within": "waiting inside actions"}
-OUTSIDE = "outside forward and backward"
-PHASE = ("before the first backward", "forward and backward", "after the last forward", OUTSIDE)
+PHASE = ("before the first backward", "forward and backward", "after the last forward")
+PHASE += ("outside forward and backward",)  # before the first forward or after the last backward
 
 
 class Stretch(NamedTuple):
@@ -72,13 +71,12 @@ def stage_time(
     stretch, in seconds. Raises ValueError if the report has no such step or rank, or no step.
     """
     facts.needs_tables(report)
-    step, shown = boxes.chosen(report, step, ranks)
+    plan, (step, shown) = report.plan, boxes.chosen(report, step, ranks)
     if ranks is None:
-        place_of = report.plan.place
-        first = [r for r in shown if report.plan.pp == 1 or not any(place_of(r)[1:])]
+        first = [r for r in shown if plan.pp == 1 or not any(plan.place(r)[1:])]
         shown = spread(first, MAX_ROWS)
     stretches, calls, seconds = _read(report, step, shown)
-    plan, rows = report.plan, {rank: float(i) for i, rank in enumerate(shown)}
+    rows = {rank: float(i) for i, rank in enumerate(shown)}
     per, unit = (1.0, "s") if seconds >= IN_SECONDS else (1e3, "ms")
     remarks = [f"step {step}", "height of a colour: its share of the time"]
     if len(shown) < report.world_size:
@@ -106,7 +104,7 @@ def stage_time(
                 at = round(stretch.start * per, 6), round(length * per, 6), top + high * share / 2
                 boxed.setdefault(kind, []).append((*at, high * share, "", _hover(stretch)))
                 top += high * share
-    drawn = [mark.boxes(boxed[kind], _style(report, kind)) for kind in ORDER if kind in boxed]
+    drawn = [_columns(report, kind, boxed[kind]) for kind in ORDER if kind in boxed]
     if calls:
         drawn.append(_messages(calls, rows, per))
     idle = metrics.idle_shares(report, step) if plan.pp > 1 else {}
@@ -127,9 +125,7 @@ def _read(
     report: Tables, step: int, ranks: Sequence[int]
 ) -> tuple[list[Stretch], dict[int, list[Interval]], float]:
     """The stretches; {rank: intervals in which calls of dp were in flight}; seconds of the step."""
-    steps = report.steps[report.steps["step"] == step]
-    zero, end = float(steps["start"].min()), float(steps["end"].max())
-    spans = report.spans
+    spans, (zero, end) = report.spans, boxes.extent(report, step)
     spans = spans[spans["rank"].isin(ranks) & (spans["step"] == step)]
     work = spans[(spans["lane"] == "compute") & (spans["kind"] != "wait")]
     length = work["end"] - work["start"]
@@ -152,34 +148,30 @@ def _stretches_of(rank: int, work: Any, seconds: float) -> list[Stretch]:
     """
     kind, start, length, computed = (work[c].to_numpy() for c in ("kind", "start", "length", "own"))
     n, end = len(kind), start + length
-    phase = np.full(n, OTHER)
-    trains = np.isin(kind, COMPUTE_KINDS)
+    phase = np.full(n, len(PHASE) - 1)
     forward = np.flatnonzero(kind == "forward")
-    backward = np.flatnonzero(trains & (kind != "forward"))
+    backward = np.flatnonzero(np.isin(kind, COMPUTE_KINDS) & (kind != "forward"))
     if len(forward) and len(backward):
-        train = slice(forward[0], max(forward[-1], backward[-1]) + 1)
-        place = np.arange(n)
-        phase_index = (place >= backward[0]).astype(int) + (place > forward[-1])
-        phase[train] = phase_index[train]
+        place = np.arange(forward[0], max(forward[-1], backward[-1]) + 1)
+        phase[place] = (place >= backward[0]).astype(int) + (place > forward[-1])
     idle = start - np.r_[0.0, end[:-1]]
     idle[np.abs(idle) < 1e-9 * seconds] = 0.0  # rounding errors of sums
     cut = (idle > LONG * seconds) | (np.diff(phase, prepend=-1) != 0)
     firsts = np.flatnonzero(cut).tolist()
     stretches, until = [], 0.0
+
+    def idle_until(begin: float) -> list[Stretch]:
+        return [Stretch(rank, "wait", until, begin, {"wait": begin - until})] * (begin > until)
+
     for low, high in zip(firsts, [*firsts[1:], n], strict=True):
         begin, stop = float(start[low]), float(end[high - 1])
-        if begin > until:
-            stretches.append(Stretch(rank, "wait", until, begin, {"wait": begin - until}))
-        section = slice(low, high)
-        kinds, own = kind[section], computed[section]
+        kinds, own = kind[low:high], computed[low:high]
         parts = {k: float(own[kinds == k].sum()) for k in ORDER if k in kinds}
-        parts["within"] = float((length[section] - own).sum())
+        parts["within"] = float((length[low:high] - own).sum())
         parts["wait"] = max(0.0, stop - begin - sum(parts.values()))
-        stretches.append(Stretch(rank, PHASE[phase[low]], begin, stop, parts))
+        stretches += [*idle_until(begin), Stretch(rank, PHASE[phase[low]], begin, stop, parts)]
         until = stop
-    if seconds > until:
-        stretches.append(Stretch(rank, "wait", until, seconds, {"wait": seconds - until}))
-    return stretches
+    return stretches + idle_until(seconds)
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -192,32 +184,32 @@ def _finding(report: Tables, step: int) -> str:
     return f"{name}: forward and backward take {boxes.of_step(work, duration)}"
 
 
-def _style(report: Tables, kind: str) -> dict[str, Any]:
-    name, fill = box_traces.name_and_fill(kind, "compute")
+def _columns(report: Tables, kind: str, rows: list[tuple]) -> Part:
+    name, fill = lanes.style(kind, "compute")
     causes = _causes(report)
     if kind == "within" or (kind == "wait" and report.plan.pp > 1 and causes):
         name = WAITS[kind]
     if kind == "within" and causes == [WITHIN[0][0]]:
         name, fill = f"{name}: {causes[0]}", theme.axis_colour("tp")
-    style = mark.look(name, fill, hatched=kind == "wait", edge=0)
-    style["marker"]["cornerradius"] = 0
-    return style
+    trace = mark.boxes(name, fill, rows, hatched=kind == "wait", edge=0)
+    trace["marker"]["cornerradius"] = 0
+    return trace
 
 
 def _causes(report: Tables) -> list[str]:
     return [cause for cause, holds in WITHIN if holds(report.plan)]
 
 
-def _messages(
-    calls: dict[int, list[Interval]], rows: dict[int, float], per: float
-) -> dict[str, Any]:
-    name, fill = box_traces.name_and_fill("comm", LANES[0])
+def _messages(calls: dict[int, list[Interval]], rows: dict[int, float], per: float) -> Part:
+    name, fill = lanes.style("comm", LANES[0])
     flat = []
-    for rank, low, high in ((rank, *one) for rank, intervals in calls.items() for one in intervals):
-        hover_text = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
-        box = round(low * per, 6), round((high - low) * per, 6), rows[rank] + HEIGHT - MESSAGES / 2
-        flat.append((*box, MESSAGES * 0.8, "", hover_text))
-    return mark.boxes(flat, mark.look(name, fill, edge=0))
+    for rank, intervals in calls.items():
+        y = rows[rank] + HEIGHT - MESSAGES / 2
+        for low, high in intervals:
+            text = f"<b>{name}</b><br>rank {rank}, {theme.scaled(high - low, 's')}"
+            box = round(low * per, 6), round((high - low) * per, 6), y, MESSAGES * 0.8
+            flat.append((*box, "", text))
+    return mark.boxes(name, fill, flat, edge=0)
 
 
 def _hover(stretch: Stretch) -> str:

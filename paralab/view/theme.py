@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 from paralab.checks import choice
@@ -52,8 +53,14 @@ CATEGORY_COLOUR = {  # of bytes, in the order they are stacked
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}  # decimal, as data sheets have them
 
 FONT = "Inter, 'Open Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
-OP_PATTERN = {"reduce_scatter": "/", "all_gather": "\\", "all_to_all": "x", "send": "."}
-OP_PATTERN |= {"broadcast": "|", "reduce": "-"}
+OP_PATTERN = {
+    "reduce_scatter": "/",
+    "all_gather": "\\",
+    "all_to_all": "x",
+    "send": ".",
+    "broadcast": "|",
+    "reduce": "-",
+}
 
 
 # ---- light and dark ------------------------------------------------------------------------------
@@ -182,13 +189,13 @@ def series(labels: Sequence[str]) -> dict[str, dict[str, str]]:
     taken = {label: SERIES_OF[label] for label in labels if label in SERIES_OF}
     if len(set(taken.values())) < len(taken):  # two have one style, as ring and overlapped have
         taken = {}
-    free = (i for i in range(len(labels) + 5) if i not in taken.values())
+    free = (i for i in count() if i not in taken.values())
     place = {label: taken[label] if label in taken else next(free) for label in labels}
-    looks = [
-        {"ink": ink, "dash": dash, "symbol": symbol}
-        for ink, dash, symbol in zip(look().series, SERIES_DASH, SERIES_SYMBOL, strict=True)
-    ]
-    return {label: looks[i % len(looks)] for label, i in place.items()}
+    looks = {"ink": look().series, "dash": SERIES_DASH, "symbol": SERIES_SYMBOL}
+    return {
+        label: {name: values[i % len(values)] for name, values in looks.items()}
+        for label, i in place.items()
+    }
 
 
 # ---- text and numbers ----------------------------------------------------------------------------

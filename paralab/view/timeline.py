@@ -1,9 +1,7 @@
 """The timeline: one step, every rank, every span. Compute on top, communication beneath.
 
 How to read it: a coloured box is work; in a hatched grey box a rank waits for communication or a
-copy to end. Communication under a coloured box is hidden; under a hatched one it costs time. If the
-plan offloads, the links between memory tiers and the host's CPU have rows beneath. Several reports
-stand under one another on one time scale.
+copy to end. Communication under a coloured box is hidden; under a hatched one it costs time.
 """
 
 from __future__ import annotations

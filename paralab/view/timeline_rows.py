@@ -6,8 +6,8 @@ from paralab.checks import count_of
 from paralab.view import box_traces, boxes, naming, theme
 from paralab.view.boxes import Section
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, column, line, note
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import column, line, note
 
 MAX_BOXES = 4000  # more make a browser slow, and no screen has the pixels
 AROUND = 140  # pixels of a figure's width that row names and margins take
@@ -16,18 +16,17 @@ AROUND = 140  # pixels of a figure's width that row names and margins take
 def drawn(sections: list[Section], finding: str, remarks: list[str], summary: str) -> Chart:
     """The figure of one section or several; ``remarks`` go into the second line of its title."""
     many, reports = len(sections) > 1, [section.report for section in sections]
-    counts = [max(len(section.boxes), section.total) for section in sections]
-    shown = [
-        sorted(s.boxes, key=lambda b: (b["start"], b["id"]))[: MAX_BOXES // len(sections)]
-        for s in sections
-    ]
-    window = max(
-        s.seconds if len(drawn) == count else max((b["start"] for b in drawn), default=0.0)
-        for s, drawn, count in zip(sections, shown, counts, strict=True)
-    )
-    if (n_drawn := sum(map(len, shown))) < sum(counts):
+    shown, window, n_boxes = [], 0.0, 0
+    for section in sections:
+        in_order = sorted(section.boxes, key=lambda b: (b["start"], b["id"]))
+        first, n = in_order[: MAX_BOXES // len(sections)], max(len(in_order), section.total)
+        until = (
+            section.seconds if len(first) == n else max((b["start"] for b in first), default=0.0)
+        )
+        shown, window, n_boxes = [*shown, first], max(window, until), n_boxes + n
+    if (n_drawn := sum(map(len, shown))) < n_boxes:
         remarks.append(
-            f"the first {n_drawn:,} of {sum(counts):,} boxes ({window * 1e3:.1f} ms); "
+            f"the first {n_drawn:,} of {n_boxes:,} boxes ({window * 1e3:.1f} ms); "
             "ranks= selects fewer"
         )
     remarks += dict.fromkeys(
@@ -46,10 +45,10 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     if idle:  # pipelines may have many ranks, so their rows may be lower
         remarks.append("idle: share of T, the longest time from a rank's first action to its last")
         row_height = max(14.0, min(30.0, 660 / bottom))
-    origin = ("each call" if of_function else "each step") if many else f"step {sections[0].step}"
-    if of_function and not many:
-        origin = "the function"
-    if all(section.lanes == ("compute",) for section in sections):
+    origin = "the function" if of_function else f"step {sections[0].step}"
+    if many:
+        origin = "each call" if of_function else "each step"
+    if all(section.compute_only for section in sections):
         origin = "the step"
     fig = figure(
         finding,
@@ -70,7 +69,7 @@ def drawn(sections: list[Section], finding: str, remarks: list[str], summary: st
     return fig.explained(summary, lambda: boxes.table(sections))
 
 
-def _heads(sections: list[Section], window: float) -> tuple[list[dict], list[dict]]:
+def _heads(sections: list[Section], window: float) -> tuple[list[Part], list[Part]]:
     """The heading above each section and a line at its end. The duration is written at the line, or
     directly after the heading if that may be as long.
     """

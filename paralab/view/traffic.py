@@ -10,8 +10,6 @@ ports evenly. If they do not, a link between nodes may carry fewer bytes and yet
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from paralab.checks import count_of
@@ -20,8 +18,8 @@ from paralab.report.tables import DRY, LEVELS, Tables
 from paralab.spec import BYTES_PER_ELEMENT, Cluster
 from paralab.view import lanes, naming, theme
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, cells, line, note, upright
 from paralab.view.marks import bars as mark
-from paralab.view.marks import cells, line, note, upright
 
 MAX_WRITTEN = 12  # ranks up to which every cell of the matrix shows its number
 ROW = 46  # pixels of a bar, where there is no matrix
@@ -46,10 +44,11 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     if report.model is not None and report.plan.dp == report.world_size > 1 and not copies:
         psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
         optimum = 2 * (report.plan.dp - 1) * psi / report.world_size
-    records = sent.to_dict("records")
-    records.sort(key=lambda r: (LEVELS.index(r["level"]), r["axis"], r["op"]))
-    flows = [(r["level"], (r["axis"], r["op"]), r["bytes"] / n) for r in records]
-    flows += [(r["link"], r["category"], r["bytes"] / n) for r in copied.to_dict("records")]
+    flows = [
+        (level, (axis, op), size / n) for level, axis, op, size in sent.itertuples(index=False)
+    ]
+    flows.sort(key=lambda flow: (LEVELS.index(flow[0]), flow[1]))
+    flows += [(link, kind, size / n) for link, kind, size in copied.itertuples(index=False)]
     links = list(dict.fromkeys(link for link, *_ in flows))
     rows = [(NAMES[link], kind, size) for link, kind, size in flows] or [("nothing sent", "", 0.0)]
     tops, kinds = mark.totals(rows), list(dict.fromkeys(kind for _, kind, _ in rows))
@@ -103,23 +102,19 @@ def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
     cluster may state another link for a single operation.
     """
     parts = [(kind, size) for over, kind, size in flows if over == link]
-    text, part = theme.scaled(sum(size for _, size in parts), "B"), link
-    if link not in LEVELS:
-        part = "disk" if link.startswith("disk") else "host"
+    text = theme.scaled(sum(size for _, size in parts), "B")
+    part = link if link in LEVELS else "disk" if link.startswith("disk") else "host"
     stated = getattr(cluster, part, None)
     if stated is None:
         return text
-    stated_by_op, share = cluster.collectives if link == "intra" else {}, 1.0
+    by_op, share = cluster.collectives if link == "intra" else {}, 1.0
     if link == "inter" and cluster.ports is not None:
         share = cluster.ports / cluster.devices_per_node
-    ops = [(kind[1] if link in LEVELS else "", size) for kind, size in parts]
-    seconds = sum(size / (stated_by_op.get(op, stated).bandwidth * share) for op, size in ops)
+    seconds = sum(n / (by_op.get(kind[1], stated).bandwidth * share) for kind, n in parts)
     return f"{text}, {theme.scaled(seconds, 's')}"
 
 
-def _matrix(
-    report: Tables, unit: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+def _matrix(report: Tables, unit: str) -> tuple[list[Part], list[Part], Part]:
     """Trace, lines where a node ends, and axes. In an outline (detail="actions") some receivers are
     no reported ranks: they have a column but no row.
     """
@@ -128,34 +123,31 @@ def _matrix(
     most = max(by_edge["bytes"].max(), 1.0)
     name, per = theme.unit_of(most)
     digits = max(0, 3 - len(f"{most / per:.0f}"))  # decimals of all cells: the largest has 3 digits
-    edges = by_edge.to_dict("records")
-    sent = {(edge["sender"], edge["receiver"]): edge["bytes"] / per for edge in edges}
+    sent = {(a, b): size / per for a, b, size in by_edge.itertuples(index=False)}
     sent |= {(rank, rank): None for rank in senders}  # a rank sends itself nothing
-    z = [[sent.get((a, b), 0.0) for b in receivers] for a in senders]
-    words = [["" if n is None else f"{n:.{digits}f}" if n else "0" for n in row] for row in z]
-    hover_texts = [
-        [
-            f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * per, 'B')} per {unit}"
-            for b, n in zip(receivers, row, strict=True)
-        ]
-        for a, row in zip(senders, z, strict=True)
-    ]
+
+    def cell(a: int, b: int) -> tuple[float | None, str, str]:
+        n = sent.get((a, b), 0.0)
+        text = f"rank {a} sends rank {b}<br>{theme.scaled((n or 0) * per, 'B')} per {unit}"
+        return n, "" if n is None else f"{n:.{digits}f}" if n else "0", text
+
     rows, columns = list(map(str, senders)), list(map(str, receivers))
     few = max(len(rows), len(columns)) <= MAX_WRITTEN  # written numbers need no scale
     colours = {"colours": theme.look().scale, "most": most / per, "showscale": not few}
     bar = {"title": {"text": name}, "x": 0.34, "thickness": 10, "len": 0.9}
     style = {"ygap": 2, "texttemplate": "%{text}" if few else "", "colorbar": bar, **colours}
-    trace = cells.heat(columns, rows, z, words, hover_texts, name="sender to receiver", **style)
+    matrix = [[cell(a, b) for b in receivers] for a in senders]
+    trace = cells.heat(columns, rows, matrix, name="sender to receiver", **style)
     node = [[facts.node_of(report, r) for r in ranks] for ranks in (senders, receivers)]
     down, across = ([i - 0.5 for i in range(1, len(n)) if n[i - 1] != n[i]] for n in node)
     borders = [line((-0.5, len(columns) - 0.5), (at, at), width=1.5) for at in down]
     borders += [line((at, at), (-0.5, len(rows) - 0.5), width=1.5) for at in across]
     each = {"type": "category", "showgrid": False, "constrain": "domain"}
     title = {"text": "receiving rank" + f" (in the cells: {name} per {unit})" * few}
-    xaxis = {**each, "domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
-    yaxis = {**each, "title": {"text": "sending rank"}, "categoryarray": rows}
+    xaxis = {"domain": [0, 0.4 if few else 0.33], "title": title, "categoryarray": columns}
+    yaxis = {"title": {"text": "sending rank"}, "categoryarray": rows}
     yaxis |= {"autorange": "reversed", "scaleanchor": "x"}
-    return [trace], borders, {"xaxis": xaxis, "yaxis": yaxis}
+    return [trace], borders, {"xaxis": each | xaxis, "yaxis": each | yaxis}
 
 
 def _finding(

@@ -12,9 +12,10 @@ from paralab.programs.instructions import COMPUTE, KEEP, WAIT
 from paralab.spec import ModelSpec, Plan
 from paralab.view import naming, theme
 from paralab.view.chart import Chart, figure
+from paralab.view.marks import Part, margin, note
 from paralab.view.marks import boxes as mark
-from paralab.view.marks import margin, note
 from paralab.view.marks.cells import Cell
+from paralab.view.program_table import meaning_of
 from paralab.view.schematics import drawn
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -66,7 +67,6 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
             cells.append(Cell(x_range, y, fill, hover_text=text))
             rows.append((stage, rank, category, size))
     share = sum(kept[3].values()) / sum(kept[0].values())
-    look = [mark.look(name, theme.category_colour(name)) for name in STATES]
     return drawn(
         f"ZeRO-3 keeps {theme.share(share)} of the model states on each of {dp} ranks",
         f"{model.num_params:,} parameters, between two micro-batches · "
@@ -76,7 +76,9 @@ def zero_shards(model: ModelSpec, dp: int = 4) -> Chart:
         height=430,
         x=(-1.35 * room, dp + 0.75 * room),
         y=(-0.3, 4.0),
-        keys=[mark.boxes([], one) | {"x": [None], "y": [None]} for one in look],
+        keys=[
+            mark.boxes(name, theme.category_colour(name), [], x=[None], y=[None]) for name in STATES
+        ],
     ).explained(
         f"ZeRO 0 to 3 on {dp} ranks: the states of each", ("stage rank category bytes", rows)
     )
@@ -97,10 +99,9 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     program = compiled(model, plan)
     code, units = program.codes[0], program.units[0]
     whole("unit", unit, at_least=0, at_most=len(units) - 1)
-    lives = _lives(code, unit, len(code))
     rows = [
-        (KINDS[kind][0], start, end, program.size((kind, unit, version), 0).bytes)
-        for kind, version, start, end in lives
+        (KINDS[value[0]][0], start, end, program.size(value, 0).bytes)
+        for value, start, end in _lives(code, unit)
     ]
     fills = {name: theme.category_colour(category) for name, category in KINDS.values()}
     names, words = list(dict.fromkeys(name for name, *_ in rows)), []
@@ -110,7 +111,7 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
         for start, end, size in (row[1:] for row in rows if row[0] == name):
             text = f"{name}<br>{size:,} bytes, instructions {start} to {end - 1}"
             boxes.append((start, end - start, 1.0 + i, 0.6, "", text))
-        traces.append(mark.boxes(boxes, mark.look(name, fills[name]), showlegend=False))
+        traces.append(mark.boxes(name, fills[name], boxes, showlegend=False))
         words.append(margin(theme.scaled(size, "B"), 1.0 + i))
     held = sum(end - start for name, start, end, _ in rows if name == KINDS["w"][0]) / len(code)
     fig = figure(
@@ -129,9 +130,9 @@ def zero_unit(model: ModelSpec, plan: Plan, unit: int = 1) -> Chart:
     )
 
 
-def _lives(code: Any, unit: int, end: int) -> list[tuple[str, int, int, int]]:
-    """(kind, version, from, until) of a unit's values, as positions in the code. A value that is
-    read before it is written lives from 0, one that is never freed until ``end``.
+def _lives(code: Any, unit: int) -> list[tuple[tuple, int, int]]:
+    """(value, from, until) of a unit's values, as positions in the code. A value that is read
+    before it is written lives from the start, one that is never freed until the end.
     """
     born: dict[tuple, int] = {}
     lives = []
@@ -141,21 +142,19 @@ def _lives(code: Any, unit: int, end: int) -> list[tuple[str, int, int, int]]:
                 born.setdefault(value, 0 if value in ins.reads else position)
         for value in ins.frees:
             if value in born:
-                lives.append((value[0], value[2], born.pop(value), position + 1))
-    lives += [(kind, version, start, end) for (kind, _, version), start in born.items()]
-    return sorted(lives, key=lambda life: (list(KINDS).index(life[0]), life[2]))
+                lives.append((value, born.pop(value), position + 1))
+    lives += [(value, start, len(code)) for value, start in born.items()]
+    return sorted(lives, key=lambda life: (list(KINDS).index(life[0][0]), life[1]))
 
 
-def _instructions(code: Any, unit: int) -> list[dict[str, Any]]:
+def _instructions(code: Any, unit: int) -> list[Part]:
     """The instructions that use a unit, a box for each, in the colours of program tables."""
-    from paralab.view.program_table import meaning_of
-
     boxes_of: dict[tuple[str, str], list[tuple]] = {}
     for at, ins in enumerate(code):
-        touches = ins.unit == unit or any(v[1:2] == (unit,) for v in (*ins.reads, *ins.writes))
-        computes = ins.op in COMPUTE and any(v == ("w", unit, v[2]) for v in ins.reads)
-        if ins.op in (WAIT, KEEP) or not (computes or (ins.op not in COMPUTE and touches)):
-            continue
-        text = f"instruction {at}: {ins.op}"
-        boxes_of.setdefault(meaning_of(ins), []).append((at, 1, 0.0, 0.8, "", text))
-    return [mark.boxes(rows, mark.look(*key)) for key, rows in boxes_of.items()]
+        uses = ins.unit == unit or any(v[1:2] == (unit,) for v in (*ins.reads, *ins.writes))
+        if ins.op in COMPUTE:
+            uses = any(v[:2] == ("w", unit) for v in ins.reads)
+        if uses and ins.op not in (WAIT, KEEP):
+            text = f"instruction {at}: {ins.op}"
+            boxes_of.setdefault(meaning_of(ins), []).append((at, 1, 0.0, 0.8, "", text))
+    return [mark.boxes(*key, rows) for key, rows in boxes_of.items()]

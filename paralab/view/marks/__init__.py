@@ -12,9 +12,10 @@ from typing import Any
 from paralab.view import theme
 
 AXES = ("x", "y")
+Part = dict[str, Any]  # of a figure, as plotly takes it: a trace, a note, a shape or an axis
 
 
-def hover(texts: Iterable[str]) -> dict[str, Any]:
+def hover(texts: Iterable[str]) -> Part:
     """The text that each element of a trace shows under the mouse pointer."""
     return {"hovertext": list(texts), "hovertemplate": "%{hovertext}<extra></extra>"}
 
@@ -35,7 +36,7 @@ def note(
     axes: tuple[str, str] = AXES,
     above: bool = False,
     **more: Any,
-) -> dict:
+) -> Part:
     """A word in the picture, as a plotly annotation.
 
     anchor  sides of the word that are at x and y, for example "left bottom"; default: its middle
@@ -52,14 +53,14 @@ def note(
     return {"text": text, **place, "showarrow": False, "font": font, **more}
 
 
-def margin(text: str, y: Any, *, ref: str = "y", anchor: str = "left", **more: Any) -> dict:
+def margin(text: str, y: Any, *, ref: str = "y", anchor: str = "left", **more: Any) -> Part:
     """A word in the right margin; ``ref``: what y is measured in."""
     return note(text, 1, y, axes=("paper", ref), anchor=anchor, xshift=8, **more)
 
 
 def column(
     title: str, words: Iterable[tuple[float, str]], head: float | None = None, **style: Any
-) -> list[dict]:
+) -> list[Part]:
     """A column in the right margin: (y, word) pairs below a heading, which stands at y = ``head``
     or, by default, on top.
     """
@@ -68,7 +69,7 @@ def column(
     return [*(margin(word, y, **style) for y, word in words), heading]
 
 
-def arrow(start: tuple[float, float], to: tuple[float, float], *, ink: str, **more: Any) -> dict:
+def arrow(start: tuple[float, float], to: tuple[float, float], *, ink: str, **more: Any) -> Part:
     """An arrow from one place (x, y) of the picture to another."""
     more |= {"showarrow": True, "arrowhead": 2, "arrowwidth": 2.5, "arrowcolor": ink}
     return note("", *to, ax=start[0], ay=start[1], axref="x", ayref="y", **more)
@@ -76,13 +77,13 @@ def arrow(start: tuple[float, float], to: tuple[float, float], *, ink: str, **mo
 
 def line(
     x: tuple[Any, Any], y: tuple[Any, Any], *, dash: str = "solid", width: float = 2, **more: Any
-) -> dict:
+) -> Part:
     """A line from (x[0], y[0]) to (x[1], y[1])."""
     ink = more.pop("ink", "") or theme.look().ink
     ends = dict(zip(("x0", "x1", "y0", "y1"), (*x, *y), strict=True))
     return {"type": "line", **ends, "line": {"dash": dash, "width": width, "color": ink}, **more}
 
 
-def upright(x: Any, *, axis: str = "y domain", **more: Any) -> dict:
+def upright(x: Any, *, axis: str = "y domain", **more: Any) -> Part:
     """A vertical line at ``x`` through the whole ``axis``."""
     return line((x, x), (0, 1), yref=axis, **more)

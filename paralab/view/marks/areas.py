@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.view import theme
-from paralab.view.marks import AXES, hover, on
+from paralab.view.marks import AXES, Part, hover, on
 
 
 def area(
@@ -21,7 +21,7 @@ def area(
     edge: float = 0.0,
     axes: tuple[str, str] = AXES,
     **more: Any,
-) -> list[dict[str, Any]]:
+) -> list[Part]:
     """The traces of one area: from ``base`` up to base + value; without a base it is stacked on the
     areas drawn before it on the same axes.
     """

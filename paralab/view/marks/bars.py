@@ -11,7 +11,7 @@ from typing import Any
 
 from paralab.checks import illegal, real
 from paralab.view import theme
-from paralab.view.marks import AXES, hover, note, on
+from paralab.view.marks import AXES, Part, hover, note, on
 
 LETTER = 0.0105  # share of the axis that one letter takes, if the axis is as wide as the figure
 VISIBLE = 0.002  # share of the axis: a kind that is smaller in every bar is not in the legend
@@ -29,9 +29,9 @@ def category_look(kind: str) -> tuple[str, str]:
 
 def by_category(kinds: Iterable[str]) -> list[str]:
     """The categories in the order in which they are stacked; those without a colour last."""
-    present = set(kinds)
-    known = [name for name in theme.CATEGORY_COLOUR if name in present]
-    return [*known, *sorted(present - set(known))]
+    order = list(theme.CATEGORY_COLOUR)
+    last = len(order)
+    return sorted(set(kinds), key=lambda kind: (order.index(kind) if kind in order else last, kind))
 
 
 def rows_of(bars: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float]]:
@@ -60,7 +60,7 @@ def bars(
     lines: Collection[float] = (),
     unit: str = "B",
     **style: Any,
-) -> list[dict[str, Any]]:
+) -> list[Part]:
     """The traces, one per kind.
 
     per, end  bytes in one unit of the axis, and bytes at its right end
@@ -71,66 +71,58 @@ def bars(
     lines     values at which the figure has vertical lines: words avoid them, or are left out
     unit      of the values: "B" or "s"
     """
-    labels = list(dict.fromkeys(row[0] for row in rows))
-    value = {(row[0], row[1]): float(row[2]) for row in rows}
-    filled, traces, bar_totals = dict.fromkeys(labels, 0.0), [], totals(rows)
+    value = {(label, kind): float(size) for label, kind, size, *_ in rows}
+    bar_totals, traces = totals(rows), []
+    filled = dict.fromkeys(bar_totals, 0.0)
     letter *= theme.letter_scale()
     for kind in by_category(row[1] for row in rows) if kinds is None else kinds:
         name, fill = look(kind)
-        own_labels = [label for label in labels if (label, kind) in value]
-        sizes = [value[label, kind] for label in own_labels]
-        texts = [theme.scaled(size, unit) for size in sizes]
-        widths = [letter * (len(word) + 1) * end for word in texts]
-        lefts = [filled[label] for label in own_labels]
-        text_lefts = {  # where each word begins if it is in the middle of its part, or at its start
-            "middle": [
-                left + (size - width) / 2
-                for left, size, width in zip(lefts, sizes, widths, strict=True)
-            ],
-            "start": lefts,
-        }
-        crossed = {
-            anchor: [
-                any(left < position < left + width for position in lines)
-                for left, width in zip(place, widths, strict=True)
+        parts = []  # (label, size, the word in it, its width)
+        for label in filled:
+            if (size := value.get((label, kind))) is not None:
+                word = theme.scaled(size, unit)
+                parts.append((label, size, word, letter * (len(word) + 1) * end))
+        crossed = {}  # {anchor: whether a line goes through the word of each part, if it is there}
+        for anchor, before in (("middle", 0.5), ("start", 0.0)):
+            lefts = [filled[label] + before * (size - wide) for label, size, _, wide in parts]
+            crossed[anchor] = [
+                any(left < position < left + wide for position in lines)
+                for left, (*_, wide) in zip(lefts, parts, strict=True)
             ]
-            for anchor, place in text_lefts.items()
-        }
         anchor = min(crossed, key=lambda anchor: sum(crossed[anchor]))
-        fits = [  # a bar of a single kind has its number behind it, as its total
-            bar_totals[label] > size >= width and not hit
-            for label, size, width, hit in zip(
-                own_labels, sizes, widths, crossed[anchor], strict=True
-            )
-        ]
-        ink = [theme.look().ink if label in pale else theme.on(fill) for label in own_labels]
-        edge = {"width": 1, "color": theme.look().paper}
+        marker = {"color": fill, "line": {"width": 1, "color": theme.look().paper}}
+        ink: Any = theme.on(fill)
+        if pale:
+            marker["opacity"] = [PALE if label in pale else 1.0 for label, *_ in parts]
+            ink = [theme.look().ink if label in pale else ink for label, *_ in parts]
         trace = {
             "type": "bar",
             "name": name,
-            "showlegend": max(sizes, default=0.0) >= VISIBLE * end,
+            "showlegend": max((size for _, size, *_ in parts), default=0.0) >= VISIBLE * end,
             "orientation": "h",
-            "y": [theme.text(label) for label in own_labels],
-            "x": [size / per for size in sizes],
-            "marker": {"color": fill, "line": edge}
-            | ({"opacity": [PALE if b in pale else 1.0 for b in own_labels]} if pale else {}),
+            "y": [theme.text(label) for label, *_ in parts],
+            "x": [size / per for _, size, *_ in parts],
+            "marker": marker,
             **hover(
                 f"{theme.text(label)}<br>{name}: {word}" + f" ({size:,.0f} bytes)" * (unit == "B")
-                for label, word, size in zip(own_labels, texts, sizes, strict=True)
+                for label, size, word, _ in parts
             ),
             **on(axes),
         }
         if letter:
             trace |= {
-                "text": [word * fit for word, fit in zip(texts, fits, strict=True)],
+                "text": [  # a bar of a single kind has its number behind it, as its total
+                    word * (bar_totals[label] > size >= wide and not hit)
+                    for (label, size, word, wide), hit in zip(parts, crossed[anchor], strict=True)
+                ],
                 "textposition": "inside",
                 "insidetextanchor": anchor,
                 "constraintext": "inside",
                 "textangle": 0,
-                "textfont": {"size": SIZE, "color": ink if pale else theme.on(fill)},
+                "textfont": {"size": SIZE, "color": ink},
             }
-        traces.append({**trace, **style})
-        for label, size in zip(own_labels, sizes, strict=True):
+        traces.append(trace | style)
+        for label, size, *_ in parts:
             filled[label] += size
     return traces
 
@@ -152,19 +144,20 @@ def ends(
     axes: tuple[str, str] = AXES,
     size: int = 14,
     unit: str = "B",
-) -> list[dict[str, Any]]:
+) -> list[Part]:
     """The note behind every bar: its bytes, or what ``words`` has for it. With a ``column`` the
     notes stand under one another and end at that value.
     """
     texts = {label: theme.scaled(n, unit) for label, n in tops.items()} | dict(words or {})
-    style = {"size": size, "anchor": "left" if column is None else "right", "axes": axes}
-    style |= {"above": True}
     return [
         note(
             f" {texts[label]}",
             (total if column is None else column) / per,
             _note_position(theme.text(label), number),
-            **style,
+            size=size,
+            anchor="left" if column is None else "right",
+            axes=axes,
+            above=True,
         )
         for number, (label, total) in enumerate(tops.items())
     ]
@@ -179,14 +172,12 @@ def _note_position(label: str, number: int) -> str | int:
     return number
 
 
-def bytes_axis(title: str, end: float, per: float, **more: Any) -> dict[str, Any]:
+def bytes_axis(title: str, end: float, per: float, **more: Any) -> Part:
     """The axis of the bytes, from 0 to ``end``; ``per``: bytes in one of its units."""
     return {"title": {"text": title}, "range": [0, end / per], "tickformat": "~g", **more}
 
 
-def labels(
-    names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any
-) -> dict[str, Any]:
+def labels(names: Sequence[str], *, above: float = 0.0, least: int = 1, **settings: Any) -> Part:
     """The axis with the bars' labels, the first on top; ``above``: rows of room above the first."""
     shown = [theme.text(name) for name in names]
     return {

@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paralab.view import theme
-from paralab.view.marks import hover, note
+from paralab.view.marks import Part, hover, note
 
 
 def heat(
     x: Sequence[Any],
     y: Sequence[Any],
-    z: Sequence[Sequence[float | None]],
-    words: Sequence[Sequence[str]],
-    hover_texts: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[tuple[float | None, str, str]]],
     *,
     colours: Sequence[str],
     most: float,
     **more: Any,
-) -> dict[str, Any]:
-    """A cell for every number of ``z``, coloured from ``colours[0]`` at 0 to the last one at
-    ``most``; None is a hole. ``words`` are written in the cells.
+) -> Part:
+    """A cell for every (number, word written in it, hover text), coloured from ``colours[0]`` at 0
+    to the last one at ``most``; None is a hole.
     """
+    z, words, hover_texts = ([[cell[i] for cell in row] for row in rows] for i in range(3))
     return {
         "type": "heatmap",
         "x": x,
@@ -54,8 +53,8 @@ class Cell(NamedTuple):
     edge: str = ""
 
 
-def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict]]:
-    """(traces, notes, shapes) of the cells; the one trace is invisible and carries hover texts."""
+def rectangles(cells: Sequence[Cell]) -> tuple[Part, list[Part], list[Part]]:
+    """(trace, notes, shapes) of the cells; the trace is invisible and carries hover texts."""
     shapes, notes, points = [], [], []
     for cell in cells:
         corners = dict(zip(("x0", "x1", "y0", "y1"), (*cell.x, *cell.y), strict=True))
@@ -64,7 +63,7 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         shapes.append({"type": "rect", **corners, **look})
         middle = (sum(cell.x) / 2, sum(cell.y) / 2)
         if cell.word:  # without an ink of its own: black or white, as reads better on the fill
-            ink = cell.ink or (theme.on(cell.fill) if cell.fill.startswith("#") else "")
+            ink = cell.ink or theme.on(cell.fill)
             notes.append(note(cell.word, *middle, size=cell.size, ink=ink))
         if cell.hover_text:
             points.append((*middle, cell.hover_text))
@@ -77,4 +76,4 @@ def rectangles(cells: Sequence[Cell]) -> tuple[list[dict], list[dict], list[dict
         "marker": {"size": 18, "opacity": 0},
         **hover(text for *_, text in points),
     }
-    return [marks], notes, shapes
+    return marks, notes, shapes

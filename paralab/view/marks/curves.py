@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paralab.view import theme
-from paralab.view.marks import AXES, hover, line, note, on
+from paralab.view.marks import AXES, Part, hover, line, note, on
 
 HOLLOW = "-open"
 LETTER = 0.0105  # share of the x axis that a bold letter of a label takes
@@ -27,10 +27,10 @@ def curve(
     axes: tuple[str, str] = AXES,
     mode: str = "lines",
     **more: Any,
-) -> dict[str, Any]:
+) -> Part:
     """A trace with a line, markers or both, as ``mode`` says."""
     pairs = list(points)
-    marks: dict[str, Any] = {"color": ink, "symbol": symbol, "size": size}
+    marks: Part = {"color": ink, "symbol": symbol, "size": size}
     marks |= {"line": {"width": 2 if symbol.endswith(HOLLOW) else 0}}
     return {
         "type": "scatter",
@@ -46,18 +46,25 @@ def curve(
     }
 
 
-def rings(name: str, places: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def rings(name: str, places: Sequence[tuple[float, float]]) -> Part:
     """Rings around points of curves. One trace however many points there are, so that a figure has
     the same traces after a slider has moved.
     """
-    look = {"ink": theme.look().ink, "symbol": "circle-open", "size": 15, "mode": "markers"}
-    look |= {"showlegend": False, "marker": {"line": {"width": 2.5}}}
-    return curve(name, places or [(None, None)], **look)
+    return curve(
+        name,
+        places or [(None, None)],
+        ink=theme.look().ink,
+        symbol="circle-open",
+        size=15,
+        mode="markers",
+        showlegend=False,
+        marker={"line": {"width": 2.5}},
+    )
 
 
 def drop(
     x: float, low: float, high: float, label: str, ends: tuple[float, float]
-) -> tuple[dict, dict]:
+) -> tuple[Part, Part]:
     """A label and a dotted line from ``low``, on the x axis, up to ``high``, on a curve; both axes
     are logarithmic. ends: of the x axis, at whose right end the label is left of the line
     """
@@ -70,7 +77,7 @@ def drop(
 
 def log_axis(
     title: str, low: float, high: float, unit: str, *, pad: tuple[float, float] = (0.0, 0.0)
-) -> dict[str, Any]:
+) -> Part:
     """A logarithmic axis with ticks like "10 kB"; pad: room before and after, as shares of it."""
     ticks, length = theme.log_ticks(low, high), math.log10(high / low) or 1.0
     return {
