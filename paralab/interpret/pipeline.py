@@ -10,7 +10,6 @@ they are. Tests compare the moments with those of the whole program (time.py).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -101,8 +100,7 @@ def _graph(
     nodes = _Nodes(lists, posts, plan)
     source, other, weight = nodes.made()
     starts = lists.first[:-1]
-    begins = nodes.first[starts].tolist()
-    level = np.array(_levels(source.tolist(), other.tolist(), begins, nodes.n))
+    level = np.array(_levels(source.tolist(), other.tolist()))
     order, place = np.argsort(level, kind="stable")[1:], np.zeros(len(level), int)
     place[order] = np.arange(1, len(level))
     columns = lists.takes, place[nodes.left], place[nodes.over], place[nodes.end], nodes.begun
@@ -249,47 +247,19 @@ def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[i
     return before, over
 
 
-def _levels(source: list[int], other: list[int], begins: list[int], n: int) -> list[int]:
-    """Per node the length of the longest chain of nodes before it: its level.
-
-    begins  the first node of each rank. A rank's nodes depend on earlier ones of the rank, and on
-            nodes from number ``n`` on, at which ranks meet
-    """
-    level = [0] + [-1] * (len(source) - 1)
-    todo, waiting = [*pairwise([*begins, n])], defaultdict(list)
-
-    def lacks(node: int) -> int:
-        """Find the level of a node at which ranks meet. Returns 0, or the node of a rank whose
-        level has to be known first.
-        """
-        rest = []
-        while node >= n:
+def _levels(source: list[int], other: list[int]) -> list[int]:
+    """Per node the length of the longest chain of nodes before it: its level."""
+    level, later = [0] + [-1] * (len(source) - 1), []  # later: once the node at hand is known
+    for number in range(1, len(source)):
+        node = number
+        while True:
             x, y = level[source[node]], level[other[node]]
             if x < 0 or y < 0:
-                rest.append(node)
+                later.append(node)
                 node = source[node] if x < 0 else other[node]
                 continue
             level[node] = (x if x > y else y) + 1
-            if not rest:
-                return 0
-            node = rest.pop()
-        return node
-
-    while todo:
-        at, stop = todo.pop()
-        for node in range(at, stop):
-            needed = other[node]
-            y = level[needed]
-            if y < 0:
-                if lack := lacks(needed):
-                    waiting[lack].append((node, stop))
-                    break
-                y = level[needed]
-            x = level[source[node]]
-            level[node] = (x if x > y else y) + 1
-            if node in waiting:
-                todo += waiting.pop(node)
-    for node in range(n, len(source)):  # meetings that no rank waits for
-        if level[node] < 0:
-            lacks(node)
+            if not later:
+                break
+            node = later.pop()
     return level
