@@ -46,7 +46,7 @@ class Lists:
                in the rank's table (-1: none), and each rank numbers its lanes apart        (n,)
     waits, of  positions of the WAITs, and of the call or job that each is for
     sends, receives  positions of the two ends of each message, in the same order
-    met        collectives of several pipeline ranks: per lane, in order, the members' calls
+    met        collectives of several pipeline ranks: (lane, number on it), the members' calls
     actions    per rank the rows letter, chunk, number among the FEW micro-batches, micro-batch and
                first instruction, with a column per action
     sizes      of the ranks' tables
@@ -107,12 +107,12 @@ class Lists:
         begun = named[np.maximum.accumulate(np.where(waits, 0, np.arange(len(named))))]
         self.waits, self.of = named[waits], begun[waits]
 
-    def _met(self, calls: np.ndarray, lane: np.ndarray) -> list[list[list[int]]]:
-        count, calls_of = Counter(), defaultdict(lambda: defaultdict(list))
+    def _met(self, calls: np.ndarray, lane: np.ndarray) -> list[tuple[tuple, list[int]]]:
+        count, members = Counter(), defaultdict(list)
         for call, lane_number, rank in np.stack([calls, lane[calls], self.rank[calls]], 1).tolist():
-            calls_of[lane_number][count[lane_number, rank]].append(call)
             count[lane_number, rank] += 1
-        return [list(turns.values()) for turns in calls_of.values()]
+            members[lane_number, count[lane_number, rank]].append(call)
+        return list(members.items())
 
 
 class _Pieces:
