@@ -22,7 +22,7 @@ import numpy as np
 from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
 from paralab.interpret.lines import Line, Step, Table, transfers
-from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, SENT, message_index
+from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, RECEIVED, SENT, message_index
 from paralab.interpret.memory import Kind
 from paralab.interpret.memory_samples import Effects, steps
 from paralab.interpret.outline_parts import Actions
@@ -200,11 +200,11 @@ class Deep:
                 after = work[key][position - 1] if work else inf
                 if ins.op == WAIT and ins.at == SEND:
                     to = (ins.peer - like) % self.plan.pp
-                    items.append(Item(walk.WAIT, 0, (SENT, to)))
+                    items.append(Item(walk.WAIT, 0, to))
                     continue
                 if ins.op == WAIT and ins.at == RECEIVE:
                     of = "x" if key[0] == "F" else "g", key[1], self.v
-                    items.append(Item(walk.WAIT, message_index(ARRIVAL, *of), ARRIVAL))
+                    items.append(Item(walk.WAIT, message_index(ARRIVAL, *of), RECEIVED))
                     continue
                 computes += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paralab.interpret.jobs import Begun, Order
-from paralab.interpret.listed import OP, Lists, Shape
+from paralab.interpret.listed import Lists, Shape
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK
 from paralab.parallel.lowering import Lowered, lowered
 from paralab.spec import Plan
@@ -102,7 +102,7 @@ def _graph(
     """
     rows = _rows.__wrapped__ if callable(sizes[0]) else _rows
     lists = Lists(rows(*sizes), *sizes[2:], shapes, kinds)
-    works, waits, calls, jobs = (lists.op == OP[op] for op in (WORK, WAIT, CALL, JOB))
+    works, waits, calls, jobs = (lists.op == op for op in (WORK, WAIT, CALL, JOB))
     predecessors, early = _jobs(lists, plan) if jobs.any() else ({}, [])
     waits[early] = False
     before, own = calls & (lists.before >= 0), calls & (lists.members == 0)
