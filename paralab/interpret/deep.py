@@ -21,11 +21,10 @@ import numpy as np
 
 from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
-from paralab.interpret.lines import Line, Step, Table, transfers
+from paralab.interpret.lines import Actions, Line, Step, Table, transfers
 from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, RECEIVED, SENT, message_index
 from paralab.interpret.memory import Kind
 from paralab.interpret.memory_samples import Effects, steps
-from paralab.interpret.outline_parts import Actions
 from paralab.interpret.resumed import costs_of_calls, share, work_until_wait
 from paralab.interpret.time import Times, walked
 from paralab.interpret.walk import Item

@@ -17,19 +17,51 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
-from paralab.interpret.outline_parts import Actions, Box
 from paralab.interpret.time import Times
-from paralab.interpret.traffic import Member
-from paralab.model.ops import Call
 from paralab.programs.instructions import CALL, COMPUTE, KINDS, MESSAGES, Instr
 from paralab.programs.tiers import kind_of, moved
 from paralab.report.intervals import union
 from paralab.report.tables import COPY_LANES
+from paralab.theory.order import CODE
 from paralab.theory.traffic import BOOKKEEPING
 
 SHORT = 1e-9  # as a share of the step; anything shorter is rounding error
 # A `Call`, or a copy between tiers as (lane, op, category, bytes); and the seconds it takes.
 Transfer = tuple[Any, float]
+
+
+class Actions(NamedTuple):
+    """The actions in a rank's list, in order, (n,) each. letter: as in `CODE`; first, last:
+    positions of the first and the last compute.
+    """
+
+    stage: np.ndarray
+    letter: np.ndarray
+    microbatch: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+    @property
+    def since(self) -> int:
+        """Where the earliest of the last actions begins; each stage has a last one per letter."""
+        _, at = np.unique((self.stage * len(CODE) + self.letter)[::-1], return_index=True)
+        return int(self.first[::-1][at].min())
+
+    @property
+    def after_all(self) -> int:
+        """Position of the first instruction after all actions."""
+        return int(self.last.max()) + 1
+
+
+class Box(NamedTuple):
+    """What is drawn, and belongs to no action."""
+
+    pp: int
+    lane: str
+    kind: str
+    start: float
+    end: float
+    cost: float
 
 
 class Table:
@@ -247,27 +279,6 @@ class Line:
             _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
             moved = moved + np.sum(own, 1) - twice
         return np.r_[moved, overlap(jobs, *work) if len(jobs) else np.zeros(2)]
-
-    def sums(self, costs: Costs) -> dict[tuple, list]:
-        """{(pipeline rank, columns of a row): [payload, bytes sent, seconds, begin of the first]}.
-
-        One row of the table of collectives, or of copies, sums all calls or copies of the rank that
-        agree in its columns.
-        """
-        plan, table = costs.plan, self.table
-        member = Member(costs.program, self.pp * plan.dp * plan.tp, costs.cluster.node_of)
-        count = np.bincount(self.symbol, minlength=len(table.code)).tolist()
-        first = np.zeros(len(count), int)
-        first[self.symbol[::-1]] = np.arange(len(self.symbol))[::-1]
-        sums: dict[tuple, list] = {}
-        for symbol in sorted(table.transfers, key=first.__getitem__):
-            for (what, seconds), each in table.transfers[symbol].items() if count[symbol] else ():
-                *row, payload, wire = member.row(what) if type(what) is Call else (*what, 0)
-                times, start = each * count[symbol], float(self.entered[first[symbol]])
-                sums_of_row = sums.setdefault((self.pp, *row), [0, 0, 0.0, start])
-                for at, amount in enumerate((payload, wire, seconds)):
-                    sums_of_row[at] += times * amount
-        return sums
 
 
 def transfers(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[Transfer]:
