@@ -95,7 +95,7 @@ class Deep:
 
     def step(self) -> Step:
         """Everything that happens in the step."""
-        graph, lines, actions = self.graph, [], []
+        graph, lines = self.graph, []
         moments = graph.moments(self.weights)
         for pp, (parts, table) in enumerate(zip(self.parts, self._tables(), strict=True)):
             symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
@@ -103,13 +103,13 @@ class Deep:
             at, node = graph.calls[pp]
             when = np.stack([moments[node] - parts.weights[symbol[at]], moments[node]], 1)
             waits = np.where(over > 0, end, -1.0)
-            lines.append(Line(pp, table, symbol, left, waits, at, when))
             letter, chunk, few, microbatch, begin = graph.actions[pp]
             first, last = begin + parts.ends[:, letter, chunk, few]
-            actions.append(Actions(chunk * self.plan.pp + pp, letter, microbatch, first, last))
+            actions = Actions(chunk * self.plan.pp + pp, letter, microbatch, first, last)
+            lines.append(Line(pp, table, symbol, left, waits, at, when, actions))
         kinds, effects = self.memory
         held = [effects[self.like[line.pp]].samples(line) for line in lines]
-        return Step(lines, actions, kinds, held, self.costs)
+        return Step(lines, kinds, held, self.costs)
 
     # ---- the instructions and their costs --------------------------------------------------------
     def _price(self, costs: Costs) -> None:

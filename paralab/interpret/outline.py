@@ -59,7 +59,7 @@ def outline(
     else:
         step = whole(compiled(spec, plan, optimizer=optimizer), cluster)
     names = ("communication", "communication hidden", "copies", "copies hidden")
-    moving = sum((line.moving(actions) for line, actions in step.ranks), np.zeros(4)) / plan.pp
+    moving = sum((line.moving for line in step.lines), np.zeros(4)) / plan.pp
     return tables(plan, step, steps), dict(zip(names, moving.tolist(), strict=True))
 
 
@@ -67,24 +67,25 @@ def whole(program: Program, cluster: Cluster) -> Step:
     """The step of a program that is not folded."""
     costs, ranks = Costs(program, cluster), range(len(program.codes))
     times = walked(program, costs)
-    lines, actions, held = [Line.of(times, pp) for pp in ranks], [], []
+    lines, held = [], []
     walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
     memories = (held for walk in walks for _, *both in walk for held in both)
     kinds = sorted({kind for held in memories for kind in held})
     device = np.array([tier == "device" for tier, _ in kinds])
-    for line, walk in zip(lines, walks, strict=True):
-        mine, last = actions_of(program, line.pp), np.array(times.last[line.pp])
+    for pp, walk in enumerate(walks):
+        mine, last = actions_of(program, pp), np.array(times.last[pp])
         first = np.r_[0, last[:-1] + 1]
-        actions.append(mine._replace(first=first[mine.first], last=last[mine.last]))
+        actions = mine._replace(first=first[mine.first], last=last[mine.last])
+        lines.append(line := Line.of(times, pp, actions))
         calls = ((at, pair) for at, pair in enumerate(line.table.code) if pair[0].lane)
-        line.table.transfers = {at: transfers(costs, line.pp, [pair]) for at, pair in calls}
+        line.table.transfers = {at: transfers(costs, pp, [pair]) for at, pair in calls}
         peaks, *both = zip(*walk, strict=True)
         tops, behind = (
             np.array([[held.get(kind, 0) for kind in kinds] for held in helds]) for helds in both
         )
         most, top, left = np.array(peaks[1:]), tops[1:].__getitem__, line.left[last]
         held.append(samples(behind, most, top, left, mine.last, device))
-    return Step(lines, actions, kinds, held, costs)
+    return Step(lines, kinds, held, costs)
 
 
 def actions_of(program: Program, pp: int) -> Actions:
@@ -145,14 +146,16 @@ def _add_sums(rows: dict[str, list[tuple]], costs: Costs, line: Line) -> None:
 
 
 def _spans(plan: Plan, step: Step) -> dict[str, Any]:
-    timed = [line.action_times(actions) for line, actions in step.ranks]
+    timed = [line.action_times for line in step.lines]
     start, end, cost, copies, after = map(np.concatenate, zip(*timed, strict=True))
-    stage, letter, microbatch, *_ = map(np.concatenate, zip(*step.actions, strict=True))
-    pp = np.repeat(np.arange(plan.pp), [len(actions.first) for actions in step.actions])
+    stage, letter, microbatch, *_ = map(
+        np.concatenate, zip(*(line.actions for line in step.lines), strict=True)
+    )
+    pp = np.repeat(np.arange(plan.pp), [len(line.actions.first) for line in step.lines])
     short, forward = SHORT * float(step.ends.max()), letter == F
     boxes = []
-    for line, actions in step.ranks:
-        boxes += line.boxes(actions.since, actions.after_all, short)
+    for line in step.lines:
+        boxes += line.boxes(short)
     # The time that an action adds up and copies is drawn as one box: at the end of a forward, and
     # at the beginning of a backward, because the pipeline begins with a forward's compute and ends
     # with a backward's.
