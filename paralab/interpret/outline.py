@@ -79,12 +79,11 @@ def whole(program: Program, cluster: Cluster) -> Step:
         lines.append(line := Line.of(times, pp, actions))
         calls = ((at, pair) for at, pair in enumerate(line.table.code) if pair[0].lane)
         line.table.transfers = {at: transfers(costs, pp, [pair]) for at, pair in calls}
-        peaks, *both = zip(*walk, strict=True)
+        _, *both = zip(*walk, strict=True)
         tops, behind = (
             np.array([[held.get(kind, 0) for kind in kinds] for held in helds]) for helds in both
         )
-        most, top, left = np.array(peaks[1:]), tops[1:].__getitem__, line.left[last]
-        held.append(samples(behind, most, top, left, mine.last, device))
+        held.append(samples(behind, tops[1:], line.left[last], mine.last, device))
     return Step(lines, kinds, held, costs)
 
 
