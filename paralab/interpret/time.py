@@ -17,7 +17,6 @@ from typing import NamedTuple
 from paralab.interpret.costs import Awaited, Compute, Cost, Costs
 from paralab.interpret.jobs import Order
 from paralab.interpret.resumed import share, work_until_wait
-from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Item, Rank, Walk, item
 from paralab.programs.instructions import Code, Instr
 from paralab.programs.names import Names
@@ -59,13 +58,12 @@ class Times(NamedTuple):
         return max(self.ends)
 
 
-def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
-    """When everything happens in one step; ``overlap=False``: as in serial.py.
+def time(program: Program, cluster: Cluster) -> Times:
+    """When everything happens in one step.
 
     Raises ValueError, which names the instruction that each rank waits at, if no rank can go on.
     """
-    costs = Costs(program, cluster)
-    return walked(program, costs if overlap else Serial(costs))
+    return walked(program, Costs(program, cluster))
 
 
 def spelled_out(
