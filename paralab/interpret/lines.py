@@ -9,7 +9,7 @@ lines of all pipeline ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -285,16 +285,19 @@ class Line:
         return np.r_[moved, overlap(jobs, *self.work) if len(jobs) else np.zeros(2)]
 
 
-def transfers(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[Transfer]:
-    """The calls and the copies between tiers that these instructions make, with their counts."""
-    counts: Counter[Transfer] = Counter()
-    for ins, cost in code:
-        if type(cost) is Posted:
-            for call in costs.calls.of(pp, ins):
-                counts[call, cost.seconds] += 1
-        elif type(cost) is Job and kind_of(ins) == "copy":
-            counts[(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
-    return counts
+def transfers(
+    costs: Costs, pp: int, code: Mapping[int, tuple[Instr, Cost | Times]]
+) -> dict[int, Counter[Transfer]]:
+    """The calls and the copies between tiers that each of these instructions stands for."""
+    found: dict[int, Counter[Transfer]] = {at: Counter() for at in code}
+    for at, whole in code.items():
+        for ins, cost in whole[1].lists[-1] if type(whole[1]) is Times else [whole]:
+            if type(cost) is Posted:
+                for call in costs.calls.of(pp, ins):
+                    found[at][call, cost.seconds] += 1
+            elif type(cost) is Job and kind_of(ins) == "copy":
+                found[at][(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
+    return found
 
 
 def overlap(

@@ -48,6 +48,16 @@ def samples(
     return [(moment, taken[moment]) for moment in sorted(taken)]
 
 
+def kinds_of(walks: Iterable[Iterable[tuple]]) -> list[Kind]:
+    """The kinds of memory in these walks; of an entry of a walk all but the first are `Held`."""
+    return sorted({kind for walk in walks for _, *helds in walk for held in helds for kind in held})
+
+
+def sizes_of(helds: Iterable[Held], kinds: Sequence[Kind]) -> Array:
+    """Bytes of every kind, (helds, kinds)."""
+    return np.array([[held.get(kind, 0) for kind in kinds] for held in helds])
+
+
 class Effects:
     """What the k instructions of a kind of rank's table do to memory; an action's effect stands at
     the index of its last instruction.
@@ -63,14 +73,12 @@ class Effects:
         self.device = np.array([tier == "device" for tier, _ in kinds])
         self.there, self.actions = np.zeros((2, k), bool)  # has an effect; is an action
         self.added, self.top = np.zeros((2, k, len(kinds)), int)
-        (_, start, *_), *rest = walk
-        self.before = np.array([start.get(kind, 0) for kind in kinds])
+        (_, *start), *rest = walk
+        self.before = sizes_of(start, kinds)[0]
         # A message stands in the list several times. All but the last have the effect of the first,
         # which is written last.
         for at, (key, *helds) in reversed(list(zip(symbols, rest, strict=True))):
-            before, most, behind = (
-                np.array([held.get(kind, 0) for kind in kinds]) for held in helds
-            )
+            before, most, behind = sizes_of(helds, kinds)
             self.added[at], self.top[at] = behind - before, most - before
             self.there[at], self.actions[at] = True, key[0] in CODE
 

@@ -30,7 +30,7 @@ from paralab.interpret.costs import Costs
 from paralab.interpret.deep import Deep
 from paralab.interpret.lines import SHORT, Actions, Box, Line, Step, transfers
 from paralab.interpret.memory import moments
-from paralab.interpret.memory_samples import samples
+from paralab.interpret.memory_samples import kinds_of, samples, sizes_of
 from paralab.interpret.spans import spans
 from paralab.interpret.time import walked
 from paralab.interpret.traffic import Member
@@ -69,20 +69,16 @@ def whole(program: Program, cluster: Cluster) -> Step:
     times = walked(program, costs)
     lines, held = [], []
     walks = [list(moments(program, pp, gloo=not cluster.gpus)) for pp in ranks]
-    memories = (held for walk in walks for _, *both in walk for held in both)
-    kinds = sorted({kind for held in memories for kind in held})
+    kinds = kinds_of(walks)
     device = np.array([tier == "device" for tier, _ in kinds])
     for pp, walk in enumerate(walks):
         mine, last = actions_of(program, pp), np.array(times.last[pp])
         first = np.r_[0, last[:-1] + 1]
         actions = mine._replace(first=first[mine.first], last=last[mine.last])
         lines.append(line := Line.of(times, pp, actions))
-        calls = ((at, pair) for at, pair in enumerate(line.table.code) if pair[0].lane)
-        line.table.transfers = {at: transfers(costs, pp, [pair]) for at, pair in calls}
+        line.table.transfers = transfers(costs, pp, dict(enumerate(line.table.code)))
         _, *both = zip(*walk, strict=True)
-        tops, behind = (
-            np.array([[held.get(kind, 0) for kind in kinds] for held in helds]) for helds in both
-        )
+        tops, behind = (sizes_of(helds, kinds) for helds in both)
         held.append(samples(behind, tops[1:], line.left[last], mine.last, device))
     return Step(lines, kinds, held, costs)
 
