@@ -21,7 +21,7 @@ Messages for checkpoints are no part of a step, and are not in the report's ledg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from math import prod
@@ -32,15 +32,15 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from paralab.interpret.pieces import Piece
+from paralab.interpret.pieces import Piece, pieces
 from paralab.ranks.failure import Refused
 from paralab.report import boxes, checkpoints
 
 
-def _held(pieces: Sequence[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes], Tensor]:
+def _held(kept: Iterable[Piece]) -> dict[tuple[str, boxes.Sizes, boxes.Sizes], Tensor]:
     """{(name in the checkpoint, offsets, sizes): values} of each piece of state on this rank."""
     held = {}
-    for piece in pieces:
+    for piece in kept:
         tensors = dict(piece.state)
         tensors["weight"] = tensors.pop("master", piece.weight)
         for kind, values in tensors.items():
@@ -92,8 +92,8 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
     the job ends, if it cannot create or publish the folder. The previous checkpoint stays intact.
     """
     rank, unpublished = dist.get_rank(), checkpoints.scratch(folder, step)
-    trainer.settle()
-    held = _held(trainer.pieces())
+    trainer.rank.settle()
+    held = _held(pieces(trainer.state))
 
     def gathered(mine: Any) -> list[Any]:
         by_rank = [None] * dist.get_world_size()
@@ -115,7 +115,7 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
         if failure := next((reason for *_, reason in files if reason), ""):
             raise OSError(failure)
         if rank == 0:
-            model, optimizer = trainer.model, trainer.optimizer_name
+            model, optimizer = trainer.model, trainer.state.optimizer.name
             about = {
                 "model": model.to_dict(),
                 "plan": trainer.plan.to_dict(),
@@ -124,9 +124,9 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
                 "seed": trainer.seed,
                 "global_batch": trainer.plan.global_batch,
                 "data": trainer.corpus.identity,
-                "clip_norm": trainer.clip_norm,
+                "clip_norm": trainer.state.clip_norm,
                 "step": step,
-                "counters": trainer.counters(),
+                "counters": trainer.state.counters(),
                 "files": {name: facts for name, facts, _ in files},
                 "tensors": boxes.index(checkpoints.shapes(model, optimizer), chain(*shares)),
             }
@@ -145,22 +145,22 @@ def save(trainer: Any, folder: Path, *, step: int) -> None:
 def load(trainer: Any, folder: str) -> None:
     """Give ``trainer`` the state stored in the checkpoint at ``folder``; every rank calls this.
 
-    trainer  its `pieces` are filled, then its `restored` is called, which recomputes whatever
-             follows from them (rounded weights, gathered buffers)
+    trainer  the `pieces` of its state are filled, then its `restored` is called, which recomputes
+             whatever follows from them (rounded weights, gathered buffers)
 
     Raises ``Refused``, which reaches the caller of `pl.run` as a ``ValueError``, if a file is
     damaged.
     """
     try:
         checkpoint = checkpoints.find(folder)
-        checkpoint.check_state(trainer.model, trainer.optimizer_name)
+        checkpoint.check_state(trainer.model, trainer.state.optimizer.name)
         for name in sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()]:
             if checkpoints.facts(checkpoint.folder / name) != checkpoint.files[name]:
                 why = "its content does not match its checksum"
                 checkpoints.damaged(checkpoint.folder / name, why)
         with ExitStack() as opened:
             files: dict[str, Any] = {}
-            for (name, offsets, sizes), values in _held(trainer.pieces()).items():
+            for (name, offsets, sizes), values in _held(pieces(trainer.state)).items():
                 for box in checkpoint.tensors[name].boxes:
                     if overlap := boxes.intersection(offsets, sizes, box):
                         if box.file not in files:

@@ -127,14 +127,14 @@ def _loaded(context: Any, model: pl.ModelSpec, plan: pl.Plan, folder: str) -> di
     trainer = Trainer(context, model, plan)
     checkpoint.load(trainer, folder)
     tensors = [(kind, piece.name, piece.offsets, np.array(values))
-               for piece in trainer.pieces()
+               for piece in pieces(trainer.state)
                for kind, values in {"weight": piece.weight, **piece.state}.items()]  # fmt: skip
     used = {
         "embedding.token.weight" if model.tied and name == "head.output.weight" else name: p.numpy()
         for value, unit in trainer.state.store.items() if value[0] == "w"
         for name, p in unit.views.items()
     }  # fmt: skip
-    return {"pieces": tensors, "used": used, "counters": trainer.counters()}
+    return {"pieces": tensors, "used": used, "counters": trainer.state.counters()}
 
 
 def assembled(parts: list[dict[str, Any]], model: pl.ModelSpec) -> dict[str, np.ndarray]:

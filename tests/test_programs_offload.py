@@ -384,8 +384,8 @@ def settled_between(context, jobs):
         for step in range(3):
             losses += trainer.step(step)
             for _ in range(2 * looks):  # twice is harmless
-                trainer.settle()
-        trainer.settle()
+                trainer.rank.settle()
+        trainer.rank.settle()
         found.append((losses, trainer.whole(), trainer.recorder.tables()["copies"]["step"]))
         trainer.host.close()
     return found

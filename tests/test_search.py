@@ -16,8 +16,10 @@ import pytest
 
 import paralab as pl
 from dry_offload import dry_host
+from paralab.interpret.costs import Costs
 from paralab.interpret.memory import memory
-from paralab.interpret.time import time
+from paralab.interpret.serial import Serial
+from paralab.interpret.time import walked
 from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.estimate import Estimate
@@ -377,9 +379,10 @@ def test_the_best_and_their_figures_are_those_of_compiled_programs():
             program = compiled(found.model, plan)
             peak = max(memory(program, pp).peak for pp in range(plan.pp))
             assert peak == found.memory[at] and found.fits[at] == (peak <= found.memory_limit)
-            both = (time(program, found.cluster, overlap=some).seconds for some in (True, False))
+            costs = Costs(program, found.cluster)
+            both = tuple(walked(program, some).seconds for some in (costs, Serial(costs)))
             shown = found.simulated[at], found.serial[at]
-            assert shown == pytest.approx(tuple(both), rel=1e-9)
+            assert shown == pytest.approx(both, rel=1e-9)
 
 
 @pytest.mark.parametrize("number", range(SEARCHES))

@@ -9,19 +9,26 @@ import pytest
 
 import paralab as pl
 from paralab.interpret.costs import Compute, Costs, Job, Posted
-from paralab.interpret.time import time
+from paralab.interpret.serial import Serial
+from paralab.interpret.time import Times, walked
 from paralab.interpret.totals import Totals
 from paralab.programs.compile import compiled
 from paralab.programs.fold import folds
 from paralab.programs.instructions import COMPUTE, SEND, WAIT, WORKERS
+from paralab.programs.program import Program
 from paralab.programs.space import space
 from test_search import LAPTOP, NODES, SLOW, SMALL, SPARING
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
 
+def timed(program: Program, cluster: pl.Cluster, *, overlap: bool = True) -> Times:
+    costs = Costs(program, cluster)
+    return walked(program, costs if overlap else Serial(costs))
+
+
 def seconds(plan: pl.Plan, cluster: pl.Cluster, *, overlap: bool = True) -> float:
-    return time(compiled(SMALL, plan), cluster, overlap=overlap).seconds
+    return timed(compiled(SMALL, plan), cluster, overlap=overlap).seconds
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,7 @@ def test_both_ends_of_a_message_pay_for_it():
     program = compiled(SMALL.replace(tied=False), pl.Plan(pp=2, microbatches=1))
     costs = Costs(program, LAPTOP)
     sent = next(costs.of(0, ins).seconds for ins in program.codes[0] if ins.op == SEND)
-    plain, serial = (time(program, LAPTOP, overlap=overlap).ends for overlap in (True, False))
+    plain, serial = (timed(program, LAPTOP, overlap=overlap).ends for overlap in (True, False))
     assert serial[0] == pytest.approx(plain[0] + sent, rel=1e-12) and sent > 1e-5
 
 

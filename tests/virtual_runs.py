@@ -98,7 +98,7 @@ def trained(machine: virtual_cuda.Machine, context: Any, job: Job) -> dict[str, 
         settings = {"optimizer": "sgd", "lr": 0.5, "offload_folder": folder, **job.settings}
         trainer = Trainer(context, job.model, job.plan, **settings)
         losses = [trainer.step(step) for step in range(job.steps)]
-        trainer.settle()
+        trainer.rank.settle()
         if trainer.host is not None:
             trainer.host.close()
     tables = trainer.recorder.tables()

@@ -21,11 +21,10 @@ import numpy as np
 
 from paralab.interpret import pipeline, walk
 from paralab.interpret.costs import AWAITED, Compute, Cost, Costs
-from paralab.interpret.lines import Line, Step, Table, transfers
-from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, SENT, message_index
+from paralab.interpret.lines import Actions, Line, Step, Table, transfers
+from paralab.interpret.listed import ARRIVAL, MESSAGE_OPS, RECEIVED, SENT, message_index
 from paralab.interpret.memory import Kind
-from paralab.interpret.memory_samples import Effects, steps
-from paralab.interpret.outline_parts import Actions
+from paralab.interpret.memory_samples import Effects, kinds_of, steps
 from paralab.interpret.resumed import costs_of_calls, share, work_until_wait
 from paralab.interpret.time import Times, walked
 from paralab.interpret.walk import Item
@@ -96,7 +95,7 @@ class Deep:
 
     def step(self) -> Step:
         """Everything that happens in the step."""
-        graph, lines, actions = self.graph, [], []
+        graph, lines = self.graph, []
         moments = graph.moments(self.weights)
         for pp, (parts, table) in enumerate(zip(self.parts, self._tables(), strict=True)):
             symbol, left, over = graph.symbol[pp], moments[graph.left[pp]], graph.over[pp]
@@ -104,13 +103,13 @@ class Deep:
             at, node = graph.calls[pp]
             when = np.stack([moments[node] - parts.weights[symbol[at]], moments[node]], 1)
             waits = np.where(over > 0, end, -1.0)
-            lines.append(Line(pp, table, symbol, left, waits, at, when))
             letter, chunk, few, microbatch, begin = graph.actions[pp]
             first, last = begin + parts.ends[:, letter, chunk, few]
-            actions.append(Actions(chunk * self.plan.pp + pp, letter, microbatch, first, last))
+            actions = Actions(chunk * self.plan.pp + pp, letter, microbatch, first, last)
+            lines.append(Line(pp, table, symbol, left, waits, at, when, actions))
         kinds, effects = self.memory
         held = [effects[self.like[line.pp]].samples(line) for line in lines]
-        return Step(lines, actions, kinds, held, self.costs)
+        return Step(lines, kinds, held, self.costs)
 
     # ---- the instructions and their costs --------------------------------------------------------
     def _price(self, costs: Costs) -> None:
@@ -124,7 +123,7 @@ class Deep:
         shapes: dict[tuple, int] = {}
         kinds = []
         for pp, like in enumerate(self.like):
-            name = like, last[pp], *(costs.reach(pp, lane) for lane in self._lanes[like])
+            name = like, last[pp], *(costs.reach(pp, lane) for lane in self._lanes)
             if name not in known:
                 parts = self._parts(pp, like, last[pp])
                 shape = tuple((key, tuple(items)) for key, items in parts.shape.items())
@@ -142,18 +141,14 @@ class Deep:
         self.weights = np.concatenate([[0.0, posting], *(parts.weights for parts in self.parts)])
 
     @cached_property
-    def _lanes(self) -> dict[int, list[str]]:
-        """The lanes of the collectives that ranks of each kind take part in; messages between
-        stages have lanes of their own.
-        """
-        lanes = {}
+    def _lanes(self) -> list[str]:
+        """The lanes of all collectives; messages between stages have lanes of their own."""
+        lanes = set()
         for like, folded in self.lists.items():
-            code = list(chain.from_iterable(folded.code_of.values()))
-            axes = {ins.lane for ins in code} - WORKERS - {"", "pp"}
-            for ins in {ins[:2]: ins for ins in code if not ins.lane}.values():
-                axes |= {call.axis for call in self.costs.calls.of(like, ins)}
-            lanes[like] = sorted(axes)
-        return lanes
+            for ins in chain.from_iterable(folded.code_of.values()):
+                calls = self.costs.calls.of(like, ins) if ins.op in COMPUTE else ()
+                lanes |= {ins.lane, *(call.axis for call in calls)}
+        return sorted(lanes - WORKERS - {"", "pp"})
 
     def _messages(self, pp: int) -> Iterator[tuple[int, int, Instr, Cost]]:
         """(index in the table, index of its WAIT, instruction, cost) of each SEND and RECEIVE."""
@@ -200,11 +195,11 @@ class Deep:
                 after = work[key][position - 1] if work else inf
                 if ins.op == WAIT and ins.at == SEND:
                     to = (ins.peer - like) % self.plan.pp
-                    items.append(Item(walk.WAIT, 0, (SENT, to)))
+                    items.append(Item(walk.WAIT, 0, to))
                     continue
                 if ins.op == WAIT and ins.at == RECEIVE:
                     of = "x" if key[0] == "F" else "g", key[1], self.v
-                    items.append(Item(walk.WAIT, message_index(ARRIVAL, *of), ARRIVAL))
+                    items.append(Item(walk.WAIT, message_index(ARRIVAL, *of), RECEIVED))
                     continue
                 computes += [len(items)] * (ins.op in COMPUTE)
                 if len(run) > 1 or type(cost) is Compute and cost.inside:
@@ -232,17 +227,10 @@ class Deep:
         for pp, parts in enumerate(self.parts):
             if id(parts.code) not in tables:
                 shared = tables[id(parts.code)] = Table(parts.code, parts.awaited)
-                bodies = (
-                    cost.lists[-1] if type(cost) is Times else [(ins, cost)]
-                    for ins, cost in parts.code
-                )
-                shared.transfers = {
-                    at: transfers(self.costs, pp, body) for at, body in enumerate(bodies)
-                }
+                shared.transfers = transfers(self.costs, pp, dict(enumerate(parts.code)))
             table = copy(tables[id(parts.code)])
-            table.transfers = table.transfers.copy()
-            for at, _, *message in self._messages(pp):
-                table.transfers[at] = transfers(self.costs, pp, [message])
+            messages = {at: tuple(message) for at, _, *message in self._messages(pp)}
+            table.transfers = table.transfers | transfers(self.costs, pp, messages)
             yield table
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -251,11 +239,9 @@ class Deep:
         """The kinds of memory, and what each kind of rank's instructions do to them."""
         gloo = not self.cluster.gpus
         walks = {like: list(steps(folded, gloo)) for like, folded in self.lists.items()}
-        every_step = chain.from_iterable(walks.values())
-        kinds = sorted({kind for _, *moments in every_step for held in moments for kind in held})
-        sizes = {like: len(self.parts[like].weights) for like in walks}
+        kinds = kinds_of(walks.values())
         return kinds, {
-            like: Effects(walk, self._symbols(like, walk), sizes[like], kinds)
+            like: Effects(walk, self._symbols(like, walk), len(self.parts[like].weights), kinds)
             for like, walk in walks.items()
         }
 

@@ -9,7 +9,7 @@ lines of all pipeline ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,19 +17,46 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paralab.interpret.costs import Compute, Cost, Costs, Job, Posted
-from paralab.interpret.outline_parts import Actions, Box
 from paralab.interpret.time import Times
-from paralab.interpret.traffic import Member
-from paralab.model.ops import Call
 from paralab.programs.instructions import CALL, COMPUTE, KINDS, MESSAGES, Instr
 from paralab.programs.tiers import kind_of, moved
 from paralab.report.intervals import union
 from paralab.report.tables import COPY_LANES
+from paralab.theory.order import CODE
 from paralab.theory.traffic import BOOKKEEPING
 
 SHORT = 1e-9  # as a share of the step; anything shorter is rounding error
 # A `Call`, or a copy between tiers as (lane, op, category, bytes); and the seconds it takes.
 Transfer = tuple[Any, float]
+
+
+class Actions(NamedTuple):
+    """The actions in a rank's list, in order, (n,) each. letter: as in `CODE`; first, last:
+    positions of the first and the last compute.
+    """
+
+    stage: np.ndarray
+    letter: np.ndarray
+    microbatch: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+    @property
+    def since(self) -> int:
+        """Where the earliest of the last actions begins; each stage has a last one per letter."""
+        _, at = np.unique((self.stage * len(CODE) + self.letter)[::-1], return_index=True)
+        return int(self.first[::-1][at].min())
+
+
+class Box(NamedTuple):
+    """What is drawn, and belongs to no action."""
+
+    pp: int
+    lane: str
+    kind: str
+    start: float
+    end: float
+    cost: float
 
 
 class Table:
@@ -101,7 +128,9 @@ class Line:
     over           when a WAIT itself ends (the work that belongs to it follows); negative for other
                    instructions, and for a WAIT whose job an earlier WAIT has shown to be over
     calls, when    positions of the c calls and jobs (c,), and their (start, end) in flight (c, 2)
+    actions        the actions in the list; of the list of a composite CALL one, all of it
     waits          whether it is a WAIT; computes, works, summed, idle: the table's columns
+    inside         whether it lies inside an action, before its last compute
     """
 
     pp: int
@@ -111,15 +140,20 @@ class Line:
     over: np.ndarray
     calls: np.ndarray
     when: np.ndarray
+    actions: Actions
 
     def __post_init__(self) -> None:
         table, symbol = self.table, self.symbol
         self.entered, self.waits = np.r_[0.0, self.left[:-1]], self.over >= 0.0
         self.computes, self.works = table.computes[symbol], table.works[symbol]
         self.summed, self.idle = table.summed[symbol] * self.waits, table.idle[symbol]
+        edges = np.zeros(len(symbol), int)
+        np.add.at(edges, self.actions.first, 1)
+        np.add.at(edges, self.actions.last, -1)
+        self.inside = edges.cumsum() > 0
 
     @classmethod
-    def of(cls, times: Times, pp: int) -> Line:
+    def of(cls, times: Times, pp: int, actions: Actions | None = None) -> Line:
         """The line of a rank that walk.py has timed; each instruction has an index of its own."""
         code, left, waits, calls = (
             by_rank[pp] for by_rank in (times.lists, times.left, times.waits, times.calls)
@@ -129,7 +163,10 @@ class Line:
         for at, (_, end) in waits.items():
             over[at] = max(left[at - 1], end)
         in_flight = np.array(list(calls), int), np.array(list(calls.values())).reshape(-1, 2)
-        return cls(pp, table, np.arange(len(code)), np.array(left), over, *in_flight)
+        if actions is None:
+            works = np.flatnonzero(table.works)
+            actions = Actions(*np.zeros((3, 1), int), works[:1], works[-1:])
+        return cls(pp, table, np.arange(len(code)), np.array(left), over, *in_flight, actions)
 
     @property
     def end(self) -> float:
@@ -147,22 +184,19 @@ class Line:
     @property
     def as_composite(self) -> tuple[float, ...]:
         """`Table.idle`, ``copied``, ``inner``, ``hidden`` of a CALL that stands for this list."""
-        works = np.flatnonzero(self.works)
-        in_flight = overlap(self.in_flight[0], *self.work(self.waits))
-        return (self.idled.sum(), self.copies(works[:1], works[-1:]).sum(), *in_flight)
+        return (self.idled.sum(), self.copies.sum(), *overlap(self.in_flight[0], *self.work))
 
     # ---- compute ---------------------------------------------------------------------------------
-    def action_times(self, actions: Actions) -> tuple[np.ndarray, ...]:
+    @property
+    def action_times(self) -> tuple[np.ndarray, ...]:
         """(start, end, cost, copied, copied after) of each action, in seconds, (actions,) each.
 
         cost          end - start, less the time that the rank is idle in between
         copied        the part of ``cost`` in which the rank adds up and copies
         copied after  the same between this action and the next
         """
-        first, last = actions.first, actions.last
-        idled, copies = (
-            np.r_[0.0, seconds.cumsum()] for seconds in (self.idled, self.copies(first, last))
-        )
+        first, last = self.actions.first, self.actions.last
+        idled, copies = (np.r_[0.0, seconds.cumsum()] for seconds in (self.idled, self.copies))
         start, end = self.begins[first], self.left[last]
         cost = end - start - idled[last + 1] + idled[first]
         after = np.append(copies[first[1:]] - copies[last[:-1] + 1], np.zeros(min(len(last), 1)))
@@ -173,28 +207,30 @@ class Line:
         """Seconds of each instruction in which the rank is idle."""
         return self.idle + self.waits * (self.over - self.entered)
 
-    def copies(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    @cached_property
+    def copies(self) -> np.ndarray:
         """Seconds of each instruction in which the rank adds up what it received, or, outside the
         actions, copies. A copy between an action's first and last compute belongs to the action
         (spans.py).
         """
         copied = self.table.copied[self.symbol] + self.summed
-        outside = self.computes & ~self.works & ~in_actions(first, last, len(self.left))
+        outside = self.computes & ~self.works & ~self.inside
         return np.where(outside, self.left - self.begins, copied)
 
-    def work(self, waits: np.ndarray) -> np.ndarray:
+    @cached_property
+    def work(self) -> np.ndarray:
         """(begin, end, seconds of work) of all compute, and of the packing and posting that comes
-        before these waits, which are inside actions; (3, intervals).
+        before waits inside actions; (3, intervals).
         """
-        which = self.computes | waits
+        which = self.computes | self.waits & self.inside
         start, end = self.begins, np.where(self.computes, self.left, self.entered)
         return np.stack([start, end, end - start - self.idle * self.computes])[:, which]
 
-    def boxes(self, since: int, after_all: int, short: float) -> list[Box]:
-        """The boxes to draw that belong to no action: what the rank computes from instruction
-        ``after_all`` on; the calls and copies begun from instruction ``since`` on, but for those of
-        tensor parallelism and between stages; and all that the host computes. Boxes of ``short``
-        seconds or less are left out.
+    def boxes(self, short: float) -> list[Box]:
+        """The boxes to draw that belong to no action: what the rank computes after all actions; the
+        calls and copies begun since the earliest of the last actions, but for those of tensor
+        parallelism and between stages; and all that the host computes. Boxes of ``short`` seconds
+        or less are left out.
         """
         boxes: list[Box] = []
 
@@ -204,7 +240,7 @@ class Line:
             elif end - start > short:
                 boxes.append(Box(self.pp, "compute", kind, start, end, end - start))
 
-        for at in range(after_all, len(self.left)):
+        for at in range(int(self.actions.last.max()) + 1, len(self.left)):
             ins, cost = self.table.code[self.symbol[at]]
             if type(cost) is Compute:
                 kind = KINDS.get(ins.op, "copy")
@@ -214,7 +250,7 @@ class Line:
         drawn = np.array([lane is not None for lane in self.table.lane], bool)
         host = np.array([ins.lane == "host" for ins, _ in self.table.code], bool)
         symbols = self.symbol[self.calls]
-        chosen = drawn[symbols] & (host[symbols] | (self.calls >= since))
+        chosen = drawn[symbols] & (host[symbols] | (self.calls >= self.actions.since))
         lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for symbol, when in zip(symbols[chosen].tolist(), self.when[chosen].tolist(), strict=True):
             lanes.setdefault(self.table.lane[symbol], []).append(tuple(when))
@@ -233,61 +269,35 @@ class Line:
         flight = self.table.flight[self.symbol[self.calls]]
         return self.when[flight == 1], self.when[flight == 2]
 
-    def moving(self, actions: Actions) -> np.ndarray:
+    @property
+    def moving(self) -> np.ndarray:
         """(seconds with calls in flight, of these while the rank works, seconds with copies between
         tiers in flight, of these while it works), (4,).
         """
         calls, jobs = self.in_flight
-        work = self.work(self.waits & in_actions(actions.first, actions.last, len(self.left)))
-        moved = overlap(calls, *work)
+        moved = overlap(calls, *self.work)
         composite = self.table.seconds[self.symbol] > 0.0
         if composite.any():  # their own calls, but for the time in which others are in flight
             symbol, end = self.symbol[composite], self.left[composite]
             own = self.table.inner[symbol], self.table.hidden[symbol]
             _, *twice = overlap(calls, end - self.table.seconds[symbol], end, *own)
             moved = moved + np.sum(own, 1) - twice
-        return np.r_[moved, overlap(jobs, *work) if len(jobs) else np.zeros(2)]
-
-    def sums(self, costs: Costs) -> dict[tuple, list]:
-        """{(pipeline rank, columns of a row): [payload, bytes sent, seconds, begin of the first]}.
-
-        One row of the table of collectives, or of copies, sums all calls or copies of the rank that
-        agree in its columns.
-        """
-        plan, table = costs.plan, self.table
-        member = Member(costs.program, self.pp * plan.dp * plan.tp, costs.cluster.node_of)
-        count = np.bincount(self.symbol, minlength=len(table.code)).tolist()
-        first = np.zeros(len(count), int)
-        first[self.symbol[::-1]] = np.arange(len(self.symbol))[::-1]
-        sums: dict[tuple, list] = {}
-        for symbol in sorted(table.transfers, key=first.__getitem__):
-            for (what, seconds), each in table.transfers[symbol].items() if count[symbol] else ():
-                *row, payload, wire = member.row(what) if type(what) is Call else (*what, 0)
-                times, start = each * count[symbol], float(self.entered[first[symbol]])
-                sums_of_row = sums.setdefault((self.pp, *row), [0, 0, 0.0, start])
-                for at, amount in enumerate((payload, wire, seconds)):
-                    sums_of_row[at] += times * amount
-        return sums
+        return np.r_[moved, overlap(jobs, *self.work) if len(jobs) else np.zeros(2)]
 
 
-def transfers(costs: Costs, pp: int, code: Iterable[tuple[Instr, Cost]]) -> Counter[Transfer]:
-    """The calls and the copies between tiers that these instructions make, with their counts."""
-    counts: Counter[Transfer] = Counter()
-    for ins, cost in code:
-        if type(cost) is Posted:
-            for call in costs.calls.of(pp, ins):
-                counts[call, cost.seconds] += 1
-        elif type(cost) is Job and kind_of(ins) == "copy":
-            counts[(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
-    return counts
-
-
-def in_actions(first: np.ndarray, last: np.ndarray, n: int) -> np.ndarray:
-    """Which of n instructions lie inside an action, before its last one, (n,)."""
-    edges = np.zeros(n, int)
-    np.add.at(edges, first, 1)
-    np.add.at(edges, last, -1)
-    return edges.cumsum() > 0
+def transfers(
+    costs: Costs, pp: int, code: Mapping[int, tuple[Instr, Cost | Times]]
+) -> dict[int, Counter[Transfer]]:
+    """The calls and the copies between tiers that each of these instructions stands for."""
+    found: dict[int, Counter[Transfer]] = {at: Counter() for at in code}
+    for at, whole in code.items():
+        for ins, cost in whole[1].lists[-1] if type(whole[1]) is Times else [whole]:
+            if type(cost) is Posted:
+                for call in costs.calls.of(pp, ins):
+                    found[at][call, cost.seconds] += 1
+            elif type(cost) is Job and kind_of(ins) == "copy":
+                found[at][(ins.lane, *moved(costs.program, ins, pp)), cost.seconds] += 1
+    return found
 
 
 def overlap(
@@ -316,14 +326,13 @@ def overlap(
 class Step(NamedTuple):
     """A timed step of all pipeline ranks.
 
-    lines, actions  per rank its list of instructions, and the actions in it
-    kinds           the kinds of memory, (tier, category)
-    held            per rank samples (moment, bytes of every kind), the peaks among them
-    costs           the costs with which the lists were timed
+    lines  per rank its list of instructions
+    kinds  the kinds of memory, (tier, category)
+    held   per rank samples (moment, bytes of every kind), the peaks among them
+    costs  the costs with which the lists were timed
     """
 
     lines: list[Line]
-    actions: list[Actions]
     kinds: list[tuple[str, str]]
     held: list[list[tuple[float, np.ndarray]]]
     costs: Costs
@@ -332,7 +341,3 @@ class Step(NamedTuple):
     def ends(self) -> np.ndarray:
         """When each rank's step ends, in seconds."""
         return np.array([line.end for line in self.lines])
-
-    @property
-    def ranks(self) -> list[tuple[Line, Actions]]:
-        return list(zip(self.lines, self.actions, strict=True))

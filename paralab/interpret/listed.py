@@ -8,7 +8,7 @@ assembles all lists from their pieces at once, and finds the call that each WAIT
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,8 @@ from paralab.theory.order import CODE, B, F
 # The WAITs of messages: for a SEND between actions, for a RECEIVE inside the action that needs it.
 SENT, ARRIVAL = "SENT", "ARRIVAL"
 MESSAGE_OPS = (instructions.SEND, RECEIVE, SENT, ARRIVAL)
-OP = {WORK: 0, WAIT: 1, CALL: 2, JOB: 3}
-# Stand for the name of a call until `Lists` knows the message: RECEIVED for the message itself,
-# LEFT for the rank that it is sent to.
+# Names of an item until `Lists` knows the message: RECEIVED stands for the message itself, LEFT for
+# the rank that it is sent to, and a WAIT between actions is named by the distance of that rank.
 RECEIVED, LEFT = -1, -2
 
 Shape = tuple[tuple[Any, tuple[Item, ...]], ...]  # per action of a kind of rank, and END, its items
@@ -46,7 +45,7 @@ class Lists:
                in the rank's table (-1: none), and each rank numbers its lanes apart        (n,)
     waits, of  positions of the WAITs, and of the call or job that each is for
     sends, receives  positions of the two ends of each message, in the same order
-    met        collectives of several pipeline ranks: per lane, in order, the members' calls
+    met        collectives of several pipeline ranks: (lane, number on it), the members' calls
     actions    per rank the rows letter, chunk, number among the FEW micro-batches, micro-batch and
                first instruction, with a column per action
     sizes      of the ranks' tables
@@ -74,7 +73,7 @@ class Lists:
 
         # A RECEIVE is named by its message. A SEND is named by the rank that it is sent to, because
         # at most one message to each rank is in flight.
-        calls, into, out = self.op == OP[CALL], name == RECEIVED, name == LEFT
+        calls, into, out = self.op == CALL, name == RECEIVED, name == LEFT
         back = np.where(rows.kind < SEND, rows.kind != F, rows.what == B)[step]
         stage = rows.stage[step] + (out & calls) * (1 - 2 * back)
         message = (back * pp * v + stage) * m + rows.microbatch[step]
@@ -92,27 +91,27 @@ class Lists:
         fields = np.vstack([fields[:, steps[action]], (begin - self.first[ranks])[action]])
         self.actions = [fields[:, ranks[action] == r] for r in range(pp)]
 
-    def of_rank(self, r: int, ops: Iterable[str]) -> Iterator[tuple[int, Item]]:
+    def of_rank(self, r: int, ops: Sequence[int]) -> Iterator[tuple[int, Item]]:
         """(position, item) of every instruction of a rank's list that is one of these ops."""
         items, at = self._items
         mine = np.arange(self.first[r], self.first[r + 1])
-        for position in mine[np.isin(self.op[mine], [OP[op] for op in ops])].tolist():
+        for position in mine[np.isin(self.op[mine], ops)].tolist():
             yield position, items[at[position]]
 
     def _match(self, name: np.ndarray) -> None:
         """Set `waits` and `of`: a WAIT is for the latest call or job that has its name."""
-        named = np.flatnonzero(self.op != OP[WORK])
+        named = np.flatnonzero(self.op != WORK)
         named = named[np.argsort(name[named], kind="stable")]
-        waits = self.op[named] == OP[WAIT]
+        waits = self.op[named] == WAIT
         begun = named[np.maximum.accumulate(np.where(waits, 0, np.arange(len(named))))]
         self.waits, self.of = named[waits], begun[waits]
 
-    def _met(self, calls: np.ndarray, lane: np.ndarray) -> list[list[list[int]]]:
-        count, calls_of = Counter(), defaultdict(lambda: defaultdict(list))
+    def _met(self, calls: np.ndarray, lane: np.ndarray) -> list[tuple[tuple, list[int]]]:
+        count, members = Counter(), defaultdict(list)
         for call, lane_number, rank in np.stack([calls, lane[calls], self.rank[calls]], 1).tolist():
-            calls_of[lane_number][count[lane_number, rank]].append(call)
             count[lane_number, rank] += 1
-        return [list(turns.values()) for turns in calls_of.values()]
+            members[lane_number, count[lane_number, rank]].append(call)
+        return list(members.items())
 
 
 class _Pieces:
@@ -122,7 +121,7 @@ class _Pieces:
     items, columns  the instructions, piece after piece, as `Item`s; and the rows op, takes, before,
                     members, name and lane
     begin, size     first instruction and length of each piece; ``each``: pieces of a kind of rank
-    names, lanes    how many there are; the first names are those of SENT, by distance of the rank
+    names, lanes    how many there are; the first are the distances of ranks
     tables          size of the table of each kind
     """
 
@@ -137,23 +136,18 @@ class _Pieces:
         lanes: dict[Any, int] = defaultdict(lambda: len(lanes))
 
         def name(item: Item) -> int:
-            if item.op == WORK or item.name in (RECEIVED, LEFT):
+            if item.op == WORK or isinstance(item.name, int):
                 return item.name or 0
-            if item.name == ARRIVAL:
-                return RECEIVED
-            if item.name[0] == SENT:
-                return item.name[1]
             return names[item.name.writes if item.op == JOB else item.name]
 
         def row(item: Item) -> tuple[int, ...]:
             before = -1 if item.before is None else item.before
-            return OP[item.op], item.takes, before, item.members, name(item), lanes[item.lane]
+            return item.op, item.takes, before, item.members, name(item), lanes[item.lane]
 
         self.columns = np.array([row(item) for item in self.items]).T
         self.names, self.lanes = pp + len(names), len(lanes)
-        most = self.columns[1:3].max(0)
-        ends = np.cumsum([sum(map(len, kind)) for kind in kinds])
-        self.tables = 1 + np.array([indices.max() for indices in np.split(most, ends[:-1])])
+        most = ([max(i.takes, i.before or 0) for piece in kind for i in piece] for kind in kinds)
+        self.tables = 1 + np.array(list(map(max, most)))
 
     def _of(self, shape: dict[Any, tuple[Item, ...]]) -> list[tuple[Item, ...]]:
         """The pieces of a kind of rank: actions, receives, each first send to a rank, later sends,

@@ -74,9 +74,7 @@ def memory(program: Program, rank: int = 0, *, index: int = 0, gloo: bool = True
 
 def peak(program: Program, rank: int = 0, *, gloo: bool = True) -> int:
     """`memory`'s ``peak`` alone, in less time."""
-    weighed = _Rank(program, rank, 0, gloo)
-    weighed.held = None
-    return weighed.whole()
+    return _Rank(program, rank, 0, gloo).whole()
 
 
 def moments(
@@ -94,7 +92,9 @@ def moments(
     """
     weighed = _Rank(program, rank, index, gloo)
     yield weighed.total, dict(weighed.now), dict(weighed.now)
-    for _, last in zip(weighed.walk(), repeat(True) if ends is None else ends, strict=False):
+    last_of_group = repeat(True) if ends is None else ends
+    for ins, last in zip(program.codes[rank], last_of_group, strict=False):
+        weighed.step(ins)
         if last:
             yield weighed.peak, weighed.held, dict(weighed.now)
             weighed.peak = -1
@@ -109,7 +109,7 @@ class _Rank:
     """The memory of a rank while its list is followed, and at the peak so far.
 
     now    {(tier, category): bytes}; ``total``: bytes of these on the device
-    held   {(tier, category): bytes} at the peak; None: not recorded
+    held   {(tier, category): bytes} at the peak
     most   {(tier, category): bytes} at each category's own peak; None: not recorded
     alive  {value: (kind, bytes of its own, names and bytes of the storages that it shares)}
     refs   {(name, micro-batch): [holders, bytes, kind]} of the shared storages
@@ -121,7 +121,7 @@ class _Rank:
         self.insides = insides(program.model, cuts(program.plan), gloo)
         self.now: dict[Kind, int] = {}
         self.total, self.peak = 0, -1
-        self.held: dict[Kind, int] | None = {}
+        self.held: dict[Kind, int] = {}
         self.most: dict[Kind, int] | None = None
         self.alive: dict[Value, tuple[Kind, int, tuple[tuple[Name, int], ...]]] = {}
         self.refs: dict[tuple[Name, int], list] = {}
@@ -175,19 +175,17 @@ class _Rank:
     def whole(self) -> int:
         """Go through the step. Returns its peak, which may be at its begin."""
         self.look(NOTHING)
-        for _ in self.walk():
-            pass
-        return self.peak
-
-    def walk(self) -> Iterator[None]:
-        """Yields after each instruction."""
         for ins in self.program.codes[self.rank]:
             self.step(ins)
-            for value in ins.frees:
-                self.died(value)
-            yield
+        return self.peak
 
     def step(self, ins: Instr) -> None:
+        """Follow an instruction, and its frees."""
+        self.enter(ins)
+        for value in ins.frees:
+            self.died(value)
+
+    def enter(self, ins: Instr) -> None:
         """Everything that an instruction does, except for its frees."""
         op = ins.op
         if op in COMPUTE:
@@ -238,11 +236,9 @@ class _Rank:
         now, most = self.now, self.most
         top = self.total + inside.activations + inside.workspace + inside.buffers
         if top > self.peak:
-            self.peak = top
-            if self.held is not None:
-                self.held = dict(now)
-                for kind, size in zip((ACTIVATIONS, WORKSPACE, BUFFERS), inside, strict=False):
-                    self.held[kind] = now.get(kind, 0) + size
+            self.peak, self.held = top, dict(now)
+            for kind, size in zip((ACTIVATIONS, WORKSPACE, BUFFERS), inside, strict=False):
+                self.held[kind] = now.get(kind, 0) + size
         if most is None:
             return
         for kind, size in now.items():

@@ -7,7 +7,7 @@ along the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, pairwise
 from typing import Any
 
@@ -25,14 +25,13 @@ Step = tuple[Any, Held, Held, Held]  # key of an action or message; memory befor
 
 
 def samples(
-    behind: Array, most: Array, top: Callable, leave: Array, actions: Array, device: Array
+    behind: Array, tops: Array, leave: Array, actions: Array, device: Array
 ) -> list[tuple[float, Array]]:
     """(moment, bytes of every kind) of a rank: at the start of the step, after some actions, at the
     peak of the device and of the other tiers, and at the end.
 
     behind   bytes of every kind before the first instruction and after each        (1 + n, kinds)
-    most     bytes on the device at the peak of each instruction                              (n,)
-    top      function from an instruction's position to bytes of every kind at that peak
+    tops     the same at the peak of each instruction                                   (n, kinds)
     leave    when the rank goes on to the next instruction                                    (n,)
     actions  positions of each action's last instruction
     device   whether a kind is on the device                                              (kinds,)
@@ -40,16 +39,23 @@ def samples(
     before, behind = behind[0], behind[1:]
     chosen = actions[np.unique(np.linspace(0, len(actions) - 1, SAMPLES).astype(int))]
     taken = {0.0: before} | {float(leave[at]): behind[at] for at in chosen.tolist()}
-    other = behind[:, ~device].sum(1)
-    for sizes, held, first in (
-        (most, top, before[device].sum()),
-        (other, behind.__getitem__, before[~device].sum()),
-    ):
-        at = int(sizes.argmax())
-        if sizes[at] > first:
-            taken[float((leave[at] + (leave[at - 1] if at else 0.0)) / 2)] = held(at)
+    for sizes, tier in ((tops, device), (behind, ~device)):
+        held = sizes[:, tier].sum(1)
+        at = int(held.argmax())
+        if held[at] > before[tier].sum():
+            taken[float((leave[at] + (leave[at - 1] if at else 0.0)) / 2)] = sizes[at]
     taken[float(leave[-1])] = behind[-1]
     return [(moment, taken[moment]) for moment in sorted(taken)]
+
+
+def kinds_of(walks: Iterable[Iterable[tuple]]) -> list[Kind]:
+    """The kinds of memory in these walks; of an entry of a walk all but the first are `Held`."""
+    return sorted({kind for walk in walks for _, *helds in walk for held in helds for kind in held})
+
+
+def sizes_of(helds: Iterable[Held], kinds: Sequence[Kind]) -> Array:
+    """Bytes of every kind, (helds, kinds)."""
+    return np.array([[held.get(kind, 0) for kind in kinds] for held in helds])
 
 
 class Effects:
@@ -67,14 +73,12 @@ class Effects:
         self.device = np.array([tier == "device" for tier, _ in kinds])
         self.there, self.actions = np.zeros((2, k), bool)  # has an effect; is an action
         self.added, self.top = np.zeros((2, k, len(kinds)), int)
-        (_, start, *_), *rest = walk
-        self.before = np.array([start.get(kind, 0) for kind in kinds])
+        (_, *start), *rest = walk
+        self.before = sizes_of(start, kinds)[0]
         # A message stands in the list several times. All but the last have the effect of the first,
         # which is written last.
         for at, (key, *helds) in reversed(list(zip(symbols, rest, strict=True))):
-            before, most, behind = (
-                np.array([held.get(kind, 0) for kind in kinds]) for held in helds
-            )
+            before, most, behind = sizes_of(helds, kinds)
             self.added[at], self.top[at] = behind - before, most - before
             self.there[at], self.actions[at] = True, key[0] in CODE
 
@@ -83,26 +87,19 @@ class Effects:
         at = np.flatnonzero(self.there[line.symbol])
         symbol, leave = line.symbol[at], line.left[at]
         behind = np.vstack([self.before, self.added[symbol]]).cumsum(0)
-        beyond, actions = self.top - self.added, np.flatnonzero(self.actions[symbol])
-        most = self._most(symbol)
-
-        def top(n: int) -> np.ndarray:
-            return behind[n + 1] + beyond[symbol[n]]
-
-        taken = dict(samples(behind, most, top, leave, actions, self.device))
+        tops, actions = behind[:-1] + self.top[symbol], np.flatnonzero(self.actions[symbol])
+        taken = dict(samples(behind, tops, leave, actions, self.device))
         end = actions[-1] + 1
-        taken.setdefault((leave[end - 1] + line.end) / 2, top(end + int(most[end:].argmax())))
+        highest = tops[end:, self.device].sum(1).argmax()
+        taken.setdefault((leave[end - 1] + line.end) / 2, tops[end + highest])
         return sorted(taken.items(), key=lambda sample: sample[0])
 
     def peak(self, symbol: np.ndarray) -> int:
         """Bytes on the device at the peak of a rank that runs these instructions."""
-        most = self._most(symbol[self.there[symbol]])
-        return int(max(self.before[self.device].sum(), most.max()))
-
-    def _most(self, symbol: np.ndarray) -> np.ndarray:
-        """Bytes on the device at the peak of each of these instructions."""
+        symbol = symbol[self.there[symbol]]
         added, top = (sizes[:, self.device].sum(1)[symbol] for sizes in (self.added, self.top))
-        return self.before[self.device].sum() + added.cumsum() - added + top
+        beyond = added.cumsum() - added + top  # what there was before the first
+        return int(self.before[self.device].sum() + max(0, beyond.max()))
 
 
 def steps(folded: Lists, gloo: bool) -> Iterator[Step]:

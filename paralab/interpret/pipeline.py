@@ -10,7 +10,6 @@ they are. Tests compare the moments with those of the whole program (time.py).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paralab.interpret.jobs import Begun, Order
-from paralab.interpret.listed import OP, Lists, Shape
+from paralab.interpret.listed import Lists, Shape
 from paralab.interpret.walk import CALL, JOB, WAIT, WORK
 from paralab.parallel.lowering import Lowered, lowered
 from paralab.spec import Plan
@@ -95,17 +94,80 @@ def _rows(*sizes: Any) -> Lowered:
 def _graph(
     sizes: tuple, shapes: tuple[Shape, ...], kinds: tuple[int, ...], posts: bool, plan: Plan | None
 ) -> Graph:
-    """sizes: schedule, ranks, micro-batches, stages per rank; plan: given if it offloads."""
+    """sizes: schedule, ranks, micro-batches, stages per rank; plan: given if it offloads.
+
+    At first the nodes are numbered by position: three per instruction, which few need all (what it
+    does before its call, itself, posting), then the ends of messages, then of all else that waits
+    for more than two moments.
+    """
     rows = _rows.__wrapped__ if callable(sizes[0]) else _rows
     lists = Lists(rows(*sizes), *sizes[2:], shapes, kinds)
-    nodes = _Nodes(lists, posts, plan)
-    source, other, weight = nodes.made()
-    starts = lists.first[:-1]
-    begins = nodes.first[starts].tolist()
-    level = np.array(_levels(source.tolist(), other.tolist(), begins, nodes.n))
-    order, place = np.argsort(level, kind="stable")[1:], np.zeros(len(level), int)
-    place[order] = np.arange(1, len(level))
-    columns = lists.takes, place[nodes.left], place[nodes.over], place[nodes.end], nodes.begun
+    works, waits, calls, jobs = (lists.op == op for op in (WORK, WAIT, CALL, JOB))
+    predecessors, early = _jobs(lists, plan) if jobs.any() else ({}, [])
+    waits[early] = False
+    before, own = calls & (lists.before >= 0), calls & (lists.members == 0)
+    n, starts, sends = len(works), lists.first[:-1], lists.sends
+    ready, itself, posted = np.arange(1, 3 * n + 1).reshape(n, 3).T
+    base = np.cumsum([POSTING + 1, *lists.sizes])[lists.rank]  # first weight of the rank
+    takes = lists.takes + base
+
+    # When the rank goes on to the next instruction, came to this one, and launches its call.
+    clock = np.where(works | waits, itself, np.where(calls & posts, posted, ready * before))
+    left = np.maximum.accumulate(clock)
+    left[left < ready[starts][lists.rank]] = 0  # a node of the rank before
+    now = np.r_[0, left[:-1]]
+    now[starts] = 0
+    front = np.where(before, ready, now)
+
+    # When the call or the job is over, and when the lane of a rank's own call is free.
+    end, free = itself * own, np.zeros(n, int)
+    turn = np.flatnonzero(own)
+    turn = turn[np.argsort(lists.lane[turn], kind="stable")]
+    same = lists.lane[turn[1:]] == lists.lane[turn[:-1]]
+    free[turn[1:][same]] = end[turn[:-1][same]]
+    end[sends] = end[lists.receives] = 3 * n + 1 + np.arange(len(sends))
+    chained: list[tuple[int, int, int]] = []
+    free_of: dict[int, int] = {}
+
+    def chain(lane: int, moments: Sequence[int], takes: int) -> int:
+        """Nodes of which the last is the end of something on a lane that begins at the latest of
+        these moments and has the weight ``takes``. Returns its number.
+        """
+        start = free_of.get(lane, 0)
+        for number, moment in enumerate(moments, 1):
+            chained.append((start, moment, takes if number == len(moments) else 0))
+            start = 3 * n + len(sends) + len(chained)
+        free_of[lane] = start
+        return start
+
+    for (lane, _), members in lists.met:
+        end[members] = chain(lane, front[members], takes[members[-1]])
+    for job, others in predecessors.items():
+        end[job] = chain(lists.lane[job], [now[job], *end[others]], takes[job])
+    over = np.zeros(n, int)  # when that is over which a WAIT is for
+    over[lists.waits] = end[lists.of]
+    over *= waits
+
+    nodes = np.full((3, 3 * n + 1 + len(sends) + len(chained)), -1)
+    nodes[:, 0] = 0
+    works |= waits
+    posting = calls & posts
+    for at, *node in (
+        (itself[works], now[works], over[works], takes[works]),
+        (ready[before], now[before], 0, (lists.before + base)[before]),
+        (itself[own], front[own], free[own], takes[own]),
+        (posted[posting], front[posting], 0, POSTING),
+        (end[sends], front[sends], front[lists.receives], takes[sends]),
+        (slice(3 * n + 1 + len(sends), None), *np.reshape(chained, (-1, 3)).T),
+    ):
+        for row, values in zip(nodes, node, strict=True):
+            row[at] = values
+    source, other, weight = nodes
+    level = np.array(_levels(source.tolist(), other.tolist()))
+    order = np.argsort(level, kind="stable")[np.count_nonzero(level < 0) + 1 :]
+    place = np.zeros(len(level), int)
+    place[order] = np.arange(1, len(order) + 1)
+    columns = lists.takes, place[left], place[over], place[end], calls | jobs
     symbol, left, over, end, begun = (np.split(column, starts[1:]) for column in columns)
     calls = [np.flatnonzero(is_call) for is_call in begun]
     return Graph(
@@ -119,114 +181,6 @@ def _graph(
         lists.actions,
         [np.stack([at, mine[at]]) for at, mine in zip(calls, end, strict=True)],
     )
-
-
-class _Nodes:
-    """The nodes of each instruction, by number, before they are sorted by level.
-
-    An instruction's nodes are consecutive: the end of what it does before its call, the end of the
-    call or the waits for the jobs before it, the end of posting. So are a rank's. From number n on
-    follow the nodes at which ranks meet: the ends of messages and of calls of several ranks.
-
-    first, last  an instruction's first and last node, (instructions,) as all that follow
-    left, now    the nodes when the rank goes on to the next instruction, and when it came to this
-                 one; ``front``: when it launches the call
-    begun, end   whether it is a call or a job; the node when that is over
-    free         for a rank's own call or job the node when its lane is free
-    over         for a WAIT the node when what it waits for is over, else 0
-    base, takes  index of the first of the rank's weights; index of the instruction's weight
-    """
-
-    def __init__(self, lists: Lists, posts: bool, plan: Plan | None) -> None:
-        self.lists, self.posts = lists, posts
-        works, waits, calls, jobs = (lists.op == OP[op] for op in (WORK, WAIT, CALL, JOB))
-        self.predecessors, early = _jobs(lists, plan) if jobs.any() else ({}, [])
-        waits[early] = False
-        before, own = calls & (lists.before >= 0), calls & (lists.members == 0)
-        count = works.astype(int) + waits + before + own + posts * calls
-        for job, others in self.predecessors.items():
-            count[job] = 1 + len(others)
-        self.last = np.cumsum(count)
-        self.first, self.n = self.last - count + 1, int(self.last[-1]) + 1
-        self.works, self.waits, self.calls, self.before, self.own = works, waits, calls, before, own
-        self.begun = calls | jobs
-
-        clock = np.where(works | waits | (calls & posts), self.last, self.first * before)
-        starts = lists.first[:-1]
-        self.left = np.maximum.accumulate(clock)
-        self.left[self.left < self.first[starts][lists.rank]] = 0  # a node of the rank before
-        self.now = np.r_[0, self.left[:-1]]
-        self.now[starts] = 0
-        self.front = np.where(before, self.first, self.now)
-        self.end = np.where(own, self.first + before, self.last * jobs)
-        self.free = self._free(np.flatnonzero(own | jobs))
-        self.base = np.cumsum([POSTING + 1, *lists.sizes])[lists.rank]
-        self.takes = lists.takes + self.base
-        self.met = self._meet()
-        self.over = np.zeros_like(clock)
-        self.over[lists.waits] = self.end[lists.of]
-        self.over *= waits
-
-    def _free(self, begun: np.ndarray) -> np.ndarray:
-        lane, free = self.lists.lane[begun], np.zeros_like(self.end)
-        turn = np.argsort(lane, kind="stable")
-        earlier, later = begun[turn[:-1]], begun[turn[1:]]
-        same = lane[turn[:-1]] == lane[turn[1:]]
-        free[later[same]] = self.end[earlier[same]]
-        return free
-
-    def _meet(self) -> list[tuple[int, int, int]]:
-        """Number the ends of messages, then the nodes of calls of several ranks; returns these."""
-        lists, nodes = self.lists, []
-        first = self.n + len(lists.sends)
-        self.end[lists.sends] = self.end[lists.receives] = np.arange(self.n, first)
-        for lane in lists.met:
-            free: list[int] = []
-            for members in lane:
-                moments = [*self.front[members], *free]
-                nodes += _chain(moments, self.takes[members[-1]], first + len(nodes))
-                free = [first + len(nodes) - 1]
-                self.end[members] = free
-        return nodes
-
-    def made(self) -> np.ndarray:
-        """All nodes, the first included; the rows source, other and weight of `Graph`."""
-        lists, now, front, end, takes = self.lists, self.now, self.front, self.end, self.takes
-        sends, receives = lists.sends, lists.receives
-        nodes = np.zeros((3, self.n + len(sends) + len(self.met)), int)
-
-        def put(at: np.ndarray, *node: np.ndarray | int) -> None:
-            for row, values in zip(nodes, node, strict=True):
-                row[at] = values
-
-        these = self.works
-        put(self.first[these], now[these], now[these], takes[these])
-        these = self.waits
-        put(self.first[these], now[these], self.over[these], takes[these])
-        these = self.before
-        put(self.first[these], now[these], now[these], (lists.before + self.base)[these])
-        these = self.own
-        put(end[these], front[these], self.free[these], takes[these])
-        put(end[sends], front[sends], front[receives], takes[sends])
-        these = self.calls & self.posts
-        put(self.last[these], front[these], front[these], POSTING)
-        for job, others in self.predecessors.items():
-            moments, at = [now[job], self.free[job], *end[others]], self.first[job]
-            put(slice(at, self.last[job] + 1), *zip(*_chain(moments, takes[job], at), strict=True))
-        put(slice(self.n + len(sends), None), *np.reshape(self.met, (-1, 3)).T)
-        return nodes
-
-
-def _chain(moments: Sequence[int], takes: int, first: int) -> list[tuple[int, int, int]]:
-    """Nodes from number ``first`` on. The last one is the end of something that begins at the
-    latest of these moments and has the weight ``takes``.
-    """
-    start, nodes = moments[0], []
-    others = moments[1:] or moments
-    for number, moment in enumerate(others, 1):
-        nodes.append((start, moment, takes if number == len(others) else 0))
-        start = first + number - 1
-    return nodes
 
 
 def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[int]]:
@@ -249,47 +203,19 @@ def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[i
     return before, over
 
 
-def _levels(source: list[int], other: list[int], begins: list[int], n: int) -> list[int]:
-    """Per node the length of the longest chain of nodes before it: its level.
-
-    begins  the first node of each rank. A rank's nodes depend on earlier ones of the rank, and on
-            nodes from number ``n`` on, at which ranks meet
+def _levels(source: list[int], other: list[int]) -> list[int]:
+    """Per node the length of the longest chain of nodes before it: its level; -1 for a number that
+    no node has.
     """
-    level = [0] + [-1] * (len(source) - 1)
-    todo, waiting = [*pairwise([*begins, n])], defaultdict(list)
-
-    def lacks(node: int) -> int:
-        """Find the level of a node at which ranks meet. Returns 0, or the node of a rank whose
-        level has to be known first.
-        """
-        rest = []
-        while node >= n:
+    level, later = [0] + [-1] * (len(source) - 1), []  # later: once the node at hand is known
+    for number in range(1, len(source)):
+        node = number if source[number] >= 0 else 0
+        while node:
             x, y = level[source[node]], level[other[node]]
             if x < 0 or y < 0:
-                rest.append(node)
+                later.append(node)
                 node = source[node] if x < 0 else other[node]
                 continue
             level[node] = (x if x > y else y) + 1
-            if not rest:
-                return 0
-            node = rest.pop()
-        return node
-
-    while todo:
-        at, stop = todo.pop()
-        for node in range(at, stop):
-            needed = other[node]
-            y = level[needed]
-            if y < 0:
-                if lack := lacks(needed):
-                    waiting[lack].append((node, stop))
-                    break
-                y = level[needed]
-            x = level[source[node]]
-            level[node] = (x if x > y else y) + 1
-            if node in waiting:
-                todo += waiting.pop(node)
-    for node in range(n, len(source)):  # meetings that no rank waits for
-        if level[node] < 0:
-            lacks(node)
+            node = later.pop() if later else 0
     return level

@@ -91,23 +91,19 @@ def states(program: Program, pp: int) -> dict[str, int]:
 
 
 @lru_cache(maxsize=512)
-def sent(model: ModelSpec, plan: Plan, *ranks: int) -> Fraction:
-    """Bytes that a rank sends in a step, bookkeeping left out. ranks: take the mean over these
-    global ranks of one pipeline rank; default: rank 0.
-    """
+def sent(model: ModelSpec, plan: Plan) -> Fraction:
+    """Bytes that a rank sends in a step, bookkeeping left out: the mean over the first tp group."""
     plan.validate(model)
-    ranks = ranks or (0,)
-    at = plan.place(ranks[0]).pp
-    program, total = program_of(model, plan, "adamw", at), 0
-    calls, counts = Calls(program), {}
-    for rank in ranks:
-        member = Member(program, rank)
-        if member.index not in counts:
-            made = (call for ins in program.codes[at] for call in calls.of(at, ins, member.index))
-            counts[member.index] = Counter(made)
-        for call, count in counts[member.index].items():
-            total += count * member.row(call).wire * (call.phase not in BOOKKEEPING)
-    return Fraction(total, len(ranks))
+    program = program_of(model, plan, "adamw", 0)
+    calls, members = Calls(program), [Member(program, rank) for rank in range(plan.tp)]
+    made = Counter(call for ins in program.codes[0] for call in calls.of(0, ins))
+    total = sum(
+        count * member.row(call).wire
+        for call, count in made.items()
+        if call.phase not in BOOKKEEPING
+        for member in members
+    )
+    return Fraction(total, plan.tp)
 
 
 def fullest(model: ModelSpec, plan: Plan, **how: Any) -> tuple[int, dict[str, int]]:

@@ -17,10 +17,8 @@ from typing import NamedTuple
 from paralab.interpret.costs import Awaited, Compute, Cost, Costs
 from paralab.interpret.jobs import Order
 from paralab.interpret.resumed import share, work_until_wait
-from paralab.interpret.serial import Serial
 from paralab.interpret.walk import Item, Rank, Walk, item
 from paralab.programs.instructions import Code, Instr
-from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
 
@@ -59,13 +57,11 @@ class Times(NamedTuple):
         return max(self.ends)
 
 
-def time(program: Program, cluster: Cluster, *, overlap: bool = True) -> Times:
-    """When everything happens in one step; ``overlap=False``: as in serial.py.
-
-    Raises ValueError, which names the instruction that each rank waits at, if no rank can go on.
+def time(program: Program, cluster: Cluster) -> Times:
+    """When everything happens in one step. Every rank comes to its end, because the order of calls
+    has been checked (programs/checks.py).
     """
-    costs = Costs(program, cluster)
-    return walked(program, costs if overlap else Serial(costs))
+    return walked(program, Costs(program, cluster))
 
 
 def spelled_out(
@@ -128,13 +124,6 @@ def walked(program: Program, costs: Costs, after: float = inf) -> Times:
             for mine, rank in zip(items, before, strict=True)
         ]
         walk.go(ranks)
-    stuck = [
-        f"pipeline rank {r} waits at {Names(program, r).instruction(timed[len(rank.left)][0])}"
-        for r, (rank, timed) in enumerate(zip(ranks, lists, strict=True))
-        if len(rank.left) < len(timed)
-    ]
-    if stuck:  # what a learner writes is checked before (programs/checks.py)
-        raise ValueError(f"deadlock: {'; '.join(stuck)}")
     names = ("left", "calls", "waits", "predecessors")
     moments = ([getattr(rank, name) for rank in ranks] for name in names)
     return Times(lists, last, *moments)

@@ -26,7 +26,6 @@ from paralab.instruments.ledger import Ledger
 from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat
 from paralab.interpret.host import Host
-from paralab.interpret.pieces import Piece, pieces
 from paralab.interpret.run import Rank
 from paralab.interpret.state import State
 from paralab.model.build import loss_share
@@ -57,7 +56,6 @@ class Trainer:
         offload_folder: str | None = None,
     ) -> None:
         self.context, self.model, self.plan, self.seed = context, model, plan, seed
-        self.clip_norm, self.optimizer_name = clip_norm, optimizer
         self.scaling: dict[str, float] = {}  # fp16: steps skipped so far, and the loss scale now
         self.first_step = 0  # steps done before the checkpoint; batches go on from there
         self.recorder = recorder or Recorder(
@@ -133,17 +131,7 @@ class Trainer:
             self.scaling = {"skipped_steps": skipped, "loss_scale": scale}
         return values[: len(losses)]
 
-    def settle(self) -> None:
-        """Finish what is in flight between two steps, so that all states are of the same step."""
-        self.rank.settle()
-
     # ---- for checkpoints -------------------------------------------------------------------------
-    def pieces(self) -> list[Piece]:
-        return list(pieces(self.state))
-
-    def counters(self) -> dict[str, float]:
-        return self.state.counters()
-
     def restored(self, step: int, counters: dict[str, float]) -> None:
         """Go on after ``step`` steps; the pieces have been filled with the state of that step."""
         self.first_step = step
@@ -253,7 +241,7 @@ def train(
                 with recorder.unwatched():
                     save_if_due(step + 1)
                 context.progress(step + 1, steps)
-    trainer.settle()
+    trainer.rank.settle()
     weights = trainer.whole() if keep_state else None
     if trainer.host is not None:
         trainer.host.close()

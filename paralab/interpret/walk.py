@@ -25,7 +25,7 @@ from paralab.interpret.costs import Awaited, Cost, Job, Posted
 from paralab.interpret.jobs import Begun, Order
 from paralab.programs.instructions import Instr, Value
 
-WORK, CALL, JOB, WAIT = "work", "call", "job", "wait"
+WORK, WAIT, CALL, JOB = range(4)
 
 
 class Item(NamedTuple):
@@ -42,7 +42,7 @@ class Item(NamedTuple):
     frees    the values whose memory ends after a WAIT
     """
 
-    op: str
+    op: int
     takes: Any = 0.0
     name: Any = None
     lane: Any = ""

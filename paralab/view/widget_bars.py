@@ -50,7 +50,7 @@ class Alternatives(Widget):
 
     def sent(self, at: At) -> Fraction:
         """Bytes that a device sends per step, padding included; the mean over a tp group."""
-        return quick.sent(at.model, at.plan, *range(at.plan.tp))
+        return quick.sent(at.model, at.plan)
 
     def alternatives(self, at: At) -> dict[str, At]:
         """{name: settings} of the alternatives that are possible."""
