@@ -88,13 +88,6 @@ def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
     assert whole.ranks("replica", 5) == (5,)
 
 
-def test_a_file_of_before_says_that_nothing_was_frozen():
-    model = pl.ModelSpec(**GOOD_MODEL)
-    assert pl.ModelSpec.from_dict({**model.to_dict(), "frozen": []}) == model
-    with pytest.raises(ValueError, match="frozen=.*no such field"):
-        pl.ModelSpec.from_dict({**model.to_dict(), "frozen": ["embedding"]})
-
-
 @values("steps=0", "steps=2.0", "optimizer='lion'", "lr=0.0", "lr='fast'", "lr=float('inf')",
         "clip_norm=-1.0", "seed=-1", "seed=2**31", "keep_state='yes'", "memory_limit=0",
         "memory_limit=1.5", "memory_limit=True", "memory_limit='much'", "memory_limit='0MB'",

@@ -108,19 +108,6 @@ def backward_shard_degree(secondary_shard: int | None, dp: int, shard: int | Non
 
 
 @derived
-def largest(dp: int, tp: int, pp: int) -> str:
-    """The largest degree: an error about too many ranks names it, as the likely typing mistake."""
-    degrees = {"dp": dp, "tp": tp, "pp": pp}
-    return max(degrees, key=degrees.__getitem__)
-
-
-@derived
-def most_stages(layers: int, pp: int, virtual_stages: int) -> str:
-    most = layers if virtual_stages == 1 else layers // pp
-    return f"up to {most}" if most else f"1 with pp of at most {layers}"
-
-
-@derived
 def own_schedule(schedule: Any) -> bool:
     return not isinstance(schedule, str)
 
