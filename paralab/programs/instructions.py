@@ -214,20 +214,22 @@ def sums_shared(ins: Instr) -> bool:
 
 def all_reduce(unit: int, axis: str = "dp") -> Instr:
     """The sum of a unit's gradient over the ranks of ``axis``, in place."""
-    grad = ("grad", unit, 0)
-    return Instr(ALL_REDUCE, unit, -1, unit, (grad,), (grad,), axis, phase="grad_sync")
+    return _grad_sync(ALL_REDUCE, unit, axis, "grad", "grad")
 
 
 def reduce_scatter(unit: int, axis: str = "dp") -> Instr:
     """The same sum, of which each rank receives one equal part."""
-    grad, part = ("grad", unit, 0), ("part", unit, 0)
-    return Instr(REDUCE_SCATTER, unit, -1, unit, (grad,), (part,), axis, phase="grad_sync")
+    return _grad_sync(REDUCE_SCATTER, unit, axis, "grad", "part")
 
 
 def all_gather(unit: int, axis: str = "dp") -> Instr:
     """The ranks' parts of a gradient, gathered into the whole gradient on each rank."""
-    grad, part = ("grad", unit, 0), ("part", unit, 0)
-    return Instr(ALL_GATHER, unit, -1, unit, (part,), (grad,), axis, phase="grad_sync")
+    return _grad_sync(ALL_GATHER, unit, axis, "part", "grad")
+
+
+def _grad_sync(op: str, unit: int, axis: str, read: str, written: str) -> Instr:
+    reads, writes = ((read, unit, 0),), ((written, unit, 0),)
+    return Instr(op, unit, -1, unit, reads, writes, axis, phase="grad_sync")
 
 
 def wait(call: Instr) -> Instr:
