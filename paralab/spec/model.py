@@ -85,20 +85,11 @@ class ModelSpec(Description):
         h, shapes = self.hidden, {}
         shapes[TIED[0]] = (self.vocab, h)
         shapes["embedding.position.weight"] = (self.seq_len, h)
-        block = {
-            "norm1.weight": (h,),
-            "norm1.bias": (h,),
-            "attention.qkv.weight": (3 * h, h),
-            "attention.qkv.bias": (3 * h,),
-            "attention.proj.weight": (h, h),
-            "attention.proj.bias": (h,),
-            "norm2.weight": (h,),
-            "norm2.bias": (h,),
-            "mlp.up.weight": (4 * h, h),
-            "mlp.up.bias": (4 * h,),
-            "mlp.down.weight": (h, 4 * h),
-            "mlp.down.bias": (h,),
-        }
+        layers = {"norm1": (h,), "attention.qkv": (3 * h, h), "attention.proj": (h, h)}
+        layers |= {"norm2": (h,), "mlp.up": (4 * h, h), "mlp.down": (h, 4 * h)}
+        block = {}
+        for name, shape in layers.items():
+            block |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
         if self.block is not None:
             block = block_shapes(self.block, self)
         for i in range(self.layers):

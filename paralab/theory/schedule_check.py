@@ -247,15 +247,14 @@ def _fault_within(action: Action, done: Mapping[Action, tuple[int, int]]) -> tup
         where = "{}, position {}".format(*done[action])
         return f"it occurs twice; the first time on rank {where}", "each action once"
     f, b, i, w = (Action(stage, k, microbatch) for k in "FBIW")
-    if kind == "B" and (i in done or w in done):
+    for other in {"F": (), "B": (i, w)}.get(kind, (b,)):
+        if other in done:
+            why = f"{other} comes before it, so this backward runs twice"
+            return why, f"either {b}, or {i} and {w}"
+    needed, results = (i, "gradients") if kind == "W" else (f, "activations")
+    if kind != "F" and needed not in done:
         return (
-            f"{i if i in done else w} comes before it, so this backward runs twice",
-            f"either {b}, or {i} and {w}",
+            f"it comes before {needed}, whose {results} it needs",
+            f"{needed} earlier in this list",
         )
-    if kind in "IW" and b in done:
-        return f"{b} comes before it, so this backward runs twice", f"either {b}, or {i} and {w}"
-    if kind in "BI" and f not in done:
-        return f"it comes before {f}, whose activations it needs", f"{f} earlier in this list"
-    if kind == "W" and i not in done:
-        return f"it comes before {i}, whose gradients it needs", f"{i} earlier in this list"
     return None
