@@ -177,11 +177,7 @@ def cut(code: Code, cuts: Iterable[int], n: int) -> Code:
 # ---- helpers for passes --------------------------------------------------------------------------
 def insert(code: Code, after: Mapping[int, Iterable[Instr]]) -> Code:
     """``code`` with the instructions ``after[position]`` inserted behind each such position."""
-    new_code: Code = []
-    for position, ins in enumerate(code):
-        new_code.append(ins)
-        new_code += after.get(position, ())
-    return new_code
+    return [new for at, ins in enumerate(code) for new in (ins, *after.get(at, ()))]
 
 
 def completed(code: Code, *, per_microbatch: bool = False) -> dict[int, list[int]]:
