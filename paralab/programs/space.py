@@ -101,8 +101,6 @@ def space(
             legal = "one with fewer divisors, or some settings restricted, as in dp=[8, 16]"
             raise illegal("global_batch", global_batch, why, legal)
         plans, rules_left = _sifted(plans.chosen(name, tried[name]), rules_left)
-    for holds in rules_left:  # normally none; otherwise this raises with the missing setting
-        holds(plans)
     if not len(plans):
         pins = ", ".join(f"{name}={value!r}" for name, value in pinned.items())
         why = f"no legal plan of {model.layers} layers has dp*tp*pp = {devices} and "
