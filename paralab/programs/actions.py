@@ -1,8 +1,8 @@
 """Write the instructions of every action: compiled for micro-batch 0 once, copied for the others.
 
-Passes that concern one micro-batch's path through a stage see that path alone: the forward and the
-backward of micro-batch 0, one after the other. Their result is copied for every micro-batch, in the
-order of the schedule. So a thousand micro-batches cost no more passes than two.
+Passes that concern one micro-batch's path through a stage see the forward and the backward of
+micro-batch 0 alone, one after the other. Their result is copied in the order of the schedule, so a
+thousand micro-batches cost no more passes than two.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The settings that rules read, for one plan as values or for many plans as columns. Torch-free.
 
-A setting is a field of `Plan` or of `ModelSpec`, or is derived from a few of them (`derived`), as
-the grid of a tp group and the place of every state are. `Settings` has the settings of one plan, as
-values; `Columns` those of many plans, as NumPy arrays or `Coded` columns, which compare as values
-do. So an expression with operators on settings works for both, as the rules of rules.py are.
+A setting is a field of `Plan` or of `ModelSpec`, or is derived from a few of them (`derived`).
+`Settings` has those of one plan, as values; `Columns` those of many plans, as NumPy arrays or
+`Coded` columns, which compare as values do. So an expression with operators on settings, as a rule
+of rules.py is, works for both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The algorithm of every collective of a report on its cluster, and what it costs.
+"""The algorithm of every collective of a report on its cluster, with the seconds that decided it.
 
 No run records whether a collective was a ring or a tree: NCCL chooses by itself, and a prediction
-takes the faster one by alpha and bandwidth (spec/links.py). `algorithms` shows that choice for each
-kind of call, with the seconds that decided it.
+takes the faster one by alpha and bandwidth (spec/links.py).
 """
 
 from __future__ import annotations

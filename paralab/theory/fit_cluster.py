@@ -18,8 +18,7 @@ Gauss-Newton with shortened steps and derivatives by differences.
 
 The accuracy is reported out of sample: a fit to the other models predicts the runs of each model
 (with a single model, a fit to the other runs predicts each run). It is compared with the null
-model, one rate of FLOP/s per device for everything. With more than ten models, or runs, several are
-left out together, so that there are ten such fits.
+model, one rate of FLOP/s per device for everything. There are at most ten such fits.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ these costs and a link model, and times them with the walk that also times predi
 (interpret/walk.py). The result is the timeline that a device per rank would have given.
 
     compute span     the median cost of all spans at the same place of the program: over steps >= 1
-                     and the ranks with the same stages. A backward that launches collectives is cut
-                     into a span per launch, each with its own cost; the input half of a split
-                     backward counts as another kind than a whole backward
+                     and the ranks with the same stages. The pieces of a backward that launches
+                     collectives have costs of their own, as has the input half of a split one
     collective       alpha + wire bytes / bandwidth, with the bytes of its row in the ledger
     copy             the same for the link between two memory tiers, but no faster than the plan's
                      ``bandwidth``; without such a link in the cluster, as long as in the run
@@ -52,8 +51,8 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     compute  scales these costs, and those of copies between host and device; with 0.0 links alone
              take time. With a scale other than 1.0 the report gives no FLOP/s
 
-    Span ids, rows and bytes are those of ``report``. Start, end and cost are new; spans at the same
-    place cost the same in all steps, and each step starts at the same moment on all ranks. Raises
+    Span ids, rows and bytes are those of ``report``. Start, end and cost are new, and each step
+    starts at the same moment on all ranks. Raises
     ValueError if a rank of a group never launched one of its collectives, if the cluster has fewer
     devices than the plan has ranks, or if no cluster is given for a run on GPUs on a machine
     without.
