@@ -73,9 +73,7 @@ METHODS_OF = {
 # The names that a report gives to instructions on the rank's own thread.
 KINDS = {
     FORWARD: "forward",
-    RECOMPUTE: "backward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "backward",
+    **dict.fromkeys((RECOMPUTE, BACKWARD, BACKWARD_INPUT), "backward"),
     BACKWARD_WEIGHT: "weight_grad",
     **dict.fromkeys((UPDATE, NORM, RESCALE), "optimizer"),
     **dict.fromkeys((KEEP, ADD, COPY), "copy"),

@@ -225,9 +225,8 @@ class Search:
         import pandas as pd
 
         columns = {name: self.plans.column(name) for name in self.settings}
-        columns |= {"closed_s": self.closed, "simulated_s": self.simulated}
-        columns |= {"serial_s": self.serial, "memory": self.memory}
-        columns |= {"fits": self.fits, "bubble": self.bubble}
+        columns |= {f"{n}_s": getattr(self, n) for n in ("closed", "simulated", "serial")}
+        columns |= {n: getattr(self, n) for n in ("memory", "fits", "bubble")}
         columns |= {f"{n}_s": term for n, term in self.terms.items() if n != "bubble"}
         return pd.DataFrame(
             {n: pd.Series(column[which], dtype=column.dtype) for n, column in columns.items()}
