@@ -48,10 +48,10 @@ def algorithms(report: Tables) -> pd.DataFrame:
     rows = []
     for (op, axis, group, payload), number in count.items():
         sent, ways = most_sent(op, payload, group.members), cluster.ways(op, group)
-        name, seconds = cluster.call(op, sent, group)
-        others = [way.seconds(sent) for other, way in ways.items() if other != name]
-        latency = ways[name].latency
+        seconds = {name: way.seconds(sent) for name, way in ways.items()}
+        name = min(seconds, key=seconds.__getitem__)
+        took, latency = seconds.pop(name), ways[name].latency
+        times = latency, took - latency, min(seconds.values(), default=None)
         kind = op, axis, group.members, group.nodes, group.near
-        times = latency, seconds - latency, min(others, default=None)
         rows.append((*kind, payload, number, name, *times))
     return pd.DataFrame(rows, columns=COLUMNS)

@@ -95,10 +95,8 @@ def order(
         return None
     lengths = [len(row) for row in schedule]
     rank = np.repeat(np.arange(ranks), lengths)
-    if not (
-        ((kind >= 0) & (stage >= 0) & (stage < stages) & (home(stage, ranks, folded) == rank)).all()
-        and ((microbatch >= 0) & (microbatch < microbatches)).all()
-    ):
+    own = (stage >= 0) & (stage < stages) & (home(stage, ranks, folded) == rank)
+    if not (own & (kind >= 0) & (microbatch >= 0) & (microbatch < microbatches)).all():
         return None
     index = np.full((4, stages, microbatches), -1)  # of each action, by kind, stage, micro-batch
     index[kind, stage, microbatch] = np.arange(n)
