@@ -125,10 +125,10 @@ def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
     alive, freed = set(program.lasting(pp)), set()
     if program.plan.zero_stage in (1, 2):  # the shard is a part of w
         alive |= {("shard", u, 0) for u in range(len(program.units[pp]))}
-    renamed: set[Value] = set()  # values that a KEEP has given another name
+    renamed = set()  # values that a KEEP has given another name
     # Calls in flight by the values they write; several if one worker's call follows another's.
-    flights: dict[tuple[Value, ...], list[Instr]] = {}
-    used_by: dict[Value, list[Instr]] = {}  # value -> calls in flight that read or write it
+    flights = {}
+    used_by = {}  # value -> calls in flight that read or write it
 
     def require_unused(position: int, ins: Instr, v: Value, does: str) -> None:
         for call in used_by.get(v, ()):

@@ -88,7 +88,7 @@ class Lists(NamedTuple):
 def lists(program: Program, rank: int) -> Lists:
     """The lists of a pipeline rank of a program that has no instructions yet (`laid_out`)."""
     plan = program.plan
-    codes: list[Code] = [[] for _ in range(plan.pp)]
+    codes = [[] for _ in range(plan.pp)]
     result, label = Lists(replace(program, codes=codes), rank, [], {}), None
     # {boundary: the stage that starts, or ends, there}
     starts, ends = ({edges[side]: s for s, edges in enumerate(program.stages)} for side in (0, 1))
@@ -146,7 +146,7 @@ def _plain(ins: Instr) -> Instr:
 def first_alike(program: Program) -> list[int]:
     """Per pipeline rank the first rank of the same kind."""
     names, plan = stage_parts(program.spec, program.plan), program.plan
-    first_of_kind: dict[Any, int] = {}
+    first_of_kind = {}
     return [
         first_of_kind.setdefault(tuple(map(_alike, names[rank :: plan.pp])), rank)
         for rank in range(plan.pp)

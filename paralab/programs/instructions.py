@@ -178,13 +178,13 @@ def completed(code: Code, *, per_microbatch: bool = False) -> dict[int, list[int
     """{position: units whose gradient is complete after the instruction there}, that is, to which
     no later instruction of the step adds, or, ``per_microbatch``, none of the same micro-batch.
     """
-    last: dict[tuple[int, int], int] = {}
+    last = {}
     for position, ins in enumerate(code):
         if ins.op in ADDS_GRADIENTS:
             for v in ins.writes:
                 if v[0] == "grad":
                     last[v[1], ins.mb if per_microbatch else 0] = position
-    units_at: dict[int, list[int]] = {}
+    units_at = {}
     for (unit, _), position in last.items():
         units_at.setdefault(position, []).append(unit)
     return units_at

@@ -96,7 +96,7 @@ class Storages:
 
     def __init__(self, sharing: Sharing, plan: Plan, stages: Sequence[tuple[int, int]]) -> None:
         self.names, self.model, self.plan = sharing, sharing.model, plan
-        self._known: dict[tuple, Held] = {}
+        self._known = {}
         # Boundaries of stages, whose states are sent or received.
         self._edges = frozenset(edge for stage in stages for edge in stage)
         ranges = recomputed(self.model, plan.recompute)

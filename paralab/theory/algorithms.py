@@ -13,7 +13,6 @@ import pandas as pd
 from paralab.checks import illegal
 from paralab.report.facts import in_outline, own_calls, reach
 from paralab.report.tables import Tables
-from paralab.spec.links import Reach
 from paralab.theory.traffic import most_sent
 
 COLUMNS = ["op", "axis", "members", "nodes", "near", "payload_bytes", "calls", "algorithm"]
@@ -40,7 +39,7 @@ def algorithms(report: Tables) -> pd.DataFrame:
         why = "in an outline, calls are summed up"
         raise illegal("detail", "actions", why, "pl.predict(..., detail='calls')")
     cluster, calls = report.cluster, own_calls(report)
-    count: Counter[tuple[str, str, Reach, int]] = Counter()
+    count = Counter()
     for row in calls[calls["op"] != "recv"].itertuples(index=False):
         group = reach(report, row.op, row.rank, row.peer, row.ranks)
         if group.members > 1:

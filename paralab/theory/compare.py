@@ -261,7 +261,7 @@ def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:
     kind = ["step", "rank", "op", "lane", "category"]
     names = {"axis": "lane", "wire_bytes": "bytes"}
     calls = facts.own_calls(report).rename(columns=names).assign(category="")
-    counts: dict[tuple[int, int], Counter] = defaultdict(Counter)
+    counts = defaultdict(Counter)
     for rows in (calls, report.copies.assign(payload_bytes=0)):
         rows = rows[[*kind, "payload_bytes", "bytes"]]
         if summed:

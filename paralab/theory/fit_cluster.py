@@ -173,7 +173,7 @@ def fit_cluster(
             model = run.model.resolved(gpus=wide.gpus)
             totals.append(Totals(model, run.plan, wide, run.optimizer, many=True))
 
-    cache: dict[bytes, Any] = {}
+    cache = {}
 
     def errors_at(factors: Any, which: Any) -> Any:
         """The errors, as logarithms, of the runs numbered ``which`` with these factors."""
@@ -315,7 +315,7 @@ def _out_of_sample(
     by: Callable[[Run], Hashable] | None,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(relative errors of the fit, those of the null model) of every run, out of sample."""
-    groups: list[Hashable] = [by(run) if by else run.model for run in runs]
+    groups = [by(run) if by else run.model for run in runs]
     if len(set(groups)) == 1:
         groups = list(range(len(runs)))
     if len(runs) == 1:

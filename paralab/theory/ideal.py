@@ -43,7 +43,7 @@ def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]
     step = metrics.chosen_step(report, step)
     spans = _compute(report)
     spans = spans[spans["step"] == step].sort_values("id")
-    schedule: list[dict[Action, None]] = [{} for _ in range(report.plan.pp)]
+    schedule = [{} for _ in range(report.plan.pp)]
     columns = (spans[name].tolist() for name in ("rank", "stage", "microbatch"))
     for letter, rank, stage, microbatch in zip(letters(spans), *columns, strict=True):
         pp_index, *pipeline = report.plan.place(rank)

@@ -137,7 +137,7 @@ def walk(
     source, takes, delay = order.source.tolist(), seconds.tolist(), delays.tolist()
     at, stop = order.first[:-1].tolist(), order.first[1:].tolist()
     start, end, clock = [inf] * n, [inf] * n, [0.0] * order.ranks
-    waiting: dict[int, int] = {}  # {action: the rank that is idle until the action ends}
+    waiting = {}  # {action: the rank that is idle until the action ends}
     overlapped = pairs or {}
     ready = list(range(order.ranks))
     while ready:

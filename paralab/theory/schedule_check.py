@@ -146,7 +146,7 @@ def standing(order: Order, end: Sequence[float]) -> dict[int, tuple[int, str, st
     needs, the rank that has the needed action)} of the ranks that do not reach the end of their
     list. end: of every action by `walk`, infinity if the action is never reached.
     """
-    stuck: dict[int, tuple[int, str, str, int]] = {}
+    stuck = {}
     for node in np.flatnonzero(np.isinf(end)).tolist():
         rank, need = int(order.rank[node]), order.source[node]
         if rank not in stuck:
@@ -190,7 +190,7 @@ def _first_fault(
         stages = -(-(last + 1) // p) * p
     if microbatches is None:
         microbatches = 1 + max((a.microbatch for a in flat if _is_number(a.microbatch)), default=0)
-    seen: dict[Action, tuple[int, int]] = {}
+    seen = {}
     for rank, row in enumerate(lists):
         for position, action in enumerate(row):
             fault = _fault_of(action, rank, p, stages, microbatches, folded)
