@@ -197,23 +197,38 @@ def count(
     return dataclasses.field(default=default, metadata={"range": (at_least, at_most)})
 
 
+def one_of(*options: Any) -> Any:
+    """A field of a `Description` for one of these values; the first one is the default."""
+    return dataclasses.field(default=options[0], metadata={"options": options})
+
+
+def flag(default: bool) -> Any:
+    """A field of a `Description` for True or False."""
+    return dataclasses.field(default=default, metadata={"options": (True, False)})
+
+
 @functools.cache
-def _counts(kind: type) -> list[tuple[str, Any, tuple[int, int]]]:
-    """(name, default, range) of each field of a `Description` that `count` made."""
+def _checked(kind: type) -> list[tuple[str, Any, Mapping[str, Any]]]:
+    """(name, default, metadata) of each field of a `Description` that has a range or options."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    return [(f.name, f.default, f.metadata["range"]) for f in fields if "range" in f.metadata]
+    return [(f.name, f.default, f.metadata) for f in fields if f.metadata]
 
 
 class Description:
-    """The base of `ModelSpec`, `Plan`, `Cluster`, `Link` and `Offload`: it checks the ranges of
-    counts, copies with changes, and converts to and from plain dicts for files.
+    """The base of `ModelSpec`, `Plan`, `Cluster`, `Link` and `Offload`: it checks counts and
+    choices, copies with changes, and converts to and from plain dicts for files.
     """
 
-    def check_counts(self) -> None:
-        """Convert every `count` field to an int in its range, or raise its refusal."""
-        for name, default, (low, high) in _counts(type(self)):
+    def check_fields(self) -> None:
+        """Convert every `count` field to an int in its range and check every `one_of` field, or
+        raise its refusal.
+        """
+        for name, default, metadata in _checked(type(self)):
             value = getattr(self, name)
-            if not (value is None and default is None):
+            if "options" in metadata:
+                choice(name, value, metadata["options"])
+            elif not (value is None and default is None):
+                low, high = metadata["range"]
                 value = whole(name, value, at_least=low, at_most=high)
                 object.__setattr__(self, name, value)
 

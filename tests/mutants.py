@@ -470,12 +470,12 @@ MUTANTS = {
     "a tied copy of its own": Mutant(
         "pipeline", DRAWS, "name = TIED[0]", "pass", equal=GRADIENTS),
     "messages of neighbouring micro-batches are swapped": Mutant(
-        "pipeline", SKELETON, "return Instr(RECEIVE, v[1], v[2], -1, (), (v,)",
-        "return Instr(RECEIVE, v[1], v[2], -1, (), ((*v[:2], v[2] ^ 1),)",
+        "pipeline", SKELETON, "op, reads, writes = RECEIVE, (), (v,)",
+        "op, reads, writes = RECEIVE, (), ((*v[:2], v[2] ^ 1),)",
         check="reads g blocks.1, which no instruction has written"),
     "weight halves of all micro-batches at once": Mutant(
-        "zero bubble", INSTRUCTIONS, "return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())",
-        "return Instr(BACKWARD_WEIGHT, at, 0, -1, (deferred,), ())",
+        "zero bubble", INSTRUCTIONS, "return Instr(op, at, k, -1, deferred, ())",
+        "return Instr(op, at, 0, -1, deferred, ())",
         check="computed 3 times"),
     "weight halves overwrite each other": Mutant(
         "zero bubble", FLAT, "view.addmm_(a, b)", "torch.mm(a, b, out=view)", equal=GRADIENTS),

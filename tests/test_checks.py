@@ -85,8 +85,7 @@ def of(code: Code, op: str, **fields: object) -> list[int]:
 def test_the_program_of_every_frozen_plan_holds():
     held = 0
     for number, oracle in enumerate(load()):
-        model = oracle.model.replace(frozen=()) if hasattr(oracle.model, "frozen") else oracle.model
-        clips = oracle.clip_norm is not None
+        model, clips = oracle.model, oracle.clip_norm is not None
         program = compiled(model, oracle.plan, optimizer=oracle.optimizer, clips=clips)
         check(program)
         held += 1

@@ -64,13 +64,13 @@ class Insides:
 
     def _forward(self, i: int, j: int, *, keep: bool) -> Iterator[Moment]:
         ops, sharing = self.model.ops, self.sharing
-        state = list(sharing.state(i)) if i else []
+        state = list(sharing.state("x", i)) if i else []
         there = dict(state)  # alive from before the instruction to its end
         kept: dict[Name, int] = {}  # storages that other values may share
         own = 0  # bytes kept in storages that no other value shares
         targets = ops[-1].targets * (j == len(ops))  # there before the loss, which keeps them
         for at in range(i, j):
-            op, out = ops[at], sharing.forward(at + 1)
+            op, out = ops[at], sharing.last("x", at + 1)
             new = _bytes({**dict(state), **dict([out])}, without=(there, kept))
             grown = own + _bytes(kept, without=(there,))
             scratch = op.temporaries("forward", self._received) + targets * (op is not ops[-1])
@@ -94,7 +94,7 @@ class Insides:
         own = sum(ops[at].keeps for at in range(i, j))
         kept = [freed(sharing.kept(at)) for at in range(i, j)]
         saved = {name: size for of_op in kept for name, size in of_op.items()}
-        grads = freed(sharing.grads(j)) if j < n else {}
+        grads = freed(sharing.state("g", j)) if j < n else {}
         begin = Moment(own + _bytes(saved), _bytes(grads))
         deferred: dict[Name, int] = {}  # until the weight half of its op
         deferred_new = deferred_kept = 0  # made by the input half; saved by forward
@@ -103,7 +103,7 @@ class Insides:
             left = freed(sharing.kept(at)[:-1]) if op.frees_result else kept[at - i]
             names = {name: n for of_op in (*kept[: at - i], left) for name, n in of_op.items()}
             names |= {name: size for name, size in deferred.items() if name in saved}
-            into = freed(sharing.grads(at)) if at else {}
+            into = freed(sharing.state("g", at)) if at else {}
             fresh = op.deferred
             scratch = op.temporaries("input", self._received) - op.defers_kept
             work = _bytes({**grads, **into, **deferred}, without=(names,)) + deferred_new

@@ -1,8 +1,8 @@
 """Write the instructions of every action: compiled for micro-batch 0 once, copied for the others.
 
-Passes that concern one micro-batch's path through a stage see that path alone: the forward and the
-backward of micro-batch 0, one after the other. Their result is copied for every micro-batch, in the
-order of the schedule. So a thousand micro-batches cost no more passes than two.
+Passes that concern one micro-batch's path through a stage see the forward and the backward of
+micro-batch 0 alone, one after the other. Their result is copied in the order of the schedule, so a
+thousand micro-batches cost no more passes than two.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def write(skeleton: Code, chain: Sequence[Pass], n: int) -> Code:
     chain  the passes that concern one micro-batch's path through a stage
     n      number of the model's ops
     """
-    ops: dict[tuple[int, int], set[str]] = {}
+    ops = {}
     for ins in skeleton:
         if ins.op in COMPUTE:
             ops.setdefault(ins.at, set()).add(ins.op)
-    compiled: dict[Any, Code] = {}
+    compiled = {}
     for at, ops_here in ops.items():
         for path in PATHS:
             if ops_here.issuperset(path):
-                code: Code = []
+                code = []
                 for op in path:
                     code += [mark((op, at)), compute(op, *at, 0, n)]
                 for step in chain:
@@ -54,7 +54,7 @@ def write(skeleton: Code, chain: Sequence[Pass], n: int) -> Code:
                         current = compiled[ins.at] = []
                     else:
                         current.append(ins)
-    new_code: Code = []
+    new_code = []
     for ins in skeleton:
         new_code += of_microbatch(compiled[ins.op, ins.at], ins.mb) if ins.op in COMPUTE else [ins]
     return new_code

@@ -19,7 +19,7 @@ printed program. compile.py calls it for programs with a pass or a schedule of t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import zip_longest
 
@@ -125,10 +125,10 @@ def _lifetimes(program: Program, pp: int, code: Code, refuse: Refusal) -> None:
     alive, freed = set(program.lasting(pp)), set()
     if program.plan.zero_stage in (1, 2):  # the shard is a part of w
         alive |= {("shard", u, 0) for u in range(len(program.units[pp]))}
-    renamed: set[Value] = set()  # values that a KEEP has given another name
+    renamed = set()  # values that a KEEP has given another name
     # Calls in flight by the values they write; several if one worker's call follows another's.
-    flights: dict[tuple[Value, ...], list[Instr]] = {}
-    used_by: dict[Value, list[Instr]] = {}  # value -> calls in flight that read or write it
+    flights = {}
+    used_by = {}  # value -> calls in flight that read or write it
 
     def require_unused(position: int, ins: Instr, v: Value, does: str) -> None:
         for call in used_by.get(v, ()):
@@ -196,37 +196,32 @@ def _order(program: Program, refusals: list[Refusal]) -> None:
     """Run the lists with calls that block their ranks until all of them have arrived."""
     last = len(program.codes) - 1
     members = {"pp": list(range(last + 1)), "ends": [0, last]}
-    calls = [
-        [
+    calls = [  # of each rank those that are still to come
+        deque(
             (position, ins)
             for position, ins in enumerate(code)
             if ins.op in MESSAGES or (ins.op in COLLECTIVES and ins.lane in members)
-        ]
+        )
         for code in program.codes
     ]
-    cursor, ready = [0] * len(calls), list(range(len(calls)))
-
-    def next_call(pp: int) -> tuple[int, Instr] | None:
-        return calls[pp][cursor[pp]] if cursor[pp] < len(calls[pp]) else None
-
+    ready = list(range(len(calls)))
     while ready:
         pp = ready.pop()
-        while (call := next_call(pp)) is not None:
-            position, ins = call
-            ranks = [ins.peer] if ins.op in MESSAGES else members[ins.lane]
-            others = {r: next_call(r) for r in ranks if r != pp}
-            if any(other is None or not _meets(other[1], ins, pp) for other in others.values()):
+        while calls[pp]:
+            position, ins = calls[pp][0]
+            others = {ins.peer} if ins.op in MESSAGES else {*members[ins.lane]} - {pp}
+            if not all(calls[r] and _meets(calls[r][0][1], ins, pp) for r in others):
                 break  # once that rank arrives at this call, both go on
-            for r, (_, other) in others.items():
-                if not _fits(other, ins):
+            for r in others:
+                if not _fits(other := calls[r][0][1], ins):
                     call = refusals[pp].names.instruction(other)
                     why = f"pipeline rank {r} makes a call that does not match, {call!r}"
                     legal = "in the same order a RECEIVE for each SEND, and the same collectives"
                     raise refusals[pp](position, why, legal)
             for r in (pp, *others):
-                cursor[r] += 1
+                calls[r].popleft()
             ready += others
-    stuck = {pp: next_call(pp) for pp in range(len(calls)) if next_call(pp) is not None}
+    stuck = {pp: rest[0] for pp, rest in enumerate(calls) if rest}
     for pp, (position, _) in stuck.items():
         report = "; ".join(
             f"pipeline rank {r} waits at position {n}, {refusals[r].names.instruction(ins)!r}"

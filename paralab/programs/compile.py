@@ -1,9 +1,8 @@
 """The compiler: from a plan to a program, by a chain of passes. This file has their order.
 
 The skeleton is what each pipeline rank computes, and its messages. Every other paradigm is one pass
-or a few: first those that see the path of one micro-batch through a stage
-(`passes_of_a_microbatch`), then those that see the whole step (`passes_of_a_step`), then the user's
-own. At last waits and frees are derived, which no pass has to write.
+or a few: first those of a micro-batch, then those of a step, then the user's own. At last waits and
+frees are derived, which no pass has to write.
 """
 
 from __future__ import annotations

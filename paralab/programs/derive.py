@@ -29,13 +29,13 @@ def lasts(value: Value) -> bool:
 
 def add_waits(code: Code) -> Code:
     """Add a WAIT before the first use of each call's result; at the end for unused results."""
-    new_code: Code = []
-    in_flight: dict[Value, Instr] = {}  # value -> the call that writes it
-    readers: dict[Value, list[Instr]] = {}  # value -> calls in flight that read it
-    predecessors: dict[int, list[Instr]] = {}  # id of a worker's call -> calls its lane waits for
-    superseded: set[int] = set()  # ids of calls that share the WAIT of a later call, see below
-    waited: set[int] = set()  # ids of calls that have ended
-    last_send: dict[int, Instr] = {}
+    new_code = []
+    in_flight = {}  # value -> the call that writes it
+    readers = {}  # value -> calls in flight that read it
+    predecessors = {}  # id of a worker's call -> calls its lane waits for
+    superseded = set()  # ids of calls that share the WAIT of a later call, see below
+    waited = set()  # ids of calls that have ended
+    last_send = {}
 
     def add_wait(call: Instr) -> None:
         pending = [call]  # no recursion: a closure that refers to itself would keep all this alive
@@ -45,8 +45,8 @@ def add_waits(code: Code) -> Code:
             if id(call) in waited:
                 continue
             if id(call) not in superseded:
-                at, mb, unit, lane, peer = call.op, call.mb, call.unit, call.lane, call.peer
-                new_code.append(Instr(WAIT, at, mb, unit, call.writes, lane=lane, peer=peer))
+                op, _, mb, unit, _, writes, lane, peer, *_ = call
+                new_code.append(Instr(WAIT, op, mb, unit, writes, (), lane, peer))
             waited.add(id(call))
             for v in call.writes:
                 if in_flight.get(v) is call:
@@ -104,8 +104,8 @@ def add_frees(code: Code) -> Code:
     """Let each instruction free the values that it uses last. A value that a call in flight uses is
     freed by the call's WAIT.
     """
-    last_use: dict[Value, int] = {}
-    held_by_call: dict[tuple[Value, ...], list[Value]] = {}  # a call's writes -> values it uses
+    last_use = {}
+    held_by_call = {}  # a call's writes -> values it uses
     for position, ins in enumerate(code):
         reads, writes = ins.reads, ins.writes
         if ins.op == WAIT:
@@ -118,7 +118,7 @@ def add_frees(code: Code) -> Code:
             last_use[v] = position
         if ins.lane:
             held_by_call.setdefault(writes, []).extend((*reads, *writes))
-    freed_at: dict[int, list[Value]] = {}
+    freed_at = {}
     for v, position in last_use.items():
         if not lasts(v):
             freed_at.setdefault(position, []).append(v)

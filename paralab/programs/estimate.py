@@ -49,9 +49,9 @@ class Estimate:
         self.p, self.m, self.v = space.pp, space.microbatches, space.virtual_stages
         self.n, self.zero = space.shard_degree, space.zero_stage
         self.item = self.each("precision", BYTES_PER_ELEMENT.__getitem__)
-        wide = self.each("grad_dtype", lambda way: way == "fp32")
-        self.copied = self.each("grad_dtype", lambda way: way == "fp32-copy")
-        self.grad = np.where(wide, 4, self.item)  # bytes per element of a gradient
+        self.copied = space.grad_dtype == "fp32-copy"
+        # Bytes per element of a gradient.
+        self.grad = np.where(space.grad_dtype == "fp32", 4, self.item)
         # As `Plan.reduces_often`.
         self.reduces_often = (self.zero == 3) | ((self.zero == 2) & (self.p == 1))
         # Bytes per parameter: of the optimizer's states, and that an update moves.
@@ -69,7 +69,7 @@ class Estimate:
         self.end_elements = np.maximum(embedding, head)
         parts = self.blocks + self.first + self.last + (self.tied > 0)
         buckets = self.total("units") + self.last * copy
-        filled = np.ceil(self.psi * self.grad / self.each("bucket_bytes", float))
+        filled = np.ceil(self.psi * self.grad / space.bucket_bytes)
         units = np.where(self.zero == 3, parts, np.minimum(buckets, filled))
         self.units = np.maximum(units, 1)  # number of a rank's units
         self.updated = self.psi / np.where(self.zero > 0, self.n, 1)  # elements that it updates
@@ -210,7 +210,7 @@ class Estimate:
         """
         p, tp, message = self.p, self.space.tp, self.parts.message
         nodes = p * self.space.dp * tp / self.cluster.devices_per_node
-        parts = self.each("partition_messages", int)  # received in parts, then gathered over tp
+        parts = self.space.partition_messages  # received in parts, then gathered over tp
         gather = parts * self.link("all_gather", tp, 1 + 0 * p)((tp - 1) / tp * message)
         message = message / np.where(parts, tp, 1)
         crossings = np.clip(np.ceil(nodes) - 1, 0, p - 1)  # hops from node to node

@@ -57,7 +57,7 @@ def held(c: Any) -> dict[str, Array]:
     grad_sum = grad * np.where(c.reduces_often, psi / n * on_device["gradients"], psi)
     end_largest = np.maximum(c.first * embedding.largest, c.last * head.largest)
     # The last parameter of a bucket may exceed ``bucket_bytes``.
-    bucket = c.each("bucket_bytes", float) + grad * np.maximum(block.largest, end_largest)
+    bucket = c.space.bucket_bytes + grad * np.maximum(block.largest, end_largest)
     unit = np.where(third, grad * block.elements, np.minimum(bucket, grad * psi))
     largest = np.maximum(unit, third * grad * c.end_elements)
     leaves = zero & (c.reduces_often | (m == 1))

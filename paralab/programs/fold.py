@@ -29,7 +29,7 @@ from paralab.parallel.schedules import Action
 from paralab.programs.actions import OF_MICROBATCH, mark, numbered
 from paralab.programs.compile import passed
 from paralab.programs.derive import derived
-from paralab.programs.instructions import CALL, COMPUTE, MESSAGES, RECEIVE, SEND, WAIT, Code, Instr
+from paralab.programs.instructions import CALL, MESSAGES, RECEIVE, SEND, WAIT, Code, Instr
 from paralab.programs.program import Program
 from paralab.programs.skeleton import instruction, stage_parts
 from paralab.spec import Plan
@@ -88,7 +88,7 @@ class Lists(NamedTuple):
 def lists(program: Program, rank: int) -> Lists:
     """The lists of a pipeline rank of a program that has no instructions yet (`laid_out`)."""
     plan = program.plan
-    codes: list[Code] = [[] for _ in range(plan.pp)]
+    codes = [[] for _ in range(plan.pp)]
     result, label = Lists(replace(program, codes=codes), rank, [], {}), None
     # {boundary: the stage that starts, or ends, there}
     starts, ends = ({edges[side]: s for s, edges in enumerate(program.stages)} for side in (0, 1))
@@ -114,22 +114,24 @@ def lists(program: Program, rank: int) -> Lists:
 
 def _few(program: Program, rank: int) -> Code:
     """A rank's skeleton for `FEW` micro-batches, with a mark before each action."""
-    plan, stages, n = program.plan, program.stages, len(program.model.ops)
+    plan, code = program.plan, []
     letters = {action.kind for action in plan.actions()[rank]}
-    own_stages, code = range(rank, plan.stages, plan.pp), []
+    own_stages = range(rank, plan.stages, plan.pp)
+
+    def add(step: Action | Transfer) -> None:
+        code.append(instruction(step, program.stages, len(program.model.ops)))
+
     for k in range(FEW):
         for letter in (known for known in CODE if known in letters):
-            for s in own_stages if letter == "F" else reversed(own_stages):
-                content, step_to = ("F", 1) if letter == "F" else ("B", -1)
-                steps = [Action(s, letter, k)]
-                if 0 <= s - step_to < plan.stages and letter != "W":
-                    steps.insert(0, Transfer("recv", content, s, k, (s - step_to) % plan.pp))
-                if 0 <= s + step_to < plan.stages and letter != "W":
-                    steps.append(Transfer("send", content, s, k, (s + step_to) % plan.pp))
-                instructions = [instruction(step, stages, n) for step in steps]
-                at = next(at for at, ins in enumerate(instructions) if ins.op in COMPUTE)
-                action = mark((letter, s // plan.pp, k))
-                code += [*instructions[:at], action, *instructions[at:]]
+            what, later = ("F", 1) if letter == "F" else ("B", -1)
+            for s in own_stages[::later]:
+                before, after = s - later, s + later
+                if letter != "W" and 0 <= before < plan.stages:
+                    add(Transfer("recv", what, s, k, before % plan.pp))
+                code.append(mark((letter, s // plan.pp, k)))
+                add(Action(s, letter, k))
+                if letter != "W" and 0 <= after < plan.stages:
+                    add(Transfer("send", what, s, k, after % plan.pp))
     return [*code, mark(END)]
 
 
@@ -144,7 +146,7 @@ def _plain(ins: Instr) -> Instr:
 def first_alike(program: Program) -> list[int]:
     """Per pipeline rank the first rank of the same kind."""
     names, plan = stage_parts(program.spec, program.plan), program.plan
-    first_of_kind: dict[Any, int] = {}
+    first_of_kind = {}
     return [
         first_of_kind.setdefault(tuple(map(_alike, names[rank :: plan.pp])), rank)
         for rank in range(plan.pp)

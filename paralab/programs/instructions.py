@@ -73,9 +73,7 @@ METHODS_OF = {
 # The names that a report gives to instructions on the rank's own thread.
 KINDS = {
     FORWARD: "forward",
-    RECOMPUTE: "backward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "backward",
+    **dict.fromkeys((RECOMPUTE, BACKWARD, BACKWARD_INPUT), "backward"),
     BACKWARD_WEIGHT: "weight_grad",
     **dict.fromkeys((UPDATE, NORM, RESCALE), "optimizer"),
     **dict.fromkeys((KEEP, ADD, COPY), "copy"),
@@ -134,22 +132,18 @@ def compute(
     whole  the recomputed range that a RECOMPUTE is a piece of: states inside it are "r", not "x"
     """
     at = (i, j)
-    x = (("x", i, k),) if i else ()
-    saved, deferred = ("saved", at, k), ("deferred", at, k)
-    if op == FORWARD:
-        y = (("x", j, k),) if j < n else ()
-        return Instr(op, at, k, -1, x, (*y, saved) if keeps else y)
-    if op == RECOMPUTE:
+    saved, deferred = (("saved", at, k),), (("deferred", at, k),)
+    if op in FORWARDS:
         begin, end = whole or at
-        again = (("r", j, k),) if j < end else ()
-        return Instr(op, at, k, -1, x if i == begin else (("r", i, k),), (*again, saved))
-    gi = (("g", i, k),) if i else ()
-    gj = (("g", j, k),) if j < n else ()
-    if op == BACKWARD:
-        return Instr(op, at, k, -1, (saved, *gj), gi)
-    if op == BACKWARD_INPUT:
-        return Instr(op, at, k, -1, (saved, *gj), (*gi, deferred))
-    return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())
+        again, last = op == RECOMPUTE, end if op == RECOMPUTE else n
+        reads = (("r" if again and i > begin else "x", i, k),) if i else ()
+        writes = (("r" if again else "x", j, k),) if j < last else ()
+        return Instr(op, at, k, -1, reads, writes + saved if keeps else writes)
+    if op == BACKWARD_WEIGHT:
+        return Instr(op, at, k, -1, deferred, ())
+    reads = saved + (("g", j, k),) if j < n else saved
+    writes = (("g", i, k),) if i else ()
+    return Instr(op, at, k, -1, reads, writes + deferred if op == BACKWARD_INPUT else writes)
 
 
 def keeps(ins: Instr) -> bool:
@@ -177,24 +171,20 @@ def cut(code: Code, cuts: Iterable[int], n: int) -> Code:
 # ---- helpers for passes --------------------------------------------------------------------------
 def insert(code: Code, after: Mapping[int, Iterable[Instr]]) -> Code:
     """``code`` with the instructions ``after[position]`` inserted behind each such position."""
-    new_code: Code = []
-    for position, ins in enumerate(code):
-        new_code.append(ins)
-        new_code += after.get(position, ())
-    return new_code
+    return [new for at, ins in enumerate(code) for new in (ins, *after.get(at, ()))]
 
 
 def completed(code: Code, *, per_microbatch: bool = False) -> dict[int, list[int]]:
     """{position: units whose gradient is complete after the instruction there}, that is, to which
     no later instruction of the step adds, or, ``per_microbatch``, none of the same micro-batch.
     """
-    last: dict[tuple[int, int], int] = {}
+    last = {}
     for position, ins in enumerate(code):
         if ins.op in ADDS_GRADIENTS:
             for v in ins.writes:
                 if v[0] == "grad":
                     last[v[1], ins.mb if per_microbatch else 0] = position
-    units_at: dict[int, list[int]] = {}
+    units_at = {}
     for (unit, _), position in last.items():
         units_at.setdefault(position, []).append(unit)
     return units_at
@@ -214,20 +204,22 @@ def sums_shared(ins: Instr) -> bool:
 
 def all_reduce(unit: int, axis: str = "dp") -> Instr:
     """The sum of a unit's gradient over the ranks of ``axis``, in place."""
-    grad = ("grad", unit, 0)
-    return Instr(ALL_REDUCE, unit, -1, unit, (grad,), (grad,), axis, phase="grad_sync")
+    return _grad_sync(ALL_REDUCE, unit, axis, "grad", "grad")
 
 
 def reduce_scatter(unit: int, axis: str = "dp") -> Instr:
     """The same sum, of which each rank receives one equal part."""
-    grad, part = ("grad", unit, 0), ("part", unit, 0)
-    return Instr(REDUCE_SCATTER, unit, -1, unit, (grad,), (part,), axis, phase="grad_sync")
+    return _grad_sync(REDUCE_SCATTER, unit, axis, "grad", "part")
 
 
 def all_gather(unit: int, axis: str = "dp") -> Instr:
     """The ranks' parts of a gradient, gathered into the whole gradient on each rank."""
-    grad, part = ("grad", unit, 0), ("part", unit, 0)
-    return Instr(ALL_GATHER, unit, -1, unit, (part,), (grad,), axis, phase="grad_sync")
+    return _grad_sync(ALL_GATHER, unit, axis, "part", "grad")
+
+
+def _grad_sync(op: str, unit: int, axis: str, read: str, written: str) -> Instr:
+    reads, writes = ((read, unit, 0),), ((written, unit, 0),)
+    return Instr(op, unit, -1, unit, reads, writes, axis, phase="grad_sync")
 
 
 def wait(call: Instr) -> Instr:

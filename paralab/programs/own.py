@@ -9,9 +9,9 @@
     pl.Plan(dp=4, passes=(not_hidden,))
 
 A pass gets one rank's list after all built-in passes and before waits and frees are derived. Each
-instruction that it adds says what it reads and writes. The resulting list is run, predicted and
-printed like any other, so it is checked first: here whether every entry is a possible instruction,
-in checks.py whether they fit together. ``f(pl.program(model, plan))`` shows the result.
+instruction that it adds says what it reads and writes. Here every entry is checked for whether it
+is a possible instruction, in checks.py whether they fit together. ``f(pl.program(model, plan))``
+shows the result.
 """
 
 from __future__ import annotations

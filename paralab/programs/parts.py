@@ -134,7 +134,7 @@ def _add_bytes(figures: Figures, program: Program, last: int, *, gloo: bool) -> 
     """Add the bytes of every part up to the ``last`` compute, without gradients of parameters."""
     starts = [i for _, i, _ in program.model.parts]
     code, splits = program.codes[0], program.plan.schedule in SPLIT
-    base: dict[int, int] = {}  # part -> bytes before its forward
+    base = {}  # part -> bytes before its forward
     levels = [  # (bytes at the instruction's peak, gradient bytes among these, bytes after it)
         (peak, held.get(GRADIENTS, 0), sum(after.values()))
         for peak, held, after in islice(moments(program, gloo=gloo), last + 2)

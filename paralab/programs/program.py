@@ -168,7 +168,7 @@ class Program:
         key = "shared", rank, index
         if key in self._known:
             return self._known[key]
-        shares: dict[tuple[str, str], list[Share]] = {}
+        shares = {}
         for share in self.places(rank, index) if self.plan.tp > 1 else ():
             block = holding(self.spec, self.plan, share.name, 0)
             if block.partial:
@@ -195,7 +195,7 @@ class Program:
         if it counts the whole unit. Of parameters that several tp ranks hold one rank counts each,
         and of a tied embedding only the first stage.
         """
-        ranges: dict[int, list[slice]] = {}
+        ranges = {}
         partly, at = set(), coordinates(self.plan, tp) if self.plan.tp > 1 else {}
         for number, name, start, count, _ in self.places(rank, index):
             elsewhere = self.spec.tied and name == TIED[1]

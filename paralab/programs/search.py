@@ -2,13 +2,12 @@
 
 Searching tens of thousands of plans takes a second, because only a few are compiled. For all others
 seconds and bytes are estimated, by array expressions over the figures of compiled parts of the
-model (estimate.py). The best plans are compiled whole, their time and memory predicted as by
-`predict`, and ranked by that; both figures are shown. Whether such a plan fits is decided by the
-peak of its compiled program, workspace included: a plan that fits runs under that memory limit.
+model (estimate.py). The best plans are compiled whole and ranked by what `predict` says of them. A
+plan that fits by the peak of its compiled program runs under that memory limit.
 
 A step's time assumes that communication and copies overlap with compute wherever the program lets
-them. The time of the same step without any overlap (interpret/serial.py) is shown next to it, so
-that a plan which is fast only because of perfect overlap can be recognised.
+them. A plan which is fast only because of perfect overlap can be recognised by the time of the same
+step without any (interpret/serial.py).
 
 PTD-P (Narayanan+ 2021, arXiv:2104.04473, sec. 5) gives three rules of thumb for its own machine:
 tensor parallelism up to the size of a node, pipelines across nodes, the rest data parallelism. The
@@ -226,9 +225,8 @@ class Search:
         import pandas as pd
 
         columns = {name: self.plans.column(name) for name in self.settings}
-        columns |= {"closed_s": self.closed, "simulated_s": self.simulated}
-        columns |= {"serial_s": self.serial, "memory": self.memory}
-        columns |= {"fits": self.fits, "bubble": self.bubble}
+        columns |= {f"{n}_s": getattr(self, n) for n in ("closed", "simulated", "serial")}
+        columns |= {n: getattr(self, n) for n in ("memory", "fits", "bubble")}
         columns |= {f"{n}_s": term for n, term in self.terms.items() if n != "bubble"}
         return pd.DataFrame(
             {n: pd.Series(column[which], dtype=column.dtype) for n, column in columns.items()}

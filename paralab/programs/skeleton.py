@@ -55,8 +55,7 @@ def instruction(step: Action | Transfer, stages: Sequence[tuple[int, int]], n: i
         return compute(ACTIONS[step.kind], *stages[step.stage], step.microbatch, n)
     border = stages[min(step.stage, step.other_stage)][1]
     v = ("x" if step.what == "F" else "g", border, step.microbatch)
+    op, reads, writes = RECEIVE, (), (v,)
     if step.kind == "send":
-        return Instr(
-            SEND, v[1], v[2], -1, (v,), (("sent", v[:2], v[2]),), "pp", step.peer, "activations"
-        )
-    return Instr(RECEIVE, v[1], v[2], -1, (), (v,), "pp", step.peer, "activations")
+        op, reads, writes = SEND, (v,), (("sent", v[:2], v[2]),)
+    return Instr(op, v[1], v[2], -1, reads, writes, "pp", step.peer, "activations")

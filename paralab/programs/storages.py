@@ -44,59 +44,48 @@ class Held(NamedTuple):
 
 
 class Sharing:
-    """The storages that a model's ops write and pass on.
+    """The storages that a model's ops write and pass on, of states ("x") and gradients ("g").
 
-    x, g    per boundary: the boundary that names the storage of the state, and of its gradient
-    closed  {boundary inside a branch: the boundary behind the branch}
+    named  {"x" or "g": per boundary the boundary that names the storage}
+    other  {"x" or "g": {boundary inside a branch: that of the state's other entry}}
     """
 
     def __init__(self, model: Model) -> None:
         self.model, ops = model, model.ops
-        n = len(ops)
-        self.x, self.g = list(range(n + 1)), list(range(n + 1))
+        n = end = len(ops)
+        x, g, closed = list(range(n + 1)), list(range(n + 1)), {}
         for b in range(1, n + 1):
             if ops[b - 1].passes_input:
-                self.x[b] = self.x[b - 1]
+                x[b] = x[b - 1]
         for b in reversed(range(n)):
             if ops[b].passes_grad:
-                self.g[b] = self.g[b + 1]
-        self.closed = {}
-        end = n
-        for b in reversed(range(n)):
+                g[b] = g[b + 1]
             end = b + 1 if ops[b].joins else end
             if b in model.inside:
-                self.closed[b] = end
+                closed[b] = end  # the boundary behind the branch
+        self.named, self.other = {"x": x, "g": g}, {"x": model.inside, "g": closed}
 
-    def forward(self, at: int) -> tuple[Name, int]:
-        """(name, bytes) of the last entry of the state at a boundary."""
-        name = self.x[at]
-        return ("x", name), self.model.item * self.model.ops[at - 1].out
+    def last(self, kind: str, at: int) -> tuple[Name, int]:
+        """(name, bytes) of the last entry of the state at a boundary, or of its gradient."""
+        return (kind, self.named[kind][at]), self.model.item * self.model.ops[at - 1].out
 
-    def backward(self, at: int) -> tuple[Name, int]:
-        """(name, bytes) of the gradient of that entry."""
-        return ("g", self.g[at]), self.model.item * self.model.ops[at - 1].out
-
-    def state(self, at: int) -> Sized:
-        """The storages of the state at a boundary, which has two entries inside a branch."""
-        inside = self.model.inside
-        return tuple(map(self.forward, (inside[at], at) if at in inside else (at,)))
-
-    def grads(self, at: int) -> Sized:
-        """The storages of the gradient of that state."""
-        return tuple(map(self.backward, (self.closed[at], at) if at in self.closed else (at,)))
+    def state(self, kind: str, at: int) -> Sized:
+        """The storages of the state or gradient at a boundary: of two entries inside a branch."""
+        entries = [self.other[kind][at], at] if at in self.other[kind] else [at]
+        return tuple(self.last(kind, entry) for entry in entries)
 
     def kept(self, at: int) -> list[tuple[Name, int]]:
         """The storages of its input and its result that an op saves for backward."""
         op = self.model.ops[at]
         gathers = op.message is not None and op.message.forward == "all_gather"
-        storages = [self.forward(at)] if at and (op.keeps_input or gathers) else []
-        return storages + [self.forward(at + 1)] * op.keeps_result
+        storages = [self.last("x", at)] if at and (op.keeps_input or gathers) else []
+        return storages + [self.last("x", at + 1)] * op.keeps_result
 
     def deferred(self, at: int) -> list[tuple[Name, int]]:
         """The storages that an op holds between the two halves of its backward."""
-        op = self.model.ops[at]
-        storages = [self.forward(at)] * op.defers_input + [self.backward(at + 1)] * op.defers_grad
-        return storages + [self.backward(at)] * op.defers_made
+        op, x, g = self.model.ops[at], self.last("x", at), self.last("g", at)
+        behind = self.last("g", at + 1)
+        return [x] * op.defers_input + [behind] * op.defers_grad + [g] * op.defers_made
 
 
 sharing_of = lru_cache(maxsize=64)(Sharing)  # one for all programs of a model
@@ -107,7 +96,7 @@ class Storages:
 
     def __init__(self, sharing: Sharing, plan: Plan, stages: Sequence[tuple[int, int]]) -> None:
         self.names, self.model, self.plan = sharing, sharing.model, plan
-        self._known: dict[tuple, Held] = {}
+        self._known = {}
         # Boundaries of stages, whose states are sent or received.
         self._edges = frozenset(edge for stage in stages for edge in stage)
         ranges = recomputed(self.model, plan.recompute)
@@ -133,7 +122,7 @@ class Storages:
             field, of = ("keeps", names.kept) if kind == "saved" else ("deferred", names.deferred)
             own = sum(getattr(op, field) for op in self.model.ops[slice(*where)])
             return self._several(where, dict(pair for at in range(*where) for pair in of(at)), own)
-        *others, last = names.grads(where) if kind == "g" else names.state(where)
+        *others, last = names.state("g" if kind == "g" else "x", where)
         mine, others = (last,), tuple(others)
         if kind in ("r", "again"):  # the storage belongs to the op before the boundary
             mine, others = self._again(mine, where - 1), self._again(others, where - 1)
@@ -156,7 +145,7 @@ class Storages:
         named; the bytes of the others count as ``own``.
         """
         names, edges = self.names, [end for end in at if 0 < end < len(self.model.ops)]
-        outside = {name for end in edges for name, _ in names.state(end) + names.grads(end)}
+        outside = {name for end in edges for kind in "xg" for name, _ in names.state(kind, end)}
         shared = tuple((name, size) for name, size in held.items() if name in outside)
         alone = sum(held.values()) - sum(size for _, size in shared)
         return Held("activations", own + alone, self._again(shared, at[0]))

@@ -272,17 +272,14 @@ def after_compute(model: Model, ins: Instr, v: Value) -> frozenset[Axis]:
     is partial if the range ends with g or g-bar follows; in backward if the range begins with f or
     f-bar precedes it.
     """
-    (i, j), ops = ins.at, model.ops
+    (i, j), ops, sums = ins.at, model.ops, ("all_reduce", "reduce_scatter")
+    way, nearby = "", ()
     if v[0] in ("x", "r") and ins.op in FORWARDS:
-        nearby = [(ops[j - 1], "all_reduce"), *((op, "reduce_scatter") for op in ops[j : j + 1])]
-        calls = [(op.message, op.message.forward, call) for op, call in nearby if op.message]
+        way, nearby = "forward", ops[j - 1 : j + 1]
     elif v[0] == "g":
-        before = ops[i - 1 : i] if i else ()
-        nearby = [(ops[i], "all_reduce"), *((op, "reduce_scatter") for op in before)]
-        calls = [(op.message, op.message.backward, call) for op, call in nearby if op.message]
-    else:
-        return frozenset()
-    return frozenset(message.axis for message, actual, call in calls if actual == call)
+        way, nearby = "backward", ops[max(i - 1, 0) : i + 1][::-1]
+    messages = [(op.message, call) for op, call in zip(nearby, sums, strict=False) if op.message]
+    return frozenset(message.axis for message, call in messages if getattr(message, way) == call)
 
 
 def is_gradient(v: Value) -> bool:

@@ -5,21 +5,7 @@ legal; forms.py checks the user's own schedule, block or passes; tiers.py has th
 offloaded states; links.py the time of a call on the links of a cluster.
 """
 
-from paralab.spec.cluster import Cluster, Link
-from paralab.spec.forms import GRAD_SYNC_FORMS, OWN_FORM, SCHEDULE_NAMES
-from paralab.spec.model import BYTES_PER_ELEMENT, MODEL_PRESETS, TIED, ModelSpec
-from paralab.spec.plan import Place, Plan
-
-__all__ = [
-    "BYTES_PER_ELEMENT",
-    "GRAD_SYNC_FORMS",
-    "MODEL_PRESETS",
-    "OWN_FORM",
-    "SCHEDULE_NAMES",
-    "TIED",
-    "Cluster",
-    "Link",
-    "ModelSpec",
-    "Place",
-    "Plan",
-]
+from paralab.spec.cluster import Cluster, Link  # noqa: F401
+from paralab.spec.forms import GRAD_SYNC_FORMS, OWN_FORM, SCHEDULE_NAMES  # noqa: F401
+from paralab.spec.model import BYTES_PER_ELEMENT, MODEL_PRESETS, TIED, ModelSpec  # noqa: F401
+from paralab.spec.plan import Place, Plan  # noqa: F401

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paralab.checks import Description, choice, count, illegal, instance, real
+from paralab.checks import Description, choice, count, flag, illegal, instance, one_of, real
 from paralab.spec.links import ALGORITHMS, Link, Reach, Way, ways
 from paralab.spec.tiers import LINKS
 from paralab.theory.traffic import OPS
@@ -81,7 +81,7 @@ class Cluster(Description):
     memory_bandwidth: float
     operand_bandwidth: float | None = None
     elements: Mapping[str, float] = field(default_factory=dict, hash=False)
-    fused: bool = False
+    fused: bool = flag(False)
     op_overhead: float = 0.0
     launch_overhead: float = 0.0
     call_overhead: float = 0.0
@@ -91,7 +91,7 @@ class Cluster(Description):
     intra: Link
     inter: Link | None = None
     ports: int | None = count(None, at_most=2**20)
-    algorithm: str | None = None
+    algorithm: str | None = one_of(None, *ALGORITHMS)
     host: Link | None = None
     disk: Link | None = None
     host_bandwidth: float | None = None
@@ -118,11 +118,9 @@ class Cluster(Description):
             table = {choice(name, key, keys): check(f"{name}[{key!r}]", of) for key, of in entries}
             object.__setattr__(self, name, table)
 
-        self.check_counts()
+        self.check_fields()
         instance("name", self.name, str, 'a text such as "ours"', "text")
         keep(real, "flops", "memory_bandwidth", "odd_products", above=0.0)
-        choice("algorithm", self.algorithm, (None, *ALGORITHMS))
-        choice("fused", self.fused, (True, False))
         if self.odd_products > 1:
             raise illegal(
                 "odd_products", self.odd_products, "a share is at most 1", "above 0, at most 1"

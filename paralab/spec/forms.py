@@ -22,6 +22,9 @@ from paralab.parallel.schedules import (
 GRAD_SYNC_FORMS = ("naive", "bucketed", "overlapped")
 SCHEDULE_NAMES = (*SCHEDULES, RELAY)
 OWN_FORM = "own: "  # a saved plan has this and the name of a form, not its code
+BLOCK_FORM = (
+    "None for the standard block, or a class or function that makes an nn.Module from a ModelSpec"
+)
 
 
 def form_name(form: Any) -> str:
@@ -39,15 +42,10 @@ def saved(form: Any) -> bool:
 def check_grad_sync(form: Any) -> None:
     """Raise unless ``form`` names a form; None leaves the gradients to the plan's passes."""
     if callable(form):
-        raise illegal(
-            "grad_sync",
-            form_name(form),
-            "a plan is compiled before it runs, and what a class of your own does would be known "
-            "only during the run",
-            " | ".join(map(repr, GRAD_SYNC_FORMS))
-            + " | None, with a pass of your own that inserts "
-            "the sums: passes=(f,)",
-        )
+        why = "a plan is compiled before it runs, and what a class of your own does would be known "
+        legal = " | ".join(map(repr, GRAD_SYNC_FORMS)) + " | None, with a pass of your own that "
+        legal += "inserts the sums: passes=(f,)"
+        raise illegal("grad_sync", form_name(form), why + "only during the run", legal)
     choice("grad_sync", form, (*GRAD_SYNC_FORMS, None))
 
 
@@ -94,8 +92,7 @@ _build_once = lru_cache(maxsize=64)(_build)
 def check_block(form: Any) -> None:
     """Raise if ``form`` cannot make blocks, as far as can be known before it is called."""
     if form is not None and not callable(form) and not saved(form):
-        legal = "None for the standard block, or a class or function that makes an nn.Module from "
-        raise illegal("block", form, "neither a class nor a function", legal + "a ModelSpec")
+        raise illegal("block", form, "neither a class nor a function", BLOCK_FORM)
 
 
 def block_shapes(form: Any, model: Any) -> dict[str, tuple[int, ...]]:
@@ -124,17 +121,15 @@ def _on_meta(form: Any, model: Any) -> Any:
     """The module ``form(model)``; raises ``ValueError`` if it is none or cannot be made."""
     import torch
 
-    legal = "None for the standard block, or a class or function that makes an nn.Module from a "
-    legal += "ModelSpec"
     name = form_name(form)
     try:
         with torch.device("meta"):
             module = form(model)
     except Exception as error:
         why = f"block(model) raised {type(error).__name__}: {error}"
-        raise illegal("block", name, why, legal) from error
+        raise illegal("block", name, why, BLOCK_FORM) from error
     if not isinstance(module, torch.nn.Module):
-        raise illegal("block", name, f"block(model) returned {shown(module)}", legal)
+        raise illegal("block", name, f"block(model) returned {shown(module)}", BLOCK_FORM)
     return module
 
 
@@ -153,10 +148,9 @@ def _block_once(form: Any, model: Any) -> tuple[Any, dict[str, tuple[int, ...]]]
             why = f"its parameter {local!r} has no shape until it is called"
             raise illegal("block", name, why, "layers with given sizes, not lazy ones")
         if not parameter.requires_grad:
-            why = (
-                f"its parameter {local!r} requires no gradient, and every parameter of a model is "
-            )
-            raise illegal("block", name, why + "trained", "a buffer: module.register_buffer(...)")
+            why = f"its parameter {local!r} requires no gradient, and every parameter of a model "
+            legal = "a buffer: module.register_buffer(...)"
+            raise illegal("block", name, why + "is trained", legal)
         if not parameter.is_floating_point():
             why = f"its parameter {local!r} is {parameter.dtype}, not real floating point"
             raise illegal("block", name, why, "two real parameters in place of a complex one")

@@ -6,11 +6,11 @@ The model itself is in model/; this file holds no tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paralab.checks import Description, choice, count, illegal, real
+from paralab.checks import Description, choice, count, flag, illegal, real
 from paralab.spec.forms import block_shapes, check_block, form_name
 
 TIED = ("embedding.token.weight", "head.output.weight")  # one weight, where a model is tied
@@ -46,13 +46,13 @@ class ModelSpec(Description):
     heads: int = count(at_most=2**10)
     seq_len: int = count(at_most=2**24)
     vocab: int = count(256, at_most=2**24)
-    tied: bool = True
+    tied: bool = flag(True)
     dropout: float = 0.0
     attention: str | None = None
     block: Callable[[ModelSpec], Any] | None = None
 
     def __post_init__(self) -> None:
-        self.check_counts()
+        self.check_fields()
         if self.layers * self.hidden**2 > MAX_WEIGHTS:
             most = math.isqrt(MAX_WEIGHTS // self.layers)
             why = f"{self.layers} such layers have too many parameters to count in 63 bits"
@@ -61,7 +61,6 @@ class ModelSpec(Description):
             legal = [a for a in range(1, min(self.hidden, 64) + 1) if self.hidden % a == 0]
             why = f"hidden={self.hidden} is not divisible by it"
             raise illegal("heads", self.heads, why, ", ".join(map(str, legal)))
-        choice("tied", self.tied, (True, False))
         dropout = real("dropout", self.dropout)
         if not 0.0 <= dropout < 1.0:
             raise illegal("dropout", self.dropout, "not a probability below 1", "from 0 to below 1")
@@ -86,20 +85,11 @@ class ModelSpec(Description):
         h, shapes = self.hidden, {}
         shapes[TIED[0]] = (self.vocab, h)
         shapes["embedding.position.weight"] = (self.seq_len, h)
-        block = {
-            "norm1.weight": (h,),
-            "norm1.bias": (h,),
-            "attention.qkv.weight": (3 * h, h),
-            "attention.qkv.bias": (3 * h,),
-            "attention.proj.weight": (h, h),
-            "attention.proj.bias": (h,),
-            "norm2.weight": (h,),
-            "norm2.bias": (h,),
-            "mlp.up.weight": (4 * h, h),
-            "mlp.up.bias": (4 * h,),
-            "mlp.down.weight": (h, 4 * h),
-            "mlp.down.bias": (h,),
-        }
+        layers = {"norm1": (h,), "attention.qkv": (3 * h, h), "attention.proj": (h, h)}
+        layers |= {"norm2": (h,), "mlp.up": (4 * h, h), "mlp.down": (h, 4 * h)}
+        block = {}
+        for name, shape in layers.items():
+            block |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
         if self.block is not None:
             block = block_shapes(self.block, self)
         for i in range(self.layers):
@@ -127,15 +117,6 @@ class ModelSpec(Description):
     def to_dict(self) -> dict[str, Any]:
         """Plain values; for a ``block`` of your own, its name."""
         return {**super().to_dict(), "block": form_name(self.block)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
-        """The inverse of ``to_dict``. Files of version 0.1 also have ``frozen``, which was empty if
-        all parameters were trained.
-        """
-        if isinstance(values, Mapping) and not values.get("frozen"):
-            values = {name: value for name, value in values.items() if name != "frozen"}
-        return super().from_dict(values)
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from paralab.checks import Description, choice, count, instance, whole
+from paralab.checks import Description, choice, count, flag, instance, one_of, whole
 from paralab.parallel.schedules import RELAY, Action
 from paralab.spec.forms import (
     OWN_FORM,
@@ -107,17 +107,17 @@ class Plan(Description):
     virtual_stages: int = count(1, at_most=2**20)
     zero_stage: int = count(0, at_least=0, at_most=3)
     shard: int | None = count(None, at_most=2**20)
-    sequence_parallel: bool = False
-    recompute: str = "none"
+    sequence_parallel: bool = flag(False)
+    recompute: str = one_of("none", "selective", "full")
     offload: Any = None
-    precision: str = "fp32"
-    grad_dtype: str | None = None
-    tf32: bool = False
-    tp_mode: str = "1d"
+    precision: str = one_of("fp32", "bf16", "fp16")
+    grad_dtype: str | None = one_of(None, "fp32", "fp32-copy")
+    tf32: bool = flag(False)
+    tp_mode: str = one_of("1d", "2d", "2.5d", "3d")
     tp_depth: int | None = count(None, at_most=2**20)
-    tp_overlap: bool = True
-    partition_activations: bool = False
-    partition_messages: bool = False
+    tp_overlap: bool = flag(True)
+    partition_activations: bool = flag(False)
+    partition_messages: bool = flag(False)
     grad_sync: Any = "overlapped"
     bucket_bytes: int = count(4 * 2**20)
     prefetch: int = count(1, at_least=0, at_most=2**20)
@@ -125,18 +125,9 @@ class Plan(Description):
     passes: tuple = ()
 
     def __post_init__(self) -> None:
-        self.check_counts()
+        self.check_fields()
         check_grad_sync(self.grad_sync)
         object.__setattr__(self, "passes", check_passes(self.passes))
-        choice("precision", self.precision, ("fp32", "bf16", "fp16"))
-        choice("grad_dtype", self.grad_dtype, (None, "fp32", "fp32-copy"))
-        choice("tf32", self.tf32, (True, False))
-        choice("recompute", self.recompute, ("none", "selective", "full"))
-        choice("tp_mode", self.tp_mode, ("1d", "2d", "2.5d", "3d"))
-        choice("sequence_parallel", self.sequence_parallel, (True, False))
-        choice("tp_overlap", self.tp_overlap, (True, False))
-        choice("partition_activations", self.partition_activations, (True, False))
-        choice("partition_messages", self.partition_messages, (True, False))
         check_schedule(self.schedule)
         object.__setattr__(self, "offload", as_offload(self.offload))
 
@@ -207,18 +198,19 @@ class Plan(Description):
             group = self.ranks("tp", rank)
             indices = next(candidate for candidate in groups(self, axis) if at.tp in candidate)
             return tuple(group[index] for index in indices)
-        choice("axis", axis, ("tp", "dp", "pp", "shard", "secondary", "replica"))
-        if axis == "tp":
-            return tuple(range(rank - at.tp, rank - at.tp + self.tp))
-        if axis == "pp":
-            return tuple(range(at.dp * self.tp + at.tp, self.world_size, self.dp * self.tp))
-        first, n = at.pp * self.dp * self.tp + at.tp, self.shard_degree
-        group = range(first, first + self.dp * self.tp, self.tp)
-        if axis == "secondary":
-            n = self.secondary_shard or n
-        if axis in ("shard", "secondary"):
-            return tuple(group[at.dp // n * n :][:n])
-        return tuple(group[at.dp % n :: n] if axis == "replica" else group)
+        n, tp = self.shard_degree, self.tp
+        second = self.secondary_shard or n
+        axes = {  # the index of the rank in its group, the group's size, the step between members
+            "tp": (at.tp, tp, 1),
+            "dp": (at.dp, self.dp, tp),
+            "pp": (at.pp, self.pp, self.dp * tp),
+            "shard": (at.dp % n, n, tp),
+            "secondary": (at.dp % second, second, tp),
+            "replica": (at.dp // n, self.dp // n, n * tp),
+        }
+        index, size, step = axes[choice("axis", axis, tuple(axes))]
+        first = rank - index * step
+        return tuple(range(first, first + size * step, step))
 
     @property
     def tp_name(self) -> str:

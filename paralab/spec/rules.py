@@ -31,12 +31,12 @@ Words = str | Callable[[Any], str]
 class Rule(NamedTuple):
     """A condition that every plan has to meet.
 
-    field  the field that an error names
     holds  the condition, a function of settings
-    why, legal  the error's texts: templates over settings ``s``, or functions of them
+    field, why, legal  the field that an error names, and its texts: templates over settings ``s``,
+                       or functions of them
     """
 
-    field: str
+    field: Words
     holds: Callable[[Any], Any]
     why: Words
     legal: Words
@@ -69,8 +69,8 @@ SIZES = (
         )
         for field in ("schedule", "passes")
     ),
-    Rule(
-        "{s.largest}",
+    Rule(  # names the largest degree, as the likely typing mistake
+        lambda s: max("dp", "tp", "pp", key=lambda name: getattr(s, name)),
         lambda s: s.dp * s.tp * s.pp <= MAX_RANKS,
         "dp*tp*pp is {s.world_size} ranks",
         f"dp*tp*pp up to {MAX_RANKS}",
@@ -214,7 +214,13 @@ TENSOR = (
     ),
 )
 
+
 # ---- the order of work --------------------------------------------------------------------------
+def _most_stages(s: Any) -> str:
+    most = s.layers if s.virtual_stages == 1 else s.layers // s.pp
+    return f"up to {most}" if most else f"1 with pp of at most {s.layers}"
+
+
 RELAYS = (
     *(
         Rule(
@@ -269,7 +275,7 @@ PIPELINE = (
             ),
             "pp*virtual_stages is {s.stages} stages, the model has {s.layers} blocks, and every "
             "stage needs one",
-            "{s.most_stages}, or a model of at least {s.stages} layers",
+            lambda s: f"{_most_stages(s)}, or a model of at least {s.stages} layers",
         )
         for field in ("pp", "virtual_stages")
     ),

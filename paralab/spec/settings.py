@@ -1,9 +1,9 @@
 """The settings that rules read, for one plan as values or for many plans as columns. Torch-free.
 
-A setting is a field of `Plan` or of `ModelSpec`, or is derived from a few of them (`derived`), as
-the grid of a tp group and the place of every state are. `Settings` has the settings of one plan, as
-values; `Columns` those of many plans, as NumPy arrays or `Coded` columns, which compare as values
-do. So an expression with operators on settings works for both, as the rules of rules.py are.
+A setting is a field of `Plan` or of `ModelSpec`, or is derived from a few of them (`derived`).
+`Settings` has those of one plan, as values; `Columns` those of many plans, as NumPy arrays or
+`Coded` columns, which compare as values do. So an expression with operators on settings, as a rule
+of rules.py is, works for both.
 """
 
 from __future__ import annotations
@@ -105,19 +105,6 @@ def shard_degree(dp: int, shard: int | None) -> int:
 def backward_shard_degree(secondary_shard: int | None, dp: int, shard: int | None) -> int:
     """Number of ranks that share the copy of the parameters that backward gathers."""
     return secondary_shard or shard or dp
-
-
-@derived
-def largest(dp: int, tp: int, pp: int) -> str:
-    """The largest degree: an error about too many ranks names it, as the likely typing mistake."""
-    degrees = {"dp": dp, "tp": tp, "pp": pp}
-    return max(degrees, key=degrees.__getitem__)
-
-
-@derived
-def most_stages(layers: int, pp: int, virtual_stages: int) -> str:
-    most = layers if virtual_stages == 1 else layers // pp
-    return f"up to {most}" if most else f"1 with pp of at most {layers}"
 
 
 @derived

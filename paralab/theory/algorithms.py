@@ -1,8 +1,7 @@
-"""The algorithm of every collective of a report on its cluster, and what it costs.
+"""The algorithm of every collective of a report on its cluster, with the seconds that decided it.
 
 No run records whether a collective was a ring or a tree: NCCL chooses by itself, and a prediction
-takes the faster one by alpha and bandwidth (spec/links.py). `algorithms` shows that choice for each
-kind of call, with the seconds that decided it.
+takes the faster one by alpha and bandwidth (spec/links.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import pandas as pd
 from paralab.checks import illegal
 from paralab.report.facts import in_outline, own_calls, reach
 from paralab.report.tables import Tables
-from paralab.spec.links import Reach
 from paralab.theory.traffic import most_sent
 
 COLUMNS = ["op", "axis", "members", "nodes", "near", "payload_bytes", "calls", "algorithm"]
@@ -41,7 +39,7 @@ def algorithms(report: Tables) -> pd.DataFrame:
         why = "in an outline, calls are summed up"
         raise illegal("detail", "actions", why, "pl.predict(..., detail='calls')")
     cluster, calls = report.cluster, own_calls(report)
-    count: Counter[tuple[str, str, Reach, int]] = Counter()
+    count = Counter()
     for row in calls[calls["op"] != "recv"].itertuples(index=False):
         group = reach(report, row.op, row.rank, row.peer, row.ranks)
         if group.members > 1:
@@ -49,10 +47,10 @@ def algorithms(report: Tables) -> pd.DataFrame:
     rows = []
     for (op, axis, group, payload), number in count.items():
         sent, ways = most_sent(op, payload, group.members), cluster.ways(op, group)
-        name, seconds = cluster.call(op, sent, group)
-        others = [way.seconds(sent) for other, way in ways.items() if other != name]
-        latency = ways[name].latency
+        seconds = {name: way.seconds(sent) for name, way in ways.items()}
+        name = min(seconds, key=seconds.__getitem__)
+        took, latency = seconds.pop(name), ways[name].latency
+        times = latency, took - latency, min(seconds.values(), default=None)
         kind = op, axis, group.members, group.nodes, group.near
-        times = latency, seconds - latency, min(others, default=None)
         rows.append((*kind, payload, number, name, *times))
     return pd.DataFrame(rows, columns=COLUMNS)

@@ -7,8 +7,7 @@
 
 Bytes and calls are counted, so they agree exactly or something is wrong. The gap between predicted
 and replayed is the error of the device model. The gap between replayed and measured comes from what
-the ranks share: cores, caches, other work of the machine. The time for reading data and for Python
-between spans is in the measured step alone.
+the ranks share; gaps.py writes a sentence on each.
 """
 
 from __future__ import annotations
@@ -98,9 +97,8 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     report  what `pl.run` returned, or a replay of that; or what `pl.observe` returned for a program
             that trains the predicted model under the predicted plan. The two may be swapped
 
-    The run is replayed with the links of the prediction's cluster, so that prediction and replay
-    differ in compute costs alone. An observed program may make other calls than the library's, so
-    only the sum of its bytes is compared, for each rank. Returns a `Comparison`. Raises ValueError
+    An observed program may make other calls than the library's, so only the sum of its bytes is
+    compared, for each rank. Returns a `Comparison`. Raises ValueError
     naming the first difference if the two are not of the same model, plan, optimizer and number of
     ranks, or if a run on GPUs is compared with a prediction for processors.
     """
@@ -263,7 +261,7 @@ def _traffic(report: Tables, summed: bool) -> dict[tuple[int, int], Counter]:
     kind = ["step", "rank", "op", "lane", "category"]
     names = {"axis": "lane", "wire_bytes": "bytes"}
     calls = facts.own_calls(report).rename(columns=names).assign(category="")
-    counts: dict[tuple[int, int], Counter] = defaultdict(Counter)
+    counts = defaultdict(Counter)
     for rows in (calls, report.copies.assign(payload_bytes=0)):
         rows = rows[[*kind, "payload_bytes", "bytes"]]
         if summed:

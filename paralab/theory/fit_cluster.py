@@ -18,8 +18,7 @@ Gauss-Newton with shortened steps and derivatives by differences.
 
 The accuracy is reported out of sample: a fit to the other models predicts the runs of each model
 (with a single model, a fit to the other runs predicts each run). It is compared with the null
-model, one rate of FLOP/s per device for everything. With more than ten models, or runs, several are
-left out together, so that there are ten such fits.
+model, one rate of FLOP/s per device for everything. There are at most ten such fits.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ def fit_cluster(
             model = run.model.resolved(gpus=wide.gpus)
             totals.append(Totals(model, run.plan, wide, run.optimizer, many=True))
 
-    cache: dict[bytes, Any] = {}
+    cache = {}
 
     def errors_at(factors: Any, which: Any) -> Any:
         """The errors, as logarithms, of the runs numbered ``which`` with these factors."""
@@ -316,7 +315,7 @@ def _out_of_sample(
     by: Callable[[Run], Hashable] | None,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(relative errors of the fit, those of the null model) of every run, out of sample."""
-    groups: list[Hashable] = [by(run) if by else run.model for run in runs]
+    groups = [by(run) if by else run.model for run in runs]
     if len(set(groups)) == 1:
         groups = list(range(len(runs)))
     if len(runs) == 1:

@@ -1,8 +1,7 @@
 """Notes on a comparison: sentences for a learner on the gap in each row.
 
 The note of a row says what its quantity means and how far its three columns are apart. The reasons
-for gaps are the same for all rows of time, so only the note of the step time gives them: predicted
-and replayed differ by the error of the device model, replayed and measured by what ranks share.
+for gaps are the same for all rows of time, so only the note of the step time gives them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ what the ranks share. Three numbers say how large a bubble is:
     replayed    the recorded order, costs and messages on one virtual device per rank
 
 All three are the idle share of device time, 1 - sum(compute) / (p T). Papers often divide the idle
-time by the ideal time instead, (p-1)/m (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2). This
-is named `bubble over ideal` here; where the share of device time is x, it is x / (1 - x).
+time by the ideal time instead (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 2.2): "bubble over
+ideal" here. Where the share of device time is x, it is x / (1 - x).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def schedule_of(report: Tables, *, step: int | None = None) -> list[list[Action]
     step = metrics.chosen_step(report, step)
     spans = _compute(report)
     spans = spans[spans["step"] == step].sort_values("id")
-    schedule: list[dict[Action, None]] = [{} for _ in range(report.plan.pp)]
+    schedule = [{} for _ in range(report.plan.pp)]
     columns = (spans[name].tolist() for name in ("rank", "stage", "microbatch"))
     for letter, rank, stage, microbatch in zip(letters(spans), *columns, strict=True):
         pp_index, *pipeline = report.plan.place(rank)
@@ -79,10 +79,8 @@ def ideal(report: Tables, *, step: int | None = None) -> Simulation:
 
 
 def formula(report: Tables) -> float:
-    """`bubble_formula` for the report's schedule; NaN for a schedule of the user's own.
-
-    It assumes balanced stages and free links; F, B and W are this report's medians, averaged over
-    the ranks.
+    """`bubble_formula` with the report's median costs, averaged over the ranks; NaN for a schedule
+    of the user's own.
     """
     from paralab.theory.pipeline import bubble_formula
 

@@ -42,7 +42,7 @@ def link_bytes(
     instance("plan", plan, Plan, "a pl.Plan(...)").validate(model)
     at = plan.place(rank).pp
     program = quick.program_of(model, plan, optimizer, at)
-    links: dict[str, dict[str, int]] = {link: {} for link in WAYS}
+    links = {link: {} for link in WAYS}
     for ins in program.codes[at]:
         if ins.op == COPY and ins.lane in LINKS:
             copy = moved(program, ins, at)

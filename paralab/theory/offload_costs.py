@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import product
 
-from paralab.checks import choice, illegal, real, whole
+from paralab.checks import choice, illegal, instance, real, whole
 
 GPU, CPU = "gpu", "cpu"
 
@@ -79,14 +79,12 @@ def cuts(update: str = CPU) -> list[dict[str, str]]:
 
 
 def _checked(assignment: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(assignment, Mapping):
-        raise illegal("assignment", assignment, "not a dict {node: device}", "one of cuts()")
+    instance("assignment", assignment, Mapping, "one of cuts()", "dict {node: device}")
     for name, device in assignment.items():
         choice("node", name, tuple(HELD))
         choice(name, device, (GPU, CPU))
-    missing = [name for name in HELD if name not in assignment]
-    if missing:
-        why = f"no device for {', '.join(missing)}"
+    if missing := ", ".join(name for name in HELD if name not in assignment):
+        why = f"no device for {missing}"
         raise illegal("assignment", dict(assignment), why, "a device for every node")
     if assignment["fwd-bwd"] == CPU:
         raise illegal("fwd-bwd", CPU, "its work grows with the batch, beyond a CPU", "'gpu'")

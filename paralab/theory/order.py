@@ -95,10 +95,8 @@ def order(
         return None
     lengths = [len(row) for row in schedule]
     rank = np.repeat(np.arange(ranks), lengths)
-    if not (
-        ((kind >= 0) & (stage >= 0) & (stage < stages) & (home(stage, ranks, folded) == rank)).all()
-        and ((microbatch >= 0) & (microbatch < microbatches)).all()
-    ):
+    own = (stage >= 0) & (stage < stages) & (home(stage, ranks, folded) == rank)
+    if not (own & (kind >= 0) & (microbatch >= 0) & (microbatch < microbatches)).all():
         return None
     index = np.full((4, stages, microbatches), -1)  # of each action, by kind, stage, micro-batch
     index[kind, stage, microbatch] = np.arange(n)
@@ -139,7 +137,7 @@ def walk(
     source, takes, delay = order.source.tolist(), seconds.tolist(), delays.tolist()
     at, stop = order.first[:-1].tolist(), order.first[1:].tolist()
     start, end, clock = [inf] * n, [inf] * n, [0.0] * order.ranks
-    waiting: dict[int, int] = {}  # {action: the rank that is idle until the action ends}
+    waiting = {}  # {action: the rank that is idle until the action ends}
     overlapped = pairs or {}
     ready = list(range(order.ranks))
     while ready:

@@ -7,8 +7,7 @@ result that it needs has arrived (theory/order.py). The bubble is
 
 as defined in the Zero Bubble paper (Qi+ 2023, arXiv:2401.10241, sec. 5.3). The makespan in place of
 ``cost`` would overstate it: with ZB-H2 the ranks neither start nor end together. From that paper's
-Table 6 the simulation gives the bubble rates of its Table 5. `bubble_formula` has the formulas of
-the papers for balanced stages and free links. About 3 microseconds per action. Labs 03 and 04.
+Table 6 the simulation gives the bubble rates of its Table 5. Labs 03 and 04.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ these costs and a link model, and times them with the walk that also times predi
 (interpret/walk.py). The result is the timeline that a device per rank would have given.
 
     compute span     the median cost of all spans at the same place of the program: over steps >= 1
-                     and the ranks with the same stages. A backward that launches collectives is cut
-                     into a span per launch, each with its own cost; the input half of a split
-                     backward counts as another kind than a whole backward
+                     and the ranks with the same stages. The pieces of a backward that launches
+                     collectives have costs of their own, as has the input half of a split one
     collective       alpha + wire bytes / bandwidth, with the bytes of its row in the ledger
     copy             the same for the link between two memory tiers, but no faster than the plan's
                      ``bandwidth``; without such a link in the cluster, as long as in the run
@@ -32,7 +31,6 @@ from paralab.programs.instructions import Instr
 from paralab.report.facts import device_of, in_outline, node_of, reach
 from paralab.report.tables import Tables, letters
 from paralab.spec import Cluster
-from paralab.spec.links import Reach
 from paralab.theory.traffic import POINT_TO_POINT, ends, level
 
 if TYPE_CHECKING:
@@ -52,8 +50,8 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     compute  scales these costs, and those of copies between host and device; with 0.0 links alone
              take time. With a scale other than 1.0 the report gives no FLOP/s
 
-    Span ids, rows and bytes are those of ``report``. Start, end and cost are new; spans at the same
-    place cost the same in all steps, and each step starts at the same moment on all ranks. Raises
+    Span ids, rows and bytes are those of ``report``. Start, end and cost are new, and each step
+    starts at the same moment on all ranks. Raises
     ValueError if a rank of a group never launched one of its collectives, if the cluster has fewer
     devices than the plan has ranks, or if no cluster is given for a run on GPUs on a machine
     without.
@@ -72,18 +70,16 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
     costs = _typical_costs(report, setup, scale=compute)
     calls, copies = _calls(report, cluster), _copies(report, cluster)
     # {(step, whether inside it, not its setup): the spans of each rank}
-    by_step: dict[tuple[int, bool], list[list[Any]]] = defaultdict(
-        lambda: [[] for _ in range(report.world_size)]
-    )
+    by_step = defaultdict(lambda: [[] for _ in range(report.world_size)])
     # By id: the order in which each rank recorded its spans.
     for span in report.spans.sort_values("id").itertuples(index=False):
         by_step[span.step, span.id not in setup][span.rank].append(span)
     for step in set(report.steps["step"].tolist()):
         by_step[step, True]  # a step without spans still has a start and an end
     now = 0.0
-    start: dict[int, float] = {}  # by span id
-    end: dict[int, float] = {}
-    steps: dict[tuple[int, int], tuple[float, float]] = {}  # {(step, rank): (start, end)}
+    start = {}  # by span id
+    end = {}
+    steps = {}  # {(step, rank): (start, end)}
     for (step, inside), ranks in sorted(by_step.items()):
         programs = [_program(spans, calls, costs, copies) for spans in ranks]
         times = moments([items for items, _ in programs])
@@ -177,10 +173,10 @@ def _calls(report: Tables, cluster: Cluster) -> dict[int, list[Item]]:
     rank to another with their receives. The column "call" counts both kinds together, so its
     numbers differ between the ranks of a pipeline, which send different numbers of messages.
     """
-    items: dict[int, list[Item]] = defaultdict(list)
-    seconds: dict[str, float] = defaultdict(float)  # of the slowest member; of a sender
-    made: Counter[tuple[Any, ...]] = Counter()
-    reaches: dict[tuple[int, ...], Reach] = {}
+    items = defaultdict(list)
+    seconds = defaultdict(float)  # of the slowest member; of a sender
+    made = Counter()
+    reaches = {}
     lanes = dict(zip(report.spans["id"], report.spans["lane"], strict=True))
     rows = report.collectives.sort_values(["rank", "step", "span"], kind="stable")
     for row in rows.itertuples(index=False):
@@ -228,9 +224,9 @@ def _program(
     A call or a job starts when the rank comes to it, a job not before the jobs in the ``after`` of
     its span. The rank waits where a compute span has a call or a job in its ``after``.
     """
-    items: list[Item] = []
-    places: list[slice] = []
-    unwaited: dict[int, list[Any]] = {}  # {id of a call's or job's span: names for a WAIT}
+    items = []
+    places = []
+    unwaited = {}  # {id of a call's or job's span: names for a WAIT}
     for span in spans:
         if span.lane == "compute":
             names = [name for other in span.after for name in unwaited.pop(other, ())]

@@ -9,10 +9,10 @@ A schedule is valid if
     each action needs, all ranks reach the end of their lists.
 
 The last condition says that the happens-before relation of Lamport (1978), "Time, Clocks, and the
-Ordering of Events", has no cycle. A walk that advances every rank as far as it can finds a cycle if
-there is one. A valid schedule has an order of sends and receives on which no backend can deadlock,
-even one that buffers nothing and matches messages by order alone (parallel/lowering.py). Lab 04's
-deadlock clinic shows the messages. Cost: about 1 microsecond per action.
+Ordering of Events", has no cycle; the walk of order.py finds one if there is one. A valid schedule
+has an order of sends and receives on which no backend can deadlock, even one that buffers nothing
+and matches messages by order alone (parallel/lowering.py). Lab 04's deadlock clinic shows the
+messages.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def standing(order: Order, end: Sequence[float]) -> dict[int, tuple[int, str, st
     needs, the rank that has the needed action)} of the ranks that do not reach the end of their
     list. end: of every action by `walk`, infinity if the action is never reached.
     """
-    stuck: dict[int, tuple[int, str, str, int]] = {}
+    stuck = {}
     for node in np.flatnonzero(np.isinf(end)).tolist():
         rank, need = int(order.rank[node]), order.source[node]
         if rank not in stuck:
@@ -190,7 +190,7 @@ def _first_fault(
         stages = -(-(last + 1) // p) * p
     if microbatches is None:
         microbatches = 1 + max((a.microbatch for a in flat if _is_number(a.microbatch)), default=0)
-    seen: dict[Action, tuple[int, int]] = {}
+    seen = {}
     for rank, row in enumerate(lists):
         for position, action in enumerate(row):
             fault = _fault_of(action, rank, p, stages, microbatches, folded)
@@ -247,15 +247,14 @@ def _fault_within(action: Action, done: Mapping[Action, tuple[int, int]]) -> tup
         where = "{}, position {}".format(*done[action])
         return f"it occurs twice; the first time on rank {where}", "each action once"
     f, b, i, w = (Action(stage, k, microbatch) for k in "FBIW")
-    if kind == "B" and (i in done or w in done):
+    for other in {"F": (), "B": (i, w)}.get(kind, (b,)):
+        if other in done:
+            why = f"{other} comes before it, so this backward runs twice"
+            return why, f"either {b}, or {i} and {w}"
+    needed, results = (i, "gradients") if kind == "W" else (f, "activations")
+    if kind != "F" and needed not in done:
         return (
-            f"{i if i in done else w} comes before it, so this backward runs twice",
-            f"either {b}, or {i} and {w}",
+            f"it comes before {needed}, whose {results} it needs",
+            f"{needed} earlier in this list",
         )
-    if kind in "IW" and b in done:
-        return f"{b} comes before it, so this backward runs twice", f"either {b}, or {i} and {w}"
-    if kind in "BI" and f not in done:
-        return f"it comes before {f}, whose activations it needs", f"{f} earlier in this list"
-    if kind == "W" and i not in done:
-        return f"it comes before {i}, whose gradients it needs", f"{i} earlier in this list"
     return None

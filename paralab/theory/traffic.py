@@ -135,7 +135,7 @@ def far_share(
         others = len(ranks) - 1
         near = sum(n * (n - 1) for n in Counter(nodes.values()).values())
         return 1 - near / (len(ranks) * others) if others else 0.0
-    sent: Counter[bool] = Counter()  # {whether the receiver is on another node: bytes}
+    sent = Counter()  # {whether the receiver is on another node: bytes}
     for rank in ranks:
         for receiver, size in edges(op, ranks, rank, payload, peer).items():
             sent[nodes[rank] != nodes[receiver]] += size

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from paralab.checks import illegal, instance, real, whole
-from paralab.spec import ModelSpec, Plan
 
 NAN = float("nan")
 Row = TypeVar("Row", bound=tuple)
@@ -31,7 +30,7 @@ def rows_of(kind: type[Row], rows: Any, printed: Iterable[Row]) -> list[Row]:
         rows = [rows]
     fields = ", ".join(kind._fields)
     legal = f"a {kind.__name__}, a mapping of {fields}, or a list of these"
-    if isinstance(rows, (str, ModelSpec, Plan)) or not isinstance(rows, Iterable):
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise illegal("rows", rows, "not rows of this table", legal)
     checked = [_checked(kind, f"rows[{at}]", row, legal) for at, row in enumerate(rows)]
     if not checked:
