@@ -86,12 +86,6 @@ def test_missing_and_duplicate_and_foreign_ranks_are_refused_by_name():
     refuses(r"no part of ranks 1, 3", merge, [parts[0], parts[2]])
     refuses(r"rank 2 wrote more than one part", merge, [*parts, parts[2]])
     refuses(r"part of rank 7", merge, [*parts[:3], {**parts[3], "rank": 7}])
-    with pytest.raises(ValueError, match=r"rank 3 wrote spans of rank 0"):
-        merge([*parts[:3], {**parts[3], "spans": parts[0]["spans"]}])
-    with pytest.raises(ValueError, match=r"part of rank 1 lacks steps"):
-        merge([parts[0], {k: v for k, v in parts[1].items() if k != "steps"}, *parts[2:]])
-    with pytest.raises(ValueError, match=r"clock_offset of rank 0"):
-        merge([{**parts[0], "clock_offset": float("nan")}, *parts[1:]])
 
 
 @pytest.mark.parametrize("dealt", [1, 2, 4])
@@ -454,7 +448,6 @@ def test_every_wrong_byte_is_noticed_or_changes_nothing(saved, tmp_path, data):
     [
         (("model",), [], "model has type list, not dict or None"),
         (("losses",), {}, "losses has type dict, not list"),
-        (("losses", 0), True, "losses holds True"),
         (("tables", "steps"), 3, "steps has type int, not dict"),
         (("clock",), "sundial", "clock='sundial'"),
         (("plan", "dp"), 0, "dp=0"),
@@ -555,7 +548,6 @@ def test_a_folder_with_parts_of_two_runs_is_refused(tmp_path):
     written(tmp_path, run_id="new", ranks=[2], microbatches=5)
     refuses(r"rank-00002.json has another plan than rank 0", load, tmp_path)
     parts, plan = synthetic.parts(1)
-    refuses("run_id", save_part, tmp_path, parts[0], model=MODEL, plan=plan, meta={})
 
 
 def test_a_part_is_not_a_report_and_a_report_is_not_a_part(tmp_path):

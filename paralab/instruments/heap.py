@@ -69,11 +69,11 @@ def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
     if plan.world_size > 1:
         raise illegal("plan", plan, f"it has {plan.world_size} ranks", "a plan of one rank")
     plan.validate(model)
-    return [Storage(*row) for row in launch_program(_watch, 1, (model, plan), device="cpu")[0]]
+    return launch_program(_watch, 1, (model, plan), device="cpu")[0]
 
 
-def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
-    """Runs in a rank: (born, died, bytes, category) of every storage of the second step."""
+def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[Storage]:
+    """Runs in a rank: every storage of the second step."""
     from paralab.instruments.ledger import Ledger
     from paralab.instruments.memory import Life
     from paralab.instruments.recorder import Recorder
@@ -118,7 +118,7 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
         log.state()
     end = log.events + 1
     return sorted(
-        (max(born - first, 0), (end if died is None else died) - first, size, life.category)
+        Storage(max(born - first, 0), (died or end) - first, size, life.category)
         for born, died, size, life in log.lives.values()
     )
 

@@ -158,14 +158,13 @@ def peak(report: Tables, *, tier: str = "device", rank: int | None = None) -> Pe
         memory = memory[memory["rank"] == rank]
     if memory.empty:
         return None
-    totals = memory.groupby(["rank", "step", "time"])["bytes"].sum()
+    samples = memory.groupby(["rank", "step", "time"])
+    totals = samples["bytes"].sum()
     largest = totals[totals == totals.max()]
     measured = largest.index.get_level_values("step").isin(measured_steps(report))
-    at = (largest[measured] if measured.any() else largest).index[0]
-    sample = memory[(memory["rank"] == at[0]) & (memory["step"] == at[1])]
-    sample = sample[sample["time"] == at[2]]
-    held = sample.groupby("category", sort=False)["bytes"].sum().to_dict()
-    return Peak(int(at[0]), int(at[1]), float(at[2]), held)
+    rank, step, time = at = (largest[measured] if measured.any() else largest).index[0]
+    held = samples.get_group(at).groupby("category", sort=False)["bytes"].sum().to_dict()
+    return Peak(int(rank), int(step), float(time), held)
 
 
 def peak_memory(report: Tables) -> int | None:
