@@ -183,12 +183,10 @@ def cache_path(device: str = "cpu") -> Path:
     """The cache file: one per processor, core count, and version of torch and paralab; for GPUs
     also per their names, memory and number.
     """
-    base = os.environ.get("PARALAB_CACHE_DIR")
-    if base:
-        folder = Path(base)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paralab"
-    return folder / f"cluster-{fingerprint(device)}.json"
+    environ = os.environ
+    folder = environ.get("PARALAB_CACHE_DIR")
+    folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")
+    return Path(folder, f"cluster-{fingerprint(device)}.json")
 
 
 def fingerprint(device: str = "cpu") -> str:

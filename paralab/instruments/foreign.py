@@ -78,7 +78,6 @@ class Observer(Program):
             if self.awaits_gpu:
                 self.ledger.on_uncounted = self.look_for_gpu
             self.ledger.__enter__()
-            around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:
                 self.ledger.adopt(gc.get_objects())
         recorder.begin_step(0)  # it is discarded if it turns out to be the setup
@@ -199,12 +198,6 @@ class Observer(Program):
             self._step_sharers.add(optimizer)
             if not self.marked:
                 self.end_step()
-
-    @contextlib.contextmanager
-    def _loading(self, optimizer: Any, *_: Any) -> Iterator[None]:
-        yield
-        if self.recorder.ledger is not None and self.is_main():
-            self.ledger.owns_state(optimizer)
 
     # ---- the part -----------------------------------------------------------------------------
     def part(self) -> dict[str, Any]:

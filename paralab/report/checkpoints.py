@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 from paralab import checks
@@ -56,7 +57,8 @@ _WHY = {
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
 _NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safetensors")
 _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
-_KINDS = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int, data=str)
+_KINDS: dict[str, Any] = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int)
+_KINDS |= dict(data=str, clip_norm=(float, NoneType))
 _SCRATCH, _REMOVED = ".saving-", ".removed-"
 _LEGAL = 'a folder that pl.run(..., save="folder") wrote, or None for a run from the start'
 
@@ -66,10 +68,9 @@ class Checkpoint:
     """What a checkpoint says about itself.
 
     folder     its own folder
-    model, plan, optimizer, lr, seed, global_batch  of the run that wrote it; ``plan`` as plain
-               values
+    model, plan, optimizer, lr, seed, global_batch, clip_norm  of the run that wrote it; ``plan`` as
+               plain values
     data       length and digest of the training text: `Corpus.identity`
-    clip_norm  None also if the checkpoint was written before this field existed
     step       optimizer steps that the training has done
     counters   numbers of the optimizer that are equal on all ranks: {name: value}
     files      {file name: (bytes, CRC-32)}
@@ -241,7 +242,6 @@ def _read(folder: Path) -> Checkpoint:
             counters={name: typed(counters, name, float) for name in counters},
             files={name: _facts(files, name) for name in files},
             tensors={name: boxes.stored(name, entry) for name, entry in tensors.items()},
-            clip_norm=typed(body, "clip_norm", float) if body.get("clip_norm") else None,
             **{name: typed(body, name, kind) for name, kind in _KINDS.items()},
         )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
