@@ -191,6 +191,27 @@ def test_a_gradient_that_is_summed_on_two_axes_is_summed_once(backwards, each, s
     assert f"axis replicate: data parallelism, gradients all-reduced: {times} (n" in answers[FORM]
 
 
+def evaluates_closures():
+    model = ddp(layers(1, 64))
+    update, x = torch.optim.LBFGS(model.parameters(), max_iter=4), torch.randn(32, 64)
+
+    def closure():
+        update.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        update.step(closure)
+
+
+def test_evaluations_of_a_closure_are_no_micro_batches():
+    said = seen(evaluates_closures).explain()[TIMES]
+    assert (
+        said == "4 times Ψ is reduced per step, in which the optimizer evaluates 4 backward passes."
+    )
+
+
 def unequal_steps():
     model = ddp(layers(1))
     with Join([model]):

@@ -130,6 +130,7 @@ class Observer(Program):
 
     @contextlib.contextmanager
     def _outer_backward(self) -> Iterator[None]:
+        self.about["closures"] |= "optimizer" in self.inside
         self.flights.backward_calls.clear()
         with self._part("backward", "backward"):
             yield

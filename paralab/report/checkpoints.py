@@ -49,10 +49,6 @@ FORMAT, VERSION = "paralab checkpoint", 2
 ABOUT, LATEST, LOCK = "paralab.json", "latest", ".lock"
 KEPT = 2
 LOCK_SECONDS = 10.0  # within which the ranks of a run whose caller was killed have ended
-_WHY = {
-    "optimizer": "whose state optimizer={now!r} cannot use",
-    "seed": "which also draws the batches that follow; this run has seed={now!r}",
-}
 # The settings that a resumed run may change, if ``resume_changes`` names them.
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
 _NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safetensors")
@@ -107,9 +103,9 @@ class Checkpoint:
         for name, now in settings.items():
             if name not in changes and getattr(self, name) != now:
                 was = f"{name}={getattr(self, name)!r}"
-                why = _WHY.get(name, f"this run has {name}={{now!r}}").format(now=now)
+                why = f"it was trained with {was}, this run has {name}={now!r}"
                 legal = f"{was}, or resume_changes=({name!r},)" if name in CHANGES else was
-                raise self._refuse(f"it was trained with {was}, {why}", legal)
+                raise self._refuse(why, legal)
         self.check_state(model, self.optimizer)
 
     def check_state(self, model: ModelSpec, optimizer: str) -> None:
@@ -117,13 +113,8 @@ class Checkpoint:
         expected, stored = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
         for name in [*expected, *stored]:
             if expected.get(name) != stored.get(name):
-                here, right = stored.get(name), expected.get(name)
-                why = f"it has {name} of shape {here}, which must be of shape {right}"
-                if here is None:
-                    why = f"{name} is missing in it"
-                elif right is None:
-                    why = f"it has {name}, which is no tensor of this training"
-                damaged(self.folder / ABOUT, why)
+                shapes_of_it = f"{stored.get(name)}, which must be of shape {expected.get(name)}"
+                damaged(self.folder / ABOUT, f"it has {name} of shape {shapes_of_it}")
         if optimizer == "adamw" and "optimizer_steps" not in self.counters:
             damaged(self.folder / ABOUT, "the counter optimizer_steps is missing in it")
 

@@ -193,6 +193,8 @@ def _reductions(report: Tables, calls: pd.DataFrame) -> str:
     if by_hand and not whole_number(times):
         return ""  # these sums are not of gradients
     text = f"{times:.3g} times Ψ is reduced per step".removeprefix("1 times ")
+    if made_of(report, "closures", rank):
+        return f"{text}, in which the optimizer evaluates {passes}."
     if m == 1 or reducing != m:
         return f"{text}, which has {passes}."
     return (
