@@ -123,8 +123,6 @@ def _losses(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     means = []
     for step in zip(*by_rank, strict=True):
         values = [float(v) for v in chain.from_iterable(step)]
-        if not values:
-            raise ValueError(f"step {len(means)} has no loss of any rank")
         # A diverged run has losses of inf or NaN, which fsum may refuse; the plain sum keeps them.
         finite = all(map(math.isfinite, values))
         means.append((math.fsum(values) if finite else sum(values)) / len(values))

@@ -87,11 +87,6 @@ def load_folder(folder: Path, merged: Callable[..., AnyReport]) -> AnyReport:
     parts = [read(path, PART, _part) for path in paths]
     first = min(parts, key=lambda part: part["rank"])
     try:
-        for path, part in zip(paths, parts, strict=True):
-            same_run = part["run_id"] == first["run_id"]
-            for name in ("model", "plan"):
-                if same_run and part[name] != first[name]:
-                    raise ValueError(f"{path.name} has another {name} than rank {first['rank']}")
         return merged(parts, **{name: first[name] for name in ("model", "plan", "meta")})
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
@@ -143,11 +138,8 @@ def read(path: Path, kind: str, build: Callable[[dict[str, Any]], Any]) -> Any:
             f"{path}: its format version is {version!r}, and this paralab reads {VERSION} only; "
             "update paralab if a newer version of it wrote the file"
         )
-    body = envelope.get("body")
-    if not isinstance(body, dict):
-        raise ValueError(f"{path}: the file is damaged (body is missing); {again}")
     try:
-        if envelope.get("sha256") != seal(body):
+        if envelope.get("sha256") != seal(body := typed(envelope, "body", dict)):
             raise ValueError("its content does not match its checksum")
         return build(body)
     except _MALFORMED as error:
