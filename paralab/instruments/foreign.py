@@ -142,7 +142,6 @@ class Observer(Program):
             self.ledger.find_gradients()
 
     def _watches(self) -> bool:
-        """Whether this is the observed thread, and it does not capture a graph."""
         return self.is_main() and not self.captures()
 
     # ---- optimizers ---------------------------------------------------------------------------

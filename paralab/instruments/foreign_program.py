@@ -103,7 +103,6 @@ class Program:
 
     # ---- thread, device and stream --------------------------------------------------------------
     def is_main(self) -> bool:
-        """Whether this is the thread that is observed."""
         return threading.get_ident() == self._thread
 
     def is_program(self) -> bool:

@@ -6,9 +6,8 @@ too small for the next large request, however many there are. The remedy of ZeRO
 defragmentation, MD: long-lived storages get a contiguous region of their own from the beginning
 (Rajbhandari+ 2020, arXiv:1910.02054, sec. 6.3). Lab 06.
 
-    storages    the storages that one training step creates and frees, as the ledger saw them
-    first_fit   places storages in an address space, each in the first gap that is large enough
-    cached      serves them with CUDA's caching allocator: bytes allocated and bytes reserved
+`storages` are those of a training step as the ledger saw them. `first_fit` places them in an
+address space, and `cached` serves them with CUDA's caching allocator.
 """
 
 from __future__ import annotations

@@ -83,7 +83,6 @@ WORKLOADS = {
 
 
 def workloads(context: Any) -> Workloads:
-    """What is measured on this rank's device."""
     return WORKLOADS["cuda" if context.device.startswith("cuda") else "cpu"]
 
 
