@@ -196,15 +196,11 @@ class Flights:
 
     @contextlib.contextmanager
     def _wait(self, spans: tuple[int, ...], on_gpu: bool) -> Iterator[None]:
-        if aside := on_gpu and self.program.is_aside():  # [Note: at once]
-            self.program.about["aside"] = True
-        else:
-            self.recorder.enter("wait", after=spans)
+        aside = on_gpu and self.program.is_aside()  # [Note: at once]
         try:
-            yield
+            with UNSEEN if aside else self.recorder.span("wait", after=spans):
+                yield
         finally:
-            if not aside:
-                self.recorder.leave()
             self.settle(spans)
 
     def was_waiting(self) -> tuple[int, ...]:
