@@ -151,7 +151,7 @@ def test_views_count_once_and_the_dead_not_at_all():
         recorder.owns("buffers", temporary)
         assert ledger.state() == dict.fromkeys(CATEGORIES, 0) | {"other": 4000, "buffers": 428}
         del temporary, buffer
-        with ledger.resizes(lambda life: None):
+        with ledger.resizes():
             kept.untyped_storage().resize_(0)
             assert sum(ledger.state().values()) == 0
             kept.untyped_storage().resize_(8000)

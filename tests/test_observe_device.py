@@ -222,6 +222,8 @@ def test_a_wait_on_another_stream_is_none_of_the_stream_that_computes(aside):
     assert len(waits) == 4 * (not aside)
     calls = report.collectives
     assert len(calls) == 4 and (calls["end"] > calls["start"]).all()
+    said = report.explain().get("What is not known?", "")
+    assert ("on streams of its own" in said) == aside
 
 
 def sums_at_once(aside):

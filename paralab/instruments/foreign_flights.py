@@ -196,11 +196,15 @@ class Flights:
 
     @contextlib.contextmanager
     def _wait(self, spans: tuple[int, ...], on_gpu: bool) -> Iterator[None]:
-        aside = on_gpu and self.program.is_aside()  # [Note: at once]
+        if aside := on_gpu and self.program.is_aside():  # [Note: at once]
+            self.program.about["aside"] = True
+        else:
+            self.recorder.enter("wait", after=spans)
         try:
-            with UNSEEN if aside else self.recorder.span("wait", after=spans):
-                yield
+            yield
         finally:
+            if not aside:
+                self.recorder.leave()
             self.settle(spans)
 
     def was_waiting(self) -> tuple[int, ...]:

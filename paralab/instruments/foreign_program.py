@@ -28,8 +28,9 @@ from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-# Whether an optimizer calls a closure, messages are coalesced, or CUDA graphs captured.
-FLAGS = ("closures", "batches", "graphs")
+# Whether an optimizer calls a closure, messages are coalesced, calls waited for on other streams,
+# or CUDA graphs captured.
+FLAGS = ("closures", "batches", "aside", "graphs")
 
 
 class Program:

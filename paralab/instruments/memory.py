@@ -102,7 +102,7 @@ class Storages(TorchDispatchMode):
         life.size = size
 
     @contextlib.contextmanager
-    def resizes(self, notify: Callable[[Life], None]) -> Iterator[None]:
+    def resizes(self, notify: Callable[[Life], None] = lambda life: None) -> Iterator[None]:
         """Inside the block, a storage that is resized counts with its new size at once, and
         ``notify`` is called with it. A resize is not an operation that the dispatch mode sees.
         """

@@ -260,6 +260,11 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             "a stall of the compute stream counts as computation.",
         ),
         (
+            any_made_of(report, "aside"),
+            "When the device waited for calls that the program waits for on streams of its own: "
+            "they end there, and a stall of the compute stream counts as computation.",
+        ),
+        (
             any_made_of(report, "batches"),
             "When a batch of messages ended (batch_isend_irecv over NCCL), or a call of NCCL with "
             "parts of unequal sizes: NCCL does not report it, so their spans end when the rank's "
