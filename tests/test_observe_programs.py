@@ -1,5 +1,6 @@
 """`pl.observe` sees programs of many kinds as they are, and `explain` says what they do."""
 
+import functools
 import threading
 from collections import Counter
 
@@ -141,6 +142,19 @@ def test_what_other_threads_send_is_none_of_a_backwards():
     assert "wait" not in set(spans["kind"])
     backwards = spans[spans["kind"] == "backward"]
     assert backwards["step"].tolist() == list(range(7))  # no call cuts one in two
+    assert "other threads" not in report.explain().get(UNKNOWN, "")
+
+
+def trains_on_a_thread():
+    run = functools.partial(trained, ddp(layers(1)), 256)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def test_what_another_thread_trains_is_said_to_be_unknown():
+    report = seen(trains_on_a_thread)
+    assert "What other threads of the program train" in report.explain()[UNKNOWN]
 
 
 # ---- what a paradigm is called, and what is counted --------------------------------------------
@@ -647,7 +661,7 @@ def test_shards_are_the_parameters_also_where_a_program_gathers_before_its_first
     assert most["parameters"] == report.results[0] and most["optimizer"] == 0
 
 
-# ---- what is kept for the backward by hooks of the program ---------------------------------------
+# ---- what is kept for the backward by hooks of the program, and what no tensor shows -------------
 WIDE, ROWS, DEPTH = 1024, 256, 4
 
 
@@ -693,3 +707,37 @@ def test_unsharded_gradients_are_gradients_whether_or_not_their_parameters_are_s
     report = seen(accumulates, memory_steps=1)
     held = report.memory.query("rank == 0 and category == 'gradients'")["bytes"]
     assert held.max() == report.results[0]
+
+
+def computes(what):
+    kind = torch.bfloat16 if "bfloat16" in what else torch.float32
+    if what.startswith("gloo"):
+        parts, own = [torch.ones(4) for _ in range(dist.get_world_size())], torch.ones(4)
+        gathers = "all-gathers" in what
+        return dist.all_gather(parts, own) if gathers else dist.reduce_scatter(own, parts)
+    model = {
+        "recurrent layers": lambda: nn.LSTM(8, 8),
+        "convolutions": lambda: nn.Conv1d(4, 4, 3),
+        "attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0),
+    }.get(what, lambda: nn.Linear(8, 8, dtype=kind))()
+    out = model(torch.randn(4, 4, 8, dtype=kind))
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "recurrent layers",
+        "convolutions",
+        "attention",
+        "matrix products in bfloat16",
+        "gloo's all-gathers",
+        "gloo's reduce-scatters",
+        "",
+    ],
+)
+def test_what_kernels_hold_that_no_tensor_shows_is_said_to_be_unknown(what):
+    said = seen(computes, 1, (what,), memory_steps=1).explain().get(UNKNOWN, "")
+    assert ("What kernels allocate" in said) == bool(what)
+    assert not what or f"those of {what}: only tensors" in said
+    assert "kernels" not in seen(computes, 1, (what,)).explain().get(UNKNOWN, "")  # none counted

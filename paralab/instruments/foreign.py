@@ -39,7 +39,7 @@ from paralab.instruments.foreign_calls import as_data
 from paralab.instruments.foreign_flights import Flights
 from paralab.instruments.foreign_hooks import UNSEEN, around
 from paralab.instruments.foreign_ledger import updated
-from paralab.instruments.foreign_program import Program
+from paralab.instruments.foreign_program import Program, of_python
 from paralab.instruments.recorder import Recorder
 
 BY_HAND = "call paralab.step() where a step ends, and observe with steps='marked'"
@@ -125,8 +125,10 @@ class Observer(Program):
             return UNSEEN
         if self.recorder.ledger is not None and self.is_program():
             self.ledger.expect_gradients(outputs)
-        inner = "backward" in self.inside or not self.is_main()
-        return UNSEEN if inner else self._outer_backward()
+        if not self.is_main():
+            self.about["threads"] |= of_python()
+            return UNSEEN
+        return UNSEEN if "backward" in self.inside else self._outer_backward()
 
     @contextlib.contextmanager
     def _outer_backward(self) -> Iterator[None]:
@@ -206,6 +208,7 @@ class Observer(Program):
         What follows the last step is left out; a program without steps counts as one step.
         """
         self.describe()
+        self.about["scratch"] = self.ledger.scratch() if self.ledger is not None else []
         self.saw_nothing = not self.started and not self.calls.made
         if not self.started or (self.in_step and not self.step):
             self.end_step()

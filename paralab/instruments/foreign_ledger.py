@@ -10,9 +10,10 @@ optimizer's step, and as other outside.
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,20 @@ from paralab.instruments.ledger import UNNAMED, Ledger
 from paralab.instruments.memory import Life, tensors
 from paralab.ranks.errors import OutOfMemory
 
+if TYPE_CHECKING:
+    from paralab.instruments.recorder import Recorder
+
+# {pattern in the text "operation, its result's dtype, device": what takes memory that no tensor
+# shows}. Gloo copies what an all-gather returns, and what a reduce-scatter is given.
+SCRATCH = {
+    "scaled_dot_product": "attention",
+    "convolution": "convolutions",
+    "rnn_layer|cudnn_rnn": "recurrent layers",
+    "mm.default torch.bfloat16 cpu": "matrix products in bfloat16",  # oneDNN's
+    r"all_?gather_\S* \S+ cpu": "gloo's all-gathers",
+    r"reduce_scatter_\S* \S+ cpu": "gloo's reduce-scatters",
+}
+
 
 class ForeignLedger(Ledger):
     """``before_each()`` is called before every operation.
@@ -38,6 +53,15 @@ class ForeignLedger(Ledger):
     born_in = Ledger.born_in | {"compute": "other"}  # the program's work outside all other spans
     before_each: Callable[[], None] = staticmethod(lambda: None)
     on_uncounted: Callable[[Tensor], bool] = staticmethod(lambda tensor: False)
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self._called: set[tuple] = set()  # (name, its result's dtype, device) of operations
+
+    def scratch(self) -> list[str]:
+        """What was computed of which the ledger does not see all bytes, as `SCRATCH` names it."""
+        called = " ".join(f"{name} {dtype} {device}" for name, dtype, device in self._called)
+        return sorted({what for part, what in SCRATCH.items() if re.search(part, called)})
 
     def __enter__(self) -> ForeignLedger:
         super().__enter__()
@@ -73,7 +97,9 @@ class ForeignLedger(Ledger):
         if torch.compiler.is_compiling():  # nothing is computed
             return func(*args, **(kwargs or {}))
         self.before_each()
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._called.add((func.__name__, getattr(result, "dtype", None), self.device))
+        return result
 
     def _exhausted(self, error: BaseException, out_of_memory: OutOfMemory) -> None:
         """The program may catch torch's error and go on, with a smaller batch say. So that error

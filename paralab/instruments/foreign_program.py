@@ -28,9 +28,9 @@ from paralab.instruments.foreign_ledger import ForeignLedger, plain
 from paralab.instruments.recorder import Recorder
 
 WRAPPERS = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-# Whether an optimizer calls a closure, messages are coalesced, calls waited for on other streams,
-# or CUDA graphs captured.
-FLAGS = ("closures", "batches", "aside", "graphs")
+# Whether an optimizer calls a closure, another thread trains, messages are coalesced, calls waited
+# for on other streams, CUDA graphs captured, or compilations skipped because of the ledger.
+FLAGS = ("closures", "threads", "batches", "aside", "graphs", "compiles")
 
 
 class Program:
@@ -103,17 +103,14 @@ class Program:
 
     # ---- thread, device and stream --------------------------------------------------------------
     def is_main(self) -> bool:
+        """Whether this is the thread that is observed. Others only set a flag, "threads"."""
         return threading.get_ident() == self._thread
 
     def is_program(self) -> bool:
         """Whether this thread is the observed one, or a thread of autograd's engine that works for
         it: during a backward, a thread that Python did not start.
         """
-        if self.is_main() or "backward" not in self.inside:
-            return self.is_main()
-        # Python started this thread if ``threading`` has more than a dummy object for it.
-        own = (t for t in threading.enumerate() if t.ident == threading.get_ident())
-        return all(isinstance(thread, threading._DummyThread) for thread in own)
+        return self.is_main() or ("backward" in self.inside and not of_python())
 
     def look_for_gpu(self, *tensors: Tensor) -> bool:
         """If these have the program's first tensor on a GPU, record that GPU's times and bytes from
@@ -189,7 +186,14 @@ class Program:
         """Turn the ledger off, unless the program has entered a mode or hooks of its own since."""
         if self.recorder.ledger is not None and self.ledger.on_top:
             self.ledger.__exit__(None, None, None)
-            compile_again()
+            self.about["compiles"] |= compile_again()
+
+
+def of_python() -> bool:
+    """Whether Python started this thread. For others ``threading`` has at most a dummy object."""
+    own = threading.get_ident()
+    known = (thread for thread in threading.enumerate() if thread.ident == own)
+    return any(not isinstance(thread, threading._DummyThread) for thread in known)
 
 
 def _kinds(module: Any) -> set[str]:

@@ -243,6 +243,8 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
     counted, modules = sorted(set(report.memory["step"])), made_of(report, "modules")
     on_gpu = facts.device_of(report) == "cuda"
     through_host = on_gpu and report.meta.get("backend") == "gloo" and "observed" in report.meta
+    observed = report.meta.get("observed", ())
+    scratch = sorted({what for program in observed for what in program.get("scratch", ())})
     notes = (  # (condition, what is not known if it holds)
         (
             through_host and len(calls),
@@ -279,6 +281,23 @@ def _unknown(report: Tables, calls: pd.DataFrame) -> str:
             any_made_of(report, "graphs"),
             "What CUDA graphs do: while a graph is captured, nothing is recorded, and when it is "
             "replayed, its calls, forwards and backwards are not seen.",
+        ),
+        (
+            made_of(report, "threads"),
+            "What other threads of the program train: modules were trained on a thread that the "
+            "program had started, and only the main thread's spans, steps and memory are recorded.",
+        ),
+        (
+            any_made_of(report, "compiles"),
+            "What a compiled program holds: torch.compile compiles nothing while bytes are "
+            "counted, so the bytes are those of the program as it is written. It compiles in the "
+            "step after that, which takes longer; with memory_steps=0, in the first step.",
+        ),
+        (
+            scratch,
+            f"What kernels allocate and free while they compute, here those of "
+            f"{' and '.join(scratch)}: only tensors that operations return are counted, so the "
+            "process may hold more than the peak says.",
         ),
     )
     unknown = [text for holds, text in notes if holds]

@@ -203,10 +203,11 @@ def in_parts(report: Tables, rank: int = 0) -> bool:
 
 
 def made_of(report: Tables, what: str, rank: int = 0) -> Any:
-    """What the observation found in the rank's program: its "modules" and "parameters"; whether
-    an optimizer evaluates "closures", whether messages are sent in "batches", whether other streams
-    wait for calls ("aside"), whether there are CUDA "graphs". Empty if there is none, or if the
-    report is not an observation's.
+    """What the observation found in the rank's program: its "modules" and "parameters"; whether an
+    optimizer evaluates "closures", whether other "threads" train, whether messages are sent in
+    "batches", whether other streams wait for calls ("aside"), whether there are CUDA "graphs",
+    whether it "compiles", what its kernels compute in "scratch" memory. Empty if there is none, or
+    if the report is not an observation's.
     """
     return report.meta["observed"][rank].get(what, ()) if "observed" in report.meta else ()
 
