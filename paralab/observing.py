@@ -132,7 +132,11 @@ def observe_under_torchrun(
     shared = {"run_id": context.store.get("run_id").decode()}
     offset, uncertainty = measure_offset(everyone(context))  # its messages are not in the report
     with _observed(context, checked) as observer:
+        own = os.getpid()
         _script(context, script, *args)
+        if os.getpid() != own:  # this is a process that the program has forked, at its end
+            sys.stdout.flush()
+            os._exit(0)
         part = _part(observer, context, None, script.name)
     part |= {"clock_offset": offset, "clock_uncertainty": uncertainty}
     meta = _meta(script.name) | part.pop("meta") | shared

@@ -78,6 +78,7 @@ class Observer(Program):
             if self.awaits_gpu:
                 self.ledger.on_uncounted = self.look_for_gpu
             self.ledger.__enter__()
+            around(undo, torch.optim.Optimizer, "load_state_dict", self._loading)
             if self.existing:
                 self.ledger.adopt(gc.get_objects())
         recorder.begin_step(0)  # it is discarded if it turns out to be the setup
@@ -144,6 +145,7 @@ class Observer(Program):
             self.ledger.find_gradients()
 
     def _watches(self) -> bool:
+        """Whether this is the observed thread, and it does not capture a graph."""
         return self.is_main() and not self.captures()
 
     # ---- optimizers ---------------------------------------------------------------------------
@@ -200,6 +202,12 @@ class Observer(Program):
             self._step_sharers.add(optimizer)
             if not self.marked:
                 self.end_step()
+
+    @contextlib.contextmanager
+    def _loading(self, optimizer: Any, *_: Any) -> Iterator[None]:
+        yield
+        if self.recorder.ledger is not None and self.is_main():
+            self.ledger.owns_state(optimizer)
 
     # ---- the part -----------------------------------------------------------------------------
     def part(self) -> dict[str, Any]:
