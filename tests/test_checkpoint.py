@@ -255,8 +255,8 @@ def test_another_model_optimizer_or_seed_is_refused_saying_which(run, deep, save
     for settings, said in (
         ({"model": deep.replace(layers=2)}, "its model has layers=4, this model has layers=2; lega"
          "l: a model with layers=4, or resume=None"),
-        ({"optimizer": "sgd"}, "with optimizer='adamw', whose state optimizer='sgd' cannot"),
-        ({"seed": 7}, "trained with seed=0, which also draws the batches that follow; this run"),
+        ({"optimizer": "sgd"}, "trained with optimizer='adamw', this run has optimizer='sgd'; leg"),
+        ({"seed": 7}, "it was trained with seed=0, this run has seed=7; legal: seed=0, or resume="),
     ):  # fmt: skip
         refuses(said, run, settings.pop("model", deep), resume=saved, **settings)
 
@@ -388,9 +388,9 @@ CRAFTED = {
     "a list for a box": (lambda body: body["tensors"][TENSOR]["boxes"].append([]), TENSOR),
     "16 bits": (lambda body: body["tensors"][TENSOR].update(dtype="F16"), "its dtype is 'F16'"),
     "no such tensor": (lambda body: body["tensors"].pop(TENSOR),
-                       f"{TENSOR} is missing in it"),
+                       f"{TENSOR} of shape None, which must be of shape "),
     "one tensor more": (lambda body: body["tensors"].update({"more": {
-        "dtype": "F32", "shape": [0], "boxes": []}}), "it has more, which is no tensor of this tr"),
+        "dtype": "F32", "shape": [0], "boxes": []}}), r"it has more of shape \(0,\), which must"),
     "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is missing in it"),
     "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
                        "optimizer_steps has type str, not float"),

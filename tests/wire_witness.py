@@ -56,8 +56,9 @@ def calls_and_steps(context: Any, gate: witness.Gate, ops: list[str]) -> list[in
     from paralab.interpret.train import Trainer
 
     group = everyone(context)
-    recorder, calls = group.recorder, witness.calls(group, PAYLOAD)
-    sent = [witness.repeated(calls[op], gate, recorder) for op in ops]
+    recorder = group.recorder
+    calls = [witness.one_call(group, op, PAYLOAD) for op in ops]
+    sent = [witness.repeated(call, gate, recorder) for call in calls]
     for model, plan in steps_of(context.world_size).values():
         trainer = Trainer(context, model, plan, recorder=recorder)
         sent.append(witness.repeated(functools.partial(trainer.step, 0), gate, recorder))

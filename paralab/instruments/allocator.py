@@ -75,8 +75,7 @@ class SharedAllocator(Allocator):
         import torch
         from torch.cuda import memory
 
-        accelerator = getattr(torch, "accelerator", None)
-        modules = (torch.cuda, memory, accelerator, getattr(accelerator, "memory", None))
+        modules = (torch.cuda, memory, torch.accelerator, torch.accelerator.memory)
         wrappers = {"memory_stats": self._on_read, "reset_peak_memory_stats": self._on_reset}
         for module, name in itertools.product(modules, wrappers):
             if (original := getattr(module, name, None)) is not None:

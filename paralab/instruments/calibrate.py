@@ -3,17 +3,15 @@
 Five short measurements run in ranks of their own (ten to fifteen seconds together; the caller never
 imports torch). measure.py has the code of the ranks, theory/fit.py the fits:
 
-    device  forward, backward and optimizer of small GPTs with one thread, in two to four
-            ranks at once, as in a run. Their thread CPU seconds are fitted to flops / F + bytes / B
-            + kernels * o, the model of theory/work.py
+    device  small GPTs with one thread, in two to four ranks at once, as in a run; fitted to
+            flops / F + bytes / B + kernels * o, the model of theory/work.py
     links   every collective between as many ranks, 1 kB to 8 MB, fitted to alpha + wire bytes
             / bandwidth, as the event engine counts them
-    calls   the time that posting a call takes the rank's own thread, and the extra time of a
-            computation right after a wait, as other ranks have used the caches. Where cores are
-            few there is one rank more than cores: in a run, too, only some waits yield the core
+    calls   posting a call, and computing right after a wait, as other ranks have used the caches.
+            Where cores are few there is one rank more than cores: in a run, too, only some waits
+            yield the core
     products  x W^T, g W and g^T x in 16 bits, FLOP/s of each (theory/work.py)
-    tiers   copies from one part of memory to another ("host to device" where both are the same
-            memory); files, written and read past the page cache; AdamW steps
+    tiers   copies ("host to device" where both are the same memory), files, AdamW steps
 
 On GPUs, with one rank on each, the products in fp32 give F, and all products give the number of
 tokens at which they reach half of their rate. Kernels that only read and write give B and o; the
@@ -183,12 +181,10 @@ def cache_path(device: str = "cpu") -> Path:
     """The cache file: one per processor, core count, and version of torch and paralab; for GPUs
     also per their names, memory and number.
     """
-    base = os.environ.get("PARALAB_CACHE_DIR")
-    if base:
-        folder = Path(base)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paralab"
-    return folder / f"cluster-{fingerprint(device)}.json"
+    environ = os.environ
+    folder = environ.get("PARALAB_CACHE_DIR")
+    folder = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paralab")
+    return Path(folder, f"cluster-{fingerprint(device)}.json")
 
 
 def fingerprint(device: str = "cpu") -> str:
@@ -231,17 +227,14 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         Cluster.from_dict(known["cluster"])
-        points, fit = known["points"], known["accuracy"]["device"]["median"]
-        complete = None not in (points["links"], points["device"], fit)
-        return known if complete and known["format"] == FORMAT else None
+        known["points"]["links"], known["accuracy"]["device"]  # what others read of it
+        return known if known["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:
-    """Write the file atomically, as two notebooks may calibrate at once; if that fails, keep the
-    calibration in this process.
-    """
+    """Write the file; if that fails, keep the calibration in this process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         output_files.write(path, json.dumps(known).encode())
@@ -358,9 +351,7 @@ def _typical(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def overheads(calls: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """(seconds of posting a call, extra seconds of the work after a wait, seconds of the work that
-    costs half of that extra: `Cluster.wait_work`).
-    """
+    """`Cluster.call_overhead`, `wait_overhead` and `wait_work`, in seconds."""
     seconds = {row["what"]: row["seconds"] for row in calls}
     extra = [seconds[f"{part} after a wait"] for part in ("forward", "backward")]
     wait, of_product = max(0.0, sum(extra) / len(extra)), seconds["product after a wait"]

@@ -6,9 +6,8 @@ too small for the next large request, however many there are. The remedy of ZeRO
 defragmentation, MD: long-lived storages get a contiguous region of their own from the beginning
 (Rajbhandari+ 2020, arXiv:1910.02054, sec. 6.3). Lab 06.
 
-    storages    the storages that one training step creates and frees, as the ledger saw them
-    first_fit   places storages in an address space, each in the first gap that is large enough
-    cached      serves them with CUDA's caching allocator: bytes allocated and bytes reserved
+`storages` are those of a training step as the ledger saw them. `first_fit` places them in an
+address space, and `cached` serves them with CUDA's caching allocator.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ def storages(model: ModelSpec, plan: Plan | None = None) -> list[Storage]:
     if plan.world_size > 1:
         raise illegal("plan", plan, f"it has {plan.world_size} ranks", "a plan of one rank")
     plan.validate(model)
-    return [Storage(*row) for row in launch_program(_watch, 1, (model, plan), device="cpu")[0]]
+    return launch_program(_watch, 1, (model, plan), device="cpu")[0]
 
 
-def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
-    """Runs in a rank: (born, died, bytes, category) of every storage of the second step."""
+def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[Storage]:
+    """Runs in a rank: every storage of the second step."""
     from paralab.instruments.ledger import Ledger
     from paralab.instruments.memory import Life
     from paralab.instruments.recorder import Recorder
@@ -118,7 +117,7 @@ def _watch(context: Any, model: ModelSpec, plan: Plan) -> list[tuple]:
         log.state()
     end = log.events + 1
     return sorted(
-        (max(born - first, 0), (end if died is None else died) - first, size, life.category)
+        Storage(max(born - first, 0), (died or end) - first, size, life.category)
         for born, died, size, life in log.lives.values()
     )
 

@@ -83,7 +83,6 @@ WORKLOADS = {
 
 
 def workloads(context: Any) -> Workloads:
-    """What is measured on this rank's device."""
     return WORKLOADS["cuda" if context.device.startswith("cuda") else "cpu"]
 
 
@@ -155,20 +154,14 @@ def measure_device(context: Any) -> list[dict[str, Any]]:
     models = [one_rank(shape, context.device) for shape in shapes]
     for model in models:
         one_step(*model)
-    measured = []
-    for model in models:
-        one_step(*model)
-        measured.append(one_step(*model))  # its weights are in the cache, as in training
     points = []
-    for sizes, (rank, _, _), seconds in zip(shapes, models, measured, strict=True):
-        shape = dict(zip(SHAPE, sizes, strict=True))
-        for part, work in _work_of_step(rank).items():
-            amounts = {
-                "flops": work.arithmetic,
-                "bytes": work.bytes + work.exact,
-                "kernels": work.kernels,
-            }
-            points.append({**shape, "what": part, **amounts, "seconds": seconds[part]})
+    for sizes, model in zip(shapes, models, strict=True):
+        one_step(*model)
+        seconds = one_step(*model)  # its weights are in the cache, as in training
+        for part, work in _work_of_step(model[0]).items():
+            amounts = {"flops": work.arithmetic, "bytes": work.bytes + work.exact}
+            amounts |= {"kernels": work.kernels, "seconds": seconds[part]}
+            points.append({**dict(zip(SHAPE, sizes, strict=True)), "what": part, **amounts})
     return points
 
 
@@ -198,8 +191,9 @@ def measure_kernels(context: Any, *, rounds: int = 12) -> list[dict[str, Any]]:
     rank, batch, step_marks = one_rank(sizes.models[0], context.device)
     kernels = sum(work.kernels for work in _work_of_step(rank).values())
     clock = rank.recorder.clock
-    ahead, largest = torch.zeros(sizes.ahead // 4, device=context.device), sizes.kernels[-1]
-    whole = torch.zeros(largest // 4, device=context.device)
+    ahead, whole = (
+        torch.zeros(size // 4, device=context.device) for size in (sizes.ahead, sizes.kernels[-1])
+    )
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(rounds):
         clock.anchor()

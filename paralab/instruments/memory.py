@@ -6,8 +6,7 @@ dies. A storage counts once, whatever views it has. The figure is the same as th
 and costs a few per cent of the time. It works on a CPU, whose allocator keeps no peak, on a GPU,
 and on fake tensors, which have sizes but no bytes (FakeTensorMode).
 
-`PeakMemory` gives one number for any function; the ledger of a training run (ledger.py) also says
-what the bytes are for.
+The ledger of a training run (ledger.py) also says what the bytes are for.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ class PeakMemory(Storages):
               are found without it)
 
     Storages that were alive when counting began count zero, even after a resize. Memory of a NumPy
-    array or a bytes buffer counts once an operation uses a tensor that shares it; memory that no
-    tensor shares is not counted.
+    array or a bytes buffer counts once an operation uses a tensor that shares it.
     """
 
     def __init__(self, device: str = "cpu", *, existing: Any = ()) -> None:

@@ -44,7 +44,7 @@ class Recorder:
         self._open: list[tuple] = []  # stack of (kind, stage, chunk, microbatch, after)
         self._began: Any = None  # the mark at which the current part of the open span began
         self._last = -1  # id of the part that ended last on the compute lane
-        self._spans: list[tuple] = []
+        self._spans: list[tuple] = []  # the step is the first field of all rows
         self._calls: list[tuple] = []
         self._copies: list[tuple] = []
         self._comm_ends: dict[int, Any] = {}  # span of a collective: the mark at its end
@@ -174,7 +174,7 @@ class Recorder:
         if self._open:
             self._last = next(self._ids)
             *names, after = self._open[-1]
-            self._spans.append((self._last, self.step, "compute", *names, self._began, now, after))
+            self._spans.append((self.step, self._last, "compute", *names, self._began, now, after))
         self._began = now
         return now
 
@@ -184,7 +184,7 @@ class Recorder:
         adds its end. Returns the id of its span.
         """
         span = next(self._ids)
-        self._spans.append((span, self.step, lane, "comm", 0, 0, -1, start, None, after))
+        self._spans.append((self.step, span, lane, "comm", 0, 0, -1, start, None, after))
         return span
 
     def completed(self, span: int, end: Any) -> None:
@@ -207,7 +207,7 @@ class Recorder:
         """
         kind = op if op in ("optimizer", "compute") else "copy"
         span, now = next(self._ids), self.clock.host()
-        self._spans.append((span, self.step, lane, kind, 0, 0, -1, now, now, after))
+        self._spans.append((self.step, span, lane, kind, 0, 0, -1, now, now, after))
         if kind == "copy":
             self._copies.append((self.step, lane, op, category, size, span))
         return span
@@ -260,16 +260,14 @@ class Recorder:
         step, start, _, beside = self._steps.pop()
         self._steps.append((step, start, self.clock.beside() - beside))
         self.step, later = step, step + 1
-        self._spans = [(row[0], step, *row[2:]) if row[1] == later else row for row in self._spans]
-        self._calls = [(step, *row[1:]) if row[0] == later else row for row in self._calls]
-        for index, sample in enumerate(self.samples):
-            if sample.step == later:
-                self.samples[index] = sample._replace(step=step)
+        for table in (self._spans, self._calls):
+            table[:] = [(step, *row[1:]) if row[0] == later else row for row in table]
+        self.samples[:] = [s._replace(step=step) if s.step == later else s for s in self.samples]
 
     def drop_step(self, kept: str = "") -> None:
         """Discard the open step and its rows; with ``kept`` = "comm" its collectives stay."""
         step = self._steps.pop()[0]
-        self._spans = [row for row in self._spans if row[1] != step or row[3] == kept]
+        self._spans = [row for row in self._spans if row[0] != step or row[3] == kept]
         self._calls = [row for row in self._calls if row[0] != step or kept]
         self._copies = [row for row in self._copies if row[0] != step]
         self.samples[:] = [sample for sample in self.samples if sample.step != step]
@@ -277,7 +275,7 @@ class Recorder:
     def tables(self) -> dict[str, dict[str, list]]:
         """All records as {table: {column: values}}; marks become seconds."""
         clock, spans, times, calls = self.clock, [], {}, []  # times: {span: (start, end)}
-        for span, step, lane, kind, *place, start, end, after in self._spans:
+        for step, span, lane, kind, *place, start, end, after in self._spans:
             end = self._comm_ends.get(span, start) if end is None else end
             start, end, cost = self._lane_work.get(span, (start, end, None))
             if cost is None:

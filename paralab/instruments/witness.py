@@ -144,7 +144,7 @@ def _calls(context: Any, gate: Gate, ops: Sequence[str], nbytes: int) -> list[in
     from paralab.comm import everyone
 
     group = everyone(context)
-    return [repeated(calls(group, nbytes)[op], gate, group.recorder) for op in ops]
+    return [repeated(one_call(group, op, nbytes), gate, group.recorder) for op in ops]
 
 
 def repeated(make_call: Callable[[], None], gate: Gate, recorder: Any) -> int:
@@ -158,9 +158,9 @@ def repeated(make_call: Callable[[], None], gate: Gate, recorder: Any) -> int:
     return (sum(recorder.tables()["collectives"]["wire_bytes"]) - before) // REPEATS
 
 
-def calls(group: Any, nbytes: int) -> dict[str, Callable[[], None]]:
-    """{op: a function that makes one call of it on ``nbytes`` of fp32}; ``nbytes`` is a multiple of
-    4 times the number of ranks.
+def one_call(group: Any, op: str, nbytes: int) -> Callable[[], None]:
+    """A function that makes one call of ``op`` on ``nbytes`` of fp32, a multiple of 4 times the
+    number of ranks.
     """
     import torch
 
@@ -169,12 +169,8 @@ def calls(group: Any, nbytes: int) -> dict[str, Callable[[], None]]:
 
     whole = torch.zeros(nbytes // 4)  # (n k,)
     part = torch.zeros(whole.numel() // group.size)  # (k,)
-    makers: dict[str, Callable[[], None]] = {
-        NATIVE: lambda: FUNCTIONS["reduce_scatter"](part, whole)
-    }
-    for op in OPS:
-        if op in ALGORITHMS:
-            makers[op] = functools.partial(ALGORITHMS[op], group, whole)
-        elif op != NATIVE:
-            makers[op] = functools.partial(call, group, op, whole, part, end=group.ranks[-1])
-    return makers
+    if op == NATIVE:
+        return functools.partial(FUNCTIONS["reduce_scatter"], part, whole)
+    if op in ALGORITHMS:
+        return functools.partial(ALGORITHMS[op], group, whole)
+    return functools.partial(call, group, op, whole, part, end=group.ranks[-1])

@@ -123,13 +123,11 @@ def _per_step(
         for labels, size in moved(row):
             totals[tuple([labels[key] for key in keys])] += size
     rows = sorted(totals.items(), key=lambda row: [position.get(label, label) for label in row[0]])
-    numbers, whole = ("rank", "sender", "receiver"), all(size % n == 0 for _, size in rows)
-    columns = {
-        key: pd.Series([row[i] for row, _ in rows], dtype="int64" if key in numbers else "object")
-        for i, key in enumerate(keys)
-    }
-    sizes = [size // n if whole else size / n for _, size in rows]
-    return pd.DataFrame(columns | {"bytes": pd.Series(sizes, dtype=None if rows else "int64")})
+    whole = all(size % n == 0 for _, size in rows)
+    means = [(*labels, size // n if whole else size / n) for labels, size in rows]
+    kinds = {key: "int64" if key in ("rank", "sender", "receiver") else "object" for key in keys}
+    kinds["bytes"] = "int64" if whole else "float64"
+    return pd.DataFrame(means, columns=list(kinds)).astype(kinds)
 
 
 # ---- held ---------------------------------------------------------------------------------------
@@ -158,14 +156,13 @@ def peak(report: Tables, *, tier: str = "device", rank: int | None = None) -> Pe
         memory = memory[memory["rank"] == rank]
     if memory.empty:
         return None
-    totals = memory.groupby(["rank", "step", "time"])["bytes"].sum()
+    samples = memory.groupby(["rank", "step", "time"])
+    totals = samples["bytes"].sum()
     largest = totals[totals == totals.max()]
     measured = largest.index.get_level_values("step").isin(measured_steps(report))
-    at = (largest[measured] if measured.any() else largest).index[0]
-    sample = memory[(memory["rank"] == at[0]) & (memory["step"] == at[1])]
-    sample = sample[sample["time"] == at[2]]
-    held = sample.groupby("category", sort=False)["bytes"].sum().to_dict()
-    return Peak(int(at[0]), int(at[1]), float(at[2]), held)
+    rank, step, time = at = (largest[measured] if measured.any() else largest).index[0]
+    held = samples.get_group(at).groupby("category", sort=False)["bytes"].sum().to_dict()
+    return Peak(int(rank), int(step), float(time), held)
 
 
 def peak_memory(report: Tables) -> int | None:

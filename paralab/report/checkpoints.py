@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 from paralab import checks
@@ -48,15 +49,12 @@ FORMAT, VERSION = "paralab checkpoint", 2
 ABOUT, LATEST, LOCK = "paralab.json", "latest", ".lock"
 KEPT = 2
 LOCK_SECONDS = 10.0  # within which the ranks of a run whose caller was killed have ended
-_WHY = {
-    "optimizer": "whose state optimizer={now!r} cannot use",
-    "seed": "which also draws the batches that follow; this run has seed={now!r}",
-}
 # The settings that a resumed run may change, if ``resume_changes`` names them.
 CHANGES = ("lr", "global_batch", "data", "clip_norm")
 _NAME, _FILE = re.compile(r"step-\d{8}(\.\d+)?"), re.compile(r"rank-\d+\.safetensors")
 _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
-_KINDS = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int, data=str)
+_KINDS: dict[str, Any] = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int)
+_KINDS |= dict(data=str, clip_norm=(float, NoneType))
 _SCRATCH, _REMOVED = ".saving-", ".removed-"
 _LEGAL = 'a folder that pl.run(..., save="folder") wrote, or None for a run from the start'
 
@@ -66,10 +64,9 @@ class Checkpoint:
     """What a checkpoint says about itself.
 
     folder     its own folder
-    model, plan, optimizer, lr, seed, global_batch  of the run that wrote it; ``plan`` as plain
-               values
+    model, plan, optimizer, lr, seed, global_batch, clip_norm  of the run that wrote it; ``plan`` as
+               plain values
     data       length and digest of the training text: `Corpus.identity`
-    clip_norm  None also if the checkpoint was written before this field existed
     step       optimizer steps that the training has done
     counters   numbers of the optimizer that are equal on all ranks: {name: value}
     files      {file name: (bytes, CRC-32)}
@@ -106,9 +103,9 @@ class Checkpoint:
         for name, now in settings.items():
             if name not in changes and getattr(self, name) != now:
                 was = f"{name}={getattr(self, name)!r}"
-                why = _WHY.get(name, f"this run has {name}={{now!r}}").format(now=now)
+                why = f"it was trained with {was}, this run has {name}={now!r}"
                 legal = f"{was}, or resume_changes=({name!r},)" if name in CHANGES else was
-                raise self._refuse(f"it was trained with {was}, {why}", legal)
+                raise self._refuse(why, legal)
         self.check_state(model, self.optimizer)
 
     def check_state(self, model: ModelSpec, optimizer: str) -> None:
@@ -116,13 +113,8 @@ class Checkpoint:
         expected, stored = shapes(model, optimizer), {n: t.shape for n, t in self.tensors.items()}
         for name in [*expected, *stored]:
             if expected.get(name) != stored.get(name):
-                here, right = stored.get(name), expected.get(name)
-                why = f"it has {name} of shape {here}, which must be of shape {right}"
-                if here is None:
-                    why = f"{name} is missing in it"
-                elif right is None:
-                    why = f"it has {name}, which is no tensor of this training"
-                damaged(self.folder / ABOUT, why)
+                shapes_of_it = f"{stored.get(name)}, which must be of shape {expected.get(name)}"
+                damaged(self.folder / ABOUT, f"it has {name} of shape {shapes_of_it}")
         if optimizer == "adamw" and "optimizer_steps" not in self.counters:
             damaged(self.folder / ABOUT, "the counter optimizer_steps is missing in it")
 
@@ -241,7 +233,6 @@ def _read(folder: Path) -> Checkpoint:
             counters={name: typed(counters, name, float) for name in counters},
             files={name: _facts(files, name) for name in files},
             tensors={name: boxes.stored(name, entry) for name, entry in tensors.items()},
-            clip_norm=typed(body, "clip_norm", float) if body.get("clip_norm") else None,
             **{name: typed(body, name, kind) for name, kind in _KINDS.items()},
         )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -57,10 +57,11 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
     if sums_activations(report, rows, axis):
         return ACTIVATIONS
     sums = rows[rows["op"].isin(REDUCTIONS) & rows["phase"].isin(REDUCING)]
-    local_sgd = 0 < sums["step"].nunique() < steps and not sums["phase"].eq("backward").any()
-    if local_sgd:
-        when = f"{sums['step'].nunique()} of {steps} steps"
-        rows, steps = rows[rows["step"].isin(sums["step"])], sums["step"].nunique()
+    summed, name = sums["step"].nunique(), "data parallelism, gradients all-reduced"
+    if 0 < summed < steps and not sums["phase"].eq("backward").any():
+        name = f"sums outside the backward in {summed} of {steps} steps, as local SGD averages "
+        name += "parameters; in such a step"
+        rows, steps = rows[rows["step"].isin(sums["step"])], summed
     # Payload bytes per step; the ratios below are multiples of Ψ.
     payload = Counter((rows.groupby(["op", "phase"])["payload_bytes"].sum() / steps).to_dict())
     frozen = trained_bytes(report, rank, axis, trained=False)
@@ -77,10 +78,7 @@ def describe_axis(report: Tables, calls: pd.DataFrame, axis: str) -> str:
         return "it looks like none of the known paradigms"
     gathered, factor, pass_gathers = 0.0, scattered, ()
     if all_reduced >= scattered:
-        name, factor = "data parallelism, gradients all-reduced", 2 * all_reduced
-        if local_sgd:
-            name = f"sums outside the backward in {when}, as local SGD averages parameters; "
-            name += "in such a step"
+        factor = 2 * all_reduced
         for op, verb in (("broadcast", "broadcasts"), ("all_gather", "gathers")):
             if (redistributed := payload[op, "optimizer"] / psi) > NEAR:
                 name += f", with a sharded optimizer (ZeRO-1) that {verb} updated parameters"

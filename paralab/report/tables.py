@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from paralab.checks import choice, illegal
+from paralab.checks import choice
 from paralab.report.plain import plain
 from paralab.spec import Cluster, ModelSpec, Plan
 from paralab.spec.tiers import LINKS
-from paralab.theory.traffic import OPS, ROOTED
+from paralab.theory.traffic import OPS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -214,30 +214,18 @@ def check_relations(tables: Mapping[str, pd.DataFrame], world_size: int) -> None
             raise ValueError(f"table {name}: rank {unknown[0]} in a report of {world_size} ranks")
         if "end" in table and (backwards := table["end"] < table["start"]).any():
             raise ValueError(f"table {name}: row {backwards.argmax()} ends before it starts")
-    spans, calls = tables["spans"], tables["collectives"]
+    spans = tables["spans"]
     if (repeated := spans["id"].duplicated()).any():
         raise ValueError(f"table spans: id {spans['id'][repeated].iloc[0]} appears more than once")
     # The spans that rows of the other tables name; -1 names none.
     named = {name: set(tables[name]["span"].tolist()) - {-1} for name in ("collectives", "copies")}
     awaited = set(chain.from_iterable(spans["after"].tolist()))
     ids = set(spans["id"].tolist()) if awaited or any(named.values()) else set()
-    if not awaited <= ids:
-        span, lost = next(
-            (span, a)
-            for span, after in zip(spans["id"], spans["after"], strict=True)
-            for a in after
-            if a not in ids
-        )
-        raise ValueError(f"table spans: span {span} waits for span {lost}, which is not there")
+    if lost := awaited - ids:
+        raise ValueError(f"table spans: a span waits for span {min(lost)}, which is not there")
     for name, spans_named in named.items():
         if unknown := spans_named - ids:
             raise ValueError(f"table {name}: span {min(unknown)} is not in the table of spans")
-    for row, (rank, ranks, op, peer) in enumerate(
-        zip(calls["rank"], calls["ranks"], calls["op"], calls["peer"], strict=True)
-    ):
-        if rank not in ranks or (op in ROOTED and peer not in ranks):
-            who = f"root {peer}" if rank in ranks else f"rank {rank}"
-            raise ValueError(f"table collectives: row {row}, {who} is not of its group {ranks}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -305,11 +293,6 @@ class Tables:
 
     def __post_init__(self) -> None:
         choice("clock", self.clock, CLOCKS)
-        for name, kind in (("model", ModelSpec), ("plan", Plan), ("cluster", Cluster)):
-            value, optional = getattr(self, name), name != "plan"
-            if not isinstance(value, kind) and not (value is None and optional):
-                legal = f"a pl.{kind.__name__}(...){' or None' * optional}"
-                raise illegal(name, value, f"not a {kind.__name__}", legal)
         object.__setattr__(self, "meta", plain(dict(self.meta), "meta"))
         object.__setattr__(self, "losses", [float(loss) for loss in self.losses])
         for name in COLUMNS:
