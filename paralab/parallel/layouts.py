@@ -36,24 +36,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from paralab.spec.model import TIED, ModelSpec
 
-Split = tuple[str, ...]  # coordinates that a dimension is sharded over, slowest first; (): whole
+Split = str  # coordinates that a dimension is sharded over, slowest first: "ji"; "": whole
 Box = tuple[slice, ...]  # one range per dimension of the whole tensor
-
-
-class TensorPlan(Protocol):
-    """The settings of a `spec.Plan` that a layout depends on."""
-
-    tp: int
-    tp_mode: str
-    sequence_parallel: bool
-    microbatch_size: int
-
-    @property
-    def tp_grid(self) -> tuple[int, int]: ...
+# A `spec.Plan`, of which tp, tp_mode, tp_grid, sequence_parallel and microbatch_size are read.
+TensorPlan = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +60,7 @@ class Mode:
     partial      kinds of ``copies`` whose gradients are partial sums, to be summed over that axis
     """
 
-    coordinates: tuple[str, ...]
+    coordinates: str
     axes: Mapping[str, Split]
     weights: Mapping[str, tuple[Split, ...]]
     residual: tuple[Split, ...]
@@ -98,8 +88,8 @@ def _weights(
         "output": token,
         "position": position,
         "norm": (norm,),
-        "qkv": ((), *inward),
-        "qkv bias": ((), biases[0]),
+        "qkv": ("", *inward),
+        "qkv bias": ("", biases[0]),
         "up": inward,
         "up bias": biases[:1],
         "proj": outward,
@@ -111,23 +101,22 @@ def _weights(
 
 @lru_cache
 def _one_d(sequence_parallel: bool) -> Mode:
-    t: Split = ("t",)
-    s = t if sequence_parallel else ()
+    s = "t" if sequence_parallel else ""
     whole = ("norm", "proj bias", "down bias", *(() if sequence_parallel else ("position",)))
     return Mode(
-        coordinates=t,
-        axes={"tp": t},
+        coordinates="t",
+        axes={"tp": "t"},
         weights=_weights(
-            token=(t, ()),
-            position=(s, ()),
-            norm=(),
-            inward=(t, ()),
-            outward=((), t),
-            biases=(t, ()),
+            token=("t", ""),
+            position=(s, ""),
+            norm="",
+            inward=("t", ""),
+            outward=("", "t"),
+            biases=("t", ""),
         ),
-        residual=((), s, ()),
-        scores=((), t, (), ()),
-        logits=((), (), t),
+        residual=("", s, ""),
+        scores=("", "t", "", ""),
+        logits=("", "", "t"),
         copies=dict.fromkeys(whole, "tp"),
         # A norm on a part of the sequence has a partial gradient. The bias of a row-parallel layer
         # is added there too, but its gradient is computed from the whole sequence, which backward
@@ -136,62 +125,58 @@ def _one_d(sequence_parallel: bool) -> Mode:
     )
 
 
-def _two_d(depth: bool) -> Mode:
-    z: Split = ("z",) if depth else ()
-    i, j, rows = ("i",), ("j",), (*z, "i")
-    axes = {"tp": (*rows, "j"), "tp:row": j, "tp:col": i}
-    tokens = "tp:tokens" if depth else "tp:col"
+def _two_d(z: str) -> Mode:
+    """2D, or with the coordinate ``z`` 2.5D."""
+    rows, tokens = z + "i", "tp:tokens" if z else "tp:col"
+    axes = {"tp": rows + "j", "tp:row": "j", "tp:col": "i"}
     copies = dict.fromkeys(
         ("position", "norm", "qkv bias", "up bias", "proj bias", "down bias"), tokens
     )
-    if depth:
+    if z:
         axes |= {"tp:depth": z, "tp:tokens": rows}
         copies |= dict.fromkeys(("token", "output", "qkv", "up", "proj", "down"), "tp:depth")
     return Mode(
         coordinates=axes["tp"],
         axes=axes,
         weights=_weights(
-            token=(i, j), position=((), j), norm=j, inward=(j, i), outward=(j, i), biases=(j, j)
+            token=("i", "j"),
+            position=("", "j"),
+            norm="j",
+            inward=("j", "i"),
+            outward=("j", "i"),
+            biases=("j", "j"),
         ),
-        residual=(rows, (), j),
-        scores=(rows, j, (), ()),
-        logits=(rows, (), j),
+        residual=(rows, "", "j"),
+        scores=(rows, "j", "", ""),
+        logits=(rows, "", "j"),
         copies=copies,
         partial=frozenset(copies),
     )
 
 
 def _three_d() -> Mode:
-    j, k = ("j",), ("k",)
     copies = dict.fromkeys(("position", "norm", "proj bias", "down bias"), "tp:ij")
     copies |= dict.fromkeys(("qkv bias", "up bias"), "tp:ik")
     return Mode(
-        coordinates=("i", "j", "k"),
-        axes={
-            "tp": ("i", "j", "k"),
-            "tp:i": ("i",),
-            "tp:j": j,
-            "tp:k": k,
-            "tp:ij": ("i", "j"),
-            "tp:ik": ("i", "k"),
-        },
+        coordinates="ijk",
+        axes={"tp": "ijk", "tp:i": "i", "tp:j": "j", "tp:k": "k", "tp:ij": "ij", "tp:ik": "ik"},
         weights=_weights(
-            token=(("j", "i"), k),
-            position=((), k),
-            norm=k,
-            inward=(("j", "i"), k),
-            outward=(("k", "i"), j),
-            biases=(j, k),
+            token=("ji", "k"),
+            position=("", "k"),
+            norm="k",
+            inward=("ji", "k"),
+            outward=("ki", "j"),
+            biases=("j", "k"),
         ),
-        residual=(("i", "j"), (), k),
-        scores=(("i", "k"), j, (), ()),
-        logits=(("i", "k"), (), j),
+        residual=("ij", "", "k"),
+        scores=("ik", "j", "", ""),
+        logits=("ik", "", "j"),
         copies=copies,
         partial=frozenset(copies),
     )
 
 
-MODES = {"2d": _two_d(False), "2.5d": _two_d(True), "3d": _three_d()}
+MODES = {"2d": _two_d(""), "2.5d": _two_d("z"), "3d": _three_d()}
 
 
 def mode_of(plan: TensorPlan) -> Mode:
