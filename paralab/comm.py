@@ -321,34 +321,19 @@ class Pending:
         self._group, self._posted, self._label, self._done = group, posted, label, False
 
     def wait(self) -> None:
-        wait_all([self])
-
-    def _settle(self) -> None:
         """Hold the rank (with NCCL: its compute stream) until the call is over. Raises what the
         transport raised.
         """
-        works = self._posted.works
-        while works:
-            works.pop(0).wait()  # pop: a work keeps its tensors alive
-        self._group.recorder.settled(self._posted.span)
-
-    def _end(self) -> None:
+        if self._done:
+            return
+        group, posted = self._group, self._posted
+        with group.recorder.span("wait", after=(posted.span,)):
+            group.blocked_in(*self._label)
+            while posted.works:
+                posted.works.pop(0).wait()  # pop: a work keeps its tensors alive
+            group.recorder.settled(posted.span)
+            group.blocked_in()
         self._done = True
-        self._group._unwaited.pop(self._label[1], None)
-        if self._posted.finish is not None:
-            self._posted.finish()
-
-
-def wait_all(calls: Sequence[Pending]) -> None:
-    """Wait for several calls of one group: one wait in the timeline, as nothing runs in between."""
-    calls = [call for call in calls if not call._done]
-    if not calls:
-        return
-    group = calls[0]._group
-    with group.recorder.span("wait", after=tuple(call._posted.span for call in calls)):
-        for call in calls:
-            group.blocked_in(*call._label)
-            call._settle()
-        group.blocked_in()
-    for call in calls:
-        call._end()
+        group._unwaited.pop(self._label[1], None)
+        if posted.finish is not None:
+            posted.finish()
