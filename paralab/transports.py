@@ -63,7 +63,7 @@ PATIENCE = 1.0  # seconds that a wait goes on for if gloo does not drop the tens
 class Call(NamedTuple):
     """One call of a group, as a transport needs to know it.
 
-    op       the name of a collective, or "exchange"
+    op       the name of a collective; or "send", "recv", or "exchange" of several messages
     tensors  of a collective its result, then its input if that is another tensor; of an exchange
              the tensor of each way
     fills    those of ``tensors`` that the call writes
@@ -123,11 +123,6 @@ class Transport:
             for (side, peer), tensor in zip(call.ways, tensors, strict=True)
         ]
         return dist.batch_isend_irecv(ops)
-
-
-def op_name(ways: Ways) -> str:
-    """What a message calls these sends and receives: "send", "recv", or "exchange" of several."""
-    return ways[0][0] if len(ways) == 1 else "exchange"
 
 
 def _ends(ways: Ways) -> str:
@@ -290,8 +285,7 @@ class Nccl(Transport):
             recorder.completed(span, recorder.clock.mark())
             event = torch.cuda.Event()
             event.record(stream)
-        op = op_name(call.ways) if call.ways else call.op
-        recorder.lookout.posted(self.describe(op, call.number, call.ways), event)
+        recorder.lookout.posted(self.describe(call.op, call.number, call.ways), event)
         return Posted(span, [Enqueued(event, call.tensors)], call.finish)
 
 
