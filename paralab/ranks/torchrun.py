@@ -23,7 +23,7 @@ import torch.distributed as dist
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
 from paralab.ranks.host import keep_pages
-from paralab.ranks.process import RankContext, card, join, take_device
+from paralab.ranks.process import RankContext, card, joined, take_device
 from paralab.ranks.started import NUMBERS, variable
 
 
@@ -73,20 +73,16 @@ def torchrun_context(
     with one_line_errors():
         store, cards = _within(join_timeout, rendezvous)
     chosen = take_device(device, rank, local_rank, cards)
-    context = RankContext(
-        rank=rank,
-        world_size=world_size,
-        nodes=tuple(index for index, _ in cards),
-        device=chosen.device,
-        backend=chosen.backend,
-        shared=chosen.shared,
-        store=dist.PrefixStore("paralab", store),
-        limit=timeout,
-        note=_noting(rank),
-    )
     with one_line_errors():
-        join(context, chosen.backend)
-    return context
+        return joined(
+            chosen,
+            rank=rank,
+            world_size=world_size,
+            nodes=tuple(index for index, _ in cards),
+            store=dist.PrefixStore("paralab", store),
+            limit=timeout,
+            note=_noting(rank),
+        )
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
