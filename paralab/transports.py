@@ -106,9 +106,6 @@ class Transport:
         where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
         return f"{op} #{number}{_ends(ways)} on {where}, step {self.recorder.step}"
 
-    def post(self, call: Call) -> Posted:
-        raise NotImplementedError
-
     def start(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[Any]:
         """Hand the call, with ``tensors`` for its own, to torch.distributed. Returns its works."""
         if len(self.ranks) == 1:  # nothing to send: the result is this rank's part

@@ -240,7 +240,7 @@ def _work(
         launcher.send("nccl")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
-    notes.write("in init_process_group")
+    notes.write("init_process_group")
     # A program of the user's own may send host tensors on a machine with GPUs, too.
     two_backends = chosen.backend == "nccl" and task["any_tensor"]
     context = joined(

@@ -133,7 +133,7 @@ def _noting(rank: int) -> Callable[[str], None]:
 
     def hook(kind: type[BaseException], error: BaseException, frames: Any) -> None:
         if noted:
-            error.add_note(f"rank {rank} was in {noted.removeprefix('in ')}")
+            error.add_note(f"rank {rank} was in {noted}")
         previous(kind, error, frames)
 
     sys.excepthook = hook
