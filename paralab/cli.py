@@ -1,8 +1,8 @@
 """The shell commands of paralab: run, predict, dry-run, program, observe, check, show and doctor.
 
-Every field of ``ModelSpec`` and ``Plan`` that takes no code is an option (options.py). Under
-torchrun `run` and `observe` are one rank of a job that may span machines: each rank writes its part
-of the report into a folder, and ``pl.load`` merges the parts.
+options.py has the options of a model and a plan. Under torchrun `run` and `observe` are one rank of
+a job that may span machines: each rank writes its part of the report into a folder, and ``pl.load``
+merges the parts.
 
 Options are not checked here: `ModelSpec`, `Plan` and the functions that take them decide what is
 legal, and a refusal of theirs becomes exit status 2. A failed run has exit status 1, an interrupted
@@ -101,7 +101,10 @@ DRY_OPTIONS = (
     OPTIMIZER,
     CLIP_NORM,
 )
-FILTERS = (  # arguments of `ProgramText.filter`
+PROGRAM_OPTIONS = (
+    RANK,
+    OPTIMIZER,
+    CLIP_NORM,
     Option("op", comma_separated, "show only these instructions, such as all_gather,wait"),
     Option(
         "lane",
@@ -110,7 +113,6 @@ FILTERS = (  # arguments of `ProgramText.filter`
     ),
     Option("microbatch", number, "show only the instructions of this micro-batch"),
 )
-PROGRAM_OPTIONS = (RANK, OPTIMIZER, CLIP_NORM, *FILTERS)
 PREDICT_OPTIONS = (
     NODES,
     Option("device", str, "cpu or cuda of this machine (default: what a run would use)"),
@@ -274,11 +276,6 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.exit(2)
 
 
-def _own_settings(given: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """The options of the command itself that were given, but for those named in ``without``."""
-    return settings_of(given, *(name for name in given.own if name not in without))
-
-
 def _model_and_plan(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
     """The model and the plan, legal together. Output files that cannot be written are refused here
     too, before the command spends minutes on their contents.
@@ -325,9 +322,9 @@ def _write(
 
 # ---- the commands -------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
-    settings = _own_settings(given, "checkpoint")
-    if "checkpoint" in given:  # on the command line --save is for the report
-        settings["save"] = given.checkpoint
+    settings = settings_of(given, *given.own)
+    if "checkpoint" in settings:  # on the command line --save is for the report
+        settings["save"] = settings.pop("checkpoint")
     with _refusals(given.parser):
         model, plan = _model_and_plan(given)
         folder = _part_folder(
@@ -385,19 +382,15 @@ def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str,
 
 
 def _observe(given: argparse.Namespace) -> int:
-    settings = _own_settings(given)
-    script, arguments, why = (
-        given.script,
-        given.arguments,
-        "this process is one rank, and torchrun decides this",
-    )
+    settings = settings_of(given, *given.own)
+    why = "this process is one rank, and torchrun decides this"
     with _refusals(given.parser):
         _check_files(given)
         folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
         if folder is None:
-            report = observing.observe(script, args=arguments, live=True, **settings)
+            report = observing.observe(given.script, args=given.arguments, live=True, **settings)
     if folder is not None:
-        observing.observe_under_torchrun(script, arguments, folder=folder, **settings)
+        observing.observe_under_torchrun(given.script, given.arguments, folder=folder, **settings)
         return 0
     _write(report, given, ("save",))
     _print_summary(report)
@@ -420,9 +413,10 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _dry_run(given: argparse.Namespace) -> int:
+    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
     with _refusals(given.parser):
         model, plan = _model_and_plan(given)
-        report = dry_run(model, plan, cluster=_preset(given, plan), **_own_settings(given, "nodes"))
+        report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
     _print_summary(report)
     _write(report, given)
     return 0
@@ -447,8 +441,8 @@ def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
 def _program(given: argparse.Namespace) -> int:
     from paralab.interpret.text import program  # here, as it imports the ops of a model
 
-    filters = [option.name for option in FILTERS]
-    settings, chosen = _own_settings(given, *filters), settings_of(given, *filters)
+    settings = settings_of(given, "rank", "optimizer", "clip_norm")
+    chosen = settings_of(given, "op", "lane", "microbatch")
     with _refusals(given.parser):
         model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
         if given.all and other is not None:

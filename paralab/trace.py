@@ -56,13 +56,9 @@ def trace(
              nodes count as "inter", and a replay uses the link between nodes for them
     memory   also measure by how much the bytes of live tensors rose at most while ``fn`` ran (its
              arguments were alive before): ``report.meta["peak_bytes"]``, one number per rank
-    timeout  seconds without any sign of life after which the ranks are stopped
-    device   "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
-             rank where there are as many, else the CPU
     strict   check every call against NCCL's order rules, on gloo too, and refuse a call that only
              some members of its group make, even if no rank waits for it
-    live     show what ranks print as it comes, instead of in rank order at the end
-    stop     an event that ends the ranks when it is set
+    timeout, device, live, stop  as in `pl.launch`
 
     ``report.results`` has the return values in rank order, tensors as NumPy arrays. Raises
     ValueError before a process starts; RankError, RankTimeout, OutOfMemory or Stopped afterwards.

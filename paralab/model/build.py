@@ -32,11 +32,6 @@ class Model:
     item: int
 
     @cached_property
-    def cores(self) -> frozenset[tuple[int, int]]:
-        """The ranges of ops that "selective" recomputation recomputes: the attention cores."""
-        return frozenset((i, i + 1) for i, op in enumerate(self.ops) if isinstance(op, Attention))
-
-    @cached_property
     def inside(self) -> dict[int, int]:
         """{boundary between ops inside a branch: the op that opened the branch}."""
         opened_by: dict[int, int] = {}

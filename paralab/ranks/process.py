@@ -2,9 +2,7 @@
 
 `main` is the life of a rank of `pl.launch`; ranks/torchrun.py makes a rank of a process that
 torchrun started. Both make a `RankContext`: the rank's numbers, its device, a store, and functions
-that report to the launching process. ``note`` writes the call in which the rank is about to block
-to memory that the launching process can read at any time (1 us); ``progress`` reports finished
-steps.
+that report to the launching process.
 
 A rank sends its launcher messages over one pipe: (kind, ...) tuples of plain values, so an error
 arrives even if objects of the user's cannot be unpickled. When that pipe closes, or the process

@@ -28,10 +28,7 @@ from paralab.ranks.started import NUMBERS, variable
 
 
 def torchrun_context(
-    *,
-    timeout: float = 120.0,
-    device: str | None = None,
-    join_timeout: float = 60.0,
+    *, timeout: float = 120.0, device: str | None = None, join_timeout: float = 60.0
 ) -> RankContext:
     """Become the rank that torchrun's variables name, and initialize the default process group.
 
