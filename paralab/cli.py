@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -262,12 +263,14 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Turn refusals of illegal settings into argparse's message and exit status 2.
 
     Only an error in the form of ``checks.illegal`` is the user's mistake. Any other ValueError is a
-    defect of this package, and keeps its traceback.
+    defect of this package, and keeps its traceback. So does an error in an observed script.
     """
     try:
         yield
     except (ValueError, Nested) as error:
-        if LEGAL not in str(error):
+        frames = traceback.walk_tb(error.__traceback__)
+        of_script = any(frame.f_globals["__name__"] == "runpy" for frame, _ in frames)
+        if LEGAL not in str(error) or of_script:
             raise
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
         if not rank.isdecimal() or int(rank) == 0:
@@ -288,10 +291,8 @@ def _model_and_plan(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
 
 def _check_files(given: argparse.Namespace) -> None:
     """Refuse an output file that cannot be written, is an input too, or is named twice."""
-    places = {
-        name: place for name in (*INPUTS, "checkpoint") if (place := getattr(given, name, None))
-    }
-    taken = {os.path.realpath(place): name for name, place in places.items()}
+    read = {name: getattr(given, name, None) for name in (*INPUTS, "checkpoint")}
+    taken = {os.path.realpath(file): name for name, file in read.items() if file}
     for name in FILES:
         if (file := getattr(given, name, None)) is not None:
             output_files.check(name, file)
@@ -325,15 +326,15 @@ def _run(given: argparse.Namespace) -> int:
     settings = settings_of(given, *given.own)
     if "checkpoint" in settings:  # on the command line --save is for the report
         settings["save"] = settings.pop("checkpoint")
-    with _refusals(given.parser):
-        model, plan = _model_and_plan(given)
-        folder = _part_folder(
-            given, "under torchrun a rank has only its part of the report", "predict"
-        )
-        with _save_is_checkpoint():
-            if folder is not None:
-                return _run_one_rank(folder, model, plan, settings)
-            report = experiment.run(model, plan, **settings)
+    model, plan = _model_and_plan(given)
+    folder = _part_folder(given, "under torchrun a rank has only its part of the report", "predict")
+    try:
+        if folder is not None:
+            return _run_one_rank(folder, model, plan, settings)
+        report = experiment.run(model, plan, **settings)
+    except ValueError as error:  # what `pl.run` calls save is --checkpoint here
+        error.args = (str(error).replace("save=", "checkpoint="),)
+        raise
     _write(report, given, ("save",))  # first, as what follows may be interrupted
     _print_summary(report)
     sections = []
@@ -346,16 +347,6 @@ def _run(given: argparse.Namespace) -> int:
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _write(report, given, ("html", "perfetto"), sections)
     return 0
-
-
-@contextmanager
-def _save_is_checkpoint() -> Iterator[None]:
-    """Let errors of `pl.run` about its ``save`` name the option --checkpoint."""
-    try:
-        yield
-    except ValueError as error:
-        error.args = (str(error).replace("save=", "checkpoint="),)
-        raise
 
 
 def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:
@@ -384,14 +375,12 @@ def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str,
 def _observe(given: argparse.Namespace) -> int:
     settings = settings_of(given, *given.own)
     why = "this process is one rank, and torchrun decides this"
-    with _refusals(given.parser):
-        _check_files(given)
-        folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
-        if folder is None:
-            report = observing.observe(given.script, args=given.arguments, live=True, **settings)
+    _check_files(given)
+    folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
     if folder is not None:
         observing.observe_under_torchrun(given.script, given.arguments, folder=folder, **settings)
         return 0
+    report = observing.observe(given.script, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)
     print(report.explain())
@@ -404,8 +393,7 @@ def _check(given: argparse.Namespace) -> int:
     from paralab.exercises.graded import grade, read
 
     known = tuple(exercises.ALL.values())
-    with _refusals(given.parser):
-        books = [read(path, known) for path in given.notebooks]
+    books = [read(path, known) for path in given.notebooks]
     grades = [grade(book, known) for book in books]
     text = json.dumps(grades[0] if len(grades) == 1 else grades, indent=2, ensure_ascii=False)
     print(text.encode(errors="replace").decode())  # an answer may print half a surrogate pair
@@ -414,9 +402,8 @@ def _check(given: argparse.Namespace) -> int:
 
 def _dry_run(given: argparse.Namespace) -> int:
     settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
-    with _refusals(given.parser):
-        model, plan = _model_and_plan(given)
-        report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
+    model, plan = _model_and_plan(given)
+    report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
     _print_summary(report)
     _write(report, given)
     return 0
@@ -426,12 +413,8 @@ def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
     """The preset that --cluster names, with --nodes or else enough nodes for the plan; or None."""
     if given.cluster is None:
         if "nodes" in given:
-            raise illegal(
-                "nodes",
-                given.nodes,
-                "this machine is one node",
-                "--nodes together with --cluster NAME",
-            )
+            legal = "--nodes together with --cluster NAME"
+            raise illegal("nodes", given.nodes, "this machine is one node", legal)
         return None
     choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
     enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
@@ -443,33 +426,27 @@ def _program(given: argparse.Namespace) -> int:
 
     settings = settings_of(given, "rank", "optimizer", "clip_norm")
     chosen = settings_of(given, "op", "lane", "microbatch")
-    with _refusals(given.parser):
-        model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
-        if given.all and other is not None:
-            why = "a difference shows every line that differs already"
-            raise illegal("all", True, why, "--all without --diff-…")
-        shown = program(model, plan, **settings).filter(**chosen)
-        if other is not None:
-            shown = shown.diff(program(model, other, **settings).filter(**chosen))
+    model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
+    if given.all and other is not None:
+        why = "a difference shows every line that differs already"
+        raise illegal("all", True, why, "--all without --diff-…")
+    shown = program(model, plan, **settings).filter(**chosen)
+    if other is not None:
+        shown = shown.diff(program(model, other, **settings).filter(**chosen))
     print(shown.text(folded=not given.all) if other is None else shown)
     return 0
 
 
 def _predict(given: argparse.Namespace) -> int:
-    with _refusals(given.parser):
-        model, plan = _model_and_plan(given)
-        cluster = _preset(given, plan)
-        if cluster is not None and "device" in given:
-            raise illegal(
-                "device",
-                given.device,
-                "the cluster that --cluster names has its own device",
-                "--device without --cluster",
-            )
-        if cluster is None:
-            print(MEASURING, flush=True)
-            cluster = Cluster.local(device=given.device) if "device" in given else None
-        report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
+    model, plan = _model_and_plan(given)
+    cluster = _preset(given, plan)
+    if cluster is not None and "device" in given:
+        why = "the cluster that --cluster names has its own device"
+        raise illegal("device", given.device, why, "--device without --cluster")
+    if cluster is None:
+        print(MEASURING, flush=True)
+        cluster = Cluster.local(device=given.device) if "device" in given else None
+    report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
     from paralab.view.explore_parts import fits
 
     _print_summary(report)
@@ -494,15 +471,13 @@ def _amounts(report: Any) -> dict[str, dict[str, float]]:
 
 
 def _show(given: argparse.Namespace) -> int:
-    with _refusals(given.parser):
-        _check_files(given)
+    _check_files(given)
     try:
         report = load(given.path)
     except (OSError, ValueError) as error:
         given.parser.error(str(error))
     _print_summary(report)
-    with _refusals(given.parser):
-        _write(report, given)
+    _write(report, given)
     return 0
 
 
@@ -559,7 +534,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     given = make_parser().parse_args(arguments)
     try:
-        with _signals():
+        with _signals(), _refusals(given.parser):
             status = given.act(given)
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()
