@@ -50,8 +50,7 @@ TensorPlan = Any
 class Mode:
     """The table of one mode: for each kind of tensor the coordinates that shard its dimensions.
 
-    coordinates  the grid's coordinates, slowest first
-    axes         {name of a group of ranks: the coordinates that vary within it}
+    axes         {name of a group of ranks: the coordinates that vary within it}; in "tp" all do
     weights      {kind of parameter, see `kind_of`: the split of each dimension}. Weights are (out,
                  in); qkv's has its three parts as one more dimension in front
     residual     splits of the residual stream (b, s, h)
@@ -61,7 +60,6 @@ class Mode:
     partial      kinds of ``copies`` whose gradients are partial sums, to be summed over that axis
     """
 
-    coordinates: str
     axes: Mapping[str, Split]
     weights: Mapping[str, tuple[Split, ...]]
     residual: tuple[Split, ...]
@@ -86,7 +84,6 @@ def _one_d(sequence_parallel: bool) -> Mode:
     s = "t" if sequence_parallel else ""
     whole = ("norm", "outward bias", *(() if sequence_parallel else ("position",)))
     return Mode(
-        coordinates="t",
         axes={"tp": "t"},
         weights={
             "token": ("t", ""),
@@ -117,7 +114,6 @@ def _two_d(z: str) -> Mode:
         axes |= {"tp:depth": z, "tp:tokens": rows}
         copies |= dict.fromkeys(("token", "inward", "outward"), "tp:depth")
     return Mode(
-        coordinates=axes["tp"],
         axes=axes,
         weights={
             "token": ("i", "j"),
@@ -139,7 +135,6 @@ def _two_d(z: str) -> Mode:
 def _three_d() -> Mode:
     copies = dict.fromkeys(("position", "norm", "outward bias"), "tp:ij") | {"inward bias": "tp:ik"}
     return Mode(
-        coordinates="ijk",
         axes={"tp": "ijk", "tp:i": "i", "tp:j": "j", "tp:k": "k", "tp:ij": "ij", "tp:ik": "ik"},
         weights={
             "token": ("ji", "k"),
@@ -179,8 +174,7 @@ def extents(plan: TensorPlan) -> dict[str, int]:
     if plan.tp_mode == "1d":
         return {"t": plan.tp}
     q, depth = plan.tp_grid
-    sizes = {"z": depth, "i": q, "j": q, "k": q}
-    return {name: sizes[name] for name in mode_of(plan).coordinates}
+    return {name: depth if name == "z" else q for name in mode_of(plan).axes["tp"]}
 
 
 def coordinates(plan: TensorPlan, index: int) -> dict[str, int]:
