@@ -263,14 +263,14 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Turn refusals of illegal settings into argparse's message and exit status 2.
 
     Only an error in the form of ``checks.illegal`` is the user's mistake. Any other ValueError is a
-    defect of this package, and keeps its traceback. So does an error in an observed script.
+    defect of this package, and keeps its traceback. So does an error of a rank that is observed.
     """
     try:
         yield
     except (ValueError, Nested) as error:
         frames = traceback.walk_tb(error.__traceback__)
-        of_script = any(frame.f_globals["__name__"] == "runpy" for frame, _ in frames)
-        if LEGAL not in str(error) or of_script:
+        observed = any(at.f_code.co_name == "observe_under_torchrun" for at, _ in frames)
+        if LEGAL not in str(error) or observed:
             raise
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
         if not rank.isdecimal() or int(rank) == 0:
