@@ -1,8 +1,8 @@
 """The shell commands of paralab: run, predict, dry-run, program, observe, check, show and doctor.
 
-Every field of ``ModelSpec`` and ``Plan`` that takes no code is an option (options.py). Under
-torchrun `run` and `observe` are one rank of a job that may span machines: each rank writes its part
-of the report into a folder, and ``pl.load`` merges the parts.
+options.py has the options of a model and a plan. Under torchrun `run` and `observe` are one rank of
+a job that may span machines: each rank writes its part of the report into a folder, and ``pl.load``
+merges the parts.
 
 Options are not checked here: `ModelSpec`, `Plan` and the functions that take them decide what is
 legal, and a refusal of theirs becomes exit status 2. A failed run has exit status 1, an interrupted
@@ -19,11 +19,11 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from paralab import doctor, experiment, observing
 from paralab.checks import LEGAL, choice, illegal, number, size
@@ -69,13 +69,55 @@ FILES = {
         "wrote {0}: open it at ui.perfetto.dev",
     ),
 }
-OPTIMIZER = Option("optimizer", str, "adamw or sgd (default adamw)")
 TIMEOUT = Option(
     "timeout", number, "end a run after this many seconds without progress (default 120)"
 )
-RANKS_OF_A_RUN = (
+OPTIMIZER = Option("optimizer", str, "adamw or sgd (default adamw)")
+CLIP_NORM = Option("clip_norm", number, "clip the global norm of the gradients to this value")
+RANK = Option("rank", number, "which of the plan's ranks to show (default 0)")
+NODES = Option("nodes", number, "number of nodes of the cluster (default: as few as hold the plan)")
+RUN_OPTIONS = (
+    Option("steps", number, "number of optimizer steps; the first is warm-up (default 4)"),
+    OPTIMIZER,
+    Option("lr", number, "learning rate (default 1e-3 for adamw, 0.1 for sgd)"),
+    CLIP_NORM,
+    Option("data", str, "a text file or folder (default: the source of torch's layers)"),
+    Option("seed", number, "seed of weights and batches (default 0)"),
+    Option("memory_limit", size, "stop a rank that needs more memory: 64MB (10^6) or 64MiB (2^20)"),
+    Option("checkpoint", str, "a folder for checkpoints; one is saved after the last step"),
+    Option("save_every", number, "also save a checkpoint every this many steps"),
+    Option("resume", str, "a folder of checkpoints to continue from, under any plan"),
+    Option(
+        "resume_changes",
+        comma_separated,
+        "what may differ from the run that is continued: " + ",".join(CHANGES),
+    ),
     Option("device", str, "cpu or cuda (default: cuda if there is a GPU for every rank)"),
     TIMEOUT,
+)
+DRY_OPTIONS = (
+    RANK,
+    Option("steps", number, "number of optimizer steps, which are alike (default 1)"),
+    NODES,
+    OPTIMIZER,
+    CLIP_NORM,
+)
+PROGRAM_OPTIONS = (
+    RANK,
+    OPTIMIZER,
+    CLIP_NORM,
+    Option("op", comma_separated, "show only these instructions, such as all_gather,wait"),
+    Option(
+        "lane",
+        comma_separated,
+        "show only what runs on these lanes: compute, or an axis such as dp",
+    ),
+    Option("microbatch", number, "show only the instructions of this micro-batch"),
+)
+PREDICT_OPTIONS = (
+    NODES,
+    Option("device", str, "cpu or cuda of this machine (default: what a run would use)"),
+    OPTIMIZER,
 )
 OBSERVE_OPTIONS = (
     Option("ranks", number, "number of processes (default 4)"),
@@ -89,22 +131,6 @@ OBSERVE_OPTIONS = (
     Option("device", str, "device of the process group: cpu (gloo) or cuda (NCCL)"),
     TIMEOUT,
 )
-NODES = Option("nodes", number, "number of nodes of the cluster (default: as few as hold the plan)")
-CLIP_NORM = Option("clip_norm", number, "clip the global norm of the gradients to this value")
-
-
-class Command(NamedTuple):
-    """A command that takes a model and a plan: the function that runs it and returns the exit
-    status, its help, its own options, the keys of `FILES` that it can write, a function that adds
-    options of another form to its parser, and the end of its help.
-    """
-
-    act: Callable[[argparse.Namespace], int]
-    help: str
-    options: tuple[Option, ...]
-    files: tuple[str, ...] = ()
-    add_more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    epilog: str | None = None
 
 
 def torchrun_started_this() -> bool:
@@ -122,55 +148,101 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"paralab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, act: Callable[[argparse.Namespace], int], does: str, **how: Any) -> Any:
-        text = does[0].upper() + does[1:] + "."
-        added = commands.add_parser(name, help=does, description=text, allow_abbrev=False, **how)
-        added.set_defaults(act=act, parser=added)
+    def add(
+        name: str,
+        act: Callable[[argparse.Namespace], int],
+        does: str,
+        options: Sequence[Option] = (),
+        *,
+        plan: bool = True,
+        **how: Any,
+    ) -> argparse.ArgumentParser:
+        """Add a command with these options of its own, and with ``plan`` those of a model and a
+        plan. ``act`` runs it and returns the exit status.
+        """
+        how = {"description": does[0].upper() + does[1:] + ".", **how}
+        if plan:
+            how["usage"] = "%(prog)s [options]"
+        added = commands.add_parser(name, help=does, allow_abbrev=False, **how)
+        added.set_defaults(act=act, parser=added, own=[option.name for option in options])
+        if plan:
+            add_model_and_plan(added)
+        if options:
+            add_options(added.add_argument_group("this command"), options)
         return added
 
-    for name, command in COMMANDS.items():
-        how = {"usage": "%(prog)s [options]", "epilog": command.epilog}
-        added = add(name, command.act, command.help, **how)
-        add_model_and_plan(added)
-        add_options(added.add_argument_group("this command"), command.options)
-        command.add_more(added)
-        _add_files(added, command.files)
+    run = add(
+        "run",
+        _run,
+        "train a GPT on real processes and print where time and bytes went",
+        RUN_OPTIONS,
+        epilog="On several machines, call on each of them: torchrun --nnodes 2 --nproc-per-node 4 "
+        "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
+    )
+    text = "also predict the run from this machine's speed, and compare"
+    run.add_argument("--predict", action="store_true", help=text)
+    _add_out(run, "paralab-run")
+    _add_files(run, *FILES)
+    dry = add(
+        "dry-run",
+        _dry_run,
+        "show what one rank of a plan of any size would hold and send, without training",
+        DRY_OPTIONS,
+    )
+    _add_cluster(dry, "one node of processors")
+    _add_files(dry, "save", "html")
+    program = add(
+        "program",
+        _program,
+        "print what a rank does in a step, as a list of instructions, or how two plans differ",
+        PROGRAM_OPTIONS,
+    )
+    add_other_plan(program, DIFF)
+    text = "print every line, without folding repetitions"
+    program.add_argument("--all", action="store_true", help=text)
+    predicted = add(
+        "predict",
+        _predict,
+        "predict the time and memory of a run on this machine or a cluster, without running",
+        PREDICT_OPTIONS,
+    )
+    _add_cluster(predicted, "this machine, measured")
+    _add_files(predicted, *FILES)
     observe = add(
         "observe",
         _observe,
         "run your own PyTorch script and see its time, bytes and memory",
+        OBSERVE_OPTIONS,
+        plan=False,
         usage="%(prog)s [options] SCRIPT [its arguments]",
         epilog="Under torchrun every rank writes its part of the report: "
         "torchrun --nproc-per-node 2 -m paralab observe [--out FOLDER] SCRIPT",
     )
-    add_options(observe.add_argument_group("this command"), OBSERVE_OPTIONS)
     _add_out(observe, "parts")
     observe.add_argument("script", metavar="SCRIPT")
     own = observe.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="arguments of the script"
     )
     own.required = False  # a script may have no arguments
-    _add_files(observe, tuple(FILES))
-    show = add("show", _show, "print a saved report, or a torchrun job's folder")
+    _add_files(observe, *FILES)
+    show = add("show", _show, "print a saved report, or a torchrun job's folder", plan=False)
     show.add_argument("path", metavar="FILE_OR_FOLDER")
-    _add_files(show, ("html", "perfetto"))
-    codes = (
-        "Exit status: 0 if all points are reached, 1 if not, and 2 if a file is not a notebook of "
-        "a lab (then no answer is judged). For several notebooks a JSON list is printed. What the "
-        "answers print goes to stderr."
-    )
+    _add_files(show, "html", "perfetto")
     check = add(
         "check",
         _check,
         "grade the answers in notebooks of labs; print the points as JSON",
-        epilog=codes,
+        plan=False,
+        epilog="Exit status: 0 if all points are reached, 1 if not, and 2 if a file is not a "
+        "notebook of a lab (then no answer is judged). For several notebooks a JSON list is "
+        "printed. What the answers print goes to stderr.",
     )
     check.add_argument("notebooks", metavar="NOTEBOOK", nargs="+")
-    doctor.add_command(commands)
+    doctor.add_command(add)
     return parser
 
 
-def _add_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+def _add_files(parser: argparse.ArgumentParser, *names: str) -> None:
     for name in names:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=FILES[name][0])
 
@@ -181,16 +253,9 @@ def _add_out(parser: argparse.ArgumentParser, folder: str) -> None:
     parser.set_defaults(folder=folder)
 
 
-def _add_to_run(parser: argparse.ArgumentParser) -> None:
-    text = "also predict the run from this machine's speed, and compare"
-    parser.add_argument("--predict", action="store_true", help=text)
-    _add_out(parser, "paralab-run")
-
-
-def _add_to_program(parser: argparse.ArgumentParser) -> None:
-    add_other_plan(parser, DIFF)
-    text = "print every line, without folding repetitions"
-    parser.add_argument("--all", action="store_true", help=text)
+def _add_cluster(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"{', '.join(CLUSTER_PRESETS)} (default: {default})"
+    parser.add_argument("--cluster", metavar="NAME", help=text)
 
 
 @contextmanager
@@ -198,24 +263,20 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Turn refusals of illegal settings into argparse's message and exit status 2.
 
     Only an error in the form of ``checks.illegal`` is the user's mistake. Any other ValueError is a
-    defect of this package, and keeps its traceback.
+    defect of this package, and keeps its traceback. So does an error of a rank that is observed.
     """
     try:
         yield
     except (ValueError, Nested) as error:
-        if LEGAL not in str(error):
+        frames = traceback.walk_tb(error.__traceback__)
+        observed = any(at.f_code.co_name == "observe_under_torchrun" for at, _ in frames)
+        if LEGAL not in str(error) or observed:
             raise
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
         if not rank.isdecimal() or int(rank) == 0:
             parser.error(str(error))  # once per machine, not once per rank
         time.sleep(OTHERS_WAIT)  # torchrun kills all ranks of a machine when the first one ends
         sys.exit(2)
-
-
-def _own_settings(given: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """The options of the command itself that were given, but for those named in ``without``."""
-    names = (option.name for option in COMMANDS[given.command].options)
-    return settings_of(given, *(name for name in names if name not in without))
 
 
 def _model_and_plan(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
@@ -230,10 +291,8 @@ def _model_and_plan(given: argparse.Namespace) -> tuple[ModelSpec, Plan]:
 
 def _check_files(given: argparse.Namespace) -> None:
     """Refuse an output file that cannot be written, is an input too, or is named twice."""
-    places = {
-        name: place for name in (*INPUTS, "checkpoint") if (place := getattr(given, name, None))
-    }
-    taken = {os.path.realpath(place): name for name, place in places.items()}
+    read = {name: getattr(given, name, None) for name in (*INPUTS, "checkpoint")}
+    taken = {os.path.realpath(file): name for name, file in read.items() if file}
     for name in FILES:
         if (file := getattr(given, name, None)) is not None:
             output_files.check(name, file)
@@ -264,18 +323,18 @@ def _write(
 
 # ---- the commands -------------------------------------------------------------------------------
 def _run(given: argparse.Namespace) -> int:
-    settings = _own_settings(given, "checkpoint")
-    if "checkpoint" in given:  # on the command line --save is for the report
-        settings["save"] = given.checkpoint
-    with _refusals(given.parser):
-        model, plan = _model_and_plan(given)
-        folder = _part_folder(
-            given, "under torchrun a rank has only its part of the report", "predict"
-        )
-        with _save_is_checkpoint():
-            if folder is not None:
-                return _run_one_rank(folder, model, plan, settings)
-            report = experiment.run(model, plan, **settings)
+    settings = settings_of(given, *given.own)
+    if "checkpoint" in settings:  # on the command line --save is for the report
+        settings["save"] = settings.pop("checkpoint")
+    model, plan = _model_and_plan(given)
+    folder = _part_folder(given, "under torchrun a rank has only its part of the report", "predict")
+    try:
+        if folder is not None:
+            return _run_one_rank(folder, model, plan, settings)
+        report = experiment.run(model, plan, **settings)
+    except ValueError as error:  # what `pl.run` calls save is --checkpoint here
+        error.args = (str(error).replace("save=", "checkpoint="),)
+        raise
     _write(report, given, ("save",))  # first, as what follows may be interrupted
     _print_summary(report)
     sections = []
@@ -288,16 +347,6 @@ def _run(given: argparse.Namespace) -> int:
         sections.append(("Predicted and measured", comparison._repr_html_()))
     _write(report, given, ("html", "perfetto"), sections)
     return 0
-
-
-@contextmanager
-def _save_is_checkpoint() -> Iterator[None]:
-    """Let errors of `pl.run` about its ``save`` name the option --checkpoint."""
-    try:
-        yield
-    except ValueError as error:
-        error.args = (str(error).replace("save=", "checkpoint="),)
-        raise
 
 
 def _part_folder(given: argparse.Namespace, why: str, *illegal_options: str) -> str | None:
@@ -324,20 +373,14 @@ def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str,
 
 
 def _observe(given: argparse.Namespace) -> int:
-    settings = settings_of(given, *(option.name for option in OBSERVE_OPTIONS))
-    script, arguments, why = (
-        given.script,
-        given.arguments,
-        "this process is one rank, and torchrun decides this",
-    )
-    with _refusals(given.parser):
-        _check_files(given)
-        folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
-        if folder is None:
-            report = observing.observe(script, args=arguments, live=True, **settings)
+    settings = settings_of(given, *given.own)
+    why = "this process is one rank, and torchrun decides this"
+    _check_files(given)
+    folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
     if folder is not None:
-        observing.observe_under_torchrun(script, arguments, folder=folder, **settings)
+        observing.observe_under_torchrun(given.script, given.arguments, folder=folder, **settings)
         return 0
+    report = observing.observe(given.script, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)
     print(report.explain())
@@ -350,8 +393,7 @@ def _check(given: argparse.Namespace) -> int:
     from paralab.exercises.graded import grade, read
 
     known = tuple(exercises.ALL.values())
-    with _refusals(given.parser):
-        books = [read(path, known) for path in given.notebooks]
+    books = [read(path, known) for path in given.notebooks]
     grades = [grade(book, known) for book in books]
     text = json.dumps(grades[0] if len(grades) == 1 else grades, indent=2, ensure_ascii=False)
     print(text.encode(errors="replace").decode())  # an answer may print half a surrogate pair
@@ -359,9 +401,9 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _dry_run(given: argparse.Namespace) -> int:
-    with _refusals(given.parser):
-        model, plan = _model_and_plan(given)
-        report = dry_run(model, plan, cluster=_preset(given, plan), **_own_settings(given, "nodes"))
+    settings = settings_of(given, "rank", "steps", "optimizer", "clip_norm")
+    model, plan = _model_and_plan(given)
+    report = dry_run(model, plan, cluster=_preset(given, plan), **settings)
     _print_summary(report)
     _write(report, given)
     return 0
@@ -371,55 +413,40 @@ def _preset(given: argparse.Namespace, plan: Plan) -> Cluster | None:
     """The preset that --cluster names, with --nodes or else enough nodes for the plan; or None."""
     if given.cluster is None:
         if "nodes" in given:
-            raise illegal(
-                "nodes",
-                given.nodes,
-                "this machine is one node",
-                "--nodes together with --cluster NAME",
-            )
+            legal = "--nodes together with --cluster NAME"
+            raise illegal("nodes", given.nodes, "this machine is one node", legal)
         return None
     choice("cluster", given.cluster, tuple(CLUSTER_PRESETS))
     enough = -(-plan.world_size // Cluster.preset(given.cluster).devices_per_node)
     return Cluster.preset(given.cluster, nodes=getattr(given, "nodes", enough))
 
 
-def _add_cluster(parser: argparse.ArgumentParser, default: str) -> None:
-    text = f"{', '.join(CLUSTER_PRESETS)} (default: {default})"
-    parser.add_argument("--cluster", metavar="NAME", help=text)
-
-
 def _program(given: argparse.Namespace) -> int:
     from paralab.interpret.text import program  # here, as it imports the ops of a model
 
-    filters = ("op", "lane", "microbatch")
-    settings, chosen = _own_settings(given, *filters), settings_of(given, *filters)
-    with _refusals(given.parser):
-        model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
-        if given.all and other is not None:
-            why = "a difference shows every line that differs already"
-            raise illegal("all", True, why, "--all without --diff-…")
-        shown = program(model, plan, **settings).filter(**chosen)
-        if other is not None:
-            shown = shown.diff(program(model, other, **settings).filter(**chosen))
+    settings = settings_of(given, "rank", "optimizer", "clip_norm")
+    chosen = settings_of(given, "op", "lane", "microbatch")
+    model, plan, other = model_of(given), plan_of(given), other_plan_of(given, DIFF)
+    if given.all and other is not None:
+        why = "a difference shows every line that differs already"
+        raise illegal("all", True, why, "--all without --diff-…")
+    shown = program(model, plan, **settings).filter(**chosen)
+    if other is not None:
+        shown = shown.diff(program(model, other, **settings).filter(**chosen))
     print(shown.text(folded=not given.all) if other is None else shown)
     return 0
 
 
 def _predict(given: argparse.Namespace) -> int:
-    with _refusals(given.parser):
-        model, plan = _model_and_plan(given)
-        cluster = _preset(given, plan)
-        if cluster is not None and "device" in given:
-            raise illegal(
-                "device",
-                given.device,
-                "the cluster that --cluster names has its own device",
-                "--device without --cluster",
-            )
-        if cluster is None:
-            print(MEASURING, flush=True)
-            cluster = Cluster.local(device=given.device) if "device" in given else None
-        report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
+    model, plan = _model_and_plan(given)
+    cluster = _preset(given, plan)
+    if cluster is not None and "device" in given:
+        why = "the cluster that --cluster names has its own device"
+        raise illegal("device", given.device, why, "--device without --cluster")
+    if cluster is None:
+        print(MEASURING, flush=True)
+        cluster = Cluster.local(device=given.device) if "device" in given else None
+    report = predict(model, plan, cluster, **settings_of(given, "optimizer"))
     from paralab.view.memory_chart import fits
 
     _print_summary(report)
@@ -444,91 +471,14 @@ def _amounts(report: Any) -> dict[str, dict[str, float]]:
 
 
 def _show(given: argparse.Namespace) -> int:
-    with _refusals(given.parser):
-        _check_files(given)
+    _check_files(given)
     try:
         report = load(given.path)
     except (OSError, ValueError) as error:
         given.parser.error(str(error))
     _print_summary(report)
-    with _refusals(given.parser):
-        _write(report, given)
+    _write(report, given)
     return 0
-
-
-COMMANDS = {
-    "run": Command(
-        _run,
-        "train a GPT on real processes and print where time and bytes went",
-        (
-            Option("steps", number, "number of optimizer steps; the first is warm-up (default 4)"),
-            OPTIMIZER,
-            Option("lr", number, "learning rate (default 1e-3 for adamw, 0.1 for sgd)"),
-            CLIP_NORM,
-            Option("data", str, "a text file or folder (default: the source of torch's layers)"),
-            Option("seed", number, "seed of weights and batches (default 0)"),
-            Option(
-                "memory_limit",
-                size,
-                "stop a rank that needs more memory: 64MB (10^6) or 64MiB (2^20)",
-            ),
-            Option("checkpoint", str, "a folder for checkpoints; one is saved after the last step"),
-            Option("save_every", number, "also save a checkpoint every this many steps"),
-            Option("resume", str, "a folder of checkpoints to continue from, under any plan"),
-            Option(
-                "resume_changes",
-                comma_separated,
-                "what may differ from the run that is continued: " + ",".join(CHANGES),
-            ),
-            *RANKS_OF_A_RUN,
-        ),
-        ("save", "html", "perfetto"),
-        _add_to_run,
-        "On several machines, call on each of them: torchrun --nnodes 2 --nproc-per-node 4 "
-        "--rdzv-backend c10d --rdzv-endpoint HOST:29400 -m paralab run --dp 8 --out FOLDER",
-    ),
-    "dry-run": Command(
-        _dry_run,
-        "show what one rank of a plan of any size would hold and send, without training",
-        (
-            Option("rank", number, "which of the plan's ranks to show (default 0)"),
-            Option("steps", number, "number of optimizer steps, which are alike (default 1)"),
-            NODES,
-            OPTIMIZER,
-            CLIP_NORM,
-        ),
-        ("save", "html"),
-        partial(_add_cluster, default="one node of processors"),
-    ),
-    "program": Command(
-        _program,
-        "print what a rank does in a step, as a list of instructions, or how two plans differ",
-        (
-            Option("rank", number, "which of the plan's ranks to show (default 0)"),
-            OPTIMIZER,
-            CLIP_NORM,
-            Option("op", comma_separated, "show only these instructions, such as all_gather,wait"),
-            Option(
-                "lane",
-                comma_separated,
-                "show only what runs on these lanes: compute, or an axis such as dp",
-            ),
-            Option("microbatch", number, "show only the instructions of this micro-batch"),
-        ),
-        add_more=_add_to_program,
-    ),
-    "predict": Command(
-        _predict,
-        "predict the time and memory of a run on this machine or a cluster, without running",
-        (
-            NODES,
-            Option("device", str, "cpu or cuda of this machine (default: what a run would use)"),
-            OPTIMIZER,
-        ),
-        ("save", "html", "perfetto"),
-        partial(_add_cluster, default="this machine, measured"),
-    ),
-}
 
 
 class _Output(io.FileIO):
@@ -584,7 +534,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     given = make_parser().parse_args(arguments)
     try:
-        with _signals():
+        with _signals(), _refusals(given.parser):
             status = given.act(given)
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()

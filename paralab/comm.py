@@ -20,7 +20,7 @@ from paralab.checks import choice, illegal, instance
 from paralab.instruments.recorder import Recorder
 from paralab.strict import Strict
 from paralab.theory.traffic import Row, row
-from paralab.transports import Call, Gloo, Label, Nccl, Posted, Staged, Transport, Ways, op_name
+from paralab.transports import Call, Gloo, Label, Nccl, Posted, Staged, Transport, Ways
 
 
 class Group:
@@ -186,7 +186,7 @@ class Group:
             number=self._calls,
         )
         row = (op, payload.nbytes, -1 if root is None else root)
-        return self._record(self.transport.post(call), op, [row], phase)
+        return self._post(call, [row], phase)
 
     # ---- point to point -------------------------------------------------------------------------
     def send(self, tensor: Tensor, *, to: int, phase: str | None = None) -> Pending:
@@ -209,20 +209,21 @@ class Group:
         self._check_ways(parts)
         parts = [(side, tensor, int(peer)) for side, tensor, peer in parts]
         ways = [(side, peer) for side, _, peer in parts]
+        op = ways[0][0] if len(ways) == 1 else "exchange"
         if self._strict is not None:
             with self.recorder.span("wait"):  # for the receive, as a send on NCCL may wait
-                self.blocked_in(op_name(ways), self._calls, ways)
+                self.blocked_in(op, self._calls, ways)
                 self._strict.rendezvous(self.ranks, parts)
                 self.blocked_in()
         call = Call(
-            op="exchange",
+            op=op,
             tensors=[tensor for _, tensor, _ in parts],
             fills=[tensor for side, tensor, _ in parts if side == "recv"],
             ways=ways,
             number=self._calls,
         )
         rows = [(side, tensor.nbytes, peer) for side, tensor, peer in parts]
-        return self._record(self.transport.post(call), op_name(ways), rows, phase, ways)
+        return self._post(call, rows, phase)
 
     def _check_ways(self, parts: Sequence[tuple[str, Tensor, int]]) -> None:
         """Refuse a message whose other end is no other member: its wait would end in a timeout."""
@@ -242,16 +243,9 @@ class Group:
                 raise illegal(name, peer, "not another rank of this group", legal)
 
     # ---- the record of the calls ----------------------------------------------------------------
-    def _record(
-        self,
-        posted: Posted,
-        op: str,
-        rows: list[tuple[str, int, int]],
-        phase: str | None,
-        ways: Ways = (),
-    ) -> Pending:
-        """Record a posted call; rows: (operation, payload bytes, peer or root, -1 for none)."""
-        number, phase = self._calls, phase or self.phase
+    def _post(self, call: Call, rows: list[tuple[str, int, int]], phase: str | None) -> Pending:
+        """Post a call and record it; rows: (operation, payload bytes, peer or root or -1)."""
+        posted, number, phase = self.transport.post(call), self._calls, phase or self.phase
         shared = {"phase": phase, "node_of": self.context.nodes.__getitem__}
         for key in rows:
             name, payload, peer = key
@@ -262,7 +256,7 @@ class Group:
                 self._ledger_rows[key, phase] = ledger_row
             self.recorder.call((number, *ledger_row, posted.span))
         self._calls += 1
-        self._unwaited[number] = label = (op, number, ways)
+        self._unwaited[number] = label = (call.op, number, call.ways)
         return Pending(self, posted, label)
 
     def end(self) -> list[str]:
@@ -321,34 +315,19 @@ class Pending:
         self._group, self._posted, self._label, self._done = group, posted, label, False
 
     def wait(self) -> None:
-        wait_all([self])
-
-    def _settle(self) -> None:
         """Hold the rank (with NCCL: its compute stream) until the call is over. Raises what the
         transport raised.
         """
-        works = self._posted.works
-        while works:
-            works.pop(0).wait()  # pop: a work keeps its tensors alive
-        self._group.recorder.settled(self._posted.span)
-
-    def _end(self) -> None:
+        if self._done:
+            return
+        group, posted = self._group, self._posted
+        with group.recorder.span("wait", after=(posted.span,)):
+            group.blocked_in(*self._label)
+            while posted.works:
+                posted.works.pop(0).wait()  # pop: a work keeps its tensors alive
+            group.recorder.settled(posted.span)
+            group.blocked_in()
         self._done = True
-        self._group._unwaited.pop(self._label[1], None)
-        if self._posted.finish is not None:
-            self._posted.finish()
-
-
-def wait_all(calls: Sequence[Pending]) -> None:
-    """Wait for several calls of one group: one wait in the timeline, as nothing runs in between."""
-    calls = [call for call in calls if not call._done]
-    if not calls:
-        return
-    group = calls[0]._group
-    with group.recorder.span("wait", after=tuple(call._posted.span for call in calls)):
-        for call in calls:
-            group.blocked_in(*call._label)
-            call._settle()
-        group.blocked_in()
-    for call in calls:
-        call._end()
+        group._unwaited.pop(self._label[1], None)
+        if posted.finish is not None:
+            posted.finish()

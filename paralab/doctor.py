@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -51,12 +51,13 @@ LABS = {
 }
 
 
-def add_command(commands: Any) -> None:
+def add_command(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `paralab doctor` to the shell's commands."""
-    parser = commands.add_parser(
+    parser = add(
         "doctor",
-        help="show what this machine can do, and which labs run here",
-        allow_abbrev=False,
+        _command,
+        "show what this machine can do, and which labs run here",
+        plan=False,
         description="Show what this machine can do, and which labs run here. Exit status: 0 if "
         "labs run, 1 if none does (the reason is printed).",
     )
@@ -72,16 +73,12 @@ def add_command(commands: Any) -> None:
         default="cpu",
         help="whose speed and links to show: cpu (processors) or cuda (GPUs) (default cpu)",
     )
-    parser.set_defaults(act=_command, parser=parser)
 
 
 def _command(given: argparse.Namespace) -> int:
     if given.calibrate:
         print("measuring this machine …", file=sys.stderr, flush=True)
-        try:
-            Cluster.local(device=given.device, refresh=True)
-        except ValueError as error:  # there is no GPU
-            given.parser.error(str(error))
+        Cluster.local(device=given.device, refresh=True)
     found = diagnose(examine(device=given.device))
     print(json.dumps(found.to_dict(), indent=2) if given.json else found.text())
     return 1 if found.problems else 0

@@ -3,8 +3,7 @@
 The program of the rank's pipeline rank is compiled and read: how many parameters the rank holds,
 what fills its memory, what it sends to which ranks, what it copies. None of these facts needs a
 clock, and they are read from the list of instructions that `pl.run` executes, so they are exact. A
-model of 10^12 parameters on 3072 devices takes a second or two. The report has no times: events are
-numbered in the order in which they happen (interpret/dry.py). `pl.predict` has times, of all ranks.
+model of 10^12 parameters on 3072 devices takes a second or two. `pl.predict` has all ranks' times.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paralab.checks import choice, illegal, instance, num_bytes, real, whole
+from paralab.checks import choice, count_of, illegal, instance, num_bytes, real, whole
 from paralab.data import Corpus
 from paralab.default_device import LEGAL
 from paralab.instruments.calibrate import device_of_run, gpu_each
@@ -42,77 +41,75 @@ MUCH, LONG = 10**9, 100  # bytes of records, and steps of a run, from which `run
 LEGAL_SAVE = "a folder that you may write to, or the name of a new one"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The checked arguments of `run` that `train` needs besides the model and the plan."""
-
-    steps: int = 4
-    optimizer: str = "adamw"
-    lr: float | None = None
-    clip_norm: float | None = None
-    data: str | os.PathLike[str] | None = None
-    seed: int = 0
-    keep_state: bool = False
-    memory_limit: Any = None
-    save: str | os.PathLike[str] | None = None
-    save_every: int | None = None
-    resume: str | os.PathLike[str] | None = None
-
-    @classmethod
-    def check(
-        cls, model: ModelSpec, plan: Plan, *, resume_changes: Sequence[str] = (), **settings: Any
-    ) -> Settings:
-        """The settings, checked and with defaults filled in. Raises ``ValueError`` on anything that
-        no run could do, so before a process starts. Creates the folder ``save``.
-        """
-        given = cls(**settings)
-        instance("plan", plan, Plan, "a pl.Plan(...)")
-        plan.validate(model)
-        if model.vocab < 256:
-            why = "text is read as bytes, which have 256 values"
-            raise illegal("vocab", model.vocab, why, "256 or more")
-        optimizer = choice("optimizer", given.optimizer, tuple(DEFAULT_LR))
-        lr = DEFAULT_LR[optimizer] if given.lr is None else real("lr", given.lr, above=0.0)
-        clip, limit = given.clip_norm, given.memory_limit
-        clip = None if clip is None else real("clip_norm", clip, above=0.0)
-        if plan.passes or plan.grad_sync is None:  # refuses what a pass of the caller gets wrong
-            compiled(model, plan, optimizer=optimizer, clips=clip is not None)
-        corpus = Corpus(given.data)
-        corpus.sample(0, length=model.seq_len, seed=0)  # refuses a text shorter than one sample
-        seed = whole("seed", given.seed, at_least=0, at_most=2**31 - 1)
-        if given.save_every is not None:
-            whole("save_every", given.save_every, at_least=1)
-            if given.save is None:
-                why, legal = "there is no folder to save into", 'save="a folder" too, or None'
-                raise illegal("save_every", given.save_every, why, legal)
-        changes, resume = checkpoints.check_changes(resume_changes), given.resume
-        if changes and resume is None:
-            why, legal = "there is nothing to resume", 'resume="a folder" too, or ()'
-            raise illegal("resume_changes", changes, why, legal)
-        if resume is not None:  # "latest" is looked up once, so all ranks read the same checkpoint
-            checkpoint = checkpoints.find(resume)
-            ours = {"optimizer": optimizer, "seed": seed, "lr": lr}
-            ours |= {"global_batch": plan.global_batch, "data": corpus.identity, "clip_norm": clip}
-            checkpoint.check(model, changes, **ours)
-            resume = str(checkpoint.folder)
-        scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
-        checked = replace(
-            given,
-            steps=whole("steps", given.steps, at_least=1),
-            lr=lr,
-            clip_norm=clip,
-            data=None if given.data is None else str(corpus.root),
-            seed=seed,
-            keep_state=choice("keep_state", given.keep_state, (True, False)),
-            memory_limit=None if limit is None else num_bytes("memory_limit", limit),
-            resume=resume,
-        )
-        if given.save is None:
-            return checked
+def checked(
+    model: ModelSpec,
+    plan: Plan,
+    *,
+    steps: int = 4,
+    optimizer: str = "adamw",
+    lr: float | None = None,
+    clip_norm: float | None = None,
+    data: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    keep_state: bool = False,
+    memory_limit: object = None,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    resume_changes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The arguments of `run` that `train` needs besides the model and the plan, checked and with
+    defaults filled in. Raises ``ValueError`` on anything that no run could do, so before a process
+    starts. Creates the folder ``save``.
+    """
+    instance("plan", plan, Plan, "a pl.Plan(...)")
+    plan.validate(model)
+    if model.vocab < 256:
+        why = "text is read as bytes, which have 256 values"
+        raise illegal("vocab", model.vocab, why, "256 or more")
+    choice("optimizer", optimizer, tuple(DEFAULT_LR))
+    lr = DEFAULT_LR[optimizer] if lr is None else real("lr", lr, above=0.0)
+    clip = None if clip_norm is None else real("clip_norm", clip_norm, above=0.0)
+    if plan.passes or plan.grad_sync is None:  # refuses what a pass of the caller gets wrong
+        compiled(model, plan, optimizer=optimizer, clips=clip is not None)
+    corpus = Corpus(data)
+    corpus.sample(0, length=model.seq_len, seed=0)  # refuses a text shorter than one sample
+    seed = whole("seed", seed, at_least=0, at_most=2**31 - 1)
+    if save_every is not None:
+        whole("save_every", save_every, at_least=1)
+        if save is None:
+            why, legal = "there is no folder to save into", 'save="a folder" too, or None'
+            raise illegal("save_every", save_every, why, legal)
+    changes = checkpoints.check_changes(resume_changes)
+    if changes and resume is None:
+        why, legal = "there is nothing to resume", 'resume="a folder" too, or ()'
+        raise illegal("resume_changes", changes, why, legal)
+    if resume is not None:  # "latest" is looked up once, so all ranks read the same checkpoint
+        checkpoint = checkpoints.find(resume)
+        ours = {"optimizer": optimizer, "seed": seed, "lr": lr}
+        ours |= {"global_batch": plan.global_batch, "data": corpus.identity, "clip_norm": clip}
+        checkpoint.check(model, changes, **ours)
+        resume = str(checkpoint.folder)
+    scratch.check(plan.tiers, file_bytes(model, plan, optimizer=optimizer))
+    settings = {
+        "steps": whole("steps", steps, at_least=1),
+        "optimizer": optimizer,
+        "lr": lr,
+        "clip_norm": clip,
+        "data": None if data is None else str(corpus.root),
+        "seed": seed,
+        "keep_state": choice("keep_state", keep_state, (True, False)),
+        "memory_limit": None if memory_limit is None else num_bytes("memory_limit", memory_limit),
+        "save": None,
+        "save_every": save_every,
+        "resume": resume,
+    }
+    if save is not None:
         # Last, because it creates the folder: a run that is refused for another reason makes none.
-        folder = output_files.check_folder("save", given.save, LEGAL_SAVE)
+        folder = output_files.check_folder("save", save, LEGAL_SAVE)
         checkpoints.check_save(folder, resume)
-        return replace(checked, save=str(folder))
+        settings["save"] = str(folder)
+    return settings
 
 
 def run(
@@ -182,7 +179,7 @@ def run(
         why = f"the plan needs {plan.world_size} ranks, and one machine starts at most {MAX_RANKS}"
         others = "pl.predict or pl.dry_run, which start no ranks; or torchrun on several machines"
         raise illegal(largest, getattr(plan, largest), why, f"fewer ranks; {others}")
-    checked = Settings.check(
+    settings = checked(
         model,
         plan,
         steps=steps,
@@ -198,19 +195,20 @@ def run(
         resume=resume,
         resume_changes=resume_changes,
     )
-    if checked.steps >= LONG and (size := _report_bytes(model, plan, checked)) >= MUCH:
-        what = f"the records of all {checked.steps} steps will take about {size / 1e9:,.0f} GB"
+    how = {"optimizer": settings["optimizer"], "clips": settings["clip_norm"] is not None}
+    if steps >= LONG and (size := _report_bytes(model, plan, steps, **how)) >= MUCH:
+        what = f"the records of all {steps} steps will take about {size / 1e9:,.0f} GB"
         advice = "train in several runs, each of which resumes what the one before has saved"
         warnings.warn(f"{what} of memory; {advice}", stacklevel=2)
     gpus = (device or device_of_run(plan.world_size)) == "cuda"
     model = model.resolved(gpus=gpus)
-    with closing(_ProgressBar(checked.steps, plan, progress)) as bar:
+    with closing(_ProgressBar(steps, plan, progress)) as bar:
         try:
             with scratch.folder(plan.tiers) as folder:
                 parts = launch_program(
                     _program,
                     plan.world_size,
-                    (model, plan, _of_ranks(checked, resume, folder)),
+                    (model, plan, _of_ranks(settings, resume, folder)),
                     timeout=timeout,
                     device=device,
                     optimizers=False,
@@ -224,11 +222,9 @@ def run(
             raise interrupted(interrupt, str(bar)) from None
         except OutOfMemory as error:
             gloo = not gpus or not gpu_each(plan.world_size)  # ranks that share a GPU use gloo too
-            clips = checked.clip_norm is not None
-            how = {"optimizer": checked.optimizer, "gloo": gloo, "clips": clips}
-            error.explain(table(model, plan, **how))
+            error.explain(table(model, plan, gloo=gloo, **how))
             raise
-    return Report.from_parts(parts, model=model, plan=plan, meta=_meta(checked, parts[0]["meta"]))
+    return Report.from_parts(parts, model=model, plan=plan, meta=_meta(settings, parts[0]["meta"]))
 
 
 def run_under_torchrun(
@@ -243,7 +239,7 @@ def run_under_torchrun(
     """Be one rank of a `torchrun` job, and write its part of the report into ``folder``, where
     ``pl.load(folder)`` merges the parts of all ranks. Returns the rank.
     """
-    checked = Settings.check(model, plan, **settings)
+    resume, settings = settings.get("resume"), checked(model, plan, **settings)
     timeout = min(real("timeout", timeout, above=0.0), MAX_TIMEOUT)
     choice("device", device, LEGAL)
     check_part(folder)
@@ -259,9 +255,8 @@ def run_under_torchrun(
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:
-        ours = _of_ranks(checked, settings.get("resume"), folder_of_rank)
-        part = _program(context, model, plan, ours)
-    meta = _meta(checked, part["meta"])
+        part = _program(context, model, plan, _of_ranks(settings, resume, folder_of_rank))
+    meta = _meta(settings, part["meta"])
     if context.rank == 0:
         context.store.set("paralab/run_id", meta["run_id"])
     meta["run_id"] = context.store.get("paralab/run_id").decode()  # rank 0's, in all parts
@@ -270,19 +265,18 @@ def run_under_torchrun(
     return context.rank
 
 
-def _report_bytes(model: ModelSpec, plan: Plan, checked: Settings) -> float:
+def _report_bytes(model: ModelSpec, plan: Plan, steps: int, **how: Any) -> float:
     """The memory that the records of a run take, on the ranks and in this process, at its end."""
-    clips = checked.clip_norm is not None
-    codes = compiled(model, plan, optimizer=checked.optimizer, clips=clips).codes
-    return ROW_BYTES * checked.steps * sum(map(len, codes)) * plan.world_size / plan.pp
+    codes = compiled(model, plan, **how).codes
+    return ROW_BYTES * steps * sum(map(len, codes)) * plan.world_size / plan.pp
 
 
 def _of_ranks(
-    checked: Settings, resume: str | os.PathLike[str] | None, folder: str | None
+    settings: dict[str, Any], resume: str | os.PathLike[str] | None, folder: str | None
 ) -> dict[str, Any]:
     """The settings of `train`. ``resume``: as the caller gave it."""
-    newest = resume is not None and Path(resume).expanduser().absolute() != Path(checked.resume)
-    return {**vars(checked), "offload_folder": folder, "newest": newest}
+    newest = resume is not None and Path(resume).expanduser().absolute() != Path(settings["resume"])
+    return {**settings, "offload_folder": folder, "newest": newest}
 
 
 def _program(
@@ -293,7 +287,7 @@ def _program(
     return train(context, model, plan, **settings)
 
 
-def _meta(settings: Settings, rank_meta: dict[str, Any]) -> dict[str, Any]:
+def _meta(settings: dict[str, Any], rank_meta: dict[str, Any]) -> dict[str, Any]:
     return {
         "run_id": uuid.uuid4().hex,
         "paralab": __version__,
@@ -301,7 +295,7 @@ def _meta(settings: Settings, rank_meta: dict[str, Any]) -> dict[str, Any]:
         "cores": available_cores(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **rank_meta,
-        **vars(settings),
+        **settings,
     }
 
 
@@ -317,8 +311,7 @@ class _ProgressBar:
         if display is True and visible:
             from tqdm.auto import tqdm
 
-            ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-            self.bar = tqdm(total=steps, desc=ranks, unit="step")
+            self.bar = tqdm(total=steps, desc=count_of(plan.world_size, "rank"), unit="step")
 
     def __str__(self) -> str:
         return f"{min(self.done)} of {self.steps} steps done"

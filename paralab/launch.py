@@ -244,9 +244,7 @@ def _pickled(name: str, function: Callable[..., Any], args: tuple, fn: Any = Non
         try:
             pickled(value)
         except Exception as error:
-            dispatches = any(hasattr(each, "registry") for each in (value, function))
-            why = "functools.singledispatch keeps weak references" if dispatches else error
-            reason = f"{label}, a {type(value).__name__}, cannot be sent to a rank ({why})"
+            reason = f"{label}, a {type(value).__name__}, cannot be sent to a rank ({error})"
             break
     legal = "numbers, arrays and functions; create files, locks and connections inside the function"
     raise illegal(name, getattr(function, "__name__", function), reason, legal)

@@ -96,7 +96,7 @@ def observe(
             raise illegal("ranks, args, nodes, launch", (ranks, args, nodes, launch), why, legal)
         return _here(settings)
     program = fn if callable(fn) else _script_file(fn)
-    on_rank = functools.partial(_on_rank, program, places(ranks, args, nodes), settings)
+    on_rank = functools.partial(_on_rank, program, places(ranks, nodes), settings)
     parts = launch_program(on_rank, ranks, args, fn=program, any_tensor=True, **launch)
     return _report(_name(program), parts)
 

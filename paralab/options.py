@@ -110,8 +110,8 @@ def plan_of(given: argparse.Namespace) -> Plan:
 
 def other_plan_of(given: argparse.Namespace, prefix: str) -> Plan | None:
     """`plan_of`, changed by the options with this prefix; None if none was given."""
-    names = {prefix + field.name: field.name for field in dataclasses.fields(Plan)}
-    changes = {names[name]: value for name, value in vars(given).items() if name in names}
+    names = (field.name for field in dataclasses.fields(Plan))
+    changes = {n: getattr(given, prefix + n) for n in names if prefix + n in given}
     return plan_of(given).replace(**changes) if changes else None
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paralab.checks import choice, count_of, illegal, instance, shown, whole
+from paralab.checks import choice, count_of, illegal, whole
 from paralab.launch import MAX_RANKS, launch_program
 from paralab.report.report import Report
 from paralab.spec import Plan
@@ -56,13 +56,9 @@ def trace(
              nodes count as "inter", and a replay uses the link between nodes for them
     memory   also measure by how much the bytes of live tensors rose at most while ``fn`` ran (its
              arguments were alive before): ``report.meta["peak_bytes"]``, one number per rank
-    timeout  seconds without any sign of life after which the ranks are stopped
-    device   "cpu", "cuda", or None: what `pl.set_default_device` says; else a GPU for each
-             rank where there are as many, else the CPU
     strict   check every call against NCCL's order rules, on gloo too, and refuse a call that only
              some members of its group make, even if no rank waits for it
-    live     show what ranks print as it comes, instead of in rank order at the end
-    stop     an event that ends the ranks when it is set
+    timeout, device, live, stop  as in `pl.launch`
 
     ``report.results`` has the return values in rank order, tensors as NumPy arrays. Raises
     ValueError before a process starts; RankError, RankTimeout, OutOfMemory or Stopped afterwards.
@@ -70,7 +66,7 @@ def trace(
     __tracebackhide__ = True
     if not callable(fn):
         raise illegal("fn", fn, "cannot be called", "a function of a group: fn(group, *args)")
-    node_of = places(ranks, args, nodes)
+    node_of = places(ranks, nodes)
     choice("memory", memory, (False, True))
     program = functools.partial(_program, fn, node_of, memory)
     parts = launch_program(
@@ -97,11 +93,10 @@ def trace(
     return Report.from_parts(parts, model=None, plan=Plan(dp=ranks), meta=meta)
 
 
-def places(ranks: int, args: Sequence[Any], nodes: int) -> tuple[int, ...]:
-    """The node of each rank. Raises ``ValueError`` for any of the arguments that is illegal."""
+def places(ranks: int, nodes: int) -> tuple[int, ...]:
+    """The node of each rank. Raises ``ValueError`` if one of the two is illegal."""
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     nodes = whole("nodes", nodes, at_least=1, at_most=ranks)
-    instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
     return tuple(rank * nodes // ranks for rank in range(ranks))
 
 

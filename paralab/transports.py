@@ -63,7 +63,7 @@ PATIENCE = 1.0  # seconds that a wait goes on for if gloo does not drop the tens
 class Call(NamedTuple):
     """One call of a group, as a transport needs to know it.
 
-    op       the name of a collective, or "exchange"
+    op       the name of a collective; or "send", "recv", or "exchange" of several messages
     tensors  of a collective its result, then its input if that is another tensor; of an exchange
              the tensor of each way
     fills    those of ``tensors`` that the call writes
@@ -106,9 +106,6 @@ class Transport:
         where = f"axis {self.axis}, ranks {','.join(map(str, self.ranks))}"
         return f"{op} #{number}{_ends(ways)} on {where}, step {self.recorder.step}"
 
-    def post(self, call: Call) -> Posted:
-        raise NotImplementedError
-
     def start(self, call: Call, tensors: Sequence[Tensor], group: Any) -> list[Any]:
         """Hand the call, with ``tensors`` for its own, to torch.distributed. Returns its works."""
         if len(self.ranks) == 1:  # nothing to send: the result is this rank's part
@@ -123,11 +120,6 @@ class Transport:
             for (side, peer), tensor in zip(call.ways, tensors, strict=True)
         ]
         return dist.batch_isend_irecv(ops)
-
-
-def op_name(ways: Ways) -> str:
-    """What a message calls these sends and receives: "send", "recv", or "exchange" of several."""
-    return ways[0][0] if len(ways) == 1 else "exchange"
 
 
 def _ends(ways: Ways) -> str:
@@ -290,8 +282,7 @@ class Nccl(Transport):
             recorder.completed(span, recorder.clock.mark())
             event = torch.cuda.Event()
             event.record(stream)
-        op = op_name(call.ways) if call.ways else call.op
-        recorder.lookout.posted(self.describe(op, call.number, call.ways), event)
+        recorder.lookout.posted(self.describe(call.op, call.number, call.ways), event)
         return Posted(span, [Enqueued(event, call.tensors)], call.finish)
 
 

@@ -450,7 +450,7 @@ MUTANTS = {
         "2D", UPDATES, "return code + new_code", "return code",
         check="never summed over the tensor-parallel ranks", equal=GRADIENTS),
     "2.5D: weights are not summed over depth": Mutant(
-        "2.5D", LAYOUTS, "kind in mode.partial)", "kind in mode.partial and kind != 'qkv')",
+        "2.5D", LAYOUTS, "kind in mode.partial)", "kind in mode.partial and not thirds)",
         equal=GRADIENTS),
     "2.5D: every grid looks all samples up": Mutant(
         "2.5D", LAYOUTS, "return slice(grid * count, (grid + 1) * count)",

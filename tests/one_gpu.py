@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import paralab as pl
-from paralab.experiment import Settings, _meta
+from paralab.experiment import _meta, checked
 from paralab.report import scratch
 from paralab.report.report import Report
 from together import one_by_one
@@ -44,9 +44,9 @@ def reports(
     made = []
     with contextlib.ExitStack() as stack:
         for model, plan, settings in jobs:
-            checked = vars(Settings.check(model, plan, **{"data": data, **settings}))
+            settings = checked(model, plan, **{"data": data, **settings})
             away = stack.enter_context(scratch.folder(plan.tiers))
-            made.append((model, plan, {**checked, "offload_folder": away}))
+            made.append((model, plan, {**settings, "offload_folder": away}))
         (folder / "jobs").write_bytes(pickle.dumps((device, made)))
         ranks = jobs[0][1].world_size
         said = started([__file__, str(folder)], folder, ranks, seconds)
@@ -57,7 +57,7 @@ def reports(
             break
         parts = [pickle.loads(file.read_bytes()) for file in files]
         how = _meta(
-            Settings(**{k: v for k, v in settings.items() if k != "offload_folder"}),
+            {k: v for k, v in settings.items() if k != "offload_folder"},
             {**parts[0]["meta"], "meetings": [p.pop("meetings") for p in parts]},
         )
         found.append(Report.from_parts(parts, model=model, plan=plan, meta=how))

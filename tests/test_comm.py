@@ -13,7 +13,7 @@ import torch
 
 import paralab as pl
 from paralab import transports
-from paralab.comm import Group, everyone, wait_all
+from paralab.comm import Group, everyone
 from paralab.instruments.ledger import Ledger
 from paralab.instruments.recorder import Recorder
 from paralab.launch import launch_program
@@ -253,26 +253,6 @@ def receives_long_before_it_looks(context) -> bool:
 
 def test_a_message_ends_when_its_bytes_are_there_not_when_the_rank_looks():
     assert all(launch_program(receives_long_before_it_looks, 2, timeout=30, device="cpu"))
-
-
-def waits_for_several(context) -> list[tuple[str, int]]:
-    group = everyone(context)
-    if context.rank == 0:
-        calls = [group.send(torch.full((9,), float(k)), to=1) for k in range(3)]
-    else:
-        got = [torch.empty(9) for _ in range(3)]
-        calls = [group.recv(t, source=0) for t in got]
-    wait_all(calls)
-    wait_all(calls)
-    if context.rank == 1:
-        assert [t[0].item() for t in got] == [0, 1, 2]
-    spans = group.recorder.tables()["spans"]
-    return [(kind, len(after)) for kind, after in zip(spans["kind"], spans["after"], strict=True)]
-
-
-def test_waiting_for_several_calls_is_one_wait_that_names_them_all():
-    for rows in launch_program(waits_for_several, 2, timeout=30, device="cpu", strict=True):
-        assert [row for row in rows if row == ("wait", 3)] == [("wait", 3)]
 
 
 def looks_for_what_gloo_still_has(context) -> dict[str, int]:

@@ -29,7 +29,7 @@ MODEL = pl.ModelSpec(layers=3, hidden=64, heads=4, seq_len=64, vocab=256)
 PSI = MODEL.num_params
 SIZES = [(3, 128, 4, 128, 2), (1, 256, 8, 64, 8)]
 PLAN = pl.Plan(microbatch_size=4, microbatches=2)
-SETTLE = Pending._settle
+WAIT = Pending.wait
 
 
 # ---- one device, in this process -----------------------------------------------------------------
@@ -221,7 +221,7 @@ def _peaks(context, spec, plan):
         # was long enough on every rank.
         sent, send, pause = [], trainer.grid.pp.send, [0.003]
         trainer.grid.pp.send = lambda tensor, **how: (sent.append(tensor), send(tensor, **how))[1]
-        Pending._settle = lambda call: (SETTLE(call), time.sleep(pause[0]))[0]
+        Pending.wait = lambda call: (WAIT(call), time.sleep(pause[0]))[0]
         trainer.step(0)
         sent.clear()
 

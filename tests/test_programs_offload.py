@@ -22,7 +22,7 @@ import torch
 import oracles
 import paralab as pl
 from equality import assert_equal_state, worst
-from paralab.experiment import Settings
+from paralab.experiment import checked
 from paralab.interpret.memory import memory
 from paralab.interpret.state import Optimizer
 from paralab.interpret.train import Trainer, train
@@ -449,8 +449,7 @@ def fill(folder: Path) -> None:
 def test_an_error_of_a_lane_reaches_the_rank_where_it_waits(text, tmp_path, spoil, words):
     """A training whose files are spoiled behind its back after the first step."""
     plan = pl.Plan(zero_stage=3, offload=FILES)
-    checked = Settings.check(MODEL, plan, steps=3, data=text)
-    settings = {**vars(checked), "offload_folder": str(tmp_path)}
+    settings = {**checked(MODEL, plan, steps=3, data=text), "offload_folder": str(tmp_path)}
 
     def spoiled(context):
         def progress(done, total):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import paralab as pl
 from equality import TOLERANCE, assert_equal_state, references, worst
-from paralab.experiment import Settings, _meta
+from paralab.experiment import _meta, checked
 from paralab.launch import launch_program
 from paralab.report import scratch
 from paralab.report.report import Report
@@ -148,20 +148,18 @@ def reports(
     """What `pl.run` returns of each (model, plan, settings); all have as many ranks. program: what
     is run on them in place of `in_turn`.
     """
-    checked = [
-        Settings.check(model, plan, **{"data": data, **settings}) for model, plan, settings in jobs
-    ]
+    made = [checked(model, plan, **{"data": data, **settings}) for model, plan, settings in jobs]
     with contextlib.ExitStack() as stack:
         asked = []
-        for (model, plan, _), settings in zip(jobs, checked, strict=True):
+        for (model, plan, _), settings in zip(jobs, made, strict=True):
             folder = stack.enter_context(scratch.folder(plan.tiers))
-            asked.append((model, plan, {**vars(settings), "offload_folder": folder}))
+            asked.append((model, plan, {**settings, "offload_folder": folder}))
         ranks = jobs[0][1].world_size
         how = {"timeout": 60, "device": "cpu", "strict": strict}
         parts = launch_program(program or in_turn, ranks, (asked,), **how)
     return [
         Report.from_parts(list(mine), model=model, plan=plan, meta=_meta(how, mine[0]["meta"]))
-        for (model, plan, _), how, mine in zip(jobs, checked, zip(*parts, strict=True), strict=True)
+        for (model, plan, _), how, mine in zip(jobs, made, zip(*parts, strict=True), strict=True)
     ]
 
 

@@ -32,11 +32,6 @@ class Model:
     item: int
 
     @cached_property
-    def cores(self) -> frozenset[tuple[int, int]]:
-        """The ranges of ops that "selective" recomputation recomputes: the attention cores."""
-        return frozenset((i, i + 1) for i, op in enumerate(self.ops) if isinstance(op, Attention))
-
-    @cached_property
     def inside(self) -> dict[int, int]:
         """{boundary between ops inside a branch: the op that opened the branch}."""
         opened_by: dict[int, int] = {}
@@ -99,20 +94,20 @@ def build(spec: ModelSpec, plan: Plan) -> Model:
 
 @lru_cache(maxsize=64)
 def _built(spec: ModelSpec, plan: Plan, borrows: bool) -> Model:
-    make = _Builder if plan.tp == 1 or plan.tp_mode == "1d" else _GridBuilder
-    return make(spec, plan, borrows).model()
+    return _Builder(spec, plan, borrows).model()
 
 
 class _Builder:
-    """Builds the ops for one device and for 1D; the subclass overrides what grids do differently.
-
-    borrows  whether the head has no weight of its own and borrows the embedding's
+    """Builds the ops part by part. borrows: whether the head has no weight of its own and borrows
+    the embedding's.
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan, borrows: bool) -> None:
         self.spec, self.plan, self.part, self.borrows = spec, plan, Part(spec, plan), borrows
         # In 1D the messages around a pair of layers are ops, and the bias is added after the sum.
+        # The layers of a grid (2D, 2.5D, 3D) send their messages themselves, and add their biases.
         self.is_1d = plan.tp > 1 and plan.tp_mode == "1d"
+        self.is_grid = plan.tp > 1 and plan.tp_mode != "1d"
 
     def shape(self, name: str) -> tuple[int, ...]:
         return holding(self.spec, self.plan, name, 0).shape
@@ -127,7 +122,6 @@ class _Builder:
         part = self.part
         return Model(tuple(made), tuple(parts), part.tokens, part.width, part.item)
 
-    # ---- one device, and 1D ---------------------------------------------------------------------
     def embedding(self) -> list[Op]:
         return [
             ops.Tokens("embedding", self.part, self.shape(TIED[0])),
@@ -169,12 +163,20 @@ class _Builder:
         return [norm, *self.enter("head.enter"), output, ops.Loss("head.loss", self.part)]
 
     def norm(self, name: str, *, forks: bool = True) -> Op:
-        return ops.Norm(name, self.part, forks=forks)
+        kind = grid_ops.SplitNorm if self.is_grid else ops.Norm
+        return kind(name, self.part, forks=forks)
 
     def linear(self, name: str, *, column: bool, bias: bool = True) -> Op:
-        weight, gathers = self.shape(f"{name}.weight"), self.plan.sequence_parallel and column
-        late = self.is_1d and not column
-        return ops.Linear(name, self.part, weight, bias=bias, late_bias=late, regathers=gathers)
+        weight, part = self.shape(f"{name}.weight"), self.part
+        if not self.is_grid:
+            gathers, late = self.plan.sequence_parallel and column, self.is_1d and not column
+            return ops.Linear(name, part, weight, bias=bias, late_bias=late, regathers=gathers)
+        if self.plan.tp_mode == "3d":
+            along = grid_ops.INWARD if column else grid_ops.OUTWARD
+            thirds = 3 if name.endswith("qkv") else 1
+            return grid_ops.Linear3D(name, part, weight, along, thirds=thirds, bias=bias)
+        kind = grid_ops.Linear2D if bias else grid_ops.Logits2D
+        return kind(name, part, weight, bias=bias)
 
     def enter(self, name: str) -> list[Op]:
         """f or f-bar, in front of a pair of layers; nothing without 1D tensor parallelism."""
@@ -182,29 +184,13 @@ class _Builder:
         return [ops.Collective(name, message, self.part.inner * self.part.width)] * self.is_1d
 
     def leave(self, name: str) -> list[Op]:
-        """g or g-bar, behind a pair of layers; nothing without 1D tensor parallelism."""
+        """g or g-bar, behind a pair of layers; nothing without tensor parallelism. On a grid only
+        the embedding is followed by an op that sums over ranks.
+        """
+        if self.is_grid:
+            return [grid_ops.Scatter(name, self.part)] * name.startswith("embedding")
         message = ops.G_BAR if self.plan.sequence_parallel else ops.G
         return [ops.Collective(name, message, self.part.tokens * self.part.width)] * self.is_1d
-
-
-class _GridBuilder(_Builder):
-    """2D, 2.5D and 3D: the layers send their messages themselves, and add their own biases."""
-
-    def norm(self, name: str, *, forks: bool = True) -> Op:
-        return grid_ops.SplitNorm(name, self.part, forks=forks)
-
-    def linear(self, name: str, *, column: bool, bias: bool = True) -> Op:
-        weight = self.shape(f"{name}.weight")
-        if self.plan.tp_mode == "3d":
-            along = grid_ops.INWARD if column else grid_ops.OUTWARD
-            thirds = 3 if name.endswith("qkv") else 1
-            return grid_ops.Linear3D(name, self.part, weight, along, thirds=thirds, bias=bias)
-        make = grid_ops.Linear2D if bias else grid_ops.Logits2D
-        return make(name, self.part, weight, bias=bias)
-
-    def leave(self, name: str) -> list[Op]:
-        """Only the embedding is followed by an op that sums over ranks."""
-        return [grid_ops.Scatter(name, self.part)] if name.startswith("embedding") else []
 
 
 def loss_share(plan: Plan) -> float:

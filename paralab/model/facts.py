@@ -8,6 +8,7 @@ of the matrix products and the bytes that other kernels read and write.
 
 from __future__ import annotations
 
+import pickle
 import random
 import weakref
 from collections import deque
@@ -224,12 +225,8 @@ def _plain(value: Any) -> Any:
         return sorted(map(repr, value))
     if isinstance(value, Tensor):
         return id(value)
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+    if isinstance(value, (np.ndarray, random.Random, np.random.Generator)):
+        return pickle.dumps(value)
     return None
 
 

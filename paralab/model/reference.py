@@ -23,8 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -333,49 +332,40 @@ def train(
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())
     update = _optimizer(masters.values(), optimizer, lr)
-    return _steps(gpt, feed, parameters, masters, update, precision, clip_norm, steps)
+    clips = clips if clips is clip_norm else clips * steps
 
+    def trained() -> Iterator[Step]:
+        scale, since_change = (FIRST_SCALE if precision == "fp16" else 1.0), 0
+        yield Step(0.0, {}, _arrays(parameters))
+        for step in range(steps):
+            gpt.zero_grad()
+            gpt.at(step)
+            total = 0.0
+            microbatches = feed(step=step)
+            for tokens, targets in microbatches:
+                loss = gpt(tokens, targets)
+                (loss / len(microbatches) * scale).backward()
+                total += loss.item()
+            gradients = {
+                name: (torch.zeros_like(p) if p.grad is None else p.grad).float() / scale
+                for name, p in parameters.items()
+            }
+            norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+            finite, since_change = bool(norm.isfinite()), since_change + 1
+            if finite or precision != "fp16":
+                limit = clips[step]
+                shrink = 1.0 if limit is None else min(1.0, limit / (norm.item() + 1e-6))
+                for name, master in masters.items():
+                    master.grad = gradients[name] * shrink
+                update.step()
+                for name, p in parameters.items():
+                    p.data.copy_(masters[name])
+            if precision == "fp16" and (not finite or since_change == DOUBLE_AFTER):
+                factor = 2.0 if finite else 0.5
+                scale, since_change = min(max(scale * factor, 1.0), LARGEST_SCALE), 0
+            yield Step(total / len(microbatches), _arrays(gradients), _arrays(parameters))
 
-def _steps(
-    gpt: GPT,
-    feed: Callable[..., Any],
-    parameters: dict[str, Tensor],
-    masters: dict[str, Tensor],
-    update: torch.optim.Optimizer,
-    precision: str,
-    clip_norm: float | Sequence[float] | None,
-    steps: int,
-) -> Iterator[Step]:
-    """The steps of `train`. parameters: those of ``gpt``; masters: their fp32 master weights."""
-    scale, since_change = (FIRST_SCALE if precision == "fp16" else 1.0), 0
-    yield Step(0.0, {}, _arrays(parameters))
-    for step in range(steps):
-        gpt.zero_grad()
-        gpt.at(step)
-        total = 0.0
-        microbatches = feed(step=step)
-        for tokens, targets in microbatches:
-            loss = gpt(tokens, targets)
-            (loss / len(microbatches) * scale).backward()
-            total += loss.item()
-        gradients = {
-            name: (torch.zeros_like(p) if p.grad is None else p.grad).float() / scale
-            for name, p in parameters.items()
-        }
-        norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-        finite, since_change = bool(norm.isfinite()), since_change + 1
-        if finite or precision != "fp16":
-            limit = clip_norm[step] if isinstance(clip_norm, Sequence) else clip_norm
-            shrink = 1.0 if limit is None else min(1.0, limit / (norm.item() + 1e-6))
-            for name, master in masters.items():
-                master.grad = gradients[name] * shrink
-            update.step()
-            for name, p in parameters.items():
-                p.data.copy_(masters[name])
-        if precision == "fp16" and (not finite or since_change == DOUBLE_AFTER):
-            factor = 2.0 if finite else 0.5
-            scale, since_change = min(max(scale * factor, 1.0), LARGEST_SCALE), 0
-        yield Step(total / len(microbatches), _arrays(gradients), _arrays(parameters))
+    return trained()
 
 
 def _arrays(named: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

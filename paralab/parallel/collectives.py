@@ -134,12 +134,8 @@ def split(tensor: Tensor, n: int) -> tuple[Tensor, ...]:
 
 def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        raise illegal(
-            "tensor",
-            tuple(tensor.shape),
-            "it is not contiguous in memory",
-            "tensor.contiguous()",
-        )
+        why = "it is not contiguous in memory"
+        raise illegal("tensor", tuple(tensor.shape), why, "tensor.contiguous()")
     return tensor.view(-1)
 
 

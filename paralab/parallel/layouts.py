@@ -36,33 +36,23 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from paralab.spec.model import TIED, ModelSpec
 
-Split = tuple[str, ...]  # coordinates that a dimension is sharded over, slowest first; (): whole
+Split = str  # coordinates that a dimension is sharded over, slowest first: "ji"; "": whole
 Box = tuple[slice, ...]  # one range per dimension of the whole tensor
-
-
-class TensorPlan(Protocol):
-    """The settings of a `spec.Plan` that a layout depends on."""
-
-    tp: int
-    tp_mode: str
-    sequence_parallel: bool
-    microbatch_size: int
-
-    @property
-    def tp_grid(self) -> tuple[int, int]: ...
+# A `spec.Plan`, of which tp, tp_mode, tp_grid, sequence_parallel and microbatch_size are read.
+TensorPlan = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
     """The table of one mode: for each kind of tensor the coordinates that shard its dimensions.
 
-    coordinates  the grid's coordinates, slowest first
-    axes         {name of a group of ranks: the coordinates that vary within it}
-    weights      {kind of parameter, see `kind_of`: the split of each dimension}
+    axes         {name of a group of ranks: the coordinates that vary within it}; in "tp" all do
+    weights      {kind of parameter, see `kind_of`: the split of each dimension}. Weights are (out,
+                 in); qkv's has its three parts as one more dimension in front
     residual     splits of the residual stream (b, s, h)
     scores       splits of the attention scores (b, a, s, s); each rank has whole heads and samples
     logits       splits of the logits (b, s, V)
@@ -70,7 +60,6 @@ class Mode:
     partial      kinds of ``copies`` whose gradients are partial sums, to be summed over that axis
     """
 
-    coordinates: tuple[str, ...]
     axes: Mapping[str, Split]
     weights: Mapping[str, tuple[Split, ...]]
     residual: tuple[Split, ...]
@@ -80,54 +69,34 @@ class Mode:
     partial: frozenset[str]
 
 
-def _weights(
-    *,
-    token: tuple,
-    position: tuple,
-    norm: Split,
-    inward: tuple[Split, Split],
-    outward: tuple[Split, Split],
-    biases: tuple[Split, Split],
-) -> dict:
-    """The ``weights`` of a `Mode`. inward: splits (out, in) of the weights that read the residual
-    stream, qkv and up; outward: of those that write to it, proj and down; biases: of inward and of
-    outward layers. qkv has its three parts as a first dimension.
-    """
-    return {
-        "token": token,
-        "output": token,
-        "position": position,
-        "norm": (norm,),
-        "qkv": ((), *inward),
-        "qkv bias": ((), biases[0]),
-        "up": inward,
-        "up bias": biases[:1],
-        "proj": outward,
-        "proj bias": biases[1:],
-        "down": outward,
-        "down bias": biases[1:],
-    }
+# {layer: kind of its weight}, where the two have different names. Layers alike share a kind: those
+# that lead from the residual stream into a branch, and those that lead back.
+KINDS = {
+    "output": "token",
+    **dict.fromkeys(("norm1", "norm2"), "norm"),
+    **dict.fromkeys(("qkv", "up"), "inward"),
+    **dict.fromkeys(("proj", "down"), "outward"),
+}
 
 
 @lru_cache
 def _one_d(sequence_parallel: bool) -> Mode:
-    t: Split = ("t",)
-    s = t if sequence_parallel else ()
-    whole = ("norm", "proj bias", "down bias", *(() if sequence_parallel else ("position",)))
+    s = "t" if sequence_parallel else ""
+    whole = ("norm", "outward bias", *(() if sequence_parallel else ("position",)))
     return Mode(
-        coordinates=t,
-        axes={"tp": t},
-        weights=_weights(
-            token=(t, ()),
-            position=(s, ()),
-            norm=(),
-            inward=(t, ()),
-            outward=((), t),
-            biases=(t, ()),
-        ),
-        residual=((), s, ()),
-        scores=((), t, (), ()),
-        logits=((), (), t),
+        axes={"tp": "t"},
+        weights={
+            "token": ("t", ""),
+            "position": (s, ""),
+            "norm": ("",),
+            "inward": ("t", ""),
+            "inward bias": ("t",),
+            "outward": ("", "t"),
+            "outward bias": ("",),
+        },
+        residual=("", s, ""),
+        scores=("", "t", "", ""),
+        logits=("", "", "t"),
         copies=dict.fromkeys(whole, "tp"),
         # A norm on a part of the sequence has a partial gradient. The bias of a row-parallel layer
         # is added there too, but its gradient is computed from the whole sequence, which backward
@@ -136,62 +105,55 @@ def _one_d(sequence_parallel: bool) -> Mode:
     )
 
 
-def _two_d(depth: bool) -> Mode:
-    z: Split = ("z",) if depth else ()
-    i, j, rows = ("i",), ("j",), (*z, "i")
-    axes = {"tp": (*rows, "j"), "tp:row": j, "tp:col": i}
-    tokens = "tp:tokens" if depth else "tp:col"
-    copies = dict.fromkeys(
-        ("position", "norm", "qkv bias", "up bias", "proj bias", "down bias"), tokens
-    )
-    if depth:
+def _two_d(z: str) -> Mode:
+    """2D, or with the coordinate ``z`` 2.5D."""
+    rows, tokens = z + "i", "tp:tokens" if z else "tp:col"
+    axes = {"tp": rows + "j", "tp:row": "j", "tp:col": "i"}
+    copies = dict.fromkeys(("position", "norm", "inward bias", "outward bias"), tokens)
+    if z:
         axes |= {"tp:depth": z, "tp:tokens": rows}
-        copies |= dict.fromkeys(("token", "output", "qkv", "up", "proj", "down"), "tp:depth")
+        copies |= dict.fromkeys(("token", "inward", "outward"), "tp:depth")
     return Mode(
-        coordinates=axes["tp"],
         axes=axes,
-        weights=_weights(
-            token=(i, j), position=((), j), norm=j, inward=(j, i), outward=(j, i), biases=(j, j)
-        ),
-        residual=(rows, (), j),
-        scores=(rows, j, (), ()),
-        logits=(rows, (), j),
+        weights={
+            "token": ("i", "j"),
+            "position": ("", "j"),
+            "norm": ("j",),
+            "inward": ("j", "i"),
+            "inward bias": ("j",),
+            "outward": ("j", "i"),
+            "outward bias": ("j",),
+        },
+        residual=(rows, "", "j"),
+        scores=(rows, "j", "", ""),
+        logits=(rows, "", "j"),
         copies=copies,
         partial=frozenset(copies),
     )
 
 
 def _three_d() -> Mode:
-    j, k = ("j",), ("k",)
-    copies = dict.fromkeys(("position", "norm", "proj bias", "down bias"), "tp:ij")
-    copies |= dict.fromkeys(("qkv bias", "up bias"), "tp:ik")
+    copies = dict.fromkeys(("position", "norm", "outward bias"), "tp:ij") | {"inward bias": "tp:ik"}
     return Mode(
-        coordinates=("i", "j", "k"),
-        axes={
-            "tp": ("i", "j", "k"),
-            "tp:i": ("i",),
-            "tp:j": j,
-            "tp:k": k,
-            "tp:ij": ("i", "j"),
-            "tp:ik": ("i", "k"),
+        axes={"tp": "ijk", "tp:i": "i", "tp:j": "j", "tp:k": "k", "tp:ij": "ij", "tp:ik": "ik"},
+        weights={
+            "token": ("ji", "k"),
+            "position": ("", "k"),
+            "norm": ("k",),
+            "inward": ("ji", "k"),
+            "inward bias": ("j",),
+            "outward": ("ki", "j"),
+            "outward bias": ("k",),
         },
-        weights=_weights(
-            token=(("j", "i"), k),
-            position=((), k),
-            norm=k,
-            inward=(("j", "i"), k),
-            outward=(("k", "i"), j),
-            biases=(j, k),
-        ),
-        residual=(("i", "j"), (), k),
-        scores=(("i", "k"), j, (), ()),
-        logits=(("i", "k"), (), j),
+        residual=("ij", "", "k"),
+        scores=("ik", "j", "", ""),
+        logits=("ik", "", "j"),
         copies=copies,
         partial=frozenset(copies),
     )
 
 
-MODES = {"2d": _two_d(False), "2.5d": _two_d(True), "3d": _three_d()}
+MODES = {"2d": _two_d(""), "2.5d": _two_d("z"), "3d": _three_d()}
 
 
 def mode_of(plan: TensorPlan) -> Mode:
@@ -201,8 +163,8 @@ def mode_of(plan: TensorPlan) -> Mode:
 # The phase of a sum of gradients over the ranks of ``copies``. Sums of whole matrices (2.5D) belong
 # to the traffic of their layers; all others have the phase "shared".
 SHARED_PHASE = {
-    **dict.fromkeys(("qkv", "proj", "up", "down"), "linear_backward"),
-    **dict.fromkeys(("token", "output"), "embedding_backward"),
+    **dict.fromkeys(("inward", "outward"), "linear_backward"),
+    "token": "embedding_backward",
 }
 
 
@@ -212,8 +174,7 @@ def extents(plan: TensorPlan) -> dict[str, int]:
     if plan.tp_mode == "1d":
         return {"t": plan.tp}
     q, depth = plan.tp_grid
-    sizes = {"z": depth, "i": q, "j": q, "k": q}
-    return {name: sizes[name] for name in mode_of(plan).coordinates}
+    return {name: depth if name == "z" else q for name in mode_of(plan).axes["tp"]}
 
 
 def coordinates(plan: TensorPlan, index: int) -> dict[str, int]:
@@ -263,9 +224,8 @@ class Holding(NamedTuple):
 def kind_of(name: str) -> str:
     """The kind of the parameter called ``name``: a key of ``Mode.weights``."""
     *_, layer, leaf = name.split(".")
-    if layer.startswith("norm"):
-        return "norm"
-    return f"{layer} bias" if leaf == "bias" else layer
+    kind = KINDS.get(layer, layer)
+    return f"{kind} bias" if leaf == "bias" and kind != "norm" else kind
 
 
 @lru_cache(maxsize=16)
@@ -281,7 +241,7 @@ def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
     shape = _shapes(model)[name]
     if model.block is not None and name.startswith("blocks."):
         return shape
-    return (3, shape[0] // 3, *shape[1:]) if kind_of(name).startswith("qkv") else shape
+    return (3, shape[0] // 3, *shape[1:]) if ".qkv." in name else shape
 
 
 def _range(length: int, split: Split, place: Mapping[str, int], sizes: Mapping[str, int]) -> slice:
@@ -308,9 +268,10 @@ def holding(model: ModelSpec, plan: TensorPlan, name: str, index: int) -> Holdin
     mode, kind, whole = mode_of(plan), kind_of(name), whole_shape(model, name)
     if model.block is not None and name.startswith("blocks."):  # the user's block is never cut
         return Holding(whole, tuple(slice(0, n) for n in whole), whole, "", False)
-    ranges = box(whole, mode.weights[kind], plan, index)
+    thirds = ".qkv." in name  # a dimension more, of which each rank has all
+    ranges = box(whole, ("",) * thirds + mode.weights[kind], plan, index)
     shape = box_shape(ranges)
-    if kind.startswith("qkv"):
+    if thirds:
         shape = (shape[0] * shape[1], *shape[2:])
     return Holding(whole, ranges, shape, mode.copies.get(kind, ""), kind in mode.partial)
 

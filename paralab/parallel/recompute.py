@@ -26,6 +26,7 @@ and dropout masks that depend on sample and op alone. Lab 06 shows it.
 from __future__ import annotations
 
 from paralab.model.build import Model
+from paralab.model.ops import Attention
 from paralab.programs.instructions import (
     ALL_GATHER,
     BACKWARD,
@@ -58,7 +59,9 @@ def recomputed(model: Model, kind: str) -> frozenset[tuple[int, int]]:
     """The ranges of ops that are recomputed."""
     if kind == "full":
         return frozenset((i, j) for name, i, j in model.parts if name.startswith("blocks"))
-    return model.cores if kind == "selective" else frozenset()
+    if kind == "none":
+        return frozenset()
+    return frozenset((i, i + 1) for i, op in enumerate(model.ops) if isinstance(op, Attention))
 
 
 def kept_inputs(code: Code) -> dict[Value, int]:

@@ -38,9 +38,6 @@ def _reduce_cached_property(value: functools.cached_property) -> tuple:
     return new_cached_property, (value.func, value.attrname)
 
 
-LRU_CACHE = (type(functools.cache(_reduce_code)),)
-
-
 def with_cache(parameters: dict[str, Any], make: Callable[..., Any], args: tuple) -> Any:
     """A function with its cache, still without globals: the function may be one of them itself."""
     return functools.lru_cache(**parameters)(make(*args))
@@ -61,7 +58,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         reduced = NotImplemented
-        if isinstance(value, LRU_CACHE) and value.__module__ == "__main__":
+        if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == "__main__":
             reduced = super().reducer_override(value.__wrapped__)
         if reduced is NotImplemented:
             return super().reducer_override(value)

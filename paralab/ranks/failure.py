@@ -76,7 +76,7 @@ def describe(
     line, kind, table, status = (message.splitlines() or [""])[0], "error", "", 1
     text = _traceback(error, hide)
     if noted:
-        text += f"(this rank was in {noted.removeprefix('in ')})\n"
+        text += f"(this rank was in {noted})\n"
     what = f"raised {type(error).__name__}" + f": {line}" * bool(line)
     if isinstance(error, SystemExit):
         what = f"called sys.exit({error.code!r})"

@@ -25,7 +25,7 @@ _STDLIB = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platst
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _PLACE = re.compile(r'line (\d+) of "([^"\n]+)" in (\S+)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
-_NOTE = re.compile(r"^(?:in )?(?P<call>\w+(?: #\w+)?)")
+_NOTE = re.compile(r"\w*(?: #\w+)?")
 _NOTE_RANKS = re.compile(r"\branks ([0-9][0-9, \-]*)")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 _NOTE_PEER = re.compile(r"\b(?:from|to|with) rank (\d+)")
@@ -130,14 +130,12 @@ def standing(rank: int, world_size: int, note: str, stack: Sequence[Frame]) -> S
     own = [f for f in stack if f.own]
     place = str((own or paralabs or list(stack))[0]) if stack else ""
     if note:
-        match = _NOTE.match(note)
-        call = match["call"] if match else note
+        call = _NOTE.match(note)[0]
         if named := _NOTE_RANKS.search(note):
             with_ = tuple(_parse_ranks(named[1]))
         if peer := _NOTE_PEER.search(note):
             with_ = (rank, int(peer[1]))
-        text = note if note.startswith("in ") else f"in {note}"
-        return Standing(rank, text + (f", {place}" if own else ""), call, with_)
+        return Standing(rank, f"in {note}" + (f", {place}" if own else ""), call, with_)
     if not stack:
         return Standing(rank, DOES_NOT_ANSWER)
     # The outermost frame of torch's is the call of the user's: all_gather_object calls all_gather.

@@ -7,8 +7,6 @@ import ctypes
 import os
 
 RECEIVING = "gloo_tcp_loop"  # gloo's name for the thread of a group that receives
-ENOUGH = 4  # times that `send_first` reads a thread's name; a thread of gloo's has it by then
-_looks: dict[str, int] = {}  # {thread of this process: times that `send_first` has read its name}
 
 
 def keep_pages() -> None:
@@ -33,22 +31,12 @@ def send_first() -> None:
     time slice ends: an all-reduce of four ranks on two cores takes twice as long.
     """
     try:
-        threads = set(os.listdir("/proc/self/task"))
+        threads = os.listdir("/proc/self/task")
     except OSError:  # not Linux
         return
-    for ended in _looks.keys() - threads:  # the system may reuse its number
-        del _looks[ended]
     for thread in threads:
-        looks = _looks.get(thread, 0)
-        if looks < ENOUGH:  # a new thread has the name of its process until it sets its own
-            _looks[thread] = looks + 1
-            if _name(thread) == RECEIVING:
-                _looks[thread] = ENOUGH
-                with contextlib.suppress(OSError):  # it has just ended
-                    os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the lowest
-
-
-def _name(thread: str) -> str:
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
-        return file.read().strip()
-    return ""  # it has just ended
+        # A thread that has just ended is skipped. A new one has the name of its process until it
+        # sets its own, so this is called at each group.
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            if file.read().strip() == RECEIVING:
+                os.setpriority(os.PRIO_PROCESS, int(thread), 19)  # the lowest

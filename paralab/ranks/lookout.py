@@ -65,14 +65,13 @@ class Lookout:
     def look(self) -> None:
         """Query the events of all calls in flight once."""
         calls = self.calls[:]
-        completed = [call for call in calls if call.event.query()]
-        for call in completed:
-            self.calls.remove(call)
+        in_flight = [call for call in calls if not call.event.query()]
+        self.calls[: len(calls)] = in_flight  # the rank's own thread may have added others
         passed = self.passed()
-        if completed or passed != self.passed_before:
+        if len(in_flight) < len(calls) or passed != self.passed_before:
             self.passed_before = passed
             self.alive()
-        oldest = next((call for call in calls if call not in completed), None)
+        oldest = in_flight[0] if in_flight else None
         text = oldest.what if oldest else ""
         # Written at every look, as the rank's main thread may have overwritten it; an empty text is
         # written only to clear a note of this thread.

@@ -2,9 +2,7 @@
 
 `main` is the life of a rank of `pl.launch`; ranks/torchrun.py makes a rank of a process that
 torchrun started. Both make a `RankContext`: the rank's numbers, its device, a store, and functions
-that report to the launching process. ``note`` writes the call in which the rank is about to block
-to memory that the launching process can read at any time (1 us); ``progress`` reports finished
-steps.
+that report to the launching process.
 
 A rank sends its launcher messages over one pipe: (kind, ...) tuples of plain values, so an error
 arrives even if objects of the user's cannot be unpickled. When that pipe closes, or the process
@@ -119,8 +117,6 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
     if device is None and not (one_each and sees_gpu):
         why = f"{counts}: the ranks run on the CPU, over gloo; with device='cuda' they would share "
         why += "GPUs, and their times would include one another's work"
-        if not sees_gpu:  # but another rank does
-            why = f"some of the {len(cards)} ranks have no GPU: all ranks run on the CPU, over gloo"
         return Chosen("cpu", "gloo", why=why)
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
@@ -142,11 +138,17 @@ def take_device(
     return chosen
 
 
-def join(context: RankContext, backend: str) -> None:
-    """Initialize the default process group, which waits for all ranks."""
+def joined(chosen: Chosen, backend: str = "", **facts: Any) -> RankContext:
+    """The context of a rank with this device and these ``facts``, once all ranks have initialized
+    the default process group. backend: that of the group, if it is more than the device's own.
+    """
+    own = {"device": chosen.device, "backend": chosen.backend, "shared": chosen.shared}
+    context = RankContext(**own, **facts)
     ranks = {"rank": context.rank, "world_size": context.world_size, "store": context.store}
-    dist.init_process_group(backend, timeout=timedelta(seconds=context.limit), **ranks)
+    limit = timedelta(seconds=context.limit)
+    dist.init_process_group(backend or context.backend, timeout=limit, **ranks)
     send_first()
+    return context
 
 
 # ---- a rank of pl.launch ------------------------------------------------------------------------
@@ -236,14 +238,15 @@ def _work(
         launcher.send("nccl")
     with open(os.path.join(folder, "payload"), "rb") as file:
         function, args = _load(file.read())
-    notes.write("in init_process_group")
-    context = RankContext(
+    notes.write("init_process_group")
+    # A program of the user's own may send host tensors on a machine with GPUs, too.
+    two_backends = chosen.backend == "nccl" and task["any_tensor"]
+    context = joined(
+        chosen,
+        "cpu:gloo,cuda:nccl" * two_backends,
         rank=rank,
         world_size=world_size,
         nodes=(0,) * world_size,
-        device=chosen.device,
-        backend=chosen.backend,
-        shared=chosen.shared,
         store=dist.FileStore(os.path.join(folder, "store"), world_size),
         limit=task["group_timeout"],
         strict=task["strict"],
@@ -251,9 +254,6 @@ def _work(
         alive=notes.alive,
         progress=launcher.progress,
     )
-    # A program of the user's own may send host tensors on a machine with GPUs, too.
-    two_backends = chosen.backend == "nccl" and task["any_tensor"]
-    join(context, "cpu:gloo,cuda:nccl" if two_backends else chosen.backend)
     notes.write("")
     return function(context, *args) if task["with_context"] else function(*args)
 

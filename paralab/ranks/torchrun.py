@@ -23,15 +23,12 @@ import torch.distributed as dist
 from paralab.default_device import default_device
 from paralab.ranks.errors import RankError
 from paralab.ranks.host import keep_pages
-from paralab.ranks.process import RankContext, card, join, take_device
+from paralab.ranks.process import RankContext, card, joined, take_device
 from paralab.ranks.started import NUMBERS, variable
 
 
 def torchrun_context(
-    *,
-    timeout: float = 120.0,
-    device: str | None = None,
-    join_timeout: float = 60.0,
+    *, timeout: float = 120.0, device: str | None = None, join_timeout: float = 60.0
 ) -> RankContext:
     """Become the rank that torchrun's variables name, and initialize the default process group.
 
@@ -73,20 +70,16 @@ def torchrun_context(
     with one_line_errors():
         store, cards = _within(join_timeout, rendezvous)
     chosen = take_device(device, rank, local_rank, cards)
-    context = RankContext(
-        rank=rank,
-        world_size=world_size,
-        nodes=tuple(index for index, _ in cards),
-        device=chosen.device,
-        backend=chosen.backend,
-        shared=chosen.shared,
-        store=dist.PrefixStore("paralab", store),
-        limit=timeout,
-        note=_noting(rank),
-    )
     with one_line_errors():
-        join(context, chosen.backend)
-    return context
+        return joined(
+            chosen,
+            rank=rank,
+            world_size=world_size,
+            nodes=tuple(index for index, _ in cards),
+            store=dist.PrefixStore("paralab", store),
+            limit=timeout,
+            note=_noting(rank),
+        )
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
@@ -137,7 +130,7 @@ def _noting(rank: int) -> Callable[[str], None]:
 
     def hook(kind: type[BaseException], error: BaseException, frames: Any) -> None:
         if noted:
-            error.add_note(f"rank {rank} was in {noted.removeprefix('in ')}")
+            error.add_note(f"rank {rank} was in {noted}")
         previous(kind, error, frames)
 
     sys.excepthook = hook

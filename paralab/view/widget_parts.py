@@ -11,7 +11,7 @@ from typing import Any
 import ipywidgets as ipw
 
 from paralab.checks import LEGAL, count_of, illegal
-from paralab.instruments.calibrate import device_of_run
+from paralab.instruments.calibrate import device_of_run, memory_bytes
 from paralab.report.amounts import peak
 from paralab.report.tables import Tables
 from paralab.spec import Cluster, Link, Plan
@@ -151,12 +151,13 @@ def no_room(report: Tables, machine: Cluster, steps: int, longest: float) -> str
     if ranks > MOST_RANKS:
         return f"“Run it” takes up to {MOST_RANKS} real processes on one machine, not {ranks}"
     held = (peak(report, tier=tier) for tier in ("device", "host"))
-    need, waits = sum(one.total for one in held if one is not None), 1.0
+    need, waits, room = sum(one.total for one in held if one is not None), 1.0, machine.memory
     if machine.cores is not None:  # ranks on processors share one memory, and the cores
         need, waits = ranks * need, max(1.0, ranks / machine.cores)
+        room = min(room, memory_bytes())  # a cluster need not state its memory
     least = "a smaller model or batch would"
-    if need > machine.memory // 2:
-        available = in_bytes(machine.memory)
+    if need > room // 2:
+        available = in_bytes(room)
         why = (
             f"“Run it” would need {in_bytes(need)}, and may take half of this machine's {available}"
         )
