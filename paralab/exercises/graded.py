@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paralab.checks import real
-from paralab.exercises import notebook
+from paralab.exercises import ALL, LADDERS, notebook
 from paralab.exercises.attempts import first_line
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.notebook import Notebook
@@ -37,42 +36,29 @@ DEFINED_S = 60.0  # seconds for the cells of one answer
 JUDGED_S = 600.0  # seconds for the check of one answer, whose launches end long before
 
 
-def read(path: Any, exercises: Sequence[Exercise]) -> Notebook:
-    """Read the notebook of one of the labs of these exercises; ValueError if the file is none."""
-    return notebook.read(path, {one.lab for one in exercises})
-
-
-def grade(
-    path: Any, exercises: Sequence[Exercise], *, timeout: float = DEFINED_S
-) -> dict[str, Any]:
-    """Check a notebook's answers: one point for each exercise of its lab that passes.
-
-    path       the file, or the `Notebook` that `read` made of it
-    exercises  the exercises of all labs, each lab's in its order
-    timeout    seconds for the cells of one answer
-
-    Raises ValueError if the file is no notebook of a lab. An answer that is missing, fails or does
-    not end gets a verdict too. What answers print goes to the standard error.
+def grade(book: Notebook) -> dict[str, Any]:
+    """Check a notebook's answers: one point for each exercise of its lab that passes. An answer
+    that is missing, fails or does not end gets a verdict too. What answers print goes to the
+    standard error.
     """
-    timeout = real("timeout", timeout, above=0.0)
-    book = path if isinstance(path, Notebook) else read(path, exercises)
-    ladder = [one for one in exercises if one.lab == book.lab]
+    ladder = LADDERS[book.lab]
     rows = [
         {"exercise": exercise.name, "rung": RUNGS[(position > 0) + (position == len(ladder) - 1)]}
-        | _points(exercise, book, timeout)
+        | points(exercise, book)
         for position, exercise in enumerate(ladder)
     ]
-    points = {"points": sum(row["points"] for row in rows), "of": len(rows), "exercises": rows}
-    return {"notebook": book.name, "lab": book.lab, "paralab": __version__, **points}
+    total = {"points": sum(row["points"] for row in rows), "of": len(rows), "exercises": rows}
+    return {"notebook": book.name, "lab": book.lab, "paralab": __version__, **total}
 
 
-def _points(exercise: Exercise, book: Notebook, timeout: float) -> dict[str, Any]:
+def points(exercise: Exercise, book: Notebook) -> dict[str, Any]:
+    """The points (0 or 1), the verdict and the limits of one answer."""
     names, statements = answer_names(exercise), notebook.until(exercise.name, book.statements)
     missing = [name for name in names if not any(name in one.defines for one in statements)]
     verdict, trouble = None, f"the notebook does not define {', '.join(missing)}{book.broken}"
     if not missing:
         source = notebook.needed(statements, names)
-        verdict, trouble = _judged(exercise, source, names, book.path.absolute().parent, timeout)
+        verdict, trouble = _judged(exercise, source, names, book.path.absolute().parent)
     if verdict is None:
         return {"points": 0, "verdict": trouble, "limits": []}
     limits = [row._asdict() for row in verdict.rows]
@@ -86,11 +72,7 @@ def answer_names(exercise: Exercise) -> list[str]:
 
 
 def _judged(
-    exercise: Exercise,
-    source: Sequence[tuple[str, bool]],
-    names: Sequence[str],
-    folder: Path,
-    timeout: float,
+    exercise: Exercise, source: Sequence[tuple[str, bool]], names: Sequence[str], folder: Path
 ) -> tuple[Verdict | None, str]:
     """(the verdict on the answer that ``source`` defines, "") or (None, why there is none).
 
@@ -102,7 +84,7 @@ def _judged(
         request = {"source": source, "names": names, "exercise": exercise.name}
         Path(workspace, "given").write_text(json.dumps(request), encoding="utf-8")
         for step, seconds, overdue in (
-            (_execute, timeout, "the cells that it needs had not ended"),
+            (_execute, DEFINED_S, "the cells that it needs had not ended"),
             (_judge, JUDGED_S, "its check had not ended"),
         ):
             status = _run(step.__name__, workspace, folder, seconds)
@@ -181,8 +163,6 @@ def _execute(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
 
 def _judge(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
     """Check the pickled values."""
-    from paralab.exercises import ALL
-
     exercise, text = ALL[request["exercise"]], _text(request)
     # a verdict shows the line of an error from here
     linecache.cache["answer"] = len(text), None, text.splitlines(True), "answer"
