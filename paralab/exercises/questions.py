@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import math
-import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,8 +200,6 @@ def is_number(value: object) -> bool:
 def _number(value: Any) -> int | float:
     with contextlib.suppress(Exception):
         return operator.index(value)
-    if isinstance(value, numbers.Rational) and value.denominator == 1:
-        return int(value.numerator)
     return float(value)
 
 

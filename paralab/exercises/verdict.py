@@ -204,13 +204,10 @@ class Notes:
         worst = excess.index(max(excess))
         required = f"at most {most:,}" if not least else f"{least:,} to {most:,}"
         required = f"{most:,}" if least == most else required
-        wrong = ""
-        if excess[worst] > 0 and not sent[worst]:
-            wrong = f"rank {worst} sends no bytes{doing}, required: {required}"
-        elif excess[worst] > 0:
-            wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required}"
-            wrong += as_many(sent[worst], most)
-        self.look(limit, wrong, f"{sent[worst]:,} bytes")
+        size = f"{sent[worst]:,.10g}" if sent[worst] else "no"
+        wrong = f"rank {worst} sends {size} bytes{doing}, required: {required}"
+        wrong += as_many(sent[worst], most)
+        self.look(limit, wrong if excess[worst] > 0 else "", f"{sent[worst]:,} bytes")
 
     def memory(
         self,
