@@ -149,7 +149,7 @@ class Exercise:
     takes: tuple[Takes, ...]
     checker: Callable[[Tries], None]
     patients: dict[str, Any] = field(default_factory=dict)
-    _hints_given: list[int] = field(default_factory=list)
+    _hints_given: int = 0
 
     def check(self, *answer: Any, timeout: float = TIMEOUT_S) -> Verdict:
         """Compare an answer with every limit.
@@ -208,14 +208,11 @@ class Exercise:
 
     def hint(self, number: int | None = None) -> Text:
         """The next hint, or hint ``number`` (1 to 3) again."""
-        if number is None:
-            number = len(self._hints_given) + 1
-            if number > len(self.hints):
-                return Text(
-                    f"Those were all {len(self.hints)} hints; .solution() shows one answer."
-                )
-            self._hints_given.append(number)
         count = len(self.hints)
+        if number is None:
+            if self._hints_given == count:
+                return Text(f"Those were all {count} hints; .solution() shows one answer.")
+            number = self._hints_given = self._hints_given + 1
         number = whole("number", number, at_least=1, at_most=count)
         return Text(f"hint {number} of {count} for {self.name}: {self.hints[number - 1]}")
 

@@ -28,6 +28,7 @@ CHANGE = {"setattr", "delattr", "next", "exec"}  # Python's functions that chang
 READ = {*dir(builtins), "display", "show"} - CHANGE  # functions that do not
 LOOKS = {"check", "chart", "show"}  # methods that change nothing
 OURS, IMPORTED, DEFINED = "from this package", "imported", "a function or a class"
+DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 FAILS = SyntaxError, ValueError, RecursionError, MemoryError  # that parsing a text may raise
 
 
@@ -129,7 +130,7 @@ def _code(cell: str) -> str:
 def _kinds(node: ast.stmt) -> Iterator[tuple[str, str]]:
     """(name, kind) of the names that a statement imports, or defines by def or class."""
     for inner in ast.walk(node):
-        if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(inner, DEFINITIONS):
             yield inner.name, DEFINED
         elif isinstance(inner, (ast.Import, ast.ImportFrom)):
             for name in inner.names:
@@ -168,7 +169,6 @@ def _names(source: str, node: ast.stmt) -> tuple[frozenset[str], frozenset[str]]
     for one in scopes:
         scopes += one.get_children()
     defines = {n.get_name() for n in names if n.is_assigned() or n.is_imported()}
-    defines |= {n.get_name() for n in names if n.is_namespace()}  # functions and classes
     uses = {n.get_name() for n in names if n.is_referenced()}
     uses |= {n.get_name() for one in scopes for n in one.get_symbols() if n.is_global()}
     for target in _at_cell_level(node):  # table[key] = ...
@@ -183,8 +183,7 @@ def _at_cell_level(node: ast.AST) -> Iterator[ast.AST]:
     """
     yield node
     for field, value in ast.iter_fields(node):
-        kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
-        if field != "body" or not isinstance(node, kinds):
+        if field != "body" or not isinstance(node, (*DEFINITIONS, ast.Lambda)):
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, ast.AST):
                     yield from _at_cell_level(one)

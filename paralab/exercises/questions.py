@@ -61,11 +61,10 @@ class Reply(NamedTuple):
             wrong = f"required: ({', '.join(right)}), yours is {kind_of(numbers)}"
             wrong += f" of length {len(numbers)}" if isinstance(numbers, (list, tuple)) else ""
         for position, (limit, (size, known)) in enumerate(right.items()):
-            number = None if wrong else numbers[position]
-            rest = ((name, pair[0]) for name, pair in right.items() if name != limit)
-            others = [(f"that is the number for {name}", one) for name, one in rest]
+            others = (pair for pair in right.items() if pair[0] != limit)
+            known = *known, *((f"that is the number for {name}", n) for name, (n, _) in others)
             how = "{:.6g}".format, f", {limit}", tolerance
-            yield limit, wrong or wrong_number(number, size, [*known, *others], *how)
+            yield limit, wrong or wrong_number(numbers[position], size, known, *how)
 
     def states(
         self, right: Mapping[str, float], known: Callable[[str], Mistakes], tolerance: float = 0.0

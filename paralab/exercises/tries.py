@@ -8,12 +8,12 @@ it is watched, is in watched.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from paralab.exercises.attempts import launched, without_stub
@@ -32,7 +32,7 @@ class Try:
     answer: tuple
     notes: Notes
 
-    @cached_property
+    @functools.cached_property
     def seed(self) -> int:
         """The seed of the data for this answer, a checksum of its source: no answer can be written
         for the data that it gets, and the same answer gets the same verdict again.
@@ -127,17 +127,14 @@ class Tries:
         answers = [(t.answer, t.seed) for t in tries]
         timeout = patience * len(tries) * self.timeout
         settings = {"nodes": nodes, "device": "cpu", "timeout": timeout}
-        report, trouble = launched(
-            trace, _program, ranks, (work, answers, args, memory), **settings
-        )
+        launch = functools.partial(launched, trace, _program, ranks, **settings)
+        report, trouble = launch((work, answers, args, memory))
         if trouble and len(tries) > 1:
             raise RuntimeError(f"one of several answers ended their launch: {trouble}")
         if trouble.startswith("fn='_program': "):  # the launch refuses to send the answer
             trouble = unsent("answer", *tries[0].answer) or trouble
         if not memory and ENDED in trouble:
-            report, trouble = launched(
-                trace, _program, ranks, (work, answers, args, True), **settings
-            )
+            report, trouble = launch((work, answers, args, True))
         for position, judged in enumerate(tries):
             judged.notes.where = where
             parts = [{"failed": trouble}]
