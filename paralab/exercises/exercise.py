@@ -1,9 +1,8 @@
 """One exercise: a task, limits that its checker enforces, three hints, and an answer to compare.
 
 The decorator `exercise` makes an exercise of its checker, and states what an answer consists of and
-which limits it has to keep. Task and hints are in tasks/NAME.md, the answer is in answers/NAME.py.
-Markers in that file (sources.py) enclose the part that the learner writes, so that the stub, the
-solution and the lab's cell all come from one text.
+which limits it has to keep. Task and hints are in tasks/NAME.md, stub and answer are one text in
+answers/NAME.py (sources.py).
 """
 
 from __future__ import annotations

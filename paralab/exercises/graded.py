@@ -31,12 +31,13 @@ from paralab.exercises.notebook import Notebook
 from paralab.exercises.verdict import Row, Verdict
 from paralab.version import __version__
 
+Json = dict[str, Any]
 RUNGS = ("warm-up", "implement", "go further")  # of a lab's exercises, in their order
 DEFINED_S = 60.0  # seconds for the cells of one answer
 JUDGED_S = 600.0  # seconds for the check of one answer, whose launches end long before
 
 
-def grade(book: Notebook) -> dict[str, Any]:
+def grade(book: Notebook) -> Json:
     """Check a notebook's answers: one point for each exercise of its lab that passes. An answer
     that is missing, fails or does not end gets a verdict too. What answers print goes to the
     standard error.
@@ -51,16 +52,16 @@ def grade(book: Notebook) -> dict[str, Any]:
     return {"notebook": book.name, "lab": book.lab, "paralab": __version__, **total}
 
 
-def points(exercise: Exercise, book: Notebook) -> dict[str, Any]:
+def points(exercise: Exercise, book: Notebook) -> Json:
     """The points (0 or 1), the verdict and the limits of one answer."""
     names, statements = answer_names(exercise), notebook.until(exercise.name, book.statements)
     missing = [name for name in names if not any(name in one.defines for one in statements)]
-    verdict, trouble = None, f"the notebook does not define {', '.join(missing)}{book.broken}"
+    verdict: Verdict | str = f"the notebook does not define {', '.join(missing)}{book.broken}"
     if not missing:
         source = notebook.needed(statements, names)
-        verdict, trouble = _judged(exercise, source, names, book.path.absolute().parent)
-    if verdict is None:
-        return {"points": 0, "verdict": trouble, "limits": []}
+        verdict = _judged(exercise, source, names, book.path.absolute().parent)
+    if isinstance(verdict, str):
+        return {"points": 0, "verdict": verdict, "limits": []}
     limits = [row._asdict() for row in verdict.rows]
     return {"points": int(verdict.passed), "verdict": repr(verdict), "limits": limits}
 
@@ -73,12 +74,9 @@ def answer_names(exercise: Exercise) -> list[str]:
 
 def _judged(
     exercise: Exercise, source: Sequence[tuple[str, bool]], names: Sequence[str], folder: Path
-) -> tuple[Verdict | None, str]:
-    """(the verdict on the answer that ``source`` defines, "") or (None, why there is none).
-
-    source  (statement, whether it may fail), as `notebook.needed` returns them
-    names   the names of the answer's parts
-    folder  where both processes run
+) -> Verdict | str:
+    """The verdict on the answer that ``source`` defines, in parts with these names; or why there is
+    none. Both processes run in ``folder``.
     """
     with tempfile.TemporaryDirectory() as workspace:
         request = {"source": source, "names": names, "exercise": exercise.name}
@@ -90,17 +88,17 @@ def _judged(
             status = _run(step.__name__, workspace, folder, seconds)
             result = _read(Path(workspace, step.__name__))
             if status is None:
-                return None, f"{overdue} after {seconds:g} s"
+                return f"{overdue} after {seconds:g} s"
             if result is None:
-                return None, f"its cells failed: they ended their process with status {status}"
+                return f"its cells failed: they ended their process with status {status}"
             if "failed" in result:
-                return None, f"its cells failed: {result['failed']}"
+                return f"its cells failed: {result['failed']}"
     with contextlib.suppress(KeyError, TypeError, ValueError):
         rows = tuple(Row(*map(str, row[:3]), row[3]) for row in result["rows"])
         stated = [(row.limit, row.required) for row in rows] == [*exercise.required.items()]
         if stated and all(row.ok in (True, False, None) for row in rows):
-            return Verdict(exercise=exercise.name, rows=rows, said=str(result["said"])), ""
-    return None, "its cells failed: what they patched has spoiled the verdict"
+            return Verdict(exercise=exercise.name, rows=rows, said=str(result["said"]))
+    return "its cells failed: what they patched has spoiled the verdict"
 
 
 def _run(step: str, workspace: str, folder: Path, seconds: float) -> int | None:
@@ -126,7 +124,7 @@ def _run(step: str, workspace: str, folder: Path, seconds: float) -> int | None:
         process.wait()
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(file: Path) -> Json | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -142,7 +140,7 @@ class Shell:
         return lambda *args, **settings: None
 
 
-def _execute(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
+def _execute(request: Json, workspace: Path) -> Json:
     """Run the statements as a notebook would, and pickle the named values."""
     from paralab.ranks.code import pickled
 
@@ -161,7 +159,7 @@ def _execute(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
     return {}
 
 
-def _judge(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
+def _judge(request: Json, workspace: Path) -> Json:
     """Check the pickled values."""
     exercise, text = ALL[request["exercise"]], _text(request)
     # a verdict shows the line of an error from here
@@ -170,7 +168,7 @@ def _judge(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
     return {"rows": [tuple(row) for row in verdict.rows], "said": verdict.said}
 
 
-def _text(request: dict[str, Any]) -> str:
+def _text(request: Json) -> str:
     return "\n\n".join(text for text, _ in request["source"])
 
 

@@ -16,8 +16,7 @@ source of a lab the line
 
 stands for the text of answers/model_states.py, which both functions insert first. An answer that
 builds on an earlier one of its lab imports it; the import is left out, because the notebook has the
-earlier answer in a cell. The exercises and the builder of the labs read all texts through these two
-functions; the builder has a second folder of answers.
+earlier answer in a cell. The builder of the labs has a second folder of answers.
 """
 
 from __future__ import annotations

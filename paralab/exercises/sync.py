@@ -60,11 +60,11 @@ def look_at_training(
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.look(BYTES, wrong, "")
-            wrong = first_wrong_tensor(outcome["tensors"], right)
-            if wrong and limit == GRADIENTS:
-                how = {"known": _mistakes(outcome, right), "terms": _terms(outcome)}
-                wrong = first_wrong_tensor(outcome["tensors"], right, **how)
-            elif wrong:  # only now: this takes another training
+            known, terms = {}, {}
+            if limit == GRADIENTS:
+                known, terms = _mistakes(outcome, right), _terms(outcome)
+            wrong = first_wrong_tensor(outcome["tensors"], right, terms=terms, known=known)
+            if wrong and limit == WEIGHTS:  # only now: this takes another training
                 known = with_divisor(RANKS, MODEL, ranks=ranks, steps=steps, **BATCH)
                 wrong = first_wrong_tensor(outcome["tensors"], right, known=known)
             notes.look(limit, wrong, f"{len(right)} tensors, all equal")
@@ -84,7 +84,7 @@ def look_at_training(
 def _early_bucket(calls: Any, bucket_bytes: float) -> str:
     """The first message of rank 0 that sends a bucket before it is full, in words, or ""."""
     mine = calls[(calls["phase"] == "data") & (calls["rank"] == 0) & (calls["op"] == "all_reduce")]
-    sizes = mine.sort_values("span")["payload_bytes"].tolist() if bucket_bytes < math.inf else []
+    sizes = mine.sort_values("span")["payload_bytes"].tolist()
     early = (size for size in sizes[:-1] if size < bucket_bytes)
     message = "a message that is not the last has {:,} bytes, required: at least bucket_bytes, {:,}"
     return next((message.format(size, bucket_bytes) for size in early), "")

@@ -137,9 +137,7 @@ class Tries:
             report, trouble = launch((work, answers, args, True))
         for position, judged in enumerate(tries):
             judged.notes.where = where
-            parts = [{"failed": trouble}]
-            if not trouble:
-                parts = [result[position] for result in report.results]
+            parts = [{"failed": trouble}] if trouble else [one[position] for one in report.results]
             if failed := [part["failed"] for part in parts if "failed" in part]:
                 judged.notes.end(without_stub(failed[0]), limit=limit)
                 continue
