@@ -23,7 +23,6 @@ from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes, Verdict
 from paralab.ranks.errors import interrupted
 
-TASKS = Path(__file__).resolve().parent / "tasks"
 TIMEOUT_S = 20.0  # without a sign of life; a check takes a second or two
 
 
@@ -193,7 +192,8 @@ class Exercise:
 
     @cached_property
     def _texts(self) -> list[str]:
-        return (TASKS / f"{self.name}.md").read_text(encoding="utf-8").split("\n## Hint\n")
+        file = Path(__file__).resolve().parent / "tasks" / f"{self.name}.md"
+        return file.read_text(encoding="utf-8").split("\n## Hint\n")
 
     @property
     def task(self) -> str:

@@ -160,7 +160,9 @@ def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
     if isinstance(value, str):
         return shortened(str(value), 10_000)
     if is_number(value):
-        return _number(value)
+        with contextlib.suppress(Exception):
+            return operator.index(value)
+        return float(value)
     if depth and isinstance(value, Mapping):
         pairs = _counted(value.items(), left)
         return {plain(key, 0): plain(entry, depth - 1, left) for key, entry in pairs}
@@ -185,21 +187,14 @@ def is_number(value: object) -> bool:
     """Whether ``value`` is one number of Python, NumPy or torch, finite or not: no text, no bool,
     and no tensor that requires a gradient.
     """
-    if not hasattr(value, "__float__") or isinstance(value, (bool, str)):
-        return False
-    if getattr(value, "requires_grad", False):
+    refused = isinstance(value, (bool, str)) or getattr(value, "requires_grad", False)
+    if refused or not hasattr(value, "__float__"):
         return False
     try:
         float(value)  # type: ignore[arg-type]
     except Exception:  # an array of several numbers, or an int of 400 digits
         return False
     return True
-
-
-def _number(value: Any) -> int | float:
-    with contextlib.suppress(Exception):
-        return operator.index(value)
-    return float(value)
 
 
 def kind_of(value: Any) -> str:

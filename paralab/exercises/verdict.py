@@ -65,8 +65,7 @@ class Verdict:
         """The rows, with the columns limit, required, yours, ok."""
         import pandas as pd
 
-        rows = [(row.limit, row.required, row.yours, row.word) for row in self.rows]
-        return pd.DataFrame(rows, columns=list(Row._fields))
+        return pd.DataFrame([row._replace(ok=row.word) for row in self.rows])
 
     def __bool__(self) -> bool:
         return self.passed
@@ -219,9 +218,9 @@ class Notes:
         """Record whether each rank holds at most ``most`` bytes. held: bytes by rank; words: for a
         failure, "keeps {held} bytes, an N-th is 7"; ranks: rank -> its name.
         """
-        worst = held.index(max(held))
-        said = f"{ranks(worst)} {words.format(held=f'{held[worst]:,}')}"
-        self.look(limit, said if held[worst] > most else "", f"{held[worst]:,} bytes")
+        largest = f"{max(held):,}"
+        said = f"{ranks(held.index(max(held)))} {words.format(held=largest)}"
+        self.look(limit, said if max(held) > most else "", f"{largest} bytes")
 
     def verdict(self) -> Verdict:
         rows = tuple(self._rows.values())
