@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paralab.exercises.attempts import launched, without_stub
+from paralab.exercises.lazy import watched
 from paralab.exercises.verdict import Notes
 from paralab.launch import unsent
 from paralab.ranks.failure import ENDED
@@ -150,6 +151,4 @@ class Tries:
 
 
 def _program(group: Any, *args: Any) -> Any:
-    from paralab.exercises import watched
-
     return watched.run_answers(group, *args)
