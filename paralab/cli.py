@@ -389,12 +389,11 @@ def _observe(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace) -> int:
-    from paralab import exercises
-    from paralab.exercises.graded import grade, read
+    from paralab.exercises.graded import grade
+    from paralab.exercises.notebook import read
 
-    known = tuple(exercises.ALL.values())
-    books = [read(path, known) for path in given.notebooks]
-    grades = [grade(book, known) for book in books]
+    books = [read(path) for path in given.notebooks]
+    grades = [grade(book) for book in books]
     text = json.dumps(grades[0] if len(grades) == 1 else grades, indent=2, ensure_ascii=False)
     print(text.encode(errors="replace").decode())  # an answer may print half a surrogate pair
     return 0 if all(each["points"] == each["of"] for each in grades) else 1

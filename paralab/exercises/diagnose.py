@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from paralab.exercises.lazy import np
+from paralab.exercises.verdict import first
 
 FEW = 50  # elements, in which a mistake may be found by chance
 TOLERANCE = 1e-5  # of the largest entry: for sums of a few hundred numbers in another order
@@ -121,21 +122,20 @@ def first_wrong_tensor(
                 if (np.abs(windows - piece).max(axis=1) < limit).any():
                     yield f"from there on it has elements of another place, in {other}", got
 
-    for name, right in wanted.items():
+    def wrong(name: str, right: np.ndarray) -> str:
         has = [rank for rank, one in enumerate(found) if name in one]
-        wrong = first_wrong(
+        return first_wrong(
             name,
             [found[rank][name] for rank in has],
             [right] * len(has),
             start=start and [start[name]] * len(has),
-            terms=lambda _, name=name: of(terms, name),
-            known=lambda at, name=name, has=has: [*of(known, name), *of_another(name, has[at])],
-            ranks=lambda place, has=has: ranks(has[place]),
+            terms=lambda _: of(terms, name),
+            known=lambda at: [*of(known, name), *of_another(name, has[at])],
+            ranks=lambda at: ranks(has[at]),
             tolerance=tolerance,
         )
-        if wrong:
-            return wrong
-    return ""
+
+    return first(wrong(name, right) for name, right in wanted.items())
 
 
 def first_other_bits(

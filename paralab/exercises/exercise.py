@@ -1,9 +1,8 @@
 """One exercise: a task, limits that its checker enforces, three hints, and an answer to compare.
 
 The decorator `exercise` makes an exercise of its checker, and states what an answer consists of and
-which limits it has to keep. Task and hints are in tasks/NAME.md, the answer is in answers/NAME.py.
-Markers in that file (sources.py) enclose the part that the learner writes, so that the stub, the
-solution and the lab's cell all come from one text.
+which limits it has to keep. Task and hints are in tasks/NAME.md, stub and answer are one text in
+answers/NAME.py (sources.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from paralab.exercises.tries import Tries, Try
 from paralab.exercises.verdict import Notes, Verdict
 from paralab.ranks.errors import interrupted
 
-TASKS = Path(__file__).resolve().parent / "tasks"
 TIMEOUT_S = 20.0  # without a sign of life; a check takes a second or two
 
 
@@ -105,24 +103,24 @@ class Takes(NamedTuple):
 
 def _from_library(part: Any) -> str:
     """In which way an answer is the library's own code, extends it or calls it; "" if in none."""
-    if _module_of(part).partition(".")[0] == "paralab":
+    if _is_of("paralab", part):
         return "is the library's own"
     kind = part if isinstance(part, type) else type(part)
-    if any(_module_of(one).partition(".")[0] == "paralab" for one in kind.__mro__):
+    if any(_is_of("paralab", one) for one in kind.__mro__):
         return "extends a class of the library"
     for function in (part, *vars(kind).values()):
         if isinstance(function, FunctionType):
             names = inspect.getclosurevars(function)
             values = (*names.globals.values(), *names.nonlocals.values())
-            if any(_module_of(one).startswith("paralab.exercises.answers") for one in values):
+            if any(_is_of("paralab.exercises.answers", one) for one in values):
                 return "calls an answer of the library"
     return ""
 
 
-def _module_of(value: Any) -> str:
-    return (
-        value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
-    )
+def _is_of(package: str, value: Any) -> bool:
+    """Whether a value is a module of the package, or is defined in one."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    return f"{name}.".startswith(f"{package}.")
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -149,7 +147,7 @@ class Exercise:
     takes: tuple[Takes, ...]
     checker: Callable[[Tries], None]
     patients: dict[str, Any] = field(default_factory=dict)
-    _hints_given: list[int] = field(default_factory=list)
+    _hints_given: int = 0
 
     def check(self, *answer: Any, timeout: float = TIMEOUT_S) -> Verdict:
         """Compare an answer with every limit.
@@ -183,11 +181,9 @@ class Exercise:
     def _refuse_form(self, candidate: Try) -> None:
         """End the check of an answer that has the wrong parts, before any of them is called."""
         if not 1 <= len(candidate.answer) <= len(self.takes):
-            count = len(candidate.answer)
-            said = (
-                f"required: {', '.join(part.noun for part in self.takes)}; check was called with "
-            )
-            said += count_of(count, "argument")
+            nouns = ", ".join(part.noun for part in self.takes)
+            count = count_of(len(candidate.answer), "argument")
+            said = f"required: {nouns}; check was called with {count}"
             candidate.notes.end(said, yours="no answer")
         for part, takes in zip(candidate.answer, self.takes, strict=False):
             yours, why = takes.refusal(part)
@@ -196,7 +192,8 @@ class Exercise:
 
     @cached_property
     def _texts(self) -> list[str]:
-        return (TASKS / f"{self.name}.md").read_text(encoding="utf-8").split("\n## Hint\n")
+        file = Path(__file__).resolve().parent / "tasks" / f"{self.name}.md"
+        return file.read_text(encoding="utf-8").split("\n## Hint\n")
 
     @property
     def task(self) -> str:
@@ -210,16 +207,13 @@ class Exercise:
 
     def hint(self, number: int | None = None) -> Text:
         """The next hint, or hint ``number`` (1 to 3) again."""
+        count = len(self.hints)
         if number is None:
-            number = len(self._hints_given) + 1
-            if number > len(self.hints):
-                return Text(
-                    f"Those were all {len(self.hints)} hints; .solution() shows one answer."
-                )
-            self._hints_given.append(number)
-        number = whole("number", number, at_least=1, at_most=len(self.hints))
-        title = f"hint {number} of {len(self.hints)} for {self.name}"
-        return Text(f"{title}: {self.hints[number - 1]}")
+            if self._hints_given == count:
+                return Text(f"Those were all {count} hints; .solution() shows one answer.")
+            number = self._hints_given = self._hints_given + 1
+        number = whole("number", number, at_least=1, at_most=count)
+        return Text(f"hint {number} of {count} for {self.name}: {self.hints[number - 1]}")
 
     @property
     def stub(self) -> str:
@@ -243,8 +237,5 @@ def exercise(
 ) -> Callable[[Callable[[Tries], None]], Exercise]:
     """Make a checker an `Exercise` with its name; for the arguments see `Exercise`."""
 
-    def decorate(checker: Callable[[Tries], None]) -> Exercise:
-        fields = {"required": required, "patients": {one.name: one for one in patients}}
-        return Exercise(name=checker.__name__, takes=takes, checker=checker, **fields)
-
-    return decorate
+    fields = {"takes": takes, "required": required, "patients": {one.name: one for one in patients}}
+    return lambda checker: Exercise(name=checker.__name__, checker=checker, **fields)

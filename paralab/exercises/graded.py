@@ -24,57 +24,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paralab.checks import real
-from paralab.exercises import notebook
+from paralab.exercises import ALL, LADDERS, notebook
 from paralab.exercises.attempts import first_line
 from paralab.exercises.exercise import Exercise
 from paralab.exercises.notebook import Notebook
 from paralab.exercises.verdict import Row, Verdict
 from paralab.version import __version__
 
+Json = dict[str, Any]
 RUNGS = ("warm-up", "implement", "go further")  # of a lab's exercises, in their order
 DEFINED_S = 60.0  # seconds for the cells of one answer
 JUDGED_S = 600.0  # seconds for the check of one answer, whose launches end long before
 
 
-def read(path: Any, exercises: Sequence[Exercise]) -> Notebook:
-    """Read the notebook of one of the labs of these exercises; ValueError if the file is none."""
-    return notebook.read(path, {one.lab for one in exercises})
-
-
-def grade(
-    path: Any, exercises: Sequence[Exercise], *, timeout: float = DEFINED_S
-) -> dict[str, Any]:
-    """Check a notebook's answers: one point for each exercise of its lab that passes.
-
-    path       the file, or the `Notebook` that `read` made of it
-    exercises  the exercises of all labs, each lab's in its order
-    timeout    seconds for the cells of one answer
-
-    Raises ValueError if the file is no notebook of a lab. An answer that is missing, fails or does
-    not end gets a verdict too. What answers print goes to the standard error.
+def grade(book: Notebook) -> Json:
+    """Check a notebook's answers: one point for each exercise of its lab that passes. An answer
+    that is missing, fails or does not end gets a verdict too. What answers print goes to the
+    standard error.
     """
-    timeout = real("timeout", timeout, above=0.0)
-    book = path if isinstance(path, Notebook) else read(path, exercises)
-    ladder = [one for one in exercises if one.lab == book.lab]
+    ladder = LADDERS[book.lab]
     rows = [
         {"exercise": exercise.name, "rung": RUNGS[(position > 0) + (position == len(ladder) - 1)]}
-        | _points(exercise, book, timeout)
+        | points(exercise, book)
         for position, exercise in enumerate(ladder)
     ]
-    points = {"points": sum(row["points"] for row in rows), "of": len(rows), "exercises": rows}
-    return {"notebook": book.name, "lab": book.lab, "paralab": __version__, **points}
+    total = {"points": sum(row["points"] for row in rows), "of": len(rows), "exercises": rows}
+    return {"notebook": book.name, "lab": book.lab, "paralab": __version__, **total}
 
 
-def _points(exercise: Exercise, book: Notebook, timeout: float) -> dict[str, Any]:
+def points(exercise: Exercise, book: Notebook) -> Json:
+    """The points (0 or 1), the verdict and the limits of one answer."""
     names, statements = answer_names(exercise), notebook.until(exercise.name, book.statements)
     missing = [name for name in names if not any(name in one.defines for one in statements)]
-    verdict, trouble = None, f"the notebook does not define {', '.join(missing)}{book.broken}"
+    verdict: Verdict | str = f"the notebook does not define {', '.join(missing)}{book.broken}"
     if not missing:
         source = notebook.needed(statements, names)
-        verdict, trouble = _judged(exercise, source, names, book.path.absolute().parent, timeout)
-    if verdict is None:
-        return {"points": 0, "verdict": trouble, "limits": []}
+        verdict = _judged(exercise, source, names, book.path.absolute().parent)
+    if isinstance(verdict, str):
+        return {"points": 0, "verdict": verdict, "limits": []}
     limits = [row._asdict() for row in verdict.rows]
     return {"points": int(verdict.passed), "verdict": repr(verdict), "limits": limits}
 
@@ -86,39 +73,32 @@ def answer_names(exercise: Exercise) -> list[str]:
 
 
 def _judged(
-    exercise: Exercise,
-    source: Sequence[tuple[str, bool]],
-    names: Sequence[str],
-    folder: Path,
-    timeout: float,
-) -> tuple[Verdict | None, str]:
-    """(the verdict on the answer that ``source`` defines, "") or (None, why there is none).
-
-    source  (statement, whether it may fail), as `notebook.needed` returns them
-    names   the names of the answer's parts
-    folder  where both processes run
+    exercise: Exercise, source: Sequence[tuple[str, bool]], names: Sequence[str], folder: Path
+) -> Verdict | str:
+    """The verdict on the answer that ``source`` defines, in parts with these names; or why there is
+    none. Both processes run in ``folder``.
     """
     with tempfile.TemporaryDirectory() as workspace:
         request = {"source": source, "names": names, "exercise": exercise.name}
         Path(workspace, "given").write_text(json.dumps(request), encoding="utf-8")
         for step, seconds, overdue in (
-            (_execute, timeout, "the cells that it needs had not ended"),
+            (_execute, DEFINED_S, "the cells that it needs had not ended"),
             (_judge, JUDGED_S, "its check had not ended"),
         ):
             status = _run(step.__name__, workspace, folder, seconds)
             result = _read(Path(workspace, step.__name__))
             if status is None:
-                return None, f"{overdue} after {seconds:g} s"
+                return f"{overdue} after {seconds:g} s"
             if result is None:
-                return None, f"its cells failed: they ended their process with status {status}"
+                return f"its cells failed: they ended their process with status {status}"
             if "failed" in result:
-                return None, f"its cells failed: {result['failed']}"
+                return f"its cells failed: {result['failed']}"
     with contextlib.suppress(KeyError, TypeError, ValueError):
         rows = tuple(Row(*map(str, row[:3]), row[3]) for row in result["rows"])
         stated = [(row.limit, row.required) for row in rows] == [*exercise.required.items()]
         if stated and all(row.ok in (True, False, None) for row in rows):
-            return Verdict(exercise=exercise.name, rows=rows, said=str(result["said"])), ""
-    return None, "its cells failed: what they patched has spoiled the verdict"
+            return Verdict(exercise=exercise.name, rows=rows, said=str(result["said"]))
+    return "its cells failed: what they patched has spoiled the verdict"
 
 
 def _run(step: str, workspace: str, folder: Path, seconds: float) -> int | None:
@@ -144,7 +124,7 @@ def _run(step: str, workspace: str, folder: Path, seconds: float) -> int | None:
         process.wait()
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(file: Path) -> Json | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -160,7 +140,7 @@ class Shell:
         return lambda *args, **settings: None
 
 
-def _execute(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
+def _execute(request: Json, workspace: Path) -> Json:
     """Run the statements as a notebook would, and pickle the named values."""
     from paralab.ranks.code import pickled
 
@@ -179,10 +159,8 @@ def _execute(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
     return {}
 
 
-def _judge(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
+def _judge(request: Json, workspace: Path) -> Json:
     """Check the pickled values."""
-    from paralab.exercises import ALL
-
     exercise, text = ALL[request["exercise"]], _text(request)
     # a verdict shows the line of an error from here
     linecache.cache["answer"] = len(text), None, text.splitlines(True), "answer"
@@ -190,7 +168,7 @@ def _judge(request: dict[str, Any], workspace: Path) -> dict[str, Any]:
     return {"rows": [tuple(row) for row in verdict.rows], "said": verdict.said}
 
 
-def _text(request: dict[str, Any]) -> str:
+def _text(request: Json) -> str:
     return "\n\n".join(text for text, _ in request["source"])
 
 

@@ -90,9 +90,7 @@ class Question:
             self._box = widgets.VBox([title, *self._inputs(widgets)])
             if self.value is not None or self.revealed:
                 self._close()
-        shown = self._box._repr_mimebundle_() or {}
-        data = shown[0] if isinstance(shown, tuple) else shown
-        return {**data, "text/plain": repr(self)}
+        return self._box._repr_mimebundle_() | {"text/plain": repr(self)}
 
 
 class Guess(Question):

@@ -20,12 +20,15 @@ from typing import Any, NamedTuple
 
 from paralab import checks
 from paralab.checks import illegal
+from paralab.exercises import LADDERS
 
 LEGAL = "a notebook of a lab, such as labs/05_zero.ipynb"
 PYTHON = ("time", "capture", "prun")  # cell magics below which the cell is Python, run once
 CHANGE = {"setattr", "delattr", "next", "exec"}  # Python's functions that change an argument
 READ = {*dir(builtins), "display", "show"} - CHANGE  # functions that do not
 LOOKS = {"check", "chart", "show"}  # methods that change nothing
+OURS, IMPORTED, DEFINED = "from this package", "imported", "a function or a class"
+DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 FAILS = SyntaxError, ValueError, RecursionError, MemoryError  # that parsing a text may raise
 
 
@@ -37,8 +40,7 @@ class Statement(NamedTuple):
     changes  names whose objects its calls may change
     uses     names that other statements define
     always   whether every answer needs it: an import of * or from __future__
-    calls    the functions that it calls, as dotted paths
-    names    {name that it assigns: the dotted path of the value}
+    checks   names of the exercises whose ``check`` it calls
     """
 
     cell: int
@@ -47,33 +49,11 @@ class Statement(NamedTuple):
     changes: frozenset[str]
     uses: frozenset[str]
     always: bool
-    calls: tuple[str, ...]
-    names: dict[str, str]
+    checks: frozenset[str]
 
     @property
     def touches(self) -> frozenset[str]:
         return self.defines | self.changes
-
-
-class Known(NamedTuple):
-    """Names of a notebook so far: those that it imports, those of them that come from this package,
-    and those that it defines by def or class.
-    """
-
-    imported: set[str]
-    ours: set[str]
-    defined: set[str]
-
-    def add(self, node: ast.stmt) -> None:
-        for inner in ast.walk(node):
-            if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                self.defined.add(inner.name)
-            elif isinstance(inner, (ast.Import, ast.ImportFrom)):
-                for name in inner.names:
-                    bound = (name.asname or name.name).partition(".")[0]
-                    source = getattr(inner, "module", None) or name.name
-                    self.imported.add(bound)
-                    self.ours.update({bound} if source.partition(".")[0] == "paralab" else ())
 
 
 class Notebook(NamedTuple):
@@ -90,8 +70,8 @@ class Notebook(NamedTuple):
     broken: str
 
 
-def read(path: Any, labs: set[str]) -> Notebook:
-    """Read a notebook. Raises ValueError if it is not of one of these labs."""
+def read(path: Any) -> Notebook:
+    """Read a notebook. Raises ValueError if it is not the notebook of a lab."""
     file = checks.path("notebook", path, LEGAL)
     try:
         cells = json.loads(file.read_text(encoding="utf-8-sig"))["cells"]
@@ -102,7 +82,7 @@ def read(path: Any, labs: set[str]) -> Notebook:
         raise illegal("notebook", str(path), "it is not a notebook", LEGAL) from error
     markdown = "\n".join(text for kind, text in texts if kind == "markdown")
     numbers = [*re.findall(r"(?m)^# (\d\d)\b", markdown), *re.findall(r"^(\d\d)_", file.name)]
-    lab = next((number for number in numbers if number in labs), None)
+    lab = next((number for number in numbers if number in LADDERS), None)
     if lab is None:
         why = "neither its title nor its name says which lab it is"
         raise illegal("notebook", str(path), why, LEGAL)
@@ -114,14 +94,18 @@ def read(path: Any, labs: set[str]) -> Notebook:
 def statements(cells: Sequence[str]) -> tuple[list[Statement], str]:
     """(all statements; in words, the cells that cannot be parsed)"""
     parsed: list[Statement] = []
-    known, broken = Known({"get_ipython"}, set(), set()), ""
+    kinds: dict[str, str] = {}  # of the names so far
+    paths: dict[str, str] = {}  # of the values that were assigned to them
+    broken = ""
     for number, cell in enumerate(cells):
         try:
             text = _code(cell)
             for node in ast.parse(text).body:
-                known.add(node)
-                if not _is_magic(node):
-                    parsed.append(_statement(number, text, node, known))
+                kinds |= _kinds(node)
+                parsed.append(_statement(number, text, node, kinds, paths))
+                for one in node.targets if isinstance(node, ast.Assign) else ():
+                    if isinstance(one, ast.Name):
+                        paths[one.id] = _path(node.value, paths)
         except FAILS as error:
             why = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else error
             broken += f"; code cell {number + 1} cannot be read: {why}"
@@ -143,20 +127,29 @@ def _code(cell: str) -> str:
     return cell
 
 
-def _is_magic(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and _path(node.value).startswith("get_ipython.")
+def _kinds(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    """(name, kind) of the names that a statement imports, or defines by def or class."""
+    for inner in ast.walk(node):
+        if isinstance(inner, DEFINITIONS):
+            yield inner.name, DEFINED
+        elif isinstance(inner, (ast.Import, ast.ImportFrom)):
+            for name in inner.names:
+                source = getattr(inner, "module", None) or name.name
+                ours = source.partition(".")[0] == "paralab"
+                yield (name.asname or name.name).partition(".")[0], OURS if ours else IMPORTED
 
 
-def _statement(cell: int, text: str, node: ast.stmt, known: Known) -> Statement:
+def _statement(
+    cell: int, text: str, node: ast.stmt, kinds: dict[str, str], paths: dict[str, str]
+) -> Statement:
     source = _source(text, node)
     defines, uses = _names(source, node)
     imports = [one for one in ast.walk(node) if isinstance(one, ast.ImportFrom)]
     always = any(one.module == "__future__" or one.names[0].name == "*" for one in imports)
-    changes = frozenset(_changed(node, known)) - defines
-    calls = tuple(_path(one.func) for one in ast.walk(node) if isinstance(one, ast.Call))
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    names = {one.id: _path(node.value) for one in targets if isinstance(one, ast.Name)}
-    return Statement(cell, source, defines, changes, uses - defines, always, calls, names)
+    changes = frozenset(_changed(node, kinds)) - defines - {""}
+    calls = [_path(one.func, paths) for one in ast.walk(node) if isinstance(one, ast.Call)]
+    checks = frozenset(path.split(".")[-2] for path in calls if path.endswith(".check"))
+    return Statement(cell, source, defines, changes, uses - defines, always, checks)
 
 
 def _source(text: str, node: ast.stmt) -> str:
@@ -176,12 +169,11 @@ def _names(source: str, node: ast.stmt) -> tuple[frozenset[str], frozenset[str]]
     for one in scopes:
         scopes += one.get_children()
     defines = {n.get_name() for n in names if n.is_assigned() or n.is_imported()}
-    defines |= {n.get_name() for n in names if n.is_namespace()}  # functions and classes
     uses = {n.get_name() for n in names if n.is_referenced()}
     uses |= {n.get_name() for one in scopes for n in one.get_symbols() if n.is_global()}
     for target in _at_cell_level(node):  # table[key] = ...
         if isinstance(target, (ast.Attribute, ast.Subscript)) and isinstance(target.ctx, ast.Store):
-            defines |= _root(target)
+            defines |= {_root(target)} - {""}
     return frozenset(defines), frozenset(uses)
 
 
@@ -191,72 +183,60 @@ def _at_cell_level(node: ast.AST) -> Iterator[ast.AST]:
     """
     yield node
     for field, value in ast.iter_fields(node):
-        kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
-        if field != "body" or not isinstance(node, kinds):
+        if field != "body" or not isinstance(node, (*DEFINITIONS, ast.Lambda)):
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, ast.AST):
                     yield from _at_cell_level(one)
 
 
-def _changed(node: ast.stmt, known: Known) -> Iterator[str]:
+def _changed(node: ast.stmt, kinds: dict[str, str]) -> Iterator[str]:
     """Names that the calls of a statement may change."""
     nodes = list(_at_cell_level(node))
     dropped = [one.value for one in nodes if isinstance(one, ast.Expr)]  # results are not kept
     decorators = [mark for one in nodes for mark in getattr(one, "decorator_list", ())]
     for call in (one for one in nodes if isinstance(one, ast.Call)):
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        method, name = (getattr(call.func, field, "") for field in ("attr", "id"))
         owner = _root(call.func)
-        if method in LOOKS or name in READ or owner & known.ours:
+        if method in LOOKS or name in READ or kinds.get(owner) == OURS:
             continue
-        yield from () if name else owner - known.imported
         words = (*call.args, *(one.value for one in call.keywords))
-        arguments = {one for word in words for one in _root(word)} - known.imported - READ - CHANGE
+        named = {_root(word) for word in words} - READ - CHANGE
+        arguments = {one for one in named if kinds.get(one) not in (OURS, IMPORTED)}
+        if not name and kinds.get(owner) != IMPORTED:
+            yield owner
         if call in decorators or name in CHANGE:
             yield from arguments
         elif call in dropped:
-            yield from arguments - known.defined
+            yield from (one for one in arguments if kinds.get(one) != DEFINED)
 
 
-def _root(node: ast.AST) -> set[str]:
-    """{"table"} of table[key].entry"""
+def _root(node: ast.AST) -> str:
+    """ "table" of table[key].entry; "" if it does not begin with a name."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
         node = node.value
-    return {node.id} if isinstance(node, ast.Name) else set()
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-def _path(node: ast.AST) -> str:
+def _path(node: ast.AST, paths: dict[str, str]) -> str:
     """The dotted path of an expression, "pl.exercises.summa.check"; of a call that of its function,
-    of x["name"] "x.name".
+    of x["name"] "x.name"; of a name with an entry in ``paths`` that entry.
     """
     if isinstance(node, ast.Name):
-        return node.id
+        return paths.get(node.id) or node.id
     if isinstance(node, ast.Attribute):
-        return f"{_path(node.value)}.{node.attr}"
+        return f"{_path(node.value, paths)}.{node.attr}"
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return f"{_path(node.value)}.{node.slice.value}"
-    return _path(node.func) if isinstance(node, ast.Call) else ""
+        return f"{_path(node.value, paths)}.{node.slice.value}"
+    return _path(node.func, paths) if isinstance(node, ast.Call) else ""
 
 
 def until(name: str, all_statements: Sequence[Statement]) -> list[Statement]:
     """The statements up to the last check of the exercise ``name``, and those after it that define
     or change a name for the first time: a later cell may redefine an answer that was checked.
     """
-    known: dict[str, str] = {}
-    checks = []
-    for statement in all_statements:
-        if any(f".{_resolved(path, known)}".endswith(f".{name}.check") for path in statement.calls):
-            checks.append(statement.cell)
-        known |= {new: _resolved(path, known) for new, path in statement.names.items()}
-    last = max(checks, default=math.inf)
+    last = max((s.cell for s in all_statements if name in s.checks), default=math.inf)
     before = {name for s in all_statements if s.cell <= last for name in s.touches}
     return [s for s in all_statements if s.cell <= last or not s.touches <= before]
-
-
-def _resolved(path: str, known: dict[str, str]) -> str:
-    """The path with its first name replaced by the path that was assigned to that name."""
-    first, dot, rest = path.partition(".")
-    return f"{known.get(first) or first}{dot}{rest}"
 
 
 def needed(all_statements: Sequence[Statement], names: Sequence[str]) -> list[tuple[str, bool]]:

@@ -23,12 +23,25 @@ class Pair(NamedTuple):
 
     shapes   {name: shape} of the weights, as `torch.nn.Linear` stores them
     forward  ({name: tensor} of the weights and "x") -> z
-    part     (name, whole array, rank, t) -> the rank's part of it
     """
 
     shapes: dict[str, tuple[int, ...]]
     forward: Callable[..., Any]
-    part: Callable[[str, Any, int, int], Any]
+
+    def part(self, name: str, whole: Any, rank: int, t: int) -> Any:
+        """The rank's part of t of a weight or its gradient: of the first layer a t-th of the rows
+        in each group (q, k and v), of the second layer's matrix a t-th of the columns. The second
+        bias is replicated.
+        """
+        first, bias, second, _ = self.shapes
+        if name in (first, bias):
+            groups = np.split(whole, self.shapes[first][0] // self.shapes[second][1])
+            return np.concatenate([np.split(one, t)[rank] for one in groups])
+        return np.split(whole, t, axis=1)[rank] if name == second else whole
+
+    def parts(self, w: Arrays, t: int) -> list[Arrays]:
+        """Each rank's parts of the weights."""
+        return [{n: self.part(n, w[n], rank, t) for n in self.shapes} for rank in range(t)]
 
 
 # ---- the whole layers ----------------------------------------------------------------------------
@@ -69,15 +82,6 @@ def computed(pair: Pair, w: Arrays, **changed: Any) -> Arrays:
     return {"z": z.detach().numpy(), **{name: one.grad.numpy() for name, one in leaves.items()}}
 
 
-def part_of(groups: int, name: str, whole: Any, rank: int, t: int) -> Any:
-    """The rank's part of t: of a first layer a t-th of the rows in each of ``groups`` groups (q, k
-    and v); of a second layer's weight a t-th of the columns. Its bias is replicated.
-    """
-    if name.startswith(("up", "qkv")):
-        return np.concatenate([np.split(one, t)[rank] for one in np.split(whole, groups)])
-    return np.split(whole, t, axis=1)[rank] if whole.ndim == 2 else whole
-
-
 def shapes(first: str, second: str, inside: int, groups: int = 1) -> dict[str, tuple[int, ...]]:
     return {
         f"{first}.weight": (groups * inside, HIDDEN),
@@ -88,8 +92,8 @@ def shapes(first: str, second: str, inside: int, groups: int = 1) -> dict[str, t
 
 
 PAIRS = {
-    "mlp": Pair(shapes("up", "down", INSIDE), mlp, functools.partial(part_of, 1)),
-    "attention": Pair(shapes("qkv", "proj", HIDDEN, 3), attention, functools.partial(part_of, 3)),
+    "mlp": Pair(shapes("up", "down", INSIDE), mlp),
+    "attention": Pair(shapes("qkv", "proj", HIDDEN, 3), attention),
 }
 
 
@@ -115,46 +119,43 @@ def of_one_device(pair: Pair, seed: int) -> Arrays:
     return computed(pair, w) | {"later": computed(pair, w | later)["z"]}
 
 
-def terms(pair: Pair, seed: int, t: int, name: str, *, times: int = 1) -> list[np.ndarray]:
-    """Each rank's term of the sum "z", without the second layer's bias, or of "x". times: a factor
-    on the input.
+def terms(pair: Pair, w: Arrays, parts: list[Arrays], name: str, **changed: Any) -> list[Any]:
+    """Each rank's term of the sum "z", without the second layer's bias, or of "x", with these parts
+    of the weights. changed: further arguments of the pair's forward.
     """
-    w, last = weights_of(pair, seed), list(pair.shapes)[-1]
-    w |= {"x": times * w["x"], last: 0 * w[last]}
-    all_parts = [{n: pair.part(n, w[n], rank, t) for n in pair.shapes} for rank in range(t)]
-    return [computed(pair, w | parts)[name] for parts in all_parts]
+    last = list(pair.shapes)[-1]
+    return [computed(pair, w | one | {last: 0 * w[last]}, **changed)[name] for one in parts]
 
 
 def named_terms(pair: Pair, seed: int, t: int, name: str) -> list[tuple[str, np.ndarray]]:
     """(name, array) of each term of "z" or of "x"; the last bias is one of "z"'s."""
     if name not in ("z", "x"):
         return []
-    named = [(f"of rank {rank}", one) for rank, one in enumerate(terms(pair, seed, t, name))]
-    last = list(pair.shapes)[-1]
-    bias = np.broadcast_to(weights_of(pair, seed)[last], named[0][1].shape)
-    return named + [(last, bias)] * (name == "z")
+    w, last = weights_of(pair, seed), list(pair.shapes)[-1]
+    all_terms = terms(pair, w, pair.parts(w, t), name)
+    named = [(f"of rank {rank}", one) for rank, one in enumerate(all_terms)]
+    return named + [(last, np.broadcast_to(w[last], all_terms[0].shape))] * (name == "z")
 
 
 def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tuple[str, Any]]:
     """(words, array) of the known mistakes with one result or gradient."""
     w, (*_, second, last) = weights_of(pair, seed), pair.shapes
-    if name == "qkv.bias" or name == "qkv.weight":
+    if name.startswith("qkv"):
         right = pair.part(name, of_one_device(pair, seed)[name], rank, t)
         by_head = right.reshape(3, HEADS // t, WIDTH, -1).swapaxes(0, 1).reshape(right.shape)
         yield "its rows are in the order of heads, not queries, keys, values", by_head
     if name not in ("z", "x"):
         return
-    own_terms, bias = terms(pair, seed, t, name), w[last] * (name == "z")
+    parts, bias = pair.parts(w, t), w[last] * (name == "z")
+    own_terms = terms(pair, w, parts, name)
     for number, term in enumerate(own_terms):
         who = "the rank's own" if number == rank else f"rank {number}'s"
         yield f"it is {who} term of the sum, to which no other was added", term + bias
-    parts = [{n: pair.part(n, w[n], r, t) for n in pair.shapes} for r in range(t)]
     for words, own, changed in _wrong_layers(pair, w, parts):
-        added = [computed(pair, w | one | {last: 0 * w[last]}, **changed)[name] for one in own]
-        yield words, sum(added) + bias
+        yield words, sum(terms(pair, w, own, name, **changed)) + bias
     if name == "x":  # f at the second layer sums the gradient of its input
         whole = {second: sum(one[second] for one in parts)}
-        results = [computed(pair, w | one | whole)["x"] for one in parts]
+        results = terms(pair, w, [one | whole for one in parts], name)
         words = f"f is applied to the input of {second.partition('.')[0]}"
         yield f"{words}, but it belongs on x", results[rank]
         yield f"{words} as well as to x", sum(results)
@@ -162,7 +163,7 @@ def mistakes(pair: Pair, seed: int, t: int, rank: int, name: str) -> Iterator[tu
         words += "return a tensor of its own, and not to work on x"
         yield words, sum(own_terms) + (t - 1) * drawn(pair, seed)["grad"]
         return
-    summed = terms(pair, seed, t, name, times=t)
+    summed = terms(pair, w | {"x": t * w["x"]}, parts, name)
     yield "the input was summed over the ranks before the layer", sum(summed) + bias
     words = "the input was summed over the ranks, and the result was not, as if f were g"
     yield words, summed[rank] + bias

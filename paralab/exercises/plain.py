@@ -130,16 +130,17 @@ class LateCalls:
                 for name in names.split():
                     stand_before(undo, "c10d", name, functools.partial(self._called, op))
             around(undo, dist.Work, "wait", self._waiting)
-            around(undo, dist.Work, "get_future", _refuse_future)
             around(undo, dist.ProcessGroup, "barrier", _uncounted)
             around(undo, dist.distributed_c10d, "_check_single_tensor", _require_tensor)
-            undo.callback(setattr, dist.Work, "is_completed", dist.Work.is_completed)
-            dist.Work.is_completed = lambda work: True  # gloo never reports a message as completed
-            undo.callback(setattr, dist.group, "WORLD", dist.group.WORLD)
-            dist.group.WORLD = self.watch.group.process_group
-            core, made_by = dist.distributed_c10d, "_new_group_with_tag"  # for any new group
-            undo.callback(setattr, core, made_by, core._new_group_with_tag)
-            core._new_group_with_tag = functools.partial(self._new_group, core._new_group_with_tag)
+            core = dist.distributed_c10d
+            new_group = functools.partial(self._new_group, core._new_group_with_tag)
+            for owner, name, value in (
+                (dist.Work, "is_completed", lambda work: True),  # gloo never says so of a message
+                (dist.group, "WORLD", self.watch.group.process_group),
+                (core, "_new_group_with_tag", new_group),  # makes any new group
+            ):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
             yield
             self._announce(NO_OTHER)  # so that a rank that makes one more group raises an error
 
@@ -267,12 +268,6 @@ def _require_tensor(value: Any, name: str, *_: Any) -> Any:
         legal = "a tensor; .grad is None without a gradient"
         raise illegal(name, value, "it cannot be sent or filled", legal)
     return contextlib.nullcontext()
-
-
-def _refuse_future(*_: Any) -> Any:
-    raise RuntimeError(
-        "a future cannot show when its call was waited for: keep the call, and call its wait()"
-    )
 
 
 class DirectTransport(Transport):

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import math
-import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,11 +61,10 @@ class Reply(NamedTuple):
             wrong = f"required: ({', '.join(right)}), yours is {kind_of(numbers)}"
             wrong += f" of length {len(numbers)}" if isinstance(numbers, (list, tuple)) else ""
         for position, (limit, (size, known)) in enumerate(right.items()):
-            number = None if wrong else numbers[position]
-            rest = ((name, pair[0]) for name, pair in right.items() if name != limit)
-            others = [(f"that is the number for {name}", one) for name, one in rest]
+            others = (pair for pair in right.items() if pair[0] != limit)
+            known = *known, *((f"that is the number for {name}", n) for name, (n, _) in others)
             how = "{:.6g}".format, f", {limit}", tolerance
-            yield limit, wrong or wrong_number(number, size, [*known, *others], *how)
+            yield limit, wrong or wrong_number(numbers[position], size, known, *how)
 
     def states(
         self, right: Mapping[str, float], known: Callable[[str], Mistakes], tolerance: float = 0.0
@@ -162,7 +160,9 @@ def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
     if isinstance(value, str):
         return shortened(str(value), 10_000)
     if is_number(value):
-        return _number(value)
+        with contextlib.suppress(Exception):
+            return operator.index(value)
+        return float(value)
     if depth and isinstance(value, Mapping):
         pairs = _counted(value.items(), left)
         return {plain(key, 0): plain(entry, depth - 1, left) for key, entry in pairs}
@@ -187,23 +187,14 @@ def is_number(value: object) -> bool:
     """Whether ``value`` is one number of Python, NumPy or torch, finite or not: no text, no bool,
     and no tensor that requires a gradient.
     """
-    if not hasattr(value, "__float__") or isinstance(value, (bool, str)):
-        return False
-    if getattr(value, "requires_grad", False):
+    refused = isinstance(value, (bool, str)) or getattr(value, "requires_grad", False)
+    if refused or not hasattr(value, "__float__"):
         return False
     try:
         float(value)  # type: ignore[arg-type]
     except Exception:  # an array of several numbers, or an int of 400 digits
         return False
     return True
-
-
-def _number(value: Any) -> int | float:
-    with contextlib.suppress(Exception):
-        return operator.index(value)
-    if isinstance(value, numbers.Rational) and value.denominator == 1:
-        return int(value.numerator)
-    return float(value)
 
 
 def kind_of(value: Any) -> str:

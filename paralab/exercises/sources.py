@@ -16,8 +16,7 @@ source of a lab the line
 
 stands for the text of answers/model_states.py, which both functions insert first. An answer that
 builds on an earlier one of its lab imports it; the import is left out, because the notebook has the
-earlier answer in a cell. The exercises and the builder of the labs read all texts through these two
-functions; the builder has a second folder of answers.
+earlier answer in a cell. The builder of the labs has a second folder of answers.
 """
 
 from __future__ import annotations
@@ -30,12 +29,15 @@ from pathlib import Path
 ANSWERS = Path(__file__).resolve().parent / "answers"
 DEFAULT_STUB = 'raise NotImplementedError("your turn")'
 
-_BEGIN = re.compile(r"^(\s*)### BEGIN SOLUTION\s*$")
-_END = re.compile(r"^\s*### END SOLUTION\s*$")
-_STUB = re.compile(r"^\s*### STUB:(?: (.*))?$")
+_BLOCK = re.compile(
+    r"^([ \t]*)### BEGIN SOLUTION[ \t]*\n((?:.*\n)*?)[ \t]*### END SOLUTION[ \t]*$", re.MULTILINE
+)
+_STUB = re.compile(r"^[ \t]*### STUB:(?: (.*))?\n", re.MULTILINE)
 _ANSWER = re.compile(r"^### ANSWER: (\w+)[ \t]*$", re.MULTILINE)
 _EARLIER = re.compile(r"\nfrom paralab\.exercises\.answers\..*\n")
-_MARKER_LIKE = re.compile(r"^\s*#+\s*(BEGIN|END) SOLUTION|^\s*#+\s*(STUB|ANSWER):", re.IGNORECASE)
+_MARKER_LIKE = re.compile(
+    r"^[ \t]*#+[ \t]*(?:(?:BEGIN|END) SOLUTION|(?:STUB|ANSWER):).*", re.IGNORECASE | re.MULTILINE
+)
 
 
 def answer(name: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
@@ -51,45 +53,29 @@ def answer(name: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
 
 def student(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
     """``text`` with stubs in place of solutions. Raises ValueError for a misplaced marker."""
-    return _read(text, folders, solved=False)
+
+    def stub(block: re.Match) -> str:
+        lines = _STUB.findall(block[2]) or [DEFAULT_STUB]
+        return "\n".join(f"{block[1]}{line}".rstrip() for line in lines)
+
+    solution(text, folders)  # refuses a misplaced marker
+    return _BLOCK.sub(stub, _with_answers(text, folders))
 
 
 def solution(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
     """``text`` with solutions and without markers. Raises ValueError for a misplaced marker."""
-    return _read(text, folders, solved=True)
+
+    def solved(block: re.Match) -> str:
+        return _STUB.sub("", block[2]).removesuffix("\n")
+
+    written = _BLOCK.sub(solved, _with_answers(text, folders))
+    if stray := _MARKER_LIKE.search(written):
+        raise ValueError(
+            f"{stray[0].strip()!r}: a marker that is misplaced or misspelled; legal: ### BEGIN "
+            "SOLUTION, any number of ### STUB: lines and the answer, ### END SOLUTION"
+        )
+    return written
 
 
-def _read(text: str, folders: Sequence[Path], *, solved: bool) -> str:
-    lines: list[str] = []
-    stub: list[str] | None = None  # the STUB lines of the block that this line is in
-    indent = ""
-    text = _ANSWER.sub(lambda mark: answer(mark[1], folders), text)
-    for number, line in enumerate(text.splitlines(), 1):
-        if begin := _BEGIN.match(line):
-            if stub is not None:
-                raise _misplaced(number, line, "the block before it has no END")
-            indent, stub = begin[1], []
-        elif _END.match(line):
-            if stub is None:
-                raise _misplaced(number, line, "there is no BEGIN before it")
-            if not solved:
-                lines += [f"{indent}{words}".rstrip() for words in stub or [DEFAULT_STUB]]
-            stub = None
-        elif words := _STUB.match(line):
-            if stub is None:
-                raise _misplaced(number, line, "it is not between BEGIN and END")
-            stub.append(words[1] or "")
-        elif _MARKER_LIKE.match(line):
-            raise _misplaced(number, line, "it is not spelled like a marker")
-        elif stub is None or solved:
-            lines.append(line)
-    if stub is not None:
-        raise ValueError("### BEGIN SOLUTION: there is no END; legal: ### END SOLUTION after it")
-    return "\n".join(lines)
-
-
-def _misplaced(number: int, line: str, why: str) -> ValueError:
-    return ValueError(
-        f"line {number}, {line.strip()!r}: {why}; legal: ### BEGIN SOLUTION, any number of "
-        "### STUB: lines and the answer, ### END SOLUTION"
-    )
+def _with_answers(text: str, folders: Sequence[Path]) -> str:
+    return _ANSWER.sub(lambda mark: answer(mark[1], folders), text).removesuffix("\n")

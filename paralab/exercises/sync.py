@@ -55,21 +55,18 @@ def look_at_training(
         settings = {"limit": limit, "unbroken": (GRADIENTS,)}  # wrong gradients make wrong weights
         for notes, outcome in tries.run(work, ranks, steps, limit, memory=False, **settings):
             right = getattr(of_one_process(MODEL, ranks=ranks, **BATCH)[steps], limit)
-            quiet = outcome.sent(NO_SYNC)
-            sent = [a + b for a, b in zip(quiet, outcome.sent("data"), strict=True)]
+            quiet, sent = outcome.sent(NO_SYNC), outcome.sent(NO_SYNC, "data")
             most = 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
                 notes.look(BYTES, wrong, "")
-            wrong = first_wrong_tensor(outcome["tensors"], right)
-            if wrong:  # only now: to look for the mistake takes another training
-                known, terms = _mistakes(outcome), {}
-                if limit == GRADIENTS:
-                    known |= _other_divisors(right, ranks)
-                    terms = _terms(outcome)
-                else:
-                    known |= with_divisor(RANKS, MODEL, ranks=ranks, steps=steps, **BATCH)
-                wrong = first_wrong_tensor(outcome["tensors"], right, terms=terms, known=known)
+            known, terms = {}, {}
+            if limit == GRADIENTS:
+                known, terms = _mistakes(outcome, right), _terms(outcome)
+            wrong = first_wrong_tensor(outcome["tensors"], right, terms=terms, known=known)
+            if wrong and limit == WEIGHTS:  # only now: this takes another training
+                known = with_divisor(RANKS, MODEL, ranks=ranks, steps=steps, **BATCH)
+                wrong = first_wrong_tensor(outcome["tensors"], right, known=known)
             notes.look(limit, wrong, f"{len(right)} tensors, all equal")
             if limit == GRADIENTS:
                 calls = outcome.report.collectives
@@ -87,7 +84,7 @@ def look_at_training(
 def _early_bucket(calls: Any, bucket_bytes: float) -> str:
     """The first message of rank 0 that sends a bucket before it is full, in words, or ""."""
     mine = calls[(calls["phase"] == "data") & (calls["rank"] == 0) & (calls["op"] == "all_reduce")]
-    sizes = mine.sort_values("span")["payload_bytes"].tolist() if bucket_bytes < math.inf else []
+    sizes = mine.sort_values("span")["payload_bytes"].tolist()
     early = (size for size in sizes[:-1] if size < bucket_bytes)
     message = "a message that is not the last has {:,} bytes, required: at least bucket_bytes, {:,}"
     return next((message.format(size, bucket_bytes) for size in early), "")
@@ -102,7 +99,7 @@ def _terms(outcome: Outcome) -> dict[str, dict[str, Any]]:
     }
 
 
-def _mistakes(outcome: Outcome) -> dict[str, dict[str, Any]]:
+def _mistakes(outcome: Outcome, right: dict[str, Any]) -> dict[str, dict[str, Any]]:
     n, mistakes = len(outcome.results), {}
     for rank, parts in enumerate(outcome["own"]):
         own = {name: sum(one[name] for one in parts) for name in parts[0]}
@@ -112,16 +109,13 @@ def _mistakes(outcome: Outcome) -> dict[str, dict[str, Any]]:
     unequal = {
         name: sum(one[name] for rank in outcome["unequal"] for one in rank) / n for name in own
     }
-    return mistakes | {"the ranks began with unequal weights": unequal}
-
-
-def _other_divisors(right: dict[str, Any], ranks: int) -> dict[str, dict[str, Any]]:
-    """{words: gradients} of answers that divide the sum never, or twice."""
-    known = (
-        ("it is the sum over the ranks, required: the mean", ranks),
-        ("it is divided by the number of ranks twice", 1 / ranks),
-    )
-    return {words: {name: factor * g for name, g in right.items()} for words, factor in known}
+    mistakes["the ranks began with unequal weights"] = unequal
+    for words, factor in (
+        ("it is the sum over the ranks, required: the mean", n),
+        ("it is divided by the number of ranks twice", 1 / n),
+    ):
+        mistakes[words] = {name: factor * gradient for name, gradient in right.items()}
+    return mistakes
 
 
 def averaged(watch: Any, answer: tuple, seed: int, steps: int, what: str) -> dict[str, Any]:

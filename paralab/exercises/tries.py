@@ -8,15 +8,16 @@ it is watched, is in watched.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from paralab.exercises.attempts import launched, without_stub
+from paralab.exercises.lazy import watched
 from paralab.exercises.verdict import Notes
 from paralab.launch import unsent
 from paralab.ranks.failure import ENDED
@@ -32,7 +33,7 @@ class Try:
     answer: tuple
     notes: Notes
 
-    @cached_property
+    @functools.cached_property
     def seed(self) -> int:
         """The seed of the data for this answer, a checksum of its source: no answer can be written
         for the data that it gets, and the same answer gets the same verdict again.
@@ -127,22 +128,17 @@ class Tries:
         answers = [(t.answer, t.seed) for t in tries]
         timeout = patience * len(tries) * self.timeout
         settings = {"nodes": nodes, "device": "cpu", "timeout": timeout}
-        report, trouble = launched(
-            trace, _program, ranks, (work, answers, args, memory), **settings
-        )
+        launch = functools.partial(launched, trace, _program, ranks, **settings)
+        report, trouble = launch((work, answers, args, memory))
         if trouble and len(tries) > 1:
             raise RuntimeError(f"one of several answers ended their launch: {trouble}")
         if trouble.startswith("fn='_program': "):  # the launch refuses to send the answer
             trouble = unsent("answer", *tries[0].answer) or trouble
         if not memory and ENDED in trouble:
-            report, trouble = launched(
-                trace, _program, ranks, (work, answers, args, True), **settings
-            )
+            report, trouble = launch((work, answers, args, True))
         for position, judged in enumerate(tries):
             judged.notes.where = where
-            parts = [{"failed": trouble}]
-            if not trouble:
-                parts = [result[position] for result in report.results]
+            parts = [{"failed": trouble}] if trouble else [one[position] for one in report.results]
             if failed := [part["failed"] for part in parts if "failed" in part]:
                 judged.notes.end(without_stub(failed[0]), limit=limit)
                 continue
@@ -155,6 +151,4 @@ class Tries:
 
 
 def _program(group: Any, *args: Any) -> Any:
-    from paralab.exercises import watched
-
     return watched.run_answers(group, *args)

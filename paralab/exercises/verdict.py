@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return bool(self.rows) and all(row.ok for row in self.rows)
+        return all(row.ok for row in self.rows)
 
     @property
     def started(self) -> bool:
@@ -65,8 +65,7 @@ class Verdict:
         """The rows, with the columns limit, required, yours, ok."""
         import pandas as pd
 
-        rows = [(row.limit, row.required, row.yours, row.word) for row in self.rows]
-        return pd.DataFrame(rows, columns=list(Row._fields))
+        return pd.DataFrame([row._replace(ok=row.word) for row in self.rows])
 
     def __bool__(self) -> bool:
         return self.passed
@@ -128,19 +127,19 @@ class Notes:
 
     def __init__(self, exercise: str, limits: dict[str, str]) -> None:
         self.exercise, self.limits = exercise, limits
-        self._findings: dict[str, tuple[str, bool]] = {}
+        self._rows = {limit: Row(limit, required, "", None) for limit, required in limits.items()}
         self.where, self.said, self.over = "", "", False
 
     def note(self, limit: str, yours: str, ok: bool, said: str = "") -> None:
-        """Record a finding about ``limit``. A later finding never replaces a failure.
+        """Record a finding about ``limit``, a KeyError if it is not a stated one. A later finding
+        never replaces a failure.
 
         yours  the text of the row
         said   the sentence for a failure, by default made of the row
         """
-        if limit not in self.limits:
-            raise KeyError(f"{limit!r} is not a stated limit of {self.exercise}")
         if not self.broke((limit,)):
-            self._findings[limit] = (shortened(show_places(yours), LONGEST), bool(ok))
+            text = shortened(show_places(yours), LONGEST)
+            self._rows[limit] = self._rows[limit]._replace(yours=text, ok=bool(ok))
         if not ok and not self.said:
             said = said or f"{limit}: required: {self.limits[limit]}, yours {yours}"
             self.said = shortened(show_places(said), LONGEST)
@@ -175,8 +174,7 @@ class Notes:
 
     def broke(self, limits: Iterable[str] | None = None) -> bool:
         """Whether one of these limits, by default of all limits, is broken."""
-        limits = self.limits if limits is None else limits
-        return not all(self._findings.get(limit, ("", True))[1] for limit in limits)
+        return any(self._rows[limit].ok is False for limit in limits or self.limits)
 
     def at_most(
         self, limit: str, yours: float, most: float, show: Callable[[float], str], why: str = ""
@@ -204,13 +202,10 @@ class Notes:
         worst = excess.index(max(excess))
         required = f"at most {most:,}" if not least else f"{least:,} to {most:,}"
         required = f"{most:,}" if least == most else required
-        wrong = ""
-        if excess[worst] > 0 and not sent[worst]:
-            wrong = f"rank {worst} sends no bytes{doing}, required: {required}"
-        elif excess[worst] > 0:
-            wrong = f"rank {worst} sends {sent[worst]:,.10g} bytes{doing}, required: {required}"
-            wrong += as_many(sent[worst], most)
-        self.look(limit, wrong, f"{sent[worst]:,} bytes")
+        size = f"{sent[worst]:,.10g}" if sent[worst] else "no"
+        wrong = f"rank {worst} sends {size} bytes{doing}, required: {required}"
+        wrong += as_many(sent[worst], most)
+        self.look(limit, wrong if excess[worst] > 0 else "", f"{sent[worst]:,} bytes")
 
     def memory(
         self,
@@ -223,13 +218,11 @@ class Notes:
         """Record whether each rank holds at most ``most`` bytes. held: bytes by rank; words: for a
         failure, "keeps {held} bytes, an N-th is 7"; ranks: rank -> its name.
         """
-        worst = held.index(max(held))
-        said = f"{ranks(worst)} {words.format(held=f'{held[worst]:,}')}"
-        self.look(limit, said if held[worst] > most else "", f"{held[worst]:,} bytes")
+        largest = f"{max(held):,}"
+        said = f"{ranks(held.index(max(held)))} {words.format(held=largest)}"
+        self.look(limit, said if max(held) > most else "", f"{largest} bytes")
 
     def verdict(self) -> Verdict:
-        rows = []
-        for limit, required in self.limits.items():
-            rows.append(Row(limit, required, *self._findings.get(limit, ("", None))))
+        rows = tuple(self._rows.values())
         said = self.said or ("" if all(row.ok for row in rows) else NOT_STARTED)
-        return Verdict(exercise=self.exercise, rows=tuple(rows), said=said)
+        return Verdict(exercise=self.exercise, rows=rows, said=said)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -49,23 +49,18 @@ class Watch(PeakMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._freed:
-            _refuse_freed(func, (args, kwargs))
+        # To make a view of a freed tensor, or a new tensor of its size, is no error.
+        lost = freed((args, kwargs)) if self._freed and not _reads_nothing(func) else None
+        if lost is not None:
+            raise RuntimeError(
+                f"{_operation(func).strip('_')} computes with a tensor of {tuple(lost.shape)} "
+                "whose storage is freed: it has to be gathered before"
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _resized(self, life: Life) -> None:
+    def resized(self, life: Life) -> None:
+        """Note that a storage is resized: computing with a freed one is an error."""
         self._freed |= life.size == 0
-
-    @contextlib.contextmanager
-    def looking(self, memory: bool) -> Iterator[None]:
-        """Within this context, if ``memory``, tensors are counted, and computing with a freed
-        tensor is an error.
-        """
-        with contextlib.ExitStack() as looks:
-            if memory:
-                looks.enter_context(self)
-                looks.enter_context(self.resizes(self._resized))
-            yield
 
     def unseen(self) -> AbstractContextManager:
         """Within this context no tensor is counted: the checker computes, not the answer."""
@@ -75,17 +70,6 @@ class Watch(PeakMemory):
         """A context that counts bytes of tensors beyond those that are alive when it begins."""
         assert self._counting, "a run without memory"
         return Section(self)
-
-
-def _refuse_freed(func: Any, arguments: Any) -> None:
-    """Raise RuntimeError for an operation that reads a freed tensor. To make a view of it, or a new
-    tensor of its size, is no error.
-    """
-    if not _reads_nothing(func) and (lost := freed(arguments)) is not None:
-        raise RuntimeError(
-            f"{_operation(func).strip('_')} computes with a tensor of {tuple(lost.shape)} whose "
-            "storage is freed: it has to be gathered before"
-        )
 
 
 def _operation(func: Any) -> str:
@@ -143,7 +127,8 @@ def run_answers(
         watch = Watch(group, number)
         rank, recorder = group.context.rank, watch.recorder
         try:
-            with watch.looking(memory), watch.calls.seen():
+            counted = watch if memory else contextlib.nullcontext()
+            with counted, watch.resizes(watch.resized), watch.calls.seen():
                 recorder.begin_step(0)
                 with recorder.span("compute"):
                     result = work(watch, answer, seed, *args)
