@@ -385,7 +385,7 @@ REFUSED = [  # widget, settings, the machine, why it is not run, and whether the
 def test_a_cluster_that_states_no_memory_has_no_more_than_this_machine(monkeypatch):
     monkeypatch.setattr(widget_parts, "memory_bytes", lambda: 2**20)
     with pytest.raises(ValueError, match="this machine's 1.05 MB: a smaller model"):
-        widgets.zero(cluster=CLUSTER.replace(memory=2**62)).run()
+        widgets.zero(cluster=CLUSTER.replace(memory=2**62)).run().wait(PATIENCE)
 
 
 @pytest.mark.parametrize(("name", "knobs", "machine", "why", "blocked"), REFUSED)
