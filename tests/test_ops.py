@@ -452,6 +452,7 @@ class Noting(Own):
         self.turned.register_forward_hook(lambda module, inputs, result: 2 * result)
         self.again, self.shape, self.largest = self.mix, None, math.nan
         self.chosen = random.Random(0)
+        self.functions = np.array([math.sin, lambda x: x])
 
     def forward(self, x):
         self.shape, self.sizes = x.shape, [x.shape[0], math.nan]

@@ -8,7 +8,6 @@ of the matrix products and the bytes that other kernels read and write.
 
 from __future__ import annotations
 
-import pickle
 import random
 import weakref
 from collections import deque
@@ -225,8 +224,12 @@ def _plain(value: Any) -> Any:
         return sorted(map(repr, value))
     if isinstance(value, Tensor):
         return id(value)
-    if isinstance(value, (np.ndarray, random.Random, np.random.Generator)):
-        return pickle.dumps(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
     return None
 
 
