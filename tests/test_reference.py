@@ -233,6 +233,11 @@ def test_what_no_batch_or_optimizer_can_be_is_refused():
             pl.reference.train(SPEC, steps=3, clip_norm=clip_norm)
 
 
+def test_a_training_of_any_length_keeps_nothing_for_its_steps():
+    steps = pl.reference.train(SPEC, steps=2**40, clip_norm=1.0)
+    assert next(steps).loss == 0.0 and next(steps).loss > 1.0
+
+
 def test_a_loop_of_ones_own_on_ranks_is_the_training_of_one_process(text):
     """Data parallelism by hand, as a student writes it."""
 

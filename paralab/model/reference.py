@@ -332,7 +332,6 @@ def train(
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())
     update = _optimizer(masters.values(), optimizer, lr)
-    clips = clips if clips is clip_norm else clips * steps
 
     def trained() -> Iterator[Step]:
         scale, since_change = (FIRST_SCALE if precision == "fp16" else 1.0), 0
@@ -353,7 +352,7 @@ def train(
             norm = torch.stack([g.norm() for g in gradients.values()]).norm()
             finite, since_change = bool(norm.isfinite()), since_change + 1
             if finite or precision != "fp16":
-                limit = clips[step]
+                limit = clip_norm[step] if isinstance(clip_norm, Sequence) else clip_norm
                 shrink = 1.0 if limit is None else min(1.0, limit / (norm.item() + 1e-6))
                 for name, master in masters.items():
                     master.grad = gradients[name] * shrink
