@@ -195,6 +195,7 @@ def run(
         resume=resume,
         resume_changes=resume_changes,
     )
+    steps = settings["steps"]
     how = {"optimizer": settings["optimizer"], "clips": settings["clip_norm"] is not None}
     if steps >= LONG and (size := _report_bytes(model, plan, steps, **how)) >= MUCH:
         what = f"the records of all {steps} steps will take about {size / 1e9:,.0f} GB"

@@ -7,6 +7,7 @@ import io
 import sys
 import warnings
 
+import numpy as np
 import pytest
 
 import paralab as pl
@@ -58,6 +59,9 @@ def test_a_run_whose_report_would_fill_the_memory_says_so_before(run, model, mon
         warnings.simplefilter("error")
         run(model, plan, steps=1000)
     assert asked == ["ranks"] * 2
+    with warnings.catch_warnings(), pytest.raises(Stopped):
+        warnings.simplefilter("error")
+        run(model, plan, steps=np.uint8(200))  # 200 times a row's bytes is no uint8
 
 
 def test_running_out_of_memory_says_what_fills_the_device(run, model):
