@@ -28,7 +28,7 @@ CHOICES = [
     (("cuda", 3, CARDS[:1] * 4, 1), ("cuda:0", "gloo", True), ["4 ranks and 1 GPU:"]),
     ((None, 0, [(0, ""), (0, "")], 0), ("cpu", "gloo", False), [""]),
     (("cpu", 0, [], 4), ("cpu", "gloo", False), [""]),
-    ((None, 0, [(0, ""), (1, "GPU-1")], 0), ("cpu", "gloo", False), ["2 ranks and 1 GPU:"]),
+    ((None, 0, [(0, ""), (1, "GPU-1")], 0), ("cpu", "gloo", False), ["of the 2 ranks have no GPU"]),
 ]
 
 

@@ -117,6 +117,8 @@ def choose_device(device: str | None, local_rank: int, cards: Sequence[tuple[int
     if device is None and not (one_each and sees_gpu):
         why = f"{counts}: the ranks run on the CPU, over gloo; with device='cuda' they would share "
         why += "GPUs, and their times would include one another's work"
+        if not sees_gpu:  # but another rank does
+            why = f"some of the {len(cards)} ranks have no GPU: all ranks run on the CPU, over gloo"
         return Chosen("cpu", "gloo", why=why)
     chosen = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(chosen)
