@@ -84,7 +84,7 @@ def test_missing_and_duplicate_ranks_are_refused_by_name():
     parts, plan = synthetic.parts(4)
     merge = lambda p: Report.from_parts(p, model=MODEL, plan=plan, meta={})  # noqa: E731
     refuses(r"no part of ranks 1, 3", merge, [parts[0], parts[2]])
-    refuses(r"id 2 appears more than once", merge, [*parts, parts[2]])
+    refuses(r"rank 2 wrote more than one part", merge, [*parts, parts[2]])
 
 
 @pytest.mark.parametrize("dealt", [1, 2, 4])
@@ -532,6 +532,12 @@ def test_a_folder_says_which_ranks_are_missing(tmp_path):
     with pytest.raises(ValueError, match=r"no part of ranks 1, 3") as caught:
         load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: ")
+
+
+def test_a_folder_with_a_copy_of_a_part_says_whose_it_is(tmp_path):
+    written(tmp_path)
+    (tmp_path / "rank-00001 (copy).json").write_bytes((tmp_path / "rank-00001.json").read_bytes())
+    refuses("rank 1 wrote more than one part", load, tmp_path)
 
 
 def test_a_folder_with_parts_of_two_runs_is_refused(tmp_path):

@@ -106,6 +106,8 @@ def _all_ranks(parts: Sequence[Mapping[str, Any]], world_size: int) -> list[Mapp
         raise ValueError(
             f"{expected}, but there is no part of {rank_names(missing)}; every rank must write one"
         )
+    if twice := sorted({r for r in present if present.count(r) > 1}):  # a copy of a file, say
+        raise ValueError(f"{expected}, but {rank_names(twice)} wrote more than one part")
     return sorted(parts, key=lambda part: part["rank"])
 
 
