@@ -388,9 +388,9 @@ CRAFTED = {
     "a list for a box": (lambda body: body["tensors"][TENSOR]["boxes"].append([]), TENSOR),
     "16 bits": (lambda body: body["tensors"][TENSOR].update(dtype="F16"), "its dtype is 'F16'"),
     "no such tensor": (lambda body: body["tensors"].pop(TENSOR),
-                       f"{TENSOR} of shape None, which must be of shape "),
+                       f"{TENSOR} is missing in it"),
     "one tensor more": (lambda body: body["tensors"].update({"more": {
-        "dtype": "F32", "shape": [0], "boxes": []}}), r"it has more of shape \(0,\), which must"),
+        "dtype": "F32", "shape": [0], "boxes": []}}), "it has more, which is no tensor of this tr"),
     "no steps": (lambda body: body["counters"].clear(), "optimizer_steps is missing in it"),
     "steps in words": (lambda body: body["counters"].update(optimizer_steps="2"),
                        "optimizer_steps has type str, not float"),
