@@ -156,12 +156,13 @@ def peak(report: Tables, *, tier: str = "device", rank: int | None = None) -> Pe
         memory = memory[memory["rank"] == rank]
     if memory.empty:
         return None
-    samples = memory.groupby(["rank", "step", "time"])
-    totals = samples["bytes"].sum()
+    totals = memory.groupby(["rank", "step", "time"])["bytes"].sum()
     largest = totals[totals == totals.max()]
     measured = largest.index.get_level_values("step").isin(measured_steps(report))
-    rank, step, time = at = (largest[measured] if measured.any() else largest).index[0]
-    held = samples.get_group(at).groupby("category", sort=False)["bytes"].sum().to_dict()
+    rank, step, time = (largest[measured] if measured.any() else largest).index[0]
+    # Faster than `get_group`, which looks up the rows of all samples.
+    sample = memory[(memory["rank"] == rank) & (memory["step"] == step) & (memory["time"] == time)]
+    held = sample.groupby("category", sort=False)["bytes"].sum().to_dict()
     return Peak(int(rank), int(step), float(time), held)
 
 
