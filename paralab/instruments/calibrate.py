@@ -227,8 +227,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
         Cluster.from_dict(known["cluster"])
-        known["points"]["links"], known["accuracy"]["device"]  # what others read of it
-        return known if known["format"] == FORMAT else None
+        complete = "links" in known["points"] and "device" in known["accuracy"]
+        return known if complete and known["format"] == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
