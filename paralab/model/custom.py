@@ -40,10 +40,12 @@ class Custom(Op):
         import torch
         from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+        from paralab.model.wide_views import wide_views
+
         (x,) = state
         module, shape = self._module(env), (-1, self.spec.seq_len, self.spec.hidden)
         if not env.keeping:
-            with env.drawing(self.name, 1.0):
+            with env.drawing(self.name, 1.0), wide_views(weights.values()):
                 y = called(module, dict(weights), x.view(shape))
             return (y.reshape(x.shape),), None
         leaf = x.detach().view(shape).requires_grad_()
@@ -75,9 +77,15 @@ class Custom(Op):
             if dtype == w.dtype:
                 return w.as_strided(size, stride, offset // w.itemsize)
             view = torch.empty(0, dtype=dtype, device=w.device)
+            if offset % view.itemsize:  # torch has no view at such an offset, so copy
+                last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+                count = (last + 1) * view.itemsize // w.itemsize
+                flat = w.as_strided((count,), (1,), offset // w.itemsize)
+                return flat.clone().view(dtype).as_strided(size, stride)
             return view.set_(w.untyped_storage(), offset // view.itemsize, size, stride)
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, unpack), env.drawing(self.name, 1.0):
+        views, hooks = wide_views(leaves.values()), saved_tensors_hooks(pack, unpack)
+        with torch.enable_grad(), hooks, env.drawing(self.name, 1.0), views:
             y = called(module, leaves, leaf)
         for w in leaves.values():  # the graph refers to the leaves, but needs none of their values
             w.data = w.new_empty(0)
