@@ -190,8 +190,11 @@ class Widget(ipw.VBox):
 
     def _refused(self, at: At) -> str:
         """Why these settings cannot run on this machine, checked before a run; "" if they can."""
-        local = parts.is_local(at.cluster)
-        machine = at.cluster if local else this_machine(at.plan.world_size)
+        cluster, ranks = at.cluster, at.plan.world_size
+        machine = cluster if parts.is_local(cluster) else this_machine(ranks)
+        if ranks > cluster.num_devices:  # a run needs no device for each rank, a prediction does
+            at = at.but()
+            at.cluster = cluster.replace(devices_per_node=ranks)
         return parts.no_room(at.predicted, machine, self.steps, self.longest)
 
     def _depends_on(self, at: At) -> Any:
