@@ -518,7 +518,10 @@ class Widget(ipw.VBox):
             widget.disabled = running or self._unused(name)
         self._progress.layout.display = "flex" if running else "none"
         self._run_button.description = "Run again" if state == "done" else "Run it"
-        (self._views.add_class if stale else self._views.remove_class)(STALE)
+        if stale:
+            self._views.add_class(STALE)
+        else:
+            self._views.remove_class(STALE)
         notes = [html.escape(f"{note[:1].upper()}{note[1:]}.") for note in self._notes]
         self._trouble.value = trouble or parts.noted(*notes)
         if state == "idle":
