@@ -117,6 +117,16 @@ def test_timeline_colours_boxes_by_kind_and_waits_look_like_waits(four):
     assert len(by_name["waiting"].x) == kinds["wait"]
 
 
+def test_the_legend_counts_the_groups_of_one_colour_if_they_are_many(four):
+    spans = four.spans.copy()
+    sent = spans["lane"].str.startswith("comm:")
+    for names, said in ((3, "g0 and g1 and g2"), (4, "g0 and 3 other groups")):
+        spans.loc[sent, "lane"] = [f"comm:g{i % names}" for i in range(sent.sum())]
+        chart = dataclasses.replace(four, spans=spans).timeline()
+        shown = {trace.name for trace in chart.data if trace.name.startswith("communication")}
+        assert shown == {f"communication, {said}"}
+
+
 def test_boxes_never_cover_one_another(four):
     for report in (four, synthetic.report(3, grad_sync="bucketed")):
         drawn = boxes(report.timeline())

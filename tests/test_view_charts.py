@@ -572,9 +572,13 @@ def test_losses_that_coincide_are_drawn_from_wide_to_narrow_and_said_to_coincide
 def test_losses_say_where_each_ends_or_which_diverged():
     worse = view.losses({"a": [3.0, 2.0], "b": [3.0, 2.5]})
     assert worse.finding == "a ends at 2.000, b at 2.500 nats"
+    equal = view.losses({"a": [3.0, 2.0], "b": [3.5, 2.0]})
+    assert equal.finding == "All runs end at 2.000 nats, but their curves differ before"
     same = view.losses({"a": [3.0, 2.0], "b": [3.0, 2.0]})
     assert same.finding == "Both curves coincide: their losses are equal"
     assert view.losses({"a": [1.0]}, title="<b> & co").finding == "&lt;b&gt; &amp; co"
+    close = view.losses({"a": [3.0, 2.00001], "b": [3.5, 2.0]})
+    assert close.finding == equal.finding
     lost = {"a": [3.0, 2.0], "b": [3.0, float("nan")]}
     assert view.losses(lost).finding == "b diverged at step 1"
     both = view.losses({**lost, "c": [3.0, float("inf")]})

@@ -33,6 +33,9 @@ def test_a_right_prediction_is_said_to_be_one():
     assert chart.finding == "The fastest plan is b, as predicted"
     tied = contest(reports("predicted", a=2.0, b=1.0, c=1.0), FOUND)
     assert tied.finding == "The fastest plan is b, as predicted"
+    both = reports("replayed", a=2.0, b=1.0, c=1.0)
+    right = contest(reports("predicted", a=2.0, b=1.5, c=1.0), both)
+    assert right.finding == "The fastest plan is c, as predicted"
     even = contest(reports("predicted", a=1.0, b=1.0, c=1.0), FOUND)
     assert even.below.endswith("rank correlation of the two orders: undefined, as times are equal")
 

@@ -202,6 +202,13 @@ def test_the_legend_has_every_name_once_and_its_entry_hides_all_of_that_name(two
     assert chart.layout.margin.t > made(copies=[]).timeline().layout.margin.t  # a row more
 
 
+def test_without_categories_boxes_on_links_are_told_apart_by_their_rows(one):
+    outline = dataclasses.replace(one, copies=one.copies[:0])
+    names = [trace.name for trace in outline.timeline().data]
+    assert {"copy, h2d", "copy, d2h", "copy, disk", "optimizer, host"} < set(names)
+    assert len(set(names)) == len(names)
+
+
 def test_a_box_too_short_to_see_has_an_edge_of_its_own_colour(one):
     states = [t for t in one.timeline().data if t.name == "copying optimizer states"]
     (write,), (read,) = [t for t in states if t.x[0] < 1], [t for t in states if t.x[0] > 1]

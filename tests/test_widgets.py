@@ -388,6 +388,12 @@ def test_a_cluster_that_states_no_memory_has_no_more_than_this_machine(monkeypat
         widgets.zero(cluster=CLUSTER.replace(memory=2**62)).run().wait(PATIENCE)
 
 
+@pytest.mark.parametrize("make", [widgets.zero, widgets.tensor, widgets.pipeline])
+def test_a_run_needs_no_device_of_the_cluster_for_each_rank(make):
+    widget = make(cluster=CLUSTER.replace(devices_per_node=2))
+    assert widget.values.plan.world_size == 4 and widget._refused(widget.values) == ""
+
+
 @pytest.mark.parametrize(("name", "knobs", "machine", "why", "blocked"), REFUSED)
 def test_what_cannot_run_here_is_refused_in_words(
     make, monkeypatch, name, knobs, machine, why, blocked

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paralab.report.tables import COMPUTE_KINDS, KINDS
-from paralab.view import lanes, theme
+from paralab.view import lanes, naming, theme
 from paralab.view.boxes import Section
 from paralab.view.lanes import Box
 from paralab.view.marks import Part
@@ -53,7 +53,10 @@ def traces(
         computes = kind in COMPUTE_KINDS
         alike = sorted(axes[fill]) if kind == "comm" else ()
         if len(alike) > 1:
-            name = f"communication, {' and '.join(alike)}"
+            named = alike if len(alike) < 4 else [alike[0], f"{len(alike) - 1} other groups"]
+            name = f"communication, {' and '.join(named)}"
+        if not tiers and kind != "comm" and row != "compute":  # an outline does not say what moves
+            name = f"{naming.kind_name(kind)}, {theme.text(row)}"
         if tiers and (kind, row) == ("copy", "compute"):
             name = "copy on the device"
         if split_backward and kind == "backward":

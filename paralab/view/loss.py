@@ -129,4 +129,7 @@ def _verdict(curves: Mapping[str, Sequence[float]], spread: float, nats: bool) -
             return f"{both} coincide: their losses are equal"
         bound = f"{10.0 ** math.ceil(math.log10(spread)):.0e}"
         return f"{both} coincide: their losses differ by at most {bound}"
-    return f"{best} ends at {ends[best]:.3f}, {worst} at {ends[worst]:.3f}{' nats' * nats}"
+    low, high, unit = f"{ends[best]:.3f}", f"{ends[worst]:.3f}", " nats" * nats
+    if low == high:
+        return f"All runs end at {high}{unit}, but their curves differ before"
+    return f"{best} ends at {low}, {worst} at {high}{unit}"

@@ -112,14 +112,16 @@ class Grid:
             runs: list[list[Any]] = []  # [node, left, right] of neighbours in this row
             for (d, t), x in self.x.items():
                 node = cluster.node_of(self.rank(p, d, t))
-                if not (runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT):
-                    runs.append([node, x, x])
-                runs[-1][2] = x + 1.0
+                if runs and runs[-1][0] == node and x - runs[-1][2] < LEFT_OUT:
+                    runs[-1][2] = x + 1.0
+                else:
+                    runs.append([node, x, x + 1.0])
             for run in runs:
                 above = [piece for piece in pieces if piece[:3] == run and y - piece[4] < LEFT_OUT]
-                if not above:
-                    pieces.append([*run, y, y])
-                (above or pieces[-1:])[0][4] = y + 1.0
+                if above:
+                    above[0][4] = y + 1.0
+                else:
+                    pieces.append([*run, y, y + 1.0])
         return pieces
 
     def nodes(self, cluster: Cluster | None) -> tuple[list[Part], list[Part]]:

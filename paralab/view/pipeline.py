@@ -81,7 +81,8 @@ def section(report: Tables, *, label: str = "", marked: bool = False, **asked: A
         return result
     edges_of: dict[tuple[int, ...], Interval] = {}  # by pipeline
     for rank, (start, end) in parts.items():
-        low, high = edges_of.get(pipeline := report.plan.place(rank)[1:], (start, end))
+        pipeline = report.plan.place(rank)[1:]
+        low, high = edges_of.get(pipeline, (start, end))
         edges_of[pipeline] = min(low, start), max(high, end)
     idle = metrics.idle_shares(report, result.step)
     result.idle = {r: idle[r] for r in result.ranks if r in idle}

@@ -47,10 +47,11 @@ def contest(expected: Mapping[str, Tables], found: Mapping[str, Tables]) -> Char
     table = pd.DataFrame({"plan": names, **times}).set_index("plan")
     clocks, look = list(times), theme.look()
     rows = [theme.text(name) for name in names]
-    favourite = rows[int(table[clocks[0]].argmin())]
-    right = f", as {clocks[0]}" if favourite == rows[0] else ""
-    finding = f"The fastest plan is {rows[0]}"
-    finding += right or f"; {favourite} was {clocks[0]} as the fastest"
+    favourite, came_in = int(table[clocks[0]].argmin()), times[clocks[1]]
+    if came_in[favourite] == came_in[0]:  # it need not be the only one that is the fastest
+        finding = f"The fastest plan is {rows[favourite]}, as {clocks[0]}"
+    else:
+        finding = f"The fastest plan is {rows[0]}; {rows[favourite]} was {clocks[0]} as the fastest"
     order = rank_correlation(*times.values())
     said = "undefined, as times are equal" if math.isnan(order) else f"{order:.2f}"
     below = [*naming.clock_lines(clocks), f"rank correlation of the two orders: {said}"]

@@ -110,7 +110,8 @@ def _bar_label(link: str, flows: list[tuple], cluster: Cluster | None) -> str:
     by_op, share = cluster.collectives if link == "intra" else {}, 1.0
     if link == "inter" and cluster.ports is not None:
         share = cluster.ports / cluster.devices_per_node
-    seconds = sum(n / (by_op.get(kind[1], stated).bandwidth * share) for kind, n in parts)
+    ops = [(kind[1] if link in LEVELS else "", n) for kind, n in parts]  # copies have no operation
+    seconds = sum(n / (by_op.get(op, stated).bandwidth * share) for op, n in ops)
     return f"{text}, {theme.scaled(seconds, 's')}"
 
 

@@ -190,8 +190,11 @@ class Widget(ipw.VBox):
 
     def _refused(self, at: At) -> str:
         """Why these settings cannot run on this machine, checked before a run; "" if they can."""
-        local = parts.is_local(at.cluster)
-        machine = at.cluster if local else this_machine(at.plan.world_size)
+        cluster, ranks = at.cluster, at.plan.world_size
+        machine = cluster if parts.is_local(cluster) else this_machine(ranks)
+        if ranks > cluster.num_devices:  # a run needs no device for each rank, a prediction does
+            at = at.but()
+            at.cluster = cluster.replace(devices_per_node=ranks)
         return parts.no_room(at.predicted, machine, self.steps, self.longest)
 
     def _depends_on(self, at: At) -> Any:
@@ -515,7 +518,10 @@ class Widget(ipw.VBox):
             widget.disabled = running or self._unused(name)
         self._progress.layout.display = "flex" if running else "none"
         self._run_button.description = "Run again" if state == "done" else "Run it"
-        (self._views.add_class if stale else self._views.remove_class)(STALE)
+        if stale:
+            self._views.add_class(STALE)
+        else:
+            self._views.remove_class(STALE)
         notes = [html.escape(f"{note[:1].upper()}{note[1:]}.") for note in self._notes]
         self._trouble.value = trouble or parts.noted(*notes)
         if state == "idle":
