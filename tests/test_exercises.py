@@ -195,6 +195,12 @@ def test_of_several_looks_at_one_limit_the_first_failure_stands():
         notes.note("beauty", "much", True)
 
 
+def test_an_answer_has_broken_none_of_no_limits():
+    notes = Notes("x", {"bytes": "few"})
+    notes.look("bytes", "many", "")
+    assert notes.broke() and notes.broke(("bytes",)) and not notes.broke(())
+
+
 def test_a_verdict_shows_what_it_quotes_as_text():
     notes = Notes("x", {"a<b": "<b>"})
     notes.note("a<b", "<script>", False)
