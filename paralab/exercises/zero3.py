@@ -72,8 +72,10 @@ def look_at_training(tries: Tries, runs: dict[int, int], most_units: int) -> Non
             }
             terms = {
                 "of the weights before": start,
-                "of the last micro-batch": _updated(alone, 1, start),
-                "of the micro-batches before the last": _updated(last.weights, 1, alone),
+                "of the last micro-batch": {name: -lr * g for name, g in share.items()},
+                "of the micro-batches before the last": {
+                    name: w - alone[name] for name, w in last.weights.items()
+                },
             }
             how = {"start": start, "known": known, "terms": terms if steps == 1 else {}}
             wrong = first_wrong_tensor(outcome["weights"], last.weights, **how)
