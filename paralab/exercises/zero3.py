@@ -22,7 +22,7 @@ from paralab.spec import ModelSpec, Plan
 # Many small units, so that a model that is never freed shows in the peak.
 MODEL = ModelSpec(layers=5, hidden=30, heads=2, seq_len=8, tied=False)
 RUNS = {4: 1, 3: 2}  # ranks: steps
-RATES = {4: 0.05, 3: 0.2, 2: 0.4}  # the learning rate by ranks
+RATES = {4: 0.05, 3: 0.2, 2: 0.4}  # the learning rate by ranks; none is the task example's 0.1
 SCALARS = 4000  # bytes of counts and the like
 UNITS = 4  # whole units at the peak: parameters, gradients, and both again in flat buffers
 
