@@ -195,6 +195,12 @@ def test_of_several_looks_at_one_limit_the_first_failure_stands():
         notes.note("beauty", "much", True)
 
 
+def test_an_answer_has_broken_none_of_no_limits():
+    notes = Notes("x", {"bytes": "few"})
+    notes.look("bytes", "many", "")
+    assert notes.broke() and notes.broke(("bytes",)) and not notes.broke(())
+
+
 def test_a_verdict_shows_what_it_quotes_as_text():
     notes = Notes("x", {"a<b": "<b>"})
     notes.note("a<b", "<script>", False)
@@ -268,22 +274,24 @@ def test_an_answer_stands_once_and_is_inserted_where_its_name_is():
 
 
 @pytest.mark.parametrize(
-    "text",
+    "text, line",
     [
-        "### BEGIN SOLUTION\nx = 1",
-        "x = 1\n### END SOLUTION",
-        "### BEGIN SOLUTION\n### BEGIN SOLUTION",
-        "### BEGIN SOLUTION\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION",
-        "### STUB: x",
-        "# BEGIN SOLUTION\n# END SOLUTION",
-        "### BEGIN SOLUTIONS\nx\n### END SOLUTION",
-        "### answer: summa",
-        "### BEGIN SOLUTION\n### Stub: x\n### END SOLUTION",
+        ("### BEGIN SOLUTION\nx = 1", 1),
+        ("x = 1\n### END SOLUTION", 2),
+        ("### BEGIN SOLUTION\n### BEGIN SOLUTION", 1),
+        ("### BEGIN SOLUTION\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION", 2),
+        ("### BEGIN SOLUTION\n### STUB: x\nx = 1\n### END SOLUTION\n\n### END SOLUTION", 6),
+        ("### STUB: x", 1),
+        ("# BEGIN SOLUTION\n# END SOLUTION", 1),
+        ("### BEGIN SOLUTIONS\nx\n### END SOLUTION", 1),
+        ("### answer: summa", 1),
+        ("### BEGIN SOLUTION\n### STUB: y\n### Stub: x\n### END SOLUTION", 3),
     ],
 )
-def test_a_stray_mark_is_an_error_not_a_leaked_solution(text):
+def test_a_stray_mark_is_an_error_not_a_leaked_solution(text, line):
+    said = rf"line {line}, '#.*a marker that is misplaced or misspelled; legal: "
     for read in (sources.student, sources.solution):
-        with pytest.raises(ValueError, match="a marker that is misplaced or misspelled; legal: "):
+        with pytest.raises(ValueError, match=said):
             read(text)
 
 

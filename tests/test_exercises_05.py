@@ -42,6 +42,8 @@ WRONG = [  # answer, limits it breaks, words of the verdict
      "; the term of the micro-batches before the last is in it twice"),
     (zero3(ALL_REDUCES), {"bytes per rank"}, "(yours is 1.33 times that)"),
     (zero3((UPDATE, "pass")), {"weights"}, "it is as it was before"),
+    (zero3(("self.lr = lr", "self.lr = 0.1")), {"weights"},
+     "; it has changed by 2 times what is required"),  # 0.1 is the task's example
     (bad.Torchs, {"weights"}, "raised "),
 ]  # fmt: skip
 RIGHT = zero3(SUMS, (UPDATE, f"{UPDATE} / self.ranks"))

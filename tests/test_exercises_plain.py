@@ -186,7 +186,8 @@ REFUSED = [
     (tagged, "tag=3: messages of two ranks are matched in the order in which they are sent"),
     (sliced, "all_reduce of a tensor of shape (2,): it is not contiguous in memory, as after a "
      "transpose; legal: tensor = tensor.contiguous() before the call"),
-    (future, "rank 0 never waits for all_reduce #0"),
+    (future, ("rank 0 raised RuntimeError: a future cannot show when its call was waited for: keep "
+              "the call, and call its wait()")),
     (to_itself, "a rank sends nothing to itself"),
     (unequal(torch.ones(5), torch.ones(2, 3)),
      "rank 1 raised OrderError: recv #0 is for 6 elements of float32, and rank 0 sends 5 elements "

@@ -130,6 +130,7 @@ class LateCalls:
                 for name in names.split():
                     stand_before(undo, "c10d", name, functools.partial(self._called, op))
             around(undo, dist.Work, "wait", self._waiting)
+            around(undo, dist.Work, "get_future", _refuse_future)
             around(undo, dist.ProcessGroup, "barrier", _uncounted)
             around(undo, dist.distributed_c10d, "_check_single_tensor", _require_tensor)
             core = dist.distributed_c10d
@@ -268,6 +269,12 @@ def _require_tensor(value: Any, name: str, *_: Any) -> Any:
         legal = "a tensor; .grad is None without a gradient"
         raise illegal(name, value, "it cannot be sent or filled", legal)
     return contextlib.nullcontext()
+
+
+def _refuse_future(*_: Any) -> Any:
+    raise RuntimeError(
+        "a future cannot show when its call was waited for: keep the call, and call its wait()"
+    )
 
 
 class DirectTransport(Transport):

@@ -172,9 +172,12 @@ def _startable(simulated: Simulation, since: float, i: int, most: int) -> Action
     done, row = i - order.first[rank], simulated.schedule[rank]
     held = live(simulated.schedule)[rank][done - 1] - (row[done - 1].kind in "BW")
     for at in range(done + 1, len(row)):
+        # An action waits for at most one of another stage, its source, and for those of its own
+        # stage and micro-batch that come before it.
         action, source = row[at], order.source[order.first[rank] + at]
         arrived = source < 0 or simulated.end[source] <= since + 1e-12
-        waits = any(other[::2] == action[::2] for other in row[done:at])  # for one of its own stage
+        same = (action.stage, action.microbatch)
+        waits = any((other.stage, other.microbatch) == same for other in row[done:at])
         if arrived and not waits and (action.kind != "F" or held < most):
             return action
     return None

@@ -65,16 +65,16 @@ def student(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
 def solution(text: str, folders: Sequence[Path] = (ANSWERS,)) -> str:
     """``text`` with solutions and without markers. Raises ValueError for a misplaced marker."""
 
-    def solved(block: re.Match) -> str:
-        return _STUB.sub("", block[2]).removesuffix("\n")
-
-    written = _BLOCK.sub(solved, _with_answers(text, folders))
-    if stray := _MARKER_LIKE.search(written):
+    text = _with_answers(text, folders)
+    # An empty line in place of each marker, so that a line that is left keeps its number.
+    rest = _BLOCK.sub(lambda block: "\n" + _STUB.sub("\n", block[2]), text)
+    if stray := _MARKER_LIKE.search(rest):
+        line = rest.count("\n", 0, stray.start()) + 1
         raise ValueError(
-            f"{stray[0].strip()!r}: a marker that is misplaced or misspelled; legal: ### BEGIN "
-            "SOLUTION, any number of ### STUB: lines and the answer, ### END SOLUTION"
+            f"line {line}, {stray[0].strip()!r}: a marker that is misplaced or misspelled; legal: "
+            "### BEGIN SOLUTION, any number of ### STUB: lines and the answer, ### END SOLUTION"
         )
-    return written
+    return _BLOCK.sub(lambda block: _STUB.sub("", block[2]).removesuffix("\n"), text)
 
 
 def _with_answers(text: str, folders: Sequence[Path]) -> str:

@@ -174,7 +174,8 @@ class Notes:
 
     def broke(self, limits: Iterable[str] | None = None) -> bool:
         """Whether one of these limits, by default of all limits, is broken."""
-        return any(self._rows[limit].ok is False for limit in limits or self.limits)
+        limits = self.limits if limits is None else limits
+        return any(self._rows[limit].ok is False for limit in limits)
 
     def at_most(
         self, limit: str, yours: float, most: float, show: Callable[[float], str], why: str = ""
