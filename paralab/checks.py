@@ -220,8 +220,8 @@ class Description:
     """
 
     def check_fields(self) -> None:
-        """Convert every `count` field to an int in its range and check every `one_of` field, or
-        raise its refusal.
+        """Convert every `count` field to an int in its range and check every `one_of` and `flag`
+        field, or raise its refusal.
         """
         for name, default, metadata in _checked(type(self)):
             value = getattr(self, name)

@@ -474,8 +474,8 @@ MUTANTS = {
         "op, reads, writes = RECEIVE, (), ((*v[:2], v[2] ^ 1),)",
         check="reads g blocks.1, which no instruction has written"),
     "weight halves of all micro-batches at once": Mutant(
-        "zero bubble", INSTRUCTIONS, "return Instr(op, at, k, -1, deferred, ())",
-        "return Instr(op, at, 0, -1, deferred, ())",
+        "zero bubble", INSTRUCTIONS, "return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())",
+        "return Instr(BACKWARD_WEIGHT, at, 0, -1, (deferred,), ())",
         check="computed 3 times"),
     "weight halves overwrite each other": Mutant(
         "zero bubble", FLAT, "view.addmm_(a, b)", "torch.mm(a, b, out=view)", equal=GRADIENTS),

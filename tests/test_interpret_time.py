@@ -393,3 +393,16 @@ def test_a_delayed_update_runs_beside_the_next_step(costly, host, at_once, delay
         places = {"gradients": "cpu", "optimizer": "cpu", "delayed": late}
         plan = pl.Plan(zero_stage=2, offload=places)
         assert time(compiled(MODEL, plan), links).seconds == pytest.approx(step, rel=1e-3)
+
+
+# ---- no rank can go on ---------------------------------------------------------------------------
+def test_a_deadlock_says_where_every_rank_stands(seconds):
+    """Both want to receive before they send."""
+
+    def use(k: int) -> Instr:
+        return Instr(FORWARD, (4, 5), k, reads=(("x", 4, k),))
+
+    one = [*receives(source=1, count=1), use(0), *messages(to=1, count=1, begin=7)]
+    other = [*receives(source=0, count=1, begin=7), use(7), *messages(to=0, count=1)]
+    with pytest.raises(ValueError, match="deadlock: pipeline rank 0 waits at WAIT.*rank 1"):
+        time(by_hand(pl.Plan(pp=2), one, other), cluster())

@@ -529,6 +529,14 @@ def test_a_search_through_too_many_plans_is_refused(monkeypatch):
         pl.plan_search(SMALL, LAPTOP, **asked, pp=1, dp=8)
 
 
+def test_micro_batches_that_follow_from_other_settings_are_no_choices_that_count():
+    """With a factor of 240 for them, this search would go through more than four million plans."""
+    cluster = pl.Cluster.preset("dgx-a100", nodes=90)
+    plans = space(SMALL, cluster, 720, 720720, {})
+    assert len(plans) > 10_000
+    assert set(plans.dp * plans.microbatch_size * plans.microbatches) == {720720}
+
+
 @pytest.mark.parametrize(
     "dp, stated", [(2, np.int64(2)), (2, np.array(2)), ([2, 4], np.array([2, 4]))], ids=repr
 )

@@ -162,12 +162,16 @@ def _graph(
     ):
         for row, values in zip(nodes, node, strict=True):
             row[at] = values
-    source, other, weight = nodes
+    # From here on without gaps, because most of the time goes into a look at each number.
+    made = np.flatnonzero(nodes[0] >= 0)
+    number = np.zeros(nodes.shape[1], int)
+    number[made] = np.arange(len(made))
+    (source, other), weight = number[nodes[:2, made]], nodes[2, made]
     level = np.array(_levels(source.tolist(), other.tolist()))
-    order = np.argsort(level, kind="stable")[np.count_nonzero(level < 0) + 1 :]
-    place = np.zeros(len(level), int)
-    place[order] = np.arange(1, len(order) + 1)
-    columns = lists.takes, place[left], place[over], place[end], calls | jobs
+    order, place = np.argsort(level, kind="stable")[1:], np.zeros(len(level), int)
+    place[order] = np.arange(1, len(level))
+    left, over, end = place[number[np.stack([left, over, end])]]
+    columns = lists.takes, left, over, end, calls | jobs
     symbol, left, over, end, begun = (np.split(column, starts[1:]) for column in columns)
     calls = [np.flatnonzero(is_call) for is_call in begun]
     return Graph(
@@ -204,13 +208,10 @@ def _jobs(lists: Lists, plan: Plan | None) -> tuple[dict[int, list[int]], list[i
 
 
 def _levels(source: list[int], other: list[int]) -> list[int]:
-    """Per node the length of the longest chain of nodes before it: its level; -1 for a number that
-    no node has.
-    """
+    """Per node the length of the longest chain of nodes before it: its level."""
     level, later = [0] + [-1] * (len(source) - 1), []  # later: once the node at hand is known
-    for number in range(1, len(source)):
-        node = number if source[number] >= 0 else 0
-        while node:
+    for node in range(1, len(source)):
+        while level[node] < 0:
             x, y = level[source[node]], level[other[node]]
             if x < 0 or y < 0:
                 later.append(node)

@@ -19,6 +19,7 @@ from paralab.interpret.jobs import Order
 from paralab.interpret.resumed import share, work_until_wait
 from paralab.interpret.walk import Item, Rank, Walk, item
 from paralab.programs.instructions import Code, Instr
+from paralab.programs.names import Names
 from paralab.programs.program import Program
 from paralab.spec import Cluster
 
@@ -58,8 +59,9 @@ class Times(NamedTuple):
 
 
 def time(program: Program, cluster: Cluster) -> Times:
-    """When everything happens in one step. Every rank comes to its end, because the order of calls
-    has been checked (programs/checks.py).
+    """When everything happens in one step.
+
+    Raises ValueError, which names the instruction that each rank waits at, if no rank can go on.
     """
     return walked(program, Costs(program, cluster))
 
@@ -124,6 +126,13 @@ def walked(program: Program, costs: Costs, after: float = inf) -> Times:
             for mine, rank in zip(items, before, strict=True)
         ]
         walk.go(ranks)
+    stuck = [
+        f"pipeline rank {r} waits at {Names(program, r).instruction(timed[len(rank.left)][0])}"
+        for r, (rank, timed) in enumerate(zip(ranks, lists, strict=True))
+        if len(rank.left) < len(timed)
+    ]
+    if stuck:  # a mistake of the compiler: what a learner writes is checked before (checks.py)
+        raise ValueError(f"deadlock: {'; '.join(stuck)}")
     names = ("left", "calls", "waits", "predecessors")
     moments = ([getattr(rank, name) for rank in ranks] for name in names)
     return Times(lists, last, *moments)

@@ -45,8 +45,8 @@ def add_waits(code: Code) -> Code:
             if id(call) in waited:
                 continue
             if id(call) not in superseded:
-                op, _, mb, unit, _, writes, lane, peer, *_ = call
-                new_code.append(Instr(WAIT, op, mb, unit, writes, (), lane, peer))
+                at, mb, unit, lane, peer = call.op, call.mb, call.unit, call.lane, call.peer
+                new_code.append(Instr(WAIT, at, mb, unit, call.writes, lane=lane, peer=peer))
             waited.add(id(call))
             for v in call.writes:
                 if in_flight.get(v) is call:

@@ -132,18 +132,22 @@ def compute(
     whole  the recomputed range that a RECOMPUTE is a piece of: states inside it are "r", not "x"
     """
     at = (i, j)
-    saved, deferred = (("saved", at, k),), (("deferred", at, k),)
-    if op in FORWARDS:
+    x = (("x", i, k),) if i else ()
+    saved, deferred = ("saved", at, k), ("deferred", at, k)
+    if op == FORWARD:
+        y = (("x", j, k),) if j < n else ()
+        return Instr(op, at, k, -1, x, (*y, saved) if keeps else y)
+    if op == RECOMPUTE:
         begin, end = whole or at
-        again, last = op == RECOMPUTE, end if op == RECOMPUTE else n
-        reads = (("r" if again and i > begin else "x", i, k),) if i else ()
-        writes = (("r" if again else "x", j, k),) if j < last else ()
-        return Instr(op, at, k, -1, reads, writes + saved if keeps else writes)
-    if op == BACKWARD_WEIGHT:
-        return Instr(op, at, k, -1, deferred, ())
-    reads = saved + (("g", j, k),) if j < n else saved
-    writes = (("g", i, k),) if i else ()
-    return Instr(op, at, k, -1, reads, writes + deferred if op == BACKWARD_INPUT else writes)
+        again = (("r", j, k),) if j < end else ()
+        return Instr(op, at, k, -1, x if i == begin else (("r", i, k),), (*again, saved))
+    gi = (("g", i, k),) if i else ()
+    gj = (("g", j, k),) if j < n else ()
+    if op == BACKWARD:
+        return Instr(op, at, k, -1, (saved, *gj), gi)
+    if op == BACKWARD_INPUT:
+        return Instr(op, at, k, -1, (saved, *gj), (*gi, deferred))
+    return Instr(BACKWARD_WEIGHT, at, k, -1, (deferred,), ())
 
 
 def keeps(ins: Instr) -> bool:

@@ -97,8 +97,9 @@ def compare(expect: Tables, report: Tables) -> Comparison:
     report  what `pl.run` returned, or a replay of that; or what `pl.observe` returned for a program
             that trains the predicted model under the predicted plan. The two may be swapped
 
-    An observed program may make other calls than the library's, so only the sum of its bytes is
-    compared, for each rank. Returns a `Comparison`. Raises ValueError
+    The run is replayed with the links of the prediction's cluster, so that prediction and replay
+    differ in compute costs alone. An observed program may make other calls than the library's, so
+    only the sum of its bytes is compared, for each rank. Returns a `Comparison`. Raises ValueError
     naming the first difference if the two are not of the same model, plan, optimizer and number of
     ranks, or if a run on GPUs is compared with a prediction for processors.
     """

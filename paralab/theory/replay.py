@@ -51,10 +51,9 @@ def replay(report: Tables, cluster: Cluster | None = None, *, compute: float = 1
              take time. With a scale other than 1.0 the report gives no FLOP/s
 
     Span ids, rows and bytes are those of ``report``. Start, end and cost are new, and each step
-    starts at the same moment on all ranks. Raises
-    ValueError if a rank of a group never launched one of its collectives, if the cluster has fewer
-    devices than the plan has ranks, or if no cluster is given for a run on GPUs on a machine
-    without.
+    starts at the same moment on all ranks. Raises ValueError if a rank of a group never launched
+    one of its collectives, if the cluster has fewer devices than the plan has ranks, or if no
+    cluster is given for a run on GPUs on a machine without.
     """
     if in_outline(report):
         why = "in an outline, calls are summed up, without the time of each"
