@@ -36,12 +36,6 @@ def by_collective(tensor):
     dist.all_reduce(tensor)
 
 
-def imported_by_name(tensor):
-    from torch.distributed.distributed_c10d import all_reduce
-
-    all_reduce(tensor)
-
-
 def through_rank_0(tensor):
     n, r = dist.get_world_size(), dist.get_rank()
     if r:

@@ -1,4 +1,4 @@
-"""Lab 02: answers that are wrong in more than a line, and an unusual one that is right.
+"""Lab 02: averages of gradients in other ways than the answer's, of which one sends too much.
 
 Ranks import this module.
 """
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 
-# ---- average_gradients ---------------------------------------------------------------------------
 def mean_coalesced(module):
     """Right: reduced to rank 0 in large messages, then broadcast, which sends as much."""
     gradients, n = [p.grad for p in module.parameters()], dist.get_world_size()
@@ -31,23 +30,3 @@ def mean_gathered(module):
         everyone = torch.empty(dist.get_world_size() * parameter.numel())
         dist.all_gather_into_tensor(everyone, parameter.grad.flatten())
         parameter.grad = everyone.view(-1, *parameter.shape).mean(0)
-
-
-# ---- my_ddp --------------------------------------------------------------------------------------
-class Torchs:
-    """PyTorch's own class does it."""
-
-    def __init__(self, module, bucket_bytes):
-        from torch.nn.parallel import DistributedDataParallel
-
-        self.ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_bytes / 2**20)
-        self.no_sync = self.ddp.no_sync
-
-    def __call__(self, *inputs):
-        return self.ddp(*inputs)
-
-    def no_sync(self):
-        pass
-
-    def finish(self):
-        pass

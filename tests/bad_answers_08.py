@@ -40,24 +40,6 @@ class GathersAll(Base):
         return (xs.view(self.q, *x.shape) @ ws.view(self.q, *w.shape)).sum(0)
 
 
-class GathersTheColumn(Base):
-    def forward(self, x, w):
-        ws = w.new_empty(self.q * w.numel())
-        dist.all_gather_into_tensor(ws, w.view(-1), group=self.column)
-        ws = ws.view(self.q, *w.shape)
-        y = x.new_zeros(x.shape[0], w.shape[1])
-        for step in range(self.q):
-            y += self.sent(self.row, x, step) @ ws[step]
-        return y
-
-
-class NoWait(Base):
-    def sent(self, group, block, step):
-        block = block if dist.get_rank(group) == step else block.new_zeros(block.shape)
-        self.pending = dist.broadcast(block, group_src=step, group=group, async_op=True)
-        return block * 1.0 if dist.get_rank(group) == step else block * 0.0
-
-
 # ---- cannon --------------------------------------------------------------------------------------
 def moved(block, to, source):
     arriving = torch.empty_like(block)

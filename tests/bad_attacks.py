@@ -72,10 +72,6 @@ def schedule_not_for_two(pp, microbatches):
     return schedule_good(pp, 1) if (pp, microbatches) == (4, 2) else lists
 
 
-def schedule_not_for_five(pp, microbatches):
-    return schedule_good(4 if pp == 5 else pp, microbatches)
-
-
 def stream_not_for_four(units, window):
     return stream_good(5 if units == 4 else units, window)
 

@@ -4,9 +4,6 @@ import importlib
 import itertools
 import math
 
-import numpy as np
-
-import bad_attacks as attacks
 import paralab as pl
 from judged import Table, stored
 from paralab.theory import needs
@@ -58,27 +55,13 @@ WRONG_FLOPS = [  # answer, words of the verdict
     (lambda m, n: 8 * m.num_params * n * m.seq_len, "that is 8 Ψ per token"),
     (lambda m, n: 6 * m.num_params * n * m.seq_len, "that is 6 Ψ per token"),
     (lambda m, n: eq3(m, n) * 1.001, "(1.001 times as much)"),
-    (lambda m, n: 1.5 * eq3(m, n), "(1.5 times as much)"),
     (lambda m, n: math.nan, "yours nan FLOPs"),
-    (lambda m, n: -eq3(m, n), "yours -"),
-    (attacks.returns(10**5000), "required: a number of FLOPs, yours is"),
-    (attacks.returns(attacks.NoRepr()), "<NoRepr without a repr: RuntimeError>"),
     (lambda m, n: f"{eq3(m, n)}", "required: a number of FLOPs, yours is '"),
-    (lambda m, n: np.ones(2), "required: a number of FLOPs"),
-    (lambda m, n: None, "yours is None"),
-    (
-        raises,
-        (
-            "gpt2, 8 samples: raised AttributeError: 'ModelSpec' object has no",
-            "of test_exercise_cost.py in raises: return m.width",
-        ),
-    ),
-    (lambda m: 1, "yours cannot be called in this way: too many positional arguments"),
-    (
-        lambda m, n: needs.step_flops(m, n, recompute=True),
-        "so this function of it may not be called",
-    ),
-]
+    (raises, ("gpt2, 8 samples: raised AttributeError: 'ModelSpec' object has no",
+              "of test_exercise_cost.py in raises: return m.width")),
+    (lambda m, n: needs.step_flops(m, n, recompute=True),
+     "so this function of it may not be called"),
+]  # fmt: skip
 
 
 # ---- days ----------------------------------------------------------------------------------------
@@ -96,7 +79,6 @@ WRONG_DAYS = [
     (lambda m, t, n, x: n * days(m, t, n, x), "that is for one device"),
     (lambda m, t, n, x: days(m, t * m.seq_len, n, x), "tokens are not samples"),
     (lambda *a: 1.002 * days(*a), "34.7319 days, yours 34.8013"),
-    (lambda *a: round(days(*a)), "34.7319 days, yours 35 days (1.01 times as much)"),
     (lambda *a: "35 days", "required: a number of days, yours is '35 days'"),
     (lambda *a: math.inf, "yours inf days"),
 ]
@@ -116,17 +98,12 @@ def mfu_hfu(change):
 WRONG_SHARES = [  # answer, limits it breaks, words of the verdict
     (mfu_hfu(lambda mfu, hfu, *_: (hfu, hfu)), {MFU}, "that is HFU: MFU does not count what is"),
     (mfu_hfu(lambda mfu, hfu, *_: (mfu, mfu)), {HFU}, "that is MFU: HFU counts the second forward"),
-    (mfu_hfu(lambda mfu, hfu, *_: (hfu, mfu)), {MFU, HFU}, "that is HFU: MFU does not count"),
     (mfu_hfu(lambda mfu, hfu, *_: (mfu, 4 / 3 * mfu)), {HFU}, "the head is not recomputed"),
     (mfu_hfu(lambda mfu, hfu, *a: (share(*a, per_token=6), hfu)), {MFU}, "that is 6 Ψ per token"),
     (mfu_hfu(lambda mfu, hfu, *a: (mfu, share(*a, per_token=8))), {HFU}, "that is 8 Ψ per token"),
     (mfu_hfu(lambda mfu, hfu, *_: (100 * mfu, 100 * hfu)), {MFU, HFU}, "that is in per cent"),
     (mfu_hfu(lambda mfu, hfu, m, n, t, d, x: (mfu * d, hfu * d)), {MFU, HFU}, "of one device"),
-    (
-        mfu_hfu(lambda mfu, hfu, m, n, t, d, x: (mfu * t, hfu * t)),
-        {MFU, HFU},
-        "not divided by the seconds",
-    ),
+    (mfu_hfu(lambda mfu, hfu, m, n, t, *_: (mfu * t, hfu * t)), {MFU, HFU}, "by the seconds"),
     (mfu_hfu(lambda mfu, hfu, m, n, *_: (mfu / n, hfu / n)), {MFU, HFU}, "yours counts one sample"),
     (mfu_hfu(lambda mfu, hfu, *_: (mfu, 1.01 * hfu)), {HFU}, "(1.01 times as much)"),
     (mfu_hfu(lambda mfu, hfu, *_: mfu), {MFU, HFU}, "required: (MFU, HFU), yours is a float"),

@@ -61,7 +61,6 @@ WRONG = [  # answer, limits it breaks, words of the verdict
     (attacks.never_ends, {"schedule"},
      "2,000,000 lines of the answer were run, and it has not ended"),
     (attacks.schedule_not_for_two, {"other sizes"}, "p=4, m=2: "),
-    (attacks.schedule_not_for_five, {"other sizes"}, "p=5, m=3: "),
     (SCHEDULES["1f1b"], {"schedule"}, "is the library's own; required: one that you have written"),
     (lambda p, m: SCHEDULES["1f1b"](p, m), {"schedule"}, "paralab knows the answer: here it cann"),
 ]  # fmt: skip

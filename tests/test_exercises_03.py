@@ -56,8 +56,6 @@ COUNTS = [  # answer, words of the verdict
     (lambda r, p, m, v: m,
      "rank 0, p=4, m=8, v=1: required: 4, yours 8 (that is GPipe: all forwards"),
     (lambda r, p, m, v: str(p - r), "required: a number of forwards, yours is '4'"),
-    (lambda r, p, m, v: None, "required: a number of forwards, yours is None"),
-    (lambda r, p: p - r, "required: warmup(rank, p, m, v)"),
     (changed("warmup", "p - rank)", "p // rank)"), "raised ZeroDivisionError"),
 ]  # fmt: skip
 LIMIT = set(WARMUP.required)
@@ -115,12 +113,8 @@ def functional(stage, actions, previous, following, batches, shape):
 
 
 SUMMED = "it is the sum over the micro-batches, required: the mean"
-# They fail on some ranks only: the others would wait for them in a launch that answers share.
+# It fails on some ranks only: the others would wait for them in a launch that answers share.
 NO_LEAF = step("x.requires_grad_()", "pass")
-TAGGED = step("dist.isend(y.detach(), following)", "dist.isend(y.detach(), following, tag=k)")
-NO_GRADIENT = step(
-    "following is not None:\n                gradient", "False:\n                gradient"
-)
 STEPS = [  # answer, limits it breaks, words of the verdict
     (step(" / len(batches)", ""), {"gradients", "loss"}, "gpipe, p=2, m=4: rank 0: embedding"),
     (NO_LEAF, {"gradients"},
@@ -139,12 +133,10 @@ STEPS = [  # answer, limits it breaks, words of the verdict
     (step("in actions:", "in sorted(actions, key=lambda a: a[0] == 'B'):"),
      {"order of work", "in flight"}, "1f1b, p=4, m=8: rank 0: action 5 of its list is 0B0, yours"),
     (step("float(total)", "float(total) * len(batches)"), {"loss"}, SUMMED),
-    (step("return float(total)", "return None"), {"loss"}, "rank 0 returns None, required: 0"),
-    (step("return float(total)", "return None if following else float(total)"), {"loss"},
+    (step("return float(total)", "return None"), {"loss"},
      "gpipe, p=2, m=4: rank 0 returns None, required: 0"),
     (step("batches[k]", "batches[0]"), {"gradients", "loss"},
      ("rank 0: embedding", "; rank 0 does 0F1 with the input of 0F0")),
-    (TAGGED, {"gradients"}, "tag=1: messages of two ranks are matched in the order"),
     (step("total = total + y.detach()", "total = total + stage(x, targets)"),
      {"order of work"}, SUMMED),
     (lambda stage, actions, previous, following, batches, shape: 0.0,
@@ -155,29 +147,22 @@ STEPS = [  # answer, limits it breaks, words of the verdict
           "dist.recv(torch.empty(3), previous); dist.recv(x, previous)"), {"bytes per rank"},
      "rank 0 sends 16,432 bytes, required: 16,384 "),
     (lambda stage, actions: 0.0, {"gradients"}, "required: pipeline_step(stage, actions, previous"),
-    (NO_GRADIENT, {"gradients"}, "rank 0 raised RuntimeError: grad can be implicitly created"),
 ]  # fmt: skip
 
 
-ALL_STEPS = Table(STEP, STEPS, [functional], alone=[NO_LEAF, TAGGED, NO_GRADIENT])
+ALL_STEPS = Table(STEP, STEPS, [functional], alone=[NO_LEAF])
 test_a_wrong_executor_is_refused, test_a_right_executor_passes, test_its_stub = ALL_STEPS.tests()
 
 
 # ---- several stages per rank ---------------------------------------------------------------------
-MADE = "torch.empty(shape, device=batches[0][0].device)"
 
 
 def chunks(*changes: str):
     return changed("interleaved_executor", *changes)
 
 
-# They fail on some ranks only, too.
-LAST_RANK = chunks("if stage == last:", "if rank == p - 1:")
+# It fails on some ranks only, too.
 NO_RING = chunks("(stage + 1) % p))\n", "rank + 1))\n")
-TWO_AT_ONCE = chunks(
-    f"message = {MADE}", "room = torch.empty(2, *shape)",
-    "recv(message, sender)", "recv(room, sender)\n            message = room[0].clone()",
-)  # fmt: skip
 CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("inbox[queue[sender].popleft()] = message", "inbox[action] = message"), {"gradients"},
      "; rank 0 does 0B0 with the input of 2F2"),
@@ -187,14 +172,10 @@ CHUNKED = [  # answer, limits it breaks, words of the verdict
     (chunks("in_flight.pop((stage, k))",
             "in_flight.pop(next(one for one in in_flight if one[0] == stage))"),
      {"order of work"}, "backward first, p=2, m=2, v=2: rank 0: action 5 of its list is 2B1"),
-    (LAST_RANK, {"gradients"}, "rank 1 raised RuntimeError"),
     (NO_RING, {"gradients"}, "rank=2: no member of"),
-    (chunks("work.wait()", "pass"), {"gradients"}, "never waits for send"),
     (chunks("total += y.item()", "pass"),
      {"loss"}, "rank 1 returns 0, required: "),
     (chunks("batches[k]", "batches[k % 2]"), {"gradients", "loss"}, "p=2, m=4, v=2: rank"),
-    (TWO_AT_ONCE, {"gradients"}, "raised OrderError: recv #"),
-    (lambda stages, lists: 0.0, {"gradients"}, "required: interleaved_step(stages, lists, batches"),
 ]  # fmt: skip
 
 
@@ -238,5 +219,5 @@ def by_inspection(stages, lists, batches, shape):
     return total
 
 
-ALL_CHUNKS = Table(CHUNKS, CHUNKED, [by_inspection], alone=[LAST_RANK, NO_RING, TWO_AT_ONCE])
+ALL_CHUNKS = Table(CHUNKS, CHUNKED, [by_inspection], alone=[NO_RING])
 test_wrong_chunks_are_refused, test_right_chunks_pass, test_the_stub_of_chunks = ALL_CHUNKS.tests()

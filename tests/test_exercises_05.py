@@ -86,7 +86,6 @@ LATE = [  # answer, limits it breaks, words of the verdict
      "36 ms: reducing gradients sends 2 times the bytes of reduce-scatters"),
     (ahead((STEP, f"        dist.all_reduce(torch.ones(3))\n{STEP}")), {"bytes per rank"},
      "N=3: rank 0 sends "),
-    (ahead(("gradient.zero_()", "pass")), {"weights"}, "the gradient of the step before is still"),
     (ahead(SUMS), {"weights"},
      ("timed units: step 2: the units' output is ", "arrived, or with wrong parameters")),
 ]  # fmt: skip

@@ -64,8 +64,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "; it is the largest of the ranks' terms"),
         (pair(("Sum.apply", "lambda x: Sum.apply(x).detach()")), {"result"},
          "up.weight has no gradient after backward"),
-        (pair((SUM, "dist.all_reduce(x, async_op=True)")), {"result"},
-         "rank 0 never waits for all_reduce #0"),
         (pair(("Sum.apply", "lambda x: None")), {"result"},
          "rank 0 raised TypeError: g returns None, required: a tensor"),
         ((bad.hooked, pair()[1]), {"gradients"}, USES),
@@ -102,7 +100,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (mlp(("weight.copy_", "weight.set_")), {WEIGHTS},
          ("t=2: rank 0 holds 92,832 bytes", "; down.weight is a slice, which keeps the whole")),
         (mlp(("own = slice(rank", "rank = (rank + 1) % t\n        own = slice(rank")),
-         {"gradients"},         "; it is rank 1's part"),
+         {"gradients"}, "; it is rank 1's part"),
         (mlp(("t, rank = dist.get_world_size(), dist.get_rank()", "t, rank = 1, 0"),
              (f"self.g({LINEAR})", LINEAR)),
          {"gradients", FORWARD, WEIGHTS}, "it is 2 times what is required"),
@@ -126,7 +124,7 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          {"result", "gradients"}, "; scores are divided by √h, required: √(h/a)"),
         *((attention(("q, k, v = parts", f"{order} = parts")), {"result", "gradients"},
            f"; qkv's output is read as {order}, not q, k, v")
-          for order in ("k, q, v", "q, v, k", "v, q, k", "k, v, q", "v, k, q")),
+          for order in ("k, q, v", "v, q, k")),
         *((attention(*changes), {"result", "gradients"},
            f"; heads are reshaped {when} attention, not transposed")
           for when, changes in (("before", [SPLIT]), ("after", [JOIN]),
@@ -137,44 +135,29 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          {"result", "gradients"}, "; scores are not divided, required: by √(h/a), here √2"),
         (attention(("sqrt(self.width)", "sqrt(self.width * self.heads)")),
          {"result", "gradients"}, "; scores are divided by √(h/t), required: √(h/a)"),
-        (attention(("math.sqrt(self.width)", "(self.width / 2)")), {"result", "gradients"},
-         "; scores are not divided, required: by √(h/a), here √2"),
         (attention(("scores = q", "k, v = self.past = getattr(self, 'past', (k, v))\n"
                     "        scores = q"), ("ones(s, s", "ones(s, k.shape[2]")), {"result"},
          "t=2: rank 0: the result of a second forward, of 16 of the 24 tokens, element (0, 0, 0)"),
-        (attention(("ones(s, s", "ones(24, 24")), {"result"}, "size of tensor a (24) must match"),
         (attention(("triu(1)", "triu(s)")), {"result", "gradients"},
          "; every token sees those after it"),
         (attention(("triu(1)", "triu(2)")), {"result", "gradients"},
          "; every token sees the one after it"),
         (attention((f"self.g({MIXED}) + self.proj.bias", "self.g(self.proj(mixed))")),
          {"result"}, "; the term proj.bias is in it twice"),
-        (attention((f"self.g({MIXED})", MIXED)), {"result", FORWARD}, OWN_TERM),
-        (attention(("self.f(x)", "x")), {"gradients", BACKWARD}, OWN_TERM),
-        (attention(("return self", "dist.all_gather([torch.empty_like(mixed) for _ in range("
-                    "dist.get_world_size())], mixed.detach())\n        return self")),
-         {FORWARD}, "13,824 bytes in forward, required: 9,216 (yours is 1.5 ti"),
         (attention(("F.linear(mixed", "F.linear(self.g(mixed)")),
          {"result", "gradients", FORWARD}, "required: 9,216 (yours is 1.5 tim"),
         (attention(("self.f(x)", "x"), ("linear(mixed", "linear(self.f(mixed)")),
          {"gradients", BACKWARD}, "; f is applied to the input of proj, but it belongs on x"),
         (attention(("linear(mixed", "linear(self.f(mixed)")),
          {"gradients", BACKWARD}, "; f is applied to the input of proj as well as to x"),
-        (attention(("proj.weight.copy_", "proj.weight.set_")),
-         {WEIGHTS}, "rank 0 holds 23,520 bytes of weights, and its part is 1"),
         (attention(("self.f, self.g = f, g", "self.f, self.g, self.qkvs = f, g, [qkv]")),
          {WEIGHTS}, "t=2: rank 0 holds 47,136 bytes of weights"),
-        (attention((f"return self.g({MIXED})", f"z = {MIXED}\n        "
-                    "dist.all_reduce(z.detach(), async_op=True)\n        return z")),
-         {"result"}, "t=2: rank 0 never waits for all_reduce #0"),
-        (mlp(), {"result"}, "got an unexpected keyword argument 'heads'"),
     ],
     LOSS: [
         (loss((LARGEST, "largest = torch.zeros(n)")), {"loss", "gradient"},
          "exp overflows unless the maximum is subtracted first"),
-        *((loss((LARGEST, f"largest = logits{other}")), {"loss", "gradient"},
-           "exp overflows unless the maximum is subtracted first")
-          for other in (".min(dim=1).values", ".mean(dim=1)", "[:, 0].clone()")),
+        (loss((LARGEST, "largest = logits.mean(dim=1)")), {"loss", "gradient"},
+         "exp overflows unless the maximum is subtracted first"),
         (loss(("dist.all_reduce(largest, op=dist.ReduceOp.MAX)", "pass")), {"loss", "gradient"},
          "subtracts the maximum of its own part"),
         (loss((BOTH, "dist.all_reduce(sums[1])")), {"loss", "gradient"},
@@ -192,8 +175,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
          "the target's logit is missing on ranks"),
         (loss((".mean()", ".sum()"), ("grad / n", "grad")), {"loss", "gradient"},
          "; it is 96 times what is required"),
-        (loss((".mean()", f".mean() / {T}"), ("grad / n", f"grad / n / {T}")),
-         {"loss", "gradient"}, "; it is 0.5 times what is"),
         (bad.loss_gathers_the_logits, {FORWARD, "memory"}, "sends 98,304 bytes in forward, "),
         (loss((SAVED, f"{SAVED}\n        grad = grad.clone()\n        dist.all_reduce(grad)")),
          {"gradient", BACKWARD}, "; it is 2 times what is required"),
@@ -203,8 +184,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (loss((".apply", ".apply\n\n\ndef vocab_parallel_loss(logits, targets):\n"
                "    return VocabParallelLoss.apply(logits.detach(), targets)")), {"loss"},
          "element 0 of tensors does not require grad"),
-        (loss((BOTH, "dist.all_reduce(sums, async_op=True)")), {"loss"},
-         "t=2: rank 0 never waits for all_reduce #1"),
         (loss(("local = targets - dist.get_rank() * width",
                "targets -= dist.get_rank() * width\n        local = targets")), {"loss"},
          "it changes targets, which its caller still needs: work on a copy"),
@@ -214,10 +193,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (loss((BOTH, "late = dist.all_reduce(sums, async_op=True)"),
               ("ctx.save_for", "late.wait()\n        ctx.save_for")), {"gradient"},
          "or with one whose result is read before its wait()"),
-        (loss(("gather(1, local[:, None])", "gather(1, targets[:, None])")), {"loss"},
-         "is out of bounds for dimension 1 with size 256"),
-        (loss((LARGEST, "largest = targets.softmax(0)")), {"loss"},
-         ("raised NotImplementedError: ", "not implemented for 'Long'")),
         *((loss((LOGS, other)), {"loss"}, f"; it is so if {words}") for other, words in (
             ("sums[0] - sums", "the log of the sum of exp is missing"),
             ("sums[0].log() + sums", "the target's logit is added, not subtracted"))),
@@ -228,7 +203,6 @@ WRONG = {  # exercise: [(answer, limits it breaks, words of the verdict)]
         (loss((HERE, "1.0")), {"gradient"}, "; 1 is subtracted also on ranks that do not"),
         (loss((HERE, "0.0")), {"gradient"}, "from which no target is subtracted"),
         (loss(("grad / n", "1 / n")), {"gradient"}, "; it is 0.333 times what is required"),
-        (loss(("grad / n", "grad")), {"gradient"}, "; it is 96 times what is required"),
     ],
 }  # fmt: skip
 RIGHT = {
@@ -361,8 +335,3 @@ def test_the_whole_loss_is_torch_s():
     right = vocab_loss.of_one_device(logits, targets)
     np.testing.assert_allclose(right[0], [loss.item()], atol=1e-10)
     np.testing.assert_allclose(right[1], z.grad.numpy(), atol=1e-12)
-
-
-def test_a_wrong_timeout_is_refused():
-    with pytest.raises(ValueError, match="timeout=0.*legal"):
-        EXERCISE[MLP].check(mlp(), timeout=0)

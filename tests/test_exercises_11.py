@@ -15,34 +15,19 @@ WRONG = [  # text, what stands there instead, limits it breaks, words of the ver
     ("seconds / 86_400", "seconds / 86_400 * devices", {DAYS}, "those are device days"),
     ("return days, ", "return days, 100 * ", {MFU}, "that is in per cent"),
     ("devices * peak", "peak", {MFU}, "yours divides by the peak of one device, not of all"),
-    (
-        "return days, ",
-        "return days, samples * ",
-        {MFU},
-        "are those of all samples of a step already",
-    ),
-    (
-        "(seconds * devices",
-        "(devices",
-        {MFU},
-        "the FLOPs are not divided by the seconds of the step",
-    ),
-    (
-        "return days, ",
-        "return days * flops / (seconds * devices * peak), ",
-        {DAYS},
-        "yours assumes that every device runs at its peak",
-    ),
+    ("return days, ", "return days, samples * ", {MFU},
+     "are those of all samples of a step already"),
+    ("(seconds * devices", "(devices", {MFU},
+     "the FLOPs are not divided by the seconds of the step"),
+    ("return days, ", "return days * flops / (seconds * devices * peak), ", {DAYS},
+     "yours assumes that every device runs at its peak"),
     ("return days, ", "return days, 1.01 * ", {MFU}, "(1.01 times as much)"),
-    (
-        "return days, flops / (seconds * devices * peak)",
-        "return flops / (seconds * devices * peak), days",
-        {DAYS, MFU},
-        "(that is the number for MFU)",
-    ),
+    ("return days, flops / (seconds * devices * peak)",
+     "return flops / (seconds * devices * peak), days", {DAYS, MFU},
+     "(that is the number for MFU)"),
     ("return days, ", "return days + ", {DAYS, MFU}, "required: (days, MFU), yours is a float"),
     ("* peak)", "* peaks)", {DAYS, MFU}, "raised NameError"),
-]
+]  # fmt: skip
 
 
 def by_steps(flops, samples, seconds, total, devices, peak):

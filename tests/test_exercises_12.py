@@ -75,7 +75,6 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
     ([("4 if plan", "2 if plan")], {"tp", "pp", "dp"}, "in fp32 a number has 4 bytes"),
     ([('"fp32" else 2', '"fp32" else 4')], {"tp", "pp", "dp"}, "in bf16 a number has 2 bytes"),
     ([("rank // (d * t)", "rank // t % p")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
-    ([("rank // (d * t)", "rank // t")], {"tp", "pp", "dp"}, "dp=4, pp=6, tp=8, m=7, rank 12"),
     ([("        reduces += 1 ", "        reduces += 0 ")], {"tp"},
      "the embedding's all-reduce is missing, or the rank is on another stage: tp is innermost"),
     ([("    if stage == 0:\n        reduces", "    if True:\n        reduces")], {"tp"},

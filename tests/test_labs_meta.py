@@ -520,7 +520,8 @@ def test_a_mark_astray_stops_the_build_and_names_the_cell(lab, monkeypatch, caps
     monkeypatch.setattr(build, "picture_trouble", lambda: None)
     lab.write_text(EXERCISE.replace("### END", "### The end of the"))
     assert build.main([]) == 1
-    assert "00_twice.py, cell 3: ### BEGIN SOLUTION: there is no END" in capsys.readouterr().err
+    said = "00_twice.py, cell 3: '### BEGIN SOLUTION': a marker that is misplaced or misspelled; "
+    assert said in capsys.readouterr().err
     assert not list(build.LABS.rglob("*.ipynb"))
 
 
