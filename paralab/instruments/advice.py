@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import warnings
 from typing import Any
 
@@ -20,17 +18,20 @@ def advice(model: ModelSpec, plan: Plan, *, limit: int, **how: Any) -> str:
 
     how  ``optimizer``, ``rank``, ``gloo`` and ``clips``, as `quick.peak` takes them
     """
-    changes = _changes(plan)
-    # A later change of the same setting is the stronger: stage 3 replaces 1.
-    together: dict[str, Any] = functools.reduce(operator.or_, changes, {})
-    sizes = [(change, _peak(model, plan, change, how)) for change in [*changes, together]]
+    alone = _changes(plan)
+    together: dict[str, Any] = {}
+    for change in alone:  # a later change of the same setting is the stronger: stage 3 replaces 1
+        together |= change
+    sizes = [(change, _peak(model, plan, change, how)) for change in [*alone, together]]
     unchanged = _peak(model, plan, {}, how)
     smaller = [(change, size) for change, size in sizes if size < unchanged]
-    if fitting := [(change, size) for change, size in smaller if size <= limit]:
+    fitting = [(change, size) for change, size in smaller if size <= limit]
+    if fitting:
         first, *others = fitting
-        texts = [_text(*other) for other in others if other[0] is not together][:2]
-        more = f"; so would {' or '.join(texts)}" * bool(texts)
-        return f"By prediction, {_text(*first)} would fit{more}."
+        sentence = f"By prediction, {_text(*first)} would fit"
+        if others := [other for other in others if other[0] is not together][:2]:
+            sentence += f"; so would {' or '.join(_text(*other) for other in others)}"
+        return sentence + "."
     if smaller:
         change, size = min(smaller, key=lambda pair: pair[1])
         more = "More data-parallel ranks to shard the states (dp), more" if plan.dp == 1 else "More"

@@ -125,15 +125,20 @@ class Ledger(Storages):
         return self.block_category or self.span_category
 
     def _count(self, life: Life, size: int) -> None:
-        # Before bytes are freed, keep the state if it is the peak since the last sample: storages
-        # that were workspace when they were allocated may have become activations by now.
-        if size < life.size and self.live > self._peak:
-            recorder, self._peak = self.recorder, self.live
-            offloaded = recorder.offloaded.copy()
-            self._peak_state = (recorder.clock.now(), self.bytes.copy(), offloaded)
+        if size < life.size:
+            self._keep_peak()
         self.bytes[life.category] += size - life.size
         self.live += size - life.size
         life.size = size
+
+    def _keep_peak(self) -> None:
+        """Before bytes are freed: keep the state if it is the peak since the last sample. Storages
+        that were workspace when they were allocated may have become activations by now.
+        """
+        if self.live > self._peak:
+            offloaded = self.recorder.offloaded.copy()
+            self._peak = self.live
+            self._peak_state = (self.recorder.clock.now(), self.bytes.copy(), offloaded)
 
     # ---- categories ---------------------------------------------------------------------------
     def owns(self, category: str, *tensors: Tensor) -> None:
