@@ -174,8 +174,8 @@ def waits_for_rank_0(port: int) -> tuple:
     """What it knows of the job, and the notes of the error that its time is over with."""
     rank = dist.get_rank()
     as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
-    context, total, notes = torchrun_context(timeout=4), torch.ones(1), []
-    assert context.limit == 4
+    context, total, notes = torchrun_context(timeout=2), torch.ones(1), []
+    assert context.limit == 2
     dist.all_reduce(total)
     if rank == 0:
         context.store.wait(["over 1", "over 2"])
