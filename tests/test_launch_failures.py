@@ -266,14 +266,14 @@ def test_output_progress_and_finished_calls_are_signs_of_life() -> None:
             context.note(f"all_reduce #{step}")
 
         def progress(step: int) -> None:
-            context.progress(step, 9)
+            context.progress(step, 11)
 
         for sign in (print, note, progress):
-            for step in range(9):
+            for step in range(11):
                 time.sleep(0.2)
                 sign(step)
 
-    launch_program(program, 1, timeout=1.5)  # notes are looked at every half second
+    launch_program(program, 1, timeout=2.0)  # notes are looked at every half second
 
 
 def stopped() -> None:
