@@ -80,7 +80,8 @@ def test_the_default_device_is_what_runs_and_predictions_that_name_none_take(mon
     assert calibrate.device_of_run(1) == "cpu"
     assert launch_program(told, 1, ()) == ["cpu"]
     pl.set_default_device("cuda")
-    with pytest.raises(ValueError, match="torch sees no GPU here.* no PARALAB_DEVICE=cuda"):
+    said = "device='cuda': torch sees no GPU here.* no PARALAB_DEVICE=cuda"
+    with pytest.raises(ValueError, match=said):
         pl.launch(print, 1)
     monkeypatch.setattr(calibrate, "gpus", tuple)
     with pytest.raises(ValueError, match="no GPU here that could be measured"):
