@@ -155,7 +155,7 @@ def meets(port: int, rank: int) -> str:
     return "met"
 
 
-def test_a_port_taken_taken_ends_in_one_line() -> None:
+def test_a_port_that_is_taken_ends_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = pl.launch(meets, ranks=1, args=(port, 0))[0]
@@ -174,8 +174,8 @@ def waits_for_rank_0(port: int) -> tuple:
     """What it knows of the job, and the notes of the error that its time is over with."""
     rank = dist.get_rank()
     as_torchrun_rank(port, rank, ((0, 0, 1), (1, 0, 2), (1, 1, 2))[rank], ranks=3)
-    context, total, notes = torchrun_context(timeout=2), torch.ones(1), []
-    assert context.limit == 2
+    context, total, notes = torchrun_context(timeout=4), torch.ones(1), []
+    assert context.limit == 4
     dist.all_reduce(total)
     if rank == 0:
         context.store.wait(["over 1", "over 2"])
