@@ -65,21 +65,14 @@ def zero(n):
 
 
 def tensor(n):
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Shard, parallel
 
     mesh = init_device_mesh(torch.get_default_device().type, (n,), mesh_dim_names=("tp",))
     model = blocks()
     for block in model:
-        plan = {
-            "0": ColwiseParallel(input_layouts=Shard(1)),
-            "2": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(block, mesh, plan)
+        first = parallel.ColwiseParallel(input_layouts=Shard(1))
+        plan = {"0": first, "2": parallel.RowwiseParallel(output_layouts=Shard(1))}
+        parallel.parallelize_module(block, mesh, plan)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step():

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paralab as pl
@@ -58,8 +58,10 @@ def measurements(monkeypatch, tmp_path):
 
 # ---- fits -----------------------------------------------------------------------------------
 rates = st.floats(1e-12, 1e-3)
+few = settings(max_examples=30)  # each takes 5 ms or more
 
 
+@few
 @given(alpha=rates, per_byte=rates)
 def test_a_link_fit_recovers_alpha_and_bandwidth(alpha, per_byte):
     true = pl.Link(alpha=alpha, bandwidth=1 / per_byte)
@@ -70,6 +72,7 @@ def test_a_link_fit_recovers_alpha_and_bandwidth(alpha, per_byte):
         assert link.seconds(point["wire_bytes"]) == pytest.approx(point["seconds"], rel=1e-6)
 
 
+@few
 @given(st.tuples(rates, rates, rates))
 def test_a_device_fit_recovers_its_three_rates(true):
     terms = [(1e9, 1e6, 50), (1e7, 4e6, 90), (5e8, 9e7, 10), (2e6, 3e4, 70), (8e9, 1e8, 400)]
@@ -119,13 +122,9 @@ def test_a_rate_is_never_negative(power):
 
 
 def test_a_call_lasts_from_its_last_launch_to_its_last_end():
-    early = {
-        "op": "all_reduce",
-        "ranks": 2,
-        "payload_bytes": 8,
-        "marks": [(0.0, 5.0), (10.0, 15.0)],
-    }
-    late = {"op": "all_reduce", "ranks": 2, "payload_bytes": 8, "marks": [(4.0, 4.5), (14.0, 15.5)]}
+    call = {"op": "all_reduce", "ranks": 2, "payload_bytes": 8}
+    early = call | {"marks": [(0.0, 5.0), (10.0, 15.0)]}
+    late = call | {"marks": [(4.0, 4.5), (14.0, 15.5)]}
     (row,) = calibrate._from_last_launch([[early], [late]], 2)
     assert row["seconds"] == 1.0  # 5.0 - 4.0; the other one took 1.5
     assert row["wire_bytes"] == wire_bytes("all_reduce", 8, 2)

@@ -30,7 +30,7 @@ from paralab.report import boxes, checkpoints
 
 FILE = "rank-0.safetensors"
 ROOT = Path(__file__).resolve().parent.parent
-ROUNDS, WITH_THE_CALLER = 8, 2
+ROUNDS, WITH_THE_CALLER = 8, 1
 MODEL = pl.ModelSpec(layers=1, hidden=16, heads=2, seq_len=8)
 PLAN = pl.Plan(dp=2, zero_stage=2)
 
@@ -71,8 +71,9 @@ def write(folder: Path, step: int) -> None:
     [share] = boxes.assigned([[("weight/a", (0,), (1,))]])
     facts = boxes.write(written / FILE, share, [np.float32([step])])
     about = {"model": MODEL.to_dict(), "plan": PLAN.to_dict(), "optimizer": "sgd", "seed": 0,
-             "lr": 0.1, "global_batch": 2, "data": "", "step": step, "counters": {},
-             "files": {FILE: facts}, "tensors": boxes.index({"weight/a": (1,)}, share)}  # fmt: skip
+             "lr": 0.1, "clip_norm": None, "global_batch": 2, "data": "", "step": step,
+             "counters": {}, "files": {FILE: facts},
+             "tensors": boxes.index({"weight/a": (1,)}, share)}  # fmt: skip
     checkpoints.publish(written, about, step=step)
 
 

@@ -43,7 +43,7 @@ def rings(name, n, numel, node_size=None):
 
 CASES = [("ring_reduce_scatter", 3, 25, {}), ("ring_all_gather", 3, 26, {})]
 CASES += [(name, n, numel, {}) for name in ALL_REDUCES[:2]
-          for n, numel in ((1, 24), (2, 26), (3, 26), (4, 2))]  # fmt: skip
+          for n, numel in ((1, 24), (3, 26), (4, 2))]  # fmt: skip
 CASES += [("hierarchical_all_reduce", n, 6 * n, {"node_size": size})
           for n, size in ((4, 1), (4, 2), (4, 4), (6, 2))]  # fmt: skip
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,16 +154,16 @@ def test_torch_is_asked_in_a_process_of_its_own_whatever_becomes_of_it():
     assert told == answer | {"error": None}
 
 
-def test_the_gpus_that_torch_sees_are_told():
+def test_the_gpus_that_torch_sees_are_told(monkeypatch, capsys):
     """The question as it is, put to a torch that sees two GPUs."""
-    two_gpus = (
-        "import types, torch\n"
-        "torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2\n"
-        "memory = lambda i: types.SimpleNamespace(name=f'GPU {i}', total_memory=i + 1)\n"
-        "torch.cuda.get_device_properties = memory\n"
-    )
-    told = doctor.ask_torch(command=command(two_gpus + doctor._PROBE))
-    assert told["error"] is None
+    import torch
+
+    cards = [SimpleNamespace(name=f"GPU {i}", total_memory=i + 1) for i in range(2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    exec(doctor._PROBE, {})
+    told = json.loads(capsys.readouterr().out)
     assert told["gpus"] == [{"name": "GPU 0", "memory": 1}, {"name": "GPU 1", "memory": 2}]
 
 

@@ -349,8 +349,9 @@ def test_a_run_just_below_the_limit_passes_and_one_byte_less_stops_it(run):
     run(MODEL, steps=1)  # the server of ranks is up
     before = children()
     needs = run(MODEL, PLAN, steps=1).peak_memory
-    report = run(MODEL, PLAN, steps=3, memory_limit=needs)
+    report = run(MODEL, PLAN, steps=3, memory_limit=needs, keep_state=True)
     assert report.peak_memory == needs and set(report.memory["step"]) == {0, 1, 2}
+    assert set(report.weights) == set(MODEL.parameter_shapes())  # kept for the report: no part
     assert report.meta["memory_limit"] == needs
     with pytest.raises(pl.OutOfMemory) as caught:
         run(MODEL, PLAN, steps=3, memory_limit=needs - 1)
@@ -384,12 +385,6 @@ def test_a_limit_below_the_model_stops_it_before_the_first_step(run):
     assert "zero_stage=" in caught.value.table and "but does not fit" in caught.value.table
     with pytest.raises(pl.OutOfMemory, match="for 81,920 B when 0 B of memory_limit=1,000 B were"):
         run(MODEL, memory_limit=1000)
-
-
-def test_what_is_kept_for_the_report_is_not_limited(run):
-    needs = run(MODEL, PLAN, steps=1).peak_memory
-    report = run(MODEL, PLAN, steps=1, memory_limit=needs, keep_state=True)
-    assert report.peak_memory == needs and set(report.weights) == set(MODEL.parameter_shapes())
 
 
 @pytest.mark.parametrize(("limit", "room"), [(10**7, 2**28), (10**10, 1.5e9), (75 * 10**9, 5e9)])

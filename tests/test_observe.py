@@ -179,7 +179,7 @@ def compiles():
     return counts
 
 
-@pytest.mark.parametrize("memory_steps", [0, 1, 2])
+@pytest.mark.parametrize("memory_steps", [0, 2])
 def test_what_is_not_compiled_while_bytes_are_counted_is_compiled_in_the_step_after(memory_steps):
     report = pl.observe(compiles, 1, memory_steps=memory_steps, timeout=60)
     assert report.results == [[0] * memory_steps + [1] * (4 - memory_steps)]
@@ -198,14 +198,9 @@ def test_a_report_of_the_librarys_own_says_nothing_that_it_does_not_know():
 
 
 def fsdp(reshard):
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(512, 512)) for _ in range(3)], nn.Linear(512, 3)
-    )
-    for block in model[:3]:
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model[:3])
+    blocks = [nn.Sequential(nn.Linear(512, 512)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(512, 3))
+    sharded(model[:3], reshard_after_forward=reshard)
     trained(model, torch.randn(1024, 512), update=torch.optim.AdamW(model.parameters()))
 
 
@@ -585,7 +580,7 @@ def test_a_block_in_this_process_and_torchs_profiler_agrees_on_its_peak():
 
 # ---- from a shell -------------------------------------------------------------------------------
 SCRIPT = """
-import argparse, sys, torch, torch.distributed as dist
+import argparse, os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 if __name__ == "__main__":
@@ -600,46 +595,40 @@ if __name__ == "__main__":
         model(torch.randn(8, 64)).sum().backward()
         optimizer.step()
     dist.destroy_process_group()
+    print("says")
+    print("warns", file=sys.stderr)
+    os.write(2, b"warns from below")
     sys.exit(asked.code)
 """
 BYTES = 4 * (64 * 64 + 64)
 
 
-def shell(*words, folder):
-    (folder / "train.py").write_text(SCRIPT)
-    return python(*words, cwd=folder)
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    """SCRIPT, and what its observation said in a shell."""
+    script = tmp_path_factory.mktemp("shell") / "train.py"
+    script.write_text(SCRIPT)
+    words = ["observe", "--ranks", "2", "--save", "seen.json", "train.py", "4", "0"]
+    return script, python("-m", "paralab", *words, cwd=script.parent)
 
 
-def test_a_script_is_observed_unchanged(tmp_path, capsys):
-    words = ["-m", "paralab", "observe", "--ranks", "2", "--save", "seen.json", "train.py"]
-    done = shell(*words, "4", "0", folder=tmp_path)
+def test_a_script_is_observed_unchanged(shell, capsys):
+    script, done = shell
     assert done.returncode == 0 and "data parallelism" in done.stdout, done.stderr
-    report = pl.load(tmp_path / "seen.json")
+    report = pl.load(script.with_name("seen.json"))
     assert repr(report) == "Report(measured, train.py on 2 ranks, 4 collectives)"
     assert report.traffic()["bytes"].tolist() == [BYTES] * 2
-    assert len(pl.observe(tmp_path / "train.py", 1, (2, 0)).steps) == 2  # as text, as from a shell
-    assert cli.main([*words[2:5], str(tmp_path / "train.py"), "2", "3"]) == 3  # as under Python
+    assert len(pl.observe(script, 1, (2, 0)).steps) == 2  # as text, as from a shell
+    assert cli.main(["observe", "--ranks", "2", str(script), "2", "3"]) == 3  # as under Python
     assert "sys.exit(3)" in capsys.readouterr().err
 
 
-WARNS = """
-import os, sys, torch
-
-torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
-print("says")
-print("warns", file=sys.stderr)
-os.write(2, b"warns from below")
-"""
-
-
-def test_what_a_script_writes_on_standard_error_comes_out_there(tmp_path):
-    (tmp_path / "warns.py").write_text(WARNS)
-    done = python("-m", "paralab", "observe", "--ranks", "2", "warns.py", cwd=tmp_path)
-    said, warned = done.stdout.splitlines(), done.stderr.splitlines()
+def test_what_a_script_writes_on_standard_error_comes_out_there(shell):
+    out, err = shell[1].stdout, shell[1].stderr
     for rank in range(2):
-        assert f"[rank {rank}] says" in said, done.stdout
-        assert {f"[rank {rank}] warns", f"[rank {rank}] warns from below"} <= {*warned}, done.stderr
-    assert "] warns" not in done.stdout and "] says" not in done.stderr and done.returncode == 0
+        assert f"[rank {rank}] says" in out.splitlines(), out
+        assert {f"[rank {rank}] warns", f"[rank {rank}] warns from below"} <= {*err.splitlines()}
+    assert "] warns" not in out and "] says" not in err
 
 
 LEAVES = """

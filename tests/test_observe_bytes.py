@@ -1,5 +1,7 @@
 """Recorded bytes of programs that know nothing of paralab are those of the closed forms."""
 
+import functools
+
 import cloudpickle
 import pytest
 import torch
@@ -64,15 +66,19 @@ def test_what_ranks_do_not_send_in_a_step_is_no_part_of_it(report):
     assert (report.collectives[report.collectives["phase"] == "setup"]["step"] == 0).all()
 
 
+@functools.cache
+def alone(name):
+    return pl.observe(every, 2, ([name],), steps="marked", memory_steps=0)
+
+
 def test_a_pipeline_is_replayed_though_its_later_stages_begin_with_a_message():
-    report = pl.observe(every, 2, (["pipeline"],), steps="marked", memory_steps=0)
-    replayed = report.replay(NODES, compute=0.0)
+    replayed = alone("pipeline").replay(NODES, compute=0.0)
     messages = foreign_programs.MICROBATCHES * (1e-5 + foreign_programs.MESSAGE / 1e9)
     assert replayed.step_time >= messages * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", ["pipeline", "ring"])
 def test_bubbles_of_an_observed_program_know_no_schedule(name):
-    shares = pl.observe(every, 2, ([name],), steps="marked", memory_steps=0).bubbles()
+    shares = alone(name).bubbles()
     assert shares[["formula", "simulated"]].isna().all(axis=None)
     assert shares.loc["bubble", ["replayed", "measured"]].notna().all() == (name != "ring")

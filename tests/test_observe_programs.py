@@ -17,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import paralab as pl
+from paralab import observing
+from paralab.launch import launch_program
 from trainings import layers, sharded, trained
 
 FORM = "Do the bytes agree with theory?"
@@ -27,6 +29,25 @@ UNKNOWN = "What is not known?"
 
 def seen(fn, ranks=2, args=(), *, memory_steps=0, **more):
     return pl.observe(fn, ranks, args, memory_steps=memory_steps, timeout=60, **more)
+
+
+def in_turn(context, jobs):
+    """In a rank: what `pl.observe` without a ledger does there, for one program after the other."""
+    settings = {"marked": False, "memory_steps": 0}
+    return [observing._on_rank(fn, context.nodes, settings, context, *args) for fn, *args in jobs]
+
+
+@functools.cache
+def reports(ranks):
+    """{(program, *its arguments): report} of all in TOGETHER: a launch each would cost a minute."""
+    jobs = TOGETHER[ranks]
+    parts = launch_program(in_turn, ranks, (jobs,), any_tensor=True, timeout=60)
+    found = zip(jobs, zip(*parts, strict=True), strict=True)
+    return {job: observing._report(job[0].__name__, [*of]) for job, of in found}
+
+
+def told(fn, *args, ranks=2):
+    return reports(ranks)[fn, *args].explain()
 
 
 # ---- what a program does is not touched --------------------------------------------------------
@@ -43,6 +64,9 @@ def sparse_sums():
     return trained(ddp(nn.EmbeddingBag(1000, 32, sparse=True)), torch.arange(40).view(8, 5))
 
 
+without = functools.cache(lambda fn: pl.launch(fn, 2))
+
+
 @pytest.mark.parametrize(
     ("fn", "memory_steps"),
     [(profiles_itself, 0), (compiled_around_ddp, 0), (compiled_around_ddp, 2), (sparse_sums, 2)],
@@ -52,7 +76,7 @@ def test_programs_that_look_closely_at_torch_run_as_without(fn, memory_steps, ca
     said = "".join(capfd.readouterr())
     assert "recompile_limit" not in said
     if fn is not sparse_sums:
-        assert report.results == pl.launch(fn, 2)
+        assert report.results == without(fn)
         return
     assert len(set(map(tuple, report.results))) == 1
     sums = report.collectives.query("op == 'all_gather' and phase == 'backward'")
@@ -172,7 +196,7 @@ def in_16_bits(how):
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_gradients_in_16_bits_are_counted_by_the_backwards_that_reduce_them(how):
-    answers = seen(in_16_bits, args=(how,)).explain()
+    answers = told(in_16_bits, how)
     assert answers[TIMES].startswith("For every one of 2 micro-batches: Ψ is reduced per step.")
     assert "messages in fewer bits" in answers[FORM]
     assert ("they have fewer bits, or some of them are kept" in answers[FORM]) == (how == "fsdp")
@@ -199,7 +223,7 @@ def two_levels(backwards, each):
     ],
 )
 def test_a_gradient_that_is_summed_on_two_axes_is_summed_once(backwards, each, said):
-    answers = seen(two_levels, 4, (backwards, each)).explain()
+    answers = told(two_levels, backwards, each, ranks=4)
     assert answers[TIMES].startswith(said)
     times = 4 if backwards == 2 and each else 2
     assert f"axis replicate: data parallelism, gradients all-reduced: {times} (n" in answers[FORM]
@@ -220,7 +244,7 @@ def evaluates_closures():
 
 
 def test_evaluations_of_a_closure_are_no_micro_batches():
-    said = seen(evaluates_closures).explain()[TIMES]
+    said = told(evaluates_closures)[TIMES]
     assert (
         said == "4 times Ψ is reduced per step, in which the optimizer evaluates 4 backward passes."
     )
@@ -233,7 +257,7 @@ def unequal_steps():
 
 
 def test_steps_of_ranks_that_have_fewer_are_their_own():
-    answers = seen(unequal_steps).explain()
+    answers = told(unequal_steps)
     assert "1 × all_reduce of 0.263 MB" in answers[CALLS]
     assert ": 2 (n−1)/n Ψ = 0.263 MB per rank" in answers[FORM]
     assert answers[TIMES] == "Ψ is reduced per step, which has 1 backward pass."
@@ -259,10 +283,9 @@ def beside_ddp(what):
     trained(ddp(Net()), 512, backwards=2)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", ["a statistic", "features"])
 def test_what_a_forward_sends_of_its_own_does_not_hide_data_parallelism(what):
-    answers = seen(beside_ddp, args=(what,)).explain()
+    answers = told(beside_ddp, what)
     assert "data parallelism, gradients all-reduced: 4 (n−1)/n Ψ = 2.1 MB" in answers[FORM]
     assert ("65,536 B of other traffic" in answers[FORM]) == (what == "features")
     assert answers[TIMES].startswith("For every one of 2 micro-batches")
@@ -286,29 +309,30 @@ def first_stage_by_hand():
 
 
 def one_column_parallel_layer():
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.distributed.tensor import Replicate, parallel
 
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 1024))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    how = {"1": ColwiseParallel(output_layouts=Replicate())}
-    trained(parallelize_module(model, mesh, how), 128)
+    how = {"1": parallel.ColwiseParallel(output_layouts=Replicate())}
+    trained(parallel.parallelize_module(model, mesh, how), 128)
 
 
 def gathered_again_in_pairs():
     trained(sharded(layers(3), reshard_after_forward=2), 256)
 
 
-def on_a_mesh_of_two_axes():
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+def on_two_axes(column, row):
+    """Two layers, tensor parallel with these layouts, and the mesh."""
+    from torch.distributed.tensor import parallel
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, how = layers(2, bias=False), {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    trained(sharded(parallelize_module(model, mesh["tp"], how), mesh=mesh["dp"]), 256)
+    how = {"0": parallel.ColwiseParallel(**column), "1": parallel.RowwiseParallel(**row)}
+    return parallel.parallelize_module(layers(2, bias=False), mesh["tp"], how), mesh
+
+
+def on_a_mesh_of_two_axes():
+    model, mesh = on_two_axes({}, {})
+    trained(sharded(model, mesh=mesh["dp"]), 256)
 
 
 def two_layers_frozen():
@@ -322,16 +346,8 @@ def sharded_beside_sums():
     """The root alone is sharded; tensor parallelism gathers in the forward and in the backward."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    first = ColwiseParallel(input_layouts=Shard(0))
-    how = {"0": first, "1": RowwiseParallel(output_layouts=Shard(0))}
-    model = parallelize_module(layers(2, bias=False), mesh["tp"], how)
+    model, mesh = on_two_axes({"input_layouts": Shard(0)}, {"output_layouts": Shard(0)})
     trained(fully_shard(model, mesh=mesh["dp"]), 256)
 
 
@@ -420,49 +436,32 @@ def a_gate_beside_local_experts():
     trained(lambda x: gate(x).sum() * expert(x), 256, update=update, backwards=2)
 
 
+PARADIGMS = [
+    (a_gate_beside_local_experts, 2,
+     "only a part of the parameters is reduced over this axis, 4,112 B of 1.06 MB, unless "
+     "gradients are compressed or sharded; the others are local (experts, say"),
+    (first_stage_by_hand, 2, "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated "
+     "parameters gathered: 2 (n−1)/n Ψ = 1.05 MB"),
+    (one_column_parallel_layer, 2, "axis tp: sums activations in the forward"),
+    (gathered_again_in_pairs, 4,
+     "gathered for the forward, again in smaller groups for every backward: 2 (n−1)/n Ψ"),
+    (on_a_mesh_of_two_axes, 4, "axis dp: sharded parameters (FSDP, ZeRO-3), gathered for the "
+     "forward, again for every backward: 3 (n−1)/n Ψ = 0.393 MB per rank (n=2, Ψ=0.262 MB)"),
+    (sharded_beside_sums, 4, "gathered for the forward, kept for backward: 2 (n−1)/n Ψ = "),
+    (several_gradients_of_one_input, 2, "axis world: sums activations in the forward"),
+    (small_gradients_one_by_one, 2, "gradients all-reduced: 2 (n−1)/n Ψ = 2,048 B"),
+    (gathers_what_it_updates, 2, "gradients all-reduced, with a sharded optimizer (ZeRO-1) that "
+     "gathers updated parameters: 3 (n−1)/n Ψ = 0.786 MB"),
+    (two_layers_frozen, 2, "(n−1)/n times 0.526 MB of frozen parameters"),
+    (the_first_fsdp, 2, "so Ψ is not known"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("fn", "ranks", "said"),
-    [
-        (
-            a_gate_beside_local_experts,
-            2,
-            "only a part of the parameters is reduced over this axis, 4,112 B of 1.06 MB, unless "
-            "gradients are compressed or sharded; the others are local (experts, say",
-        ),
-        (
-            first_stage_by_hand,
-            2,
-            "a sharded optimizer (ZeRO-1): gradients reduce-scattered, updated parameters "
-            "gathered: 2 (n−1)/n Ψ = 1.05 MB",
-        ),
-        (one_column_parallel_layer, 2, "axis tp: sums activations in the forward"),
-        (
-            gathered_again_in_pairs,
-            4,
-            "gathered for the forward, again in smaller groups for every backward: 2 (n−1)/n Ψ",
-        ),
-        (
-            on_a_mesh_of_two_axes,
-            4,
-            "axis dp: sharded parameters (FSDP, ZeRO-3), gathered for the forward, again for "
-            "every backward: 3 (n−1)/n Ψ = 0.393 MB per rank (n=2, Ψ=0.262 MB)",
-        ),
-        (sharded_beside_sums, 4, "gathered for the forward, kept for backward: 2 (n−1)/n Ψ = "),
-        (several_gradients_of_one_input, 2, "axis world: sums activations in the forward"),
-        (small_gradients_one_by_one, 2, "gradients all-reduced: 2 (n−1)/n Ψ = 2,048 B"),
-        (
-            gathers_what_it_updates,
-            2,
-            "gradients all-reduced, with a sharded optimizer (ZeRO-1) that gathers updated "
-            "parameters: 3 (n−1)/n Ψ = 0.786 MB",
-        ),
-        (two_layers_frozen, 2, "(n−1)/n times 0.526 MB of frozen parameters"),
-        (the_first_fsdp, 2, "so Ψ is not known"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ("fn", "ranks", "said"), PARADIGMS, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_a_paradigm_is_known_by_its_calls(fn, ranks, said):
-    answers = seen(fn, ranks).explain()
+    answers = told(fn, ranks=ranks)
     assert said in answers[FORM]
     is_part = fn is a_gate_beside_local_experts
     assert ("only a part" in answers[FORM]) == is_part and "whole multiple" not in answers[FORM]
@@ -481,7 +480,7 @@ def sums_a_statistic():
 
 
 def test_a_sum_of_other_things_behind_the_backward_is_no_answer_about_gradients():
-    assert TIMES not in seen(sums_a_statistic).explain()
+    assert TIMES not in told(sums_a_statistic)
 
 
 def averages_seldom():
@@ -497,7 +496,7 @@ def averages_seldom():
 
 
 def test_what_is_summed_in_some_steps_only_is_said_of_these_steps():
-    report = seen(averages_seldom)
+    report = reports(2)[averages_seldom,]
     answers, size = report.explain(), "0.262 MB"
     assert f"in 2 of 10 steps, 1 × all_reduce of {size}; a rank sends {size} in" in answers[CALLS]
     assert "sums outside the backward in 2 of 10 steps, as local SGD averages" in answers[FORM]
@@ -517,7 +516,7 @@ def sends_seldom():
 
 
 def test_messages_of_some_steps_are_counted_per_step():
-    assert "messages per step: 0→1 (0.33);" in seen(sends_seldom).explain()[FORM]
+    assert "messages per step: 0→1 (0.33);" in told(sends_seldom)[FORM]
 
 
 def groups_alike():
@@ -533,7 +532,7 @@ def groups_alike():
 
 
 def test_axes_of_which_the_same_is_said_are_named_together():
-    answers = seen(groups_alike).explain()
+    answers = told(groups_alike)
     assert answers[FORM] == "axes first, second: it looks like none of the known paradigms"
     assert "40 B, 44 B, 48 B, 52 B, 56 B and 1 more; a rank" in answers[CALLS]
 
@@ -543,9 +542,19 @@ def scatters_alone():
 
 
 def test_a_reduce_scatter_that_is_all_that_a_program_does_is_no_all_gather():
-    said = seen(scatters_alone).explain()[CALLS]
+    said = told(scatters_alone)[CALLS]
     assert "axis world, data: 1 × reduce_scatter of 8,000 B" in said
     assert "axis world, gloo surplus: 1 × all_gather of 8,000 B" in said
+
+
+TOGETHER = {
+    2: [(in_16_bits, "fsdp"), (in_16_bits, "ddp"), (evaluates_closures,), (unequal_steps,),
+        (beside_ddp, "a statistic"), (beside_ddp, "features"), (sums_a_statistic,),
+        (averages_seldom,), (sends_seldom,), (groups_alike,), (scatters_alone,),
+        *((fn,) for fn, ranks, _ in PARADIGMS if ranks == 2)],
+    4: [(two_levels, 1, True), (two_levels, 2, False), (two_levels, 2, True),
+        *((fn,) for fn, ranks, _ in PARADIGMS if ranks == 4)],
+}  # fmt: skip
 
 
 def masters():
@@ -716,6 +725,10 @@ def test_unsharded_gradients_are_gradients_whether_or_not_their_parameters_are_s
     assert held.max() == report.results[0]
 
 
+KERNELS = ("recurrent layers", "convolutions", "attention", "matrix products in bfloat16",
+           "gloo's all-gathers", "gloo's reduce-scatters", "")  # fmt: skip
+
+
 def computes(what):
     kind = torch.bfloat16 if "bfloat16" in what else torch.float32
     if what.startswith("gloo"):
@@ -731,20 +744,24 @@ def computes(what):
     (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "recurrent layers",
-        "convolutions",
-        "attention",
-        "matrix products in bfloat16",
-        "gloo's all-gathers",
-        "gloo's reduce-scatters",
-        "",
-    ],
-)
-def test_what_kernels_hold_that_no_tensor_shows_is_said_to_be_unknown(what):
-    said = seen(computes, 1, (what,), memory_steps=1).explain().get(UNKNOWN, "")
-    assert ("What kernels allocate" in said) == bool(what)
-    assert not what or f"those of {what}: only tensors" in said
-    assert "kernels" not in seen(computes, 1, (what,)).explain().get(UNKNOWN, "")  # none counted
+def all_computed():
+    """What is said to be unknown of each, where bytes are counted and where they are not."""
+    found = {}
+    for what in KERNELS:
+        for memory_steps in (1, 0):
+            with pl.observe(memory_steps=memory_steps) as watched:
+                computes(what)
+            found[what, memory_steps] = watched.explain().get(UNKNOWN, "")
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_kernels():
+    return pl.launch(all_computed, 1)[0]
+
+
+@pytest.mark.parametrize("what", KERNELS)
+def test_what_kernels_hold_that_no_tensor_shows_is_said_to_be_unknown(of_kernels, what):
+    assert ("What kernels allocate" in of_kernels[what, 1]) == bool(what)
+    assert not what or f"those of {what}: only tensors" in of_kernels[what, 1]
+    assert "kernels" not in of_kernels[what, 0]  # none counted

@@ -5,7 +5,6 @@ Linux's own counters are missing, what is left out is said.
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,8 +39,9 @@ TRIED = """
 import os
 assert not os.path.exists("/proc") and not hasattr(os, "sched_getaffinity"), "nothing is hidden"
 
-import json
+import contextlib, io, json
 import paralab as pl
+from paralab import cli
 from paralab.instruments import processors, witness
 
 def fails():
@@ -59,6 +59,9 @@ try:
 except OSError as error:
     said["witness"] = str(error)
 said["busy"] = processors.processors_busy()
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    said["status"] = cli.main(["doctor"])
+said["doctor"] = printed.getvalue()
 model = pl.ModelSpec(layers=2, hidden=40, heads=4, seq_len=24)
 offload = pl.Plan(zero_stage=3, dp=2, offload="nvme")
 said["losses"] = len(pl.run(model, offload, steps=2, progress=False).losses)
@@ -66,17 +69,17 @@ print(json.dumps(said))
 """
 
 
-def without_linux(*command: str) -> subprocess.CompletedProcess:
-    """Python started so that neither it nor its ranks see /proc, /sys or Linux's own calls."""
-    return python(*command, path=[HERE / "without_linux"], **{START: "spawn"})
-
-
-def test_a_run_needs_nothing_of_linux_and_the_witness_says_that_it_does() -> None:
-    ran = without_linux("-c", TRIED)
+@pytest.fixture(scope="module")
+def said() -> dict:
+    """By Python started so that neither it nor its ranks see /proc, /sys or Linux's own calls."""
+    ran = python("-c", TRIED, path=[HERE / "without_linux"], **{START: "spawn"})
     assert ran.returncode == 0, ran.stderr
-    printed, said = ran.stdout.splitlines()
+    printed, told = ran.stdout.splitlines()
     assert printed == "[rank 0] hidden: True"
-    said = json.loads(said)
+    return json.loads(told)
+
+
+def test_a_run_needs_nothing_of_linux_and_the_witness_says_that_it_does(said) -> None:
     assert said["failed"].startswith("rank 0 raised ZeroDivisionError")
     assert said["losses"] == 2 and said["busy"] == 0.0
     assert said["witness"].startswith("the kernel shows no counter of the loopback interface")
@@ -86,14 +89,13 @@ def test_a_run_needs_nothing_of_linux_and_the_witness_says_that_it_does() -> Non
     )
 
 
-def test_the_doctor_names_what_is_left_out_without_linux() -> None:
-    ran = without_linux("-m", "paralab", "doctor")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = {line[2:16].strip(): line[16:] for line in ran.stdout.splitlines()}
+def test_the_doctor_names_what_is_left_out_without_linux(said) -> None:
+    assert said["status"] == 0, said["doctor"]
+    rows = {line[2:16].strip(): line[16:] for line in said["doctor"].splitlines()}
     assert "this system does not show how much of it is free" in rows["memory"]
     assert "this system does not show how busy other programs are" in rows["links"]
     assert rows["ranks"].startswith(
         "started one by one rather than forked, so a launch takes some seconds"
     )
     assert "this kernel shows none; one experiment of lab 01 needs it" in rows["byte counter"]
-    assert "all labs run here" in ran.stdout.lower()
+    assert "all labs run here" in said["doctor"].lower()

@@ -155,7 +155,7 @@ def meets(port: int, rank: int) -> str:
     return "met"
 
 
-def test_a_port_taken_taken_ends_in_one_line() -> None:
+def test_a_port_that_is_taken_ends_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = pl.launch(meets, ranks=1, args=(port, 0))[0]
