@@ -1,8 +1,10 @@
-"""Dry runs: what a rank of any plan holds and sends, against real runs and against arithmetic."""
+"""Dry runs: what a rank of any plan holds and sends, against its prediction and arithmetic.
+
+test_interpret_traffic.py and test_composed.py hold predictions against what ranks do.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from math import prod
 
 import pytest
@@ -14,48 +16,43 @@ from refusals import shell_refuses
 MODEL = pl.ModelSpec(layers=4, hidden=64, heads=4, seq_len=32)
 PLAN = pl.Plan(microbatches=2, microbatch_size=2, bucket_bytes=2**16)
 NVME = dict.fromkeys(("activations", "parameters", "gradients", "optimizer"), "nvme")
-# Other plans are predicted by the same program, which test_composed.py holds to a run's rows.
-CASES = {
-    "pipeline, all axes": ({"pp": 2, "tp": 2, "dp": 2, "microbatches": 4, "recompute": "full",
-                            "partition_activations": True}, {"optimizer": "sgd"}),
-    "offload to files, clipped": ({"dp": 2, "zero_stage": 3, "offload": NVME, "recompute": "full"},
-                                  {"clip_norm": 1.0}),
-}  # fmt: skip
+LINK = pl.Link(alpha=1e-5, bandwidth=1e9)
+CPUS = pl.Cluster(devices_per_node=8, cores=8, flops=1e11, memory_bandwidth=3e10, intra=LINK,
+                  host=LINK, disk=LINK, host_bandwidth=1e10)  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES)
-def both(request, run):
-    """(plan, what `pl.run` measured, dry runs of all its ranks)"""
-    fields, settings = CASES[request.param]
-    plan = PLAN.replace(**fields)
-    dry = [pl.dry_run(MODEL, plan, rank=rank, **settings) for rank in range(plan.world_size)]
-    return plan, run(MODEL, plan, steps=1, **settings), dry
+COLUMNS = {
+    "collectives": ("op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes"),
+    "copies": ("lane", "op", "category", "bytes"),
+}
 
 
 def rows(table, *columns):
     return list(zip(*(table[column] for column in columns), strict=True))
 
 
-def of_rank(table, rank):
-    """What a run wrote down of a rank's step: not how ranks agree before it."""
-    return table[(table["rank"] == rank) & (table["step"] == 0)]
-
-
-def peak(table) -> Counter:
-    """{category: bytes} on the device at the fullest sample."""
-    found: dict[tuple, Counter] = {}
-    for *moment, tier, category, size in rows(table, "step", "time", "tier", "category", "bytes"):
-        if tier == "device":
-            found.setdefault(tuple(moment), Counter())[category] += size
-    return max(found.values(), key=lambda held: held.total())
-
-
 def away(table) -> dict[tuple[str, str], int]:
-    found: Counter = Counter()
-    for tier, category, size in rows(table, "tier", "category", "bytes"):
-        if tier != "device":
-            found[tier, category] = max(found[tier, category], size)
-    return +found
+    """{(tier, category): most bytes} elsewhere than on the device."""
+    most = table[table["tier"] != "device"].groupby(["tier", "category"])["bytes"].max()
+    return most[most > 0].to_dict()
+
+
+@pytest.mark.parametrize(("optimizer", "fields"), [
+    ("sgd", {"pp": 2, "tp": 2, "dp": 2, "microbatches": 4, "recompute": "full",
+             "partition_activations": True}),
+    ("adamw", {"dp": 2, "zero_stage": 3, "offload": NVME, "recompute": "full"}),
+], ids=["all axes", "files"])  # fmt: skip
+def test_a_rank_sends_copies_and_holds_what_is_predicted_of_it(optimizer, fields):
+    plan = PLAN.replace(**fields)
+    expect = pl.predict(MODEL, plan, CPUS, steps=1, optimizer=optimizer, detail="calls")
+    for rank in sorted({0, 1, plan.world_size - 1}):
+        dry = pl.dry_run(MODEL, plan, rank=rank, optimizer=optimizer)
+        for name, columns in COLUMNS.items():
+            table = getattr(expect, name)
+            mine = table[table["rank"] == rank].sort_values("span", kind="stable")
+            assert rows(getattr(dry, name), *columns) == rows(mine, *columns)
+        assert dry.peaks()["dry run"].to_dict() == expect.peaks(rank)["predicted"].to_dict()
+        assert away(dry.memory) == away(expect.memory[expect.memory["rank"] == rank])
 
 
 @pytest.mark.parametrize("plan", [{"dp": 4, "zero_stage": 3}, {"dp": 2, "zero_stage": 1}], ids=str)
@@ -66,33 +63,6 @@ def test_for_gpus_it_holds_what_the_prediction_for_them_does(plan):
         pl.dry_run(MODEL, pl.Plan(**plan), cluster=cluster).peak_memory for cluster in (gpus, None)
     )
     assert here == pl.predict(MODEL, pl.Plan(**plan), gpus).peak_memory != there
-
-
-def test_every_message_is_that_of_a_run(both):
-    plan, real, parts = both
-    columns = ("op", "axis", "ranks", "peer", "level", "phase", "payload_bytes", "wire_bytes")
-    calls = real.collectives[real.collectives["phase"] != "setup"]
-    for rank, part in enumerate(parts):
-        assert rows(part.collectives, *columns) == rows(of_rank(calls, rank), *columns)
-    assert len(calls) or plan.world_size == 1
-
-
-def test_memory_is_that_of_a_run(both):
-    _, real, parts = both
-    for rank, part in enumerate(parts):
-        mine = real.memory[real.memory["rank"] == rank]
-        dry, measured = peak(part.memory), peak(mine)
-        for name in ("parameters", "optimizer"):
-            assert dry[name] == measured[name]
-        assert 0.99 * measured.total() <= dry.total() <= 1.03 * measured.total()
-        assert away(part.memory) == away(mine)
-
-
-def test_copies_are_those_of_a_run(both):
-    _, real, parts = both
-    columns = ("lane", "op", "category", "bytes")
-    for rank, part in enumerate(parts):
-        assert rows(part.copies, *columns) == rows(of_rank(real.copies, rank), *columns)
 
 
 # ---- the face ------------------------------------------------------------------------------------

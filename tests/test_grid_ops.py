@@ -1,4 +1,4 @@
-"""2D, 2.5D and 3D as ops: one process's gradients, and the messages and bytes that an op lists."""
+"""2D, 2.5D and 3D as ops: the messages and the bytes that an op lists."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ def grid_plan(grid: str, **more: Any) -> pl.Plan:
 
 
 # ---- messages ------------------------------------------------------------------------------------
-
-
 def test_summa_sends_what_the_paper_says_and_who_sends_depends_on_the_root():
     """Forward: (q-1) (MK + KN) elements by all ranks of a grid of q x q."""
     plan = pl.Plan(tp=9, tp_mode="2d", microbatch_size=3)
@@ -51,8 +49,6 @@ def test_summa_sends_what_the_paper_says_and_who_sends_depends_on_the_root():
 
 
 # ---- what an op says of itself -------------------------------------------------------------------
-
-
 @every_grid
 def test_the_ranks_share_the_products_of_one_device(grid):
     """Work of every kind of product, forward, of inputs and of weights, adds up to one device's."""

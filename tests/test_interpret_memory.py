@@ -216,24 +216,17 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, l
     ({"layers": 1, "seq_len": 384, "heads": 24, "attention": "sdpa"}, {
         "schedule": "zb-h1", "recompute": "selective", "microbatch_size": 4}),
     ({"layers": 1, "seq_len": 48}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),  # targets
-], ids=["2.5d in grids of one rank", "fused attention in halves", "3d"])  # fmt: skip
+    ({"block": turned, "seq_len": 64}, {"pp": 2, "microbatches": 3}),  # the copy in order
+], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned"])  # fmt: skip
 def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
     """No blocks that nobody sends; no result that autograd has freed; the targets, which are there
     before the loss.
     """
     model, plan = MODEL.replace(**{"vocab": 264, **model}), pl.Plan(**plan)
-    for rank in range(plan.tp):
+    for rank in range(plan.tp * plan.pp):
         with dry_host():
             seen = witness(model, plan, rank)
         assert predicted(model, plan, rank)[0].peak == seen.peak, rank
-
-
-def test_the_copy_that_puts_a_blocks_result_in_order_is_in_the_peak():
-    model, plan = MODEL.replace(block=turned, seq_len=64), pl.Plan(pp=2, microbatches=3)
-    for rank in range(plan.world_size):
-        with dry_host():
-            seen = witness(model, plan, rank)
-        assert predicted(model, plan, rank)[0].peak == seen.peak
 
 
 # ---- what does not change, and what a device is ------------------------------------------------

@@ -33,9 +33,9 @@ from paralab.programs.instructions import (
 from paralab.programs.program import Program
 from paralab.spec import links
 from paralab.theory.work import Work
+from stated import FREE
 
 MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
-FREE = pl.Link(alpha=0.0, bandwidth=1e30)
 DEVICE = pl.Cluster(
     devices_per_node=8, flops=1e11, memory_bandwidth=3e10, op_overhead=1e-6, intra=FREE
 )

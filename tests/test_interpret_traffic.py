@@ -10,7 +10,7 @@ import pytest
 import oracles
 import paralab as pl
 from paralab.interpret.predict import predict
-from paralab.interpret.traffic import Row, rows
+from paralab.interpret.traffic import rows
 from paralab.parallel.layouts import kind_of
 from paralab.programs.compile import compiled
 from paralab.programs.instructions import WAIT
@@ -20,7 +20,7 @@ MODEL = pl.ModelSpec(layers=4, hidden=48, heads=4, seq_len=24, vocab=260)
 ONE_NODE = oracles.MACHINE.replace(nodes=1, devices_per_node=8, cores=8)  # gloo adds up itself
 SMALL = 40_000  # bytes of a bucket: so there are several
 PLANS: dict[str, dict[str, Any]] = {
-    "data parallel": {"dp": 3, "microbatches": 2, "bucket_bytes": SMALL},
+    "data parallel": {"dp": 4, "microbatches": 2, "bucket_bytes": SMALL},
     "naive": {"dp": 2, "grad_sync": "naive"},
     "HSDP, ZeRO-2": {
         "dp": 4, "shard": 2, "zero_stage": 2, "microbatches": 2, "bucket_bytes": SMALL},
@@ -140,53 +140,6 @@ def test_every_frozen_plan_sends_what_it_sent_before():
             if found != Counter(plan.calls[rank]):
                 wrong.append((plan.name, rank))
     assert not wrong
-
-
-# ---- who, and over which link --------------------------------------------------------------------
-def levels(plan: pl.Plan, per_node: int) -> dict[tuple[int, str, int], set[str]]:
-    """{(rank, axis, peer): levels}, on nodes of so many ranks."""
-    program, found = compiled(MODEL, plan), {}
-    for rank in range(plan.world_size):
-        for row in rows(program, rank, lambda r: r // per_node):
-            found.setdefault((rank, row.axis, row.peer), set()).add(row.level)
-    return found
-
-
-def test_a_group_crosses_nodes_if_any_two_of_its_ranks_do():
-    plan = pl.Plan(dp=2, tp=2)
-    assert all(found == {"intra"} for found in levels(plan, 4).values())
-    for (_, axis, _), found in levels(plan, 2).items():
-        assert found == {"intra" if axis == "tp" else "inter"}
-
-
-def test_a_message_has_the_level_of_its_two_ends():
-    found = levels(pl.Plan(pp=4, microbatches=2), 2)
-    assert found[0, "pp", 1] == found[3, "pp", 2] == {"intra"}
-    assert found[1, "pp", 2] == found[2, "pp", 1] == {"inter"}
-
-
-def shared(plan: pl.Plan) -> list[list[Row]]:
-    program = compiled(MODEL, plan)
-    return [[row for row in rows(program, rank) if row.phase == "shared"]
-            for rank in range(plan.world_size)]  # fmt: skip
-
-
-def test_a_rank_sums_only_what_its_own_shard_has_of_shared_gradients():
-    """Norms on parts of a sequence: all their elements, once over the shards."""
-    plan = pl.Plan(dp=4, tp=2, sequence_parallel=True, zero_stage=1, bucket_bytes=SMALL)
-    shapes = compiled(MODEL, plan).model.shapes
-    norms = sum(4 * shape[0] for name, shape in shapes.items() if kind_of(name) == "norm")
-    found = shared(plan)
-    sizes = [sum(row.payload for row in mine) for mine in found]
-    assert sum(sizes[::2]) == sum(sizes[1::2]) == norms
-    assert len(set(sizes)) > 1
-
-
-def test_a_rank_whose_shard_has_nothing_to_share_makes_no_call():
-    plan = pl.Plan(dp=8, tp=2, sequence_parallel=True, zero_stage=1, bucket_bytes=SMALL)
-    counts = [len(mine) for mine in shared(plan)]
-    assert 0 in counts and 1 in counts
-    assert counts[::2] == counts[1::2]  # a group's members agree
 
 
 def test_what_only_later_shards_have_of_shared_gradients_is_summed_too():

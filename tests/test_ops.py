@@ -23,7 +23,6 @@ from paralab.instruments.recorder import Recorder
 from paralab.interpret.flat import Flat, Into
 from paralab.interpret.run import Env
 from paralab.model import draws
-from paralab.model.ops import Collective
 from paralab.parallel.buckets import Unit
 from paralab.programs.compile import compiled
 
@@ -349,11 +348,6 @@ def storages(kept) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors(kept)}
 
 
-def test_a_collective_computes_nothing():
-    ops = made("sequence parallel", torch.float32)[0]
-    assert sum(isinstance(op, Collective) for op in ops) == 6  # 2 pairs, the embedding, the head
-
-
 def moved(weights, begin: int):
     """Copies, in storages that have ``begin`` other numbers in front of them."""
     copies = {n: w.new_empty(begin + w.numel())[begin:].view(w.shape) for n, w in weights.items()}
@@ -591,10 +585,6 @@ def test_a_block_that_cannot_be_trained_is_refused(why):
         pl.Plan().validate(SPEC.replace(block=block))
 
 
-def test_a_block_may_have_a_function_that_saves_its_weight():
-    pl.Plan().validate(SPEC.replace(block=Multiplying))
-
-
 def test_a_part_with_two_names_and_a_weight_of_another_computes_the_same_at_every_call(monkeypatch):
     monkeypatch.setitem(OWN, "sharing", Sharing)
     case = Case("sharing", 2, torch.float64)
@@ -606,8 +596,9 @@ def test_a_part_with_two_names_and_a_weight_of_another_computes_the_same_at_ever
     assert torch.equal(*found)
 
 
-def test_a_block_may_note_what_is_the_same_at_every_call():
-    pl.Plan().validate(SPEC.replace(block=Noting))
+@pytest.mark.parametrize("block", [Multiplying, Noting])
+def test_a_block_may_save_a_weight_in_its_function_and_note_what_never_changes(block):
+    pl.Plan().validate(SPEC.replace(block=block))
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"recompute": "selective"}], ids=str)

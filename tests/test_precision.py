@@ -22,7 +22,7 @@ from paralab.interpret.train import Trainer
 from paralab.programs.compile import compiled
 from paralab.theory.needs import bytes_per_parameter
 from stated import TIERS
-from together import Trained, assert_same_bits, case, cases
+from together import Trained, assert_same_bits, case, cases, named, reports
 
 # Five blocks: neither two nor three stages divide them.
 SPEC = pl.ModelSpec(layers=5, hidden=40, heads=4, seq_len=24, vocab=258)
@@ -204,12 +204,12 @@ def test_the_scale_has_a_floor_and_a_ceiling():
     assert update.state.loss_scale == 2.0**24
 
 
-def test_steps_that_were_left_out_are_counted_and_said(run):
+def test_steps_that_were_left_out_are_counted_and_said(text):
     plan = pl.Plan(precision="fp16", dp=2)
-    report = run(SPEC, plan, steps=6, optimizer="sgd", lr=1e30)  # after the first all overflow
+    overflow = {"steps": 6, "optimizer": "sgd", "lr": 1e30}  # after the first step all overflow
+    report, good = reports([(SPEC, plan, overflow), (SPEC, plan, {"steps": 2})], text)
     assert report.meta["skipped_steps"] == 5 and report.meta["loss_scale"] == 2.0**11
     assert report.summary().loc["left out: a gradient overflowed", "value"] == 5
-    good = run(SPEC, plan, steps=2)
     assert good.meta["skipped_steps"] == 0
     assert "left out: a gradient overflowed" not in good.summary().index
 
@@ -252,16 +252,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_with_one_scalar_sent(text
     assert found == [shared] * plan.world_size
 
 
-# ---- bytes sent and added up ------------------------------------------------------------------
-@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}], ids=str)
-def test_a_tied_embeddings_sum_has_two_bytes_an_element(plan):
-    plan = pl.Plan(pp=2, precision="bf16", **plan)
-    calls = pl.predict(SPEC, plan, TIERS).collectives
-    owners = plan.dp if plan.zero_stage else 1
-    sizes = set(calls[calls["phase"] == "tied"]["payload_bytes"])
-    assert sizes == {2 * SPEC.vocab * SPEC.hidden // owners}
-
-
+# ---- added up ------------------------------------------------------------------
 def test_a_sum_over_32_micro_batches_is_nearer_in_fp32(trained):
     """The error of one product's rounding stays; that of 31 additions goes."""
 
@@ -298,7 +289,7 @@ def trained(text) -> Trained:
     return Trained([*WIDE, *COPIED], text)
 
 
-@pytest.mark.parametrize("one", WIDE, ids=lambda one: one.name)
+@named(WIDE)
 def test_gradients_added_up_in_fp32_are_one_processs_to_fp32s_rounding(trained, one):
     """Where ranks see other samples but compute the same products, only the sum can differ."""
     plan = pl.Plan(microbatches=4, precision=one.plan.precision, grad_dtype="fp32")
@@ -307,7 +298,7 @@ def test_gradients_added_up_in_fp32_are_one_processs_to_fp32s_rounding(trained, 
     assert gap <= TOLERANCE["fp32"], tensor
 
 
-@pytest.mark.parametrize("one", COPIED, ids=lambda one: one.name)
+@named(COPIED)
 def test_an_update_with_all_gradients_copied_to_fp32_is_that_with_each_widened(trained, one):
     assert_same_bits(trained[one], trained[one._replace(plan=one.plan.replace(grad_dtype=None))])
 
@@ -329,15 +320,17 @@ def test_a_parameter_takes_16_18_or_20_bytes_by_the_plans_recipe():
 
 
 # ---- messages ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("precision", SIXTEEN)
-def test_groups_move_and_add_16_bit_tensors(precision):
-    def sums(group: Any, dtype: torch.dtype) -> list[list[float]]:
-        mine = torch.arange(6, dtype=dtype) + group.index
-        whole, part, gathered = mine.clone(), mine.new_empty(2), mine.new_empty(6)
-        group.all_reduce(whole).wait()
-        group.reduce_scatter(part, mine.clone()).wait()
-        group.all_gather(gathered, part).wait()
-        return [whole.tolist(), gathered.tolist()]
+def test_groups_move_and_add_16_bit_tensors():
+    def sums(group: Any) -> list[list[float]]:
+        found = []
+        for precision in SIXTEEN:
+            mine = torch.arange(6, dtype=DTYPES[precision]) + group.index
+            whole, part, gathered = mine.clone(), mine.new_empty(2), mine.new_empty(6)
+            group.all_reduce(whole).wait()
+            group.reduce_scatter(part, mine.clone()).wait()
+            group.all_gather(gathered, part).wait()
+            found += [whole.tolist(), gathered.tolist()]
+        return found
 
-    for found in pl.trace(sums, 3, (DTYPES[precision],)).results:
-        assert found == [[3.0 * i + 3 for i in range(6)]] * 2
+    for found in pl.trace(sums, 3).results:
+        assert found == [[3.0 * i + 3 for i in range(6)]] * 4

@@ -17,7 +17,7 @@ import paralab as pl
 from equality import assert_equal_state, worst
 from paralab.interpret.memory import memory
 from paralab.programs.compile import compiled
-from together import MODEL, Case, Trained, assert_same_bits, case, cases
+from together import MODEL, Case, Trained, assert_same_bits, case, cases, named
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 
@@ -169,10 +169,6 @@ def whole_batch(one: Case) -> Case:
 def trained(text) -> Trained:
     alone = [one.on_one_device() for one in BITS] + [whole_batch(one) for one in ADAMW]
     return Trained([*EQUAL, *ADAMW, *alone, WIDE, *LARGE, PLAIN, DROPPED, CLIPPED], text)
-
-
-def named(some: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("one", some, ids=lambda one: one.name)
 
 
 @named(EQUAL)

@@ -32,7 +32,7 @@ from paralab.programs.compile import compiled
 from paralab.programs.instructions import COPY, UPDATE, WORKERS
 from paralab.programs.tiers import moved
 from paralab.report.report import Report
-from together import MODEL, Case, Trained, assert_same_bits, case, in_turn, reports
+from together import MODEL, Case, Trained, assert_same_bits, case, in_turn, named, reports
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_stage=3 with pp")
 STATES = ("parameters", "gradients", "optimizer")
@@ -144,10 +144,6 @@ def on_device(one: Case) -> Case:
     if one.plan.relays:
         changes |= {"schedule": "1f1b", "zero_stage": 3 if one.plan.dp > 1 else 1}
     return Case("on the device", one.model, one.plan.replace(**changes), with_adamw(one).more)
-
-
-def named(some: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("one", some, ids=lambda one: one.name)
 
 
 # ---- runs ----------------------------------------------------------------------------------------

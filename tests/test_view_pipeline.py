@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -23,19 +24,10 @@ MODEL = SMALL.replace(layers=5)
 COMPUTED = {"forward", "backward", "backward, or its input half", "backward, weight half"}
 
 
+@cache
 def predicted(name="1f1b", pp=4, microbatches=8, tied=True, **settings):
     model = MODEL.replace(layers=8, tied=tied)
     return pl.predict(model, plan_of(name, pp, microbatches, **settings), cluster(), steps=2)
-
-
-def boxes(figure, *names):
-    """(trace, start, end, row) of every bar."""
-    return [
-        (bar.name, base, base + x, y)
-        for bar in figure.data
-        for base, x, y in zip(bar.base, bar.x, bar.y, strict=True)
-        if not names or bar.name in names
-    ]
 
 
 # ---- timeline -----------------------------------------------------------------------------------
@@ -121,8 +113,7 @@ def test_the_margin_has_every_ranks_idle_share():
 
 
 def test_forward_backward_and_its_halves_have_the_kits_colours():
-    figure = predicted("zb-h1").timeline()
-    fill = {bar.name: bar.marker.color for bar in figure.data}
+    fill = {bar.name: bar.marker.color for bar in predicted("zb-h1").timeline().data}
     assert fill["forward"] == theme.KIND_COLOUR["forward"]
     assert fill["backward, or its input half"] == theme.KIND_COLOUR["backward"]
     assert fill["backward, weight half"] == theme.KIND_COLOUR["weight_grad"]
@@ -248,14 +239,10 @@ def test_halves_of_a_backward_are_named_where_a_schedule_has_them():
 
 def test_live_activations_refuse_what_has_none():
     refuses("sources", view.live_activations)
-    refuses(
-        "differ in their numbers of ranks",
-        view.live_activations,
-        schedules.gpipe(2, 2),
-        schedules.gpipe(3, 3),
-    )
-    refuses("labels", view.live_activations, schedules.gpipe(2, 2), labels=["a", "b"])
+    two, three = schedules.gpipe(2, 2), schedules.gpipe(3, 3)
+    refuses("differ in their numbers of ranks", view.live_activations, two, three)
+    refuses("labels", view.live_activations, two, labels=["a", "b"])
     for labels in (3, "a"):
         words = f"^labels={labels!r}: not a list; legal: a list with one label"
-        refuses(words, view.live_activations, schedules.gpipe(2, 2), labels=labels)
+        refuses(words, view.live_activations, two, labels=labels)
     refuses("step", view.live_activations, predicted(), step=7)

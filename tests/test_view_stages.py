@@ -38,16 +38,6 @@ def test_a_stages_bar_is_the_peak_of_its_fullest_rank():
     assert "a device of cluster small" in chart.layout.annotations[-1].text
 
 
-def test_in_outline_the_bars_are_the_same():
-    plan = pl.Plan(pp=4, dp=2, microbatches=4)
-    whole = pl.predict(MODEL, plan, CLUSTER, steps=1, detail="calls")
-    brief = pl.predict(MODEL, plan, CLUSTER, steps=1, detail="actions")
-    assert bars(stage_memory(whole)) == bars(stage_memory(brief))
-    one, other = (report.traffic_chart(matrix=False).data for report in (whole, brief))
-    assert [bar.name for bar in one] == [bar.name for bar in other]
-    assert [sum(bar.x) for bar in one] == pytest.approx([sum(bar.x) for bar in other], rel=1e-2)
-
-
 def test_what_was_offloaded_has_its_links():
     report = predicted(dp=2, zero_stage=3, offload={"parameters": "nvme", "gradients": "cpu",
                                                     "optimizer": "nvme"})  # fmt: skip

@@ -7,6 +7,7 @@ NCCL; durations are stated here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -320,19 +321,22 @@ def test_virtual_device_refuses_what_it_does_not_model():
 def test_the_hosts_update_has_the_cores_that_no_other_rank_of_its_node_has():
     """Of ranks with a GPU each; where ranks compute on the CPU, or share a GPU, it has one."""
 
-    def threads(context, shared, device):
-        virtual_cuda.install(0)
-        host.available_cores = lambda: 13
-        device = device or virtual_cuda.name_of(0)
-        context = dataclasses.replace(context, device=device, nodes=(0, 0, 0, 1), shared=shared)
-        recorder = Recorder(rank=0, world_size=1, device=device)
-        recorder.begin_step(0)
-        made, found = host.Host(Offload(), context=context, recorder=recorder, folder=None), {}
-        for name, lane in made.lanes.items():
-            lane.submit(lambda name=name: found.update({name: torch.get_num_threads()})).settle()
-        return {**found, "rank": torch.get_num_threads()}
+    def noted(found, name):
+        found[name] = torch.get_num_threads()
 
-    one = dict.fromkeys(("d2h", "host", "disk", "h2d", "rank"), 1)
-    for shared, device, cores in ((False, None, 4), (True, None, 1), (False, "cpu", 1)):
-        (found,) = launch_program(threads, 1, (shared, device))
-        assert found == one | {"host": cores}
+    def threads(context):
+        virtual_cuda.install(0)
+        host.available_cores, every = lambda: 13, []
+        for shared, device in ((False, gpu), (True, gpu), (False, "cpu")):
+            own = dataclasses.replace(context, device=device, nodes=(0, 0, 0, 1), shared=shared)
+            recorder = Recorder(rank=0, world_size=1, device=device)
+            recorder.begin_step(0)
+            made, found = host.Host(Offload(), context=own, recorder=recorder, folder=None), {}
+            for name, lane in made.lanes.items():
+                counts = functools.partial(noted, found, name)
+                lane.submit(counts).settle()
+            every.append({**found, "rank": torch.get_num_threads()})
+        return every
+
+    gpu, one = virtual_cuda.name_of(0), dict.fromkeys(("d2h", "host", "disk", "h2d", "rank"), 1)
+    assert launch_program(threads, 1, ()) == [[one | {"host": cores} for cores in (4, 1, 1)]]

@@ -14,10 +14,10 @@ import paralab as pl
 from paralab import view
 from paralab.view import widget_explore, widget_picture
 from paralab.view.widget import STALE
+from widgets import BOTH as PLAN
 from widgets import CLUSTER, PATIENCE, numbers
 from widgets import DEEP as MODEL
 
-PLAN = pl.Plan(dp=2, pp=2, microbatches=2, microbatch_size=1)
 VIEWS = ("timeline", "mesh", "memory", "traffic")
 NO_MESH = ("timeline", "memory", "traffic")
 

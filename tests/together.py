@@ -75,6 +75,13 @@ def _word(word: str) -> tuple[str, Any]:
     return name, value
 
 
+def named(some: list[Case]) -> Any:
+    """A test of each, by its name."""
+    import pytest  # ranks import this module
+
+    return pytest.mark.parametrize("one", some, ids=lambda one: one.name)
+
+
 # ---- reports -------------------------------------------------------------------------------------
 class Trained:
     """`pl.run` of cases, in strict order mode, and what the reference says of them. The one that is

@@ -96,9 +96,10 @@ def _step(context: Any, model: pl.ModelSpec, plan: pl.Plan, kind: type, **settin
     class Watching(kind):
         top, then = 0, {}
 
-        def _keep_peak(self) -> None:
-            super()._keep_peak()
-            self.look()
+        def _count(self, life: Any, size: int) -> None:
+            if size < life.size:
+                self.look()
+            super()._count(life, size)
 
         def look(self) -> None:
             if self.live > self.top:
