@@ -24,7 +24,7 @@ WITH_TORCH = {
     "agree", "batches", "checkpoint", "comm", "strict", "transports",
     *(f"interpret.{name}" for name in ("files", "flat", "host", "lanes", "offloaded", "pieces",
                                        "run", "state", "train", "workers")),
-    *("model.draws", "model.reference"),
+    *("model.draws", "model.reference", "model.wide_views"),
     *("instruments.clocks", "instruments.ledger", "instruments.memory"),
     "instruments.foreign",
     *(f"instruments.foreign_{name}" for name in ("calls", "flights", "hooks", "ledger", "program")),

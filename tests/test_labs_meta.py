@@ -520,7 +520,7 @@ def test_a_mark_astray_stops_the_build_and_names_the_cell(lab, monkeypatch, caps
     monkeypatch.setattr(build, "picture_trouble", lambda: None)
     lab.write_text(EXERCISE.replace("### END", "### The end of the"))
     assert build.main([]) == 1
-    said = "00_twice.py, cell 3: '### BEGIN SOLUTION': a marker that is misplaced or misspelled; "
+    said = "00_twice.py, cell 3: line 2, '### BEGIN SOLUTION': a marker that is misplaced"
     assert said in capsys.readouterr().err
     assert not list(build.LABS.rglob("*.ipynb"))
 

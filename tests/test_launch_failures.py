@@ -243,7 +243,7 @@ def never_meet(context) -> None:
 def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
     for program in (in_a_cell(HANGS, "hangs"), never_meet):
         with one_clear_error(pl.RankTimeout) as caught:
-            launch_program(program, 4, timeout=1.0)
+            launch_program(program, 4, timeout=2.0)
         first, *lines = str(caught.value).splitlines()
         waiting = caught.value.waiting
         if program is never_meet:

@@ -96,10 +96,9 @@ def _step(context: Any, model: pl.ModelSpec, plan: pl.Plan, kind: type, **settin
     class Watching(kind):
         top, then = 0, {}
 
-        def _count(self, life: Any, size: int) -> None:
-            if size < life.size:
-                self.look()
-            super()._count(life, size)
+        def _keep_peak(self) -> None:
+            super()._keep_peak()
+            self.look()
 
         def look(self) -> None:
             if self.live > self.top:
