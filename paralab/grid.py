@@ -10,12 +10,17 @@ least, are farthest apart (PTD-P, Narayanan+ 2021, arXiv:2104.04473, sec. 3.2).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from paralab.comm import Group
 from paralab.instruments.recorder import Recorder
 from paralab.parallel.layouts import mode_of
 from paralab.spec import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Grid:
@@ -51,12 +56,33 @@ class Grid:
         self.pp = self._mine(pipelines, "pp")
         ends = {(ranks[0], ranks[-1]) for ranks in pipelines}
         self.ends = self.pp if plan.pp == 2 else self._mine(ends, "pp") if plan.pp > 2 else None
-        # NCCL connects a communicator at its first call, in which all its ranks must take part.
-        # `Group.subgroup` has connected the other groups.
-        if context.backend == "nccl" and self.world.size > 1:
+        if context.backend == "nccl":
+            self._connect(sorted(pipelines))
+
+    def _connect(self, pipelines: list[tuple[int, ...]]) -> None:
+        """Connect the world group and the pipelines before the first step, as NCCL connects a
+        communicator at its first call. `Group.subgroup` has connected the other groups.
+        """
+        if self.world.size > 1:
             self.world.barrier(phase="setup")
-            if self.pp.size > 1:
-                self.pp.open_ways(sorted(pipelines))
+        if self.pp.size > 1:
+            self.pp.open_ways(pipelines)
+
+    def mesh(self) -> DeviceMesh:
+        """The grid as a `DeviceMesh` over the same process groups, for DTensor and fully_shard.
+        Its dimensions are those of "pp", "dp", "tp" that have several ranks.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        axes = {"pp": self.pp, "dp": self.dp, "tp": self.tp["tp"]}
+        axes = {name: group for name, group in axes.items() if group.size > 1} or {"dp": self.dp}
+        ranks = torch.arange(self.world.size).reshape([group.size for group in axes.values()])
+        return DeviceMesh.from_group(
+            [group.process_group for group in axes.values()],
+            self.context.device.split(":")[0],
+            ranks,
+            mesh_dim_names=tuple(axes),
+        )
 
     def _mine(self, groups: set[tuple[int, ...]], axis: str) -> Group | None:
         """The one of these disjoint groups that this rank is in. All ranks pass the same ones."""
