@@ -252,7 +252,7 @@ def test_a_hang_says_who_waits_for_whom_and_where_each_rank_is() -> None:
             assert waiting[1].startswith("in all_reduce #17 on axis dp, ranks 0,1,3, step 2, line")
             assert lines[2] == "  rank 2: has returned its result"
         else:
-            assert first == "no sign of life for 1 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
+            assert first == "no sign of life for 2 s: ranks 0, 1, 3 wait in all_reduce for rank 2"
             assert re.search(r"line 7 of \d+\.py in hangs: select\.select\(\[\]", waiting[2])
             assert re.search(r"^in all_reduce, line 8 of .*: dist\.all_reduce\(torch", waiting[0])
         assert lines[:4] == [f"  rank {r}: {waiting.get(r, lines[r][10:])}" for r in range(4)]
