@@ -21,7 +21,7 @@ FILES = {
 }
 # Who imports torch when it is imported itself: what runs on ranks, and the reference.
 WITH_TORCH = {
-    "agree", "batches", "checkpoint", "comm", "strict", "transports",
+    "agree", "batches", "checkpoint", "comm", "grid", "strict", "transports",
     *(f"interpret.{name}" for name in ("files", "flat", "host", "lanes", "offloaded", "pieces",
                                        "run", "state", "train", "workers")),
     *("model.draws", "model.reference", "model.wide_views"),
