@@ -30,10 +30,11 @@ COPIED, EXPOSED = ("copies", "hidden"), ("calls", "copies")
 def step_durations(report: Tables, *, warmup: bool = False) -> dict[int, float]:
     """{step: seconds that its slowest rank took}, without warm-up steps unless ``warmup``."""
     needs_times(report, "the time of a step")
-    steps = report.steps
-    largest = (steps["end"] - steps["start"]).groupby(steps["step"]).max()
-    counts = largest.index if warmup else measured_steps(report)
-    return {step: float(seconds) for step, seconds in largest.items() if step in counts}
+    largest: dict[int, float] = {}
+    names = ("step", "start", "end")
+    for step, start, end in zip(*(report.steps[c].tolist() for c in names), strict=True):
+        largest[step] = max(end - start, largest.get(step, 0.0))
+    return {step: largest[step] for step in (sorted(largest) if warmup else measured_steps(report))}
 
 
 def step_time(report: Tables) -> float:
