@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add(
         name: str,
-        act: Callable[[argparse.Namespace], int],
+        act: Callable[[argparse.Namespace], Any],
         does: str,
         options: Sequence[Option] = (),
         *,
@@ -158,7 +157,8 @@ def make_parser() -> argparse.ArgumentParser:
         **how: Any,
     ) -> argparse.ArgumentParser:
         """Add a command with these options of its own, and with ``plan`` those of a model and a
-        plan. ``act`` runs it and returns the exit status.
+        plan. ``act`` runs it and returns the exit status; or a function that does, whose errors
+        are not refusals of the command: those of a script in a rank of torchrun are its own.
         """
         how = {"description": does[0].upper() + does[1:] + ".", **how}
         if plan:
@@ -263,14 +263,12 @@ def _refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
     """Turn refusals of illegal settings into argparse's message and exit status 2.
 
     Only an error in the form of ``checks.illegal`` is the user's mistake. Any other ValueError is a
-    defect of this package, and keeps its traceback. So does an error of a rank that is observed.
+    defect of this package, and keeps its traceback.
     """
     try:
         yield
     except (ValueError, Nested) as error:
-        frames = traceback.walk_tb(error.__traceback__)
-        observed = any(at.f_code.co_name == "observe_under_torchrun" for at, _ in frames)
-        if LEGAL not in str(error) or observed:
+        if LEGAL not in str(error):
             raise
         rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
         if not rank.isdecimal() or int(rank) == 0:
@@ -372,14 +370,19 @@ def _run_one_rank(folder: str, model: ModelSpec, plan: Plan, settings: dict[str,
     return 0
 
 
-def _observe(given: argparse.Namespace) -> int:
+def _observe(given: argparse.Namespace) -> int | Callable[[], int]:
     settings = settings_of(given, *given.own)
     why = "this process is one rank, and torchrun decides this"
     _check_files(given)
     folder = _part_folder(given, why, "ranks", "nodes", "device", "timeout")
     if folder is not None:
-        observing.observe_under_torchrun(given.script, given.arguments, folder=folder, **settings)
-        return 0
+
+        def rank() -> int:
+            script, own = given.script, given.arguments
+            observing.observe_under_torchrun(script, own, folder=folder, **settings)
+            return 0
+
+        return rank
     report = observing.observe(given.script, args=given.arguments, live=True, **settings)
     _write(report, given, ("save",))
     _print_summary(report)
@@ -533,8 +536,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     given = make_parser().parse_args(arguments)
     try:
-        with _signals(), _refusals(given.parser):
-            status = given.act(given)
+        with _signals():
+            with _refusals(given.parser):
+                status = given.act(given)
+            if callable(status):
+                status = status()
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()
         if raw is not None and raw.failed:
