@@ -5,8 +5,8 @@ which kinds of report they must refuse.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paralab.checks import illegal
 from paralab.report.tables import DRY, Tables
@@ -15,6 +15,24 @@ from paralab.theory.traffic import BOOKKEEPING, ends
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Answer = TypeVar("Answer")
+
+
+def remembered(function: Callable[[Tables, int], Answer]) -> Callable[[Tables, int], Answer]:
+    """A function of a report and a step whose results the report keeps: figures and tables ask for
+    them again and again, and what they are made of never changes.
+    """
+
+    @functools.wraps(function)
+    def known(report: Tables, step: int) -> Answer:
+        answers = vars(report).setdefault("_answers", {})
+        key = function.__name__, step
+        if key not in answers:
+            answers[key] = function(report, step)
+        return answers[key]
+
+    return known
 
 
 def needs_tables(report: Any) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paralab.checks import choice, whole
-from paralab.report.facts import in_outline, measured_steps, needs_times
+from paralab.report.facts import in_outline, measured_steps, needs_times, remembered
 from paralab.report.intervals import Interval, length, overlap, union
 from paralab.report.tables import COMPUTE_KINDS, COPY_LANES, Tables
 from paralab.theory.traffic import BOOKKEEPING
@@ -102,18 +102,11 @@ def idle_shares(report: Tables, step: int) -> dict[int, float]:
     return {rank: 1 - busy / longest for rank, (_, _, busy, longest) in parts if longest > 0}
 
 
+@remembered
 def pipeline_parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
     """{rank: (start of its first forward, end of its last backward, seconds of compute between
     them, T of its pipeline as in `bubble`)}
     """
-    # Figures call this often; tables never change, so the report caches the result.
-    cache = vars(report).setdefault("_parts", {})
-    if step not in cache:
-        cache[step] = _parts(report, step)
-    return cache[step]
-
-
-def _parts(report: Tables, step: int) -> dict[int, tuple[float, float, float, float]]:
     import numpy as np  # `import paralab` does without
 
     columns = ["rank", "kind", "start", "end", "cost"]
@@ -187,6 +180,7 @@ def _ranks_in(report: Tables, step: int) -> int:
     return max(report.steps["rank"][report.steps["step"] == step].nunique(), 1)
 
 
+@remembered
 def shares(report: Tables, step: int) -> dict[str, float]:
     """Where the time of one step went: seconds, mean over the ranks that took it.
 
