@@ -298,10 +298,10 @@ MUTANTS = {
         "frozen ZeRO-3", COMPILE, "action = back, ins.mb, stage_of[ins.at[0]]",
         "action = ins.mb, stage_of[ins.at[0]]", frozen="param_gather"),
     "HSDP: a share is not summed over the replicas": Mutant(
-        "HSDP", ZERO, "for u, v in calls", "for u, v in calls[1:]",
+        "HSDP", ZERO, "for v in shards", "for v in shards[1:]",
         check="never summed over the ranks that keep the same shard", equal=GRADIENTS),
     "HSDP: shares are summed over the wrong axis": Mutant(
-        "HSDP", ZERO, '(v,), (v,), "replica"', '(v,), (v,), "dp"',
+        "HSDP", ZERO, '(v[1], "replica")', '(v[1], "dp")',
         check="is summed over 'dp' already", equal=GRADIENTS),
     "hpZ: every neighbour keeps the first part": Mutant(
         "hpZ", RUN, ".flat.chunk(group.size)[group.index].clone()",
@@ -526,8 +526,8 @@ MUTANTS = {
         "files", OFFLOAD, "_copy(buffer, home) for home, buffer in pairs if home != buffer",
         "_copy(buffer, home) for home, buffer in pairs if home == buffer", equal=GRADIENTS),
     "files: states are not read": Mutant(
-        "files, AdamW", OFFLOAD, 'states = ["opt"] * self.states + ["gshard"]',
-        'states = ["gshard"]', check="reads host.opt embedding, which no instruction has written"),
+        "files, AdamW", OFFLOAD, '"opt": self.states, "gshard"', '"opt": False, "gshard"',
+        check="reads host.opt embedding, which no instruction has written"),
     "files: the sum so far is not read": Mutant(
         "files of gradients", OFFLOAD,
         'new_code.append(_copy(("file.gshard", u, 0), target, k))', "pass",

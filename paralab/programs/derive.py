@@ -107,17 +107,13 @@ def add_frees(code: Code) -> Code:
     last_use = {}
     held_by_call = {}  # a call's writes -> values it uses
     for position, ins in enumerate(code):
-        reads, writes = ins.reads, ins.writes
         if ins.op == WAIT:
-            for v in held_by_call.pop(reads, ()):
-                last_use[v] = position
-            continue
-        for v in reads:
-            last_use[v] = position
-        for v in writes:
-            last_use[v] = position
-        if ins.lane:
-            held_by_call.setdefault(writes, []).extend((*reads, *writes))
+            used = held_by_call.pop(ins.reads, ())
+        else:
+            used = (*ins.reads, *ins.writes)
+            if ins.lane:
+                held_by_call.setdefault(ins.writes, []).extend(used)
+        last_use |= dict.fromkeys(used, position)
     freed_at = {}
     for v, position in last_use.items():
         if not lasts(v):

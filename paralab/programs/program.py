@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from paralab.model.build import Model
-from paralab.parallel.buckets import Unit, cut
+from paralab.parallel.buckets import Unit, overlaps
 from paralab.parallel.layouts import SHARED_PHASE, coordinates, holding, kind_of, mode_of
 from paralab.programs import tiers
 from paralab.programs.instructions import Code, Value
@@ -187,7 +187,7 @@ class Program:
         for number, unit in enumerate(self.units[rank]):
             sizes = {name: prod(self.model.shapes[name]) for name in unit.names}
             count = unit.numel // (1 if index is None else self.shards)
-            for name, first, where in cut(sizes, (index or 0) * count, count):
+            for name, first, where in overlaps(sizes, (index or 0) * count, count):
                 yield Share(number, name, where.start, where.stop - where.start, first)
 
     def counted(self, rank: int, index: int, tp: int) -> dict[int, list[slice]]:
