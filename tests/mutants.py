@@ -540,7 +540,7 @@ MUTANTS = {
         "relay", RUN, "env.sample = self.first_sample + k", "env.sample = self.first_sample",
         equal=GRADIENTS),
     "relay: what the head uses leaves before embedding's backward": Mutant(
-        "frozen relay", COMPILE, "return back, back and unit not in stays", "return back, back",
+        "frozen relay", COMPILE, "second_visit = back and unit not in stays", "second_visit = back",
         frozen="param_gather"),
     # ---- waits and frees
     "no WAIT before what a call brings is read: data parallel": Mutant(
@@ -567,12 +567,11 @@ MUTANTS = {
         "accumulation", DERIVE, "if not lasts(v):",
         "if not lasts(v) and v[0] != 'saved':", check="is never freed"),
     "freed while a call uses it": Mutant(
-        "pipeline", DERIVE, "for v in held_by_call.pop(reads, ()):", "for v in ():",
+        "pipeline", DERIVE, "used = held_by_call.pop(ins.reads, ())", "used = ()",
         check="frees x blocks.1, which a call in flight uses"),
     "freed behind the first use": Mutant(
-        "pipeline", DERIVE,
-        "for v in reads:\n            last_use[v] = position\n        for v in writes",
-        "for v in reads:\n            last_use.setdefault(v, position)\n        for v in writes",
+        "pipeline", DERIVE, "last_use |= dict.fromkeys(used, position)",
+        "last_use = dict.fromkeys(used, position) | last_use",
         check="reads x blocks.0, which was freed"),
 }
 # fmt: on
