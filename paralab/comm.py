@@ -185,8 +185,7 @@ class Group:
             root=() if root is None else (root,),
             number=self._calls,
         )
-        row = (op, payload.nbytes, -1 if root is None else root)
-        return self._post(call, [row], phase)
+        return self._post(call, [(op, payload.nbytes, -1 if root is None else root)], phase)
 
     # ---- point to point -------------------------------------------------------------------------
     def send(self, tensor: Tensor, *, to: int, phase: str | None = None) -> Pending:

@@ -36,8 +36,8 @@ from paralab.theory.schedule_check import checked, timed
 
 UNITS = (1.0, 2.0, 1.0, 1.0)  # durations of F, B, I, W: the matrix products of a linear layer
 MESSAGE = 0.125
-ENDS = "send", "recv"
 SEND, RECV = 4, 5  # kinds of steps, after the four kinds of actions in theory.order.CODE
+ENDS = {SEND: "send", RECV: "recv"}
 
 
 class Transfer(NamedTuple):
@@ -87,8 +87,8 @@ def lower(
         own_steps, actions = slice(arrays.first[r], arrays.first[r + 1]), iter(schedule[r])
         own_columns = (column[own_steps].tolist() for column in arrays[1:])
         lists[r] += (
-            next(actions) if kind < SEND else Transfer(ENDS[kind - SEND], "FB"[what], *rest)
-            for kind, what, *rest in zip(*own_columns, strict=True)
+            Transfer(ENDS[kind], "FB"[what], stage, k, peer) if kind in ENDS else next(actions)
+            for kind, what, stage, k, peer in zip(*own_columns, strict=True)
         )
     return lists
 

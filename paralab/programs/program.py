@@ -92,7 +92,8 @@ class Program:
     def size(self, value: Value, rank: int) -> Size:
         """The size of a value on a pipeline rank."""
         kind, where, version = value
-        key = (kind, where, rank, version > 0 if kind == "w" or "." in kind else 0)
+        by_version = kind == "w" or "." in kind  # of these, later versions may be buffers
+        key = (kind, where, rank, by_version and version > 0)
         size = self._known.get(key)
         if size is None:
             size = self._known[key] = self._size(kind, where, version, rank)
@@ -234,15 +235,15 @@ class Program:
             yield "scale", 0, 0
 
 
-def _part(category: str) -> Callable[[Program, Any], tuple[str, int]]:
+def _tp_part(category: str) -> Callable[[Program, Any], tuple[str, int]]:
     return lambda p, i: (category, p.model.item * p.state_elements(i) // p.plan.tp)
 
 
 _OF_THE_RANK: Mapping[str, Callable[[Program, Any], tuple[str, int]]] = {
-    "xpart": _part("activations"),
-    "xslice": _part("buffers"),
-    "gslice": _part("buffers"),
-    "loss": lambda p, _: ("workspace", 4),
+    "xpart": _tp_part("activations"),
+    "xslice": _tp_part("buffers"),
+    "gslice": _tp_part("buffers"),
+    "loss": lambda p, _: ("workspace", 4),  # no value of a list: interpret/memory.py counts it
     "sent": lambda p, _: ("buffers", 0),
     "norm": lambda p, _: ("buffers", 4),
     "scale": lambda p, _: ("buffers", 16 * (p.plan.precision == "fp16") + 4 * p.clips),
