@@ -148,7 +148,7 @@ class Rank:
         self.workers = None if state.host is None else Workers(state, self._allocate)
         self.first_sample = 0
         self.before_update: Callable[[int], None] | None = None
-        self.named = [(op, _names(op)) for op in self.model.ops]
+        self.named = [(op, op.owned | op.borrows | op.reads) for op in self.model.ops]
         self._bound: dict[tuple[int, int], list] = {}
         self.steps = [
             (self._method(ins), ins, span)
@@ -456,11 +456,6 @@ class Rank:
         if self.recorder.ledger is not None:
             category = what if isinstance(what, str) else self.program.size(what, self.pp).category
             self.recorder.owns(category, *_tensors(kept))
-
-
-def _names(op: Op) -> dict[str, str]:
-    """{local name: full name} of the parameters that an op reads or adds a gradient to."""
-    return {local: f"{op.name}.{local}" for local in op.params} | op.borrows | op.reads
 
 
 def _tensors(kept: Any) -> Iterator[Tensor]:

@@ -297,12 +297,9 @@ def build(
     if function is interleaved:
         return interleaved(pp, microbatches, v)
     if v > 1:
-        raise illegal(
-            "virtual_stages",
-            v,
-            f"schedule={schedule!r} has one stage per rank",
-            "1, or schedule='interleaved' or a function of your own",
-        )
+        why = f"schedule={schedule!r} has one stage per rank"
+        legal = "1, or schedule='interleaved' or a function of your own"
+        raise illegal("virtual_stages", v, why, legal)
     return function(pp, microbatches)
 
 

@@ -177,15 +177,12 @@ def second_copy(code: Code) -> Code:
     over the ranks of its node alone. Backward gathers these shards, so that 2 M instead of 3 M
     bytes cross between nodes in each micro-batch, M being the bytes of the parameters.
     """
-    first_user: dict[Value, str] = {}  # gathered parameters -> the op that uses them first
-    for ins in code:
-        for v in ins.reads if ins.op in COMPUTE else ():
-            first_user.setdefault(v, ins.op)
+    of_forward = {v for ins in code if ins.op == FORWARD for v in ins.reads}
     new_code: Code = []
     copied: set[Value] = set()
     for ins in code:
-        for_backward = ins.op == ALL_GATHER and first_user.get(ins.writes[0], FORWARD) != FORWARD
-        if for_backward and ins.writes[0][0] == "w":
+        gathers = ins.op == ALL_GATHER and ins.writes[0][0] == "w"
+        if gathers and ins.writes[0] not in of_forward:
             ins = ins._replace(reads=(("second", ins.unit, 0),), lane="secondary")
         new_code.append(ins)
         for v in ins.reads if ins.op == FORWARD else ():

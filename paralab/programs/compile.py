@@ -59,15 +59,14 @@ def compiled(
 def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Program:
     """A program without instructions: the model's ops, the stages, and each rank's units."""
     choice("optimizer", optimizer, OPTIMIZERS)
-    model, names = build(spec, plan), stage_parts(spec, plan)
+    model, stages = build(spec, plan), stage_parts(spec, plan)
     units = []
     for rank in range(plan.pp):
-        rank_parts = (model.numels[part] for parts in names[rank :: plan.pp] for part in parts)
+        rank_parts = (model.numels[part] for parts in stages[rank :: plan.pp] for part in parts)
         sizes = {name: size for numels in rank_parts for name, size in numels.items()}
         units.append(buckets.units(sizes, spec, plan))
-    return Program(
-        spec, plan, optimizer, clips, model, stage_ranges(spec, plan, model), tuple(units)
-    )
+    ranges = stage_ranges(spec, plan, model)
+    return Program(spec, plan, optimizer, clips, model, ranges, tuple(units))
 
 
 def passed(program: Program, rank: int, code: Code) -> Code:

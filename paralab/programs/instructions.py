@@ -20,7 +20,8 @@ of a unit, ``where`` is the unit's number on the rank. Kinds, and what they hold
     wide     an fp32 copy, for the update, of a 16-bit gradient or of its shard
     shard    this rank's shard of the parameters; ``second``: its larger shard under hpZ
     master   the fp32 master weights that this rank updates, where parameters have 16 bits
-    piece    a copy of ``shard`` fetched from another tier; ``back``: an x fetched from one
+    piece    a copy of ``shard`` fetched from another tier; ``back``: an x fetched from one, or
+             gathered from its parts
     opt      the optimizer states of the parameters that this rank updates
     norm     the sum of the squares of the gradients; ``host.norm``: the norm of one unit's
              gradient, taken on the host; ``host.verdict``: what follows from the norm, a divisor of
