@@ -530,7 +530,7 @@ MUTANTS = {
         check="reads host.opt embedding, which no instruction has written"),
     "files: the sum so far is not read": Mutant(
         "files of gradients", OFFLOAD,
-        'new_code.append(_copy(("file.gshard", u, 0), target, k))', "pass",
+        "new_code.append(_copy(in_file, total, k))", "pass",
         check="reads host.sum bucket 0, which no instruction has written"),
     "inputs: the first micro-batch's comes back": Mutant(
         "inputs on the host", OFFLOAD, 'new_code.append(_copy_state((source, *x[1:]), "back"))',

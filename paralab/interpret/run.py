@@ -209,7 +209,6 @@ class Rank:
         env.sample = self.first_sample + k
         env.keeping = keep = ins.op == RECOMPUTE or keeps(ins)
         kept, last = [], j == len(self.model.ops)
-        counted = self.recorder.ledger is not None
         if last:  # each token's target is the next token, (T,)
             env.targets = self.batches(k)[env.boxes["logits"][0], 1:].long().flatten()
         if i:
@@ -220,9 +219,8 @@ class Rank:
             state, saved = op.forward(weights, state, env)
             if keep:
                 kept.append(saved)
-                if counted:
-                    self._owns("activations", saved)
-            saved = None
+                self._owns("activations", saved)
+            saved = None  # what the op would have saved is freed before the next op runs
         env.targets, output = None, ins.writes[0]
         if last:
             if ins.op == FORWARD:
@@ -251,7 +249,7 @@ class Rank:
                 deferred.append((op, names, rest))
             else:
                 op.weight_grad(rest, Into(names, flats), env)
-            rest = None
+            rest = None  # freed before the next op runs
             env.settle()
         if i:
             store["g", i, k] = grads

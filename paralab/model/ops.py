@@ -363,6 +363,7 @@ class Attention(Op):
         # Batched products copy operands that are not contiguous. A mask is drawn whole, then cut.
         copied, drawn = self.copies(part), part.cut_mask("scores", scores)
         product = item * (1 + copied) * x
+        # What is saved or returned, but does not exist yet at a peak, is subtracted there.
         dropping = max(product - (item + 1) * scores, item * x, drawn - item * (scores + x))
         self.scratch = (
             dropping if drops else max(product, item * (scores - x)),

@@ -307,7 +307,7 @@ def loss_parts(plan: TensorPlan) -> int:
     return math.prod(sizes[name] for name in mode_of(plan).logits[0])
 
 
-def says_loss(plan: TensorPlan, index: int) -> bool:
+def reports_loss(plan: TensorPlan, index: int) -> bool:
     """Whether rank number ``index`` reports the loss of its part of the tokens."""
     place = coordinates(plan, index)
     return not any(place[name] for name in mode_of(plan).logits[2])

@@ -83,22 +83,20 @@ def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) 
         code = [*code[:after_backward], wait(reductions[-1]), *code[after_backward:]]
     last_at = {ins.unit: at for at, ins in enumerate(code) if _makes_shard(ins)}
 
-    def copy_out(u: int, k: int, share: Value, *, first: bool, last: bool) -> None:
-        total, target = ("host.gshard", u, 0), ("host.part", u, k)
-        if first and place == "cpu":
-            target = total
-        in_flight.append(_copy(share, target, k))
+    def copy_out(u: int, k: int, shard: Value, *, first: bool, last: bool) -> None:
+        part, total, in_file = ("host.part", u, k), ("host.gshard", u, 0), ("file.gshard", u, 0)
+        if place == "nvme":  # the host has the sum only while it adds to it
+            total = part if first else ("host.sum", u, k)
+        in_flight.append(_copy(shard, total if first else part, k))
         new_code.append(in_flight[-1])
         if not first:
-            incoming, target = target, total
             if place == "nvme":
-                target = ("host.sum", u, k)
-                new_code.append(_copy(("file.gshard", u, 0), target, k))
-            new_code.append(Instr(ADD, u, k, u, (incoming, target), (target,), "host"))
+                new_code.append(_copy(in_file, total, k))
+            new_code.append(Instr(ADD, u, k, u, (part, total), (total,), "host"))
         if measured and last:
-            new_code.append(Instr(NORM, u, k, u, (target,), (("host.norm", u, 0),), "host"))
+            new_code.append(Instr(NORM, u, k, u, (total,), (("host.norm", u, 0),), "host"))
         if place == "nvme":
-            new_code.append(_copy(target, ("file.gshard", u, 0), k))
+            new_code.append(_copy(total, in_file, k))
 
     for position, ins in enumerate(code):
         if ins.op == WAIT and ins.reads in reduced_values:
@@ -177,8 +175,8 @@ class Update:
 
     def places(self, state: str, u: int) -> tuple[Value, Value]:
         """(where a unit's state lives, where the host has it while it updates the unit)."""
-        place = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[state]
-        home = prefix(getattr(self.tiers, place)) + state
+        setting = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[state]
+        home = prefix(getattr(self.tiers, setting)) + state
         return (home, u, 0), (f"host.{state}", u, 0 if home.startswith("host.") else 1)
 
     def open(self, u: int) -> Code:
