@@ -211,7 +211,8 @@ class Update:
 
 def _is_norm(ins: Instr) -> bool:
     """Whether ``ins`` belongs to the norm of all gradients."""
-    return not ins.lane and ins.op == NORM or ins.op == ALL_REDUCE and ins.reads[0][0] == "norm"
+    of_rank = ins.op == NORM and not ins.lane  # not the host's, of one unit
+    return of_rank or (ins.op == ALL_REDUCE and ins.reads[0][0] == "norm")
 
 
 def _gathers_update(ins: Instr) -> bool:

@@ -228,6 +228,7 @@ def relay(parts: int, microbatches: int) -> list[Action]:
 
 
 _ACTION = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*", re.ASCII)
+_LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, such as "4F0"'
 
 
 def parse(text: str) -> Action:
@@ -237,9 +238,6 @@ def parse(text: str) -> Action:
         raise illegal("action", text, "not an action", _LEGAL_ACTION)
     stage, kind, microbatch = match.groups()
     return Action(int(stage), kind, int(microbatch))
-
-
-_LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, such as "4F0"'
 
 
 def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
