@@ -10,9 +10,9 @@ move while the device computes:
                    one micro-batch this moves 2w bytes per parameter and step, w bytes per element:
                    no other way to split a step between device and host moves less (sec. 3)
     ZeRO-Infinity  (Rajbhandari+ 2021, arXiv:2104.07857)   parameters on the host too, or states in
-                   files. Stage 3 fetches its shards from there, ``prefetch`` units ahead: each
-                   rank's N-th over a link of its own, N links at once (bandwidth-centric
-                   partitioning, sec. 6.1). Tiling of large operators (sec. 5.1.3) is not done here
+                   files. Stage 3 fetches its shards from there, ``prefetch`` units ahead: each of N
+                   ranks fetches an N-th over its own link, so that N links work at once (bandwidth-
+                   centric partitioning, sec. 6.1). Large operators are not tiled (sec. 5.1.3) here
     L2L            (Pudipeddi+ 2020, arXiv:2002.05645)   the extreme: all micro-batches pass through
                    one part of the model before the next part is fetched. Whatever m is, parameters
                    are fetched twice, those of the head once, and gradients are copied out once

@@ -1,7 +1,8 @@
 """ZeRO: data-parallel ranks shard the model states that plain data parallelism replicates.
 
 N ranks, Psi parameters, w bytes per element, K bytes of optimizer states per parameter (AdamW in
-fp32: 8); m micro-batches (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7):
+fp32: 8; with fp32 masters of 16-bit parameters 12, as in the paper); m micro-batches (Rajbhandari+
+2020, arXiv:1910.02054, sec. 5 and 7):
 
     stage   memory per rank               elements sent per rank and step, times (N-1)/N
     0       (2w + K) Psi                  2 Psi                all-reduce
