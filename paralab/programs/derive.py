@@ -39,7 +39,6 @@ def add_waits(code: Code) -> Code:
 
     def add_wait(call: Instr) -> None:
         pending = [call]  # no recursion: a closure that refers to itself would keep all this alive
-        waited.discard(id(call))
         while pending:
             call = pending.pop()
             if id(call) in waited:
@@ -85,6 +84,7 @@ def add_waits(code: Code) -> Code:
             last_send[ins.peer] = ins
         new_code.append(ins)
         if lane:
+            waited.discard(id(ins))  # a pass may put one instruction into the list twice
             if worker:
                 used_calls = (in_flight.get(v) for v in (*reads, *writes))
                 predecessors[id(ins)] = [call for call in used_calls if call is not None]
