@@ -50,11 +50,10 @@ class Group:
         self.size, self.index = len(ranks), list(ranks).index(context.rank)
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.phase = "grad_sync" if axis == "dp" else "data"
-        if transport is None:
-            on_cuda = context.device.startswith("cuda")
-            transport = Gloo if not on_cuda else Staged if context.backend == "gloo" else Nccl
+        if transport is None and context.device.startswith("cuda"):
+            transport = Staged if context.backend == "gloo" else Nccl
         settings = {"axis": axis, "context": context, "recorder": recorder}
-        self.transport = transport(self.ranks, group=self.process_group, **settings)
+        self.transport = (transport or Gloo)(self.ranks, group=self.process_group, **settings)
         self._calls = 0
         self._unwaited: dict[int, Label] = {}  # {number of a call not waited for: its label}
         self._subgroups: dict[tuple, Group | None] = {}
@@ -185,8 +184,7 @@ class Group:
             root=() if root is None else (root,),
             number=self._calls,
         )
-        row = (op, payload.nbytes, -1 if root is None else root)
-        return self._post(call, [row], phase)
+        return self._post(call, [(op, payload.nbytes, -1 if root is None else root)], phase)
 
     # ---- point to point -------------------------------------------------------------------------
     def send(self, tensor: Tensor, *, to: int, phase: str | None = None) -> Pending:

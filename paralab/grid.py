@@ -54,8 +54,9 @@ class Grid:
             self.secondary = self._mine(groups("secondary"), "secondary")
         pipelines = groups("pp")
         self.pp = self._mine(pipelines, "pp")
-        ends = {(ranks[0], ranks[-1]) for ranks in pipelines}
-        self.ends = self.pp if plan.pp == 2 else self._mine(ends, "pp") if plan.pp > 2 else None
+        self.ends = self.pp if plan.pp == 2 else None
+        if plan.pp > 2:
+            self.ends = self._mine({(ranks[0], ranks[-1]) for ranks in pipelines}, "pp")
         if context.backend == "nccl":
             self._connect(sorted(pipelines))
 

@@ -125,7 +125,7 @@ class Transport:
 def _ends(ways: Ways) -> str:
     """The other ends: " to rank 1", " from ranks 0, 2", " with rank 1"; "" for no ways."""
     sides, peers = {side for side, _ in ways}, sorted({peer for _, peer in ways})
-    preposition = "with" if len(sides) > 1 else "to" if "send" in sides else "from"
+    preposition = {("send",): "to", ("recv",): "from"}.get(tuple(sides), "with")
     return f" {preposition} {rank_names(peers)}" if ways else ""
 
 

@@ -298,10 +298,10 @@ MUTANTS = {
         "frozen ZeRO-3", COMPILE, "action = back, ins.mb, stage_of[ins.at[0]]",
         "action = ins.mb, stage_of[ins.at[0]]", frozen="param_gather"),
     "HSDP: a share is not summed over the replicas": Mutant(
-        "HSDP", ZERO, "for u, v in calls", "for u, v in calls[1:]",
+        "HSDP", ZERO, "for v in shards", "for v in shards[1:]",
         check="never summed over the ranks that keep the same shard", equal=GRADIENTS),
     "HSDP: shares are summed over the wrong axis": Mutant(
-        "HSDP", ZERO, '(v,), (v,), "replica"', '(v,), (v,), "dp"',
+        "HSDP", ZERO, '(v[1], "replica")', '(v[1], "dp")',
         check="is summed over 'dp' already", equal=GRADIENTS),
     "hpZ: every neighbour keeps the first part": Mutant(
         "hpZ", RUN, ".flat.chunk(group.size)[group.index].clone()",
@@ -526,11 +526,11 @@ MUTANTS = {
         "files", OFFLOAD, "_copy(buffer, home) for home, buffer in pairs if home != buffer",
         "_copy(buffer, home) for home, buffer in pairs if home == buffer", equal=GRADIENTS),
     "files: states are not read": Mutant(
-        "files, AdamW", OFFLOAD, 'states = ["opt"] * self.states + ["gshard"]',
-        'states = ["gshard"]', check="reads host.opt embedding, which no instruction has written"),
+        "files, AdamW", OFFLOAD, '"opt": self.states, "gshard"', '"opt": False, "gshard"',
+        check="reads host.opt embedding, which no instruction has written"),
     "files: the sum so far is not read": Mutant(
         "files of gradients", OFFLOAD,
-        'new_code.append(_copy(("file.gshard", u, 0), target, k))', "pass",
+        "new_code.append(_copy(in_file, total, k))", "pass",
         check="reads host.sum bucket 0, which no instruction has written"),
     "inputs: the first micro-batch's comes back": Mutant(
         "inputs on the host", OFFLOAD, 'new_code.append(_copy_state((source, *x[1:]), "back"))',
@@ -540,7 +540,7 @@ MUTANTS = {
         "relay", RUN, "env.sample = self.first_sample + k", "env.sample = self.first_sample",
         equal=GRADIENTS),
     "relay: what the head uses leaves before embedding's backward": Mutant(
-        "frozen relay", COMPILE, "return back, back and unit not in stays", "return back, back",
+        "frozen relay", COMPILE, "second_visit = back and unit not in stays", "second_visit = back",
         frozen="param_gather"),
     # ---- waits and frees
     "no WAIT before what a call brings is read: data parallel": Mutant(
@@ -567,12 +567,11 @@ MUTANTS = {
         "accumulation", DERIVE, "if not lasts(v):",
         "if not lasts(v) and v[0] != 'saved':", check="is never freed"),
     "freed while a call uses it": Mutant(
-        "pipeline", DERIVE, "for v in held_by_call.pop(reads, ()):", "for v in ():",
+        "pipeline", DERIVE, "used = held_by_call.pop(ins.reads, ())", "used = ()",
         check="frees x blocks.1, which a call in flight uses"),
     "freed behind the first use": Mutant(
-        "pipeline", DERIVE,
-        "for v in reads:\n            last_use[v] = position\n        for v in writes",
-        "for v in reads:\n            last_use.setdefault(v, position)\n        for v in writes",
+        "pipeline", DERIVE, "last_use |= dict.fromkeys(used, position)",
+        "last_use = dict.fromkeys(used, position) | last_use",
         check="reads x blocks.0, which was freed"),
 }
 # fmt: on

@@ -173,6 +173,15 @@ def test_a_lane_of_tensor_parallelism_is_legal_only_with_it():
     assert refusal(over("xy"), tp=2).endswith("legal: lane='dp' or 'tp'")
 
 
+def test_one_instruction_may_be_in_a_list_twice():
+    def last_gather_again(program):
+        return program.replace([*program.code, program.code[-1]])
+
+    plan = pl.Plan(dp=2, zero_stage=1, passes=(last_gather_again,))
+    code = compiled(SPEC, plan).codes[0]
+    assert [ins.op for ins in code[-4:]] == ["ALL_GATHER", "WAIT"] * 2
+
+
 def test_a_forgotten_unit_is_refused_by_name():
     said = refusal(forgets_one)
     names = pl.program(SPEC, pl.Plan(dp=2, **LEFT)).units[2].names

@@ -212,9 +212,10 @@ class Costs:
         op, lane, root = call.op, call.axis, call.root
         slower = self.cluster.wait_overhead
         if op in POINT_TO_POINT:
-            sends, late = op == "send", 0.0 if op == "send" else slower
             _, took = self.cluster.call("send", call.payload, self.reach(pp, lane, root))
-            return Posted(lane, took, peer=root, sends=sends, slower=late)
+            if op == "send":  # its wait is over long before: the rank goes on at full speed
+                return Posted(lane, took, peer=root, sends=True)
+            return Posted(lane, took, peer=root, slower=slower)
         first = pp * self.plan.dp * self.plan.tp
         group = Member(self.program, first).group(lane)
         n = len(group)
@@ -226,8 +227,8 @@ class Costs:
         elif adds and op == "reduce":  # by the root, and the others' next call waits for it
             summed = self.seconds(Work(0, elements * 3 * (n - 1), n - 1))
         slower *= n > 1  # alone in its group a rank copies, and waits for no other rank
-        members, other = {"pp": self.plan.pp, "ends": 2}.get(lane, 0), op == "reduce"
-        other = other and group[root] != first
+        members = {"pp": self.plan.pp, "ends": 2}.get(lane, 0)
+        other = op == "reduce" and group[root] != first
         return Posted(lane, took, members, summed=summed, slower=slower, other=other)
 
     def reach(self, pp: int, lane: str, peer: int = -1) -> Reach:

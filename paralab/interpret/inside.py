@@ -56,7 +56,7 @@ class Insides:
             elif ins.op == BACKWARD_WEIGHT:
                 moments = list(self._weight(*at))
             else:
-                moments = list(self._backward(*at, shared, halves=ins.op == BACKWARD_INPUT))
+                moments = list(self._backward(*at, shared, split=ins.op == BACKWARD_INPUT))
             activations, workspace = max(moments, key=sum)
             most = max(m.activations for m in moments), max(m.workspace for m in moments)
             inside = self._known[key] = Inside(activations, workspace, 0, most)
@@ -78,13 +78,11 @@ class Insides:
             if keep:
                 own += op.keeps
                 kept.update(sharing.kept(at))
-            state = [*(state[-1:] if op.forks else () if op.joins else state[:-1]), out]
+            state = [out] if op.joins else [*(state if op.forks else state[:-1]), out]
         grown = own + _bytes(kept, without=(there,))
         yield Moment(grown, _bytes(dict(state), without=(there, kept)))
 
-    def _backward(
-        self, i: int, j: int, stays: frozenset[Name], *, halves: bool
-    ) -> Iterator[Moment]:
+    def _backward(self, i: int, j: int, stays: frozenset[Name], *, split: bool) -> Iterator[Moment]:
         ops, sharing, n = self.model.ops, self.sharing, len(self.model.ops)
 
         def freed(held: Iterable[tuple[Name, int]]) -> dict[Name, int]:
@@ -101,7 +99,8 @@ class Insides:
         for at in reversed(range(i, j)):
             op = ops[at]
             left = freed(sharing.kept(at)[:-1]) if op.frees_result else kept[at - i]
-            names = {name: n for of_op in (*kept[: at - i], left) for name, n in of_op.items()}
+            there = (*kept[: at - i], left)
+            names = {name: size for of_op in there for name, size in of_op.items()}
             names |= {name: size for name, size in deferred.items() if name in saved}
             into = freed(sharing.state("g", at)) if at else {}
             fresh = op.deferred
@@ -111,7 +110,7 @@ class Insides:
             yield _since(begin, held, work + fresh + scratch)
             own -= op.keeps
             mine, grads = freed(sharing.deferred(at)), into
-            if halves:
+            if split:
                 deferred |= mine
                 deferred_kept += op.defers_kept
                 deferred_new += fresh - op.defers_kept

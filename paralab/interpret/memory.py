@@ -21,7 +21,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from paralab.interpret.inside import Inside, insides
-from paralab.model.build import cuts
+from paralab.model.build import plan_of_ops
 from paralab.programs.instructions import (
     ALL_GATHER,
     BACKWARDS,
@@ -118,7 +118,7 @@ class _Rank:
     def __init__(self, program: Program, rank: int, index: int, gloo: bool) -> None:
         self.program, self.rank, self.index, self.gloo = program, rank, index, gloo
         self.item, self.storages = program.model.item, program.storages(rank)
-        self.insides = insides(program.model, cuts(program.plan), gloo)
+        self.insides = insides(program.model, plan_of_ops(program.plan), gloo)
         self.now: dict[Kind, int] = {}
         self.total, self.peak = 0, -1
         self.held: dict[Kind, int] = {}

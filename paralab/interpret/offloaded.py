@@ -38,9 +38,9 @@ class Offloaded:
         self.rows, self.master = rows(program), own_master(program.plan)
         self.adamw = program.optimizer == "adamw"
 
-    def lay_out(self, u: int, share: Tensor, weights: Tensor) -> None:
-        """Make the initial states of unit ``u``. share: its parameters; weights: these in fp32."""
-        count = share.numel()
+    def lay_out(self, u: int, shard: Tensor, weights: Tensor) -> None:
+        """Make the initial states of unit ``u``. shard: its parameters; weights: these in fp32."""
+        count = shard.numel()
 
         def first(states: Tensor) -> None:
             states.zero_()
@@ -49,7 +49,7 @@ class Offloaded:
 
         with self.host.recorder.unwatched():
             if self.lives("shard"):
-                self._place("shard", u, (count,), lambda held: held.copy_(share))
+                self._place("shard", u, (count,), lambda held: held.copy_(shard))
             if self.lives("gshard"):
                 self._place("gshard", u, (count,))
             if self.rows:
@@ -91,8 +91,8 @@ class Offloaded:
                  the device, are the weights themselves, or these rounded
         arrived  the event after which the verdict is on the host, or None
         """
-        states, share, count = (held.get(kind) for kind in ("host.opt", "host.shard", "host.count"))
-        weights = states[-1] if self.master else share
+        states, shard, count = (held.get(kind) for kind in ("host.opt", "host.shard", "host.count"))
+        weights = states[-1] if self.master else shard
         moments = {}
         if self.adamw:
             moments = {"exp_avg": [states[0]], "exp_avg_sq": [states[1]], "step": [count]}
@@ -103,8 +103,8 @@ class Offloaded:
                 arrived.synchronize()
             grads = [gradient.float()]  # 16 bits become 32; fp32 stays as it is
             optimizer.step([weights], grads, moments, verdict)
-            if share is not None and self.master:
-                share.copy_(weights)
+            if shard is not None and self.master:
+                shard.copy_(weights)
 
         return step
 

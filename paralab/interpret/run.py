@@ -43,6 +43,7 @@ from paralab.programs.instructions import (
     Value,
     keeps,
     sums_shared,
+    wait,
 )
 from paralab.spec import TIED
 
@@ -144,10 +145,10 @@ class Rank:
         self.pending: dict[tuple[Value, ...], tuple[Any, Callable | None]] = {}
         self.losses: dict[int, Tensor] = {}
         self.batches: Callable[[int], Tensor] = lambda k: torch.empty(0)
-        self.workers = None if state.host is None else Workers(state, self._room)
+        self.workers = None if state.host is None else Workers(state, self._allocate)
         self.first_sample = 0
         self.before_update: Callable[[int], None] | None = None
-        self.named = [(op, _names(op)) for op in self.model.ops]
+        self.named = [(op, op.owned | op.borrows | op.reads) for op in self.model.ops]
         self._bound: dict[tuple[int, int], list] = {}
         self.steps = [
             (self._method(ins), ins, span)
@@ -161,8 +162,8 @@ class Rank:
         if ins.lane in WORKERS and ins.op != WAIT:
             return self._begin
         method = getattr(self, ins.op)
-        own_weights = any(v[0] == "w" and not lasts(v) for v in ins.reads)
-        if ins.op not in COMPUTE or ins.op == BACKWARD_WEIGHT or own_weights:
+        gathered = any(v[0] == "w" and not lasts(v) for v in ins.reads)
+        if ins.op not in COMPUTE or ins.op == BACKWARD_WEIGHT or gathered:
             return method
         if ins.at not in self._bound:
             self._bound[ins.at] = self._ops(ins)
@@ -179,12 +180,11 @@ class Rank:
         store, recorder, workers, entered = self.store, self.recorder, self.workers, None
         for position, (method, ins, span) in enumerate(self.steps):
             self.position = position
-            if span is not entered:
-                if span != entered:
-                    if entered is not None:
-                        recorder.leave()
-                    if span is not None:
-                        recorder.enter(*span)
+            if span != entered:
+                if entered is not None:
+                    recorder.leave()
+                if span is not None:
+                    recorder.enter(*span)
                 entered = span
             method(ins)
             for value in ins.frees:
@@ -209,7 +209,6 @@ class Rank:
         env.sample = self.first_sample + k
         env.keeping = keep = ins.op == RECOMPUTE or keeps(ins)
         kept, last = [], j == len(self.model.ops)
-        counted = self.recorder.ledger is not None
         if last:  # each token's target is the next token, (T,)
             env.targets = self.batches(k)[env.boxes["logits"][0], 1:].long().flatten()
         if i:
@@ -220,9 +219,8 @@ class Rank:
             state, saved = op.forward(weights, state, env)
             if keep:
                 kept.append(saved)
-                if counted:
-                    self._owns("activations", saved)
-            saved = None
+                self._owns("activations", saved)
+            saved = None  # what the op would have saved is freed before the next op runs
         env.targets, output = None, ins.writes[0]
         if last:
             if ins.op == FORWARD:
@@ -242,21 +240,21 @@ class Rank:
         (i, j), store, env, k = ins.at, self.store, self.env, ins.mb
         kept = store.pop(ins.reads[0])
         grads = store.pop(ins.reads[1]) if j < len(self.model.ops) else ()
-        halves, deferred, flats = ins.op == BACKWARD_INPUT, [], self._gradients(ins)
+        split, deferred, flats = ins.op == BACKWARD_INPUT, [], self._gradients(ins)
         for op, names, weights in reversed(ops or self._ops(ins)):
             grads, rest = op.input_grad(weights, kept.pop(), grads, env)
             if rest is None:
                 continue
-            if halves:
+            if split:
                 deferred.append((op, names, rest))
             else:
                 op.weight_grad(rest, Into(names, flats), env)
-            rest = None
+            rest = None  # freed before the next op runs
             env.settle()
         if i:
             store["g", i, k] = grads
             self._owns(("g", i, k), grads[-1])
-        if halves:
+        if split:
             store["deferred", ins.at, k] = deferred
             self._owns("activations", deferred)
 
@@ -283,7 +281,7 @@ class Rank:
 
     def _gradients(self, ins: Instr) -> list[Flat]:
         """The units' gradients that the instruction adds to."""
-        return [self._made(v) for v in ins.writes if v[0] == "grad"]
+        return [self._allocated(v) for v in ins.writes if v[0] == "grad"]
 
     def KEEP(self, ins: Instr) -> None:
         self.store[ins.writes[0]] = tensor = flat_of(self.store.pop(ins.reads[0]))
@@ -356,7 +354,7 @@ class Rank:
             for ins in late:
                 self._method(ins)(ins)
                 if ins.lane != "host":
-                    self.WAIT(Instr(WAIT, reads=ins.writes))
+                    self.WAIT(wait(ins))
             for v in (v for ins in late for v in (*ins.reads, *ins.writes) if not lasts(v)):
                 self.workers.free(v, self.store.pop(v, None))
             self.workers.host.settle()
@@ -380,7 +378,7 @@ class Rank:
     def REDUCE_SCATTER(self, ins: Instr) -> None:
         group, target, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
         if isinstance(value, Flat):
-            part, parts = self._made(target), value.flat
+            part, parts = self._allocated(target), value.flat
         else:
             *others, whole = value
             parts = _by_rank(whole, self.plan.microbatch_size, group.size)
@@ -394,7 +392,7 @@ class Rank:
     def ALL_GATHER(self, ins: Instr) -> None:
         group, target, value = self.groups[ins.lane], ins.writes[0], self.store[ins.reads[0]]
         if target[0] in ("w", "grad"):
-            flat = self._made(target).flat
+            flat = self._allocated(target).flat
             self._call(ins, group.all_gather(flat, flat_of(value), phase=ins.phase))
             return
         *others, part = value if isinstance(value, (tuple, list)) else (value,)
@@ -417,7 +415,7 @@ class Rank:
         self._call(ins, group.send(tensor, to=group.ranks[ins.peer], phase=ins.phase))
 
     def RECEIVE(self, ins: Instr) -> None:
-        group, tensor = self.groups["pp"], self._made(ins.writes[0])[-1]
+        group, tensor = self.groups["pp"], self._allocated(ins.writes[0])[-1]
         self._call(ins, group.recv(tensor, source=group.ranks[ins.peer], phase=ins.phase))
 
     def _call(self, ins: Instr, pending: Any, finish: Callable | None = None) -> None:
@@ -432,13 +430,13 @@ class Rank:
                 finish()
 
     # ---- memory ----------------------------------------------------------------------------------
-    def _made(self, v: Value) -> Any:
+    def _allocated(self, v: Value) -> Any:
         """The value, allocated on the device if it does not exist yet."""
         if v not in self.store:
-            self.store[v] = self._room(v)
+            self.store[v] = self._allocate(v)
         return self.store[v]
 
-    def _room(self, v: Value) -> Any:
+    def _allocate(self, v: Value) -> Any:
         """Allocate a state between two ops, a unit, or a shard of one on the device."""
         _, category, size = self.program.size(v, self.pp)
         of_state, dtype = v[0] in STATES, DTYPES[self.program.precision_of(v[0])]
@@ -456,11 +454,6 @@ class Rank:
         if self.recorder.ledger is not None:
             category = what if isinstance(what, str) else self.program.size(what, self.pp).category
             self.recorder.owns(category, *_tensors(kept))
-
-
-def _names(op: Op) -> dict[str, str]:
-    """{local name: full name} of the parameters that an op reads or adds a gradient to."""
-    return {local: f"{op.name}.{local}" for local in op.params} | op.borrows | op.reads
 
 
 def _tensors(kept: Any) -> Iterator[Tensor]:

@@ -99,6 +99,7 @@ class State:
         self.clip_norm, self.recorder = clip_norm, recorder
         self.device, self.dtype = device, DTYPES[plan.precision]
         self.units, self.zero = program.units[at.pp], plan.zero_stage
+        self.weights = "shard" if self.zero else "w"  # kind of what an update writes
         self.seed, self.host = seed, host
         self.store: dict[Value, Any] = {}
         self.targets: list[list[Tensor]] = []  # by unit the fp32 tensors that the optimizer updates
@@ -147,7 +148,7 @@ class State:
             self.store["shard", u, 0] = shard = shard.clone() if self.zero == 3 else shard
             recorder.owns("parameters", shard)
         if self.offloaded is None:
-            kind = "master" if low is not whole else "shard" if self.zero else "w"
+            kind = self.weights if low is whole else "master"
             self.targets.append(self.tensors(u, self.store[kind, u, 0]))
             with recorder.making("optimizer"):
                 self.store["opt", u, 0] = self.optimizer.states(self.targets[u])
@@ -182,7 +183,7 @@ class State:
 
     def refresh(self, u: int) -> None:
         """Round the master weights to the weights that the model computes with."""
-        target = flat_of(self.store["shard" if self.zero else "w", u, 0])
+        target = flat_of(self.store[self.weights, u, 0])
         target.copy_(self.store["master", u, 0])
 
     def squares(self, grads: dict[int, Tensor], *, from_host: bool = False) -> Tensor:
@@ -260,7 +261,7 @@ class State:
 
         where  the elements, in the rank's part of the unit
         """
-        views = {"weight": self.look("shard" if self.zero else "w", u)}
+        views = {"weight": self.look(self.weights, u)}
         if self.offloaded is not None:
             views |= self.offloaded.states(u)
         elif ("master", u, 0) in self.store:

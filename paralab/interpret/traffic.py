@@ -71,7 +71,7 @@ class Calls:
         elif ins.op in OPS:
             key = (*alike(pp, ins), index if sums_shared(ins) else 0)
         else:  # in predictions a CALL is an op's own call; other instructions make none
-            return (ins.at,) * (ins.op == CALL)
+            return (ins.at,) if ins.op == CALL else ()
         known = self._known.get(key)
         if known is not None:
             return known

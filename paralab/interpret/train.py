@@ -29,7 +29,7 @@ from paralab.interpret.host import Host
 from paralab.interpret.run import Rank
 from paralab.interpret.state import State
 from paralab.model.build import loss_share
-from paralab.parallel.layouts import says_loss
+from paralab.parallel.layouts import reports_loss
 from paralab.programs.compile import compiled
 from paralab.spec import ModelSpec, Plan
 
@@ -66,7 +66,7 @@ class Trainer:
             torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         at = plan.place(context.rank)
         self.corpus = Corpus(data)
-        self.says_loss = says_loss(plan, at.tp)  # true on one of the ranks with the same tokens
+        self.reports_loss = reports_loss(plan, at.tp)  # one of the ranks with the same tokens
         self.program = compiled(
             model, plan, optimizer=optimizer, clips=clip_norm is not None, only=at.pp
         )
@@ -122,7 +122,7 @@ class Trainer:
         recorder.begin_step(step)
         losses = rank.step(batch)
         rank.before_update = None
-        losses, scaling = losses if self.says_loss else [], self.state.scaling()
+        losses, scaling = losses if self.reports_loss else [], self.state.scaling()
         values = read_scalars([*losses, *scaling], device=self.context.device)
         recorder.end_step()
         if scaling and values:  # on "meta" there are none

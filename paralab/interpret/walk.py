@@ -140,24 +140,23 @@ class Rank:
         common, lanes, left, calls = self.common, self.lanes, self.left, self.calls
         flights, waits, jobs, posting = self.flights, self.waits, self.jobs, self.common.posting
         clock = 0.0
-        for now in self.items:
-            op, takes, name, lane, members, before, frees = now
+        for entry in self.items:
+            op, takes, name, lane, members, before, frees = entry
             at = len(left)
             if op == WORK:
                 clock += takes
             elif op == WAIT:
-                call = flights.get(name)
-                lasted = call not in jobs or not jobs[call].over
-                if call in jobs and lasted:
-                    jobs[call].settled()
-                while lasted and call not in calls:
-                    self.blocked_on = call
-                    yield
-                if lasted:
+                call = flights.pop(name, None)
+                job = jobs.get(call)
+                if job is None or not job.over:
+                    if job is not None:
+                        job.settled()
+                    while call not in calls:
+                        self.blocked_on = call
+                        yield
                     end = calls[call][1]
                     waits[at] = call, end
                     clock = max(clock, end) + takes
-                del flights[name]
                 if frees:
                     self.order.end(frees)
             elif op == CALL:
@@ -165,7 +164,7 @@ class Rank:
                     clock += before
                 flights[name] = at
                 if members:
-                    common.meet(self, now, clock)
+                    common.meet(self, entry, clock)
                 else:
                     start = max(clock, lanes.get(lane, 0.0))
                     calls[at] = start, start + takes

@@ -74,22 +74,22 @@ class Model:
         )
 
 
-CUTS = (  # the settings of a plan that ops depend on
+SETTINGS_OF_OPS = (
     *("tp", "tp_mode", "tp_depth", "sequence_parallel", "microbatch_size"),
     *("precision", "grad_dtype"),
 )
 
 
-def cuts(plan: Plan) -> Plan:
+def plan_of_ops(plan: Plan) -> Plan:
     """The plan reduced to the settings that ops depend on; plans equal in these share their ops."""
-    return Plan(**{name: getattr(plan, name) for name in CUTS})
+    return Plan(**{name: getattr(plan, name) for name in SETTINGS_OF_OPS})
 
 
 def build(spec: ModelSpec, plan: Plan) -> Model:
     """The ops of one tensor-parallel rank for all stages, with the shapes of the rank's own blocks.
     A tied head borrows the embedding's weight, except in a pipeline, whose last stage has a copy.
     """
-    return _built(spec, cuts(plan), spec.tied and plan.pp == 1)
+    return _built(spec, plan_of_ops(plan), spec.tied and plan.pp == 1)
 
 
 @lru_cache(maxsize=64)

@@ -363,6 +363,7 @@ class Attention(Op):
         # Batched products copy operands that are not contiguous. A mask is drawn whole, then cut.
         copied, drawn = self.copies(part), part.cut_mask("scores", scores)
         product = item * (1 + copied) * x
+        # What is saved or returned, but does not exist yet at a peak, is subtracted there.
         dropping = max(product - (item + 1) * scores, item * x, drawn - item * (scores + x))
         self.scratch = (
             dropping if drops else max(product, item * (scores - x)),
@@ -453,7 +454,7 @@ class FusedAttention(Attention):
         if part.p:
             copied, in_16_bits = self.copies(part), item < 4
             causal_mask, score_bytes = 4 * part.length**2, 4 * rows * part.length
-            copies = 5 if copied and in_16_bits else 3 if in_16_bits else 1
+            copies = (5 if copied else 3) if in_16_bits else 1
             self.keeps = 3 * score_bytes + 4 * (3 if copied or in_16_bits else 2) * x
             self.scratch = (
                 4 * copies * x + score_bytes // 2 * in_16_bits + causal_mask,

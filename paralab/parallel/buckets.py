@@ -51,34 +51,36 @@ def units(sizes: Mapping[str, int], model: ModelSpec, plan: Plan) -> tuple[Unit,
     offloaded, those that have to wait on the device (`Unit.waits`) are in units of their own, so
     that all others can be copied to the host during backward.
     """
-    stage, tied = plan.zero_stage, set()
-    if stage and model.tied and plan.pp > 1:
-        tied = set(TIED)
+    stage = plan.zero_stage
+    tied = set(TIED) if stage and model.tied and plan.pp > 1 else set()
     offloaded = plan.tiers is not None and plan.tiers.gradients != "device"
 
     def must_wait(name: str) -> bool:
         """See `Unit.waits`: replicas, the other pipeline end or tp ranks add to its gradient."""
-        if not offloaded or plan.shard_degree < plan.dp or name in tied:
-            return offloaded
-        return plan.tp > 1 and holding(model, plan, name, 0).partial
+        if not offloaded:
+            return False
+        tp_ranks_add = plan.tp > 1 and holding(model, plan, name, 0).partial
+        return plan.shard_degree < plan.dp or name in tied or tp_ranks_add
 
-    parts, spans_parts = plan.shard_degree if stage else plan.dp, False
+    shards, spans_parts = plan.shard_degree if stage else plan.dp, False
     untied = [name for name in sizes if name not in tied]
-    if not stage and parts > 1 and plan.grad_sync == "naive":
-        groups, parts = [[name] for name in untied], 1
-    elif stage == 3 or not stage and parts == 1:
+    if stage == 0 and shards > 1 and plan.grad_sync == "naive":
+        groups, shards = [[name] for name in untied], 1
+    elif stage == 3 or (stage == 0 and shards == 1):
         number = {part: at for at, part in enumerate(dict.fromkeys(map(part_of, untied)))}
         keys = {name: (number[part_of(name)], must_wait(name)) for name in untied}
         groups = [list(alike) for _, alike in groupby(sorted(untied, key=keys.get), keys.get)]
     else:
         spans_parts = True
-        pools = [{name: sizes[name] for name in untied if must_wait(name) == w} for w in (0, 1)]
         closing_size = -(-plan.bucket_bytes // BYTES_PER_ELEMENT[plan.grad_precision])
-        groups = [names for pool in pools for names in assign(pool, closing_size)]
+        groups = []
+        for waits in (False, True):
+            pool = {name: sizes[name] for name in untied if must_wait(name) == waits}
+            groups += assign(pool, closing_size)
     return tuple(
         Unit(
             names=tuple(names),
-            numel=-(-sum(sizes[name] for name in names) // parts) * parts,
+            numel=-(-sum(sizes[name] for name in names) // shards) * shards,
             part="" if spans_parts else part_of(names[0]),
             waits=must_wait(names[0]),
         )
@@ -101,7 +103,7 @@ def assign(sizes: Mapping[str, int], closing_size: int) -> list[list[str]]:
     return buckets
 
 
-def cut(sizes: Mapping[str, int], start: int, count: int) -> Iterator[tuple[str, int, slice]]:
+def overlaps(sizes: Mapping[str, int], start: int, count: int) -> Iterator[tuple[str, int, slice]]:
     """The tensors that overlap one part of a flat buffer: (name, the first of the tensor's elements
     in the part, the range of the part that they fill).
 

@@ -81,8 +81,9 @@ KINDS = {
 
 @lru_cache
 def _one_d(sequence_parallel: bool) -> Mode:
-    s = "t" if sequence_parallel else ""
-    whole = ("norm", "outward bias", *(() if sequence_parallel else ("position",)))
+    s, replicated = "t", ["norm", "outward bias"]
+    if not sequence_parallel:
+        s, replicated = "", [*replicated, "position"]
     return Mode(
         axes={"tp": "t"},
         weights={
@@ -97,7 +98,7 @@ def _one_d(sequence_parallel: bool) -> Mode:
         residual=("", s, ""),
         scores=("", "t", "", ""),
         logits=("", "", "t"),
-        copies=dict.fromkeys(whole, "tp"),
+        copies=dict.fromkeys(replicated, "tp"),
         # A norm on a part of the sequence has a partial gradient. The bias of a row-parallel layer
         # is added there too, but its gradient is computed from the whole sequence, which backward
         # gathers for the weight's gradient.
@@ -200,7 +201,7 @@ def axis_of(plan: TensorPlan, split: Split) -> str:
     each rank holds all of it.
     """
     axes = mode_of(plan).axes.items()
-    return next((name for name, varying in axes if plan.tp > 1 and {*varying} == {*split}), "")
+    return next((name for name, varying in axes if plan.tp > 1 and set(varying) == set(split)), "")
 
 
 # ---- blocks -------------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ def whole_shape(model: ModelSpec, name: str) -> tuple[int, ...]:
 
 
 def _range(length: int, split: Split, place: Mapping[str, int], sizes: Mapping[str, int]) -> slice:
-    """The part of a dimension of ``length`` that the rank at coordinates ``at`` holds."""
+    """The part of a dimension of ``length`` that the rank at the coordinates ``place`` holds."""
     parts, index = 1, 0
     for name in split:
         parts, index = parts * sizes[name], index * sizes[name] + place[name]
@@ -306,7 +307,7 @@ def loss_parts(plan: TensorPlan) -> int:
     return math.prod(sizes[name] for name in mode_of(plan).logits[0])
 
 
-def says_loss(plan: TensorPlan, index: int) -> bool:
+def reports_loss(plan: TensorPlan, index: int) -> bool:
     """Whether rank number ``index`` reports the loss of its part of the tokens."""
     place = coordinates(plan, index)
     return not any(place[name] for name in mode_of(plan).logits[2])

@@ -36,8 +36,8 @@ from paralab.theory.schedule_check import checked, timed
 
 UNITS = (1.0, 2.0, 1.0, 1.0)  # durations of F, B, I, W: the matrix products of a linear layer
 MESSAGE = 0.125
-ENDS = "send", "recv"
 SEND, RECV = 4, 5  # kinds of steps, after the four kinds of actions in theory.order.CODE
+ENDS = {SEND: "send", RECV: "recv"}
 
 
 class Transfer(NamedTuple):
@@ -87,8 +87,8 @@ def lower(
         own_steps, actions = slice(arrays.first[r], arrays.first[r + 1]), iter(schedule[r])
         own_columns = (column[own_steps].tolist() for column in arrays[1:])
         lists[r] += (
-            next(actions) if kind < SEND else Transfer(ENDS[kind - SEND], "FB"[what], *rest)
-            for kind, what, *rest in zip(*own_columns, strict=True)
+            Transfer(ENDS[kind], "FB"[what], stage, k, peer) if kind in ENDS else next(actions)
+            for kind, what, stage, k, peer in zip(*own_columns, strict=True)
         )
     return lists
 
@@ -111,12 +111,12 @@ class Lowered(NamedTuple):
 
 def lowered(order: Order, ahead: int = 1) -> Lowered:
     """`lower` as arrays: 0.1 s for 64 ranks and 512 micro-batches."""
-    messages = np.stack(global_order(order), 1)
+    messages = np.stack(global_order(order), 1)  # (messages, 2): the actions at a message's ends
     partner = messages[:, ::-1].ravel()
     action, forward = messages.ravel(), np.repeat(order.kind[messages[:, 0]] == F, 2)
     by_rank = np.argsort(order.rank[action], kind="stable")
     action, partner, forward = action[by_rank], partner[by_rank], forward[by_rank]
-    sends, rank = by_rank % 2 == 0, order.rank[action]
+    sends, rank = by_rank % 2 == 0, order.rank[action]  # the first end is the send
     # How many actions precede each transfer. ``preferred``: a send stands right behind its action,
     # a receive ``ahead`` actions before its own. ``latest``: no preceding action may need the
     # message of this or a later receive, or follow the action of this or a later send. Actions are

@@ -10,9 +10,9 @@ move while the device computes:
                    one micro-batch this moves 2w bytes per parameter and step, w bytes per element:
                    no other way to split a step between device and host moves less (sec. 3)
     ZeRO-Infinity  (Rajbhandari+ 2021, arXiv:2104.07857)   parameters on the host too, or states in
-                   files. Stage 3 fetches its shards from there, ``prefetch`` units ahead: each
-                   rank's N-th over a link of its own, N links at once (bandwidth-centric
-                   partitioning, sec. 6.1). Tiling of large operators (sec. 5.1.3) is not done here
+                   files. Stage 3 fetches its shards from there, ``prefetch`` units ahead: each of N
+                   ranks fetches an N-th over its own link, so that N links work at once (bandwidth-
+                   centric partitioning, sec. 6.1). Large operators are not tiled (sec. 5.1.3) here
     L2L            (Pudipeddi+ 2020, arXiv:2002.05645)   the extreme: all micro-batches pass through
                    one part of the model before the next part is fetched. Whatever m is, parameters
                    are fetched twice, those of the head once, and gradients are copied out once
@@ -83,22 +83,20 @@ def gradients(code: Code, place: str, waits: Container[int], *, measured: bool) 
         code = [*code[:after_backward], wait(reductions[-1]), *code[after_backward:]]
     last_at = {ins.unit: at for at, ins in enumerate(code) if _makes_shard(ins)}
 
-    def copy_out(u: int, k: int, share: Value, *, first: bool, last: bool) -> None:
-        total, target = ("host.gshard", u, 0), ("host.part", u, k)
-        if first and place == "cpu":
-            target = total
-        in_flight.append(_copy(share, target, k))
+    def copy_out(u: int, k: int, shard: Value, *, first: bool, last: bool) -> None:
+        part, total, in_file = ("host.part", u, k), ("host.gshard", u, 0), ("file.gshard", u, 0)
+        if place == "nvme":  # the host has the sum only while it adds to it
+            total = part if first else ("host.sum", u, k)
+        in_flight.append(_copy(shard, total if first else part, k))
         new_code.append(in_flight[-1])
         if not first:
-            incoming, target = target, total
             if place == "nvme":
-                target = ("host.sum", u, k)
-                new_code.append(_copy(("file.gshard", u, 0), target, k))
-            new_code.append(Instr(ADD, u, k, u, (incoming, target), (target,), "host"))
+                new_code.append(_copy(in_file, total, k))
+            new_code.append(Instr(ADD, u, k, u, (part, total), (total,), "host"))
         if measured and last:
-            new_code.append(Instr(NORM, u, k, u, (target,), (("host.norm", u, 0),), "host"))
+            new_code.append(Instr(NORM, u, k, u, (total,), (("host.norm", u, 0),), "host"))
         if place == "nvme":
-            new_code.append(_copy(target, ("file.gshard", u, 0), k))
+            new_code.append(_copy(total, in_file, k))
 
     for position, ins in enumerate(code):
         if ins.op == WAIT and ins.reads in reduced_values:
@@ -126,7 +124,7 @@ def _makes_shard(ins: Instr) -> bool:
     return bool(ins.writes) and ins.writes[0][0] == "gshard" and ins.op not in (ALL_REDUCE, WAIT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """The pass that moves the updates to the host's processor, unit by unit.
 
@@ -141,6 +139,10 @@ class Update:
     master: bool
     mixed: bool
 
+    @property
+    def phase(self) -> str:
+        return LATE if self.tiers.delayed else ""
+
     def __call__(self, code: Code) -> Code:
         """A unit is opened before the previous unit is updated and closed, so that the disk reads
         while the host computes. Updated shards are gathered at the end.
@@ -152,11 +154,10 @@ class Update:
         new_code, opened = code[:first], [self.open(ins.unit) for ins in updates]
         if self.tiers.delayed:  # the parameters of the previous step's update come first
             deliveries = [ins for update in updates for ins in self.deliver(update.unit)]
-            new_code += deliveries
-            new_code += [Instr(WAIT, reads=ins.writes) for ins in deliveries if ins.lane == "h2d"]
-        new_code += self.verdict([ins for ins in code if _is_norm(ins)])
+            new_code += [*deliveries, *(wait(ins) for ins in deliveries if ins.lane == "h2d")]
+        new_code += self.verdict([ins for ins in code if _is_norm(ins)]) + opened[0]
         for ins, next_open in zip(updates, [*opened[1:], []], strict=True):
-            new_code += opened[0] * (ins is updates[0]) + next_open + self.close(ins)
+            new_code += next_open + self.close(ins)
             if self.tiers.parameters == "device" and not self.tiers.delayed:
                 new_code += self.deliver(ins.unit)
         new_code += sorted((ins for ins in code if _gathers_update(ins)), key=lambda ins: ins.unit)
@@ -174,43 +175,44 @@ class Update:
 
     def places(self, state: str, u: int) -> tuple[Value, Value]:
         """(where a unit's state lives, where the host has it while it updates the unit)."""
-        place = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[state]
-        home = prefix(getattr(self.tiers, place)) + state
+        setting = {"opt": "optimizer", "gshard": "gradients", "shard": "parameters"}[state]
+        home = prefix(getattr(self.tiers, setting)) + state
         return (home, u, 0), (f"host.{state}", u, 0 if home.startswith("host.") else 1)
 
     def open(self, u: int) -> Code:
         """Copy what the update of unit ``u`` reads into the host's buffers."""
-        states = ["opt"] * self.states + ["gshard"] + ["shard"] * (not self.master)
-        pairs = [self.places(state, u) for state in states]
+        states = {"opt": self.states, "gshard": True, "shard": not self.master}
+        pairs = [self.places(state, u) for state, needed in states.items() if needed]
         return [_copy(home, buffer) for home, buffer in pairs if home != buffer]
 
     def close(self, ins: Instr) -> Code:
         """The update, and copies of what it wrote back to where that lives."""
-        u, offloaded = ins.unit, self.tiers.parameters != "device"
-        states = ["opt"] * self.states + ["shard"] * offloaded
-        pairs = [self.places(state, u) for state in states]
+        u, states = ins.unit, {"opt": self.states, "shard": self.tiers.parameters != "device"}
+        pairs = [self.places(state, u) for state, changed in states.items() if changed]
         written = tuple(buffer for _, buffer in pairs)
         read = tuple(v for v in written if not self.master or v[0] != "host.shard")
-        verdict = (("host.verdict", 0, 0),) * any(v[0] == "norm" for v in ins.reads)
-        count = (("host.count", u, 0),)
-        reads = (self.places("gshard", u)[1], *read, *count, *verdict)
-        phase = LATE * self.tiers.delayed
-        update = Instr(UPDATE, u, -1, u, reads, written + count, "host", phase=phase)
+        count, gradient = ("host.count", u, 0), self.places("gshard", u)[1]
+        verdict = [("host.verdict", 0, 0)] if any(v[0] == "norm" for v in ins.reads) else []
+        reads, writes = (gradient, *read, count, *verdict), (*written, count)
+        update = Instr(UPDATE, u, -1, u, reads, writes, "host", phase=self.phase)
         return [update, *(_copy(buffer, home) for home, buffer in pairs if home != buffer)]
 
     def deliver(self, u: int) -> Code:
-        """Copy a unit's updated parameters to the device, where they live."""
-        new_code, source, phase = [], self.places("opt", u)[1], LATE * self.tiers.delayed
-        if self.mixed:
-            rounded = ("host.shard", u, 1)
-            new_code.append(_copy(source, rounded, phase=phase))
-            source = rounded
-        return [*new_code, _copy(source, ("shard", u, 0), phase=phase)]
+        """Copy a unit's updated parameters to the device, where they live, from the fp32 master
+        weights, a row of "opt"; in mixed precision the host rounds them first.
+        """
+        target, (_, master) = ("shard", u, 0), self.places("opt", u)
+        if not self.mixed:
+            return [_copy(master, target, phase=self.phase)]
+        rounded = ("host.shard", u, 1)
+        copies = (master, rounded), (rounded, target)
+        return [_copy(source, into, phase=self.phase) for source, into in copies]
 
 
 def _is_norm(ins: Instr) -> bool:
     """Whether ``ins`` belongs to the norm of all gradients."""
-    return not ins.lane and ins.op == NORM or ins.op == ALL_REDUCE and ins.reads[0][0] == "norm"
+    of_rank = ins.op == NORM and not ins.lane  # not the host's, of one unit
+    return of_rank or (ins.op == ALL_REDUCE and ins.reads[0][0] == "norm")
 
 
 def _gathers_update(ins: Instr) -> bool:
@@ -220,11 +222,10 @@ def _gathers_update(ins: Instr) -> bool:
 
 def fetch(place: str, u: int, into: Value) -> Code:
     """Copy this rank's shard of a unit's parameters from ``place`` to the device, as ``into``."""
-    copies, source = [], (prefix(place) + "shard", u, 0)
+    home, piece = (prefix(place) + "shard", u, 0), ("host.piece", u, into[2])
     if place == "nvme":
-        copies.append(_copy(source, ("host.piece", u, into[2])))
-        source = copies[0].writes[0]
-    return [*copies, _copy(source, into)]
+        return [_copy(home, piece), _copy(piece, into)]
+    return [_copy(home, into)]
 
 
 def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
@@ -273,7 +274,7 @@ def inputs(code: Code, place: str, run: Callable[[Instr], object]) -> Code:
 
 def _wait_for_copies(new_code: Code, in_flight: list[Instr]) -> None:
     """Wait for the copies to the host that are in flight, so that their sources can be freed."""
-    new_code += [Instr(WAIT, reads=copy.writes) for copy in in_flight]
+    new_code += map(wait, in_flight)
     in_flight.clear()
 
 

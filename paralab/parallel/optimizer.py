@@ -7,7 +7,7 @@ multiplied by a loss scale, so gradients are only ever added up. After backward 
              different tokens; and, of a tied embedding, over a pipeline's first and last stage
     COPY     with grad_dtype="fp32-copy", the recipe of 20 bytes per parameter (theory/needs.py):
              a copy of all gradients in fp32. Otherwise an UPDATE widens those of its own unit
-    NORM     squares of the gradients, summed over all axes over which gradients are partitioned
+    NORM     the sum of the gradients' squares, over all axes over which gradients are partitioned
     UPDATE   one instruction per unit: unscale, clip, AdamW or SGD on fp32 values, round
 
 fp16 has 5 bits of exponent, so the loss is multiplied by a scale that adapts: when a gradient
@@ -59,15 +59,14 @@ def update(code: Code, *, stage: int, mixed: bool, scaled: bool, copied: bool) -
     """
     grad, target = ("gshard", "shard") if stage else ("grad", "w")
     new_code, units = list(code), gradients(code)
-    for u in units * copied:
-        new_code.append(Instr(COPY, u, -1, u, ((grad, u, 0),), (("wide", u, 0),)))
+    if copied:
+        new_code += [Instr(COPY, u, -1, u, ((grad, u, 0),), (("wide", u, 0),)) for u in units]
+    scale = [SCALE] if scaled else []
     for u in units:
-        wide = (("wide", u, 0),) * copied  # the 16-bit gradient is read, and so kept, too
-        reads: tuple[Value, ...] = (*wide, (grad, u, 0), ("opt", u, 0))
-        writes: tuple[Value, ...] = ((target, u, 0),)
-        if mixed:
-            reads, writes = (*reads, ("master", u, 0)), (*writes, ("master", u, 0))
-        new_code.append(Instr(UPDATE, u, -1, u, (*reads, *((SCALE,) * scaled)), writes))
+        wide = [("wide", u, 0)] if copied else []  # the 16-bit gradient is read, and so kept, too
+        masters = [("master", u, 0)] if mixed else []
+        reads: tuple[Value, ...] = (*wide, (grad, u, 0), ("opt", u, 0), *masters, *scale)
+        new_code.append(Instr(UPDATE, u, -1, u, reads, ((target, u, 0), *masters)))
     return new_code
 
 

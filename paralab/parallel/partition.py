@@ -27,12 +27,8 @@ def partition(model: ModelSpec, stages: int, batch: int = 1) -> list[tuple[str, 
     Raises ValueError if there are fewer blocks than stages. The list is cached: do not modify it.
     """
     if not 1 <= stages <= model.layers:
-        raise illegal(
-            "stages",
-            stages,
-            f"the model has {model.layers} blocks, and every stage needs one",
-            f"1 to {model.layers}",
-        )
+        why = f"the model has {model.layers} blocks, and every stage needs one"
+        raise illegal("stages", stages, why, f"1 to {model.layers}")
     small = build(model.replace(layers=1), Plan(microbatch_size=batch))
     cost = {name: sum(op.work[0].flops for op in small.ops[i:j]) for name, i, j in small.parts}
     block = cost["blocks.0"]

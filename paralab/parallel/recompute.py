@@ -80,9 +80,9 @@ def partition_activations(code: Code) -> Code:
     last_use, new_code = kept_inputs(code), []
     for position, ins in enumerate(code):
         if ins.op == RECOMPUTE and (x := ins.reads[0]) in last_use:
-            part, whole = ("xpart", *x[1:]), ("back", *x[1:])
-            gather = Instr(ALL_GATHER, *x[1:], -1, (part,), (whole,), "tp", phase="recompute")
-            new_code.append(gather)
+            _, i, k = x
+            part, whole = ("xpart", i, k), ("back", i, k)
+            new_code.append(Instr(ALL_GATHER, i, k, -1, (part,), (whole,), "tp", phase="recompute"))
             ins = ins._replace(reads=(whole, *ins.reads[1:]))
         new_code.append(ins)
         for v in ins.reads:

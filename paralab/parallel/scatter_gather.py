@@ -33,7 +33,7 @@ def scatter_gather(code: Code) -> Code:
     """Each SEND and RECEIVE moves a part of the state; the received parts are all-gathered before
     the first instruction that reads the state.
     """
-    new_code, received = [], {}
+    new_code, received = [], set()  # received: states of which this rank has only its part
     for ins in code:
         if ins.op == SEND:
             [whole] = ins.reads
@@ -45,11 +45,12 @@ def scatter_gather(code: Code) -> Code:
             ins = ins._replace(reads=(_part(whole),))
         elif ins.op == RECEIVE:
             [whole] = ins.writes
-            received[whole] = _part(whole)
-            ins = ins._replace(writes=(received[whole],))
+            received.add(whole)
+            ins = ins._replace(writes=(_part(whole),))
         for whole in [v for v in ins.reads if v in received]:
-            io = (received.pop(whole),), (whole,)
-            new_code.append(Instr(ALL_GATHER, whole[1], ins.mb, -1, *io, "tp", phase="activations"))
+            received.remove(whole)
+            gather = Instr(ALL_GATHER, whole[1], ins.mb, -1, (_part(whole),), (whole,), "tp")
+            new_code.append(gather._replace(phase="activations"))
         new_code.append(ins)
     return new_code
 

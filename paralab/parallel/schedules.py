@@ -126,7 +126,7 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     pp, microbatches = _sizes(pp, microbatches)
     v = whole("virtual_stages", virtual_stages, at_least=1)
     if microbatches % pp:
-        raise illegal("microbatches", microbatches, *rounds(pp, microbatches))
+        raise illegal("microbatches", microbatches, *uneven_groups(pp, microbatches))
 
     # p micro-batches pass through a rank's first stage, its second, ..., then the next p do.
     turns = [
@@ -147,7 +147,7 @@ def interleaved(pp: int, microbatches: int, virtual_stages: int) -> Schedule:
     return schedule
 
 
-def rounds(pp: int, microbatches: int) -> tuple[str, str]:
+def uneven_groups(pp: int, microbatches: int) -> tuple[str, str]:
     """(why, legal) for an error: ``microbatches`` is not a multiple of ``pp``."""
     near = sorted({max(microbatches // pp, 1) * pp, (microbatches // pp + 1) * pp})
     return (
@@ -220,13 +220,15 @@ def relay(parts: int, microbatches: int) -> list[Action]:
     the first. The last part, the head, runs each micro-batch's backward right after its forward, so
     that the logits of one micro-batch are alive, not of m.
     """
-    last, m = parts - 1, range(microbatches)
-    forwards = [Action(part, "F", k) for part in range(last) for k in m]
-    head = [Action(last, kind, k) for k in m for kind in "FB"]
-    return forwards + head + [Action(part, "B", k) for part in reversed(range(last)) for k in m]
+    head, numbers = parts - 1, range(microbatches)
+    forwards = [Action(part, "F", i) for part in range(head) for i in numbers]
+    of_head = [Action(head, kind, i) for i in numbers for kind in "FB"]
+    backwards = [Action(part, "B", i) for part in reversed(range(head)) for i in numbers]
+    return forwards + of_head + backwards
 
 
 _ACTION = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*", re.ASCII)
+_LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, such as "4F0"'
 
 
 def parse(text: str) -> Action:
@@ -236,9 +238,6 @@ def parse(text: str) -> Action:
         raise illegal("action", text, "not an action", _LEGAL_ACTION)
     stage, kind, microbatch = match.groups()
     return Action(int(stage), kind, int(microbatch))
-
-
-_LEGAL_ACTION = 'stage, F, B, I or W, and micro-batch, such as "4F0"'
 
 
 def actions(lists: Iterable[Iterable[Action | str]]) -> Schedule:
@@ -296,12 +295,9 @@ def build(
     if function is interleaved:
         return interleaved(pp, microbatches, v)
     if v > 1:
-        raise illegal(
-            "virtual_stages",
-            v,
-            f"schedule={schedule!r} has one stage per rank",
-            "1, or schedule='interleaved' or a function of your own",
-        )
+        why = f"schedule={schedule!r} has one stage per rank"
+        legal = "1, or schedule='interleaved' or a function of your own"
+        raise illegal("virtual_stages", v, why, legal)
     return function(pp, microbatches)
 
 

@@ -101,13 +101,13 @@ def _backward(ins: Instr, first: Op, before: Op | None, overlap: bool) -> Code:
     """Backward of a range of ops. If it begins with f, or with the layer behind f-bar, the weight
     half is split off to hide the message; its phase "backward" marks it as part of this backward.
     """
-    gathered = before is not None and before.message == F_BAR
-    i, k, gathers = ins.at[0], ins.mb, []  # gathers: f-bar's second all-gather, if any
-    again = (("again", i, k),) * gathered
-    if ins.op == BACKWARD_WEIGHT or not (gathered or first.message == F):
+    i, k = ins.at[0], ins.mb
+    behind_f_bar = before is not None and before.message == F_BAR
+    again = [("again", i, k)] if behind_f_bar else []
+    if ins.op == BACKWARD_WEIGHT or not (behind_f_bar or first.message == F):
         return [ins._replace(reads=(*ins.reads, *again))]
-    g = ins.writes[0]
-    if gathered:
+    g, gathers = ins.writes[0], []  # gathers: f-bar's second all-gather, if any
+    if behind_f_bar:
         gather = _call(before, "forward", i, k, ("saved", (i - 1, i), k), *again)
         gathers.append(gather._replace(phase=before.phase("backward")))
         message = _call(before, "backward", i - 1, k, g, ("g", i - 1, k))

@@ -1,7 +1,8 @@
 """ZeRO: data-parallel ranks shard the model states that plain data parallelism replicates.
 
 N ranks, Psi parameters, w bytes per element, K bytes of optimizer states per parameter (AdamW in
-fp32: 8); m micro-batches (Rajbhandari+ 2020, arXiv:1910.02054, sec. 5 and 7):
+fp32: 8; with fp32 masters of 16-bit parameters 12, as in the paper); m micro-batches (Rajbhandari+
+2020, arXiv:1910.02054, sec. 5 and 7):
 
     stage   memory per rank               elements sent per rank and step, times (N-1)/N
     0       (2w + K) Psi                  2 Psi                all-reduce
@@ -18,7 +19,7 @@ after its last use, so no instruction reshards.
 With pp > 1 ZeRO-2 is ZeRO-1: reducing in each of the m micro-batches would send (m + 1) Psi
 elements instead of 2 Psi while the pipeline sends its messages (DeepSpeed refuses stages 2 and 3
 there). The last backward then waits for no reduce-scatter, since the previous pipeline stage waits
-for its result; w Psi / N bytes more are alive when it ends.
+for the gradient that it sends; w Psi / N bytes more are alive when it ends.
 
 With ``shard`` groups the states are sharded inside a group, and `replicas` sums a shard's gradient
 over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``secondary_shard``
@@ -28,13 +29,13 @@ over the groups (HSDP, Zhao+ 2023, arXiv:2304.11277, sec. 3.2.2). With ``seconda
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from paralab.programs.instructions import (
     ADD,
     ADDS_GRADIENTS,
     ALL_GATHER,
-    ALL_REDUCE,
     COMPUTE,
     COPY,
     FORWARD,
@@ -42,6 +43,7 @@ from paralab.programs.instructions import (
     Code,
     Instr,
     Value,
+    all_reduce,
     completed,
     gradients,
     insert,
@@ -82,30 +84,30 @@ def zero2(code: Code, *, alone: bool = False) -> Code:
     new_code: Code = []
     completed_at, pending_adds, seen = completed(code, per_microbatch=True), [], set()
     for position, ins in enumerate(code):
-        if ins.op in ADDS_GRADIENTS:  # it writes the gradient of its own micro-batch alone
+        if ins.op in ADDS_GRADIENTS:  # it now writes the gradient of its own micro-batch alone
             ins = ins._replace(
                 writes=tuple((v[0], v[1], ins.mb) if v[0] == "grad" else v for v in ins.writes)
             )
         new_code.append(ins)
         for u in completed_at.get(position, ()):
-            grad, part, k = ("grad", u, ins.mb), ("part", u, ins.mb), ins.mb
-            new_code += pending_adds
-            if not alone:
-                new_code.append(reduce_scatter(u)._replace(mb=k, reads=(grad,), writes=(part,)))
-            op, source = ADD if u in seen else KEEP, grad if alone else part
-            add = Instr(op, u, k, u, (source,), (("gshard", u, 0),))
+            k, grad = ins.mb, ("grad", u, ins.mb)
+            part = grad if alone else ("part", u, k)
+            op = ADD if u in seen else KEEP  # the first micro-batch's part becomes the sum
+            add = Instr(op, u, k, u, (part,), (("gshard", u, 0),))
             seen.add(u)
-            new_code += [add] * alone
-            pending_adds = [add] * (not alone)
+            if alone:
+                new_code.append(add)
+                continue
+            reduction = reduce_scatter(u)._replace(mb=k, reads=(grad,), writes=(part,))
+            new_code += [*pending_adds, reduction]
+            pending_adds = [add]
     return new_code + pending_adds
 
 
 def replicas(code: Code) -> Code:
     """HSDP: after backward a shard's gradient is summed over the ranks that hold the same shard."""
-    calls = [(u, ("gshard", u, 0)) for u in sorted(gradients(code))]
-    return code + [
-        Instr(ALL_REDUCE, u, -1, u, (v,), (v,), "replica", phase="grad_sync") for u, v in calls
-    ]
+    shards = [("gshard", u, 0) for u in sorted(gradients(code))]
+    return code + [all_reduce(v[1], "replica")._replace(reads=(v,), writes=(v,)) for v in shards]
 
 
 def gather_updated(code: Code) -> Code:
@@ -133,33 +135,33 @@ def zero3(
            returns the copies that fetch this rank's shard, and whether it must then be gathered. If
            so, the copies start one unit earlier than the gather
     """
-    runs: dict[object, dict[int, int]] = {}  # run -> {unit: first position that uses it}
+    runs: dict[object, dict[int, int]] = defaultdict(dict)  # run -> {unit: position of first use}
     for position, ins in enumerate(code):
         for v in ins.reads if ins.op in COMPUTE else ():
             if v[0] == "w":
-                runs.setdefault(visit(ins, v[1])[0], {}).setdefault(v[1], position)
-    version: dict[tuple[object, int], int] = {}
-    before: dict[int, tuple[Code, Code]] = {}  # position -> copies, then gathers
+                run, _ = visit(ins, v[1])
+                runs[run].setdefault(v[1], position)
+    version: dict[tuple[object, int], int] = {}  # (visit, unit) -> number of the gather
+    copies_before, gathers_before = defaultdict(list), defaultdict(list)  # position -> instructions
     for uses in runs.values():
-        first_uses = list(uses.values())
+        positions = list(uses.values())
         for index, (u, position) in enumerate(uses.items()):
-            key = visit(code[position], u)[1], u
-            if key in version:
+            _, key = visit(code[position], u)
+            if (key, u) in version:
                 continue
-            number = version[key] = len(version) + 1
-            source, copies, must_gather = ("shard", u, 0), [], True
+            number = version[key, u] = len(version) + 1
+            source, must_gather = ("shard", u, 0), True
             if fetch is not None:
                 copies, must_gather = fetch(u, number)
                 source = copies[-1].writes[0]
-            copies_at = first_uses[max(0, index - prefetch - must_gather)]
-            before.setdefault(copies_at, ([], []))[0].extend(copies)
+                ahead = prefetch + 1 if must_gather else prefetch
+                copies_before[positions[max(0, index - ahead)]] += copies
             if must_gather:
-                gather = _gather(u, source, ("w", u, number), code[first_uses[0]].mb)
-                before.setdefault(first_uses[max(0, index - prefetch)], ([], []))[1].append(gather)
+                gather = _gather(u, source, ("w", u, number), code[positions[0]].mb)
+                gathers_before[positions[max(0, index - prefetch)]].append(gather)
     new_code: Code = []
     for position, ins in enumerate(code):
-        copies, gathers = before.get(position, ((), ()))
-        new_code += [*copies, *gathers]
+        new_code += copies_before[position] + gathers_before[position]
         if ins.op in COMPUTE:
             ins = ins._replace(
                 reads=tuple(
@@ -176,15 +178,12 @@ def second_copy(code: Code) -> Code:
     over the ranks of its node alone. Backward gathers these shards, so that 2 M instead of 3 M
     bytes cross between nodes in each micro-batch, M being the bytes of the parameters.
     """
-    first_user: dict[Value, str] = {}  # gathered parameters -> the op that uses them first
-    for ins in code:
-        for v in ins.reads if ins.op in COMPUTE else ():
-            first_user.setdefault(v, ins.op)
+    of_forward = {v for ins in code if ins.op == FORWARD for v in ins.reads}
     new_code: Code = []
     copied: set[Value] = set()
     for ins in code:
-        for_backward = ins.op == ALL_GATHER and first_user.get(ins.writes[0], FORWARD) != FORWARD
-        if for_backward and ins.writes[0][0] == "w":
+        gathers = ins.op == ALL_GATHER and ins.writes[0][0] == "w"
+        if gathers and ins.writes[0] not in of_forward:
             ins = ins._replace(reads=(("second", ins.unit, 0),), lane="secondary")
         new_code.append(ins)
         for v in ins.reads if ins.op == FORWARD else ():

@@ -1,7 +1,7 @@
 """The compiler: from a plan to a program, by a chain of passes. This file has their order.
 
 The skeleton is what each pipeline rank computes, and its messages. Every other paradigm is one pass
-or a few: first those of a micro-batch, then those of a step, then the user's own. At last waits and
+or a few: first those of a micro-batch, then those of a step, then the user's own. Finally waits and
 frees are derived, which no pass has to write.
 """
 
@@ -59,15 +59,14 @@ def compiled(
 def laid_out(spec: ModelSpec, plan: Plan, *, optimizer: str, clips: bool) -> Program:
     """A program without instructions: the model's ops, the stages, and each rank's units."""
     choice("optimizer", optimizer, OPTIMIZERS)
-    model, names = build(spec, plan), stage_parts(spec, plan)
+    model, stages = build(spec, plan), stage_parts(spec, plan)
     units = []
     for rank in range(plan.pp):
-        rank_parts = (model.numels[part] for parts in names[rank :: plan.pp] for part in parts)
+        rank_parts = (model.numels[part] for parts in stages[rank :: plan.pp] for part in parts)
         sizes = {name: size for numels in rank_parts for name, size in numels.items()}
         units.append(buckets.units(sizes, spec, plan))
-    return Program(
-        spec, plan, optimizer, clips, model, stage_ranges(spec, plan, model), tuple(units)
-    )
+    ranges = stage_ranges(spec, plan, model)
+    return Program(spec, plan, optimizer, clips, model, ranges, tuple(units))
 
 
 def passed(program: Program, rank: int, code: Code) -> Code:
@@ -100,16 +99,11 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
     """The passes that see the whole step: sums over ranks, gathers, the optimizer, offload."""
     plan, tiers = program.plan, program.plan.tiers
     stage, alone = plan.zero_stage, plan.shard_degree == 1
-    kind = "gshard" if stage else "grad"
     mixed, scaled = program.model.item < 4, plan.precision == "fp16"
+    copied = plan.grad_dtype == "fp32-copy"
     measured = program.clips or scaled  # whether the gradients' norm is needed
     if plan.partition_messages:
         yield scatter_gather
-
-    def fetch(u: int, number: int) -> tuple[Code, bool]:
-        into = ("w" if alone else "piece", u, number)
-        return offload.fetch(tiers.parameters, u, into), not alone
-
     if stage:
         if plan.reduces_often:
             yield lambda code: zero.zero2(code, alone=alone)
@@ -119,18 +113,24 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
             yield zero.replicas
     elif plan.dp > 1 and plan.grad_sync is not None:
         yield data_parallel.FORMS[plan.grad_sync]
-    shared = program.shared(rank, None)  # of any data-parallel rank: all have one list
+    shared = program.shared(rank, None)  # of whole units: all data-parallel ranks have one list
     axes = {key: {share.unit for share in shares} for key, shares in shared.items()}
-    yield lambda code: optimizer.shared(code, axes, kind)
+    yield lambda code: optimizer.shared(code, axes, "gshard" if stage else "grad")
     if tiers and tiers.gradients != "device":
         waits = {u for u, unit in enumerate(program.units[rank]) if unit.waits}
         yield lambda code: offload.gradients(code, tiers.gradients, waits, measured=measured)
-    how = {"mixed": mixed, "scaled": scaled, "copied": plan.grad_dtype == "fp32-copy"}
-    yield lambda code: optimizer.update(code, stage=stage, **how)
+    yield lambda code: optimizer.update(
+        code, stage=stage, mixed=mixed, scaled=scaled, copied=copied
+    )
     if stage in (1, 2) and not alone:
         yield zero.gather_updated
     visit = visits(program, rank)
     if stage == 3:
+
+        def fetch(u: int, number: int) -> tuple[Code, bool]:
+            into = ("w" if alone else "piece", u, number)
+            return offload.fetch(tiers.parameters, u, into), not alone
+
         fetches = fetch if tiers and tiers.parameters != "device" else None
         yield lambda code: zero.zero3(code, plan.prefetch, visit, fetch=fetches)
     if plan.secondary_shard:
@@ -138,7 +138,8 @@ def passes_of_a_step(program: Program, rank: int) -> Iterator[Pass]:
     if measured:
         yield lambda code: optimizer.clip(code, program.norm_axes, scaled=scaled)
     if tiers and tiers.states:
-        yield offload.Update(tiers, rows(program) > 0, own_master(plan), mixed)
+        has_states, has_master = rows(program) > 0, own_master(plan)
+        yield offload.Update(tiers=tiers, states=has_states, master=has_master, mixed=mixed)
     if tiers and tiers.activations != "device":
         yield lambda code: offload.inputs(code, tiers.activations, lambda ins: visit(ins, -1)[0])
 
@@ -152,13 +153,15 @@ def visits(program: Program, rank: int) -> Callable[[Instr, int], tuple[object, 
     """
     model, units = program.model, program.units[rank]
     stage_of = {op: s for s, (i, j) in enumerate(program.stages) for op in range(i, j)}
-    used = {name for names in model.read_by[slice(*model.parts[-1][1:])] for name in names}
-    stays = {u for u, unit in enumerate(units) if used.intersection(unit.names)}
+    _, i, j = model.parts[-1]
+    of_head = {name for names in model.read_by[i:j] for name in names}
+    stays = {u for u, unit in enumerate(units) if not of_head.isdisjoint(unit.names)}
 
     def visit(ins: Instr, unit: int) -> tuple[object, object]:
         back = ins.op in BACKWARDS or ins.op == RECOMPUTE
         if program.plan.relays:
-            return back, back and unit not in stays
+            second_visit = back and unit not in stays
+            return back, second_visit
         action = back, ins.mb, stage_of[ins.at[0]]
         return action, action
 

@@ -39,7 +39,6 @@ def add_waits(code: Code) -> Code:
 
     def add_wait(call: Instr) -> None:
         pending = [call]  # no recursion: a closure that refers to itself would keep all this alive
-        waited.discard(id(call))
         while pending:
             call = pending.pop()
             if id(call) in waited:
@@ -85,6 +84,7 @@ def add_waits(code: Code) -> Code:
             last_send[ins.peer] = ins
         new_code.append(ins)
         if lane:
+            waited.discard(id(ins))  # a pass may put one instruction into the list twice
             if worker:
                 used_calls = (in_flight.get(v) for v in (*reads, *writes))
                 predecessors[id(ins)] = [call for call in used_calls if call is not None]
@@ -107,17 +107,13 @@ def add_frees(code: Code) -> Code:
     last_use = {}
     held_by_call = {}  # a call's writes -> values it uses
     for position, ins in enumerate(code):
-        reads, writes = ins.reads, ins.writes
         if ins.op == WAIT:
-            for v in held_by_call.pop(reads, ()):
-                last_use[v] = position
-            continue
-        for v in reads:
-            last_use[v] = position
-        for v in writes:
-            last_use[v] = position
-        if ins.lane:
-            held_by_call.setdefault(writes, []).extend((*reads, *writes))
+            used = held_by_call.pop(ins.reads, ())
+        else:
+            used = (*ins.reads, *ins.writes)
+            if ins.lane:
+                held_by_call.setdefault(ins.writes, []).extend(used)
+        last_use |= dict.fromkeys(used, position)
     freed_at = {}
     for v, position in last_use.items():
         if not lasts(v):

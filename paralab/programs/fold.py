@@ -105,9 +105,9 @@ def lists(program: Program, rank: int) -> Lists:
             result.code_of[label] = []
             continue
         codes[rank].append(ins)
-        waits_for_send = ins.op == WAIT and ins.at == SEND
-        result.labels.append(way(ins) if waits_for_send or ins.op in MESSAGES else label)
-        if not (waits_for_send and label != END or ins.op in MESSAGES):
+        of_schedule = ins.op in MESSAGES or (ins.op == WAIT and ins.at == SEND)
+        result.labels.append(way(ins) if of_schedule else label)
+        if not of_schedule or (ins.op == WAIT and label == END):
             result.code_of[label].append(_plain(ins))
     return result
 

@@ -20,7 +20,8 @@ of a unit, ``where`` is the unit's number on the rank. Kinds, and what they hold
     wide     an fp32 copy, for the update, of a 16-bit gradient or of its shard
     shard    this rank's shard of the parameters; ``second``: its larger shard under hpZ
     master   the fp32 master weights that this rank updates, where parameters have 16 bits
-    piece    a copy of ``shard`` fetched from another tier; ``back``: an x fetched from one
+    piece    a copy of ``shard`` fetched from another tier; ``back``: an x fetched from one, or
+             gathered from its parts
     opt      the optimizer states of the parameters that this rank updates
     norm     the sum of the squares of the gradients; ``host.norm``: the norm of one unit's
              gradient, taken on the host; ``host.verdict``: what follows from the norm, a divisor of
@@ -28,7 +29,8 @@ of a unit, ``where`` is the unit's number on the rank. Kinds, and what they hold
     scale    the loss scale of fp16; ``mask``: the causal mask
     sent     marks a message that has left; it holds no memory
 
-``host.`` or ``file.`` before a kind: the same value in host memory or in a file.
+``host.`` or ``file.`` before a kind: the same value in host memory or in a file. programs/tiers.py
+has the kinds that exist only there.
 
 All data-parallel and tensor-parallel ranks of a pipeline rank run the same list. Passes (parallel/)
 say only what each instruction reads and writes. When a rank waits, and when a value is freed, is
@@ -48,7 +50,8 @@ FORWARD, RECOMPUTE = "FORWARD", "RECOMPUTE"
 BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"
 SEND, RECEIVE = "SEND", "RECEIVE"
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "ALL_REDUCE", "REDUCE_SCATTER", "ALL_GATHER"
-COPY, UPDATE, NORM, RESCALE = "COPY", "UPDATE", "NORM", "RESCALE"
+COPY, UPDATE, NORM, RESCALE = "COPY", "UPDATE", "NORM", "RESCALE"  # RESCALE: the loss scale
+# KEEP gives the first summand of a gradient the name of the sum, without a copy; ADD adds another.
 KEEP, ADD, WAIT, CALL = "KEEP", "ADD", "WAIT", "CALL"
 
 FORWARDS = frozenset((FORWARD, RECOMPUTE))
@@ -166,9 +169,9 @@ def cut(code: Code, cuts: Iterable[int], n: int) -> Code:
         if not edges:
             new_code.append(ins)
             continue
-        pieces, saves = list(pairwise([begin, *edges, end])), keeps(ins) or ins.op not in FORWARDS
+        pieces = list(pairwise([begin, *edges, end]))
         for i, j in pieces if ins.op in FORWARDS else reversed(pieces):
-            new_code.append(compute(ins.op, i, j, ins.mb, n, keeps=saves, whole=ins.at))
+            new_code.append(compute(ins.op, i, j, ins.mb, n, keeps=keeps(ins), whole=ins.at))
     return new_code
 
 

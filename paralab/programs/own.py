@@ -116,7 +116,7 @@ def _wrong(program: Program, pp: int, ins: Any) -> tuple[str, str] | None:
         return f"has a mutable field ({error})", "strings, whole numbers and tuples of them"
     if ins.op not in OPS:
         return f"has an unknown op {ins.op!r}", ", ".join(sorted(OPS))
-    groups = {"dp", *(["pp", "ends"] * (plan.pp > 1))}
+    groups = {"dp"} | ({"pp", "ends"} if plan.pp > 1 else set())
     groups |= mode_of(plan).axes.keys() if plan.tp > 1 else set()
     groups |= {"replica"} if plan.shard_degree < plan.dp else set()
     groups |= {"secondary"} if plan.secondary_shard else set()

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from paralab.model.build import Model
-from paralab.parallel.buckets import Unit, cut
+from paralab.parallel.buckets import Unit, overlaps
 from paralab.parallel.layouts import SHARED_PHASE, coordinates, holding, kind_of, mode_of
 from paralab.programs import tiers
 from paralab.programs.instructions import Code, Value
@@ -92,7 +92,8 @@ class Program:
     def size(self, value: Value, rank: int) -> Size:
         """The size of a value on a pipeline rank."""
         kind, where, version = value
-        key = (kind, where, rank, version > 0 if kind == "w" or "." in kind else 0)
+        by_version = kind == "w" or "." in kind  # of these, later versions may be buffers
+        key = (kind, where, rank, by_version and version > 0)
         size = self._known.get(key)
         if size is None:
             size = self._known[key] = self._size(kind, where, version, rank)
@@ -187,7 +188,7 @@ class Program:
         for number, unit in enumerate(self.units[rank]):
             sizes = {name: prod(self.model.shapes[name]) for name in unit.names}
             count = unit.numel // (1 if index is None else self.shards)
-            for name, first, where in cut(sizes, (index or 0) * count, count):
+            for name, first, where in overlaps(sizes, (index or 0) * count, count):
                 yield Share(number, name, where.start, where.stop - where.start, first)
 
     def counted(self, rank: int, index: int, tp: int) -> dict[int, list[slice]]:
@@ -234,15 +235,15 @@ class Program:
             yield "scale", 0, 0
 
 
-def _part(category: str) -> Callable[[Program, Any], tuple[str, int]]:
+def _tp_part(category: str) -> Callable[[Program, Any], tuple[str, int]]:
     return lambda p, i: (category, p.model.item * p.state_elements(i) // p.plan.tp)
 
 
 _OF_THE_RANK: Mapping[str, Callable[[Program, Any], tuple[str, int]]] = {
-    "xpart": _part("activations"),
-    "xslice": _part("buffers"),
-    "gslice": _part("buffers"),
-    "loss": lambda p, _: ("workspace", 4),
+    "xpart": _tp_part("activations"),
+    "xslice": _tp_part("buffers"),
+    "gslice": _tp_part("buffers"),
+    "loss": lambda p, _: ("workspace", 4),  # no value of a list: interpret/memory.py counts it
     "sent": lambda p, _: ("buffers", 0),
     "norm": lambda p, _: ("buffers", 4),
     "scale": lambda p, _: ("buffers", 16 * (p.plan.precision == "fp16") + 4 * p.clips),

@@ -79,13 +79,13 @@ class Sharing:
         op = self.model.ops[at]
         gathers = op.message is not None and op.message.forward == "all_gather"
         storages = [self.last("x", at)] if at and (op.keeps_input or gathers) else []
-        return storages + [self.last("x", at + 1)] * op.keeps_result
+        return storages + ([self.last("x", at + 1)] if op.keeps_result else [])
 
     def deferred(self, at: int) -> list[tuple[Name, int]]:
         """The storages that an op holds between the two halves of its backward."""
-        op, x, g = self.model.ops[at], self.last("x", at), self.last("g", at)
-        behind = self.last("g", at + 1)
-        return [x] * op.defers_input + [behind] * op.defers_grad + [g] * op.defers_made
+        op = self.model.ops[at]
+        held = ("x", at, op.defers_input), ("g", at + 1, op.defers_grad), ("g", at, op.defers_made)
+        return [self.last(kind, boundary) for kind, boundary, defers in held if defers]
 
 
 sharing_of = lru_cache(maxsize=64)(Sharing)  # one for all programs of a model

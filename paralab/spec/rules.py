@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from paralab.checks import illegal
-from paralab.parallel.schedules import RELAY, rounds
+from paralab.parallel.schedules import RELAY, uneven_groups
 from paralab.spec.settings import Settings, grid
 
 # Beyond any published run; the limits mostly catch a typing mistake that would run for hours.
@@ -288,8 +288,8 @@ PIPELINE = (
     Rule(
         "microbatches",
         lambda s: implies(s.schedule == "interleaved", s.microbatches % s.pp == 0),
-        lambda s: rounds(s.pp, s.microbatches)[0],
-        lambda s: rounds(s.pp, s.microbatches)[1],
+        lambda s: uneven_groups(s.pp, s.microbatches)[0],
+        lambda s: uneven_groups(s.pp, s.microbatches)[1],
     ),
     Rule("schedule", lambda s: s.is_schedule, "makes no list of actions", "one that does"),
 )
