@@ -9,6 +9,7 @@ say that they pass: here is what no notebook runs. The stub is judged with them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import linecache
 import zlib
@@ -68,6 +69,7 @@ def altered(name: str) -> Callable[..., Any]:
     return answer
 
 
+@functools.cache  # hundreds of answers are alterations of a few
 def _text(name: str) -> str:
     return _built(name) + sources.solution(sources.answer(name, FOLDERS))
 
