@@ -13,13 +13,11 @@ from browser import chromium
 from browser.notebook import Notebook
 from browser.server import Server, serving
 
-# no-sandbox: root has none; js-flags: no page lives long enough to win by compilers that optimize;
-# the rest: what chromium would ask the network for by itself.
+# no-sandbox: root has none; the rest: what chromium would ask the network for by itself.
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-    "--js-flags=--no-opt,--no-maglev,--single-threaded-gc",
 ]
 OPENED, PICTURES = pytest.StashKey[list[Notebook]](), pytest.StashKey[Path]()
 
