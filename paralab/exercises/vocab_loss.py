@@ -140,16 +140,19 @@ def _known_losses(
     maxima, target = z.max(2), taken(0, width)
     largest = maxima.max(1)
     sums = np.exp(z - largest[:, None, None]).sum(2)  # of each rank's part
-    own_maximum = maxima[:, rank] + np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
+    own_exp = np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
+    owners = maxima[np.arange(TOKENS), targets // width]  # the maximum of the target's rank
     own_sums, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
-    own_target = target * (targets // width == rank)
-    mistakes = [
+    all_read, own_target = whole - read.sum(1), target * (targets // width == rank)
+    mistakes = [  # the same words twice: a maximum is added back, or the target has it subtracted
         ("the log of the sum of exp is missing", largest + sums.sum(1) - target),
         ("the maximum is subtracted and not added back", whole - largest - target),
         ("the target's logit is added, not subtracted", whole + target),
-        ("every rank subtracts the maximum of its own part", own_maximum - target),
+        ("every rank subtracts the maximum of its own part", maxima[:, rank] + own_exp - target),
+        ("every rank subtracts the maximum of its own part", owners + own_exp - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
-        ("ranks without the target contribute another logit", whole - read.sum(1)),
+        ("ranks without the target contribute another logit", all_read),
+        ("ranks without the target contribute another logit", all_read + (t - 1) * largest),
         ("the target's logit is missing on ranks that do not have it", whole - own_target),
     ]
     for low, high in itertools.product((0, 1), (width - 1, width, width + 1)):
