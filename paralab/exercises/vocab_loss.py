@@ -98,20 +98,18 @@ def _wrong(outcome: Outcome, limit: str) -> str:
     t, (logits, targets) = len(outcome.results), drawn(outcome.seed)
     position, width, parts = (LOSS, GRADIENT).index(limit), VOCAB // t, np.split(logits, t, axis=1)
     loss, gradient = of_one_device(logits, targets)
-    softmax = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)
     right = [loss] * t if limit == LOSS else np.split(gradient, t, axis=1)
 
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
         local = targets - rank * width
-        has_target = (local >= 0) & (local < width)
-        local_softmax = of_one_device(parts[rank], np.where(has_target, local, -1))
+        local_softmax = of_one_device(parts[rank], np.where(targets // width == rank, local, -1))
         said = "it is that of a softmax over the rank's own part of the vocabulary, as without an "
         said += "all-reduce, or with one whose result is read before its wait()"
         yield said, local_softmax[position]
         if limit == LOSS:
             yield from _known_losses(logits, targets, rank, t)
             return
-        own = softmax[rank]
+        own = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)[rank]
         yield "it is the softmax, from which no target is subtracted", own
         yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
         on_all = own.copy()
@@ -119,9 +117,8 @@ def _wrong(outcome: Outcome, limit: str) -> str:
         yield "1 is subtracted also on ranks that do not have the target", on_all
 
     if not all(np.isfinite(one).all() for one in outcome[limit]):
-        return (
-            f"the {limit} is infinite or NaN: exp overflows unless the maximum is subtracted first"
-        )
+        wrong = "is infinite or NaN: exp overflows unless the maximum is subtracted first"
+        return f"the {limit} {wrong}"
     return first_wrong(f"the {limit}", outcome[limit], right, known=known)
 
 
