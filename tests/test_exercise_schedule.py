@@ -6,6 +6,7 @@ from itertools import permutations, product, repeat
 
 import numpy as np
 import pytest
+import torch
 
 import bad_answers as bad
 import bad_attacks as attacks
@@ -27,7 +28,7 @@ FIXED = {
 
 # ---- a schedule of one's own ---------------------------------------------------------------------
 WRONG = [  # answer, limits it breaks, words of the verdict
-    (lambda p, m: [[f"{r}{k}{i}" for k in "FB" for i in range(m)] for r in range(p)],
+    (lambda p, m: [[f"{r}{k}{i}" for k in "FB" for i in torch.arange(m)] for r in range(p)],
      {"live micro-batches", "other sizes"},
      "rank 0 holds 6 micro-batches, required: at most 4: 0F4, the 5th of its list"),
     (lambda p, m: [[f"{r}{k}{i}" for i in range(m) for k in "FB"] for r in range(p)],

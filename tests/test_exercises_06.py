@@ -80,6 +80,8 @@ estimate = altered("memory_estimator")
 ZERO = {"ZeRO-1 and ZeRO-2", "ZeRO-3"}
 LIVE, RETURNED = "tokens + spec.layers * block + head + loss", "return states | "
 FLOATS = estimate((LIVE, f"float({LIVE})"))
+PRODUCT = "math.prod(shape)", "torch.tensor(shape).prod()"
+TENSORS = estimate(("import math", "import torch"), PRODUCT)
 WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (estimate(('w = 4 if precision == "fp32" else 2', "w = 4")), {"bf16"},
      "w is 2 bytes in bf16"),
@@ -117,7 +119,7 @@ WRONG_BYTES = [  # answer, limits it breaks, words of the verdict
     (lambda *asked: sum(FLOATS(*asked).values()), {"one device"},
      "required: a dict, {state: bytes}, yours is a float"),
 ]  # fmt: skip
-ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, [FLOATS], most=1)
+ESTIMATED = Table(ESTIMATOR, WRONG_BYTES, [FLOATS, TENSORS], most=1)
 test_a_wrong_estimate_is_refused, test_a_right_estimate_passes, test_the_stub = ESTIMATED.tests()
 
 

@@ -103,7 +103,7 @@ def ask(
     how        further arguments of `bounded`
     """
     questions = questions or [(0, tuple(case)) for case in cases]
-    for notes, found in tries.run(asked, 1, questions, *how):
+    for notes, found in tries.run(asked, 1, questions, *how, memory=False):
         parts, replies = [part for part, _ in questions], found.results[0]
         pairs = zip(parts, replies, strict=True)
         written = {part for part, reply in pairs if reply.trouble != NOT_STARTED}

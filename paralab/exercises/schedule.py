@@ -78,9 +78,8 @@ class Written:
 @exercise(Takes("f(pp, microbatches)"), required=REQUIRED)
 def own_schedule(tries: Tries) -> None:
     questions = [(0, size) for size in ((PP, MICROBATCHES), *SIZES)]
-    for notes, outcome in tries.run(
-        asked, 1, questions, *UNAIDED, where=f"p={PP}, m={MICROBATCHES}"
-    ):
+    case = f"p={PP}, m={MICROBATCHES}"
+    for notes, outcome in tries.run(asked, 1, questions, *UNAIDED, where=case, memory=False):
         task_reply, *others = outcome.results[0]
         simulated, trouble = simulate_reply(task_reply, PP, MICROBATCHES)
         if trouble:

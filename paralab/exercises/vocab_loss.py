@@ -98,20 +98,18 @@ def _wrong(outcome: Outcome, limit: str) -> str:
     t, (logits, targets) = len(outcome.results), drawn(outcome.seed)
     position, width, parts = (LOSS, GRADIENT).index(limit), VOCAB // t, np.split(logits, t, axis=1)
     loss, gradient = of_one_device(logits, targets)
-    softmax = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)
     right = [loss] * t if limit == LOSS else np.split(gradient, t, axis=1)
 
     def known(rank: int) -> Iterator[tuple[str, np.ndarray]]:
         local = targets - rank * width
-        has_target = (local >= 0) & (local < width)
-        local_softmax = of_one_device(parts[rank], np.where(has_target, local, -1))
+        local_softmax = of_one_device(parts[rank], np.where(targets // width == rank, local, -1))
         said = "it is that of a softmax over the rank's own part of the vocabulary, as without an "
         said += "all-reduce, or with one whose result is read before its wait()"
         yield said, local_softmax[position]
         if limit == LOSS:
             yield from _known_losses(logits, targets, rank, t)
             return
-        own = softmax[rank]
+        own = np.split(gradient + np.eye(VOCAB)[targets] / TOKENS, t, axis=1)[rank]
         yield "it is the softmax, from which no target is subtracted", own
         yield "1 is added at the target, required: subtracted", 2 * own - right[rank]
         on_all = own.copy()
@@ -119,9 +117,8 @@ def _wrong(outcome: Outcome, limit: str) -> str:
         yield "1 is subtracted also on ranks that do not have the target", on_all
 
     if not all(np.isfinite(one).all() for one in outcome[limit]):
-        return (
-            f"the {limit} is infinite or NaN: exp overflows unless the maximum is subtracted first"
-        )
+        wrong = "is infinite or NaN: exp overflows unless the maximum is subtracted first"
+        return f"the {limit} {wrong}"
     return first_wrong(f"the {limit}", outcome[limit], right, known=known)
 
 
@@ -140,16 +137,19 @@ def _known_losses(
     maxima, target = z.max(2), taken(0, width)
     largest = maxima.max(1)
     sums = np.exp(z - largest[:, None, None]).sum(2)  # of each rank's part
-    own_maximum = maxima[:, rank] + np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
+    own_exp = np.log(np.exp(z - maxima[:, :, None]).sum((1, 2)))
+    owners = maxima[np.arange(TOKENS), targets // width]  # the maximum of the target's rank
     own_sums, whole = largest + np.log(sums[:, rank]), largest + np.log(sums.sum(1))
-    own_target = target * (targets // width == rank)
-    mistakes = [
+    all_read, own_target = whole - read.sum(1), target * (targets // width == rank)
+    mistakes = [  # the same words twice: a maximum is added back, or the target has it subtracted
         ("the log of the sum of exp is missing", largest + sums.sum(1) - target),
         ("the maximum is subtracted and not added back", whole - largest - target),
         ("the target's logit is added, not subtracted", whole + target),
-        ("every rank subtracts the maximum of its own part", own_maximum - target),
+        ("every rank subtracts the maximum of its own part", maxima[:, rank] + own_exp - target),
+        ("every rank subtracts the maximum of its own part", owners + own_exp - target),
         ("the sums of exp were not added over the ranks", own_sums - target),
-        ("ranks without the target contribute another logit", whole - read.sum(1)),
+        ("ranks without the target contribute another logit", all_read),
+        ("ranks without the target contribute another logit", all_read + (t - 1) * largest),
         ("the target's logit is missing on ranks that do not have it", whole - own_target),
     ]
     for low, high in itertools.product((0, 1), (width - 1, width, width + 1)):

@@ -52,9 +52,10 @@ class Watch(PeakMemory):
         # To make a view of a freed tensor, or a new tensor of its size, is no error.
         lost = freed((args, kwargs)) if self._freed and not _reads_nothing(func) else None
         if lost is not None:
+            when = "in backward, " * (torch._C._current_graph_task_id() != -1)
             raise RuntimeError(
-                f"{_operation(func).strip('_')} computes with a tensor of {tuple(lost.shape)} "
-                "whose storage is freed: it has to be gathered before"
+                f"{when}{_operation(func).strip('_')} computes with a tensor of "
+                f"{tuple(lost.shape)} whose storage is freed: it has to be gathered before"
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -371,8 +371,8 @@ halves.reveal(
 
 # %% [markdown]
 # Put these means into $(p-1)(F+I-W)$ and $(p-1)(F+I+W)$. The formulas promise about half of 1F1B's
-# idle time, not a third, and the runs have about half. Both are idle for some milliseconds longer
-# than promised, because the stages are not equal and messages take time.
+# idle time, not a third, and the runs have about half. Both are idle for longer than promised,
+# because the stages are not equal and messages take time.
 #
 # Counting micro-batches hides one thing. After its input half a micro-batch has freed what that
 # half alone needed, such as the scores of attention, and keeps the gradients of layer outputs for
