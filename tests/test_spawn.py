@@ -5,11 +5,12 @@ Linux's own counters are missing, what is left out is said.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from paralab.launch import _shared_server
+from paralab.launch import _SharedServer
 from paralab.ranks.server import START
 from processes import python
 from together import Trained, cases
@@ -28,9 +29,12 @@ def test_plans_train_what_one_process_does(text, monkeypatch) -> None:
     trained = Trained(PLANS, text)
     trained.alone(PLANS[0])  # and of all: how its rank is started is all the same
     monkeypatch.setenv(START, "spawn")
+    own = _SharedServer()  # so that the one that forks, which took seconds to load, is kept
+    monkeypatch.setattr(sys.modules["paralab.launch"], "_shared_server", own)
     for one in PLANS:
         trained.assert_equals_the_reference(one)
-        assert _shared_server._server.method == "spawn"
+        assert own._server.method == "spawn"
+    own.close()
 
 
 # ---- without what only Linux has ----------------------------------------------------------------
