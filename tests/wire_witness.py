@@ -33,8 +33,8 @@ cloudpickle.register_pickle_by_value(foreign_programs)
 PAYLOAD = 2 * 2**20  # bytes: overhead of a few kB per call is then far below 1 %
 OPS = [op for op in witness.OPS if op != witness.NATIVE]
 MODEL = pl.ModelSpec(layers=2, hidden=256, heads=4, seq_len=16)
-# Messages of 64 kB and more, the norms' and the loss's few numbers per token aside.
-WIDE = pl.ModelSpec(layers=1, hidden=256, heads=8, seq_len=128)
+# Messages of 150 kB and more, the norms' and the loss's few numbers per token aside.
+WIDE = pl.ModelSpec(layers=1, hidden=512, heads=8, seq_len=128)
 MODES = {4: ({}, {"sequence_parallel": True}, {"tp_mode": "2d"}),
          8: ({"tp_mode": "2.5d"}, {"tp_mode": "3d"})}  # fmt: skip
 
@@ -45,7 +45,7 @@ def steps_of(n: int) -> dict[str, tuple[pl.ModelSpec, pl.Plan]]:
     stages = range(4) if n == 4 else ()
     found = {f"ZeRO stage {stage}": (MODEL, zero.replace(zero_stage=stage)) for stage in stages}
     for mode in MODES[n]:
-        plan = pl.Plan(tp=n, microbatch_size=8, **mode)
+        plan = pl.Plan(tp=n, microbatch_size=4, **mode)
         found[f"tensor parallel {mode}"] = WIDE, plan
     return found
 
