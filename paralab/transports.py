@@ -267,7 +267,7 @@ class Nccl(Transport):
             passed, context = self.recorder.clock.passed, self.context
             of_rank = {"rank": context.rank, "limit": context.limit}
             self.recorder.lookout = Lookout(context.note, passed, context.alive, **of_rank)
-            self.recorder.lookout.start()
+            self.recorder.lookout.start(lambda: torch.cuda.set_device(context.device))
 
     def post(self, call: Call) -> Posted:
         recorder, after = self.recorder, self.recorder.cut()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
+from paralab.ranks import lookout
 from paralab.spec.tiers import Offload
 from paralab.trace import _program as traced
 from virtual_cuda import Node, solve
@@ -307,6 +309,20 @@ def test_virtual_mutants_of_order_are_found(change, settings, says):
 def test_virtual_mutant_whose_lanes_are_on_another_device():
     found = virtual(SMALL, pl.Plan(**AWAY), change=leaves_lanes_on_the_first_gpu)
     assert found.contexts == [{0}, {0, 1}]
+
+
+def test_virtual_thread_that_watches_a_device_makes_no_context_on_another():
+    def watches(context):
+        machine, context = on_virtual(context)
+        look, looked = lookout.Lookout.look, threading.Semaphore(0)
+        machine.put(lookout.Lookout, look=lambda this: (look(this), looked.release()))
+        machine.put(lookout, SECONDS=0.01)
+        everyone(context).barrier()  # leaves events, which every look asks
+        for _ in range(3):
+            looked.acquire()
+        return machine.contexts
+
+    assert launch_program(watches, 2, (), device="cpu", timeout=30) == [{0}, {1}]
 
 
 def test_virtual_device_refuses_what_it_does_not_model():

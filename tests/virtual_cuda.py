@@ -138,11 +138,11 @@ class Event:
         self.works, self.knows, self.at = chain.works, dict(chain.knows), time.perf_counter()
 
     def query(self) -> bool:
-        self.machine.complain("an event is asked")
+        self.machine.asks_here("an event is asked")
         return True
 
     def synchronize(self) -> None:
-        self.machine.complain("an event is waited for")
+        self.machine.asks_here("an event is waited for")
         self.machine.order(self.machine.thread(), self)
 
     def elapsed_time(self, other: Event) -> float:
@@ -265,6 +265,13 @@ class Machine:
     def touch(self, index: int) -> None:
         self.contexts.add(index)
 
+    def asks_here(self, what: str) -> None:
+        """An event's own device does not count: CUDA makes a context on the thread's current one,
+        the first where the thread has set none.
+        """
+        self.touch(self.device())
+        self.complain(what)
+
     def stream(self, device: Any = None) -> Stream:
         stack = getattr(self.local, "stack", None)
         if stack:
@@ -289,8 +296,8 @@ class Machine:
             self.set_device(before)
 
     def apart(self) -> bool:
-        """Whether this thread works for the host alone."""
-        return threading.get_ident() != self.main and not hasattr(self.local, "device")
+        """Whether this thread works for the host alone: it has chosen no stream."""
+        return threading.get_ident() != self.main and not getattr(self.local, "stack", None)
 
     def thread(self) -> Chain:
         if not hasattr(self.local, "chain"):

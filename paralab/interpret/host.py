@@ -58,7 +58,7 @@ class Host:
             name: Lane(
                 name,
                 recorder,
-                device=context.device if name in ("d2h", "h2d") else None,
+                device=context.device,
                 bandwidth=tiers.limits.get(name),
                 note=context.note,
                 threads=host_threads(context, available_cores()) if name == "host" else 1,

@@ -80,7 +80,7 @@ class Lane:
     """One link of a rank, or its host's processor, as a thread with a queue of jobs.
 
     name       as in the report: "h2d", "d2h", "disk", "host"
-    device     "cuda:0" gives a lane of that GPU a stream; None: the work is the host's own
+    device     the rank's; on a GPU the lanes "h2d" and "d2h" have a stream. None: the host's
     bandwidth  limit in bytes per second; None: no limit
     note       function that records what the rank waits for
     threads    processor threads that its work runs on
@@ -100,7 +100,7 @@ class Lane:
         self.name, self.recorder, self.bandwidth, self.note = name, recorder, bandwidth, note
         cuda = device is not None and device.startswith("cuda")
         self.device = device if cuda else None
-        self.stream = torch.cuda.Stream(device) if cuda else None
+        self.stream = torch.cuda.Stream(device) if cuda and name in ("h2d", "d2h") else None
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._last: Job | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"lane {name}")
@@ -142,7 +142,7 @@ class Lane:
         torch.get_num_threads()
         torch.set_num_threads(self.threads)
         torch.set_grad_enabled(False)
-        if self.device is not None:  # else leaving a stream would make a context on the first GPU
+        if self.device is not None:  # else a stream or an event makes a context on the first GPU
             torch.cuda.set_device(self.device)
         while (job := self._queue.get()) is not None:
             try:

@@ -55,8 +55,9 @@ class Lookout:
         self.passed_before, self.noted = -1, ""
         self._late: _Posted | None = None  # the call that was last reported as late
 
-    def start(self) -> None:
-        threading.Thread(target=self._go_on, daemon=True, name="lookout").start()
+    def start(self, settle: Callable[[], None]) -> None:
+        """Begin to look. ``settle`` is called first, in the thread: it chooses the rank's GPU."""
+        threading.Thread(target=self._go_on, args=(settle,), daemon=True, name="lookout").start()
 
     def posted(self, what: str, event: Any) -> None:
         """A call is in flight until ``event`` has happened."""
@@ -88,7 +89,8 @@ class Lookout:
             text = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; NCCL ends "
             print(f"{text}the rank after {self.limit:g} s", file=sys.stderr, flush=True)
 
-    def _go_on(self) -> None:
+    def _go_on(self, settle: Callable[[], None]) -> None:
+        settle()  # else the first query would make a context, of 0.5 GB, on the first GPU
         while True:
             time.sleep(SECONDS)
             self.look()
