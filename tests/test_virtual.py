@@ -167,6 +167,22 @@ def test_virtual_prefetch_hides_gathers():
     assert hidden() <= 0.62
 
 
+def has_a_queue_each(machine):
+    machine.queues = 1000
+
+
+def has_eight_queues(machine):
+    machine.queues = virtual_cuda.QUEUES
+
+
+def test_virtual_streams_hold_up_no_other_in_the_queues_of_the_device():
+    lasts = Lasts(forward=1.0, half=1.0, message=0.05, collective=0.1)
+    plan = pl.Plan(dp=2, pp=2, microbatches=4, zero_stage=3)
+    changes = [None, has_a_queue_each, has_eight_queues]
+    plain, each, eight = virtuals([Job(MODEL, plan, lasts, change=change) for change in changes])
+    assert plain.step == pytest.approx(each.step) and each.step < 0.995 * eight.step
+
+
 class Reduces(Lasts):
     """Of NCCL's calls only the sums take time."""
 
