@@ -333,12 +333,36 @@ def test_virtual_thread_that_watches_a_device_makes_no_context_on_another():
         look, looked = lookout.Lookout.look, threading.Semaphore(0)
         machine.put(lookout.Lookout, look=lambda this: (look(this), looked.release()))
         machine.put(lookout, SECONDS=0.01)
-        everyone(context).barrier()  # leaves events, which every look asks
+        group = everyone(context)
+        group.barrier()  # leaves events, which every look asks
         for _ in range(3):
             looked.acquire()
         return machine.contexts
 
     assert launch_program(watches, 2, (), device="cpu", timeout=30) == [{0}, {1}]
+
+
+def test_virtual_call_keeps_its_tensors_though_the_caller_forgets_it():
+    def forgets(context):
+        machine, context = on_virtual(context)
+        group = everyone(context)
+        group.all_reduce(torch.zeros(8))
+        group.barrier()
+        return machine.wrong
+
+    assert launch_program(forgets, 2, (), device="cpu", timeout=30) == [[], []]
+
+
+def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():
+    def ends(context):
+        machine, context = on_virtual(context)
+        machine.put(lookout, SECONDS=0.01)
+        everyone(context).barrier()
+        for thread in threading.enumerate():
+            if thread.name == "lookout":
+                thread.join()
+
+    launch_program(ends, 2, (), device="cpu", timeout=30)
 
 
 def test_virtual_device_refuses_what_it_does_not_model():

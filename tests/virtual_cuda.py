@@ -145,6 +145,8 @@ class Event:
 
     def query(self) -> bool:
         self.machine.asks_here("an event is asked")
+        with self.machine.lock:
+            _merge(self.machine.thread().knows, self.knows)
         return True
 
     def synchronize(self) -> None:
@@ -492,7 +494,8 @@ class Machine:
             home = next((s.chain for s in self.defaults.values()
                          if s.chain.name == memory.home), None)  # fmt: skip
             for other, (at, by) in [*memory.wrote.items(), *memory.read.items()]:
-                known = home.knows if home is not None else {}
+                known = dict(self.thread().knows)  # what is launched from now on comes after it
+                _merge(known, home.knows if home is not None else {})
                 if (
                     not other.startswith("host")
                     and other != memory.home
@@ -748,7 +751,11 @@ def _pin(machine: Machine) -> None:
 
 def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
     def all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Work:
-        real = dist.all_reduce(tensor, group=group, async_op=True)
+        with torch.utils._python_dispatch._disable_current_modes():
+            whole = tensor.clone()
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        given = weakref.ref(tensor)  # NCCL keeps nothing of a call whose ``wait`` has been called
+        real = _Then(work, lambda: None if given() is None else given().copy_(whole))
         return machine.call(group, "all_reduce", [("",)], [], [tensor], real)
 
     def broadcast(tensor: Tensor, root: int, *, group: Any, async_op: bool) -> Work:

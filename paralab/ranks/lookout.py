@@ -15,6 +15,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ LATE = 0.9  # share of its limit after which a call is reported as late
 
 
 class _Posted(NamedTuple):
-    """A call in words, the event that completes it, and when it was posted."""
+    """A call in words, its `transports.Enqueued` or another event, and when it was posted."""
 
     what: str
     event: Any
@@ -56,8 +57,11 @@ class Lookout:
         self._late: _Posted | None = None  # the call that was last reported as late
 
     def start(self, settle: Callable[[], None]) -> None:
-        """Begin to look. ``settle`` is called first, in the thread: it chooses the rank's GPU."""
-        threading.Thread(target=self._go_on, args=(settle,), daemon=True, name="lookout").start()
+        """Look again and again, as long as another object refers to this one. ``settle`` is called
+        first, in the thread: it chooses the rank's GPU.
+        """
+        own = weakref.ref(self), settle
+        threading.Thread(target=_go_on, args=own, daemon=True, name="lookout").start()
 
     def posted(self, what: str, event: Any) -> None:
         """A call is in flight until ``event`` has happened."""
@@ -89,8 +93,10 @@ class Lookout:
             text = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; NCCL ends "
             print(f"{text}the rank after {self.limit:g} s", file=sys.stderr, flush=True)
 
-    def _go_on(self, settle: Callable[[], None]) -> None:
-        settle()  # else the first query would make a context, of 0.5 GB, on the first GPU
-        while True:
-            time.sleep(SECONDS)
-            self.look()
+
+def _go_on(lookout: weakref.ref[Lookout], settle: Callable[[], None]) -> None:
+    settle()  # else the first query would make a context, of 0.5 GB, on the first GPU
+    while (own := lookout()) is not None:
+        own.look()
+        del own  # an event that is queried while a CUDA graph is captured ends the capture
+        time.sleep(SECONDS)
