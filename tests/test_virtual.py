@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -340,6 +341,18 @@ def test_virtual_thread_that_watches_a_device_makes_no_context_on_another():
         return machine.contexts
 
     assert launch_program(watches, 2, (), device="cpu", timeout=30) == [{0}, {1}]
+
+
+def test_virtual_limited_link_takes_the_time_that_its_bytes_would():
+    def copies(context):
+        machine, context = on_virtual(context)
+        slept, recorder = [], Recorder(rank=0, world_size=1, device=context.device)
+        machine.put(lanes, time=SimpleNamespace(sleep=slept.append, perf_counter=lambda: 0.0))
+        lane = lanes.Lane("h2d", recorder, device=context.device, bandwidth=1e3)
+        lane.submit(lambda: None, size=5000).settle()
+        return slept
+
+    assert launch_program(copies, 1, (), device="cpu", timeout=30) == [[5.0]]
 
 
 def test_virtual_call_keeps_its_tensors_though_the_caller_forgets_it():

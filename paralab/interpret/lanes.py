@@ -158,12 +158,20 @@ class Lane:
 
     def _do(self, job: Job) -> None:
         start, began = self.recorder.clock.host(), time.thread_time()
-        job.work()
+        self._move(job)
         cost = time.thread_time() - began
-        if self.bandwidth is not None:
-            passed = time.perf_counter() - self.recorder.clock.seconds(start)
-            time.sleep(max(0.0, job.size / self.bandwidth - passed))
         self.recorder.worked(job.span, start, self.recorder.clock.host(), cost)
+
+    def _move(self, job: Job) -> None:
+        """Do the work; with a ``bandwidth`` take as long as it says."""
+        if self.bandwidth is None:
+            return job.work()
+        settle = (lambda: None) if self.stream is None else self.stream.synchronize
+        settle()
+        began = time.perf_counter()
+        job.work()
+        settle()
+        time.sleep(max(0.0, job.size / self.bandwidth - (time.perf_counter() - began)))
 
     def _issue(self, job: Job) -> None:
         """See [Note: streams]."""
@@ -171,9 +179,8 @@ class Lane:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(job.ready)
             start = clock.mark()
-            job.work()
-            end, over = clock.mark(), torch.cuda.Event()
-            over.record(self.stream)
+            self._move(job)
+            end, over = clock.mark(), self.stream.record_event()
         job.end, job.work = over, None
         job.issued.set()
         over.synchronize()
