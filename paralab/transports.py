@@ -250,8 +250,7 @@ class Staged(Gloo):
             target.copy_(source, non_blocking=True)
         if any(t.is_cuda for pair in pairs for t in pair):
             torch.cuda.current_stream().synchronize()
-        size = sum(target.nbytes for target, _ in pairs)
-        end = clock.mark()
+        end, size = clock.mark(), sum(target.nbytes for target, _ in pairs)
         span = self.recorder.queued(lane, after, size=size, category="buffers")
         self.recorder.worked(span, start, end, None)
 
@@ -281,9 +280,9 @@ class Nccl(Transport):
             for work in self.start(call, call.tensors, group):
                 work.wait()  # holds the stream, not the host
             recorder.completed(span, recorder.clock.mark())
-            enqueued = Enqueued(stream.record_event(), call.tensors)
-        recorder.lookout.posted(self.describe(call.op, call.number, call.ways), enqueued)
-        return Posted(span, [enqueued], call.finish)
+            event, held = stream.record_event(), [*call.tensors]
+        recorder.lookout.posted(self.describe(call.op, call.number, call.ways), event, held)
+        return Posted(span, [Enqueued(event, held)], call.finish)
 
 
 class Enqueued:
@@ -298,17 +297,13 @@ class Enqueued:
 
     __slots__ = ("event", "tensors")
 
-    def __init__(self, event: Any, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, event: Any, tensors: list[Tensor]) -> None:
         self.event, self.tensors = event, tensors
-
-    def query(self) -> bool:
-        """Whether it is over."""
-        return self.event.query()
 
     def wait(self) -> None:
         """Make the compute stream wait for this call alone; the host does not wait."""
         torch.cuda.current_stream().wait_event(self.event)
-        self.tensors = ()
+        self.tensors.clear()
 
 
 class Lent:

@@ -121,8 +121,7 @@ class Lane:
         span = recorder.queued(self.name, spans, op=op, category=category, size=size)
         job = self._last = Job(self, span, work, after, size)
         if self.stream is not None:
-            job.ready = torch.cuda.Event()
-            job.ready.record()
+            job.ready = torch.cuda.current_stream().record_event()
         self._queue.put(job)
         return job
 

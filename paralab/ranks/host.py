@@ -24,10 +24,8 @@ def keep_pages() -> None:
 
 
 def separate_queues() -> None:
-    """A GPU, before it is used: have a queue for each of up to 32 streams, not 8 for all of them.
-
-    What is first in a queue holds up the rest of it, also of other streams: a stream that waits for
-    a message, say, the copy that another could make meanwhile.
+    """Before the GPU is used: let up to 32 of its streams have a queue each, not 8 for all. A wait
+    at the head of a queue holds up the other streams in it.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

@@ -24,10 +24,11 @@ LATE = 0.9  # share of its limit after which a call is reported as late
 
 
 class _Posted(NamedTuple):
-    """A call in words, its `transports.Enqueued` or another event, and when it was posted."""
+    """A call in words, the event that completes it, what it uses, and when it was posted."""
 
     what: str
     event: Any
+    held: Any
     since: float
 
 
@@ -57,15 +58,13 @@ class Lookout:
         self._late: _Posted | None = None  # the call that was last reported as late
 
     def start(self, settle: Callable[[], None]) -> None:
-        """Look again and again, as long as another object refers to this one. ``settle`` is called
-        first, in the thread: it chooses the rank's GPU.
-        """
+        """Look again and again, while this object is in use; first the thread calls ``settle``."""
         own = weakref.ref(self), settle
         threading.Thread(target=_go_on, args=own, daemon=True, name="lookout").start()
 
-    def posted(self, what: str, event: Any) -> None:
-        """A call is in flight until ``event`` has happened."""
-        self.calls.append(_Posted(what, event, time.monotonic()))
+    def posted(self, what: str, event: Any, held: Any = None) -> None:
+        """A call is in flight, and what it uses is ``held``, until ``event`` has happened."""
+        self.calls.append(_Posted(what, event, held, time.monotonic()))
 
     def look(self) -> None:
         """Query the events of all calls in flight once."""
