@@ -81,13 +81,9 @@ class Group:
         if key == (self.ranks, self.axis):
             return self
         if key not in self._subgroups:
-            settings = {
-                "context": self.context,
-                "recorder": self.recorder,
-                "process_group": self._new_group(ranks),
-                "transport": type(self.transport),
-            }
-            group = Group(ranks, axis=axis, **settings) if self.context.rank in ranks else None
+            settings = {"axis": axis, "context": self.context, "recorder": self.recorder}
+            settings |= {"process_group": self._new_group(ranks), "transport": type(self.transport)}
+            group = Group(ranks, **settings) if self.context.rank in ranks else None
             if group is not None and group.size > 1 and isinstance(group.transport, Nccl):
                 group.barrier(phase="setup")
             self._subgroups[key] = group
@@ -213,13 +209,9 @@ class Group:
                 self.blocked_in(op, self._calls, ways)
                 self._strict.rendezvous(self.ranks, parts)
                 self.blocked_in()
-        call = Call(
-            op=op,
-            tensors=[tensor for _, tensor, _ in parts],
-            fills=[tensor for side, tensor, _ in parts if side == "recv"],
-            ways=ways,
-            number=self._calls,
-        )
+        tensors = [tensor for _, tensor, _ in parts]
+        fills = [tensor for side, tensor, _ in parts if side == "recv"]
+        call = Call(op, tensors, fills, ways=ways, number=self._calls)
         rows = [(side, tensor.nbytes, peer) for side, tensor, peer in parts]
         return self._post(call, rows, phase)
 

@@ -251,8 +251,10 @@ def run_under_torchrun(
         raise illegal("dp", plan.dp, why, legal)
     import torch.distributed as dist  # this process is a rank, so it may import torch
 
+    from paralab.ranks.host import separate_queues
     from paralab.ranks.torchrun import torchrun_context
 
+    separate_queues()
     context = torchrun_context(timeout=timeout, device=device)
     model = model.resolved(gpus=context.device != "cpu")
     with scratch.folder(plan.tiers) as folder_of_rank:

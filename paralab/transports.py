@@ -250,8 +250,7 @@ class Staged(Gloo):
             target.copy_(source, non_blocking=True)
         if any(t.is_cuda for pair in pairs for t in pair):
             torch.cuda.current_stream().synchronize()
-        size = sum(target.nbytes for target, _ in pairs)
-        end = clock.mark()
+        end, size = clock.mark(), sum(target.nbytes for target, _ in pairs)
         span = self.recorder.queued(lane, after, size=size, category="buffers")
         self.recorder.worked(span, start, end, None)
 
@@ -264,10 +263,11 @@ class Nccl(Transport):
         self.stream = torch.cuda.Stream(self.context.device)
         self.ways: dict[Way, tuple[Any, Any]] = {}  # {way: (communicator, its stream)}
         if self.recorder.lookout is None:
-            passed, context = self.recorder.clock.passed, self.context
-            of_rank = {"rank": context.rank, "limit": context.limit}
-            self.recorder.lookout = Lookout(context.note, passed, context.alive, **of_rank)
-            self.recorder.lookout.start()
+            context = self.context
+            ways_to_tell = context.note, self.recorder.clock.passed, context.alive
+            lookout = Lookout(*ways_to_tell, rank=context.rank, limit=context.limit)
+            lookout.start(lambda: torch.cuda.set_device(context.device))
+            self.recorder.lookout = lookout
 
     def post(self, call: Call) -> Posted:
         recorder, after = self.recorder, self.recorder.cut()
@@ -280,30 +280,30 @@ class Nccl(Transport):
             for work in self.start(call, call.tensors, group):
                 work.wait()  # holds the stream, not the host
             recorder.completed(span, recorder.clock.mark())
-            event = torch.cuda.Event()
-            event.record(stream)
-        recorder.lookout.posted(self.describe(call.op, call.number, call.ways), event)
-        return Posted(span, [Enqueued(event, call.tensors)], call.finish)
+            event, held = stream.record_event(), [*call.tensors]
+        recorder.lookout.posted(self.describe(call.op, call.number, call.ways), event, held)
+        return Posted(span, [Enqueued(event, held)], call.finish)
 
 
 class Enqueued:
     """A call on a CUDA stream: the event that completes it, and its tensors.
 
-    The tensors are kept alive until the rank has waited. From then on the compute stream runs
-    behind the call, so that the allocator may use their memory again. torch's ``record_stream``
-    would keep the memory until the host happens to see that the stream has passed the call: a host
-    that runs ahead of its device would then hold every unit that ZeRO-3 has gathered.
+    The tensors are kept alive until the rank has waited; if it never does, by its `Lookout` until
+    the call is over. After a wait the compute stream runs behind the call, so that the allocator
+    may use their memory again. torch's ``record_stream`` would keep the memory until the host
+    happens to see that the stream has passed the call: a host that runs ahead of its device would
+    then hold every unit that ZeRO-3 has gathered.
     """
 
     __slots__ = ("event", "tensors")
 
-    def __init__(self, event: Any, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, event: Any, tensors: list[Tensor]) -> None:
         self.event, self.tensors = event, tensors
 
     def wait(self) -> None:
         """Make the compute stream wait for this call alone; the host does not wait."""
         torch.cuda.current_stream().wait_event(self.event)
-        self.tensors = ()
+        self.tensors.clear()
 
 
 class Lent:

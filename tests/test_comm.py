@@ -136,6 +136,7 @@ def groups_of_groups(context) -> dict:
         out[axis] = total.tolist()
     backends = [group.process_group._get_backend(torch.device("cpu")) for group in (world, mine)]
     assert [one.options._timeout.total_seconds() for one in backends] == [context.limit] * 2
+    assert context.store.timeout.total_seconds() == context.limit  # of a first call over NCCL
     assert world.subgroup(range(n), axis="world") is world
     right, left = (rank + 1) % n, (rank - 1) % n
     tensor, received = torch.ones(4), torch.empty(4)

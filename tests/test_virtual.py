@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from paralab.interpret.costs import Compute, Costs
 from paralab.interpret.time import time
 from paralab.launch import launch_program
 from paralab.programs.compile import compiled
+from paralab.ranks import lookout
 from paralab.spec.tiers import Offload
 from paralab.trace import _program as traced
 from virtual_cuda import Node, solve
@@ -165,6 +168,22 @@ def test_virtual_prefetch_hides_gathers():
     assert hidden() <= 0.62
 
 
+def has_a_queue_each(machine):
+    machine.queues = 1000
+
+
+def has_eight_queues(machine):
+    machine.queues = virtual_cuda.QUEUES
+
+
+def test_virtual_streams_hold_up_no_other_in_the_queues_of_the_device():
+    lasts = Lasts(forward=1.0, half=1.0, message=0.05, collective=0.1)
+    plan = pl.Plan(dp=2, pp=2, microbatches=4, zero_stage=3)
+    changes = [None, has_a_queue_each, has_eight_queues]
+    plain, each, eight = virtuals([Job(MODEL, plan, lasts, change=change) for change in changes])
+    assert plain.step == pytest.approx(each.step) and each.step < 0.995 * eight.step
+
+
 class Reduces(Lasts):
     """Of NCCL's calls only the sums take time."""
 
@@ -262,7 +281,7 @@ def waits_for_nothing(machine):
 
 def lets_go_at_posting(machine):
     make = transports.Enqueued
-    transports.Enqueued = lambda event, tensors: make(event, ())
+    transports.Enqueued = lambda event, tensors: make(event, tensors.clear() or tensors)
 
 
 def refills_early(machine):
@@ -307,6 +326,56 @@ def test_virtual_mutants_of_order_are_found(change, settings, says):
 def test_virtual_mutant_whose_lanes_are_on_another_device():
     found = virtual(SMALL, pl.Plan(**AWAY), change=leaves_lanes_on_the_first_gpu)
     assert found.contexts == [{0}, {0, 1}]
+
+
+def test_virtual_thread_that_watches_a_device_makes_no_context_on_another():
+    def watches(context):
+        machine, context = on_virtual(context)
+        look, looked = lookout.Lookout.look, threading.Semaphore(0)
+        machine.put(lookout.Lookout, look=lambda this: (look(this), looked.release()))
+        machine.put(lookout, SECONDS=0.01)
+        group = everyone(context)
+        group.barrier()  # leaves events, which every look asks
+        for _ in range(3):
+            looked.acquire()
+        return machine.contexts
+
+    assert launch_program(watches, 2, (), device="cpu", timeout=30) == [{0}, {1}]
+
+
+def test_virtual_limited_link_takes_the_time_that_its_bytes_would():
+    def copies(context):
+        machine, context = on_virtual(context)
+        slept, recorder = [], Recorder(rank=0, world_size=1, device=context.device)
+        machine.put(lanes, time=SimpleNamespace(sleep=slept.append, perf_counter=lambda: 0.0))
+        lane = lanes.Lane("h2d", recorder, device=context.device, bandwidth=1e3)
+        lane.submit(lambda: None, size=5000).settle()
+        return slept
+
+    assert launch_program(copies, 1, (), device="cpu", timeout=30) == [[5.0]]
+
+
+def test_virtual_call_keeps_its_tensors_though_the_caller_forgets_it():
+    def forgets(context):
+        machine, context = on_virtual(context)
+        group = everyone(context)
+        group.all_reduce(torch.zeros(8))
+        group.barrier()
+        return machine.wrong
+
+    assert launch_program(forgets, 2, (), device="cpu", timeout=30) == [[], []]
+
+
+def test_virtual_device_is_watched_as_long_as_there_is_a_record_of_it():
+    def ends(context):
+        machine, context = on_virtual(context)
+        machine.put(lookout, SECONDS=0.01)
+        everyone(context).barrier()
+        for thread in threading.enumerate():
+            if thread.name == "lookout":
+                thread.join()
+
+    launch_program(ends, 2, (), device="cpu", timeout=30)
 
 
 def test_virtual_device_refuses_what_it_does_not_model():

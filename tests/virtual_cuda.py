@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import sys
 import threading
 import time
@@ -51,17 +52,22 @@ FREE = {  # operations that look at no element
     "aten::new_empty", "aten::empty", "aten::new_empty_strided", "aten::empty_strided",
 }  # fmt: skip
 PAGE = 4096
+POOL = 32  # streams of one priority that torch has: c10/cuda/CUDAStream.h
+QUEUES = 8  # of the device, for all streams, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise
 MEETS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
 
 
 class Node(NamedTuple):
-    """stream, its duration in seconds, the nodes before it, and what it starts together with."""
+    """stream, its duration in seconds, the nodes before it, and what it starts together with;
+    queued: the node that is before it in a queue of the device, and has to begin first, or -1.
+    """
 
     stream: str
     seconds: float
     after: tuple[int, ...]
     meets: tuple
     label: str
+    queued: int = -1
 
 
 class Name(str):
@@ -87,8 +93,8 @@ class Chain:
     works  calls of gloo that really carry what is virtually behind us
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.tail, self.count = name, -1, 0
+    def __init__(self, name: str, queue: int = -1) -> None:
+        self.name, self.queue, self.tail, self.count = name, queue, -1, 0
         self.knows: dict[str, int] = {}
         self.works: tuple = ()
 
@@ -103,7 +109,7 @@ class Stream:
         self.index = getattr(device, "index", None)
         self.index = machine.device() if self.index is None else self.index
         machine.touch(self.index)
-        self.chain = chain or Chain(f"stream {next(machine.numbers)}")
+        self.chain = chain or machine.pooled()
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -138,11 +144,13 @@ class Event:
         self.works, self.knows, self.at = chain.works, dict(chain.knows), time.perf_counter()
 
     def query(self) -> bool:
-        self.machine.complain("an event is asked")
+        self.machine.asks_here("an event is asked")
+        with self.machine.lock:
+            _merge(self.machine.thread().knows, self.knows)
         return True
 
     def synchronize(self) -> None:
-        self.machine.complain("an event is waited for")
+        self.machine.asks_here("an event is waited for")
         self.machine.order(self.machine.thread(), self)
 
     def elapsed_time(self, other: Event) -> float:
@@ -225,7 +233,10 @@ class Machine:
         Machine.here = self
         self.cluster = cluster
         self.ends: list[float] = []  # of the nodes; of use where a cluster is stated
-        self.rank, self.lasts, self.numbers = rank, lasts, itertools.count(1)
+        self.rank, self.lasts, self.numbers = rank, lasts, itertools.count()
+        self.pool: list[Chain] = []  # torch's streams
+        self.queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or QUEUES)
+        self.queued: dict[int, int] = {}  # queue of the device: the last node in it
         self.lock, self.local = threading.RLock(), threading.local()
         self.nodes: list[Node] = []
         self.wrong: list[str] = []  # races, meetings
@@ -262,8 +273,22 @@ class Machine:
         self.local.device = device if isinstance(device, int) else device.index
         self.touch(self.local.device)
 
+    def pooled(self) -> Chain:
+        """The next of torch's streams, which after the last begin again with the first."""
+        number = next(self.numbers)
+        if number < POOL:
+            self.pool.append(Chain(f"stream {number}", number % self.queues))
+        return self.pool[number % POOL]
+
     def touch(self, index: int) -> None:
         self.contexts.add(index)
+
+    def asks_here(self, what: str) -> None:
+        """An event's own device does not count: CUDA makes a context on the thread's current one,
+        the first where the thread has set none.
+        """
+        self.touch(self.device())
+        self.complain(what)
 
     def stream(self, device: Any = None) -> Stream:
         stack = getattr(self.local, "stack", None)
@@ -272,7 +297,7 @@ class Machine:
         index = self.device()
         self.touch(index)
         if index not in self.defaults:
-            self.defaults[index] = Stream(name_of(index), Chain(f"default {index}"))
+            self.defaults[index] = Stream(name_of(index), Chain(f"default {index}", self.queues))
         return self.defaults[index]
 
     @contextlib.contextmanager
@@ -289,8 +314,8 @@ class Machine:
             self.set_device(before)
 
     def apart(self) -> bool:
-        """Whether this thread works for the host alone."""
-        return threading.get_ident() != self.main and not hasattr(self.local, "device")
+        """Whether this thread works for the host alone: it has chosen no stream."""
+        return threading.get_ident() != self.main and not getattr(self.local, "stack", None)
 
     def thread(self) -> Chain:
         if not hasattr(self.local, "chain"):
@@ -317,7 +342,11 @@ class Machine:
         self, chain: Chain, seconds: float, behind: tuple[int, ...], meets: tuple, label: str
     ) -> int:
         after = {chain.tail, self.thread().tail, *behind} - {-1}
-        self.nodes.append(Node(chain.name, seconds, tuple(after), meets, label))
+        before = -1
+        if chain.queue >= 0 and not meets:
+            before = self.queued.get(chain.queue, -1)
+            self.queued[chain.queue] = len(self.nodes)
+        self.nodes.append(Node(chain.name, seconds, tuple(after), meets, label, before))
         self.ends.append(max((self.ends[at] for at in after), default=0.0) + seconds)
         chain.count += 1
         chain.knows[chain.name] = chain.count
@@ -465,7 +494,8 @@ class Machine:
             home = next((s.chain for s in self.defaults.values()
                          if s.chain.name == memory.home), None)  # fmt: skip
             for other, (at, by) in [*memory.wrote.items(), *memory.read.items()]:
-                known = home.knows if home is not None else {}
+                known = dict(self.thread().knows)  # what is launched from now on comes after it
+                _merge(known, home.knows if home is not None else {})
                 if (
                     not other.startswith("host")
                     and other != memory.home
@@ -484,7 +514,9 @@ class Machine:
         """A call on a group's communicator, behind what the current stream has so far."""
         with self.lock:
             name = group.group_name
-            chain = self.communicators.setdefault(name, Chain(f"nccl {name}"))
+            if name not in self.communicators:
+                self.communicators[name] = self.pooled()
+            chain = self.communicators[name]
             self.order(chain, self.stream().record_event(), really=False)
             meets = []
             for key in keys:
@@ -719,7 +751,11 @@ def _pin(machine: Machine) -> None:
 
 def _nccl(machine: Machine, comm: Any, transports: Any) -> None:
     def all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Work:
-        real = dist.all_reduce(tensor, group=group, async_op=True)
+        with torch.utils._python_dispatch._disable_current_modes():
+            whole = tensor.clone()
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        given = weakref.ref(tensor)  # NCCL keeps nothing of a call whose ``wait`` has been called
+        real = _Then(work, lambda: None if given() is None else given().copy_(whole))
         return machine.call(group, "all_reduce", [("",)], [], [tensor], real)
 
     def broadcast(tensor: Tensor, root: int, *, group: Any, async_op: bool) -> Work:
@@ -901,7 +937,15 @@ def solve(graphs: Sequence[Sequence[Node]]) -> Moments:
     members: dict[int, list[int]] = defaultdict(list)
     for at in range(len(every)):
         members[find(at)].append(at)
-    needs = {one: {find(b) for at in some for b in after[at]} for one, some in members.items()}
+    queued = [
+        first[r] + node.queued if node.queued >= 0 else -1
+        for r, graph in enumerate(graphs)
+        for node in graph
+    ]
+    needs = {
+        one: {find(b) for at in some for b in (*after[at], queued[at]) if b >= 0}
+        for one, some in members.items()
+    }
     users: dict[int, list[int]] = defaultdict(list)
     for one, some in needs.items():
         for other in some:
@@ -914,6 +958,7 @@ def solve(graphs: Sequence[Sequence[Node]]) -> Moments:
         done += 1
         some = members[one]
         begin = max((end[b] for at in some for b in after[at]), default=0.0)
+        begin = max([begin, *(start[queued[at]] for at in some if queued[at] >= 0)])
         until = begin + max(every[at].seconds for at in some)
         for at in some:
             start[at], end[at] = begin, until

@@ -58,7 +58,7 @@ class Host:
             name: Lane(
                 name,
                 recorder,
-                device=context.device if name in ("d2h", "h2d") else None,
+                device=context.device,
                 bandwidth=tiers.limits.get(name),
                 note=context.note,
                 threads=host_threads(context, available_cores()) if name == "host" else 1,
@@ -69,16 +69,6 @@ class Host:
         self._count = 0
         self._free: dict[Any, list[Any]] = {}  # memory and files that were lent and came back
         self._locked: list[Tensor] = []
-
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory for single use by jobs; the device's ledger does not see it."""
-        if self.cuda:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-        return plain(shape, dtype)
-
-    def mark(self) -> Any:
-        """An event after all that the device has been given so far; None without a GPU."""
-        return torch.cuda.current_stream().record_event() if self.cuda else None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, category: str) -> Tensor:
         """Host memory to be kept, and counted. See [Note: page-locked]."""

@@ -80,7 +80,7 @@ class Lane:
     """One link of a rank, or its host's processor, as a thread with a queue of jobs.
 
     name       as in the report: "h2d", "d2h", "disk", "host"
-    device     "cuda:0" gives a lane of that GPU a stream; None: the work is the host's own
+    device     the rank's; on a GPU the lanes "h2d" and "d2h" have a stream. None: the host's
     bandwidth  limit in bytes per second; None: no limit
     note       function that records what the rank waits for
     threads    processor threads that its work runs on
@@ -100,7 +100,7 @@ class Lane:
         self.name, self.recorder, self.bandwidth, self.note = name, recorder, bandwidth, note
         cuda = device is not None and device.startswith("cuda")
         self.device = device if cuda else None
-        self.stream = torch.cuda.Stream(device) if cuda else None
+        self.stream = torch.cuda.Stream(device) if cuda and name in ("h2d", "d2h") else None
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._last: Job | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"lane {name}")
@@ -121,8 +121,7 @@ class Lane:
         span = recorder.queued(self.name, spans, op=op, category=category, size=size)
         job = self._last = Job(self, span, work, after, size)
         if self.stream is not None:
-            job.ready = torch.cuda.Event()
-            job.ready.record()
+            job.ready = torch.cuda.current_stream().record_event()
         self._queue.put(job)
         return job
 
@@ -142,7 +141,7 @@ class Lane:
         torch.get_num_threads()
         torch.set_num_threads(self.threads)
         torch.set_grad_enabled(False)
-        if self.device is not None:  # else leaving a stream would make a context on the first GPU
+        if self.device is not None:  # else a stream or an event makes a context on the first GPU
             torch.cuda.set_device(self.device)
         while (job := self._queue.get()) is not None:
             try:
@@ -158,12 +157,20 @@ class Lane:
 
     def _do(self, job: Job) -> None:
         start, began = self.recorder.clock.host(), time.thread_time()
-        job.work()
+        self._move(job)
         cost = time.thread_time() - began
-        if self.bandwidth is not None:
-            passed = time.perf_counter() - self.recorder.clock.seconds(start)
-            time.sleep(max(0.0, job.size / self.bandwidth - passed))
         self.recorder.worked(job.span, start, self.recorder.clock.host(), cost)
+
+    def _move(self, job: Job) -> None:
+        """Do the work; with a ``bandwidth`` take as long as it says."""
+        if self.bandwidth is None:
+            return job.work()
+        settle = (lambda: None) if self.stream is None else self.stream.synchronize
+        settle()
+        began = time.perf_counter()
+        job.work()
+        settle()
+        time.sleep(max(0.0, job.size / self.bandwidth - (time.perf_counter() - began)))
 
     def _issue(self, job: Job) -> None:
         """See [Note: streams]."""
@@ -171,9 +178,8 @@ class Lane:
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(job.ready)
             start = clock.mark()
-            job.work()
-            end, over = clock.mark(), torch.cuda.Event()
-            over.record(self.stream)
+            self._move(job)
+            end, over = clock.mark(), self.stream.record_event()
         job.end, job.work = over, None
         job.issued.set()
         over.synchronize()

@@ -203,16 +203,10 @@ def train(
                   divides the number of steps that the training has done
     """
     recorder = Recorder(rank=context.rank, world_size=context.world_size, device=context.device)
-    help_with = functools.partial(
-        advice,
-        model,
-        plan,
-        limit=memory_limit,
-        rank=context.rank,
-        optimizer=settings.get("optimizer", "adamw"),
-        gloo=context.backend != "nccl",
-        clips=settings.get("clip_norm") is not None,
-    )
+    facts = {"limit": memory_limit, "rank": context.rank, "gloo": context.backend != "nccl"}
+    facts["clips"] = settings.get("clip_norm") is not None
+    facts["optimizer"] = settings.get("optimizer", "adamw")
+    help_with = functools.partial(advice, model, plan, **facts)
     settings_of_all = {  # equal on all ranks; paths may differ, but not the files' contents
         **settings,
         "memory_limit": memory_limit,

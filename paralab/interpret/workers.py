@@ -8,11 +8,14 @@ it comes after.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, float32, uint8
 
 from paralab.interpret.flat import DTYPES, flat_of
+from paralab.interpret.host import plain
 from paralab.interpret.jobs import Order
 from paralab.interpret.lanes import Job
 from paralab.interpret.state import State
@@ -63,12 +66,14 @@ class Workers:
 
         From a GPU they are still in flight: a job that reads them first waits for `arrived`.
         """
+        cuda = self.host.cuda
+        room = partial(torch.empty, pin_memory=True) if cuda else plain
         with self.host.recorder.unwatched():
             copies = tuple(
-                n if n is None else self.host.room((), float32).copy_(n, non_blocking=True)
+                n if n is None else room((), dtype=float32).copy_(n, non_blocking=True)
                 for n in numbers
             )
-        self.arrived = self.host.mark()
+        self.arrived = torch.cuda.current_stream().record_event() if cuda else None
         return copies
 
     # ---- what a job works on ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ LATE = 0.9  # share of its limit after which a call is reported as late
 
 
 class _Posted(NamedTuple):
-    """A call in words, the event that completes it, and when it was posted."""
+    """A call in words, the event that completes it, what it uses, and when it was posted."""
 
     what: str
     event: Any
+    held: Any
     since: float
 
 
@@ -55,12 +57,14 @@ class Lookout:
         self.passed_before, self.noted = -1, ""
         self._late: _Posted | None = None  # the call that was last reported as late
 
-    def start(self) -> None:
-        threading.Thread(target=self._go_on, daemon=True, name="lookout").start()
+    def start(self, settle: Callable[[], None]) -> None:
+        """Look again and again, while this object is in use; first the thread calls ``settle``."""
+        own = weakref.ref(self), settle
+        threading.Thread(target=_go_on, args=own, daemon=True, name="lookout").start()
 
-    def posted(self, what: str, event: Any) -> None:
-        """A call is in flight until ``event`` has happened."""
-        self.calls.append(_Posted(what, event, time.monotonic()))
+    def posted(self, what: str, event: Any, held: Any = None) -> None:
+        """A call is in flight, and what it uses is ``held``, until ``event`` has happened."""
+        self.calls.append(_Posted(what, event, held, time.monotonic()))
 
     def look(self) -> None:
         """Query the events of all calls in flight once."""
@@ -88,7 +92,10 @@ class Lookout:
             text = f"paralab: rank {self.rank} has waited {waited:.0f} s in {call.what}; NCCL ends "
             print(f"{text}the rank after {self.limit:g} s", file=sys.stderr, flush=True)
 
-    def _go_on(self) -> None:
-        while True:
-            time.sleep(SECONDS)
-            self.look()
+
+def _go_on(lookout: weakref.ref[Lookout], settle: Callable[[], None]) -> None:
+    settle()  # else the first query would make a context, of 0.5 GB, on the first GPU
+    while (own := lookout()) is not None:
+        own.look()
+        del own  # an event that is queried while a CUDA graph is captured ends the capture
+        time.sleep(SECONDS)

@@ -40,7 +40,7 @@ from paralab.checks import count_of, illegal
 from paralab.default_device import VARIABLE
 from paralab.ranks.errors import RankError
 from paralab.ranks.failure import Failure, Refused, describe
-from paralab.ranks.host import keep_pages, send_first
+from paralab.ranks.host import keep_pages, send_first, separate_queues
 from paralab.ranks.notes import Notebook
 from paralab.ranks.server import ONE_THREAD
 
@@ -149,6 +149,8 @@ def joined(chosen: Chosen, backend: str = "", **facts: Any) -> RankContext:
     ranks = {"rank": context.rank, "world_size": context.world_size, "store": context.store}
     limit = timedelta(seconds=context.limit)
     dist.init_process_group(backend or context.backend, timeout=limit, **ranks)
+    # NCCL connects ranks at their first call, and the first to come waits in the store.
+    context.store.set_timeout(max(limit, context.store.timeout))
     send_first()
     return context
 
@@ -211,6 +213,8 @@ def _set_up(rank: int, task: dict[str, Any], folder: str) -> None:
     os.environ["PARALAB_RANK"] = str(rank)
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    if not task["any_tensor"]:  # a program of the user's own runs as it would elsewhere
+        separate_queues()
     sys.path[:], sys.argv[:] = task["path"], task["argv"]
     # The definitions of the user's __main__ are sent by value; this module must not look like it.
     sys.modules["__main__"] = types.ModuleType("__main__")
