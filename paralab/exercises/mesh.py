@@ -134,7 +134,7 @@ def _wrong_members(plan: Plan, rank: int, groups: Any) -> str:
     right = {axis: plan.ranks(axis, rank) for axis in AXES}
     for axis, members in right.items():
         if axis not in groups:
-            return f"groups[{axis!r}] is not a group of which this rank is a member"
+            return f"groups[{axis!r}] is not a process group of which this rank is a member"
         if (yours := groups[axis]) != members:
             said = f"its {axis} group: required: {list(members)}, yours {list(yours)}"
             others = (other for other in AXES if yours == right[other])

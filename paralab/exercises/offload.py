@@ -75,7 +75,7 @@ def stream(tries: Tries) -> None:
 
 def as_jobs(returned: Any, units: int) -> list[Job]:
     """What an answer returned as a list of jobs. Raises ValueError if it is none."""
-    if not isinstance(returned, list):
+    if not isinstance(returned, (list, tuple)):
         raise illegal("jobs", returned, "not a list", 'a list [("read", 0, 0), ...]')
     jobs = []
     for i, job in enumerate(returned):

@@ -83,11 +83,21 @@ def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
         *((both, right - table / plan.tp - n) for n in (2 * h, MODEL.seq_len * h) if ends == 2),
         ("the last LayerNorm is missing", right - (stage == plan.pp - 1) * 2 * h),
         ("yours counts weights, without biases and norms", right - blocks * h * (7 / plan.tp + 6)),
-        (
-            "norms and the biases of row-parallel layers are replicated",
-            right - 6 * h * blocks * (1 - 1 / plan.tp),
+        *(
+            (words, right - count * (1 - 1 / plan.tp))
+            for words, count in _replicated(MODEL, blocks, stage == 0)
         ),
     )
+
+
+def _replicated(model: ModelSpec, blocks: int, first: bool) -> Mistakes:
+    """(words, elements) of what tensor parallelism replicates and an answer may shard."""
+    norms, positions = blocks * 6 * model.hidden, model.seq_len * model.hidden
+    yield "norms and the biases of row-parallel layers are replicated", norms
+    if first:
+        yield "the positions' embedding is replicated", positions
+        said = "norms, the biases of row-parallel layers and the positions' embedding are "
+        yield f"{said}replicated", norms + positions
 
 
 def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
@@ -175,6 +185,7 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         else:
             yield f"there is no embedding on this stage{order}", size + once
         yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
+        yield "the factor (t-1)/t is missing", size * t / (t - 1)
         yield half, size / 2
         yield "yours counts the whole model; a stage has L/p blocks", size * plan.pp
     elif axis == "pp":
@@ -187,15 +198,17 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         yield a_number, size / 2
     else:
         per_element = 2 * (d - 1) / d * w  # bytes that an element costs
-        whole, norms = per_element * model.num_params, model.layers / plan.pp * 6 * model.hidden
+        whole = per_element * model.num_params
         yield "an all-reduce sends 2 (d-1)/d of its tensor", size * d / (2 * (d - 1))
+        factor = "the factor (d-1)/d is missing" + f", or {a_number}" * (d == w == 2)
+        yield factor, size * d / (d - 1)
         yield half, size / 2
         yield "gradients are summed once per step, not per micro-batch", size * m
         yield "yours counts the whole model; a rank holds its part of one stage", whole
         part = whole / (t * plan.pp)
         yield "yours is an equal part of all parameters, but stages differ", part
-        sharded = size - per_element * norms * (1 - 1 / t)
-        yield "biases after a row-parallel layer and norms are not sharded", sharded
+        for words, count in _replicated(model, model.layers // plan.pp, first):
+            yield words, size - per_element * count * (1 - 1 / t)
     yield a_number, size * 2
 
 
