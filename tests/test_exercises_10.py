@@ -141,7 +141,7 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(FORWARDS + BACKWARDS, BY_TURNS)], {ORDER},
      "pp=2: rank 0 runs the backward of its first micro-batch before it starts"),
     ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES},
-     "and at most 64 for norms"),
+     "and at most 256 for norms"),
     ([("dist.recv(gradient", "dist.irecv(gradient")], {NORM, WEIGHTS},
      "never waits for"),
     ([(REDUCE, NEIGHBOUR)], {NORM, WEIGHTS, BYTES}, "dp=3, pp=1, step 1, rank 0: required: "),
@@ -155,5 +155,8 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
 STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
 LAST_ONE_FIRST = altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]"))
 ALONE = [row[0] for row in STEP_WRONG[-2:]]  # ranks fail while others wait
-STEP_ALL = Table(STEP, STEP_WRONG, [LAST_ONE_FIRST], alone=ALONE)
+SQUARES = "    squares = dist.get_world_size(groups['pp']) * [0]\n    dist.all_gather_object("
+SQUARES += "squares, square.item(), groups['pp'])\n    square = torch.tensor(sum(squares))\n"
+PICKLED = altered(STEP.name)((SQUARE, SQUARES))
+STEP_ALL = Table(STEP, STEP_WRONG, [LAST_ONE_FIRST, PICKLED], alone=ALONE)
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = STEP_ALL.tests()

@@ -93,7 +93,7 @@ WRONG = [  # changes of the answer, limits it breaks, words of the verdict
      "(norms and the biases of row-parallel layers are replicated)"),
     ([("t + s * h", "t + s * h // t")], {"dp"}, "(the positions' embedding is replicated)"),
     ([("replicated = 2 * h + 4 * h", "replicated = 6 * h // t"), ("t + s * h", "t + s * h // t")],
-     {"dp"}, "layers and the positions' embedding are replicated)"),
+     {"dp"}, "layers and positions are replicated)"),
     ([("2 * (d - 1) * width * parameters // d", "2 * width * parameters")], {"dp"},
      "(the factor (d-1)/d is missing, or in bf16 a number has 2 bytes)"),
     ([("2 * (t - 1) * activation // t", "2 * activation")], {"tp"}, "factor (t-1)/t is missing"),

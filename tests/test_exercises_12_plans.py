@@ -46,7 +46,7 @@ WRONG_MEMORY = [  # answer, words of the verdict
     (memory("+ 6 * h ", "+ 6 * h // t "), "norms and the biases of row-parallel layers are repl"),
     (memory("model.seq_len * h", "model.seq_len * h // t"), "positions' embedding is replicated"),
     (altered("stage_memory")(("+ 6 * h ", "+ 6 * h // t "), ("seq_len * h", "seq_len * h // t")),
-     "layers and the positions' embedding are replicated"),
+     "layers and positions are replicated"),
     ((lambda m, p, s: "many", alive), "required: a number of parameters"),
     (memory(FLIGHT, "plan.microbatches"), "that is GPipe, which holds all micro-batches"),
     (memory(FLIGHT, "plan.pp - stage"), "there are no more than m"),

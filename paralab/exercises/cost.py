@@ -143,8 +143,7 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield "yours recomputes nothing: with recomputation a block's forward runs twice", once
     yield "yours recomputes the head too, whose forward runs once", 4 * (blocks + head)
     yield "yours counts forward alone", blocks + head
-    said = "backward makes two products for each product of forward, and yours makes one"
-    yield said, 3 * blocks + 2 * head
+    yield "backward makes two products for each product of forward", 3 * blocks + 2 * head
     yield "yours counts a multiply-add as one FLOP, and it is two", right / 2
     yield "yours counts one sample", right / samples
     yield "yours counts one token per sample", right / model.seq_len

@@ -32,7 +32,7 @@ CUTS = (
     (WIDER, Plan(dp=1, pp=4, microbatches=2, microbatch_size=3)),
     (WIDER, Plan(dp=3, pp=1, microbatches=4, microbatch_size=1)),
 )
-SCALARS = 64  # bytes of norms and losses
+SCALARS = 256  # bytes of norms and losses, tensors or pickled numbers
 REQUIRED = {
     "norm": "of the whole model's gradient before clipping, on every rank",
     "weights": f"after each of {STEPS} steps of SGD, one of them clipped: those of one process",

@@ -71,13 +71,13 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     named = dict(gpt.named_parameters())
     settings = settings_of(seed)
     adam = torch.optim.AdamW(reference_gpt.parameters(), foreach=False, **settings)
-    wrong, held = "", 0
+    wrong, held, files = "", 0, 0
     tracemalloc.start()  # NumPy reports arrays to it; to stop it while gloo allocates crashes
     with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
         optimizer = answer[0](list(named.values()), folder, **settings, unit=UNIT)
         for step in range(STEPS):
             # files of another size are refused for that: zeros in a header would be misread
-            if zeroed := step == ZEROED and _bytes(folder) == 8 * MODEL.num_params:
+            if zeroed := step == ZEROED and files == 8 * MODEL.num_params:
                 for path in _files(folder):
                     with path.open("r+b") as file:  # in place: the answer may have mapped them
                         file.write(bytes(path.stat().st_size))
@@ -109,16 +109,13 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
             del yours, right, lent
             gpt.zero_grad()
             reference_gpt.zero_grad()
+            files = sum(path.stat().st_size for path in _files(folder))
         adam.state.clear()
-        return {"wrong": wrong, "held": held, "files": _bytes(folder), "kept": all_of_it.now()}
+        return {"wrong": wrong, "held": held, "files": files, "kept": all_of_it.now()}
 
 
 def _files(folder: str) -> list[Path]:
     return [path for path in Path(folder).rglob("*") if path.is_file()]
-
-
-def _bytes(folder: str) -> int:
-    return sum(path.stat().st_size for path in _files(folder))
 
 
 @contextmanager
