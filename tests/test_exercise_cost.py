@@ -45,6 +45,8 @@ WRONG_FLOPS = [  # answer, words of the verdict
     (lambda m, n: spent(m, n, 3, 3), "(yours recomputes nothing: with recomputation"),
     (lambda m, n: spent(m, n, 4, 4), "yours recomputes the head too"),
     (lambda m, n: spent(m, n, 1, 1), "yours counts forward alone"),
+    (lambda m, n: spent(m, n, 3, 2), "two products for each product of forward)"),
+    (lambda m, n: eq3(m, n, scores=1 / m.heads), "yours counts attention's scores of one head"),
     (lambda m, n: eq3(m, n) / 2, "yours counts a multiply-add as one FLOP"),
     (lambda m, n: eq3(m, 1), "yours counts one sample"),
     (lambda m, n: eq3(m, n) / m.seq_len, "yours counts one token per sample"),

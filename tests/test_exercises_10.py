@@ -59,14 +59,14 @@ WRONG_GROUPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("in enumerate", "in (lambda e: [(0, 'dp'), (1, 'pp'), (2, 'tp')])")], {mesh.MEMBERS},
      "these are the ranks of its pp group"),
     ([(ALL, 'enumerate(("pp", "dp"))')], {mesh.MEMBERS, mesh.CALLS},
-     "groups['tp'] is not a group of which this rank is a member"),
+     "groups['tp'] is not a process group of which this rank is a member"),
     ([("tolist():", "tolist()[::-1 if rank else 1]:")], {mesh.CALLS},
      "rank 1 makes the same groups in another order than rank 0"),
     ([("        for ranks", "        for ranks in [] if grid.shape[dim] == 1 else []:\n"
        "            pass\n        for ranks"), (KEEP, KEEP.replace("ranks)", "ranks[:1])"))],
      {mesh.MEMBERS, mesh.CALLS}, "its dp group: required: [0, 2], yours [0]"),
     ([("groups[axis] = made", "groups[axis] = ranks")], {mesh.MEMBERS},
-     "groups['dp'] is not a group of which this rank is a member"),
+     "groups['dp'] is not a process group of which this rank is a member"),
     ([("return where, groups", "return tuple(where.values()), groups")], {mesh.PLACE},
      "raised ValueError: required: (where, groups), two dicts; the answer returns a tuple "
      "and a dict"),
@@ -116,6 +116,9 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
      "it is the norm of this stage alone: sum the squares over pp, and wait for the result"),
     ([(SQUARE, "    dist.all_reduce(square)\n")], {NORM, WEIGHTS},
      "every parameter is counted once for each data-parallel rank"),
+    ([(SQUARE, SQUARE.replace("pp", "dp"))], {NORM, WEIGHTS},
+     "(squares are summed over dp, required: over pp)"),
+    ([('size(groups["dp"])', "size()")], {NORM, WEIGHTS}, "divided by the number of all ranks)"),
     ([(SQUARE, SQUARE.replace("square,", "square.sqrt_(),")),
       ("square.sqrt().item()", "square.item()")], {NORM, WEIGHTS},
      "the norms of the stages are added, not their squares"),
@@ -138,7 +141,7 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([(FORWARDS + BACKWARDS, BY_TURNS)], {ORDER},
      "pp=2: rank 0 runs the backward of its first micro-batch before it starts"),
     ([(REDUCE, 2 * (REDUCE + MEAN) + MEAN.replace("/=", "*="))], {BYTES},
-     "and at most 64 for norms"),
+     "and at most 256 for norms"),
     ([("dist.recv(gradient", "dist.irecv(gradient")], {NORM, WEIGHTS},
      "never waits for"),
     ([(REDUCE, NEIGHBOUR)], {NORM, WEIGHTS, BYTES}, "dp=3, pp=1, step 1, rank 0: required: "),
@@ -152,5 +155,8 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
 STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
 LAST_ONE_FIRST = altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]"))
 ALONE = [row[0] for row in STEP_WRONG[-2:]]  # ranks fail while others wait
-STEP_ALL = Table(STEP, STEP_WRONG, [LAST_ONE_FIRST], alone=ALONE)
+SQUARES = "    squares = dist.get_world_size(groups['pp']) * [0]\n    dist.all_gather_object("
+SQUARES += "squares, square.item(), groups['pp'])\n    square = torch.tensor(sum(squares))\n"
+PICKLED = altered(STEP.name)((SQUARE, SQUARES))
+STEP_ALL = Table(STEP, STEP_WRONG, [LAST_ONE_FIRST, PICKLED], alone=ALONE)
 test_a_wrong_step_is_refused, test_a_right_step_passes, test_its_stub = STEP_ALL.tests()

@@ -44,12 +44,10 @@ def known(right: float, tokens: int, moved: int, e: float) -> Mistakes:
     yield "a multiply-add is two FLOPs: 8 FLOPs per parameter and token, not 4", right * 2
     yield "tokens are missing: a parameter is used once per token", right * tokens
     yield "that is for one byte per parameter", right / moved
-    share = "that is e X / I: copies have 1 - e of the step's time, not all of it"
-    yield share, right * (1 - e)
+    yield "that is e X / I: copies have 1 - e of the step's time", right * (1 - e)
     yield "e and 1 - e are exchanged", right * ((1 - e) / e) ** 2
     yield "that is X / I, with which copies take as long as the computation", right * (1 - e) / e
     yield "yours is in GB/s, required: bytes per second", right / 1e9
-    yield "yours is in GiB/s, required: bytes per second", right / 2**30
 
 
 def _gb_per_s(bandwidth: float) -> str:

@@ -143,12 +143,15 @@ def known_flops(model: ModelSpec, samples: int) -> Mistakes:
     yield "yours recomputes nothing: with recomputation a block's forward runs twice", once
     yield "yours recomputes the head too, whose forward runs once", 4 * (blocks + head)
     yield "yours counts forward alone", blocks + head
+    yield "backward makes two products for each product of forward", 3 * blocks + 2 * head
     yield "yours counts a multiply-add as one FLOP, and it is two", right / 2
     yield "yours counts one sample", right / samples
     yield "yours counts one token per sample", right / model.seq_len
     yield "yours counts the linear layers alone: attention and the head are missing", 4 * linear
     yield "the head is missing", 4 * blocks
     yield "attention's scores are missing", without_scores
+    scores = (right - without_scores) / model.heads
+    yield "yours counts attention's scores of one head", without_scores + scores
     yield "scores are computed for all pairs of tokens, masked or not", (right + without_scores) / 2
     yield "that is 8 Ψ per token: an approximation, not the count", 8 * per_token
     yield f"that is 6 Ψ per token: {WITHOUT}", 6 * per_token

@@ -27,6 +27,7 @@ REQUIRED = {
     "calls of new_group": "every rank makes all groups of the mesh, in the same order",
 }
 PLACE, MEMBERS, CALLS = REQUIRED
+NO_MESH = "a DeviceMesh makes these groups itself; in this exercise, make them by dist.new_group"
 
 
 class PlayedGroup(NamedTuple):
@@ -89,19 +90,13 @@ def _as_rank(rank: int, count: int, calls: list) -> Iterator[None]:
     with (
         mock.patch.dict(ranks_of),
         mock.patch.object(core, "_new_group_with_tag", new_group),
-        mock.patch.object(dist.DeviceMesh, "__init__", _no_mesh),
+        mock.patch.object(dist.DeviceMesh, "__init__", side_effect=RuntimeError(NO_MESH)),
     ):
         world, dist.group.WORLD = dist.group.WORLD, group(range(count))
         try:
             yield
         finally:
             dist.group.WORLD = world
-
-
-def _no_mesh(*_: Any, **__: Any) -> None:
-    raise RuntimeError(
-        "a DeviceMesh makes these groups itself; in this exercise, make them by dist.new_group"
-    )
 
 
 def _read(value: Any) -> Any:
@@ -134,7 +129,7 @@ def _wrong_members(plan: Plan, rank: int, groups: Any) -> str:
     right = {axis: plan.ranks(axis, rank) for axis in AXES}
     for axis, members in right.items():
         if axis not in groups:
-            return f"groups[{axis!r}] is not a group of which this rank is a member"
+            return f"groups[{axis!r}] is not a process group of which this rank is a member"
         if (yours := groups[axis]) != members:
             said = f"its {axis} group: required: {list(members)}, yours {list(yours)}"
             others = (other for other in AXES if yours == right[other])
@@ -148,8 +143,7 @@ def _wrong_calls(made: Sequence[list], needed: set) -> str:
             groups = f"{count_of(len(calls), 'group')}, and not those that rank 0 makes"
             if sorted(calls) == sorted(made[0]):
                 groups = "the same groups in another order than rank 0"
-            return (
-                f"rank {rank} makes {groups}: every rank has to make every group, in the same order"
-            )
+            said = "every rank has to make every group, in the same order"
+            return f"rank {rank} makes {groups}: {said}"
     missing = sorted(needed - set(made[0]))
     return f"no rank makes the group {list(missing[0])}" if missing else ""

@@ -32,7 +32,7 @@ CUTS = (
     (WIDER, Plan(dp=1, pp=4, microbatches=2, microbatch_size=3)),
     (WIDER, Plan(dp=3, pp=1, microbatches=4, microbatch_size=1)),
 )
-SCALARS = 64  # bytes of norms and losses
+SCALARS = 256  # bytes of norms and losses, tensors or pickled numbers
 REQUIRED = {
     "norm": "of the whole model's gradient before clipping, on every rank",
     "weights": f"after each of {STEPS} steps of SGD, one of them clipped: those of one process",
@@ -114,6 +114,7 @@ def _look(notes: Notes, outcome: Outcome, model: ModelSpec, plan: Plan) -> None:
                     stages[rank],
                 ),
                 ("the norms of the stages are added, not their squares", added),
+                ("squares are summed over dp, required: over pp", stages[rank] * d**0.5),
                 *_known_norms(norm, one_pipeline, most, model, plan),
             ]
             wrong = wrong_number(norms[step], norm, known, "{:.6g}".format, ", the norm", NEAR)
@@ -155,6 +156,6 @@ def _known_norms(
     yield "gradients are added over dp, not averaged", right * d
     yield "the loss is not divided by the number of micro-batches", right * m
     yield "the loss is divided neither by m nor by dp", right * m * d
-    yield "gradients are averaged twice over dp", right / d
+    yield "gradients are averaged twice over dp, or divided by the number of all ranks", right / d
     yield "the squares of the stages are averaged, not added", right / plan.pp**0.5
     yield "it is the square of the norm", right**2

@@ -75,7 +75,7 @@ def stream(tries: Tries) -> None:
 
 def as_jobs(returned: Any, units: int) -> list[Job]:
     """What an answer returned as a list of jobs. Raises ValueError if it is none."""
-    if not isinstance(returned, list):
+    if not isinstance(returned, (list, tuple)):
         raise illegal("jobs", returned, "not a list", 'a list [("read", 0, 0), ...]')
     jobs = []
     for i, job in enumerate(returned):
@@ -102,19 +102,17 @@ def first_misplaced(jobs: Sequence[Job], units: int) -> str:
     inside: dict[int, int] = {}  # {buffer: the unit in it}
     done: set[tuple[str, int]] = set()
     for i, (kind, unit, buffer) in enumerate(jobs):
-        mistake, held = "", inside.get(buffer)
+        wrong, held = "", inside.get(buffer)
         if (kind, unit) in done:
-            mistake = f"the {kind} of unit {unit} is there twice"
+            wrong = f"the {kind} of unit {unit} is there twice"
         elif kind == "read" and held is not None:
-            mistake = (
-                f"it overwrites unit {held}, which is in that buffer and has not been written yet"
-            )
+            wrong = f"it overwrites unit {held}, which is in that buffer and has not been written"
         elif kind != "read" and held != unit:
-            mistake = f"unit {unit} is not in buffer {buffer} by then"
+            wrong = f"unit {unit} is not in buffer {buffer} by then"
         elif kind == "write" and ("update", unit) not in done:
-            mistake = f"unit {unit} has not been updated by then"
-        if mistake:
-            return f"jobs[{i}]={jobs[i]!r}: {mistake}"
+            wrong = f"unit {unit} has not been updated by then"
+        if wrong:
+            return f"jobs[{i}]={jobs[i]!r}: {wrong}"
         done.add((kind, unit))
         if kind == "read":
             inside[buffer] = unit

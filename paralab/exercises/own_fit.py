@@ -83,16 +83,18 @@ def known(rows: Rows, place: int) -> Mistakes:
         signed = (seen, unseen)[place - 1]
         yield "that is in per cent", 100 * numbers[place]
         yield "errors of opposite sign cancel: take their absolute values", fmean(signed)
+        said = "yours is the error of the rate, not of the seconds"
+        yield said, size([1 / (1 + one) - 1 for one in signed])
+        said = "that is the error in sample: the row helped to fit its own rate"
+        yield said if place == 2 else "that is the error out of sample", numbers[3 - place]
+        others = [[other for other in rows if other != row] for row in rows]
+        said = "yours leaves out all rows that equal the predicted one, required: that row alone"
+        yield said, size(errors(rows, others))
     else:
         yield "that is in TFLOP/s", numbers[place] / 1e12
-    said = "yours is the error of the rate, not of the seconds"
-    yield said, size([1 / (1 + one) - 1 for one in seen])
-    yield "that is the error in sample: the row helped to fit its own rate", numbers[1]
-    others = [[other for other in rows if other != row] for row in rows]
-    said = "yours leaves out all rows that equal the predicted one, required: that row alone"
-    yield said, size(errors(rows, others))
-    yield "the product of many rates overflows: add their logarithms", math.inf
-    yield "that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])
+        yield "that is the logarithm of the rate", math.log(numbers[place])
+        yield "the product of many rates overflows: add their logarithms", math.inf
+        yield "that is the rate of all devices together", geometric([(c, 1, t) for c, _, t in rows])
 
 
 def of_all(rows: Rows) -> float:

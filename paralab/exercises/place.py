@@ -110,9 +110,7 @@ def _planned(
         with untraced():
             suits(plan, case)
             if (number := next(left, None)) is None:
-                raise RuntimeError(
-                    f"more than {questions} questions: ask counts every call with a legal plan"
-                )
+                raise RuntimeError(f"more than {questions} questions: every legal call counts")
             note(f"question {number}")  # a sign of life, for the timeout
             reply = known(plan, case)
             note("")

@@ -177,9 +177,7 @@ def plain(value: Any, depth: int = 4, left: Iterator[int] | None = None) -> Any:
 def _counted(entries: Iterable, left: Iterator[int]) -> Iterator[Any]:
     for entry in entries:
         if next(left, None) is None:
-            raise ValueError(
-                f"more than {MOST:,} entries; legal: the entries that the task asks for"
-            )
+            raise ValueError(f"more than {MOST:,} entries; legal: those that the task asks for")
         yield entry
 
 

@@ -67,27 +67,31 @@ def _count(plan: Plan, stage: int) -> int:
 def _parameters(plan: Plan, stage: int) -> tuple[float, Mistakes]:
     right, whole, h = _count(plan, stage), _count(plan.replace(tp=1), stage), MODEL.hidden
     blocks, table = MODEL.layers // plan.pp, MODEL.vocab * h
-    ends = (stage == 0) + (stage == plan.pp - 1)
+    first, last, equal = stage == 0, stage == plan.pp - 1, MODEL.num_params / plan.pp / plan.tp
+    ends = first + last
     both = "with one stage, the first is also the last: it has the embedding and the head"
     everywhere = right + (stage > 0) * (table / plan.tp + MODEL.seq_len * h)
     return right, (
         ("yours counts those of all tensor-parallel ranks together", whole),
-        (
-            "yours is an equal part of the whole model, but stages differ",
-            MODEL.num_params / plan.pp / plan.tp,
-        ),
+        ("yours is an equal part of the whole model, but stages differ", equal),
         ("the embedding or the head is missing", right - ends * table / plan.tp),
         ("yours shards neither embedding nor head", right + ends * table * (1 - 1 / plan.tp)),
         ("yours has an embedding on every stage", everywhere),
-        ("the positions' embedding is missing", right - (stage == 0) * MODEL.seq_len * h),
+        ("the positions' embedding is missing", right - first * MODEL.seq_len * h),
         *((both, right - table / plan.tp - n) for n in (2 * h, MODEL.seq_len * h) if ends == 2),
-        ("the last LayerNorm is missing", right - (stage == plan.pp - 1) * 2 * h),
+        ("the last LayerNorm is missing", right - last * 2 * h),
         ("yours counts weights, without biases and norms", right - blocks * h * (7 / plan.tp + 6)),
-        (
-            "norms and the biases of row-parallel layers are replicated",
-            right - 6 * h * blocks * (1 - 1 / plan.tp),
-        ),
+        *((said, right - n * (1 - 1 / plan.tp)) for said, n in _replicated(MODEL, blocks, first)),
     )
+
+
+def _replicated(model: ModelSpec, blocks: int, first: bool) -> Mistakes:
+    """(words, elements) of what tensor parallelism replicates and an answer may shard."""
+    norms, positions = blocks * 6 * model.hidden, model.seq_len * model.hidden
+    yield "norms and the biases of row-parallel layers are replicated", norms
+    if first:
+        yield "the positions' embedding is replicated", positions
+        yield "norms, biases of row-parallel layers and positions are replicated", norms + positions
 
 
 def _in_flight(plan: Plan, stage: int) -> tuple[float, Mistakes]:
@@ -156,10 +160,15 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
     d, t, m = plan.dp, plan.tp, plan.microbatches
     w, first = 4 if plan.precision == "fp32" else 2, plan.place(rank).pp == 0
     a_number = f"in {plan.precision} a number has {w} bytes"
-    half = "that is half of an all-reduce" + f", or {a_number}" * (w == 4)
     if axis != "dp":
         yield "yours counts one micro-batch", size / m
         yield "yours counts one sample per micro-batch", size / plan.microbatch_size
+    if axis != "pp":
+        n, share = (t, "(t-1)/t") if axis == "tp" else (d, "(d-1)/d")
+        yield f"an all-reduce sends 2 {share} of its tensor", size * n / (2 * (n - 1))
+        also = f", or {a_number}" * (n == w == 2)
+        yield f"the factor {share} is missing{also}", size * n / (n - 1)
+        yield "that is half of an all-reduce" + f", or {a_number}" * (w == 4), size / 2
     if axis == "tp":
         activation = w * plan.microbatch_size * model.seq_len * model.hidden
         once = m * 2 * (t - 1) / t * activation  # bytes of an all-reduce in every micro-batch
@@ -174,8 +183,6 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
             yield f"the embedding's all-reduce is missing{order}", size - once
         else:
             yield f"there is no embedding on this stage{order}", size + once
-        yield "an all-reduce sends 2 (t-1)/t of its tensor", size * t / (2 * (t - 1))
-        yield half, size / 2
         yield "yours counts the whole model; a stage has L/p blocks", size * plan.pp
     elif axis == "pp":
         if first:
@@ -187,15 +194,13 @@ def _known_bytes(axis: str, size: int, model: ModelSpec, plan: Plan, rank: int) 
         yield a_number, size / 2
     else:
         per_element = 2 * (d - 1) / d * w  # bytes that an element costs
-        whole, norms = per_element * model.num_params, model.layers / plan.pp * 6 * model.hidden
-        yield "an all-reduce sends 2 (d-1)/d of its tensor", size * d / (2 * (d - 1))
-        yield half, size / 2
+        whole = per_element * model.num_params
         yield "gradients are summed once per step, not per micro-batch", size * m
         yield "yours counts the whole model; a rank holds its part of one stage", whole
         part = whole / (t * plan.pp)
         yield "yours is an equal part of all parameters, but stages differ", part
-        sharded = size - per_element * norms * (1 - 1 / t)
-        yield "biases after a row-parallel layer and norms are not sharded", sharded
+        for words, count in _replicated(model, model.layers // plan.pp, first):
+            yield words, size - per_element * count * (1 - 1 / t)
     yield a_number, size * 2
 
 

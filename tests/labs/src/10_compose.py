@@ -249,16 +249,16 @@ pd.DataFrame(
         "formula (s)": {name: sum(terms(plan).values()) for name, plan in cuts.items()},
         "simulated (s)": {name: report.step_time for name, report in simulated.items()},
     }
-).assign(off=lambda t: 100 * (t.iloc[:, 0] / t.iloc[:, 1] - 1)).round(2)
+).assign(**{"off (%)": lambda t: 100 * (t.iloc[:, 0] / t.iloc[:, 1] - 1)}).round(2)
 
 # %% [markdown]
 # The formula gives too long a time where communication overlaps with computation. This matters
 # most for tensor parallelism: the simulation hides its all-reduces of backward, a third of the
-# term, behind the gradients of weights. It hides less of the gradients' all-reduce in `dp 8, tp 8`,
-# most of which has to wait for the last backward, and more than half of the messages between stages
-# in `pp 8, tp 8`. The formula gives too short a time where one stage computes more than the others.
-# The last stage does, because it has the head: in `dp 8, pp 8` this decides, and in `pp 8, tp 8`
-# it takes back a part of what overlap saves.
+# term, behind the gradients of weights. In `dp 8, tp 8` it hides less of the gradients' all-reduce,
+# most of which has to wait for the last backward. In `pp 8, tp 8` it hides more than half of the
+# messages between stages. The formula gives too short a time where one stage computes more than
+# the others. The last stage does, because it has the head: in `dp 8, pp 8` this decides, and in
+# `pp 8, tp 8` it takes back a part of what overlap saves.
 #
 # The bubble may be what [GPT-NeoX #903](https://github.com/EleutherAI/gpt-neox/issues/903) met. Its
 # author trains 20 billion parameters on 128 GPUs, and reports 170 TFLOP/s per GPU with one stage
@@ -277,7 +277,9 @@ few
 for m in (1, 4, 16):
     print(f"m = {m}: {170 * m / (m + 4 - 1):.0f} of 170 TFLOP/s are left")
 few.reveal(
-    1, "Only 42 are left with gradient_accumulation_steps=1. Other terms take the rest, down to 33."
+    1,
+    "Only 42 are left with one micro-batch, which is `gradient_accumulation_steps=1` in GPT-NeoX. "
+    "Other terms take the rest, down to 33.",
 )
 
 # %% [markdown]

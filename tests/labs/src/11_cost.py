@@ -682,10 +682,10 @@ price.reveal(cost.device_hours * dollars / 1e3)
 # communication that overlaps as far as it can and without any overlap:
 
 # %%
-here = pl.Cluster.preset("dgx-a100", nodes=devices // 8)
+here = pl.Cluster.preset("dgx-a100", nodes=-(-devices // 8))  # whole nodes of eight devices
 search = pl.plan_search(mine, here, global_batch=1024, precision="bf16", offload=None, top=3)
 best, steps = search.table.head(3).copy(), tokens / (1024 * mine.seq_len)
-best["TFLOP/s each"] = needs.step_flops(mine, 1024) / devices / best["simulated_s"] / 1e12
+best["TFLOP/s each"] = needs.step_flops(mine, 1024) / here.num_devices / best["simulated_s"] / 1e12
 best["days"] = best["simulated_s"] * steps / 86_400
 best["days, no overlap"] = best["serial_s"] * steps / 86_400
 shown = ["dp", "tp", "pp", "zero_stage", "sequence_parallel", "recompute"]
