@@ -53,9 +53,9 @@ RINGS = [  # answer, limits it breaks, words of the verdict
            "        mine += partial\n        [work.wait() for work in works]")),
      {"result"}, "a chunk is read before the wait() of its receive"),
     (LONGER, {"result"},
-     "N=2: rank 0 raised OrderError: recv #1 is for 5,001 elements of float32, and rank 1 sends "
-     "5,000 elements of float32"),
-    (SENDS_FIRST, {"result"}, "no rank makes progress any more: rank 0 is in send"),
+     "N=2: rank 0 raised OrderError: recv #1 from rank 1 is for 5,001 elements of float32, and "
+     "rank 1 sends 5,000 elements of float32 (send #0 to rank 0)"),
+    (SENDS_FIRST, {"result"}, "makes progress any more: rank 0 is in send #0 to rank 1, line "),
     (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
      "yours cannot be called in this way: missing a required argument"),
     (bad.raises, {"result"}, ("raised KeyError: 'chunk 7', line 72 of bad_answers_01.py in raises: "

@@ -76,9 +76,9 @@ def one_step(
     run a step by its list.
 
     Returns "gradients", "loss", what is "right", a step, the gradients of each micro-batch and the
-    last one's loss (on rank 0); "done" and "made", as `_write_down` has them; in bytes, the "weights" of the rank, the
-    "peak" of the step beyond weights and gradients, and at most for one micro-batch and stage,
-    those "kept" and those "passing".
+    last one's loss (on rank 0); "done" and "made", as `_write_down` has them; in bytes, the
+    "weights" of the rank, the "peak" of the step beyond weights and gradients, and at most for one
+    micro-batch and stage, those "kept" and those "passing".
     """
     rank, lists = watch.group.index, lists_of(name, p, m, v)
     model = MODEL.replace(layers=v * p)
@@ -89,7 +89,7 @@ def one_step(
         if not rank:
             _, step = reference.train(model, steps=1, optimizer="sgd", **sizes)
             gpt = reference.GPT(model, seed)
-            right = step, gradients_of_each(gpt, batches), float(gpt(*batches[-1]))
+            right = step, gradients_of_each(gpt, batches), gpt(*batches[-1]).item()
     stages = {s: reference.Stage(model, s, v * p, seed) for s in range(rank, v * p, p)}
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True

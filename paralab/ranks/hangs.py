@@ -156,7 +156,7 @@ def hang_error(standings: Sequence[Standing], seconds: float) -> RankTimeout:
     return RankTimeout(
         f"no sign of life for {seconds:g} s: {sentence(standings)}\n{lines}\n"
         "If the work is only slow, ask for a longer timeout.",
-        waiting={s.rank: s.text for s in standings if not s.finished},
+        waiting={s.rank: s.text for s in standings},
     )
 
 
