@@ -38,6 +38,10 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (ring(("tensor_split", "chunk"), ("buffer = torch.empty_like(chunks[0])", "kept = []"),
           ("buffer[: mine.numel()]", "torch.empty_like(mine)\n        kept.append(partial)")),
      {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
+    (ring(("buffer[: mine.numel()]", "torch.empty_like(mine)"),
+          ("buffer = torch.empty_like(chunks[0])", "pass")), {"extra memory"},
+     ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most one chunk, "
+      "13,336; a loop that makes its buffer anew holds the old one meanwhile: make it before")),
     (ring(("tensor_split", "chunk")), {"bytes per rank"},
      "N=4: rank 1 sends 60,012 bytes in chunks that differ by 3 elements, more than one, required"),
     (ring(("mine += partial", "mine += 2 * partial")), {"result"},

@@ -121,7 +121,8 @@ KEEPS_GRADIENTS = step("sent.append(dist.isend(x.grad, previous))", "pass")
 STEPS = [  # answer, limits it breaks, words of the verdict
     (step(" / len(batches)", ""), {"gradients", "loss"}, "gpipe, p=2, m=4: rank 0: embedding"),
     (NO_LEAF, {"gradients"},
-     "rank 1 raised ValueError: tensor=None: it cannot be sent"),
+     (": tensor=None: it cannot be sent or filled; legal: a tensor; .grad is None unless the "
+      "tensor required a gradient before its forward")),
     (KEEPS_GRADIENTS, {"gradients"},
      ("no rank makes progress any more: rank 0 is in recv #4 from rank 1 (also in flight: send #0 "
       "to rank 1, ", "; rank 1 has returned its result")),

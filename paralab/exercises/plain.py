@@ -269,7 +269,7 @@ def _uncounted(*_: Any) -> Iterator[None]:
 
 def _require_tensor(value: Any, name: str, *_: Any) -> Any:
     if not isinstance(value, Tensor):
-        legal = "a tensor; .grad is None without a gradient"
+        legal = "a tensor; .grad is None unless the tensor required a gradient before its forward"
         raise illegal(name, value, "it cannot be sent or filled", legal)
     return contextlib.nullcontext()
 

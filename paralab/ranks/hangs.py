@@ -49,7 +49,8 @@ class Frame(NamedTuple):
         not of the command that started the process.
         """
         installed = "/site-packages/" in self.file or "/dist-packages/" in self.file
-        installed = installed or (self.file, self.function) == ("<string>", "<module>")
+        made = self.function in ("<module>", "__init__")  # of a command, of a dataclass
+        installed = installed or (self.file == "<string>" and made)
         return not installed and not self.file.startswith((_PACKAGE, "<frozen", *_STDLIB))
 
 
