@@ -42,6 +42,11 @@ def sums_each_microbatch(program):
     return program.replace(insert(program.code, sums))
 
 
+def first_of_each_place(program):
+    ends = completed(program.code).items()
+    return program.replace(insert(program.code, {at: [all_reduce(u[0])] for at, u in ends}))
+
+
 def for_one_plan(program):
     """Positions as the learner has read them off the printed list."""
     read = {37: [0], 39: [1], 40: [2], 42: [3], 44: [4], 45: [5], 47: [6]}
@@ -73,7 +78,8 @@ WRONG = [  # answer, limits it misses, words of the verdict
      "is not an instruction; legal: Instr(op, ...), or a helper such as all_reduce(unit); insert() "
      "takes lists of them"),
     (lambda program: by_unit(program).code, {PROGRAM}, "it returned a list"),
-    (for_one_plan, {PROGRAM}, "with microbatches=3, bucket_bytes=262144: "),
+    (first_of_each_place, {PROGRAM}, "with microbatches=3, bucket_bytes=1024: "),
+    (for_one_plan, {PROGRAM}, "with microbatches=3, bucket_bytes=1024: "),
     (FailsOnRanks(), {PROGRAM}, "raised KeyError: 'bucket 7'"),
     (lambda program: behind_backward(program, all_sums(program)), {TIME},
      "42.3 ms, required: at most 37 ms: 7 of 7 calls begin when"),

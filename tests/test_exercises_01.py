@@ -38,6 +38,10 @@ RINGS = [  # answer, limits it breaks, words of the verdict
     (ring(("tensor_split", "chunk"), ("buffer = torch.empty_like(chunks[0])", "kept = []"),
           ("buffer[: mine.numel()]", "torch.empty_like(mine)\n        kept.append(partial)")),
      {"extra memory"}, "N=3: rank 2 takes 26,672 bytes"),
+    (ring(("buffer[: mine.numel()]", "torch.empty_like(mine)"),
+          ("buffer = torch.empty_like(chunks[0])", "pass")), {"extra memory"},
+     ("N=3: rank 2 takes 26,672 bytes in addition to the tensor, required: at most one chunk, "
+      "13,336; a loop that makes its buffer anew holds the old one meanwhile: make it before")),
     (ring(("tensor_split", "chunk")), {"bytes per rank"},
      "N=4: rank 1 sends 60,012 bytes in chunks that differ by 3 elements, more than one, required"),
     (ring(("mine += partial", "mine += 2 * partial")), {"result"},
@@ -53,9 +57,9 @@ RINGS = [  # answer, limits it breaks, words of the verdict
            "        mine += partial\n        [work.wait() for work in works]")),
      {"result"}, "a chunk is read before the wait() of its receive"),
     (LONGER, {"result"},
-     "N=2: rank 0 raised OrderError: recv #1 is for 5,001 elements of float32, and rank 1 sends "
-     "5,000 elements of float32"),
-    (SENDS_FIRST, {"result"}, "no rank makes progress any more: rank 0 is in send"),
+     "N=2: rank 0 raised OrderError: recv #1 from rank 1 is for 5,001 elements of float32, and "
+     "rank 1 sends 5,000 elements of float32 (send #0 to rank 0)"),
+    (SENDS_FIRST, {"result"}, "makes progress any more: rank 0 is in send #0 to rank 1, line "),
     (ring(("reduce(tensor", "reduce(group, tensor")), {"result"},
      "yours cannot be called in this way: missing a required argument"),
     (bad.raises, {"result"}, ("raised KeyError: 'chunk 7', line 72 of bad_answers_01.py in raises: "

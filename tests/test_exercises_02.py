@@ -76,6 +76,8 @@ DDPS = [
      "; only the terms of micro-batch 1 of rank 0 and of micro-batch 1 of rank 1 and "),
     (own((LOUD, "            pass\n")), {"gradients", "bytes per rank"},
      "no gradient was sent"),
+    (own(("self.quiet = False", "self.quiet = True")), {"bytes per rank"},
+     "sends one, and the last backward of a step runs outside no_sync()"),
     (own(("in parameters]", "in parameters[::-1]]"), ("zip(parameters,", "zip(parameters[::-1],")),
      {"gradients"}, "; from there on it has elements of another place, in blocks.0.norm1.weight"),
     (own(("(flat, self.bucket, work)", "(flat.clone(), self.bucket, work)")),

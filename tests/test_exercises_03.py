@@ -44,13 +44,15 @@ COUNTS = [  # answer, words of the verdict
     (lambda r, p, m, v: min(v * m, interleaved(r, p, m, v)),
      "required: 4, yours 7 (that is the interleaved warm-up, and this is 1F1B)"),
     (lambda r, p, m, v: min(m, p - r),
-     "rank 0, p=4, m=8, v=2: required: 11, yours 4 (that is the count of 1F1B"),
+     "rank 0, p=4, m=8, v=3: required: 15, yours 4 (that is the count of 1F1B"),
     (lambda r, p, m, v: interleaved(r, p, m, v) - (p - r - 1) if v > 1 else one_b(r, p, m, v),
-     "required: 11, yours 8 (each rank after this one adds two"),
+     "required: 15, yours 12 (each rank after this one adds two"),
     (lambda r, p, m, v: 2 * (p - r - 1) + 1 if v > 1 else one_b(r, p, m, v),
-     "required: 11, yours 7 ("),
+     "required: 15, yours 7 ("),
+    (lambda r, p, m, v: min(m, interleaved(r, p, m, v)) if v > 1 else one_b(r, p, m, v),
+     "required: 15, yours 8 (m is not the most that there can be: a rank has v m = 24 forwards)"),
     (lambda r, p, m, v: min(v * m, v * (p - r - 1) + 1) if v > 2 else seen(r, p, m, v),
-     "p=2, m=2, v=3: required: 6, yours 4 (the distance to the last rank is not multiplied by v)"),
+     "v=3: required: 15, yours 10 (the distance to the last rank is not multiplied by v)"),
     (lambda r, p, m, v: interleaved(r, p, m, v) if v > 1 else min(m, p - r),
      "p=2, m=2, v=3: required: 6, yours 7 (there are only 6 forwards to run)"),
     (lambda r, p, m, v: m,
@@ -115,10 +117,15 @@ def functional(stage, actions, previous, following, batches, shape):
 SUMMED = "it is the sum over the micro-batches, required: the mean"
 # It fails on some ranks only: the others would wait for them in a launch that answers share.
 NO_LEAF = step("x.requires_grad_()", "pass")
+KEEPS_GRADIENTS = step("sent.append(dist.isend(x.grad, previous))", "pass")
 STEPS = [  # answer, limits it breaks, words of the verdict
     (step(" / len(batches)", ""), {"gradients", "loss"}, "gpipe, p=2, m=4: rank 0: embedding"),
     (NO_LEAF, {"gradients"},
-     "rank 1 raised ValueError: tensor=None: it cannot be sent"),
+     (": tensor=None: it cannot be sent or filled; legal: a tensor; .grad is None unless the "
+      "tensor required a gradient before its forward")),
+    (KEEPS_GRADIENTS, {"gradients"},
+     ("no rank makes progress any more: rank 0 is in recv #4 from rank 1 (also in flight: send #0 "
+      "to rank 1, ", "; rank 1 has returned its result")),
     (step("in_flight.pop(k)", "in_flight[k]", "backward(gradient)",
           "backward(gradient, retain_graph=True)"), {"in flight"},
      "has 4 micro-batches in flight, of"),
@@ -133,6 +140,10 @@ STEPS = [  # answer, limits it breaks, words of the verdict
     (step("in actions:", "in sorted(actions, key=lambda a: a[0] == 'B'):"),
      {"order of work", "in flight"}, "1f1b, p=4, m=8: rank 0: action 5 of its list is 0B0, yours"),
     (step("float(total)", "float(total) * len(batches)"), {"loss"}, SUMMED),
+    (step("total = total + y.detach()", "total = y.item()"), {"loss"},
+     "; it is the last micro-batch's alone, divided by m"),
+    (step("total = total + y.detach()", "total = y.item() * len(batches)"), {"loss"},
+     "; it is the last micro-batch's alone"),
     (step("return float(total)", "return None"), {"loss"},
      "gpipe, p=2, m=4: rank 0 returns None, required: 0"),
     (step("batches[k]", "batches[0]"), {"gradients", "loss"},
@@ -150,7 +161,7 @@ STEPS = [  # answer, limits it breaks, words of the verdict
 ]  # fmt: skip
 
 
-ALL_STEPS = Table(STEP, STEPS, [functional], alone=[NO_LEAF])
+ALL_STEPS = Table(STEP, STEPS, [functional], alone=[NO_LEAF, KEEPS_GRADIENTS])
 test_a_wrong_executor_is_refused, test_a_right_executor_passes, test_its_stub = ALL_STEPS.tests()
 
 

@@ -150,7 +150,8 @@ WRONG_STEPS = [  # change of the answer, limits it breaks, words of the verdict
     ([("len(batches) * dist", "3 * dist")], {NORM, WEIGHTS}, "dp=1, pp=4, step 1, rank 0: "),
     ([('group=groups["dp"])  #', ")  #")], {NORM}, ("raised ", " of cell ", " in mesh_step")),
     ([("*tokens.shape, hidden,", "2, 16, 32,")], {NORM},
-     ("dp=1, pp=4: rank 1 raised OrderError: recv #0 is for 1,024 elements of ", " sends 2,304 ")),
+     ("dp=1, pp=4: rank 1 raised OrderError: recv #0 from rank 0 is for 1,024 elements of ",
+      " sends 2,304 ")),
 ]  # fmt: skip
 STEP_WRONG = [(altered(STEP.name)(*pairs), *row) for pairs, *row in WRONG_STEPS]
 LAST_ONE_FIRST = altered(STEP.name)(("for x, y in kept", "for x, y in kept[::-1]"))

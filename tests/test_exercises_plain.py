@@ -190,12 +190,12 @@ REFUSED = [
               "the call, and call its wait()")),
     (to_itself, "a rank sends nothing to itself"),
     (unequal(torch.ones(5), torch.ones(2, 3)),
-     "rank 1 raised OrderError: recv #0 is for 6 elements of float32, and rank 0 sends 5 elements "
-     "of float32 (send #0)"),
+     "rank 1 raised OrderError: recv #0 from rank 0 is for 6 elements of float32, and rank 0 sends "
+     "5 elements of float32 (send #0 to rank 1)"),
     (unequal(torch.ones(90_000), torch.ones(3)),
-     "recv #0 is for 3 elements of float32, and rank 0 sends 90,000"),
+     "recv #0 from rank 0 is for 3 elements of float32, and rank 0 sends 90,000"),
     (unequal(torch.ones(3).int(), torch.ones(3)),
-     "recv #0 is for 3 elements of float32, and rank 0 sends 3 elements of int32"),
+     "recv #0 from rank 0 is for 3 elements of float32, and rank 0 sends 3 elements of int32"),
 ]  # fmt: skip
 
 

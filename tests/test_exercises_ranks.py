@@ -55,12 +55,14 @@ RING = [  # answer, limits it breaks, words of the verdict
      ("simulated time (n=2): 96.0 µs, required: at most 36.0 µs: rank 0 sends 4 messages, "
       "required: 1")),
     (SENDS_FIRST, {"result"}, "each waits forever until the other receives: post both"),
-    (WAITS_FOR_NOBODY, {"result"}, "no rank makes progress any more: rank 1 is in"),
+    (WAITS_FOR_NOBODY, {"result"}, ("no rank makes progress any more: rank 0 has "
+     "returned its result; rank 1 is in")),
     # right by luck, around the ledger, for one size
-    (attacks.ring_waits_at_the_end, {"result"}, "of send #2 was changed before it was waited for"),
+    (attacks.ring_waits_at_the_end, {"result"},
+     "of send #2 to rank 1 was changed before it was waited for"),
     (attacks.ring_sleeps, {"result"}, "n=2: rank 0 never waits for send #0"),
     (attacks.ring_changes_what_it_sends, {"result"},
-     "of send #0 was changed before it was waited for"),
+     "of send #0 to rank 1 was changed before it was waited for"),
     (attacks.ring_decoy, {"calls", "bytes per rank"}, "n=2: rank 0 calls group.broadcast"),
     (attacks.ring_control, {"calls", "extra memory"}, "calls group.all_gather"),
     (attacks.ring_writes_the_numbers, {"result"}, "n=2: rank 0, chunk 0, element 0: 0, required: "),

@@ -119,6 +119,9 @@ def _peak(samples: int) -> int:
 def _look(notes: Notes, step: Step) -> None:
     yours = ", ".join(map(str, step.returned))
     pair = "" if len(step.returned) == 2 else f"required: the pair (loss, norm), yours is {yours}"
+    count = f"optimizer.step() is called {step.updates} times, required: once"
+    if step.updates > 1:  # said first: later micro-batches have met other weights
+        notes.look(WEIGHTS, count, "")
     show = "{:.5f}".format
     how = show, ", detached or by .item()", TOLERANCE
     for position, (limit, numbers) in enumerate(((LOSS, step.loss()), (NORM, step.norm()))):
@@ -134,7 +137,6 @@ def _look(notes: Notes, step: Step) -> None:
         known=mistakes,
         ranks=lambda _: "after the step",
     )
-    count = f"optimizer.step() is called {step.updates} times, required: once"
     wrong = wrong or count * (step.updates != 1)
     notes.look(WEIGHTS, wrong, f"{len(right_weights)} tensors, all equal")
 
@@ -192,6 +194,8 @@ class Step(NamedTuple):
             ("that is the sum over the micro-batches", sum(self.losses)),
             (MEANS, sum(self.losses) / m),
             ("that is the last micro-batch's loss", self.losses[-1]),
+            ("that is the last micro-batch's share", self.shares[-1] * self.losses[-1]),
+            ("that is the norm; required: the pair (loss, norm)", np.linalg.norm(self.mean)),
             (TWICE, loss / m),
             *zip(map(MISSING.format, range(m)), loss - self.shares * self.losses, strict=True),
         ]

@@ -49,8 +49,7 @@ def all_gather_half(tries: Tries) -> None:
             notes.look(RESULT, _wrong_chunk(outcome), "every chunk on every rank")
             look_at_calls(notes, outcome, "group.{}", "each rank")
             notes.bytes(BYTES, outcome.sent(), (n - 1) * chunk)
-            words = f"{EXTRA}, required: at most one chunk, {chunk:,}"
-            notes.memory(MEMORY, outcome["extra"], chunk, words)
+            _look_at_memory(notes, outcome, chunk)
             look_at_time(notes, outcome, (n - 1) * CLUSTER.intra.seconds(chunk), n - 1)
 
 
@@ -108,6 +107,13 @@ def _strange_call(row: dict[str, Any], n: int, named: str) -> str:
     return f"rank {rank} {does} rank {peer}, which is not its neighbour on the ring"
 
 
+def _look_at_memory(notes: Notes, outcome: Outcome, chunk: int) -> None:
+    words = f"{EXTRA}, required: at most one chunk, {chunk:,}"
+    if len(outcome.results) > 2 and max(outcome["extra"]) <= 2 * chunk:
+        words += "; a loop that makes its buffer anew holds the old one meanwhile: make it before"
+    notes.memory(MEMORY, outcome["extra"], chunk, words)
+
+
 def look_at_time(notes: Notes, outcome: Outcome, most: float, messages: int) -> None:
     """Record whether a replay of the calls on `CLUSTER` takes at most ``most`` seconds, in which a
     rank can send so many ``messages`` of one chunk.
@@ -145,8 +151,7 @@ def ring_all_reduce(tries: Tries) -> None:
             every = 2 * (n - 1) * size
             wrong = f"the ranks send {sum(sent):,} bytes together, required: {every:,}"
             notes.look(BYTES, wrong if sum(sent) != every else "", f"{every:,} bytes together")
-            words = f"{EXTRA}, required: at most one chunk, {largest:,}"
-            notes.memory(MEMORY, outcome["extra"], largest, words)
+            _look_at_memory(notes, outcome, largest)
             limit = collectives.seconds("ring_all_reduce", n, size, CLUSTER.intra)
             look_at_time(notes, outcome, limit, 2 * (n - 1))
 

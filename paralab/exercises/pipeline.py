@@ -10,6 +10,7 @@ stages on each, an executor has to know in which order its neighbour sends.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from itertools import count, zip_longest
@@ -39,6 +40,7 @@ SAMPLES = 2  # of a micro-batch
 SHAPE = (SAMPLES, MODEL.seq_len, MODEL.hidden)
 MESSAGE = 4 * SAMPLES * MODEL.seq_len * MODEL.hidden  # bytes
 SUM = "it is the sum over the micro-batches, required: the mean"
+LAST = "it is the last micro-batch's alone"
 MARGIN = 1.1  # factor on the bytes that are measured for one micro-batch
 
 
@@ -73,10 +75,10 @@ def one_step(
     """What every rank runs: it measures one micro-batch in each of its stages, then lets the answer
     run a step by its list.
 
-    Returns "gradients", "loss", what is "right", a step and the gradients of each micro-batch (on
-    rank 0); "done" and "made", as `_write_down` has them; in bytes, the "weights" of the rank, the
-    "peak" of the step beyond weights and gradients, and at most for one micro-batch and stage,
-    those "kept" and those "passing".
+    Returns "gradients", "loss", what is "right", a step, the gradients of each micro-batch and the
+    last one's loss (on rank 0); "done" and "made", as `_write_down` has them; in bytes, the
+    "weights" of the rank, the "peak" of the step beyond weights and gradients, and at most for one
+    micro-batch and stage, those "kept" and those "passing".
     """
     rank, lists = watch.group.index, lists_of(name, p, m, v)
     model = MODEL.replace(layers=v * p)
@@ -86,7 +88,8 @@ def one_step(
         right = None
         if not rank:
             _, step = reference.train(model, steps=1, optimizer="sgd", **sizes)
-            right = step, gradients_of_each(reference.GPT(model, seed), batches)
+            gpt = reference.GPT(model, seed)
+            right = step, gradients_of_each(gpt, batches), gpt(*batches[-1]).item()
     stages = {s: reference.Stage(model, s, v * p, seed) for s in range(rank, v * p, p)}
     kept, passing = zip(
         *(_measured(watch, stage, batches[0]) for stage in stages.values()), strict=True
@@ -169,7 +172,8 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
     from paralab.theory.schedule_check import peak_live
 
     _, p, m, v = run
-    lists, last_stage, (right, each) = lists_of(*run), v * p - 1, outcome.results[0]["right"]
+    lists, last_stage = lists_of(*run), v * p - 1
+    right, each, last_loss = outcome.results[0]["right"]
     rows = []  # what is wrong on each rank with each limit, in words
     ranks = zip(range(p), outcome.results, lists, peak_live(lists), outcome.sent(), strict=True)
     for rank, result, listed, alive, sent in ranks:
@@ -186,7 +190,7 @@ def _look(notes: Notes, outcome: Outcome, run: Run) -> None:
         held += f"flight, of {result['kept']:,} bytes each"
         wrong = (
             _wrong_gradient(result["gradients"], right, each),
-            _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0, m),
+            _wrong_loss(result["loss"], right.loss if rank == p - 1 else 0.0, last_loss, m),
             _wrong_order([action for action, _ in result["done"]], listed),
             said if sent != messages else "",
             held if result["peak"] > most else "",
@@ -218,14 +222,16 @@ def _mixed_up(results: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def _wrong_loss(loss: Any, right: float, m: int) -> str:
+def _wrong_loss(loss: Any, right: float, last: float, m: int) -> str:
     if not isinstance(loss, (int, float)):
         return f" returns {loss!r}, required: {right:.5g}"
     if abs(loss - right) <= 1e-4:
         return ""
     yours, required = distinct(loss, right)
-    summed = abs(loss - m * right) <= 1e-4 * m and right
-    return f" returns {yours}, required: {required}" + f"; {SUM}" * bool(summed)
+    words = f" returns {yours}, required: {required}"
+    known = ((SUM, m * right), (LAST, last), (f"{LAST}, divided by m", last / m))
+    near = (said for said, number in known if right and math.isclose(loss, number, rel_tol=1e-5))
+    return "; ".join([words, *near])
 
 
 def _wrong_order(done: Sequence[str], listed: Sequence[Any]) -> str:

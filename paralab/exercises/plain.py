@@ -56,7 +56,7 @@ class WrongGroups(Exception):
 class InFlight(NamedTuple):
     """A call in flight.
 
-    words    its name in messages: "send #0"
+    words    its name in messages: "send #0 to rank 1"
     span     the id of its span
     inputs   (tensor of the answer, its contents at the call), of all tensors among its arguments
     results  (tensor of the answer, the copy in which the result for it arrives)
@@ -210,7 +210,8 @@ class LateCalls:
         span = recorder.launch(f"comm:{where.axis}", recorder.cut(), recorder.clock.host())
         for row in rows:
             recorder.call((*row, span))
-        return f"{op} #{number}", span
+        end = {"send": f" to rank {rows[0][4]}", "recv": f" from rank {rows[0][4]}"}.get(op, "")
+        return f"{op} #{number}{end}", span
 
     @contextlib.contextmanager
     def _waiting(self, work: Any, *_: Any) -> Iterator[None]:
@@ -220,7 +221,9 @@ class LateCalls:
             return
         recorder = self.watch.recorder
         recorder.enter("wait", after=(call.span,))
-        self.context.note(call.words)
+        others = [other.words for other in self.in_flight.values()][:3]
+        also = f" (also in flight: {', '.join(others)})" if others else ""
+        self.context.note(call.words + also)
         try:
             with _disable_current_modes():  # gloo's reduce-scatter copies a tensor of its own
                 yield
@@ -266,7 +269,7 @@ def _uncounted(*_: Any) -> Iterator[None]:
 
 def _require_tensor(value: Any, name: str, *_: Any) -> Any:
     if not isinstance(value, Tensor):
-        legal = "a tensor; .grad is None without a gradient"
+        legal = "a tensor; .grad is None unless the tensor required a gradient before its forward"
         raise illegal(name, value, "it cannot be sent or filled", legal)
     return contextlib.nullcontext()
 

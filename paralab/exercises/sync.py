@@ -59,6 +59,8 @@ def look_at_training(
             most = 2 * (RANKS - 1) * 4 * MODEL.num_params / RANKS
             if limit == GRADIENTS and not any(sent):
                 wrong = "no gradient was sent to another rank: dist.all_reduce(tensor) sends one"
+                if math.isfinite(bucket_bytes):
+                    wrong += ", and the last backward of a step runs outside no_sync()"
                 notes.look(BYTES, wrong, "")
             known, terms = {}, {}
             if limit == GRADIENTS:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODEL = ModelSpec.preset("laptop").replace(attention="explicit")  # the limits are of that step
 BATCH = {"microbatches": 2, "microbatch_size": 2}
 PLAN = Plan(dp=RANKS, grad_sync=None, bucket_bytes=512 * 1024, **BATCH)
-OTHER = {"microbatches": 3, "bucket_bytes": 256 * 1024}  # of a second plan, which is not run
+OTHER = {"microbatches": 3, "bucket_bytes": 1024}  # of a second plan, which is not run
 STEPS = 3
 CLUSTER = NETWORK.replace(flops=60e9, elements=on_processor(60e9))
 LIMIT_S = 37e-3  # sums behind backward take 42 ms, halves that wait for each other 40 ms

@@ -11,7 +11,7 @@ from paralab.parallel.schedules import Action, Schedule, build
 
 SIZES = [  # rank, p, m, v
     (rank, p, m, v)
-    for p, m, v in ((4, 8, 1), (2, 5, 1), (3, 1, 1), (8, 3, 1), (4, 8, 2), (2, 2, 3), (3, 9, 4))
+    for p, m, v in ((4, 8, 1), (2, 5, 1), (3, 1, 1), (8, 3, 1), (4, 8, 3), (2, 2, 3), (3, 9, 4))
     for rank in range(p)
 ]
 BACKWARD_FIRST = "interleaved with rank 0's backwards first"
@@ -66,6 +66,7 @@ def _miscounted(rank: int, p: int, m: int, v: int) -> Mistakes:
     yield "that is GPipe: all forwards before the first backward", m * v
     if v > 1:
         yield "that is the count of 1F1B, and this schedule is interleaved", min(m, p - rank)
+        yield f"m is not the most that there can be: a rank has v m = {v * m} forwards", m
     yield "each rank after this one adds two forwards, not one", chunks - (p - rank - 1)
     yield "the (v-1) p forwards of the other chunks are missing", chunks - (v - 1) * p
     yield "the distance to the last rank is not multiplied by v", v * (p - rank - 1) + 1

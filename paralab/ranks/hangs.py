@@ -49,7 +49,8 @@ class Frame(NamedTuple):
         not of the command that started the process.
         """
         installed = "/site-packages/" in self.file or "/dist-packages/" in self.file
-        installed = installed or (self.file, self.function) == ("<string>", "<module>")
+        made = self.function in ("<module>", "__init__")  # of a command, of a dataclass
+        installed = installed or (self.file == "<string>" and made)
         return not installed and not self.file.startswith((_PACKAGE, "<frozen", *_STDLIB))
 
 
@@ -156,7 +157,7 @@ def hang_error(standings: Sequence[Standing], seconds: float) -> RankTimeout:
     return RankTimeout(
         f"no sign of life for {seconds:g} s: {sentence(standings)}\n{lines}\n"
         "If the work is only slow, ask for a longer timeout.",
-        waiting={s.rank: s.text for s in standings if not s.finished},
+        waiting={s.rank: s.text for s in standings},
     )
 
 
