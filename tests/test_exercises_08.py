@@ -170,7 +170,8 @@ TURN = [
     (cannon(("return y", "moved(*moved(x, w, 1, 0), 1, 0)\n    return y")), {"blocks sent"},
      "q=2: rank (1, 1) sends 33,024 bytes, required: at most 17,664, 2 blocks"),
     (bad.cannon_in_place, {"Y"}, "q=2: it changes x, which its caller still needs: work on a copy"),
-    (bad.cannon_overwrites, {"Y"}, "a tensor of send #0 to rank "),
+    (bad.cannon_overwrites, {"Y"},
+     ("a tensor of send #0 to rank ", " was changed before it was waited for")),
 ]  # fmt: skip
 GROUPED = [
     LOCAL,
