@@ -212,7 +212,9 @@ def _sources(
 
 
 def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
-    """The waits: gaps on the compute lane before a box, and before the end of the rank's step."""
+    """The waits: gaps on the compute lane before a box, and before the end of the rank's step. What
+    has not ended by then is not what was waited for: a backward recomputes before it receives.
+    """
     boxes = np.flatnonzero(rows["lane"] == "compute")
     boxes = boxes[np.lexsort((rows["start"][boxes], rows["pp"][boxes]))]
     pp, start, end = (rows[name][boxes] for name in ("pp", "start", "end"))
@@ -220,8 +222,10 @@ def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
     before = np.r_[0.0, end[:-1]]
     before[np.r_[0, last[:-1] + 1]] = 0.0
     begin, until = np.r_[before, end[last]], np.r_[start, ends[pp[last]]]
-    gap = np.flatnonzero(until - begin > SHORT * ends.max())
+    short = SHORT * ends.max()
+    gap = np.flatnonzero(until - begin > short)
     after = np.r_[rows["after"][boxes], np.full(len(last), -1)][gap]
+    after[rows["end"][after] > until[gap] + short] = -1
     return _rows(pp=np.r_[pp, pp[last]][gap], start=begin[gap], end=until[gap], after=after)
 
 
