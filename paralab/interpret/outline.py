@@ -212,9 +212,7 @@ def _sources(
 
 
 def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
-    """The waits: gaps on the compute lane before a box, and before the end of the rank's step. What
-    has not ended by then is not what was waited for: a backward recomputes before it receives.
-    """
+    """The waits: gaps on the compute lane before a box, and before the end of the rank's step."""
     boxes = np.flatnonzero(rows["lane"] == "compute")
     boxes = boxes[np.lexsort((rows["start"][boxes], rows["pp"][boxes]))]
     pp, start, end = (rows[name][boxes] for name in ("pp", "start", "end"))
@@ -222,10 +220,10 @@ def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
     before = np.r_[0.0, end[:-1]]
     before[np.r_[0, last[:-1] + 1]] = 0.0
     begin, until = np.r_[before, end[last]], np.r_[start, ends[pp[last]]]
-    short = SHORT * ends.max()
-    gap = np.flatnonzero(until - begin > short)
+    gap = np.flatnonzero(until - begin > SHORT * ends.max())
     after = np.r_[rows["after"][boxes], np.full(len(last), -1)][gap]
-    after[rows["end"][after] > until[gap] + short] = -1
+    # A backward that recomputes begins before it receives: the gap before it is for another.
+    after[rows["end"][after] > until[gap] + SHORT * ends.max()] = -1
     return _rows(pp=np.r_[pp, pp[last]][gap], start=begin[gap], end=until[gap], after=after)
 
 

@@ -156,10 +156,9 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         for attribute, value in vars(part).items():
             if isinstance(value, torch.Tensor):
                 place = f"{local}.{attribute}".lstrip(".")
-                why = (
-                    f"its attribute {place} is a tensor, but no parameter and no registered buffer"
-                )
-                raise illegal("block", name, why, "a local variable, or register_buffer(...)")
+                why = f"its attribute {place} is a tensor, but no parameter and no registered "
+                legal = "a local variable, or register_buffer(...)"
+                raise illegal("block", name, why + "buffer", legal)
     replaced = [n for n, tensor in originals.items() if tensors[n] is not tensor]
     if replaced or versions != [buffer._version for buffer in buffers]:
         why = "its forward changes a buffer, which would then differ between ranks"

@@ -99,9 +99,8 @@ class Op:
     forks = False  # opens a branch
     joins = False  # closes a branch
     keeps_input = True
-    keeps_result = False
+    keeps_result = passes_input = passes_grad = False
     defers_input = defers_grad = defers_made = False
-    passes_input = passes_grad = False
     out = keeps = frees_result = deferred = defers_kept = constant = 0
     scratch: tuple[int, ...] = (0, 0, 0)
     work: tuple[Work, Work, Work] = (Work(), Work(), Work())
