@@ -217,7 +217,9 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, l
         "schedule": "zb-h1", "recompute": "selective", "microbatch_size": 4}),
     ({"layers": 1, "seq_len": 48}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),  # targets
     ({"block": turned, "seq_len": 64}, {"pp": 2, "microbatches": 3}),  # the copy in order
-], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned"])  # fmt: skip
+    ({"block": own, "layers": 3, "seq_len": 64}, {"pp": 3, "microbatches": 4}),  # its result
+], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned",
+        "a result kept"])  # fmt: skip
 def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
     """No blocks that nobody sends; no result that autograd has freed; the targets, which are there
     before the loss.

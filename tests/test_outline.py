@@ -259,6 +259,34 @@ def test_every_picture_and_table_reads_an_outline(name, tmp_path):
         pytest.approx(mine.mean() / 1e6, abs=1e-4)  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zero 3, tp and pp", "inputs on the host"])
+@pytest.mark.parametrize("links", CLUSTERS)
+def test_no_wait_ends_before_what_it_is_said_to_be_for(name, links):
+    """A backward that recomputes begins before it has received: the gap before it is another."""
+    _, actions = both(name, links)
+    end = actions.spans.set_index("id")["end"]
+    waits = actions.spans[actions.spans["kind"] == "wait"]
+    assert any(waits["after"])
+    for until, after in zip(waits["end"], waits["after"], strict=True):
+        assert all(end[source] <= until + 1e-9 * actions.step_time for source in after)
+
+
+@pytest.mark.parametrize("plan", [
+    {"dp": 2, "zero_stage": 1, "offload": "cpu", "bucket_bytes": 3000},
+    {"dp": 2, "pp": 2, "zero_stage": 2, "offload": "nvme"},
+    {"dp": 2, "zero_stage": 3, "bucket_bytes": 3000},
+], ids=str)  # fmt: skip
+def test_adding_up_what_a_reduction_received_is_work_that_hides_calls_and_copies(plan):
+    """On processors, whose reduce-scatter is an all-to-all and a sum on the rank's own thread."""
+    plan, cluster = pl.Plan(microbatches=3, **plan), FAST.replace(cores=8)
+    hidden = []
+    for detail in ("calls", "actions"):
+        values = predict(MODEL, plan, cluster, steps=2, detail=detail).summary()["value"]
+        hidden.append(values.filter(like="hidden behind compute").to_dict())
+    assert hidden[1] == pytest.approx(hidden[0], abs=1e-3)
+    assert max(hidden[0].values()) > 1
+
+
 def test_an_outline_is_compared_with_a_run_by_its_sums(run):
     plan = pl.Plan(dp=2, microbatches=2, bucket_bytes=20_000)
     model = MODEL.replace(layers=2)

@@ -98,15 +98,15 @@ class Insides:
         deferred_new = deferred_kept = 0  # made by the input half; saved by forward
         for at in reversed(range(i, j)):
             op = ops[at]
-            left = freed(sharing.kept(at)[:-1]) if op.frees_result else kept[at - i]
-            there = (*kept[: at - i], left)
-            names = {name: size for of_op in there for name, size in of_op.items()}
+            names = {name: size for of_op in kept[: at - i + 1] for name, size in of_op.items()}
             names |= {name: size for name, size in deferred.items() if name in saved}
             into = freed(sharing.state("g", at)) if at else {}
             fresh = op.deferred
             scratch = op.temporaries("input", self._received) - op.defers_kept
             work = _bytes({**grads, **into, **deferred}, without=(names,)) + deferred_new
-            held = own + deferred_kept + _bytes(names)
+            result, _ = sharing.last("x", at + 1)
+            freed_first = op.frees_result * (result in kept[at - i] and result not in deferred)
+            held = own + deferred_kept + _bytes(names) - freed_first
             yield _since(begin, held, work + fresh + scratch)
             own -= op.keeps
             mine, grads = freed(sharing.deferred(at)), into

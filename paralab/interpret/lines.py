@@ -219,12 +219,14 @@ class Line:
 
     @cached_property
     def work(self) -> np.ndarray:
-        """(begin, end, seconds of work) of all compute, and of the packing and posting that comes
-        before waits inside actions; (3, intervals).
+        """(begin, end, seconds of work) of all compute, of the packing and posting that comes
+        before waits inside actions, and of adding up what a reduction received; (3, intervals).
         """
-        which = self.computes | self.waits & self.inside
         start, end = self.begins, np.where(self.computes, self.left, self.entered)
-        return np.stack([start, end, end - start - self.idle * self.computes])[:, which]
+        done, added = end - start - self.idle * self.computes, self.over + self.idle
+        pieces = np.array([[start, added], [end, added + self.summed], [done, self.summed]])
+        which = np.stack([self.computes | self.waits & self.inside, self.summed > 0], 1)
+        return pieces.transpose(0, 2, 1)[:, which]
 
     def boxes(self, short: float) -> list[Box]:
         """The boxes to draw that belong to no action: what the rank computes after all actions; the

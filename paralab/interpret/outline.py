@@ -222,6 +222,8 @@ def _gaps(ends: np.ndarray, rows: Rows) -> Rows:
     begin, until = np.r_[before, end[last]], np.r_[start, ends[pp[last]]]
     gap = np.flatnonzero(until - begin > SHORT * ends.max())
     after = np.r_[rows["after"][boxes], np.full(len(last), -1)][gap]
+    # A backward that recomputes begins before it receives: the gap before it is for another.
+    after[rows["end"][after] > until[gap] + SHORT * ends.max()] = -1
     return _rows(pp=np.r_[pp, pp[last]][gap], start=begin[gap], end=until[gap], after=after)
 
 

@@ -26,15 +26,13 @@ class Custom(Op):
 
     def __init__(self, name: str, spec: ModelSpec, batch: int, precision: str) -> None:
         super().__init__(name)
-        block, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
+        known, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
+        self.keeps, self.keeps_result, self.frees_result, passes, self.constant, *halves = known
+        self.passes_input, self.passes_grad = passes
+        self.scratch, self.work = (*halves[0], 0), (*halves[1:], Work())
         self.spec, self.params = spec, block_shapes(spec.block, spec)
         self.out = batch * spec.seq_len * spec.hidden
-        self.keeps, self.keeps_result = block.keeps, block.keeps_result
-        self.passes_input, self.passes_grad = block.passes
-        self.constant = block.constant
         self.deferred = item * sum(map(math.prod, self.params.values()))
-        self.scratch = (block.scratch[0], block.scratch[1], 0)
-        self.work = (block.forward, block.backward, Work())
 
     def forward(self, weights, state, env):
         import torch

@@ -37,6 +37,7 @@ class Facts(NamedTuple):
 
     keeps         bytes saved for backward in addition to input, parameters, buffers and result
     keeps_result  whether the result is saved too
+    frees_result  bytes by which backward's peak is lower if nothing else holds that result
     passes        whether the result shares the input's storage; whether the input's gradient shares
                   that of the result's gradient
     constant      bytes of the buffers
@@ -48,6 +49,7 @@ class Facts(NamedTuple):
 
     keeps: int
     keeps_result: bool
+    frees_result: int
     passes: tuple[bool, bool]
     constant: int
     scratch: tuple[int, int]
@@ -65,7 +67,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.autograd.graph import saved_tensors_hooks
+    from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
     block_shapes(spec.block, spec)  # refuses what is no module
     name = form_name(spec.block)
@@ -116,14 +118,15 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                 forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
                 keeps_result = result._cdata in kept
                 del kept
-                counter.backward()
-                g = torch.empty_like(y)
+                counter.backward(None if passes_input else result)
+                edge, g = get_gradient_edge(y), torch.empty_like(y)
+                del y, rows, result  # as on a rank: what autograd has saved of them is alive
                 # Backward without the weights, as on a rank: see custom.py's [Note: saved weights].
                 in_backward, values = True, [parameter.detach() for parameter in parameters]
                 for parameter in parameters:
                     parameter.data = parameter.new_empty(0)
                 with counter:
-                    grads = torch.autograd.grad(y, (x, *parameters), g, allow_unused=True)
+                    grads = torch.autograd.grad((edge,), (x, *parameters), (g,), allow_unused=True)
                     storages = [t.untyped_storage() for t in grads if t is not None]
                     given = g.untyped_storage()._cdata
                     passes_grad = grads[0] is not None and storages[0]._cdata == given
@@ -153,10 +156,9 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         for attribute, value in vars(part).items():
             if isinstance(value, torch.Tensor):
                 place = f"{local}.{attribute}".lstrip(".")
-                why = (
-                    f"its attribute {place} is a tensor, but no parameter and no registered buffer"
-                )
-                raise illegal("block", name, why, "a local variable, or register_buffer(...)")
+                why = f"its attribute {place} is a tensor, but no parameter and no registered "
+                legal = "a local variable, or register_buffer(...)"
+                raise illegal("block", name, why + "buffer", legal)
     replaced = [n for n, tensor in originals.items() if tensors[n] is not tensor]
     if replaced or versions != [buffer._version for buffer in buffers]:
         why = "its forward changes a buffer, which would then differ between ranks"
@@ -174,9 +176,9 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
         why = f"its forward changes in place a tensor of shape {changed[0]} that its backward needs"
         raise illegal("block", name, why, "a new tensor, such as y = y + x instead of y += x")
     constant = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
-    scratch = forward_scratch, counter.peak - grad_bytes
-    passes = passes_input, passes_grad
-    return Facts(keeps, keeps_result, passes, constant, scratch, forward, counter.work)
+    scratch = forward_scratch, counter.with_result - grad_bytes
+    frees, passes = counter.with_result - counter.peak, (passes_input, passes_grad)
+    return Facts(keeps, keeps_result, frees, passes, constant, scratch, forward, counter.work)
 
 
 def called(module: Any, tensors: dict[str, Any], x: Any) -> Any:
@@ -244,7 +246,8 @@ def _counter() -> Any:
     """A context that counts torch's operations, of forward or, after ``backward()``, of backward.
 
     Its ``work`` is the sum of their `Work`; its ``peak`` the most bytes alive at once of the
-    tensors that they made, in backward less the bytes alive at its start.
+    tensors that they made, in backward less the bytes alive at its start; ``with_result`` the same
+    if forward's result were never freed.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -255,12 +258,14 @@ def _counter() -> Any:
     class Counter(Storages):
         def __init__(self) -> None:
             super().__init__("cpu")
-            self.work, self.peak, self.is_result = Work(), 0, False
+            self.work, self.peak, self.with_result = Work(), 0, 0
+            self.is_result, self.result = False, None
             self.kinds = (1.0, 0.0, 0.0)  # share of each kind of matrix product: `Work.products`
 
-        def backward(self) -> None:
+        def backward(self, result: Any) -> None:
             self._settle()
             self.work, self.live, self.peak, self.kinds = Work(), 0, 0, (0.0, 0.5, 0.5)
+            self.with_result, self.result = 0, result and (weakref.ref(result), result.nbytes())
 
         def _born(self, storage: Any) -> str | None:
             return "other" if self.is_result else None
@@ -274,6 +279,8 @@ def _counter() -> Any:
                 for tensor in tensors(values):
                     self._meet(tensor)
             self.peak = max(self.peak, self.live)
+            gone = self.result[1] if self.result and self.result[0]() is None else 0
+            self.with_result = max(self.with_result, self.live + gone)
             namespace, _, kernel = str(func._overloadpacket).partition(".")
             if func.is_view or namespace == "prim" or kernel in ("detach", "empty", "empty_like"):
                 return result  # nothing is computed

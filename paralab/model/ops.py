@@ -13,7 +13,7 @@ An op has fields, which predictions read, and three methods, which ranks run:
     out        elements of the last entry of the state that the op returns
     keeps      bytes that forward saves for backward in addition to the op's input and result
     keeps_input, keeps_result  whether forward saves the op's input, or its result, for backward
-    frees_result  whether ``input_grad`` frees that result before its peak
+    frees_result  bytes by which the peak of ``input_grad`` is lower if it frees that result
     defers_input, defers_grad, defers_made  whether ``input_grad`` holds the op's input, the
                gradient of its result, or the gradient of its input until a later ``weight_grad``
     deferred   further bytes held until then; ``defers_kept`` of them were counted in ``keeps``
@@ -99,10 +99,9 @@ class Op:
     forks = False  # opens a branch
     joins = False  # closes a branch
     keeps_input = True
-    keeps_result = frees_result = False
+    keeps_result = passes_input = passes_grad = False
     defers_input = defers_grad = defers_made = False
-    passes_input = passes_grad = False
-    out = keeps = deferred = defers_kept = constant = 0
+    out = keeps = frees_result = deferred = defers_kept = constant = 0
     scratch: tuple[int, ...] = (0, 0, 0)
     work: tuple[Work, Work, Work] = (Work(), Work(), Work())
 
@@ -448,7 +447,7 @@ class FusedAttention(Attention):
     def __init__(self, name: str, part: Part) -> None:
         super().__init__(name, part)
         x, rows, item = self.out, part.inner * part.heads, part.item
-        self.keeps_result = self.frees_result = not part.p
+        self.keeps_result, self.frees_result = not part.p, 0 if part.p else item * x
         # It frees what it saved before it joins the gradients of queries, keys and values.
         self.keeps, self.scratch = 4 * rows, (0, 3 * item * x - 4 * rows, 0)
         if part.p:
