@@ -24,10 +24,13 @@ def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
     context = group.context
     if group.size == 1:
         return
-    facts = [zlib.crc32(what.encode()), int(corpus.fingerprint, 16) % 2**31]
     plan, pp = program.plan, program.plan.place(context.rank).pp
-    if plan.passes:
-        facts.append(zlib.crc32(repr(program.codes[pp]).encode()))
+    code = repr(program.codes[pp]) if plan.passes else ""  # without passes it follows from ``what``
+    facts = [
+        zlib.crc32(what.encode()),
+        int(corpus.fingerprint, 16) % 2**31,
+        zlib.crc32(code.encode()),
+    ]
     mine = torch.tensor(facts, dtype=torch.int64, device=context.device)
     everyone = mine.new_empty(len(facts) * group.size)
     group.all_gather(everyone, mine, phase="setup").wait()
@@ -42,7 +45,7 @@ def agree(group: Group, *, what: str, corpus: Corpus, program: Program) -> None:
                 f"rank {rank} reads another text than rank {context.rank} ({corpus.root}, "
                 f"{corpus.num_bytes} bytes); give every machine the same files with data="
             )
-        if theirs[2:] != facts[2:] and plan.place(rank).pp == pp:
+        if theirs[2] != facts[2] and plan.place(rank).pp == pp:
             raise illegal(
                 "passes",
                 plan.pass_names,

@@ -26,10 +26,11 @@ class Custom(Op):
 
     def __init__(self, name: str, spec: ModelSpec, batch: int, precision: str) -> None:
         super().__init__(name)
-        known, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
-        self.keeps, self.keeps_result, self.frees_result, passes, self.constant, *halves = known
-        self.passes_input, self.passes_grad = passes
-        self.scratch, self.work = (*halves[0], 0), (*halves[1:], Work())
+        block, item = facts(spec, batch, precision), BYTES_PER_ELEMENT[precision]
+        self.keeps, self.constant = block.keeps, block.constant
+        self.keeps_result, self.frees_result = block.keeps_result, block.frees_result
+        self.passes_input, self.passes_grad = block.passes
+        self.scratch, self.work = (*block.scratch, 0), (block.forward, block.backward, Work())
         self.spec, self.params = spec, block_shapes(spec.block, spec)
         self.out = batch * spec.seq_len * spec.hidden
         self.deferred = item * sum(map(math.prod, self.params.values()))

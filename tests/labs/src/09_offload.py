@@ -804,14 +804,14 @@ torchs = {
 }
 inputs = pl.Plan(microbatch_size=8, recompute="full", offload={"activations": "cpu"})
 ours = pl.run(wide, inputs, steps=3, progress=False)
-runs = torchs | {"the library, inputs of blocks on the host": ours}
+compared = torchs | {"the library, inputs of blocks on the host": ours}
 print(
     "the losses with the hooks are the same, bit for bit:",
     torchs["PyTorch"].losses == [*torchs.values()][1].losses,
 )
 pairs = zip(ours.losses, torchs["PyTorch"].losses, strict=True)
 print("the library's losses are PyTorch's:", all(abs(a - b) < 1e-5 for a, b in pairs))
-held = {name: run.peaks(0)["measured"].drop("total").to_dict() for name, run in runs.items()}
+held = {name: run.peaks(0)["measured"].drop("total").to_dict() for name, run in compared.items()}
 view.bytes_bars(held, title="Activations that are saved elsewhere leave the device's peak")
 
 # %%

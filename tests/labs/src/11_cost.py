@@ -258,8 +258,8 @@ which.reveal(2, "Its equation 3 counts recomputed FLOPs, a quarter of all, and M
 
 # %%
 printed = papers.korthikanti_table5().set_index(["model", "devices"])
-shares = ["MFU (%), printed", "MFU (%), recomputed", "HFU (%), printed", "HFU (%), counted once"]
-printed[shares].set_axis(
+columns = ["MFU (%), printed", "MFU (%), recomputed", "HFU (%), printed", "HFU (%), counted once"]
+printed[columns].set_axis(
     ["MFU printed", "by formula", "HFU printed", "counted once"], axis=1
 ).round(1)
 
