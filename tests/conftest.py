@@ -18,10 +18,6 @@ import paralab as pl
 from paralab.ranks import server
 from patience import HANG_S
 
-# torch is not imported yet. With a thread per core in every worker, next to the ranks of its tests,
-# threads wait for one another more than they compute: two files at a time took 154 s, and 59 so.
-os.environ.update(server.ONE_THREAD)
-
 # What a test launches brings its module along, and that pytest: 80 ms in each rank if not shared.
 # Checks follow one another without the pause in which the server would load what they import.
 server.ESSENTIAL += ("pytest", "paralab.exercises.watched")

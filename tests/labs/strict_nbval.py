@@ -16,6 +16,7 @@ ignores the order of outputs, and waits 2000 s for a kernel that is dead. With t
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import defaultdict
@@ -26,6 +27,7 @@ from typing import Any
 
 import pytest
 
+from paralab.ranks import server
 from paralab.view import lazy_grammar  # noqa: F401  before nbval imports nbformat
 
 # isort: split
@@ -33,6 +35,10 @@ from nbval.kernel import RunningKernel
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 from lab_outputs import contradictions, is_measured
+
+# torch is not imported yet. With a thread per core in every worker and kernel, next to their ranks,
+# threads wait for one another more than they compute: two files at a time took 154 s, and 59 so.
+os.environ.update(server.ONE_THREAD)
 
 POLL_S = 0.5  # how often a silent kernel is asked whether it is still alive
 STARTS = 3  # of a kernel that ends, or hangs, before its first answer
