@@ -56,6 +56,11 @@ def turned(spec: pl.ModelSpec) -> Any:
     return Turned()
 
 
+def turned_at_last(spec: pl.ModelSpec) -> Any:
+    """The same behind a layer that keeps its own result, so that backward has the higher peak."""
+    return nn.Sequential(nn.Linear(spec.hidden, spec.hidden), nn.Tanh(), turned(spec))
+
+
 CASES = {
     "accumulation, clipped": ({}, {"microbatches": 3}, {"clip_norm": 1.0}),
     "zero-1 in copies, fp16": ({"dropout": 0.1}, {"dp": 4, "shard": 2, "zero_stage": 1,
@@ -218,8 +223,10 @@ def test_a_peak_where_the_norm_is_taken_is_the_fullest_ranks_to_the_byte(plan, l
     ({"layers": 1, "seq_len": 48}, {"tp": 8, "tp_mode": "3d", "microbatch_size": 4}),  # targets
     ({"block": turned, "seq_len": 64}, {"pp": 2, "microbatches": 3}),  # the copy in order
     ({"block": own, "layers": 3, "seq_len": 64}, {"pp": 3, "microbatches": 4}),  # its result
+    ({"block": turned_at_last, "layers": 3, "seq_len": 96}, {
+        "pp": 3, "microbatches": 3, "microbatch_size": 4}),
 ], ids=["2.5d in grids of one rank", "fused attention in halves", "3d", "turned",
-        "a result kept"])  # fmt: skip
+        "a result kept", "turned at last"])  # fmt: skip
 def test_the_peak_holds_what_is_there_at_that_moment_and_no_more(model, plan):
     """No blocks that nobody sends; no result that autograd has freed; the targets, which are there
     before the loss.

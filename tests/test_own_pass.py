@@ -182,6 +182,20 @@ def test_one_instruction_may_be_in_a_list_twice():
     assert [ins.op for ins in code[-4:]] == ["ALL_GATHER", "WAIT"] * 2
 
 
+def test_one_copy_may_be_in_a_list_twice_and_is_waited_for():
+    """A lane makes both in order, so the WAIT for the second is a WAIT for both."""
+
+    def delivers_again(program):
+        codes = ([ins] * (2 if ins.lane == "h2d" else 1) for ins in program.code)
+        return program.replace([ins for code in codes for ins in code])
+
+    def waits(*passes):
+        plan = pl.Plan(dp=2, zero_stage=1, offload="cpu", passes=passes)
+        return [ins.reads for ins in compiled(SPEC, plan).codes[0] if ins[:2] == ("WAIT", "COPY")]
+
+    assert waits(delivers_again) == waits() and ("shard", 0, 0) in sum(waits(), ())
+
+
 def test_a_forgotten_unit_is_refused_by_name():
     said = refusal(forgets_one)
     names = pl.program(SPEC, pl.Plan(dp=2, **LEFT)).units[2].names

@@ -118,9 +118,10 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                 forward, forward_scratch = counter.work, counter.peak - keeps - result_bytes
                 keeps_result = result._cdata in kept
                 del kept
-                counter.backward(None if passes_input else result)
                 edge, g = get_gradient_edge(y), torch.empty_like(y)
-                del y, rows, result  # as on a rank: what autograd has saved of them is alive
+                del y, rows  # as on a rank: of these only the result is alive when backward begins
+                counter.backward(None if passes_input else result)
+                del result
                 # Backward without the weights, as on a rank: see custom.py's [Note: saved weights].
                 in_backward, values = True, [parameter.detach() for parameter in parameters]
                 for parameter in parameters:

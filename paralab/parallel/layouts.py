@@ -81,9 +81,7 @@ KINDS = {
 
 @lru_cache
 def _one_d(sequence_parallel: bool) -> Mode:
-    s, replicated = "t", ["norm", "outward bias"]
-    if not sequence_parallel:
-        s, replicated = "", [*replicated, "position"]
+    s, positions = ("t", ()) if sequence_parallel else ("", ("position",))
     return Mode(
         axes={"tp": "t"},
         weights={
@@ -98,7 +96,7 @@ def _one_d(sequence_parallel: bool) -> Mode:
         residual=("", s, ""),
         scores=("", "t", "", ""),
         logits=("", "", "t"),
-        copies=dict.fromkeys(replicated, "tp"),
+        copies=dict.fromkeys(("norm", "outward bias", *positions), "tp"),
         # A norm on a part of the sequence has a partial gradient. The bias of a row-parallel layer
         # is added there too, but its gradient is computed from the whole sequence, which backward
         # gathers for the weight's gradient.

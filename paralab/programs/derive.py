@@ -84,12 +84,13 @@ def add_waits(code: Code) -> Code:
             last_send[ins.peer] = ins
         new_code.append(ins)
         if lane:
-            waited.discard(id(ins))  # a pass may put one instruction into the list twice
             if worker:
                 used_calls = (in_flight.get(v) for v in (*reads, *writes))
                 predecessors[id(ins)] = [call for call in used_calls if call is not None]
                 # A call that writes the same values: the WAIT for it is a WAIT for both.
                 superseded |= {id(call) for call in predecessors[id(ins)] if call.writes == writes}
+            for ended in (waited, superseded):  # a pass may put one instruction into a list twice
+                ended.discard(id(ins))
             for v in writes:
                 in_flight[v] = ins
             for v in reads:
