@@ -164,6 +164,8 @@ class GPT(nn.Module):
     def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
         super().__init__()
         self.spec, self.moment, self.placed = spec, Moment(seed), True
+        if isinstance(spec.block, str):
+            spec.parameter_shapes()  # refuses a block of which only the name was saved
         with torch.device("meta"):  # torch's own initial weights are neither stored nor drawn
             self.embedding = Embedding(spec, self.moment)
             names = [f"blocks.{i}" for i in range(spec.layers)]
