@@ -21,6 +21,7 @@ from typing import Any
 VALUE_LENGTH = 300  # characters of a value that a message shows
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 MESSAGE_LENGTH = 40_000  # characters of a message: megabytes are no help in a notebook
+SMALLEST, LARGEST = 1e-60, 1e60  # numbers of which the quotients and sums are finite
 LEGAL = "; legal: "  # between the two parts of a refusal
 
 
@@ -89,7 +90,8 @@ def real(
     if at_least is not None:
         bound = f" of at least {at_least:g}"
     legal = f"a finite number{bound}"
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+    truth = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"  # NumPy's
+    if truth or isinstance(value, str) or not hasattr(value, "__float__"):
         raise illegal(name, value, "not a number", legal)
     try:
         number = float(value)  # type: ignore[arg-type]
@@ -101,6 +103,9 @@ def real(
         raise illegal(name, value, "not finite", legal)
     if (above is not None and number <= above) or (at_least is not None and number < at_least):
         raise illegal(name, value, "out of range", legal)
+    if number and not SMALLEST <= abs(number) <= LARGEST:
+        why = "too large" if abs(number) > 1 else "too close to 0"
+        raise illegal(name, value, why, f"{legal}, of a size from {SMALLEST} to {LARGEST}")
     return number
 
 

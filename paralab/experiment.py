@@ -20,10 +20,9 @@ from typing import Any
 
 from paralab.checks import choice, count_of, illegal, instance, num_bytes, real, whole
 from paralab.data import Corpus
-from paralab.default_device import LEGAL
 from paralab.instruments.calibrate import device_of_run, gpu_each
 from paralab.interpret.quick import table
-from paralab.launch import MAX_RANKS, MAX_TIMEOUT, launch_program
+from paralab.launch import MAX_RANKS, check_launch, launch_program
 from paralab.programs.compile import compiled
 from paralab.ranks.errors import OutOfMemory, Stopped, interrupted
 from paralab.ranks.started import variable
@@ -172,6 +171,7 @@ def run(
     __tracebackhide__ = True
     if not callable(progress):
         choice("progress", progress, (True, False), "progress(rank, steps done, steps)")
+    check_launch(timeout, device, strict, stop)
     plan = Plan() if plan is None else plan
     if isinstance(plan, Plan) and plan.world_size > MAX_RANKS:
         plan.validate(model)  # a plan that no machine can run is refused as such first
@@ -240,9 +240,8 @@ def run_under_torchrun(
     """Be one rank of a `torchrun` job, and write its part of the report into ``folder``, where
     ``pl.load(folder)`` merges the parts of all ranks. Returns the rank.
     """
+    timeout = check_launch(timeout, device)
     resume, settings = settings.get("resume"), checked(model, plan, **settings)
-    timeout = min(real("timeout", timeout, above=0.0), MAX_TIMEOUT)
-    choice("device", device, LEGAL)
     check_part(folder)
     world = int(variable("WORLD_SIZE", number=True))
     if world != plan.world_size:

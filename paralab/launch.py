@@ -178,12 +178,8 @@ def launch_program(
         raise illegal(name, program, "cannot be called", "a function")
     ranks = whole("ranks", ranks, at_least=1, at_most=MAX_RANKS)
     instance("args", args, (tuple, list), f"args=({shown(args)},)", "tuple of arguments")
-    timeout = min(real("timeout", timeout, above=0.0), MAX_TIMEOUT)
-    choice("device", device, LEGAL)
+    timeout = check_launch(timeout, device, strict, stop)
     choice("live", live, (False, True))
-    choice("strict", strict, (False, True))
-    if stop is not None and not isinstance(stop, threading.Event):
-        raise illegal("stop", stop, "not an event", "None | threading.Event()")
     payload = _pickled(name, program, tuple(args), fn)
     try:
         cwd = os.getcwd()
@@ -223,6 +219,18 @@ def launch_program(
         if error is not None:
             raise error
         return run.results()
+
+
+def check_launch(
+    timeout: float, device: str | None, strict: bool = False, stop: threading.Event | None = None
+) -> float:
+    """The timeout in effect. Raises ``ValueError`` on arguments of `launch` that are illegal."""
+    timeout = min(real("timeout", timeout, above=0.0), MAX_TIMEOUT)
+    choice("device", device, LEGAL)
+    choice("strict", strict, (False, True))
+    if stop is not None and not isinstance(stop, threading.Event):
+        raise illegal("stop", stop, "not an event", "None | threading.Event()")
+    return timeout
 
 
 def _cell_sources() -> dict[str, Any]:

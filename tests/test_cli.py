@@ -24,6 +24,7 @@ from paralab import cli, options
 from paralab.checks import illegal
 from paralab.dry_run import dry_run
 from paralab.ranks.errors import OutOfMemory, RankError, RankTimeout
+from paralab.report import checkpoints
 from paralab.spec import Cluster, ModelSpec, Plan
 from processes import python
 from refusals import shell_refuses as refused
@@ -227,6 +228,11 @@ def test_what_is_refused_of_checkpoints_names_the_option(experiment, capsys):
     assert "checkpoint='c': the folder cannot be created; legal: checkpoint=a" in refused(
         capsys, "run", "--checkpoint", "c"
     )
+    with pytest.raises(ValueError) as caught:
+        checkpoints.find("nowhere")
+    experiment.fail = caught.value
+    assert "save=" not in str(caught.value)  # what `pl.run` calls so is another option here
+    assert "checkpoint=" not in refused(capsys, "run", "--resume", "nowhere")
 
 
 def test_a_script_to_observe_is_asked_for_and_its_arguments_are_not(capsys):

@@ -616,6 +616,8 @@ def test_a_block_of_ones_own_has_its_parameters_counted_and_its_name_saved():
     assert again.block == "own: Own" and again != spec
     with pytest.raises(ValueError, match="only the name"):
         again.parameter_shapes()
+    with pytest.raises(ValueError, match="only the name.*; legal: "):
+        pl.reference.GPT(again)
 
 
 @pytest.mark.parametrize("bare", [False, True])

@@ -227,6 +227,14 @@ def test_what_no_batch_or_optimizer_can_be_is_refused():
     refuses(r"rank=2.*0 to 1", pl.reference.batches, SPEC, step=0, rank=2, ranks=2)
     refuses("optimizer='adam'", pl.reference.optimizer, [], "adam")
     refuses("precision='fp8'", pl.reference.train, SPEC, precision="fp8")
+    for name, value in {
+        "steps": "4",
+        "microbatches": 0,
+        "microbatch_size": 2.0,
+        "seed": -1,
+    }.items():
+        refuses(f"{name}={value!r}.*; legal: ", pl.reference.train, SPEC, **{name: value})
+    refuses("lr='fast': not a number", pl.reference.train, SPEC, lr="fast")
     refuses("data='nowhere': there is no such file", pl.reference.train, SPEC, data="nowhere")
     for clip_norm, why in ((0, "out of range"), ([1, 2], "2 numbers for 3 steps")):
         with pytest.raises(ValueError, match=re.escape(f"clip_norm={clip_norm}: {why}")):

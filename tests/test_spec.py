@@ -8,6 +8,7 @@ import math
 import os
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,17 +90,21 @@ def test_shard_groups_are_neighbours_and_replicas_hold_the_same_share():
 
 
 @values("steps=0", "steps=2.0", "optimizer='lion'", "lr=0.0", "lr='fast'", "lr=float('inf')",
-        "clip_norm=-1.0", "seed=-1", "seed=2**31", "keep_state='yes'", "memory_limit=0",
-        "memory_limit=1.5", "memory_limit=True", "memory_limit='much'", "memory_limit='0MB'",
-        "memory_limit='-64MB'", "memory_limit='1.5'", "memory_limit='nanMB'",
-        "memory_limit='64 elephants'", "data='/no/such/text'", "device='tpu'", "timeout=0",
-        "timeout='long'")  # fmt: skip
-def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, field, value):
+        "lr=np.True_", "clip_norm=-1.0", "seed=-1", "seed=2**31", "keep_state='yes'",
+        "memory_limit=0", "memory_limit=1.5", "memory_limit=True", "memory_limit='much'",
+        "memory_limit='0MB'", "memory_limit='-64MB'", "memory_limit='1.5'", "memory_limit='nanMB'",
+        "memory_limit='64 elephants'", "data='/no/such/text'", "device='tpu'", "device=np.ones(2)",
+        "timeout=0", "timeout='long'", "strict=2", "stop=True")  # fmt: skip
+def test_run_refuses_wrong_arguments_before_a_process_starts(monkeypatch, tmp_path, field, value):
+    """And before it creates a folder for its checkpoints."""
+
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("paralab.ranks.watch.Run.start", started)
-    refuses(lambda: pl.run(pl.ModelSpec(**GOOD_MODEL), **{field: value}), field, value)
+    save = tmp_path / "new"
+    refuses(lambda: pl.run(pl.ModelSpec(**GOOD_MODEL), save=save, **{field: value}), field, value)
+    assert not save.exists()
 
 
 def test_a_vocabulary_too_small_for_bytes_is_refused():
@@ -206,15 +211,35 @@ def test_help_names_every_preset(kind, presets):
 
 
 @pytest.mark.parametrize("settings", [{"timeout": "long"}, {"timeout": 0}, {"device": "tpu"}])
-def test_torchruns_ranks_refuse_what_a_launch_refuses(settings):
-    (name,) = settings
+def test_torchruns_ranks_refuse_what_a_launch_refuses(tmp_path, settings):
+    (name,), how = settings, {"folder": str(tmp_path / "parts"), "save": tmp_path / "new"}
     with pytest.raises(ValueError, match=f"{name}=.*legal: "):
-        run_under_torchrun(pl.ModelSpec(**GOOD_MODEL), pl.Plan(), folder="parts", **settings)
+        run_under_torchrun(pl.ModelSpec(**GOOD_MODEL), pl.Plan(), **how, **settings)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_number_too_large_for_a_float_is_refused():
     with pytest.raises(ValueError, match="alpha=1000.*: too large; legal: a finite number"):
         pl.Link(alpha=10**400, bandwidth=1.0)
+
+
+@pytest.mark.parametrize("name, value, why", [
+    ("flops", 1e-308, "too close to 0"), ("op_overhead", 1e308, "too large"),
+    ("memory_bandwidth", np.True_, "not a number"),
+])  # fmt: skip
+def test_a_number_that_no_prediction_can_calculate_with_is_refused(name, value, why):
+    """An infinite time would be refused as a damaged table, and by a search as too much memory."""
+    with pytest.raises(ValueError, match=f"^{name}=.*: {why}; legal: a finite number"):
+        DGX.replace(**{name: value})
+
+
+def test_what_is_legal_for_the_largest_and_smallest_number_is():
+    largest, smallest = pl.Link(alpha=1e60, bandwidth=1e-60), pl.Link(alpha=1e-60, bandwidth=1e60)
+    for link in (largest, smallest):
+        slow = DGX.replace(intra=link, flops=link.bandwidth, memory_bandwidth=link.bandwidth)
+        model = pl.ModelSpec(**GOOD_MODEL)
+        assert pl.predict(model, pl.Plan(dp=2), slow).step_time > 0
+        assert len(pl.plan_search(model, slow, devices=2).plans)
 
 
 # ---- values that Python itself cannot take -------------------------------------------------------

@@ -345,6 +345,12 @@ def test_sections_that_are_no_pairs_of_texts_are_refused(tmp_path, sections):
     refuses(said, synthetic.report(1).to_html, tmp_path / "p.html", sections=sections)
 
 
+def test_what_was_saved_of_a_block_of_ones_own_has_a_page_without_the_number_of_parameters():
+    made = synthetic.report(2)
+    again = dataclasses.replace(made, model=made.model.replace(block="own: Mine"))
+    assert "parameters Ψ" in page(made) and "parameters Ψ" not in page(again)
+
+
 def test_a_prediction_without_losses_has_a_page_too(tmp_path):
     report = dataclasses.replace(synthetic.report(2), clock="predicted", losses=[])
     path = tmp_path / "p.html"

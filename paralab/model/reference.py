@@ -164,6 +164,8 @@ class GPT(nn.Module):
     def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
         super().__init__()
         self.spec, self.moment, self.placed = spec, Moment(seed), True
+        if isinstance(spec.block, str):
+            spec.parameter_shapes()  # refuses a block of which only the name was saved
         with torch.device("meta"):  # torch's own initial weights are neither stored nor drawn
             self.embedding = Embedding(spec, self.moment)
             names = [f"blocks.{i}" for i in range(spec.layers)]
@@ -269,6 +271,8 @@ def batches(
         raise illegal("vocab", spec.vocab, "text is read as bytes", "256 or more")
     if not 0 <= rank < ranks:
         raise illegal("rank", rank, f"there are {ranks} ranks", f"0 to {ranks - 1}")
+    for name, value in {"microbatches": microbatches, "microbatch_size": microbatch_size}.items():
+        whole(name, value, at_least=1)
     corpus, pairs = _corpus(data), []
     samples = ranks * microbatches * microbatch_size
     sizes = {"size": microbatch_size, "global_batch": samples, "length": spec.seq_len}
@@ -288,7 +292,8 @@ def optimizer(
     lr  default: 1e-3 for AdamW, 0.1 for SGD
     """
     choice("optimizer", name, tuple(OPTIMIZERS))
-    return OPTIMIZERS[name](parameters, lr=DEFAULT_LR[name] if lr is None else lr, fused=True)
+    lr = DEFAULT_LR[name] if lr is None else real("lr", lr, above=0.0)
+    return OPTIMIZERS[name](parameters, lr=lr, fused=True)
 
 
 _optimizer = optimizer  # `train` has an argument of that name
@@ -319,6 +324,8 @@ def train(
     overflow is skipped (Micikevicius+ 2018, arXiv:1710.03740).
     """
     choice("precision", precision, tuple(DTYPES))
+    whole("steps", steps, at_least=0)
+    whole("seed", seed, at_least=0, at_most=2**31 - 1)
     clips = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
     if clips is clip_norm and len(clips) < steps:
         why = f"{len(clips)} numbers for {steps} steps"
@@ -328,6 +335,7 @@ def train(
             real("clip_norm", limit, above=0.0)
     sizes = {"microbatches": microbatches, "microbatch_size": microbatch_size}
     feed = functools.partial(batches, spec, data=_corpus(data), seed=seed, **sizes)
+    feed(step=0)  # so that what no step could use is refused here
     gpt = GPT(spec, seed)
     masters = {name: p.detach().clone() for name, p in gpt.named_parameters()}  # fp32
     parameters = dict(gpt.to(DTYPES[precision]).named_parameters())

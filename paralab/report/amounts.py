@@ -12,7 +12,7 @@ from paralab.instruments.samples import CATEGORIES
 from paralab.interpret import quick
 from paralab.report.facts import in_outline, measured_steps, node_of, own_calls, reported_ranks
 from paralab.report.tables import DRY, Tables
-from paralab.spec import OWN_FORM
+from paralab.spec.forms import saved
 from paralab.spec.tiers import WAYS
 from paralab.theory.traffic import POINT_TO_POINT, edges, far_share, level
 
@@ -197,8 +197,7 @@ def peaks(report: Tables, rank: int | None = None) -> pd.DataFrame:
     if report.clock != DRY:
         program = {}
         parts = (plan.schedule, *plan.passes, report.model and report.model.block)
-        not_saved = any(str(part).startswith(OWN_FORM) for part in parts)  # only its name was
-        if report.model is not None and not not_saved:
+        if report.model is not None and not any(map(saved, parts)):
             settings = {"optimizer": report.meta.get("optimizer", "adamw"), "rank": highest.rank}
             settings |= {"gloo": _gloo(report), "clips": report.meta.get("clip_norm") is not None}
             program = quick.peak(report.model, plan, **settings)

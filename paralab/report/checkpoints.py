@@ -56,7 +56,7 @@ _STATES = {"adamw": ("weight", "exp_avg", "exp_avg_sq"), "sgd": ("weight",)}
 _KINDS: dict[str, Any] = dict(plan=dict, optimizer=str, seed=int, lr=float, global_batch=int)
 _KINDS |= dict(data=str, clip_norm=(float, NoneType))
 _SCRATCH, _REMOVED = ".saving-", ".removed-"
-_LEGAL = 'a folder that pl.run(..., save="folder") wrote, or None for a run from the start'
+_LEGAL = "a folder into which a run saved checkpoints, or None for a run from the start"
 
 
 @dataclass(frozen=True, kw_only=True)

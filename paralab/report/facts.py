@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paralab.checks import illegal
 from paralab.report.tables import DRY, Tables
+from paralab.spec.forms import saved
 from paralab.spec.links import Reach
 from paralab.theory.traffic import BOOKKEEPING, ends
 
@@ -42,6 +43,12 @@ def needs_tables(report: Any) -> None:
     if not hasattr(report, "steps"):
         legal = "what pl.run(...) or pl.predict(...) returned"
         raise illegal("report", report, "not a report", legal)
+
+
+def num_params(report: Tables) -> int | None:
+    """Ψ; None for a traced function, or if a block of the user's own was saved by name alone."""
+    model = report.model
+    return None if model is None or saved(model.block) else model.num_params
 
 
 def needs_times(report: Tables, what: str) -> None:

@@ -31,7 +31,8 @@ class Offload(Description):
                  runs on the host's processor
     activations  the place of the block inputs that recompute="full" saves
     delayed      the host updates while the device already computes the next step, whose gradients
-                 then belong to weights one update old (ZeRO-Offload, arXiv:2101.06840, sec. 5.2)
+                 then belong to weights one update old (ZeRO-Offload, arXiv:2101.06840, sec. 5.2).
+                 A checkpoint ends the delay: the step after it has the newest weights
     folder       the folder of the files of "nvme"; None: the system's folder for temporary files
     cached       leave the files in the operating system's page cache. By default every write has
                  reached the disk when it ends, and no read comes from the cache

@@ -16,7 +16,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from paralab.checks import illegal, instance, shown
-from paralab.report import output_files
+from paralab.report import facts, output_files
 from paralab.report.summary import readable, summary
 from paralab.report.tables import DRY
 from paralab.spec import Plan
@@ -113,7 +113,8 @@ def _descriptions(report: Tables) -> str:
     plan["samples per step"] = report.plan.global_batch
     groups: dict[str, Any] = {"Function": {"ranks": report.world_size}}
     if report.model is not None:  # a traced function's plan only has the number of ranks
-        size = {"parameters Ψ": f"{report.model.num_params:,}"}
+        psi = facts.num_params(report)
+        size = {"parameters Ψ": f"{psi:,}"} if psi else {}
         groups = {"Model": report.model.to_dict() | size, "Plan": plan}
     groups |= {"Cluster": report.cluster and report.cluster.to_dict(), "Run": report.meta}
     return "\n".join(

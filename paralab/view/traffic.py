@@ -41,9 +41,10 @@ def traffic_chart(report: Tables, *, matrix: bool = True) -> Chart:
     sends, copies = sent["bytes"].sum() > 0, len(copied) > 0
     alone = dry or not matrix or not sends
     optimum = None
-    if report.model is not None and report.plan.dp == report.world_size > 1 and not copies:
-        psi = report.model.num_params * BYTES_PER_ELEMENT[report.plan.grad_precision]
-        optimum = 2 * (report.plan.dp - 1) * psi / report.world_size
+    psi = facts.num_params(report)
+    if psi and report.plan.dp == report.world_size > 1 and not copies:
+        size = psi * BYTES_PER_ELEMENT[report.plan.grad_precision]
+        optimum = 2 * (report.plan.dp - 1) * size / report.world_size
     flows = [
         (level, (axis, op), size / n) for level, axis, op, size in sent.itertuples(index=False)
     ]
