@@ -639,12 +639,13 @@ def private(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_student_s_cells_are_free_of_linters_marks_and_of_private_names(source):
+def test_a_student_s_cells_have_no_linter_s_marks_no_private_names_and_leave_no_files(source):
     for solved in (False, True):
         for cell in described(source, solved=solved).cells:
             if cell.cell_type == "code":
                 assert not re.search(r"#\s*(fmt:|noqa|type:|isort:)", cell.source), cell.source
                 assert private(cell.source) == [], cell.source
+                assert not re.search("mkdtemp|mkstemp", cell.source), "this outlives the kernel"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

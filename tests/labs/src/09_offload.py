@@ -608,7 +608,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-disk, saved = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
+folders = [tempfile.TemporaryDirectory() for _ in range(2)]  # deleted when the kernel ends
+disk, saved = (Path(folder.name) for folder in folders)
 
 
 def pull(rank, done, steps):
