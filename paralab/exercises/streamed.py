@@ -52,20 +52,20 @@ Named = dict[str, Any]  # {name: value}
     required=REQUIRED,
 )
 def streamed_optimizer(tries: Tries) -> None:
-    for notes, outcome in tries.run(trained, 1):
-        result, states = outcome.results[0], 8 * MODEL.num_params
-        notes.look(WEIGHTS, result["wrong"], "all equal")
-        wrong = f"the files have {result['files']:,} bytes, required: {states:,}"
-        notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
-        most = 4 * COPIES * UNIT + SCALARS  # Python's own objects are counted too, a few bytes
-        wrong = f"tensors or arrays have {result['held']:,} bytes at once, required: at most "
-        wrong += f"{most:,}"
-        notes.look(PEAK, wrong if result["held"] > most else "", "no more than that")
-        words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
-        notes.memory(KEPT, [result["kept"]], SCALARS, words)
+    with tempfile.TemporaryDirectory(prefix="paralab-") as base:  # outlives a rank that is stopped
+        for notes, outcome in tries.run(trained, 1, base):
+            result, states = outcome.results[0], 8 * MODEL.num_params
+            notes.look(WEIGHTS, result["wrong"], "all equal")
+            wrong = f"the files have {result['files']:,} bytes, required: {states:,}"
+            notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
+            held, most = result["held"], 4 * COPIES * UNIT + SCALARS  # Python's objects count too
+            wrong = f"tensors or arrays have {held:,} bytes at once, required: at most {most:,}"
+            notes.look(PEAK, wrong if held > most else "", "no more than that")
+            words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
+            notes.memory(KEPT, [result["kept"]], SCALARS, words)
 
 
-def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
+def trained(watch: Any, answer: tuple, seed: int, base: str) -> dict[str, Any]:
     """What the rank runs: some steps with the answer, and the same with torch's AdamW."""
     gpt, reference_gpt = reference.GPT(MODEL), reference.GPT(MODEL)
     named = dict(gpt.named_parameters())
@@ -73,7 +73,7 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
     adam = torch.optim.AdamW(reference_gpt.parameters(), foreach=False, **settings)
     wrong, held, files = "", 0, 0
     tracemalloc.start()  # NumPy reports arrays to it; to stop it while gloo allocates crashes
-    with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
+    with tempfile.TemporaryDirectory(dir=base) as folder, watch.section() as all_of_it:
         optimizer = answer[0](list(named.values()), folder, **settings, unit=UNIT)
         for step in range(STEPS):
             # files of another size are refused for that: zeros in a header would be misread
