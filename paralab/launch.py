@@ -213,9 +213,9 @@ def launch_program(
         finally:
             try:
                 run.end()
-            except KeyboardInterrupt:  # raised just before `end` began to hold interrupts off
+            except KeyboardInterrupt as interrupt:  # raised before `end` held interrupts, or after
                 run.end()
-                raise
+                raise interrupted(interrupt, "interrupted") from None
         if error is not None:
             raise error
         return run.results()

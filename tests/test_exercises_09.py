@@ -1,5 +1,9 @@
 """Lab 09's exercises: right answers pass, wrong ones are refused with the mistake named."""
 
+import functools
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -135,6 +139,22 @@ RIGHT = [
 ]  # fmt: skip
 TABLE = Table(STREAMED, WRONG, RIGHT, most=1)
 test_a_wrong_optimizer_is_refused, test_a_right_optimizer_passes, test_the_stub = TABLE.tests()
+
+
+class EndsItsProcess(MyStreamedAdamW):
+    def __init__(self, parameters, folder, **settings):
+        told, self.folder = settings.pop("told"), folder
+        Path(told).write_text(folder)
+
+    def step(self):
+        os._exit(1)
+
+
+def test_the_folder_goes_with_the_check_where_the_answer_s_process_was_stopped(tmp_path):
+    told = tmp_path / "folder"
+    verdict = STREAMED.check(functools.partial(EndsItsProcess, told=str(told)))
+    assert not verdict.passed and told.exists()
+    assert not Path(told.read_text()).exists()
 
 
 # ---- go further: the order of a streamed update, drawn -------------------------------------------

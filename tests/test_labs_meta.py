@@ -16,6 +16,7 @@ import os
 import re
 import struct
 import subprocess
+import symtable
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping
@@ -638,12 +639,13 @@ def private(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_student_s_cells_are_free_of_linters_marks_and_of_private_names(source):
+def test_a_student_s_cells_have_no_linter_s_marks_no_private_names_and_leave_no_files(source):
     for solved in (False, True):
         for cell in described(source, solved=solved).cells:
             if cell.cell_type == "code":
                 assert not re.search(r"#\s*(fmt:|noqa|type:|isort:)", cell.source), cell.source
                 assert private(cell.source) == [], cell.source
+                assert not re.search("mkdtemp|mkstemp", cell.source), "this outlives the kernel"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -651,6 +653,30 @@ def test_no_two_questions_or_exercises_of_a_lab_have_one_name(source):
     """Where all cells were run a name is its last one's, and so would its hints be."""
     asked = re.findall(r"^(\w+) = pl\.exercises\.(?!\w+\.check)", source.read_text(), re.MULTILINE)
     assert len(asked) >= 3 and len(set(asked)) == len(asked), asked
+
+
+def given_and_taken(source: str) -> tuple[set[str], set[str]]:
+    """Of a cell: the variables that it sets, and the names that it has from other cells."""
+    tables = [symtable.symtable(source, "cell", "exec")]
+    bound = {s for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
+    own, read = {s.get_name() for s in bound}, set()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        names = [s for s in table.get_symbols() if s.is_referenced()]
+        read |= {s.get_name() for s in names if s.is_global() or table.get_type() == "module"}
+    given = {s.get_name() for s in bound if not s.is_imported() and not s.is_namespace()}
+    return given, read - own
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_a_student_can_run_a_cell_again_after_any_other(source):
+    """What a cell takes from above is set in one cell, so no other gives it something else."""
+    code = [c.source for c in described(source, solved=False).cells if c.cell_type == "code"]
+    cells = [given_and_taken(text) for text in code]
+    for text, (_, taken) in zip(code, cells, strict=True):
+        for name in taken:
+            assert sum(name in given for given, _ in cells) <= 1, (name, text)
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(LABS)))

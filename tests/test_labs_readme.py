@@ -53,8 +53,8 @@ def test_every_lab_is_linked_and_every_link_of_a_lab_leads_somewhere():
     assert {p.name[:2] for p in (LABS / "solutions").glob("*.ipynb")} == answered
 
 
-def test_what_a_saved_notebook_shows_in_place_of_a_slider_is_explained():
-    """The words are ipywidgets': who meets them looks for them."""
-    assert "“Error displaying widget: model not found”: run their cells again" in " ".join(
-        README.split()
-    )
+def test_what_a_notebook_shows_when_it_is_opened_again_is_explained():
+    """The words are ipywidgets', Python's and JupyterLab's: who meets them looks for them."""
+    text = " ".join(README.split())
+    assert "“Error displaying widget: model not found”: run their cells again" in text
+    assert "`NameError`" in text and "*Run → Run All Above Selected Cell*" in text

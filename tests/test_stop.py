@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import threading
 import traceback
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import paralab as pl
 from paralab.launch import _shared_server
+from paralab.ranks.server import RankServer
 from patience import HANG_S
 from processes import below_the_server, until
 
@@ -139,4 +141,28 @@ def test_an_interrupted_run_says_how_many_steps_were_done_and_shows_no_frame_of_
     _, *ours = (frame.f_code for frame, _ in traceback.walk_tb(caught.value.__traceback__))
     assert [code.co_name for code in ours] == ["run"]
     assert "__tracebackhide__" in ours[0].co_varnames
+    assert below_the_server() == []
+
+
+@pytest.mark.parametrize("interrupted_before", [False, True])
+def test_an_interrupt_while_the_ranks_end_is_raised_once_they_have_ended(
+    monkeypatch, interrupted_before
+):
+    """A loop of short runs spends much of its time there."""
+    end_ranks = RankServer.end_ranks
+
+    def end_ranks_under_interrupt(server: RankServer) -> None:
+        signal.raise_signal(signal.SIGINT)
+        end_ranks(server)
+
+    def progress(*_: int) -> None:
+        if interrupted_before:
+            raise KeyboardInterrupt("the first")
+
+    monkeypatch.setattr(RankServer, "end_ranks", end_ranks_under_interrupt)
+    model = pl.ModelSpec(layers=1, hidden=32, heads=2, seq_len=16)
+    words = "the first; interrupted" if interrupted_before else "interrupted; 1 of 1 steps done"
+    with pytest.raises(KeyboardInterrupt, match=f"^{words}") as caught:
+        pl.run(model, pl.Plan(), steps=1, progress=progress)
+    assert caught.value.__suppress_context__
     assert below_the_server() == []

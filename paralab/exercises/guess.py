@@ -129,9 +129,8 @@ class Guess(Question):
         return f"{value:,.{self.decimals}f} {self.unit}".strip()
 
     def _state(self) -> str:
-        if self.value is None:
-            return "not committed yet"
-        return f"committed to {self.shown(self.value)}"
+        value = self.value
+        return "not committed yet" if value is None else f"committed to {self.shown(value)}"
 
     def __repr__(self) -> str:
         room = REPR_WIDTH - len(f"Guess(, {self._state()})")

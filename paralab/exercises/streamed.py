@@ -52,33 +52,32 @@ Named = dict[str, Any]  # {name: value}
     required=REQUIRED,
 )
 def streamed_optimizer(tries: Tries) -> None:
-    for notes, outcome in tries.run(trained, 1):
-        result, states = outcome.results[0], 8 * MODEL.num_params
-        notes.look(WEIGHTS, result["wrong"], "all equal")
-        wrong = f"the files have {result['files']:,} bytes, required: {states:,}"
-        notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
-        most = 4 * COPIES * UNIT + SCALARS  # Python's own objects are counted too, a few bytes
-        wrong = f"tensors or arrays have {result['held']:,} bytes at once, required: at most "
-        wrong += f"{most:,}"
-        notes.look(PEAK, wrong if result["held"] > most else "", "no more than that")
-        words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
-        notes.memory(KEPT, [result["kept"]], SCALARS, words)
+    with tempfile.TemporaryDirectory(prefix="paralab-") as base:  # outlives a rank that is stopped
+        for notes, outcome in tries.run(trained, 1, base):
+            result, states = outcome.results[0], 8 * MODEL.num_params
+            notes.look(WEIGHTS, result["wrong"], "all equal")
+            wrong = f"the files have {result['files']:,} bytes, required: {states:,}"
+            notes.look(FILES, wrong if result["files"] != states else "", f"{states:,} bytes")
+            held, most = result["held"], 4 * COPIES * UNIT + SCALARS  # Python's objects count too
+            wrong = f"tensors or arrays have {held:,} bytes at once, required: at most {most:,}"
+            notes.look(PEAK, wrong if held > most else "", "no more than that")
+            words = f"keeps {{held}} bytes in memory between steps; all states have {states:,}"
+            notes.memory(KEPT, [result["kept"]], SCALARS, words)
 
 
-def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
+def trained(watch: Any, answer: tuple, seed: int, base: str) -> dict[str, Any]:
     """What the rank runs: some steps with the answer, and the same with torch's AdamW."""
     gpt, reference_gpt = reference.GPT(MODEL), reference.GPT(MODEL)
-    named = dict(gpt.named_parameters())
-    settings = settings_of(seed)
+    named, settings = dict(gpt.named_parameters()), settings_of(seed)
     adam = torch.optim.AdamW(reference_gpt.parameters(), foreach=False, **settings)
-    wrong, held, files = "", 0, 0
+    wrong, held, files, paths = "", 0, 0, list[Path]()
     tracemalloc.start()  # NumPy reports arrays to it; to stop it while gloo allocates crashes
-    with tempfile.TemporaryDirectory(prefix="paralab-") as folder, watch.section() as all_of_it:
+    with tempfile.TemporaryDirectory(dir=base) as folder, watch.section() as all_of_it:
         optimizer = answer[0](list(named.values()), folder, **settings, unit=UNIT)
         for step in range(STEPS):
             # files of another size are refused for that: zeros in a header would be misread
             if zeroed := step == ZEROED and files == 8 * MODEL.num_params:
-                for path in _files(folder):
+                for path in paths:
                     with path.open("r+b") as file:  # in place: the answer may have mapped them
                         file.write(bytes(path.stat().st_size))
                 for state in adam.state.values():
@@ -109,13 +108,10 @@ def trained(watch: Any, answer: tuple, seed: int) -> dict[str, Any]:
             del yours, right, lent
             gpt.zero_grad()
             reference_gpt.zero_grad()
-            files = sum(path.stat().st_size for path in _files(folder))
+            paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+            files = sum(path.stat().st_size for path in paths)
         adam.state.clear()
         return {"wrong": wrong, "held": held, "files": files, "kept": all_of_it.now()}
-
-
-def _files(folder: str) -> list[Path]:
-    return [path for path in Path(folder).rglob("*") if path.is_file()]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -310,12 +311,14 @@ class Run:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Ignore SIGINT: a second Ctrl-C must not stop the clean-up after the first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C must not stop the clean-up: raise it afterwards, unless it is the second one."""
+    held: list[int] = []
+    here = threading.current_thread() is threading.main_thread()  # which alone is interrupted
+    previous = here and signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
+        if here:
+            signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
+        if held and not isinstance(sys.exception(), KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -530,19 +530,19 @@ years_guess
 
 # %%
 tokens, speed, year = 300e9, 150e12, 365 * 86400
-rows = {}
+needed = {}
 for name in ("gpt2", "ptdp-7.5b", "gpt3-175b", "ptdp-1t"):
     one = pl.ModelSpec.preset(name)
     exact = needs.step_flops(one, 1) / one.seq_len * tokens
-    rows[name] = {
+    needed[name] = {
         "80 GB devices for the states": needs.devices_for(16 * one.num_params, 80 * GB),
         "years by 6 Ψ D": 6 * one.num_params * tokens / speed / year,
         "years, exact": exact / speed / year,
     }
-pd.DataFrame.from_dict(rows, orient="index").round(2)
+pd.DataFrame.from_dict(needed, orient="index").round(2)
 
 # %%
-years_guess.reveal(rows["gpt3-175b"]["years, exact"])
+years_guess.reveal(needed["gpt3-175b"]["years, exact"])
 
 # %% [markdown]
 # For the two largest, even a device with enough memory would take decades or centuries. So work

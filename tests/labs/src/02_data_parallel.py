@@ -225,14 +225,14 @@ title = "Buckets that leave during backward hide part of what they send"
 view.timelines(*replays.values(), labels=list(replays), ranks=[0], title=title)
 
 # %%
-rows = {}
+by_form = {}
 for form, run in forms.items():
     calls = run.collectives.query("step == 2 and rank == 0 and phase == 'grad_sync'")
-    rows[form] = {"all-reduces per step": len(calls), "MB sent": calls.wire_bytes.sum() / 1e6}
-pd.DataFrame(rows).T.round(3)
+    by_form[form] = {"all-reduces per step": len(calls), "MB sent": calls.wire_bytes.sum() / 1e6}
+pd.DataFrame(by_form).T.round(3)
 
 # %%
-calls_guess.reveal(rows["naive"]["all-reduces per step"])
+calls_guess.reveal(by_form["naive"]["all-reduces per step"])
 
 # %% [markdown]
 # A block has 12 parameters: its two norms, the two layers of attention and the two of the MLP have
@@ -545,8 +545,8 @@ if verdict.passed:
     three = {"yours": mine, "torch's DDP": torchs, "the program": ours}
     for name, one in three.items():
         calls = one.collectives.query("rank == 0 and step == 2")
-        sent = calls.wire_bytes.sum() / 1e6
-        print(f"{name:<12} {len(calls)} calls, {sent:.3f} MB, last loss {one.losses[-1]:.4f}")
+        volume = calls.wire_bytes.sum() / 1e6
+        print(f"{name:<12} {len(calls)} calls, {volume:.3f} MB, last loss {one.losses[-1]:.4f}")
 else:
     print("write MyDDP first")
 
@@ -667,12 +667,12 @@ halved
 
 # %%
 both = pl.run(model, pl.Plan(dp=2, tp=2, microbatch_size=4), steps=2, clip_norm=1.0, progress=False)
-calls = both.collectives.query("step == 1 and rank == 0")
+hybrid_calls = both.collectives.query("step == 1 and rank == 0")
 by = ["axis", "phase", "op", "payload_bytes"]
-calls.groupby(by).agg(calls=("call", "count"), sent=("wire_bytes", "sum"))
+hybrid_calls.groupby(by).agg(calls=("call", "count"), sent=("wire_bytes", "sum"))
 
 # %%
-halved.reveal(round(calls.query("phase == 'grad_sync'")["wire_bytes"].sum() / 1e6, 1))
+halved.reveal(round(hybrid_calls.query("phase == 'grad_sync'")["wire_bytes"].sum() / 1e6, 1))
 
 # %% [markdown]
 # With two data-parallel ranks $2(N-1)/N$ is 1, so a rank sends its half of the gradients once. In

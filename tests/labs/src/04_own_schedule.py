@@ -294,17 +294,17 @@ overlap = pl.exercises.guess("idle time of the most idle rank", low=0, high=9, u
 overlap
 
 # %%
-rows = []
+overlapped = []
 for F, I_, W, both in ((1, 1, 1, 3), (1, 1, 1, 2.4), (1, 1, 1, 2), (1, 1.2, 0.9, 3.1)):
     one = drawn(F, I_, W, both)
     idle = [1e3 * (one.makespan - busy) for busy in one.busy]
-    rows.append([F, I_, W, both, 3 * (both + (I_ + W) - 3 * W), max(idle), min(idle)])
+    overlapped.append([F, I_, W, both, 3 * (both + (I_ + W) - 3 * W), max(idle), min(idle)])
 names = ["F", "I", "W", "F&B", "(p/2-1)(F&B+B-3W)", "drawn, most idle rank", "least idle rank"]
 print("chunks of micro-batches that are alive on a rank, at most:", max(one.peak_live))
-pd.DataFrame(rows, columns=names).round(2)
+pd.DataFrame(overlapped, columns=names).round(2)
 
 # %%
-overlap.reveal(rows[2][5])
+overlap.reveal(overlapped[2][5])
 
 # %% [markdown]
 # For $F = I = W$ (the first three rows) the most idle rank of the drawn schedule has exactly the

@@ -772,15 +772,15 @@ def fits(layers, stage):
         return False
 
 
-rows = {}
+most_blocks = {}
 for stage, name in enumerate(names):
     most = max(layers for layers in range(1, 20) if needs(layers, stage) <= 16e6)
     trains = {"trains": fits(most, stage), "one block more": fits(most + 1, stage)}
-    rows[name] = {"blocks, by program": most} | trains
-pd.DataFrame(rows).T
+    most_blocks[name] = {"blocks, by program": most} | trains
+pd.DataFrame(most_blocks).T
 
 # %%
-deepest.reveal(rows["ZeRO-3"]["blocks, by program"])
+deepest.reveal(most_blocks["ZeRO-3"]["blocks, by program"])
 
 # %% [markdown]
 # ## Nodes: hybrid sharding keeps the expensive bytes inside
@@ -817,21 +817,21 @@ nodes = pl.Cluster(
     intra=pl.Link(alpha=20e-6, bandwidth=1e10),
     inter=pl.Link(alpha=100e-6, bandwidth=5e8),
 )
-rows = {}
+by_level = {}
 for name, shard in (("ZeRO-3 over all 4", None), ("HSDP: 2 share, 2 copies", 2)):
     expected = pl.predict(model, plan.replace(zero_stage=3, shard=shard), nodes)
     level = expected.traffic(by="level").set_index("level")["bytes"] / 1e6
-    rows[name] = {
+    by_level[name] = {
         "inside a node (MB)": level["intra"],
         "between nodes (MB)": level["inter"],
         "between, share (%)": 100 * level["inter"] / level.sum(),
         "step (ms)": 1e3 * expected.step_time,
         "peak memory (MB)": expected.peak_memory / 1e6,
     }
-pd.DataFrame(rows).T.round(1)
+pd.DataFrame(by_level).T.round(1)
 
 # %%
-sharded, hybrid = (row["between nodes (MB)"] for row in rows.values())
+sharded, hybrid = (row["between nodes (MB)"] for row in by_level.values())
 between_nodes.reveal(100 * hybrid / sharded)
 
 # %% [markdown]

@@ -378,15 +378,15 @@ pair_guess
 
 # %%
 b, s, h = columns.microbatch_size, model.seq_len, model.hidden
-rows = {}
+pairs = {}
 for t in (2, 4):
     run = report if t == 4 else pl.run(model, columns.replace(tp=2), steps=2, progress=False)
     counted = in_blocks(run)["kB"].sum() / model.layers
-    rows[f"t={t}"] = {"formula (kB)": 4 * 8 * (t - 1) / t * b * s * h / 1e3, "counted": counted}
-pd.DataFrame(rows).T.round(1)
+    pairs[f"t={t}"] = {"formula (kB)": 4 * 8 * (t - 1) / t * b * s * h / 1e3, "counted": counted}
+pd.DataFrame(pairs).T.round(1)
 
 # %%
-pair_guess.reveal(100 * rows["t=2"]["counted"] / rows["t=4"]["counted"])
+pair_guess.reveal(100 * pairs["t=2"]["counted"] / pairs["t=4"]["counted"])
 
 # %% [markdown]
 # The formula does not shrink with t, it grows towards 8 b s h. The weights are not in it: no weight
@@ -649,7 +649,7 @@ for name, (a, h, s, b) in sizes.items():
 pd.DataFrame(kept).round().astype(int)
 
 # %%
-undivided.reveal(100 * 10 / (10 + 24 / t))
+undivided.reveal(100 * 10 / (10 + 24 / 8))  # t = 8
 
 # %% [markdown]
 # Tensor parallelism alone does not divide the 10: with t = 8 and selective recomputation these are

@@ -199,6 +199,7 @@ grids = pl.exercises.choose(
 grids
 
 # %%
+q, M, K, N = 2, 128, 64, 256  # the sizes of the product above
 for d in (1, 2):
     of_x, of_w = d * (q - 1) * M // d * K, d * (q - 1) * K * N  # M/d tokens in each of d grids
     print(f"d = {d}: {of_x:,} elements of X, {of_w:,} of W")

@@ -174,18 +174,18 @@ brought_up
 # and the run moves exactly these:
 
 # %%
-rows = {}
+carried = {}
 for name, report in reports.items():
     moved = report.copied(by="link").set_index("link")["bytes"]
     said = {
         link: sum(parts.values()) for link, parts in offload.link_bytes(wide, report.plan).items()
     }
     assert all(size == moved[link] for link, size in said.items() if size)
-    rows[name] = {link: round(size / wide.num_params, 2) for link, size in said.items()}
-pd.DataFrame(rows).T.rename_axis("bytes per parameter and step")
+    carried[name] = {link: round(size / wide.num_params, 2) for link, size in said.items()}
+pd.DataFrame(carried).T.rename_axis("bytes per parameter and step")
 
 # %%
-brought_up.reveal(rows["and parameters"]["h2d"])
+brought_up.reveal(carried["and parameters"]["h2d"])
 
 # %% [markdown]
 # There are two micro-batches. From stage 2 on gradients go down for each of them, 4 bytes each;
@@ -311,8 +311,8 @@ cluster = pl.Cluster.local()
 table = {}
 for samples in (2, 8, 32):
     how = plans["in files"].replace(microbatch_size=samples)
-    disk = offload.link_bytes(wide, how)
-    size = sum(sum(disk[link].values()) for link in ("disk read", "disk write"))
+    links = offload.link_bytes(wide, how)
+    size = sum(sum(links[link].values()) for link in ("disk read", "disk write"))
     flops = 3 * pl.theory.flops.forward_flops(wide, how.microbatches * samples)
     step = pl.predict(wide, how, cluster).summary()["value"]
     reached = flops / (1e-3 * step["forward and backward"])
@@ -477,13 +477,13 @@ def needs(how):
     return lambda layers: sum(pl.program(deep.replace(layers=layers), how).peak().values())
 
 
-bars, most = {}, {}
+peaks, most = {}, {}
 for name, how in ways.items():
     most[name] = bisect(range(1, 80), limit, key=needs(how))
     spec = deep.replace(layers=most[name])
     run = pl.run(spec, how, steps=1, memory_limit=limit, progress=False)
-    bars |= tiers(f"{most[name]} blocks, {name}", run)
-on_device = {label: held for label, held in bars.items() if label.endswith("device")}
+    peaks |= tiers(f"{most[name]} blocks, {name}", run)
+on_device = {label: held for label, held in peaks.items() if label.endswith("device")}
 title = "Offload trains a model of more blocks on the same device"
 view.bytes_bars(on_device, {"the device": limit}, title=title)
 
@@ -494,7 +494,7 @@ blocks.reveal(most["everything on the host"])
 # What is no longer on the device is on the host or in files:
 
 # %%
-elsewhere = {label: held for label, held in bars.items() if label not in on_device}
+elsewhere = {label: held for label, held in peaks.items() if label not in on_device}
 view.bytes_bars(elsewhere, title="The host and its files hold several times what the device does")
 
 # %%
@@ -608,7 +608,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-disk, saved = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
+folders = [tempfile.TemporaryDirectory() for _ in range(2)]  # deleted when the kernel ends
+disk, saved = (Path(folder.name) for folder in folders)
 
 
 def pull(rank, done, steps):

@@ -645,18 +645,18 @@ times
 # %%
 import warnings
 
-rows = {}
+by_axis = {}
 for stage in (1, 3):
     trap = cube.replace(zero_stage=stage, microbatches=8, microbatch_size=1)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         sent = pl.predict(model, trap, cluster).traffic(by="axis").set_index("axis")["bytes"]
-    rows[f"ZeRO-{stage}"] = sent[["dp", "tp", "pp"]] / 1e6
+    by_axis[f"ZeRO-{stage}"] = sent[["dp", "tp", "pp"]] / 1e6
 print(heard[0].message)
-pd.DataFrame(rows).T.round(2).add_suffix(" (MB, all ranks)")
+pd.DataFrame(by_axis).T.round(2).add_suffix(" (MB, all ranks)")
 
 # %%
-times.reveal(rows["ZeRO-3"]["dp"] / rows["ZeRO-1"]["dp"])
+times.reveal(by_axis["ZeRO-3"]["dp"] / by_axis["ZeRO-1"]["dp"])
 
 # %% [markdown]
 # Others avoid it. PyTorch's pipelines reduce-scatter the gradients of `fully_shard` once per step;

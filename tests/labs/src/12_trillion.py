@@ -87,8 +87,8 @@ def counted(report, rank):
 
 rows = {}
 for rank in (0, 3, 5, 6):  # both stages, replicas and halves of a layer
-    ran, dry = counted(real, rank), counted(pl.dry_run(small, cube, rank=rank), rank)
-    rows[rank] = {"as a run": ran == dry, **dry}
+    seen, dry = counted(real, rank), counted(pl.dry_run(small, cube, rank=rank), rank)
+    rows[rank] = {"as a run": seen == dry, **dry}
 pd.DataFrame(rows).T.rename_axis("rank")
 
 # %% [markdown]
@@ -545,7 +545,7 @@ asked = {
     "precision": "fp16",
     "offload": None,
 }
-rows = {}
+rates = {}
 for row in papers.ptdp_table2().query("`parameters (B), printed` < 200").to_dict("records"):
     if row["model-parallel"] > 1:
         continue
@@ -558,16 +558,16 @@ for row in papers.ptdp_table2().query("`parameters (B), printed` < 200").to_dict
     none = table.iloc[0]["serial_s"]
     latency = machine.ways("all_gather", machine.reach(range(count)))["ring"].latency  # whole ring
     work = needs.step_flops(gpt3, how.global_batch, recompute=True) / count / 1e12
-    rows[count] = {
+    rates[count] = {
         "measured": row["TFLOP/s per device"],
         "all hidden": work / hidden,
         "none hidden": work / none,
         "tensor by tensor": work / (none + (3 + 3 + 11) * gpt3.layers * latency),
     }
-pd.DataFrame(rows).T.rename_axis("devices").round(0).add_suffix(" (TFLOP/s)")
+pd.DataFrame(rates).T.rename_axis("devices").round(0).add_suffix(" (TFLOP/s)")
 
 # %%
-left.reveal(rows[1536]["measured"])
+left.reveal(rates[1536]["measured"])
 
 # %% [markdown]
 # When the devices double, the bytes per device stay the same and the work per device halves. With
