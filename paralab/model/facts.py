@@ -107,7 +107,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
             with saved_tensors_hooks(pack, unpack), counter:
                 y = called(module, tensors, x)
                 if fits := isinstance(y, torch.Tensor) and (y.shape, y.dtype) == (x.shape, dtype):
-                    rows = y.detach().reshape(-1, spec.hidden).contiguous()  # as the op
+                    rows = y.detach().reshape(-1, spec.hidden).contiguous()  # as the op returns it
             if fits:
                 result = rows.untyped_storage()
                 others = [t.untyped_storage()._cdata for t in (x, rows, *parameters, *buffers)]
@@ -128,7 +128,7 @@ def facts(spec: ModelSpec, batch: int, precision: str = "fp32") -> Facts:
                     parameter.data = parameter.new_empty(0)
                 with counter:
                     grads = torch.autograd.grad((edge,), (x, *parameters), (g,), allow_unused=True)
-                    grads = [t if t is None else t.contiguous() for t in grads]  # as the op
+                    grads = [t if t is None else t.contiguous() for t in grads]  # here too
                     storages = [t.untyped_storage() for t in grads if t is not None]
                     given = g.untyped_storage()._cdata
                     passes_grad = grads[0] is not None and storages[0]._cdata == given
